@@ -194,7 +194,11 @@ from cukit.registry import (
 )
 from cukit.sampling import sample, speculative_verify
 from cukit.sequence import (
+    causal_conv,
+    causal_conv_backward,
+    causal_conv_step,
     gated_scan,
+    gated_scan_backward,
     gated_scan_step,
     histogram,
     parallel_scan,
@@ -258,6 +262,9 @@ __all__ = [
     "bsr_from_mask",
     "bsr_matmul",
     "cascade_attention",
+    "causal_conv",
+    "causal_conv_backward",
+    "causal_conv_step",
     "check_kernel",
     "compress_kv",
     "create_adaptive_depth_mask",
@@ -290,6 +297,7 @@ __all__ = [
     "gated_linear",
     "gated_linear_backward",
     "gated_scan",
+    "gated_scan_backward",
     "gated_scan_step",
     "gelu",
     "gelu_and_mul",

@@ -2,9 +2,9 @@
 
     python -m profiling.demo_settings [--small | --brief]
 
-For each setting: bits per byte of the teacher and of the student alone, then of the student distilled
-in several ways, with what it gains over the student alone (95% interval over validation windows) and
-the share of the gap that this closes. Nothing is written; outcomes go into
+For each setting: bits per byte of the teacher and of the student alone, then of the student
+distilled in several ways, with what it gains over the student alone (95% interval over validation
+windows) and the share of the gap that this closes. Nothing is written; outcomes go into
 profiling/notes/distillation_step.md.
 """
 

@@ -1,10 +1,10 @@
 """Times tilings of `indexer_kl` and its backward beside the one that their plan takes:
 
-    python -m profiling.indexer_variants
+    python -m profiling.indexer_variants [--quick]
 
-An arm `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has M queries and N keys in a tile of the sweep, KEYS and QUERIES in
-one of the keys' gradient, BLOCKS thread blocks an SM. Nothing is written; outcomes go into
-profiling/notes/attention_distillation.md.
+An arm `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has M queries and N keys in a tile of the sweep, KEYS and
+QUERIES in one of the keys' gradient, BLOCKS thread blocks an SM. Nothing is written; outcomes go
+into profiling/notes/attention_distillation.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _with_tilings(case: Case) -> Case:
             name: arm for name, arm in workload.arms.items() if name != "torch-compile"
         }
         for tiling in TILINGS:
-            name = "-".join(map(str, (tiling.tile_m, tiling.tile_n, tiling.key_tile, tiling.tile_q)))
+            name = "-".join(
+                map(str, (tiling.tile_m, tiling.tile_n, tiling.key_tile, tiling.tile_q))
+            )
             name += f"-{tiling.blocks_per_sm}{'-wgmma' if tiling.wgmma else ''}"
             arms[name] = partial(_arm, ours, tiling)
         return Workload(arms, workload.expected, workload.tolerance)
@@ -80,7 +82,7 @@ def main() -> int:
     cases = [
         _with_tilings(make(shape)) for shape in SHAPES for make in (forward_case, backward_case)
     ]
-    return run_cases(cases, Runner())
+    return run_cases(cases, Runner(quick="--quick" in sys.argv))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ WRITES = {
     "ema_update": {"averages", "copies"},
     "append_kv": {"k_cache", "v_cache"},
     "batched_copy": {"memory"},
+    "causal_conv_step": {"state"},
     "gated_scan_step": {"state"},
     "pack_kv": {"k_cache", "v_cache"},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -221,12 +220,13 @@ def _prepare_backward(
 ) -> _BackwardSteps:
     kernels = _planned_backward(grad_out, q, k, v, out, lse, options, deterministic, *given)
     arrays = ScoreArrays(*given)
-    problem = problem_of(q, k, v, options, arrays)
-    config = replace(kernels.config, problem=problem)
+    shape = score_shape(q, k, options, arrays)
+    config = kernels.config.at_lengths(*shape[2:])
+    problem = config.problem
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
-    settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
+    settings = score_settings(q, options, arrays, shape)
     factor, factor_log2 = scales_of(q, options)
     structs = parameter_structs(PARAMETERS)
     rows_of = {

@@ -52,8 +52,7 @@ def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array
 
 def _encode_rows(array: Array, box: tuple[int, ...]) -> Any:
     # Sequences one behind the other are those of a single batch.
-    whole = array if array.ndim == 4 else array[None]
-    return encode_tensor_map(whole, box, swizzle_bytes=box[-1] * array.itemsize)
+    return encode_tensor_map(array, box, swizzle_bytes=box[-1] * array.itemsize, batches=True)
 
 
 class PlannedWork:
@@ -128,6 +127,8 @@ class MappedForward:
 
     def __init__(self, config: WarpgroupForwardConfig) -> None:
         self._config = config
+        problem = config.problem
+        self._plain = not problem.features & {"alibi", "bias", "mask", "sinks", "varlen"}
         self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
         self._launches = Launches(load_kernel(config.spec()))
         self._plan_launches = launches_of(config.plan_spec())
@@ -195,8 +196,8 @@ class MappedForward:
                 count * config.tiling.value_bytes(config.value_width),
                 np.uint8,
             )
-        plain = plan is None and all(array is None for array in arrays)
-        return MappedLaunch(launch, self._encoders, plan, values, self._nothing if plain else None)
+        nothing = self._nothing if plan is None and self._plain else None
+        return MappedLaunch(launch, self._encoders, plan, values, nothing)
 
 
 @launch_plan

@@ -19,6 +19,7 @@ _EVERYTHING = 1 << 29  # wider than any sequence, far from the end of int32
 _LOG2_E = 1.0 / math.log(2.0)
 _MOST_SETTINGS = 256  # kept: most do not depend on lengths
 _MATRIX_AXES = ("batch", "head", "row", "column")
+_NO_STRIDES = (0,) * len(_MATRIX_AXES)
 PARAMETERS = "attention/parameters.cuh"
 """Where the structs are defined that attention's kernels take by value."""
 NO_TEACHER = {"teacher_group": 1, "teacher_scale_log2": 0.0}
@@ -128,20 +129,22 @@ def score_settings(
     shape: batch, heads_q, seq_q, seq_kv, to which bias and mask are broadcast.
     """
     slopes = arrays.alibi_slopes
-    return _settings(
-        options,
+    settings = _settings(
+        options._replace(max_seqlen_q=None, max_seqlen_kv=None) if arrays.varlen else options,
         q.shape[-1],
         slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
-        q.shape[0] if arrays.varlen else 0,
         _matrix_strides(arrays.bias, shape),
         _matrix_strides(arrays.mask, shape),
     )
+    if not arrays.varlen:
+        return settings
+    return parameter_structs(PARAMETERS)["ScoreSettings"].changed(settings, total_q=q.shape[0])
 
 
 def _matrix_strides(matrix: Array | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """In elements, of a matrix broadcast to `shape`."""
     if matrix is None:
-        return (0,) * len(_MATRIX_AXES)
+        return _NO_STRIDES
     steps = namespace(matrix).broadcast_to(matrix, shape).strides
     return tuple(step // matrix.itemsize for step in steps)
 
@@ -151,7 +154,6 @@ def _settings(
     options: ScoreOptions,
     head_dim: int,
     alibi_batch: int,
-    total_q: int,
     bias: tuple[int, ...],
     mask: tuple[int, ...],
 ) -> Any:
@@ -166,7 +168,7 @@ def _settings(
         window_left=_bound(options.left),
         window_right=_bound(options.right),
         alibi_batch=alibi_batch,
-        total_q=total_q,
+        total_q=0,
         cap_inner=inner,
         cap_outer=outer,
     )

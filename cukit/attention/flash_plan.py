@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cukit.attention.flash_problem import (
     AttentionProblem,
@@ -35,6 +36,9 @@ from cukit.attention.flash_tilings import (
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 from cukit.errors import UnsupportedDeviceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "AttentionProblem",
@@ -106,6 +110,13 @@ class FlashAttentionBackwardConfig:
     """Blocks that share a key head, each with group / splits query heads."""
     key_section: int
     query_section: int
+
+    def at_lengths(self, seq_len_q: int, seq_len_kv: int) -> Self:
+        """The same for other lengths that round alike (AttentionProblem.at_lengths)."""
+        config = object.__new__(type(self))
+        config.__dict__.update(self.__dict__)
+        config.__dict__["problem"] = self.problem.at_lengths(seq_len_q, seq_len_kv)
+        return config
 
     @property
     def sums_queries(self) -> bool:

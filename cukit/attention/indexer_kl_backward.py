@@ -51,7 +51,8 @@ def indexer_kl_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of :func:`~cukit.attention.indexer_kl.indexer_kl` for the indexer.
 
-        dI = row weight (softmax(I) - p),   dx[i,h,j] = scale_s w[i,h] dI_ij where q_s[i,h] k_s[j] > 0
+        dI = row weight (softmax(I) - p)
+        dx[i,h,j] = scale_s w[i,h] dI_ij where q_s[i,h] k_s[j] > 0, else 0
         dq_s[i,h] = sum_j dx k_s[j],   dk_s[j] = sum_ih dx q_s[i,h]
         dw[i,h] = scale_s sum_j dI_ij max(0, q_s[i,h] k_s[j])
 
@@ -76,7 +77,8 @@ def indexer_kl_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. Scratch: dI in 16 bits,
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. dI is rounded to the
+    dtype of q_s, for grad_weights too. Scratch: dI in 16 bits,
     of as many queries at a time as 128 MiB hold, float32 sums of grad_k_s, and the forward's.
     """
     each_row = reduction == "none" and grad_loss is not None
@@ -96,7 +98,7 @@ def indexer_kl_backward(
     check_scalar(_OP, "grad_loss", grad_loss, q_s.shape[:-2] if each_row else ())
     if not call.on_gpu:
         return reference.indexer_kl_backward(
-            *call.inputs[:-1], arrays.lse_s, arrays.lse_t, topk_indices=indices,
+            q_t, k_t, lse_t, q_s, k_s, weights, arrays.lse_s, arrays.lse_t, topk_indices=indices,
             **call.reference_options(), grad_loss=grad_loss,
         )  # fmt: skip
     # As in attention_kl, whose rows have heads.
@@ -111,7 +113,9 @@ def indexer_kl_backward(
         factor *= divisor.factor
     else:
         upstream = totals(q_s, None, shape, arrays.row_weights, divisor, of_loss)[1:]
-    steps = prepare_indexer(_OP, q_t, k_t, q_s, k_s, weights, indices, call.options, True, factor, *arrays)  # fmt: skip
+    steps = prepare_indexer(
+        _OP, q_t, k_t, q_s, k_s, weights, indices, call.options, True, factor, *arrays
+    )
     config = steps.config
     by_head = heads_first(weights)
     ends = arrays.cu_seqlens_q, arrays.cu_seqlens_kv

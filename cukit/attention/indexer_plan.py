@@ -83,7 +83,6 @@ WARPGROUP_TILINGS: dict[int, IndexerTiling] = {
 """The same on Hopper. More keys at a time: every head's queries are read anew for them."""
 
 
-
 @dataclass(frozen=True)
 class IndexerConfig:
     """How the divergence, or with `gradient` its gradients, run."""

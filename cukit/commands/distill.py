@@ -94,6 +94,29 @@ def distill(
             help="Weight of matching hidden states; 0 for none.", rich_help_panel=_TRAINING
         ),
     ] = None,
+    attention_weight: Annotated[
+        float | None,
+        typer.Option(
+            help="Weight of matching attention distributions; 0 for none.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    ablation: Annotated[
+        bool | None,
+        typer.Option(
+            "--ablation/--no-ablation",
+            help="Distil the student with hidden states and with attention, too.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    packages: Annotated[
+        bool | None,
+        typer.Option(
+            "--packages/--no-packages",
+            help="Without --text: train on the source of installed packages, too.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed, the same result.", rich_help_panel=_TRAINING)
     ] = None,
@@ -154,7 +177,8 @@ def distill(
         "teacher_hidden": teacher_hidden, "teacher_layers": teacher_layers,
         "student_hidden": student_hidden, "student_layers": student_layers, "head_dim": head_dim,
         "tie_embeddings": tie_embeddings, "dtype": dtype, "checkpoint_every": checkpoint_every,
-        "eval_windows": eval_windows, "workers": workers,
+        "eval_windows": eval_windows, "workers": workers, "attention_weight": attention_weight,
+        "ablation": ablation, "packages": packages,
     }  # fmt: skip
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
@@ -162,12 +186,12 @@ def distill(
         stored, stored_text, facts = stored_run(output)
         place = None if device is None else _place(device)
         settings = stored.with_options(device=place, **options)
-        corpus = read_corpus(text or stored_text)
+        corpus = read_corpus(text or stored_text, packages=settings.packages)
         check_resumable(output, stored, settings, facts, corpus)
         _place(settings.device)
     else:
         settings = DEFAULTS[_place(device or "auto")].with_options(**options)
-        corpus = read_corpus(text or [])
+        corpus = read_corpus(text or [], packages=settings.packages)
         if not overwrite and not quantize and is_finished(output, settings, corpus):
             _show_finished(output)
             return

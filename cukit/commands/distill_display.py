@@ -128,6 +128,8 @@ def show_plan(
 def show_report(console: Console, report: DistillReport, folder: Path) -> None:
     """Tables of the outcome, the sample, and the verdict last."""
     console.print(_models_table(report))
+    if len(report.ways) > 1:
+        console.print(_ways_table(report))
     if report.quantized:
         console.print(_quantized_table(report))
     console.print(_ops_table(report))
@@ -173,7 +175,7 @@ def _models_table(report: DistillReport) -> Table:
     ):
         table.add_column(heading, justify="right")
     best = min(PHASES[1:], key=lambda phase: report.evaluations[phase].bits_per_byte)
-    for phase in PHASES:
+    for phase in report.evaluations:
         result = report.evaluations[phase]
         kl, agreement = result.teacher_kl_bits, result.teacher_agreement
         table.add_row(
@@ -185,6 +187,25 @@ def _models_table(report: DistillReport) -> Table:
             f"{result.accuracy:.1%}",
             f"{report.training[phase].tokens_per_second:,.0f}",
             style="bold" if phase == best else "",
+        )
+    return table
+
+
+def _ways_table(report: DistillReport) -> Table:
+    table = Table(title="what distillation gains, and each term with it", title_justify="left")
+    table.add_column("model")
+    for heading in ("bits per byte", "gain over alone", "of the gap to the teacher"):
+        table.add_column(heading, justify="right")
+    for way in report.ways:
+        gain, interval = way["gain_bits_per_byte"], way["gain_interval"]
+        closed, around = way["gap_closed"], way["gap_closed_interval"]
+        table.add_row(
+            TITLES[way["model"]],
+            f"{way['bits_per_byte']:.4f}",
+            f"{gain:+.4f}" + (f" ({interval[0]:+.4f} to {interval[1]:+.4f})" if interval else ""),
+            ""
+            if closed is None
+            else f"{closed:.1%}" + (f" ({around[0]:.1%} to {around[1]:.1%})" if around else ""),
         )
     return table
 

@@ -35,6 +35,7 @@ Argument = Any
 of the last two."""
 
 _POINTER_BYTES = 8
+_MOST_SCALARS = 4096
 
 
 class Kernel:
@@ -129,7 +130,31 @@ def by_value(value: Argument) -> Argument:
     An active backend takes values as they are.
     """
     wrapper = None if backend.active is not None else _by_value_type()
-    return value if wrapper is None else wrapper(value)
+    if wrapper is None or type(value) is wrapper:
+        return value
+    if isinstance(value, np.integer):
+        return _integer_by_value(value)
+    storage = _bytes_type(value.nbytes).from_buffer_copy(value.tobytes())
+    return wrapper(storage, ctypes.addressof(storage), value.nbytes)
+
+
+@functools.lru_cache(maxsize=_MOST_SCALARS, typed=True)
+def _integer_by_value(value: np.integer[Any]) -> Argument:
+    """The same ones come again: lengths, heads, blocks."""
+    storage = _bytes_type(value.nbytes).from_buffer_copy(value.tobytes())
+    return _by_value_type()(storage, ctypes.addressof(storage), value.nbytes)
+
+
+def bytes_by_value(storage: Any, address: int, nbytes: int) -> Argument | None:
+    """What lies at `address` as an argument in the form that costs a launch least; `storage` owns
+    it. None where CuPy does not take that form."""
+    wrapper = _by_value_type()
+    return None if wrapper is None else wrapper(storage, address, nbytes)
+
+
+@functools.cache
+def _bytes_type(nbytes: int) -> Any:
+    return ctypes.c_char * nbytes
 
 
 @functools.cache
@@ -146,10 +171,10 @@ def _by_value_type() -> Any:
     class ByValue(CPointer):  # type: ignore[misc]
         __slots__ = ("nbytes", "storage")
 
-        def __init__(self, value: Argument) -> None:
-            self.nbytes = value.nbytes
-            self.storage = ctypes.create_string_buffer(value.tobytes(), self.nbytes)
-            super().__init__(ctypes.addressof(self.storage))
+        def __init__(self, storage: Any, address: int, nbytes: int) -> None:
+            self.nbytes = nbytes
+            self.storage = storage
+            super().__init__(address)
 
     return ByValue
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,13 @@ _FIELDS = re.compile(r"([\w ]+?)\s+(\w+(?:\s*,\s*\w+)*)$")
 class ParameterStruct:
     """One struct of a `parameters.cuh`."""
 
-    __slots__ = ("_layout", "_names", "_nested", "_raw", "dtype", "name")
+    __slots__ = ("_layout", "_names", "_nested", "_pick", "_places", "_raw", "dtype", "name")
 
     def __init__(self, name: str, fields: Mapping[str, np.dtype[Any] | ParameterStruct]) -> None:
         """fields: numbers, or structs defined before, by name and in order."""
         self.name: str = name
         self._names = fields.keys()
+        self._pick = _picker(*fields)
         self._nested = [
             (index, field)
             for index, field in enumerate(fields.values())
@@ -57,6 +59,14 @@ class ParameterStruct:
         self.dtype: np.dtype[Any] = np.dtype(types, align=True)
         self._raw = np.dtype((np.void, self.dtype.itemsize))
         self._layout = struct.Struct(_format(self.dtype))
+        self._places = {}
+        """By name: offset, format, and the struct if it is one."""
+        for key, field in fields.items():
+            nested = field if isinstance(field, ParameterStruct) else None
+            assert self.dtype.fields is not None
+            kind, offset = self.dtype.fields[key][:2]
+            layout = f"<{kind.itemsize}s" if nested else f"<{_CHARACTERS[kind.char]}"
+            self._places[key] = offset, struct.Struct(layout), nested
 
     def pack(self, **values: Any) -> np.ndarray[Any, Any]:
         """An argument for a kernel: an array of one element that is nothing but bytes.
@@ -65,7 +75,11 @@ class ParameterStruct:
         fields in order. Raises LaunchError where a field is missing, unknown or out of range.
         """
         names = self._names
-        if values.keys() != names:
+        try:
+            fields = self._pick(values)
+        except KeyError:
+            fields = ()
+        if len(values) != len(names) or not fields:
             missing = [name for name in names if name not in values]
             unknown = [name for name in values if name not in names]
             raise LaunchError(
@@ -73,7 +87,20 @@ class ParameterStruct:
                 f"the fields are {', '.join(names)}"
             )
         # CuPy asks an array for its interface at every launch: named fields would make that slow.
-        return np.frombuffer(self._bytes([values[name] for name in names]), self._raw)
+        return np.frombuffer(self._bytes(fields), self._raw)
+
+    def changed(self, packed: np.ndarray[Any, Any], **values: Any) -> np.ndarray[Any, Any]:
+        """What `pack` returned, with other values of some fields: quicker than packing all."""
+        data = bytearray(packed)
+        for name, value in values.items():
+            offset, layout, nested = self._places[name]
+            try:
+                if nested is not None:
+                    value = nested._as_bytes(value)
+                layout.pack_into(data, offset, value)
+            except struct.error as error:
+                raise LaunchError(f"{self.name}: {error}, got {name}={value!r}") from None
+        return np.frombuffer(data, self._raw)
 
     def _bytes(self, values: Sequence[Any]) -> bytes:
         """The struct with these fields, in order."""
@@ -88,7 +115,7 @@ class ParameterStruct:
             ) from None
 
     def _as_bytes(self, value: Any) -> bytes:
-        return value.tobytes() if isinstance(value, np.ndarray) else self._bytes(value)
+        return value.tobytes() if type(value) is np.ndarray else self._bytes(value)
 
     def assertions(self) -> str:
         """C++ that fails to compile where the compiler's layout is another."""
@@ -99,6 +126,13 @@ class ParameterStruct:
         ]
         conditions = " && ".join((f"sizeof({full}) == {self.dtype.itemsize}", *offsets))
         return f'static_assert({conditions}, "{self.name}: laid out as in Python");\n'
+
+
+def _picker(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """From values by name to those of these names."""
+    if len(names) == 1:  # itemgetter makes no tuple of one
+        return lambda values: (values[names[0]],)
+    return itemgetter(*names)
 
 
 def _format(dtype: np.dtype[Any]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.arrays import Array, address_of
 from cukit.core.device import require_cupy
-from cukit.core.kernel import by_value
+from cukit.core.kernel import by_value, bytes_by_value
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, UnsupportedDeviceError
 
 SWIZZLE_BYTES = (0, 32, 64, 128)
@@ -55,14 +55,18 @@ class TensorMapCache:
         address = address_of(array)
         found = self._known.get(address)
         if found is None:
-            found = by_value(self._encode(array))
+            found = self._encode(array)
+            if type(found) is np.ndarray:
+                found = by_value(found)
             if len(self._known) >= _MOST_MAPS:
                 self._known.clear()
             self._known[address] = found
         return found
 
 
-def encode_tensor_map(array: Array, box: Box, *, swizzle_bytes: int = 128) -> np.ndarray[Any, Any]:
+def encode_tensor_map(
+    array: Array, box: Box, *, swizzle_bytes: int = 128, batches: bool = False
+) -> Any:
     """A `CUtensorMap` over `array`, passed by value to a kernel (`const __grid_constant__`).
 
     Args:
@@ -73,21 +77,24 @@ def encode_tensor_map(array: Array, box: Box, *, swizzle_bytes: int = 128) -> np
             times the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where
             that is not 0.
         swizzle_bytes: 0, 32, 64 or 128: width of the pattern that spreads rows over the banks.
+        batches: where `array` has an axis less than `box`, it is the only one of a batch.
 
     Returns:
-        A NumPy array of one 128-byte element. Elements outside `array` read as zero and are not
-        written. It holds the address of `array`: keep that alive, and encode anew for another.
+        An argument for a launch: what `core.kernel.by_value` makes of 128 bytes, for the emulator
+        the bytes as a NumPy array. Elements outside `array` read as zero and are not written. It
+        holds the address of `array`: keep that alive, and encode anew for another.
 
     Raises:
         ArrayLayoutError, ArrayShapeError, ConfigError: the rules above.
     """
-    layout = _layout(array.shape, array.strides, array.itemsize)
+    shape, strides = array.shape, array.strides
+    if batches and len(shape) < len(box):
+        shape, strides = (1, *shape), (0, *strides)
+    layout = _layout(shape, strides, array.itemsize)
     return _encode(array, _aligned_address(array), layout, box, swizzle_bytes)
 
 
-def encode_sequence_map(
-    array: Array, longest: int, box: Box, *, swizzle_bytes: int = 128
-) -> np.ndarray[Any, Any]:
+def encode_sequence_map(array: Array, longest: int, box: Box, *, swizzle_bytes: int = 128) -> Any:
     """A map of sequences that lie one behind the other, each with nothing but zeros behind it.
 
     Row `i` of a sequence of `length` rows that ends before row `end` of the array is found at
@@ -112,9 +119,7 @@ def encode_sequence_map(
     return _encode(array, _aligned_address(array) - longest * row, layout, box, swizzle_bytes)
 
 
-def _encode(
-    array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes: int
-) -> np.ndarray[Any, Any]:
+def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes: int) -> Any:
     shape, steps = layout.shape, layout.steps
     given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
@@ -147,8 +152,8 @@ def _encode(
             f"encode_tensor_map: the driver refused shape {shape}, strides {steps}, "
             f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
-    encoded: np.ndarray[Any, Any] = np.frombuffer(room, _DESCRIPTOR, 1, start)
-    return encoded
+    encoded = bytes_by_value(room, begin + start, _DESCRIPTOR.itemsize)
+    return np.frombuffer(room, _DESCRIPTOR, 1, start) if encoded is None else encoded
 
 
 # cuda.h: members of CUtensorMapDataType by NumPy's names, and of the other enumerations.
@@ -218,6 +223,9 @@ class _Layout(NamedTuple):
     strides: bytes
 
 
+_WORDS = [struct.Struct(f"{count}Q") for count in range(_MOST_AXES + 1)]
+
+
 @functools.lru_cache(maxsize=_MOST_MAPS)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Layout:
     """Arrays of one layout come together: keys and values, queries and their gradient. An axis that
@@ -229,21 +237,17 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
         raise ArrayLayoutError(
             f"encode_tensor_map: the last axis must be contiguous, got strides {strides}"
         )
-    steps = tuple(
-        [
-            stride if extent > 1 else _ALIGNMENT
-            for stride, extent in zip(strides[:-1], shape, strict=False)
-        ]
-    )
+    steps = [
+        stride if extent > 1 else _ALIGNMENT
+        for stride, extent in zip(strides[:-1], shape, strict=False)
+    ]
     for step in steps:
         if step % _ALIGNMENT or step < 0:
             raise ArrayLayoutError(
                 f"encode_tensor_map: strides must be multiples of 16 bytes, got {strides}"
             )
-    extents = struct.pack(f"{axes}Q", *shape[::-1])
-    return _Layout(
-        shape, (*steps, itemsize), extents, struct.pack(f"{axes - 1}Q", *reversed(steps))
-    )
+    extents = _WORDS[axes].pack(*shape[::-1])
+    return _Layout(shape, (*steps, itemsize), extents, _WORDS[axes - 1].pack(*steps[::-1]))
 
 
 def _aligned_address(array: Array) -> int:

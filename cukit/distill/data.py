@@ -84,8 +84,8 @@ class Corpus:
 def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus:
     """The text in files and folders (searched all the way down), or the standard library's.
 
-    packages: train on the sources of installed packages too, as many as MOST_TEXT has room for. The
-    validation text stays the same.
+    packages: without paths, train on the sources of installed packages too, as many as MOST_TEXT
+    has room for. The validation text stays the same.
 
     Whole files go to training or to validation, by a hash of their content: the split depends on
     nothing but the text, and a duplicate cannot stand on both sides. A single file is cut instead:
@@ -111,7 +111,7 @@ def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus
     validation: list[bytes] = []
     while len(ordered) > 1 and sum(map(len, validation)) < VALIDATION_SHARE * total:
         validation.append(ordered.pop(0))
-    if packages:
+    if packages and not paths:
         description += " and installed packages"
         ordered += _more_texts(texts.keys(), MOST_TEXT - sum(map(len, ordered)))
     return Corpus(description, _join(ordered), _join(validation), len(ordered), len(validation))

@@ -57,6 +57,36 @@ def gain_of(model: Evaluation, other: Evaluation) -> Gain:
     return Gain(mean, mean - half, mean + half, count)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which part of the distance to a teacher a model has come."""
+
+    share: float
+    low: float
+    """The ends of the 95% confidence interval."""
+    high: float
+
+
+def share_of_gap(model: Evaluation, other: Evaluation, teacher: Evaluation) -> Share | None:
+    """How much of the gap between `other` and a better `teacher` the model closes; None where the
+    teacher is not better.
+
+    A ratio of means over the same windows, with its interval from the differences that the ratio
+    leaves in each of them (the delta method).
+    """
+    gains = np.subtract(other.window_bits, model.window_bits)
+    gaps = np.subtract(other.window_bits, teacher.window_bits)
+    gap, count = float(gaps.mean()), len(gaps)
+    if gap <= 0:
+        return None
+    share = float(gains.mean()) / gap
+    if count < FEWEST_WINDOWS:
+        return Share(share, -math.inf, math.inf)
+    spread = float((gains - share * gaps).std(ddof=1)) / gap
+    half = _student_t(count - 1) * spread / math.sqrt(count)
+    return Share(share, share - half, share + half)
+
+
 FEWEST_WINDOWS = 8
 
 

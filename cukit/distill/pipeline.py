@@ -19,12 +19,12 @@ from cukit.distill.evaluation import evaluate
 from cukit.distill.host_workers import keep_freed_memory, one_thread_each
 from cukit.distill.op_timer import time_by_op
 from cukit.distill.quantized_student import check_formats, evaluate_quantized
-from cukit.distill.report import PHASES, DistillReport, TrainingRecord
+from cukit.distill.report import DistillReport, TrainingRecord, phases_of
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
 from cukit.distill.run_memory import POOLS, RunMemory
 from cukit.distill.schedule import WarmupCosine
 from cukit.distill.settings import DistillSettings
-from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
+from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.trainer import StepStatistics, Trainer
 from cukit.errors import ConfigError, DataError, OutOfMemoryError
 from cukit.models import Transformer, TransformerConfig, generate, load_model, save_model
@@ -33,6 +33,9 @@ from cukit.models.parameters import namespace_for
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 320
 PROFILED_STEPS = 4
+
+ABLATION_HIDDEN_WEIGHT, ABLATION_ATTENTION_WEIGHT = 0.5, 0.1
+"""Of the term that an ablation adds, where the settings name no weight."""
 
 CURVE_POINTS = 100
 """Losses that are remembered of each training, about."""
@@ -127,7 +130,8 @@ class DistillRun:
         started = time.perf_counter()
         models: dict[str, Transformer] = {}
         records: dict[str, TrainingRecord] = {}
-        for phase in PHASES:
+        phases = phases_of(self.settings)
+        for phase in phases:
             done = self._finished(phase)
             models[phase], records[phase] = done or self._train(phase, models)
         self._checkpoint.unlink(missing_ok=True)
@@ -140,7 +144,7 @@ class DistillRun:
                 None if phase == "teacher" else teacher,
                 workers=self.settings.workers,
             )
-            for phase in PHASES
+            for phase in phases
         }
         if self._formats:
             self.observer.message("evaluating quantised weights")
@@ -171,7 +175,7 @@ class DistillRun:
             corpus=self.corpus.facts(),
             evaluations=evaluations,
             training=records,
-            num_parameters={phase: models[phase].config.num_parameters for phase in PHASES},
+            num_parameters={phase: models[phase].config.num_parameters for phase in phases},
             op_times=op_times,
             sample=SAMPLE_PROMPT + bytes(sample).decode("utf-8", errors="replace"),
             peak_memory_bytes=self._memory.peak_bytes(),
@@ -194,18 +198,25 @@ class DistillRun:
 
     def _objective(self, phase: str, model: Transformer, teacher: Transformer | None) -> Objective:
         s = self.settings
-        if phase != "student":
+        if phase in ("teacher", "student-alone"):
             return LanguageModelling(model)
         assert teacher is not None
         terms: list[StateTerm] = []
-        if s.hidden_weight > 0:
-            layer_map = evenly_spaced_map(model.config.num_layers, teacher.config.num_layers)
+        layer_map = evenly_spaced_map(model.config.num_layers, teacher.config.num_layers)
+        hidden, attention = s.hidden_weight, s.attention_weight
+        if phase == "student-hidden":
+            hidden = hidden or ABLATION_HIDDEN_WEIGHT
+        if phase == "student-attention":
+            attention = attention or ABLATION_ATTENTION_WEIGHT
+        if attention > 0:
+            terms.append(AttentionTerm(layer_map, model.config, teacher.config, weight=attention))
+        if hidden > 0:
             terms.append(
                 HiddenStateTerm(
                     layer_map,
                     model.config,
                     teacher.config,
-                    weight=s.hidden_weight,
+                    weight=hidden,
                     seed=s.seed,
                     xp=self.xp,
                 )

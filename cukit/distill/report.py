@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, Gain, gain_of
+from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, Gain, Share, gain_of, share_of_gap
 from cukit.distill.op_timer import OpTime
 from cukit.distill.quantized_student import QuantizedEvaluation
 from cukit.distill.settings import DistillSettings
@@ -15,11 +15,21 @@ from cukit.memory import PoolStatistics
 PHASES = ("teacher", "student", "student-alone")
 """The models of a run, in the order of their training."""
 
+ABLATIONS = ("student-attention", "student-hidden")
+"""Distilled students with one more term, where they are asked for; trained last."""
+
 TITLES = {
     "teacher": "teacher",
     "student": "student, distilled",
     "student-alone": "student, alone",
+    "student-attention": "with attention",
+    "student-hidden": "with hidden states",
 }
+
+
+def phases_of(settings: DistillSettings) -> tuple[str, ...]:
+    """The models of a run with these settings."""
+    return (*PHASES, *ABLATIONS) if settings.ablation else PHASES
 
 
 @dataclass
@@ -96,8 +106,11 @@ class DistillReport:
         closed = self.gap_closed
         if closed is None:
             beside = ""
-        elif closed <= 1:
-            beside = f", {closed:.0%} of the way to the teacher"
+        elif closed.share <= 1:
+            beside = (
+                f"; that is {closed.share:.1%} ({closed.low:.1%} to {closed.high:.1%}) of the way "
+                "to the teacher"
+            )
         else:
             beside = ", and better than the teacher itself"
         return (
@@ -106,11 +119,34 @@ class DistillReport:
         )
 
     @property
-    def gap_closed(self) -> float | None:
+    def gap_closed(self) -> Share | None:
         """Share of the distance from the student alone to the teacher that distillation closed."""
-        alone = self.evaluations["student-alone"].bits_per_byte
-        gap = alone - self.evaluations["teacher"].bits_per_byte
-        return self.gain.bits_per_byte / gap if gap > 0 else None
+        return self._gap_closed_by("student")
+
+    def _gap_closed_by(self, phase: str) -> Share | None:
+        found = self.evaluations
+        return share_of_gap(found[phase], found["student-alone"], found["teacher"])
+
+    @property
+    def ways(self) -> list[dict[str, Any]]:
+        """What each way to distil gains over the student alone, with 95% intervals."""
+        found = []
+        for phase in ("student", *ABLATIONS):
+            if phase not in self.evaluations:
+                continue
+            gain = gain_of(self.evaluations[phase], self.evaluations["student-alone"])
+            share = self._gap_closed_by(phase)
+            found.append(
+                {
+                    "model": phase,
+                    "bits_per_byte": self.evaluations[phase].bits_per_byte,
+                    "gain_bits_per_byte": gain.bits_per_byte,
+                    "gain_interval": _interval(gain),
+                    "gap_closed": None if share is None else share.share,
+                    "gap_closed_interval": None if share is None else _interval(share),
+                }
+            )
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -121,13 +157,14 @@ class DistillReport:
                 **asdict(self.training[phase]),
                 "tokens_per_second": self.training[phase].tokens_per_second,
             }
-            for phase in PHASES
+            for phase in self.evaluations
         }
         return {
             "verdict": self.verdict,
             "distilled_beats_alone": self.helped,
             "gain_bits_per_byte": self.gain.bits_per_byte,
-            "gain_interval": None if math.isinf(self.gain.low) else [self.gain.low, self.gain.high],
+            "gain_interval": _interval(self.gain),
+            "ways": self.ways,
             "validation_windows": self.gain.num_windows,
             "settings": self.settings.to_dict(),
             "corpus": self.corpus,
@@ -147,6 +184,11 @@ class DistillReport:
             "seconds": self.seconds,
             "sample": self.sample,
         }
+
+
+def _interval(found: Gain | Share) -> list[float] | None:
+    """None where there are too few windows for one."""
+    return None if math.isinf(found.low) else [found.low, found.high]
 
 
 def _means(evaluation: Evaluation) -> dict[str, Any]:

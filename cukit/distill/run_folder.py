@@ -21,7 +21,7 @@ from typing import Any
 
 from cukit.core.files import write_json
 from cukit.distill.data import Corpus
-from cukit.distill.report import PHASES
+from cukit.distill.report import ABLATIONS, PHASES
 from cukit.distill.settings import DistillSettings
 from cukit.errors import ConfigError, DataError
 
@@ -87,7 +87,7 @@ def start_run(
 ) -> None:
     """Make the folder ready for a new run, or raise DataError and leave everything as it was."""
     own_files = [folder / name for name in (SETTINGS, CHECKPOINT, REPORT)]
-    own_files += [model_file(folder, phase) for phase in PHASES]
+    own_files += [model_file(folder, phase) for phase in (*PHASES, *ABLATIONS)]
     present = [file for file in own_files if file.exists()]
     if present and not overwrite:
         raise DataError(

@@ -50,6 +50,12 @@ class DistillSettings:
     """Share of the soft loss; the rest is cross-entropy."""
     hidden_weight: float
     """Of the hidden-state term; 0 leaves it out."""
+    attention_weight: float
+    """Of the attention term; 0 leaves it out."""
+    ablation: bool
+    """Whether the student is distilled with each of these terms in addition, too."""
+    packages: bool
+    """Whether the sources of installed packages are training text beside the standard library."""
 
     weight_decay: float
     max_grad_norm: float
@@ -85,7 +91,7 @@ class DistillSettings:
         for name in ("lr", "teacher_lr", "max_grad_norm"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{_option(name)}: expected more than 0")
-        for name in ("hidden_weight", "weight_decay", "warmup_share"):
+        for name in ("hidden_weight", "attention_weight", "weight_decay", "warmup_share"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_option(name)}: expected 0 or more")
         for name in ("teacher_hidden", "student_hidden"):
@@ -186,13 +192,17 @@ DEFAULTS: dict[str, DistillSettings] = {
         temperature=1.0,
         alpha=0.9,
         hidden_weight=0.0,
+        attention_weight=0.0,
+        ablation=False,
+        packages=False,
         weight_decay=0.1,
         max_grad_norm=1.0,
         warmup_share=0.05,
         checkpoint_every=100,
         eval_windows=256,
     ),
-    # One data-centre GPU, a few minutes.
+    # One data-centre GPU, a few minutes. The teacher reads hardly anything twice, the student is
+    # too small to come near it.
     "gpu": DistillSettings(
         device="gpu",
         dtype="bfloat16",
@@ -203,17 +213,20 @@ DEFAULTS: dict[str, DistillSettings] = {
         workers=1,
         teacher_hidden=768,
         teacher_layers=10,
-        teacher_steps=700,
+        teacher_steps=1200,
         teacher_lr=6e-4,
-        student_hidden=384,
-        student_layers=6,
-        steps=1000,
+        student_hidden=256,
+        student_layers=4,
+        steps=1200,
         lr=1e-3,
         head_dim=64,
         tie_embeddings=True,
         temperature=1.0,
-        alpha=0.9,
+        alpha=1.0,
         hidden_weight=0.0,
+        attention_weight=0.0,
+        ablation=True,
+        packages=True,
         weight_decay=0.1,
         max_grad_norm=1.0,
         warmup_share=0.05,

@@ -160,10 +160,10 @@ def vocabulary_parallel_distillation_loss(
     Raises:
         ArrayError, ConfigError: as there, and weights of another size than the shard's.
 
-    Every process calls it in the same order. A row costs 48 bytes of exchange a process, and its
-    gradient in float32, both beside sweeps and products; divergences but the forward KL, whose
-    gradient needs a sum over the row, 8 bytes more, which are waited for. Nothing synchronises with
-    the GPU. On the CPU the weights are gathered and every process computes everything.
+    Every process calls it in the same order. A row costs 48 bytes of exchange a process (8 more
+    where the gradient needs a sum over the row: all divergences but the forward KL), and its
+    gradient in float32, all beside sweeps and products. Nothing synchronises with the GPU. On the
+    CPU the weights are gathered and every process computes everything.
     """
     op = "vocabulary_parallel_distillation_loss"
     student, teacher = (
@@ -299,38 +299,30 @@ class _SpreadRows:
         self._communicator, self._phase, self._centred = communicator, phase, centred
 
     def __call__(self, *arrays: Any, then: tuple[Any, ...]) -> None:
-        logits = arrays[0]
-        parts = [tuple(_rows(array, half) for array in arrays) for half in _halves(len(logits))]
-        states = [empty(logits, (len(part[0]), _STATE_FLOATS), np.float32) for part in parts]
-        size = self._communicator.size
-        gathered = [empty(state, (size, *state.shape)) for state in states]
-        sums = empty(logits, (len(logits), 2), np.float32) if self._centred else None
+        logits, communicator = arrays[0], self._communicator
         halves = _halves(len(logits))
-
-        def start(index: int) -> None:
-            self._run(1, parts[index], None, states[index], then)
-
-        def exchange(index: int) -> None:
-            self._communicator.all_gather(states[index], gathered[index])
-
-        def go_on(index: int) -> None:
-            own = None if sums is None else sums[halves[index]]
-            self._run(3 if sums is None else 2, parts[index], gathered[index], own, then)
-
-        for index in range(len(parts)):
-            start(index)
-            if index:
-                self._communicator.join()
-            with self._communicator.beside():
-                exchange(index)
-            if index:
-                go_on(index - 1)
-        self._communicator.join()
-        go_on(len(parts) - 1)
-        if sums is not None:
-            self._communicator.all_reduce(sums)
-            for part, states_of_all, half in zip(parts, gathered, halves, strict=True):
-                self._run(3, part, states_of_all, sums[half], then)
+        parts = [tuple(_rows(array, half) for array in arrays) for half in halves]
+        states = [empty(logits, (len(part[0]), _STATE_FLOATS), np.float32) for part in parts]
+        gathered = [empty(state, (communicator.size, *state.shape)) for state in states]
+        sums: list[Array | None] = [None] * len(parts)
+        if self._centred:
+            sums = [empty(logits, (len(part[0]), 2), np.float32) for part in parts]
+        for number in (1, 2, 3) if self._centred else (1, 3):
+            for index, part in enumerate(parts):
+                if number == 1:
+                    self._run(1, part, None, states[index], then)
+                else:
+                    self._run(number, part, gathered[index], sums[index], then)
+                # What the other half exchanged, beside this launch.
+                communicator.join()
+                if number < 3:
+                    with communicator.beside():
+                        if number == 1:
+                            communicator.all_gather(states[index], gathered[index])
+                        else:
+                            communicator.all_reduce(sums[index])
+                if len(parts) == 1:
+                    communicator.join()
 
     def _run(
         self, number: int, arrays: tuple[Any, ...], gathered: Any, own: Any, then: tuple[Any, ...]

@@ -138,7 +138,7 @@ def build_runtime() -> Path:
     start = time.perf_counter()
     _, _, built = build_once(library, partial(_compile_runtime, flags))
     if built:
-        _say(f"compiled the emulator itself in {time.perf_counter() - start:.1f} s, once")
+        _say(f"compiled the emulator itself in {time.perf_counter() - start:.1f} s")
     return library
 
 
@@ -149,6 +149,7 @@ def _say(what: str) -> None:
 
 
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
+    _say("compiling the emulator itself, once, which takes about ten seconds on two cores")
     flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
     units = runtime_units(min(len(os.sched_getaffinity(0)), _MOST_RUNTIME_UNITS))
     with tempfile.TemporaryDirectory() as folder:

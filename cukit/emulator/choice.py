@@ -21,9 +21,9 @@ def backend(name: str, **options: Any) -> Iterator[None]:
         name: `"emulator"`: NumPy arrays run the CUDA kernels on the CPU; `"gpu"`: CuPy arrays run
             them on the GPU and NumPy arrays run the references, as without this call.
         options: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, threads,
-            debug, patience, global_races, same_value_writes. What is not given comes from the
-            environment: CUKIT_EMULATOR_ARCH, _CHECK, _SEED, _LATE, _THREADS, _DEBUG, _PATIENCE,
-            _GLOBAL_RACES, _SAME_VALUE_WRITES.
+            debug, patience, global_races, same_value_writes, cas_guesses, all_checks. What is not
+            given comes from the environment: CUKIT_EMULATOR_ARCH, _CHECK, _SEED, _LATE, _THREADS,
+            _DEBUG, _PATIENCE, _GLOBAL_RACES, _SAME_VALUE_WRITES, _CAS_GUESSES, _ALL_CHECKS.
 
     Raises:
         ConfigError: an unknown name or option value. In the block, ops raise EmulatorError when a

@@ -145,6 +145,7 @@ class EmulatedKernel(Kernel):
             late=settings.late,
             global_races=settings.global_races,
             same_value_writes=settings.same_value_writes,
+            cas_guesses=settings.cas_guesses,
             seed=settings.seed,
             interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             arch=arch_number(self._settings.arch),

@@ -58,6 +58,7 @@ class LaunchRecord(ctypes.Structure):
         ("late", ctypes.c_uint32),
         ("global_races", ctypes.c_uint32),
         ("same_value_writes", ctypes.c_uint32),
+        ("cas_guesses", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("interruptible", ctypes.c_uint32),
         ("arch", ctypes.c_uint32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cukit.core.device import typical_device
 from cukit.core.scalars import check_integer, check_number
@@ -25,6 +25,8 @@ class Settings:
         before they count as stuck.
     global_races: look for races in global memory too, between blocks as well as within them.
     same_value_writes: several threads may write one value to one place with nothing in between.
+    cas_guesses: report plain reads beside atomics, too, whose value is the first guess of a loop
+        around atomicCAS.
     all_checks: compile cukit's own kernels, too, with all checks that the compiler has, which takes
         half as long again: pointers that leave their variable, misaligned structures, functions
         that end without their value. Others' kernels always have them.
@@ -39,6 +41,7 @@ class Settings:
     patience: float = 20.0
     global_races: bool = False
     same_value_writes: bool = False
+    cas_guesses: bool = False
     all_checks: bool = False
 
     def __post_init__(self) -> None:
@@ -57,9 +60,9 @@ def settings_from(environment: Mapping[str, str] = os.environ, **options: object
         if text:
             values[name] = text if name == "arch" else _number(variable, text)
     values.update(options)
-    for name in ("checked", "late", "debug", "global_races", "same_value_writes", "all_checks"):
-        if name in values:
-            values[name] = bool(values[name])
+    for each in fields(Settings):
+        if each.name in values and isinstance(each.default, bool):
+            values[each.name] = bool(values[each.name])
     unknown = set(values) - set(_VARIABLES)
     if unknown:
         raise ConfigError(f"emulator: no option {min(unknown)!r}; known: {', '.join(_VARIABLES)}")
@@ -76,6 +79,7 @@ _VARIABLES = {
     "patience": "PATIENCE",
     "global_races": "GLOBAL_RACES",
     "same_value_writes": "SAME_VALUE_WRITES",
+    "cas_guesses": "CAS_GUESSES",
     "all_checks": "ALL_CHECKS",
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cukit.core.arrays import Array, bfloat16, float16, float32, float64
 from cukit.core.device import INSTALL_GPU_EXTRA
-from cukit.errors import MissingDependencyError
+from cukit.errors import ConfigError, MissingDependencyError
 from cukit.gemm import host
 
 # cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t and cublasMath_t of the CUDA headers.
@@ -93,5 +93,10 @@ def gemm(
             out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
             compute, _DEFAULT_ALGORITHM,
         )  # fmt: skip
+    except NotImplementedError as error:
+        raise ConfigError(
+            "a product by cuBLAS cannot be captured in a CUDA graph, because CuPy does not support "
+            "it; `linear` and `gated_linear` can"
+        ) from error
     finally:
         cublas.setMathMode(handle, mode)

@@ -7,17 +7,15 @@ has the pool for itself that distinction costs more than it brings, so there bot
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from itertools import pairwise
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from cukit.memory.blocks import Range
 from cukit.memory.compact import Ints
-from cukit.memory.spans import FREE, GONE, LIVE, UNMAPPED, SizeIndex, Span
+from cukit.memory.spans import FREE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.streams import CaptureKey, Streams, StreamState
-from cukit.memory.walk import Walk
 
 FITS_WEIGHED = 8
 """Of each index, when pages are short."""
@@ -245,54 +243,46 @@ class Arena:
             self.unmapped[cut.next.address] = cut.next
         return cut
 
-    def place(self, walk: Walk, moved: Ints, target: Ints) -> None:
-        """Puts live spans elsewhere all at once. Without any it only merges what is free.
+    def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> None:
+        """Puts everything in order anew: what lies between these spans is free and merged.
 
         All streams are idle (Streams.all_done), or the moves are the last that they do: everything
-        free, and where the spans come from, becomes memory for everybody.
+        free, and where moved spans come from, becomes memory for everybody.
 
         Args:
-            walk: the spans as they are.
-            moved: the numbers of those that move.
-            target: their new addresses.
+            spans: all that is not free, or free for a captured graph.
+            address: where each lies.
+            size: of each.
         """
-        spans = walk.spans
-        new = walk.address.copy()
-        new[moved] = target
-        for number, address in zip(moved.tolist(), target.tolist(), strict=True):
-            spans[number].address = address
-        for number in np.flatnonzero(walk.kind == walk.FREE).tolist():
-            spans[number].state = GONE
-        staying = np.flatnonzero(walk.kind != walk.FREE)
-        staying = staying[np.argsort(new[staying])]
-        begin, end = new[staying], new[staying] + walk.size[staying]
+        order = np.argsort(address)
+        begin, end = address[order], address[order] + size[order]
         ranges = self.ranges()
         firsts = np.searchsorted(begin, [part.address for part in ranges]).tolist()
         free: list[Span] = []
-        for part, first, last in zip(ranges, firsts, [*firsts, len(staying)][1:], strict=True):
+        for part, first, last in zip(ranges, firsts, [*firsts, len(order)][1:], strict=True):
             # What lies before each span, and behind the last.
             low = np.append(part.address, end[first:last])
             high = np.append(begin[first:last], part.address + part.size)
             gaps = np.flatnonzero(high > low)
-            holes = [
-                Span(address, size, FREE)
-                for address, size in zip(
-                    low[gaps].tolist(), (high - low)[gaps].tolist(), strict=True
-                )
-            ]
-            kept = [spans[number] for number in staying[first:last].tolist()]
+            kept = [spans[number] for number in order[first:last].tolist()]
             line: list[Span] = []
             done = 0
-            for hole, gap in zip(holes, gaps.tolist(), strict=True):
+            for gap, at, length in zip(
+                gaps.tolist(), low[gaps].tolist(), (high - low)[gaps].tolist(), strict=True
+            ):
                 line += kept[done:gap]
-                line.append(hole)
+                line.append(hole := Span(at, length, FREE))
+                free.append(hole)
                 done = gap
             line += kept[done:]
-            for one, behind in pairwise(line):
-                one.next, behind.prev = behind, one
-            line[0].prev = line[-1].next = None
+            before = None
+            for span in line:
+                span.prev = before
+                if before is not None:
+                    before.next = span
+                before = span
+            line[-1].next = None
             part.first = line[0]
-            free += holes
         for state in self.streams.public():
             state.bins.clear()
             state.index.replace(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +12,7 @@ import numpy as np
 from cukit.core.scalars import check_shape
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError, PointerError
 from cukit.memory.interrupts import Uninterrupted
+from cukit.memory.movables import NO_ROW
 from cukit.memory.ties import BufferTie, PinTie
 
 if TYPE_CHECKING:
@@ -29,10 +30,14 @@ class Holder:
     It does not keep the pool, which would then never be given back.
     """
 
-    __slots__ = ("closed", "pins", "released", "span", "tie")
+    __slots__ = ("closed", "note", "pins", "released", "row", "span", "tie")
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, note: Callable[[Holder], None]) -> None:
         self.span = span
+        self.note = note
+        """Movables.note: called without the last pin."""
+        self.row = NO_ROW
+        """Of Movables."""
         self.pins: list[object] = []
         """USER, FOR_GOOD, an object for each `pinned()`, a tie for each array."""
         self.tie: BufferTie | None = None
@@ -48,6 +53,8 @@ class Holder:
             if one is pin:
                 del self.pins[place]
                 break
+        if not self.pins:
+            self.note(self)
         return self.closed and self.close()
 
     def close(self) -> bool:

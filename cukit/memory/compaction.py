@@ -102,6 +102,14 @@ class MovePlan:
     ordered: bool
     """Whether a destination overlaps a source."""
 
+    @classmethod
+    def of(cls, rows: Moves, *, ordered: bool = False) -> MovePlan:
+        """Of moves that are known to be right."""
+        table = np.zeros((len(rows) + 1, 3), np.int64)
+        table[:-1, :2] = rows[:, :2]
+        np.cumsum(rows[:, 2], out=table[1:, 2])
+        return cls(table, ordered)
+
     @property
     def num_bytes(self) -> int:
         return int(self.table[-1, 2])
@@ -157,10 +165,7 @@ def plan_moves(moves: Moves | Sequence[tuple[int, int, int]]) -> MovePlan:
         if low < high.min():  # else all sources are on one side of all destinations
             rows = rows[np.argsort(source)]
             ordered = _has_to_slide(rows)
-    table = np.zeros((len(rows) + 1, 3), np.int64)
-    table[:-1, :2] = rows[:, :2]
-    table[1:, 2] = np.cumsum(rows[:, 2])
-    return MovePlan(table, ordered)
+    return MovePlan.of(rows, ordered=ordered)
 
 
 def _has_to_slide(rows: npt.NDArray[np.int64]) -> bool:

@@ -3,9 +3,10 @@
 A request of a size that was freed before on the same stream is served from a list, without merging,
 searching or calling the driver. Everything else happens on a miss.
 
-Destructors only note their frees, for the next call of the pool to do (ties.py). Other code may be
-run by a garbage collection inside any of these methods and use this very pool. So the lock can be
-taken again by the thread that holds it, `_busy` tells that it was, and a free is then put aside.
+Destructors only note their frees, for the next call of the pool to do (ties.py), or for the next
+owner to take over without the lock (handover.py). Other code may be run by a garbage collection
+inside any of these methods and use this very pool. So the lock can be taken again by the thread
+that holds it, `_busy` tells that it was, and a free is then put aside.
 
 Ctrl-C: what takes long runs inside Uninterrupted, which costs as much as a quick call does. So
 those are interrupted wherever Python looks for signals (behind calls, at the start of functions),
@@ -20,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,8 +33,10 @@ from cukit.memory.choose import default_provider
 from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
 from cukit.memory.estate import give_back
 from cukit.memory.faults import explain_pointer, register_pool
+from cukit.memory.handover import Queue, Queues
 from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.listeners import Listeners
+from cukit.memory.movables import Movables
 from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
 from cukit.memory.provider import Provider
@@ -101,7 +104,11 @@ class PoolCore:
         self._acquire: Callable[[], object] = self._lock.acquire
         self._release: Callable[[], object] = self._lock.release
         self._busy = False
-        self._put_aside: deque[Free] = deque()
+        self._queues = Queues()
+        self._common_queue = (self._queues.common,)
+        self._put_aside: deque[Free] = self._queues.common.ties
+        self._taking: Free | None = None
+        """Out of a queue, and not done yet."""
         self._waiting: list[Hashable] = []
         """Streams of allocations that may have unlocked the pool on their way (`_outside`)."""
         self._live: dict[int, Span] = {}
@@ -115,14 +122,22 @@ class PoolCore:
         self._pager = Pager(config, provider, self._arena, emit)
         stitcher = Stitcher(provider, self._arena, self._pager, emit)
         self._supply = Supply(provider, self._arena, self._pager, stitcher, self._streams, emit)
+        self._movables = Movables()
         self._defragmenter = Defragmenter(
-            provider, self._arena, self._pager, stitcher, self._supply, self._live, self._listeners
+            provider,
+            self._arena,
+            self._pager,
+            stitcher,
+            self._supply,
+            self._live,
+            self._movables,
+            self._listeners,
         )
         self._ladder = Ladder(
             config, provider, self._supply, self._pager, self._defragmenter, self._outside, emit
         )
         self._has_buffers = False
-        self.free_from_finalizer = self._put_aside.append
+        self.free_from_finalizer = self._queues.common.note
         """`free` for destructors: an address. Never blocks, never raises, and runs no bytecode in
         which an interrupt could get lost; the next call of the pool does it."""
         self._parts: tuple[
@@ -144,7 +159,7 @@ class PoolCore:
         )
         """One attribute instead of seven, where that counts."""
         register_pool(self)
-        parts = (provider, self._streams, self._pager, self._live, self._put_aside, os.getpid())
+        parts = (provider, self._streams, self._pager, self._live, self._queues, os.getpid())
         weakref.finalize(self, give_back, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
@@ -180,47 +195,35 @@ class PoolCore:
                 raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
             opened = self._busy = True
             if put_aside:
-                tie = put_aside[0]
-                if (
-                    type(tie) is Tie
-                    and (freed := tie.target).size == rounded
-                    and freed.stream == key
-                    and freed.tie is tie
-                    and rounded < states[key].mark_from
-                    and not (freed.uses or listeners.active)
-                ):  # just what is wanted, and live in the books: from its last owner to the next
-                    span = freed
-                    put_aside.popleft()
-                    counters.hits += 1
-                else:
-                    self._take_in()
-            if span is None:
-                try:
-                    if listeners.active:
-                        raise KeyError
-                    cached = states[key].bins[rounded]
-                    span = cached[-1]
-                    del cached[-1]
-                except (KeyError, IndexError):
-                    found = []
-                    self._allocate_slowly(size, rounded, key, found)
-                    span = found[0]
-                else:
-                    span.state = LIVE
-                    live_spans[span.address] = span
-                    counters.hits += 1
-                    live = counters.live_bytes + rounded
-                    counters.live_bytes = live
-                    if live > counters.peak_live_bytes:
-                        counters.peak_live_bytes = live
+                self._take_in(self._common_queue)
+            try:
+                if listeners.active:
+                    raise KeyError
+                cached = states[key].bins[rounded]
+                span = cached[-1]
+                del cached[-1]
+            except (KeyError, IndexError):
+                found = []
+                self._allocate_slowly(size, rounded, key, found)
+                span = found[0]
+            else:
+                span.state = LIVE
+                live_spans[span.address] = span
+                counters.hits += 1
+                live = counters.live_bytes + rounded
+                counters.live_bytes = live
+                if live > counters.peak_live_bytes:
+                    counters.peak_live_bytes = live
             span.requested = size
+            note = None if _owner is None else self._queues.of(key, size).note
             self._busy = False
             release()
             if _owner is None:
                 return span.address
             memory = _owner(span.address, size, self, self._device_id)
-            span.tie = tie = Tie(memory, self.free_from_finalizer)
+            tie = Tie(memory, note)
             tie.target = span
+            span.tie = tie
             return memory  # type: ignore[no-any-return]
         except BaseException:
             self._break_off(opened, found[0] if found else span)
@@ -242,7 +245,7 @@ class PoolCore:
                 return
             opened = self._busy = True
             if put_aside:
-                self._take_in()
+                self._take_in(self._common_queue)
             try:
                 found = live_spans[address]
             except (KeyError, TypeError):
@@ -320,11 +323,13 @@ class PoolCore:
                 lock._release_save()
 
     def _finish_noted(self) -> None:
-        """Finishes the first of the frees that were put aside if `_take_in` may have begun it."""
-        tie = self._put_aside[0] if self._put_aside else None
+        """Finishes the free that `_take_in` has begun, or puts it back."""
+        tie = self._taking
         if type(tie) is Tie and tie.target.tie is tie and self._is_simple(tie.target):
             self._finish_free(tie.target)
-            del self._put_aside[0]
+        elif tie is not None:
+            self._put_aside.appendleft(tie)
+        self._taking = None
 
     def _is_simple(self, span: Span) -> bool:
         """Whether there is no more to freeing a live span than putting it into its list."""
@@ -486,54 +491,67 @@ class PoolCore:
             finally:
                 self._release()
 
-    def _take_in(self) -> None:
-        """Does the frees that were put aside. One that the driver refuses stays there."""
-        _, _, put_aside, states, live, counters, listeners = self._parts
-        while put_aside:
-            tie = put_aside[0]
-            if type(tie) is not Tie:
-                self._take_in_slowly(tie)
-                continue
-            span = tie.target
-            state = states[span.stream]
-            size = span.size
-            if span.tie is not tie or size >= state.mark_from or span.uses or listeners.active:
-                self._take_in_slowly(tie)
-                continue
-            # Were this broken off, `_break_off` would finish it.
-            cached = state.bins.get(size)
-            span.state = CACHED
-            span.epoch = state.epoch
-            state.dirty = True
-            counters.live_bytes -= size
-            if cached is None:
-                state.bins[size] = [span]
-            else:
-                cached.append(span)
-            del live[span.address]
-            del put_aside[0]
+    def _take_in(self, queues: Iterable[Queue] | None = None) -> None:
+        """Does the frees that wait in the queues (None: in all). One that the driver refuses stays
+        there."""
+        _, _, _, states, live, counters, listeners = self._parts
+        for waiting, taken, _ in self._queues.all if queues is None else queues:
+            while waiting:
+                try:
+                    for tie in taken:  # noqa: B007
+                        break
+                except IndexError:  # somebody took it over
+                    break
+                self._taking = tie  # were this broken off now, `_break_off` would finish it
+                if type(tie) is not Tie:
+                    self._take_in_slowly(tie)
+                    continue
+                span = tie.target
+                state = states[span.stream]
+                size = span.size
+                if span.tie is not tie or size >= state.mark_from or span.uses or listeners.active:
+                    self._take_in_slowly(tie)
+                    continue
+                cached = state.bins.get(size)
+                span.state = CACHED
+                span.epoch = state.epoch
+                state.dirty = True
+                counters.live_bytes -= size
+                if cached is None:
+                    state.bins[size] = [span]
+                else:
+                    cached.append(span)
+                del live[span.address]
+                self._taking = None
 
     def _take_in_slowly(self, item: Free) -> None:
         with Uninterrupted():
-            if isinstance(item, PinTie):
-                if item.target.unpin(item):
-                    self._free_held_now(item.target)
-            elif isinstance(item, BufferTie):
-                if item.target.close():
-                    self._free_held_now(item.target)
-            elif isinstance(item, Holder):
-                self._free_held_now(item)
-            elif isinstance(item, Tie):
-                if item.target.tie is item:
-                    self._free_slowly(item.target, noted=True)
+            self._taking = None
+            try:
+                self._do_noted(item)
+            except BaseException:
+                self._put_aside.appendleft(item)
+                raise
+
+    def _do_noted(self, item: Free) -> None:
+        if isinstance(item, PinTie):
+            if item.target.unpin(item):
+                self._free_held_now(item.target)
+        elif isinstance(item, BufferTie):
+            if item.target.close():
+                self._free_held_now(item.target)
+        elif isinstance(item, Holder):
+            self._free_held_now(item)
+        elif isinstance(item, Tie):
+            if item.target.tie is item:
+                self._free_slowly(item.target, noted=True)
+        else:
+            address, stream = item if isinstance(item, tuple) else (item, None)
+            span = self._live.get(address)
+            if span is None or span.holder is not None:
+                LOG.error("free in a destructor: %s", explain_pointer(self, address))
             else:
-                address, stream = item if isinstance(item, tuple) else (item, None)
-                span = self._live.get(address)
-                if span is None or span.holder is not None:
-                    LOG.error("free in a destructor: %s", explain_pointer(self, address))
-                else:
-                    self._free_slowly(span, stream, noted=True)
-            self._put_aside.popleft()
+                self._free_slowly(span, stream, noted=True)
 
     def _free_held_now(self, holder: Holder) -> None:
         span = holder.span
@@ -543,4 +561,5 @@ class PoolCore:
         except BaseException:
             span.holder = holder
             raise
+        self._movables.remove(holder)
         holder.tie = None

@@ -61,6 +61,10 @@ It keeps CuPy's stream objects alive. Else their destructor, in whatever thread,
 stream while another thread asks the driver about it, which the driver answers with a crash."""
 
 
+_COPIES: dict[int, DeviceCopy] = {}
+"""By device."""
+
+
 class CudaDevice:
     """Streams of one GPU, named by ids that the driver never uses twice.
 
@@ -95,7 +99,7 @@ class CudaDevice:
         self._of_thread = threading.local()
         self._spare_events: list[int] = []
         self._captures = CaptureWatch()
-        self._copy = DeviceCopy(cupy)
+        self._copy = _COPIES.setdefault(self.device_id, DeviceCopy(cupy))
         with self.current():
             self._runtime.memGetInfo()  # makes the primary context
         _living.add(self)
@@ -126,7 +130,7 @@ class CudaDevice:
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
         with self.current():
-            self._copy(moves, self._object_of(stream))
+            self._copy(moves, self._object_of(stream), apart=True)
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -58,18 +60,25 @@ def driver_module() -> ModuleType:
 
 def call(name: str, *arguments: Any) -> Any:
     """The result of `cuda.bindings.driver.<name>`: None, one value, or a tuple."""
-    driver = driver_module()
-    function = getattr(driver, name)
+    function = _function(name)
     status, *results = function(*arguments)
-    if int(status) == _INVALID_CONTEXT:  # a thread that has not used the GPU yet
+    code = int(status)
+    if code == 0:
+        return results[0] if len(results) == 1 else tuple(results) if results else None
+    if code == _INVALID_CONTEXT:  # a thread that has not used the GPU yet
         runtime = require_cupy("the CUDA memory pool").cuda.runtime
         runtime.setDevice(runtime.getDevice())
         status, *results = function(*arguments)
     if int(status) == _OUT_OF_MEMORY:
         raise DeviceOutOfMemory(f"{name}: the device is out of memory")
     if int(status) != 0:
-        raise DriverError(f"{name}: {_describe(driver, status)}")
+        raise DriverError(f"{name}: {_describe(driver_module(), status)}")
     return tuple(results) if len(results) > 1 else results[0] if results else None
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., Any]:
+    return getattr(driver_module(), name)  # type: ignore[no-any-return]
 
 
 def _describe(driver: ModuleType, status: Any) -> str:

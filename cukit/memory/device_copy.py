@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
@@ -25,31 +26,40 @@ _TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 class DeviceCopy:
     """Copies on one device, with a table of its own there (1.3 MB, kept from the first use on).
 
-    Calls from several threads must not overlap: the pool makes them under its lock.
+    Pools of one device share it: making the table takes the driver as long as copying a gigabyte.
     """
 
     def __init__(self, cupy: ModuleType) -> None:
+        self._lock = threading.Lock()
         self._cupy = cupy
         self._table: Any = None
         self._progress: Any = None
         self._last: Any = None
         """Event behind the last launch that reads the table."""
 
-    def __call__(self, moves: Moves, stream: Any) -> None:
+    def __call__(self, moves: Moves, stream: Any, *, apart: bool = False) -> None:
         """On `stream`, a CuPy stream, on the current device. When it raises, nothing is queued.
 
-        Moves may slide, see :func:`cukit.memory.compaction.batched_copy`.
+        Moves may slide, see :func:`cukit.memory.compaction.batched_copy`. `apart`: they are known
+        to be as Provider.copy wants them, and are not checked again.
         """
-        if len(moves) <= FEW_MOVES and not _overlap(moves):
+        if len(moves) <= FEW_MOVES and (apart or not _overlap(moves)):
             for destination, source, size in moves.tolist():
                 self._cupy.cuda.runtime.memcpyAsync(
                     destination, source, size, _TO_DEVICE, stream.ptr
                 )
             return
-        plan = plan_moves(moves)
-        plan.check_aligned(0)
-        with stream:
-            self._launches(plan, stream)
+        plan = MovePlan.of(moves) if apart else plan_moves(moves)
+        if not apart:
+            plan.check_aligned(0)
+        if not self._lock.acquire(blocking=False):  # another thread, or a collection inside it
+            DeviceCopy(self._cupy)(moves, stream, apart=apart)
+            return
+        try:
+            with stream:
+                self._launches(plan, stream)
+        finally:
+            self._lock.release()
 
     def _launches(self, plan: MovePlan, stream: Any) -> None:
         if self._table is None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
-from typing import Any
 
+from cukit.memory.handover import Queues
 from cukit.memory.pager import Pager
 from cukit.memory.provider import Provider
 from cukit.memory.spans import Span
@@ -27,7 +26,7 @@ def give_back(
     streams: Streams,
     pager: Pager,
     live: dict[int, Span],
-    put_aside: deque[Any],
+    queues: Queues,
     process: int,
 ) -> None:
     """What a pool held goes back to the device when nobody has the pool any more.
@@ -36,7 +35,7 @@ def give_back(
     a garbage collection ends the pool during a capture, with the end of the next pool.
     """
     captured = any(state.private for state in streams.states.values())
-    freed = {item.target if isinstance(item, Tie) else item for item in put_aside}
+    freed = {item.target if isinstance(item, Tie) else item for item in queues.waiting()}
     used = [at for at, span in live.items() if not freed & {at, span, span.holder}]
     if used or captured or process != os.getpid():
         return

@@ -52,6 +52,7 @@ def _after_fork() -> None:
     for pool in list(_pools):
         pool._acquire = _refuse
         pool._parts = (_refuse, *pool._parts[1:])
+        pool._listeners.active = True  # so that nothing is handed over without the lock
         # Held for good: destructors in the child put their frees aside and do no harm.
         pool._busy = True
 

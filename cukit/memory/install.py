@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cukit.core.device import require_cupy
 from cukit.errors import ConfigError, OutOfMemoryError
 from cukit.memory.cuda_device import CudaDevice
+from cukit.memory.handover import quick_allocator
 
 if TYPE_CHECKING:
     from cukit.memory.pool import MemoryPool
@@ -113,7 +114,7 @@ def _single(pool: MemoryPool) -> Allocator:
     device_id = pool.provider.device_id
     allocate = pool.allocate
 
-    def allocate_pointer(size: int) -> Any:
+    def allocate_slowly(size: int) -> Any:
         if size == 0:
             return memory_pointer(unowned_memory(0, 0, None, device_id), 0)
         try:
@@ -122,7 +123,7 @@ def _single(pool: MemoryPool) -> Allocator:
             error.__class__ = _out_of_memory_of_both()
             raise
 
-    return allocate_pointer
+    return quick_allocator(pool, pool_memory, memory_pointer, allocate_slowly)
 
 
 @functools.cache

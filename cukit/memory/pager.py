@@ -33,7 +33,7 @@ from cukit.memory.walk import Paging
 MANY_LARGE = 2
 """Large pages are for requests that fill as many of them."""
 
-WORTH_BREAKING = 32
+WORTH_BREAKING = 8
 """What a block leaves of a large page stays with it, if it is less than one part of the block in so
 many."""
 

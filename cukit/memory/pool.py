@@ -71,11 +71,12 @@ class MemoryPool(PoolCore):
         with Uninterrupted():
             address = self.allocate(size, stream)
             span = self._live[address]
-            holder = Holder(span)
+            holder = Holder(span, self._movables.note)
             if isinstance(span.stream, CaptureKey):
                 holder.pins.append(FOR_GOOD)
-            span.holder = holder  # from here on it may be moved
+            span.holder = holder
             self._has_buffers = True
+            self._make_movable(holder)
             return DeviceBuffer(self, size, holder)
 
     # Order and numbers ------------------------------------------------------------------------
@@ -226,7 +227,19 @@ class MemoryPool(PoolCore):
             if self._capture_id(self._current_stream()) is not None:
                 holder.pins.append(FOR_GOOD)
             holder.pins.append(pin)
+            self._movables.remove(holder)
             return holder.span.address
+
+    def _make_movable(self, holder: Holder) -> None:
+        """From here on a new buffer may be moved."""
+        self._acquire()
+        try:
+            if self._busy or holder.pins:  # a garbage collection inside the pool
+                self._movables.note(holder)
+            else:
+                self._movables.add(holder)
+        finally:
+            self._release()
 
     def _defragment_if_fragmented(self, size: int, state: StreamState) -> bool:
         """Before the pool grows: whether moving buffers is the better way, and did it."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from cukit.memory.arena import Arena
-from cukit.memory.compact import Plan, plan_compaction
+from cukit.memory.compact import Ints, Plan, plan_compaction
 from cukit.memory.listeners import Listeners
+from cukit.memory.movables import NO_ROW, Movables
 from cukit.memory.pager import Pager
 from cukit.memory.provider import Moves, Provider
 from cukit.memory.spans import Span
@@ -33,6 +35,7 @@ class Defragmenter:
         stitcher: Stitcher,
         supply: Supply,
         live: dict[int, Span],
+        movables: Movables,
         listeners: Listeners,
     ) -> None:
         self._provider = provider
@@ -41,27 +44,39 @@ class Defragmenter:
         self._stitcher = stitcher
         self._supply = supply
         self._live = live
+        self._movables = movables
         self._listeners = listeners
         self.count = 0
         self.bytes_moved = 0
 
     def survey(self) -> Survey:
         """Everything about the pool that takes a walk to know."""
-        return survey(self._arena, self._pager.paging())
+        return survey(self._arena, self._walk(), self._pager.paging())
 
     def holes(self) -> Holes:
         """What there is of free memory, quickly."""
-        return self._measure(Walk.over(self._arena))
+        return self._walk().holes(self._pager.paging())
 
-    def _measure(self, walk: Walk) -> Holes:
-        return walk.holes(self._pager.paging())
+    def _walk(self) -> Walk:
+        live, movables = self._live, self._movables
+        rows = movables.columns()
+        fixed: list[Span] = []
+        if len(live) > len(movables):
+            fixed += [
+                span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
+            ]
+        fixed += [span for span, _ in self._supply.pending]
+        fixed += self._stitcher.elsewhere()
+        for state in self._arena.streams.states.values():
+            if state.private:  # a captured graph will use them again
+                fixed += [*chain.from_iterable(state.bins.values()), *state.index]
+        return Walk.over(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
         start = time.perf_counter()
         self._supply.stop_the_world()
-        walk = Walk.over(self._arena)
-        before, moved = self._compact(walk, stream)
+        before, moved = self._compact(stream)
         self._stitcher.undo()
         remapped = self._pager.consolidate()
         after = self._merged_holes()
@@ -88,23 +103,22 @@ class Defragmenter:
     def compact(self, stream: Hashable) -> int:
         """Waits for the device and moves unpinned buffers; returns the bytes."""
         self._supply.stop_the_world()
-        moved = self._compact(Walk.over(self._arena), stream)[1]
+        moved = self._compact(stream)[1]
         self._stitcher.undo()
         return moved
 
-    def _compact(self, walk: Walk, stream: Hashable) -> tuple[Holes, int]:
+    def _compact(self, stream: Hashable) -> tuple[Holes, int]:
         """Holes before, and bytes moved. The device is idle before and after; what the copies do
         not need is done while they run."""
-        plan = plan_compaction(
-            walk.pieces(), self._pager.page_bytes, remap=self._provider.can_remap
-        )
+        walk = self._walk()
+        plan = plan_compaction(walk.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
         if not plan.steps:
-            before = self._measure(walk)
-            self._arena.place(walk, plan.source, plan.target)
+            before = walk.holes(self._pager.paging())
+            self._arena.place(*self._layout(walk, plan))
             return before, 0
         event = self._copy(plan, stream)
         try:
-            before = self._measure(walk)
+            before = walk.holes(self._pager.paging())
             self._commit(walk, plan)
             self._provider.synchronize(event)
         except BaseException:
@@ -136,15 +150,25 @@ class Defragmenter:
         Listeners see a move as a free of the old place and an allocation of the new one.
         """
         told, live = self._listeners.active, self._live
-        numbers = np.searchsorted(walk.address, plan.source)
-        moved = [walk.spans[number] for number in numbers.tolist()]
-        for span in moved:
-            del live[span.address]
-            span.uses = ()
+        rows = walk.rows[plan.moved]
+        moved = self._movables.spans(rows)
+        source, target = plan.source.tolist(), plan.target.tolist()
+        for span, address in zip(moved, source, strict=True):
+            del live[address]
+            if span.uses:
+                span.uses = ()
             if told:
                 self._listeners.moved_away(span)
-        self._arena.place(walk, numbers, plan.target)
-        live.update(zip(plan.target.tolist(), moved, strict=True))
+        self._movables.move(rows, plan.target)
+        live.update(zip(target, moved, strict=True))
+        self._arena.place(*self._layout(walk, plan))
         if told:
             for span in sorted(moved, key=attrgetter("address")):
                 self._listeners.moved_here(span)
+
+    def _layout(self, walk: Walk, plan: Plan) -> tuple[list[Span], Ints, Ints]:
+        """All that is not free, where it lies after the moves."""
+        spans = self._movables.spans(walk.rows) + walk.others
+        address = np.concatenate((walk.pieces.movable, walk.others_at))
+        address[plan.moved] = plan.target
+        return spans, address, np.concatenate((walk.pieces.movable_size, walk.others_size))

@@ -34,6 +34,8 @@ class PoolStatistics:
     """Taken from the device: live + pending + free."""
     limit_bytes: int | None
     peak_live_bytes: int
+    """Through CuPy an upper bound: what an array has given up counts until the pool looks for
+    memory that it has not at hand (handover.py)."""
     peak_reserved_bytes: int
     num_live: int
     num_allocations: int

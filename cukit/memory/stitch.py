@@ -19,6 +19,7 @@ in order. Live pages are neither unmapped nor moved.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from cukit.memory.arena import Arena
@@ -125,6 +126,12 @@ class Stitcher:
                 self._undo(second, span)
                 count += 1
         return count
+
+    def elsewhere(self) -> Iterator[Span]:
+        """Spans of bytes that are used at another address of their page."""
+        for second in self._seconds:
+            yield second.foreign
+            yield second.lent
 
     # Planning ---------------------------------------------------------------------------------
 

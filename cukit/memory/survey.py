@@ -6,12 +6,9 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cukit.memory.arena import Arena
 from cukit.memory.blocks import Frame
-from cukit.memory.compact import FREE as FREE_BYTES
-from cukit.memory.compact import MOVABLE, WALL, Pieces, cut_at_pages
+from cukit.memory.compact import Pages, Pieces
 from cukit.memory.spans import ELSEWHERE, LIVE, PENDING, UNMAPPED
 from cukit.memory.statistics import StreamStatistics
 from cukit.memory.streams import CaptureKey
@@ -39,8 +36,8 @@ class Survey:
     """Bytes and count of live allocations by call site."""
 
 
-def survey(arena: Arena, paging: Paging) -> Survey:
-    """Walks over all spans."""
+def survey(arena: Arena, walk: Walk, paging: Paging) -> Survey:
+    """Walks over all spans; `walk` over those that are not free."""
     result = Survey(free=paging.in_hand_bytes)
     streams: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0, 0])
     for span in arena.spans():
@@ -62,18 +59,17 @@ def survey(arena: Arena, paging: Paging) -> Survey:
             streams[span.stream][2] += span.size
             if isinstance(span.stream, CaptureKey):
                 result.private_free += span.size
-    walk = Walk.over(arena)
     holes = walk.holes(paging)
     result.largest_free, result.whole_pages = holes.largest, holes.whole_pages
     if result.movable:
-        result.freed_by_moving = _freed_by_moving(walk.pieces(), arena.page_bytes)
+        result.freed_by_moving = _freed_by_moving(walk.pieces, arena.page_bytes)
     result.per_stream = {key: StreamStatistics(*numbers) for key, numbers in streams.items()}
     return result
 
 
-def _freed_by_moving(layout: Pieces, page_bytes: int) -> int:
+def _freed_by_moving(pieces: Pieces, page_bytes: int) -> int:
     """Free bytes on pages that hold a movable byte and nothing that stays."""
-    cut = cut_at_pages(layout, page_bytes)
-    kind = layout.kind[cut.piece]
-    pages = np.setdiff1d(cut.page[kind == MOVABLE], cut.page[kind == WALL])
-    return int(cut.size[(kind == FREE_BYTES) & np.isin(cut.page, pages)].sum())
+    pages = Pages(pieces, page_bytes)
+    movable = pages.bytes_of(pieces.movable, pieces.movable_size)
+    walls = pages.bytes_of(pieces.wall, pieces.wall_size)
+    return int(pages.bytes_of(*pieces.free)[(movable > 0) & (walls == 0)].sum())

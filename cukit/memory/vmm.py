@@ -101,13 +101,17 @@ class VirtualPages:
         mapped = 0
         size, large = self.page_bytes, self.large_pages * self.page_bytes
         try:
-            for page in pages:
-                if not isinstance(page, LargePart):
-                    self._driver.map(address + mapped, size, page)
-                    mapped += size
-                elif not page.number:
+            number = 0
+            while number < len(pages):
+                page = pages[number]
+                if type(page) is LargePart:  # with those that follow, of which it is the first
                     self._driver.map(address + mapped, large, page.handle)
                     mapped += large
+                    number += self.large_pages
+                else:
+                    self._driver.map(address + mapped, size, page)
+                    mapped += size
+                    number += 1
             if mapped:
                 self._driver.set_access(address, mapped)
         except BaseException:

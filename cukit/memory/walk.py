@@ -1,34 +1,26 @@
-"""All spans of an arena as arrays: what defragmentation reads, in one walk over linked objects.
+"""What a pool holds as arrays: what defragmentation reads.
 
-There may be a hundred thousand spans, and moving them takes the device less time than Python needs
-to look at each of them a few times. So they are looked at once, in C where that is possible.
+There may be a hundred thousand blocks, and moving them takes the device less time than Python needs
+to look at each of them a few times. So each is looked at once, in C, and of free memory nothing is
+looked at: it is what all else leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cukit.memory.compact import FREE as FREE_BYTES
-from cukit.memory.compact import MOVABLE, WALL, Ints, Pieces
-from cukit.memory.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED, Span
-from cukit.memory.streams import CaptureKey
+from cukit.memory.compact import Ints, Pieces
+from cukit.memory.spans import Span
 
 if TYPE_CHECKING:
-    from cukit.memory.arena import Arena
+    from cukit.memory.arena import AddressRange
 
-_NO_BYTES = 3
-"""The kind of addresses without memory; the others are those of compact.py."""
-
-_KINDS = np.zeros(7, np.int64)
-_KINDS[[LIVE, PENDING, ELSEWHERE]] = WALL
-_KINDS[[CACHED, FREE]] = FREE_BYTES
-_KINDS[UNMAPPED] = _NO_BYTES
-
-_address, _size, _state = map(attrgetter, ("address", "size", "state"))
+_address, _size = attrgetter("address"), attrgetter("size")
 
 
 class Holes(NamedTuple):
@@ -45,70 +37,51 @@ class Holes(NamedTuple):
         return 1 - self.largest / self.free if self.free else 0.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Walk:
-    """Every span, in address order; all arrays are [number]."""
+    """All that is not free."""
 
-    FREE: ClassVar[int] = FREE_BYTES
-
-    spans: list[Span]
-    address: Ints
-    size: Ints
-    kind: Ints
-    """Free: of whatever stream, but not what is kept for a captured graph."""
-    part: Ints
-    """Of which reservation."""
-    starts: Ints
-    """[reservations + 1] the first span of each, then the number of all."""
+    rows: Ints
+    """Of Movables: those that may move, in address order."""
+    others: list[Span]
+    """What stays where it is, and what is unmapped; in no order."""
+    others_at: Ints
+    others_size: Ints
+    pieces: Pieces
+    """All of it as the planner of compaction wants it."""
 
     @classmethod
-    def over(cls, arena: Arena) -> Walk:
-        """The arena as it is now."""
-        spans: list[Span] = []
-        starts = []
-        for reservation in arena.ranges():
-            starts.append(len(spans))
-            span: Span | None = reservation.first
-            while span is not None:
-                spans.append(span)
-                span = span.next
-        count = len(spans)
-        address = np.fromiter(map(_address, spans), np.int64, count)
-        size = np.fromiter(map(_size, spans), np.int64, count)
-        state = np.fromiter(map(_state, spans), np.int64, count)
-        kind = _KINDS[state]
-        movable = [
-            number
-            for number in np.flatnonzero(state == LIVE).tolist()
-            if (holder := spans[number].holder) is not None and not holder.pins
-        ]
-        kind[movable] = MOVABLE
-        if any(one.private for one in arena.streams.states.values()):
-            for number in np.flatnonzero(kind == FREE_BYTES).tolist():
-                if isinstance(spans[number].stream, CaptureKey):
-                    kind[number] = WALL
-        bounds = np.array([*starts, count], np.int64)
-        part = np.repeat(np.arange(len(starts)), np.diff(bounds))
-        return cls(spans, address, size, kind, part, bounds)
-
-    def pieces(self) -> Pieces:
-        """The mapped bytes as the planner of compaction wants them: free neighbours are one."""
-        free = self.kind == FREE_BYTES
-        joined = np.zeros(len(free), bool)
-        joined[1:] = free[1:] & free[:-1] & (self.part[1:] == self.part[:-1])
-        first = np.flatnonzero(~joined)
-        size = np.add.reduceat(self.size, first) if len(first) else self.size
-        table = self.address[first], size, self.kind[first], self.part[first]
-        return Pieces(*(column[self.kind[first] != _NO_BYTES] for column in table))
+    def over(
+        cls,
+        columns: tuple[Ints, Ints, Ints],
+        fixed: list[Span],
+        unmapped: list[Span],
+        ranges: Sequence[AddressRange],
+    ) -> Walk:
+        """`columns`: of Movables."""
+        rows, movable, movable_size = columns
+        others = fixed + unmapped
+        at = np.fromiter(map(_address, others), np.int64, len(others))
+        size = np.fromiter(map(_size, others), np.int64, len(others))
+        wall, wall_size = at[: len(fixed)], size[: len(fixed)]
+        if (wall[1:] < wall[:-1]).any():
+            order = np.argsort(wall)
+            wall, wall_size = wall[order], wall_size[order]
+        start = np.array([part.address for part in ranges], np.int64)
+        end = start + np.array([part.size for part in ranges], np.int64)
+        hole, hole_size = at[len(fixed) :], size[len(fixed) :]
+        begin = np.sort(np.concatenate((start, hole + hole_size)))
+        end = np.sort(np.concatenate((end, hole)))
+        some = end > begin
+        pieces = Pieces(begin[some], end[some], movable, movable_size, wall, wall_size)
+        return cls(rows, others, at, size, pieces)
 
     def holes(self, paging: Paging) -> Holes:
         """What is free, whoever freed it."""
-        pieces = self.pieces()
-        free = pieces.kind == FREE_BYTES
-        return measure(pieces.address[free], pieces.size[free], paging)
+        return measure(*self.pieces.free, paging)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Paging:
     """How the memory behind an arena is mapped."""
 

@@ -89,7 +89,7 @@ def indexer_kl_backward(
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     varlen = cu_seqlens_q is not None
-    *batch, seq, heads, _ = q_s.shape
+    *batch, seq, _, _ = q_s.shape
     by_row = grad_loss is not None and reduction == "none"
     factors = row_factors(
         xp, (*batch, 1, seq), dtype, row_weights, reduction, normalizer,

@@ -26,6 +26,21 @@ class Scan(NamedTuple):
     final_state: Array
 
 
+class ScanGradients(NamedTuple):
+    """Gradients of a scan's arguments, each shaped like its argument.
+
+    x, b, c: dtype of x.
+    log_decay: float32; 0 where log_decay lay outside of what counts.
+    initial_state: float32 [num_sequences, num_heads, state_dim, head_dim].
+    """
+
+    x: Array
+    b: Array
+    c: Array
+    log_decay: Array
+    initial_state: Array
+
+
 def gated_scan(
     x: Array,
     b: Array,
@@ -49,11 +64,7 @@ def gated_scan(
     decay = xp.clip(decay, LEAST_LOG_DECAY, 0)
     each = num_heads // b.shape[2]
     keys, queries = (xp.repeat(array, each, axis=2) for array in (keys, queries))
-    if cu_seqlens is None:
-        ranges = [(row, 0, seq_len) for row in range(batch)]
-    else:
-        ends = [int(end) for end in cu_seqlens]
-        ranges = [(0, begin, end) for begin, end in itertools.pairwise(ends)]
+    ranges = _ranges(batch, seq_len, cu_seqlens)
     shape = (len(ranges), num_heads, b.shape[3], head_dim)
     state = xp.zeros(shape, work) if initial_state is None else initial_state.astype(work)
     y = xp.zeros(x.shape, work)
@@ -62,14 +73,22 @@ def gated_scan(
         for first in range(begin, end, chunk):
             part = slice(first, min(first + chunk, end))
             y[row, part], h = _chunk(
-                xp, wide[row, part], keys[row, part], queries[row, part], decay[row, part], h
+                xp, h, wide[row, part], keys[row, part], queries[row, part], decay[row, part]
             )
         state[number] = h
     final_type = np.float64 if work == np.float64 else np.float32
     return Scan(y.astype(x.dtype), state.astype(final_type))
 
 
-def _chunk(xp: Any, x: Array, b: Array, c: Array, decay: Array, h: Array) -> tuple[Array, Array]:
+def _ranges(batch: int, seq_len: int, cu_seqlens: Array | None) -> list[tuple[int, int, int]]:
+    """Row of the batch, first token and end of each sequence."""
+    if cu_seqlens is None:
+        return [(row, 0, seq_len) for row in range(batch)]
+    ends = [int(end) for end in cu_seqlens]
+    return [(0, begin, end) for begin, end in itertools.pairwise(ends)]
+
+
+def _chunk(xp: Any, h: Array, x: Array, b: Array, c: Array, decay: Array) -> tuple[Array, Array]:
     """Outputs of a chunk and the state behind it; h [num_heads, state_dim, head_dim]."""
     upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
     tokens = len(x)
@@ -81,6 +100,98 @@ def _chunk(xp: Any, x: Array, b: Array, c: Array, decay: Array, h: Array) -> tup
     left = xp.exp(upto[:, -1:] - upto).T[:, :, None]
     h = h * xp.exp(upto[:, -1])[:, None, None] + xp.einsum("jhn,jhp->hnp", b * left, x)
     return y, h
+
+
+def gated_scan_backward(
+    grad_y: Array,
+    x: Array,
+    b: Array,
+    c: Array,
+    log_decay: Array,
+    *,
+    grad_final_state: Array | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    chunk: int = 64,
+) -> ScanGradients:
+    """Gradients of :func:`gated_scan`: the states before all chunks, then chunks from the last on.
+
+    Arguments as there; grad_y like x, grad_final_state like initial_state.
+    """
+    xp = array_namespace(x)
+    batch, seq_len, num_heads, head_dim = x.shape
+    groups, state_dim = b.shape[2:]
+    work = working_dtype(grad_y, x, b, c, log_decay)
+    grads, wide, keys, queries, raw = upcast(work, grad_y, x, b, c, log_decay)
+    decay = xp.clip(raw, LEAST_LOG_DECAY, 0)
+    each = num_heads // groups
+    keys, queries = (xp.repeat(array, each, axis=2) for array in (keys, queries))
+    ranges = _ranges(batch, seq_len, cu_seqlens)
+    shape = (len(ranges), num_heads, state_dim, head_dim)
+    before = xp.zeros(shape, work) if initial_state is None else initial_state.astype(work)
+    grad_state = xp.zeros(shape, work)
+    if grad_final_state is not None:
+        grad_state[...] = grad_final_state
+    grad_x, grad_b, grad_c, grad_decay = (
+        xp.zeros(array.shape, work) for array in (wide, keys, queries, decay)
+    )
+    for number, (row, begin, end) in enumerate(ranges):
+        parts = [slice(first, min(first + chunk, end)) for first in range(begin, end, chunk)]
+        states = [before[number]]
+        for part in parts[:-1]:
+            inputs = (array[row, part] for array in (wide, keys, queries, decay))
+            states.append(_chunk(xp, states[-1], *inputs)[1])
+        g = grad_state[number]
+        for part, h in zip(reversed(parts), reversed(states), strict=False):
+            inputs = (array[row, part] for array in (grads, wide, keys, queries, decay))
+            of_chunk = _chunk_backward(xp, h, g, *inputs)
+            grad_x[row, part], grad_b[row, part], grad_c[row, part] = of_chunk[:3]
+            grad_decay[row, part], g = of_chunk[3:]
+        grad_state[number] = g
+    grad_decay = xp.where((raw > 0) | (raw < LEAST_LOG_DECAY), 0, grad_decay)
+    by_group = (batch, seq_len, groups, each, state_dim)
+    grad_b, grad_c = (array.reshape(by_group).sum(3) for array in (grad_b, grad_c))
+    rest = np.float64 if work == np.float64 else np.float32
+    return ScanGradients(
+        *(array.astype(x.dtype) for array in (grad_x, grad_b, grad_c)),
+        *(array.astype(rest) for array in (grad_decay, grad_state)),
+    )
+
+
+def _chunk_backward(
+    xp: Any, h: Array, g: Array, grad_y: Array, x: Array, b: Array, c: Array, decay: Array
+) -> tuple[Array, ...]:
+    """Gradients of a chunk's x, b, c and decays, and of the state before it; h: that state, g: the
+    gradient of the state behind the chunk."""
+    upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
+    tokens = len(x)
+    causal = xp.arange(tokens)[:, None] >= xp.arange(tokens)[None, :]
+    between = xp.exp(xp.where(causal, upto[:, :, None] - upto[:, None, :], -xp.inf))
+    scores = xp.einsum("ihn,jhn->hij", c, b) * between
+    grad_scores = xp.einsum("ihp,jhp->hij", grad_y, x)
+    grown = xp.exp(upto).T[:, :, None]
+    left = xp.exp(upto[:, -1:] - upto).T[:, :, None]
+    kept = xp.exp(upto[:, -1])[:, None, None]
+
+    from_state = grown * xp.einsum("hnp,ihp->ihn", h, grad_y)
+    to_state = left * xp.einsum("hnp,jhp->jhn", g, x)
+    grad_c = from_state + xp.einsum("hij,jhn->ihn", grad_scores * between, b)
+    grad_b = to_state + xp.einsum("hij,ihn->jhn", grad_scores * between, c)
+    grad_x = left * xp.einsum("hnp,jhn->jhp", g, b) + xp.einsum("hij,ihp->jhp", scores, grad_y)
+    grad_h = kept * g + xp.einsum("ihn,ihp->hnp", c * grown, grad_y)
+
+    # A decay is a factor of every product of a token from it on with one before it, of what its own
+    # and later tokens read from the state before, of what earlier ones leave in the state behind.
+    products = xp.tril(scores * grad_scores, -1)
+    read = xp.sum(c * from_state, axis=-1)
+    written = xp.sum(b * to_state, axis=-1)
+    passing = (products.sum(1) - products.sum(2)).T  # [tokens, num_heads]
+    change = passing + written
+    change = xp.concatenate([xp.zeros_like(change[:1]), change[:-1]])
+    before = xp.cumsum(change, axis=0)
+    after = xp.cumsum(read[::-1], axis=0)[::-1]
+    grad_decay = before + after + xp.sum(kept * g * h, axis=(1, 2))
+    return grad_x, grad_b, grad_c, grad_decay, grad_h
 
 
 def gated_scan_step(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from cukit.core.arrays import (
@@ -12,38 +10,33 @@ from cukit.core.arrays import (
     Array,
     access_width,
     adopt,
-    bfloat16,
     check_array,
     check_same_dtype,
     empty,
-    float16,
     float32,
     float64,
-    int32,
     runs_kernel,
 )
-from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.parameters import parameter_structs
-from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.errors import ConfigError
 from cukit.reference import sequence as reference
 from cukit.reference.sequence import Scan
 from cukit.registry import register
+from cukit.sequence._plan import (
+    OUTPUTS,
+    SEGMENT_STATES,
+    STRUCTS,
+    SegmentStates,
+    check_groups,
+    check_kernel,
+    check_scan,
+    join_spec,
+    representative_configs,
+    scan_launches,
+)
 
-_STRUCTS = parameter_structs("sequence/parameters.cuh")
-_THREADS = 128
-_CHUNK = 64
-_COLUMNS = 64
-"""Of a head, a block of the scan."""
-_STATE_TILES = (64, 128)
-_LEAST_CHUNKS = 4
-"""Of a segment: each costs a second reading of keys and values."""
-_BLOCKS_PER_SM = 2
-_JOIN_THREADS = 256
 _STEP_THREADS = 256
-_ACCESS = 8
-"""Elements of a 16-byte copy."""
 
 
 def gated_scan(
@@ -94,7 +87,7 @@ def gated_scan(
     arrays = adopt(op, x, b, c, log_decay, initial_state, cu_seqlens)
     x, b, c, log_decay, initial_state, cu_seqlens = arrays
     if not runs_kernel(op, *arrays):
-        _check(*arrays)
+        check_scan(op, *arrays)
         return reference.gated_scan(
             x, b, c, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
@@ -104,12 +97,8 @@ def gated_scan(
     if not final.size:
         return Scan(y, final)
     before = initial_state
-    if prepared.states is not None and prepared.join is not None:
-        sequences, heads, *state = prepared.state_shape
-        before = empty(x, (sequences, prepared.segments, heads, *state), float32)
-        decays = empty(x, (sequences, prepared.segments, heads), float32)
-        prepared.states(x, b, NULL, log_decay, cu_seqlens, NULL, NULL, before, decays)
-        prepared.join(initial_state, decays, before)
+    if prepared.segments is not None:
+        before = prepared.segments.run(x, b, log_decay, cu_seqlens, initial_state)
     prepared.outputs(x, b, c, log_decay, cu_seqlens, before, y, final, NULL)
     return Scan(y, final)
 
@@ -149,62 +138,9 @@ def gated_scan_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array
     return y
 
 
-@dataclass(frozen=True)
-class ScanConfig:
-    """One way to run the kernels of a scan."""
-
-    dtype: str
-    state_tile: int
-    padded: bool
-    segments: int
-    """Of each sequence."""
-
-    def spec(self, states: bool) -> KernelSpec:
-        """The kernel of the outputs, or that of the states behind segments."""
-        defines: tuple[tuple[str, MacroValue], ...] = (
-            ("DTYPE", self.dtype),
-            ("STATE_TILE", self.state_tile),
-            ("STATES", states),
-            ("PADDED", self.padded),
-            ("THREADS", _THREADS),
-        )
-        keys = _CHUNK * self.state_tile * 2
-        stage = keys * (1 if states else 2) + _CHUNK * _COLUMNS * 2
-        shared = 2 * stage + (0 if states else self.state_tile * _COLUMNS * 2)
-        return KernelSpec("sequence/gated_scan.cu", "gated_scan", defines, _THREADS, shared)
-
-
-@cache
-def plan_gated_scan(
-    num_sequences: int,
-    seq_len: int,
-    num_heads: int,
-    head_dim: int,
-    state_dim: int,
-    dtype: str,
-    device: Device,
-) -> ScanConfig:
-    """A block for each head and each 64 of its columns; several for a long sequence, with a segment
-    each, where heads alone would leave multiprocessors idle.
-
-    seq_len: of the longest sequence that there may be.
-    """
-    tile = next(tile for tile in _STATE_TILES if state_dim <= tile)
-    blocks = num_sequences * num_heads * -(-head_dim // _COLUMNS)
-    chunks = -(-seq_len // _CHUNK)
-    wanted = _BLOCKS_PER_SM * device.num_sms
-    segments = 1
-    if blocks and 2 * blocks <= wanted:
-        segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
-    padded = state_dim != tile or head_dim % _COLUMNS != 0
-    return ScanConfig(dtype, tile, padded, segments)
-
-
 class _Prepared(NamedTuple):
     outputs: Launch
-    states: Launch | None
-    join: Launch | None
-    segments: int
+    segments: SegmentStates | None
     state_shape: tuple[int, ...]
 
 
@@ -217,41 +153,12 @@ def _prepare(
     initial_state: Array | None,
     cu_seqlens: Array | None,
 ) -> _Prepared:
-    state_shape = _check(x, b, c, log_decay, initial_state, cu_seqlens)
-    _check_kernel(x, b, c, log_decay, initial_state)
-    _, seq_len, num_heads, head_dim = x.shape
-    num_sequences, _, state_dim, _ = state_shape
-    config = plan_gated_scan(
-        num_sequences, seq_len, num_heads, head_dim, state_dim, x.dtype.name, current_device()
-    )
-    scalars = (
-        _STRUCTS["ScanParameters"].pack(
-            num_sequences=num_sequences,
-            seq_len=seq_len,
-            num_heads=num_heads,
-            num_groups=b.shape[2],
-            head_dim=head_dim,
-            state_dim=state_dim,
-            segments=config.segments,
-        ),
-    )
-    heads = num_sequences * num_heads
-    columns = -(-head_dim // _COLUMNS)
-    grid = (config.segments, columns, heads)
-    outputs = Launch(load_kernel(config.spec(states=False)), grid, scalars)
-    if config.segments == 1:
-        return _Prepared(outputs, None, None, 1, state_shape)
-    grid = (config.segments - 1, columns, heads)
-    states = Launch(load_kernel(config.spec(states=True)), grid, scalars)
-    parts = -(-state_dim * head_dim // _JOIN_THREADS)
-    join = Launch(load_kernel(_join_spec()), (parts, heads), scalars)
-    return _Prepared(outputs, states, join, config.segments, state_shape)
-
-
-@cache
-def _join_spec() -> KernelSpec:
-    defines = (("THREADS", _JOIN_THREADS),)
-    return KernelSpec("sequence/join_segments.cu", "join_segments", defines, _JOIN_THREADS)
+    op = "gated_scan"
+    state_shape = check_scan(op, x, b, c, log_decay, initial_state, cu_seqlens)
+    check_kernel(op, x, b.shape[3], b=b, c=c, log_decay=log_decay, initial_state=initial_state)
+    launches = scan_launches(x, b.shape[2], state_shape, current_device())
+    outputs = launches.launch(launches.config.spec(OUTPUTS))
+    return _Prepared(outputs, launches.segment_states(), state_shape)
 
 
 @launch_plan
@@ -263,7 +170,7 @@ def _prepare_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) 
         check_array(op, name, array, dtypes=(float32,))
     batch, num_heads, state_dim, head_dim = state.shape
     spec = _step_spec(x.dtype.name, state_dim, access_width(head_dim, state))
-    scalars = _STRUCTS["StepParameters"].pack(
+    scalars = STRUCTS["StepParameters"].pack(
         batch=batch,
         num_heads=num_heads,
         num_groups=b.shape[1],
@@ -282,67 +189,6 @@ def _step_spec(dtype: str, state_dim: int, vec: int) -> KernelSpec:
     return KernelSpec(source, "gated_scan_step", defines, _STEP_THREADS, shared)
 
 
-def _check(
-    x: Array,
-    b: Array,
-    c: Array,
-    log_decay: Array,
-    initial_state: Array | None,
-    cu_seqlens: Array | None,
-) -> tuple[int, ...]:
-    """Raises ArrayError; returns the shape of the states."""
-    op = "gated_scan"
-    check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=4)
-    batch, seq_len, num_heads, head_dim = x.shape
-    check_array(op, "b", b, dtypes=FLOAT_DTYPES, shape=(batch, seq_len, None, None))
-    check_array(op, "c", c, dtypes=FLOAT_DTYPES, shape=b.shape)
-    check_same_dtype(op, x=x, b=b, c=c)
-    _check_groups(op, num_heads, b.shape[2])
-    decays = (batch, seq_len, num_heads)
-    check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=decays)
-    num_sequences = batch
-    if cu_seqlens is not None:
-        check_array(op, "cu_seqlens", cu_seqlens, dtypes=(int32,), ndim=1)
-        if batch != 1:
-            raise ArrayShapeError(f"{op}: with cu_seqlens x must have a batch of 1, got {batch}")
-        num_sequences = len(cu_seqlens) - 1
-        if num_sequences < 0:
-            raise ArrayShapeError(f"{op}: cu_seqlens must have at least one element, got none")
-    shape = (num_sequences, num_heads, b.shape[3], head_dim)
-    if initial_state is not None:
-        check_array(op, "initial_state", initial_state, dtypes=(float32, float64), shape=shape)
-    return shape
-
-
-def _check_groups(op: str, num_heads: int, num_groups: int) -> None:
-    if num_groups < 1 or num_heads % num_groups:
-        raise ArrayShapeError(
-            f"{op}: b must have a number of groups that divides num_heads ({num_heads}), "
-            f"got {num_groups}"
-        )
-
-
-def _check_kernel(
-    x: Array, b: Array, c: Array, log_decay: Array, initial_state: Array | None
-) -> None:
-    op = "gated_scan"
-    check_array(op, "x", x, dtypes=(float16, bfloat16))
-    check_array(op, "log_decay", log_decay, dtypes=(float32,))
-    if initial_state is not None:
-        check_array(op, "initial_state", initial_state, dtypes=(float32,))
-    head_dim, state_dim = x.shape[3], b.shape[3]
-    if head_dim % _ACCESS:
-        raise ConfigError(f"{op}: head_dim must be a multiple of 8 on the GPU, got {head_dim}")
-    if state_dim % _ACCESS or not 0 < state_dim <= _STATE_TILES[-1]:
-        raise ConfigError(
-            f"{op}: state_dim must be a multiple of 8 and at most {_STATE_TILES[-1]} on the GPU, "
-            f"got {state_dim}"
-        )
-    for name, array in (("x", x), ("b", b), ("c", c)):
-        if access_width(_ACCESS, array) < _ACCESS:
-            raise ArrayLayoutError(f"{op}: {name} must begin at a multiple of 16 bytes; copy it")
-
-
 def _check_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) -> None:
     op = "gated_scan_step"
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=3)
@@ -350,23 +196,16 @@ def _check_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) ->
     check_array(op, "b", b, dtypes=FLOAT_DTYPES, shape=(batch, None, None))
     check_array(op, "c", c, dtypes=FLOAT_DTYPES, shape=b.shape)
     check_same_dtype(op, x=x, b=b, c=c)
-    _check_groups(op, num_heads, b.shape[1])
+    check_groups(op, num_heads, b.shape[1])
     shape = (batch, num_heads, b.shape[2], head_dim)
     check_array(op, "state", state, dtypes=(float32, float64), shape=shape)
     check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=(batch, num_heads))
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    configs = [
-        plan_gated_scan(sequences, length, 32, head_dim, state_dim, dtype.name, device)
-        for dtype in (float16, bfloat16)
-        for sequences, length, head_dim, state_dim in (
-            (1, 65536, 64, 64),
-            (1, 65536, 64, 128),
-            (2, 2048, 48, 72),
-        )
-    ]
-    return [*(config.spec(states) for config in configs for states in (False, True)), _join_spec()]
+    configs = representative_configs(device)
+    kinds = (OUTPUTS, SEGMENT_STATES)
+    return [*(config.spec(kind) for config in configs for kind in kinds), join_spec(False)]
 
 
 def _step_specs(device: Device) -> list[KernelSpec]:

@@ -2,10 +2,12 @@
 //
 //   before[0] = initial      before[s + 1] = 2^total_decay[s] before[s] + added[s]
 //
-// Nothing is read of what the last segment adds.
+// Nothing is read of what the last segment adds. With REVERSE from the last segment to the first: gradients of
+// the states behind segments, from the gradient of the final state and what each segment adds to that of
+// the state before it.
 //
 // Mapping: grid (parts of a state, sequence * num_heads + head), a thread an element; in place.
-// Macros: THREADS. Minimum architecture: sm_80. In order: deterministic.
+// Macros: REVERSE 0|1; THREADS. Minimum architecture: sm_80. In order: deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
 #include "sequence/parameters.cuh"
@@ -23,10 +25,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
   float before =
       initial == nullptr ? 0.0f : initial[static_cast<long long>(blockIdx.y) * size + at];
 #pragma unroll 4
-  for (int segment = 0; segment < p.segments; ++segment) {
+  for (int turn = 0; turn < p.segments; ++turn) {
+    const int segment = REVERSE ? p.segments - 1 - turn : turn;
     const long long place =
         (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
-    const bool more = segment + 1 < p.segments;
+    const bool more = turn + 1 < p.segments;
     const float added = more ? states[place * size + at] : 0.0f;
     states[place * size + at] = before;
     if (more) before = fmaf(exp2f(total_decay[place]), before, added);

@@ -5,15 +5,26 @@
 
 namespace cukit {
 
-// gated_scan, join_segments
+// gated_scan, gated_scan_backward, join_segments
 struct ScanParameters {
   int num_sequences, seq_len, num_heads, num_groups, head_dim, state_dim;
   int segments;  // of a sequence
 };
 
+// sum_parts
+struct SumParameters {
+  long long rows;
+  int parts, cols;
+};
+
 // gated_scan_step
 struct StepParameters {
   int batch, num_heads, num_groups, head_dim, state_dim;
+};
+
+// causal_conv, causal_conv_backward
+struct ConvParameters {
+  int seq_len, channels;
 };
 
 }  // namespace cukit

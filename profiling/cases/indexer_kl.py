@@ -1,8 +1,8 @@
-"""Cases of the divergence that trains a sparse-attention indexer: heads that share keys, and the heads
-of DeepSeek-V3.2, over all keys and over selected ones.
+"""Cases of the divergence that trains a sparse-attention indexer: heads that share keys, and the
+heads of DeepSeek-V3.2, over all keys and over selected ones.
 
-The peer is what people write: all score matrices, in torch, eagerly and compiled. It has no room for
-long sequences, where its arms are left out.
+The peer is what people write: all score matrices, in torch, eagerly and compiled. It has no room
+for long sequences, where its arms are left out.
 """
 
 from __future__ import annotations
@@ -148,9 +148,7 @@ def forward_case(shape: Shape) -> Case:
         def peer(compiled: bool) -> Call:
             q_t, k_t, lse, *student = arrays
             more = () if indices is None else (indices,)
-            return peers.forward(
-                torch_kl(shape), *student, q_t, k_t, lse, *more, compiled=compiled
-            )
+            return peers.forward(torch_kl(shape), *student, q_t, k_t, lse, *more, compiled=compiled)
 
         ours = partial(indexer_kl, *arrays, topk_indices=indices, causal=True)
         return Workload(_arms(ours, peer), expected=lambda: _expected(arrays, indices)[0])
@@ -209,7 +207,8 @@ def _expected(arrays: tuple[Any, ...], indices: Any) -> list[Any]:
         end = min(seq_len, first + CHECKED_ROWS)
         rows = slice(first, end)
         part = (
-            q_t[:, rows], k_t[:, :end], lse[..., rows], q_s[:, rows], k_s[:, :end], weights[:, rows],
+            q_t[:, rows], k_t[:, :end], lse[..., rows], q_s[:, rows], k_s[:, :end],
+            weights[:, rows],
         )  # fmt: skip
         options: dict[str, Any] = {
             "causal": True, "reduction": "sum",

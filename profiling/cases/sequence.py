@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukit import sequence
+from cukit.reference import convolution as reference_conv
 from cukit.reference import sequence as reference
 from profiling import peers
 from profiling.case import Call, Case, PeerMissing, Workload, itemsize
@@ -21,6 +22,7 @@ def cases(small: bool = False) -> list[Case]:
     attention) and for all heads (Mamba-2), many short sequences and one long."""
     if small:
         shapes, steps = [(2, 100, 2, 1, 16, 24)], [(2, 2, 1, 16, 24)]
+        convs = [(2, 30, 16)]
     else:
         shapes = [
             (1, 8192, 32, 32, 64, 64),
@@ -32,9 +34,13 @@ def cases(small: bool = False) -> list[Case]:
             (8, 8192, 8, 8, 64, 128),
         ]
         steps = [(256, 32, 1, 64, 128)]
+        convs = [(8, 8192, 4096)]
     return [
         *(scan_case(*shape) for shape in shapes),
+        *(backward_case(*shape) for shape in shapes),
         *(step_case(*shape) for shape in steps),
+        *(conv_case(*shape, backward) for shape in convs for backward in (False, True)),
+        *(conv_step_case(batch, channels) for batch, _, channels in convs),
         *primitive_cases(1000 if small else 1 << 24),
     ]
 
@@ -44,48 +50,120 @@ def _name(*shape: int) -> str:
     return f"{batch}x{tokens}, {heads} heads of {head_dim}, {groups} states of {state_dim}"
 
 
+class _Inputs(NamedTuple):
+    x: Any
+    b: Any
+    c: Any
+    decay: Any
+
+
+def _inputs(
+    batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
+) -> _Inputs:
+    """Decays of 8 % a token on average."""
+    keys = (batch, seq_len, num_groups, state_dim)
+    return _Inputs(
+        normal((batch, seq_len, num_heads, head_dim), DTYPE),
+        normal(keys, DTYPE, state_dim**-0.5),
+        normal(keys, DTYPE),
+        -abs(normal((batch, seq_len, num_heads), "float32", 0.1)),
+    )
+
+
+def _simple_gla(num_heads: int, num_groups: int, final: bool) -> Callable[..., Any]:
+    """flash-linear-attention's chunked kernels, for x, b, c and decays."""
+    module = peers.optional("fla.ops.simple_gla")
+    if num_heads != num_groups:
+        raise PeerMissing("chunk_simple_gla: keys for each head")
+
+    def function(x: Any, b: Any, c: Any, decay: Any) -> Any:
+        outputs = module.chunk_simple_gla(
+            q=c, k=b, v=x, g=decay, scale=1.0, output_final_state=final
+        )
+        return outputs if final else outputs[0]
+
+    return function
+
+
 def scan_case(
     batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
 ) -> Case:
     """Forward, with the state behind it; beside flash-linear-attention's Triton kernels."""
+    shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
-        x = normal((batch, seq_len, num_heads, head_dim), DTYPE)
-        keys = (batch, seq_len, num_groups, state_dim)
-        b, c = normal(keys, DTYPE, state_dim**-0.5), normal(keys, DTYPE)
-        decay = -abs(normal((batch, seq_len, num_heads), "float32", 0.1))
+        inputs = _inputs(*shape)
 
         def ours() -> Any:
-            scan = sequence.gated_scan(x, b, c, decay)
+            scan = sequence.gated_scan(*inputs)
             return scan.y, scan.final_state
 
         def theirs() -> Call:
-            module = peers.optional("fla.ops.simple_gla")
-            each = num_heads // num_groups
-
-            def function(x: Any, b: Any, c: Any, decay: Any) -> Any:
-                return module.chunk_simple_gla(
-                    q=c, k=b, v=x, g=decay, scale=1.0, output_final_state=True
-                )
-
-            if each > 1:
-                raise PeerMissing("chunk_simple_gla: keys for each head")
-            return peers.forward(function, x, b, c, decay)
+            return peers.forward(_simple_gla(num_heads, num_groups, True), *inputs)
 
         def expected() -> Any:
-            scan = reference.gated_scan(x, b, c, decay, chunk=256)
+            scan = reference.gated_scan(*inputs, chunk=256)
             return scan.y, scan.final_state
 
         arms: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
         return Workload(arms, expected)
 
-    shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
     moved += tokens * num_heads * itemsize("float32")
     # Within a chunk scores and their products, half of them masked; reading and updating the state.
     flops = 2.0 * tokens * num_heads * (32 * (state_dim + head_dim) + 2 * state_dim * head_dim)
-    return Case(FAMILY, "gated_scan", _name(*shape), DTYPE, build, flops=flops, bytes=moved)
+    return Case(
+        FAMILY,
+        "gated_scan",
+        _name(*shape),
+        DTYPE,
+        build,
+        flops=flops,
+        bytes=moved,
+        measure_memory=True,
+    )
+
+
+def backward_case(
+    batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
+) -> Case:
+    """Backward alone, with nothing kept of the forward but its arguments, as in the peer."""
+    shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
+
+    def build() -> Workload:
+        inputs = _inputs(*shape)
+        grad_y = normal(inputs.x.shape, DTYPE)
+
+        def ours() -> Any:
+            return tuple(sequence.gated_scan_backward(grad_y, *inputs)[:4])
+
+        def theirs() -> Call:
+            return peers.backward(_simple_gla(num_heads, num_groups, False), inputs, grad_y)
+
+        def expected() -> Any:
+            return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
+
+        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
+        return Workload(arms, expected)
+
+    tokens = batch * seq_len
+    values, keys = num_heads * head_dim, num_groups * state_dim
+    moved = tokens * (3 * values + 4 * keys) * itemsize(DTYPE)
+    moved += 2 * tokens * num_heads * itemsize("float32")
+    # Scores and their gradients, five products with those in a chunk; five with states.
+    inner = 32 * (3 * state_dim + 2 * head_dim)
+    flops = 2.0 * tokens * num_heads * (inner + 5 * state_dim * head_dim)
+    return Case(
+        FAMILY,
+        "gated_scan_backward",
+        _name(*shape),
+        DTYPE,
+        build,
+        flops=flops,
+        bytes=moved,
+        measure_memory=True,
+    )
 
 
 def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> Case:
@@ -114,6 +192,78 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
     shape = f"{batch}, {num_heads} heads of {head_dim}, {num_groups} states of {state_dim}"
     moved = 2 * batch * num_heads * head_dim * state_dim * itemsize("float32")
     return Case(FAMILY, "gated_scan_step", shape, DTYPE, build, bytes=moved)
+
+
+def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
+    """Width 4 with bias and SiLU; beside flash-linear-attention's Triton kernel and cuDNN."""
+    shape = (batch, seq_len, channels)
+
+    def build() -> Workload:
+        x, grad = normal(shape, DTYPE), normal(shape, DTYPE)
+        weight, bias = normal((channels, 4), DTYPE), normal((channels,), DTYPE)
+        arrays = (x, weight, bias)
+
+        def ours() -> Any:
+            if not backward:
+                return sequence.causal_conv(*arrays)
+            return tuple(sequence.causal_conv_backward(grad, *arrays)[:3])
+
+        def timed(function: Callable[..., Any]) -> Call:
+            if backward:
+                return peers.backward(function, arrays, grad)
+            return peers.forward(function, *arrays)
+
+        def fla() -> Call:
+            module = peers.optional("fla.modules.convolution")
+
+            def function(x: Any, weight: Any, bias: Any) -> Any:
+                return module.causal_conv1d(
+                    x=x, weight=weight, bias=bias, activation="silu", backend="triton"
+                )[0]
+
+            return timed(function)
+
+        def torch() -> Call:
+            functional = peers.torch().nn.functional
+
+            def function(x: Any, weight: Any, bias: Any) -> Any:
+                z = functional.conv1d(
+                    x.transpose(1, 2), weight[:, None], bias, padding=3, groups=channels
+                )
+                return functional.silu(z[..., :seq_len]).transpose(1, 2)
+
+            return timed(function)
+
+        def expected() -> Any:
+            if not backward:
+                return reference_conv.causal_conv(*arrays)
+            return tuple(reference_conv.causal_conv_backward(grad, *arrays)[:3])
+
+        return Workload({"cukit": lambda: ours, "fla": fla, "torch": torch}, expected)
+
+    op = "causal_conv_backward" if backward else "causal_conv"
+    moved = (3 if backward else 2) * batch * seq_len * channels * itemsize(DTYPE)
+    name = f"{batch}x{seq_len}x{channels}, width 4, silu"
+    return Case(FAMILY, op, name, DTYPE, build, bytes=moved)
+
+
+def conv_step_case(batch: int, channels: int) -> Case:
+    """A token of each of 32 sequences a batch, from a state that a step leaves as it is."""
+
+    def build() -> Workload:
+        x = normal((32 * batch, channels), DTYPE)
+        weight, bias = normal((channels, 4), DTYPE), normal((channels,), DTYPE)
+        state = x[:, None].repeat(3, axis=1)
+
+        def ours() -> Any:
+            return sequence.causal_conv_step(state, x, weight, bias)
+
+        expected = partial(reference_conv.causal_conv_step, state.copy(), x, weight, bias)
+        return Workload({"cukit": lambda: ours}, expected)
+
+    moved = 8 * 32 * batch * channels * itemsize(DTYPE)
+    name = f"{32 * batch}x{channels}, width 4, silu"
+    return Case(FAMILY, "causal_conv_step", name, DTYPE, build, bytes=moved)
 
 
 def primitive_cases(size: int) -> list[Case]:

@@ -221,3 +221,13 @@ def test_what_the_copy_engine_can_walk():
     assert not fits_tensor_maps(np.broadcast_to(dense[:, :, :1], dense.shape))
     assert fits_tensor_maps(np.broadcast_to(dense[:1, :1, :1], (1, 1, 1, 64)))
     assert not fits_tensor_maps(dense, dense[:, :0])
+
+
+def test_a_config_at_other_lengths_is_the_one_replaced():
+    problem = AttentionProblem(2, 1024, 2048, 8, 2, 128, "bfloat16", True, varlen=True)
+    assert problem.features  # known already, and the same at other lengths
+    config = plan_flash_attention_backward(problem, False, typical_device("sm_80"))
+    there = replace(problem, seq_len_q=1000, seq_len_kv=2000)
+    assert problem.at_lengths(1000, 2000) == there
+    assert problem.at_lengths(1000, 2000).features == there.features
+    assert config.at_lengths(1000, 2000) == replace(config, problem=there)

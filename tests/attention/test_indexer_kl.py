@@ -142,9 +142,7 @@ def test_chunks_of_queries(device, rng, monkeypatch, selected):
         options["topk_indices"] = selection(rng, lengths, 30, batch)
     # Scales tell these plans from those of the other tests.
     options |= {"scale_t": 0.11, "scale_s": 0.5 + 0.25 * selected}
-    arrays = inputs_of(
-        rng, (2, 2, 2), (64, 64), lengths, batch=batch, causal=True, scale=0.11
-    )
+    arrays = inputs_of(rng, (2, 2, 2), (64, 64), lengths, batch=batch, causal=True, scale=0.11)
     check(device, arrays, **options)
 
 
@@ -182,9 +180,7 @@ def test_reductions(device, rng, reduction, weighted):
     by_row = rng.standard_normal((2, 33)).astype(np.float32)
     upstream = {"mean": -1.5, "sum": np.array(0.25, np.float32), "none": by_row}[reduction]
     expected = reference.indexer_kl_backward(*exact, lse, mass, **options, grad_loss=upstream)
-    given["grad_loss"] = (
-        upstream if isinstance(upstream, float) else to_device(device, upstream)[0]
-    )
+    given["grad_loss"] = upstream if isinstance(upstream, float) else to_device(device, upstream)[0]
     for got, wanted in zip(
         indexer_kl_backward(*placed, own_lse, own_mass, **given), expected, strict=True
     ):

@@ -25,6 +25,7 @@ TINY = [
     "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
     "--student-hidden", "16", "--student-layers", "1", "--steps", "5", "--head-dim", "16",
     "--batch", "2", "--seq-len", "16", "--checkpoint-every", "2", "--eval-windows", "8",
+    "--no-ablation",
 ]  # fmt: skip
 MODELS = ("teacher", "student", "student-alone")
 
@@ -119,6 +120,25 @@ def test_quantised_students_are_judged(
         assert abs(found[name]["bits_per_byte"] - plain) < bound
         assert 4 < found[name]["bits_per_weight"] < 13  # rows of 16 weights share a scale
     assert "quantised" in (folder / "report.html").read_text()
+
+
+def test_an_ablation_shows_what_each_term_adds(
+    text: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run(["distill", "-o", str(folder), "--text", str(text), *TINY, "--ablation"]) == 0
+    assert "what distillation gains, and each term with it" in capsys.readouterr().out
+    assert evaluations(folder) == evaluations(finished)
+    report = json.loads((folder / "report.json").read_text())
+    ways = {each["model"]: each for each in report["ways"]}
+    assert list(ways) == ["student", "student-attention", "student-hidden"]
+    assert len({each["bits_per_byte"] for each in ways.values()}) == 3
+    for name, way in ways.items():
+        assert (folder / f"{name}.safetensors").exists()
+        low, high = way["gain_interval"]
+        assert low < way["gain_bits_per_byte"] < high
+    page = (folder / "report.html").read_text()
+    assert "What distillation gains, and each term with it" in page
 
 
 def test_without_jinja_there_is_no_page_and_a_word_on_why(

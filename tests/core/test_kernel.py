@@ -160,6 +160,14 @@ def test_a_value_is_copied():
     assert ctypes.string_at(wrapped.ptr, 24) == before
 
 
+def test_equal_numbers_of_unlike_types_are_values_of_their_own():
+    pytest.importorskip("cupy")
+    values = [by_value(kind(4)) for kind in (np.int32, np.int64, np.float32)]
+    assert [value.nbytes for value in values] == [4, 8, 4]
+    assert by_value(np.float32(-0.0)).storage.raw == np.float32(-0.0).tobytes()
+    assert by_value(np.float32(0.0)).storage.raw == np.float32(0.0).tobytes()
+
+
 def test_values_are_checked_like_scalars(column_sum):
     rows, cols = by_value(np.int32(1)), by_value(np.int32(2))
     check_arguments(column_sum, (FakeGpuArray(), by_value(np.intp(0)), rows, cols))

@@ -114,3 +114,14 @@ def test_every_compilation_asserts_the_layout(monkeypatch, kernel_cache):
     monkeypatch.setattr("cukit.core.compiler.layout_assertions", lambda source: wrong)
     with pytest.raises(CompileError, match="ScoreSettings: laid out as in Python"):
         compile_kernel(spec, "sm_80")
+
+
+def test_changed_fields_are_packed_like_the_rest(sources):
+    outer = parameter_structs("family/parameters.cuh")["Outer"]
+    given = {"batch": 1, "heads": 2, "q": (3, 4), "k": (5, 6), "flags": 7, "scale": 0.5}
+    packed = outer.pack(**given)
+    other = {"heads": 9, "k": (8, 1), "scale": 2.0}
+    assert outer.changed(packed, **other).tobytes() == outer.pack(**given | other).tobytes()
+    assert packed.tobytes() == outer.pack(**given).tobytes()
+    with pytest.raises(LaunchError, match=r"Outer: .*heads=4294967296"):
+        outer.changed(packed, heads=1 << 32)

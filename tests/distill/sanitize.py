@@ -12,6 +12,7 @@ from cukit.distill._loss_options import DIVERGENCES
 from tests.contract import random, to_device
 from tests.distill.test_adamw import OPTIONS, SHAPES
 from tests.distill.test_cross_entropy import targets_for
+from tests.distributed.ranks import Mirrored
 from tests.sanitize import Group
 
 ROWS = [(2, 1), (5, 7), (9, 1001), (2, 32768), (2, 50257), (1, 131071), (1, 300001)]
@@ -90,6 +91,22 @@ def linear_losses() -> None:
         )  # fmt: skip
 
 
+def spread_heads() -> None:
+    """Every phase over a part of each row."""
+    rng = _rng()
+    for vocab_size in (37, 1008, 70000):
+        shard = distill.VocabularyShard(Mirrored(), vocab_size)
+        shapes = ((20, 64), (shard.size, 64), (20, 48), (shard.size, 48))
+        arrays = to_device("gpu", *(random(rng, shape, "bfloat16") for shape in shapes))
+        (targets,) = to_device("gpu", targets_for(rng, (20, vocab_size)))
+        for divergence in ("forward_kl", "jsd"):
+            distill.vocabulary_parallel_distillation_loss(
+                *arrays, shard=shard, targets=targets, hard_weight=0.5, divergence=divergence,
+                chunk_tokens=16,
+            )  # fmt: skip
+        distill.vocabulary_parallel_cross_entropy(*arrays[:2], targets, shard=shard)
+
+
 def optimizer() -> None:
     rng = _rng()
     for dtype in ("float32", "bfloat16"):
@@ -109,5 +126,6 @@ GROUPS = {
     "divergences": Group(divergences, shares=True),
     "options": Group(options, shares=True),
     "linear losses": Group(linear_losses),
+    "spread heads": Group(spread_heads),
     "optimizer": Group(optimizer, shares=True, quick=True),
 }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import site
+import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cukit.distill import data
 from cukit.distill.data import (
     VALIDATION_SHARE,
     Windows,
@@ -63,6 +66,30 @@ def test_standard_library_is_there_without_other_peoples_packages() -> None:
     assert len(files) > 300
     assert not any("site-packages" in file.parts or "test" in file.parts for file in files)
     assert any(file.name == "argparse.py" for file in files)
+
+
+def test_packages_are_training_text_and_no_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without tests, copies of the standard library, long tables and what does not fit."""
+    package = tmp_path / "package"
+    for name in ("a", "b", "tests/c", "_vendor/d", "typing_extensions"):
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# {name}\n" * 10)
+    (package / "table.py").write_text("x = 1\n" * 50_000)
+    (package / "read.me").write_text("no source")
+    paths = dict.fromkeys(("purelib", "platlib"), str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path / "missing")])
+    assert sorted(file.name for file in data.package_files()) == ["a.py", "b.py"]
+    monkeypatch.setattr(data, "standard_library_files", lambda: [Path(__file__), package / "a.py"])
+    plain, more = (data.read_corpus(packages=packages) for packages in (False, True))
+    assert more.validation.tobytes() == plain.validation.tobytes()
+    assert more.num_train_files == plain.num_train_files + 1
+    assert b"# b" in more.train.tobytes()
+    monkeypatch.setattr(data, "MOST_TEXT", len(plain.train) + 10)
+    assert data.read_corpus(packages=True).train.tobytes() == plain.train.tobytes()
 
 
 def test_binary_and_hidden_files_in_a_folder_are_passed_over(tmp_path: Path) -> None:

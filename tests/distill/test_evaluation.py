@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, gain_of
+from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, gain_of, share_of_gap
 
 
 def evaluation(bits: np.ndarray) -> Evaluation:
@@ -23,6 +23,26 @@ def test_the_interval_holds_the_true_gain_as_often_as_it_says(rng: np.random.Gen
         assert found.low < found.bits_per_byte < found.high
         hits += found.low <= true <= found.high
     assert hits / runs == pytest.approx(0.95, abs=0.015)
+
+
+def test_the_share_of_a_gap_and_its_interval(rng: np.random.Generator) -> None:
+    """A third of the gap, whatever the windows; the interval holds it as often as it says."""
+    held = 0
+    for _ in range(400):
+        gaps = 0.3 + 0.1 * rng.standard_normal(64)
+        noise = 0.05 * rng.standard_normal(64)
+        alone = 2 + rng.standard_normal(64)
+        found = share_of_gap(
+            evaluation(alone - gaps / 3 + noise), evaluation(alone), evaluation(alone - gaps)
+        )
+        assert found is not None
+        held += found.low < 1 / 3 < found.high
+    assert 0.92 < held / 400 < 0.98
+    assert share_of_gap(evaluation(alone), evaluation(alone), evaluation(alone + 1)) is None
+    few = share_of_gap(*(evaluation(x[:4]) for x in (alone - 0.1, alone, alone - 0.2)))
+    assert few is not None
+    assert few.share == pytest.approx(0.5)
+    assert math.isinf(few.high)
 
 
 def test_a_few_windows_decide_nothing() -> None:

@@ -173,7 +173,9 @@ def test_kernels(
     check(spread(2, arrays, {**options, "chunk_tokens": 8}), expected, 2e-5, atol)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 def test_cross_entropy(rng: np.random.Generator, dtype: str, emulated: None) -> None:
     hidden, weight, _, _, targets = head(rng, dtype)
     exact = reference.linear_cross_entropy(
@@ -195,21 +197,12 @@ def test_cross_entropy(rng: np.random.Generator, dtype: str, emulated: None) -> 
     check(run_ranks(2, work), exact, tolerance, tolerance)
 
 
-def test_targets_outside_the_vocabulary_make_their_rows_nan(
-    rng: np.random.Generator, emulated: None
-) -> None:
+def test_targets_outside_the_vocabulary_are_named(rng: np.random.Generator) -> None:
     hidden, weight, _, _, targets = head(rng, "float32")
     targets[1] = VOCAB
-
-    def work(comm: HostCommunicator) -> Any:
-        shard = VocabularyShard(comm, VOCAB)
-        own = np.ascontiguousarray(shard.part(weight))
-        return vocabulary_parallel_cross_entropy(
-            hidden, own, targets, shard=shard, reduction="none"
-        )
-
+    shard = VocabularyShard(_Place(1, 2), VOCAB)
     with pytest.raises(ArrayError, match=r"targets must lie in 0\.\.1002"):
-        run_ranks(2, work)
+        vocabulary_parallel_cross_entropy(hidden, shard.part(weight), targets, shard=shard)
 
 
 def test_shards_cover_the_vocabulary() -> None:

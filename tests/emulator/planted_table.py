@@ -107,7 +107,7 @@ def sanitizer_table() -> str:
             count(clean, TOOLS, "reported", "failed", "hangs"),
         ]
 
-    header = ["class", "pairs", *TOOLS, "any, or it failed", "without a mistake", "reported"]
+    header = ["class", "pairs", *TOOLS, "any, or it failed", "without a mistake", "reported, hangs"]
     lines = [
         cells(f"`{kind}`", [name for name in names if name.startswith(f"{kind}-")])
         for kind in kinds

@@ -233,6 +233,28 @@ def _scan(rng: Rng) -> tuple[Any, ...]:
     return x, b, c, decay, random(rng, (2, 2, 40, 24), "float32")
 
 
+def _conv(rng: Rng) -> tuple[Any, ...]:
+    """x, weight, bias, initial_state."""
+    return tuple(_rows(rng, (2, 70, 40), (40, 4), (40,), (2, 3, 40)))
+
+
+def _conv_backward(rng: Rng) -> Arguments:
+    x, weight, bias, state = _conv(rng)
+    return (random(rng, x.shape, "bfloat16"), x, weight, bias), {"initial_state": state}
+
+
+def _conv_step(rng: Rng) -> Arguments:
+    x, weight, bias, state = _conv(rng)
+    return (state, x[:, 0].copy(), weight, bias), {}
+
+
+def _scan_backward(rng: Rng) -> Arguments:
+    x, b, c, decay, state = _scan(rng)
+    grad = random(rng, x.shape, "bfloat16")
+    states = {"initial_state": state, "grad_final_state": random(rng, state.shape, "float32")}
+    return (grad, x, b, c, decay), states
+
+
 def _router_backward(rng: Rng) -> Arguments:
     logits, routing = random(rng, (20, 9), "float32"), _routing(rng)
     grad = random(rng, (20, 2), "float32")
@@ -417,6 +439,9 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
     "cascade_attention": _cascade,
+    "causal_conv": lambda rng: (_conv(rng)[:3], {"initial_state": _conv(rng)[3]}),
+    "causal_conv_backward": _conv_backward,
+    "causal_conv_step": _conv_step,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),
@@ -453,6 +478,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "graph_diffusion": lambda rng: (_graph(rng)[1:], {"steps": 2}),
     "graph_diffusion_backward": lambda rng: (_graph(rng), {"steps": 2, "method": "heat"}),
     "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
+    "gated_scan_backward": _scan_backward,
     "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),

@@ -26,8 +26,12 @@ SHORT_SUMS = {"matmul_fp8": 2.0**-10}
 
 
 # Results in float32 whose terms were rounded to the element type of the inputs: what decays to the
-# end of a chunk is an operand of tensor cores.
-ROUNDED_TERMS = {"gated_scan": "bfloat16"}
+# end of a chunk is an operand of tensor cores; derivatives by an indexer's scores wait in memory.
+ROUNDED_TERMS = {
+    "gated_scan": "bfloat16",
+    "gated_scan_backward": "bfloat16",
+    "indexer_kl_backward": "bfloat16",
+}
 
 
 def here(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

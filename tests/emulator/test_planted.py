@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.emulator.planted_suite import FOLDER, Planted, suite
+from tests.emulator.planted_suite import FOLDER, Planted, read, suite
 from tests.emulator.planted_table import DOCUMENT
 
 pytestmark = pytest.mark.emulator
@@ -32,6 +32,12 @@ def test_a_planted_bug_is_reported(planted: Planted):
         assert re.search(expression, text), text
     for line in planted.lines():
         assert f"{planted.path.name}:{line}" in text, text
+
+
+@pytest.mark.parametrize("name", ["double_sum_by", "shared_maximum_by"])
+def test_guesses_for_compare_and_swap_are_reported_on_request(name: str):
+    planted = read(FOLDER / "legal" / f"{name}_compare_and_swap.cu")
+    assert str(planted.run(False, cas_guesses=True).error).count("race: ") == 1
 
 
 @pytest.mark.parametrize("planted", MISSED, ids=str)

@@ -45,6 +45,12 @@ def check_invariants(pool: MemoryPool) -> None:
     assert pool._live == live
     for span in live.values():
         assert span.holder is None or span.holder.span is span
+    rows, addresses, row_sizes = pool._movables.columns()
+    movable = pool._movables.spans(rows)
+    assert {id(span) for span in movable} == {id(span) for span in live.values() if span.movable}
+    assert [span.address for span in movable] == addresses.tolist() == sorted(addresses)
+    assert [span.size for span in movable] == row_sizes.tolist()
+    assert len(movable) == len(pool._movables)
     for state in streams.states.values():
         for size, spans in state.bins.items():
             for span in spans:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from cukit import sequence
-from tests.contract import to_device
+from tests.contract import random, to_device
 from tests.sanitize import Group
+from tests.sequence.test_causal_conv import CASES as CONV_CASES
+from tests.sequence.test_causal_conv import inputs as conv_inputs
 from tests.sequence.test_gated_scan import SIZES, inputs, rng_of
 
 
@@ -15,6 +17,15 @@ def scans() -> None:
         sequence.gated_scan(x, b, c, decay, initial_state=state, cu_seqlens=lengths)
 
 
+def gradients() -> None:
+    for size in SIZES:
+        arrays = inputs(rng_of(), size, "bfloat16")
+        grad = random(rng_of(), arrays[0].shape, "bfloat16")
+        grad, x, b, c, decay, state, lengths = to_device("gpu", grad, *arrays, size.cu_seqlens)
+        states = {"initial_state": state, "grad_final_state": state}
+        sequence.gated_scan_backward(grad, x, b, c, decay, **states, cu_seqlens=lengths)
+
+
 def steps() -> None:
     for size in SIZES[:3]:
         x, b, c, decay, state = inputs(rng_of(), size, "float16")
@@ -22,7 +33,17 @@ def steps() -> None:
         sequence.gated_scan_step(*to_device("gpu", state[: len(x)].copy(), *one))
 
 
+def convolutions() -> None:
+    for case in CONV_CASES:
+        x, weight, bias, state, grad = to_device("gpu", *conv_inputs(rng_of(), *case))
+        sequence.causal_conv(x, weight, bias, initial_state=state)
+        sequence.causal_conv_backward(grad, x, weight, bias, initial_state=state)
+        sequence.causal_conv_step(state, x[:, 0].copy(), weight, bias)
+
+
 GROUPS = {
+    "convolutions": Group(convolutions),
     "scans": Group(scans, shares=True, quick=True),
+    "gradients": Group(gradients, shares=True),
     "steps": Group(steps, shares=True),
 }

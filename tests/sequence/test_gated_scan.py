@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+import cukit
 from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sequence as reference
-from cukit.sequence import gated_scan, gated_scan_step
-from cukit.sequence.gated_scan import plan_gated_scan
+from cukit.sequence import gated_scan, gated_scan_backward, gated_scan_step
+from cukit.sequence._plan import plan_gated_scan
 from tests.contract import another_order, check_against_reference, random, to_device, to_host
 from tests.quick_run import possible
 
@@ -114,6 +115,26 @@ def test_matches_reference(device, rng, size, decay, dtype):
     assert got.y.dtype == arrays[0].dtype
     assert distance(got.y, wide.y) < ERROR[dtype]
     assert distance(got.final_state, wide.final_state) < ERROR[dtype]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_of_each_class(rng, arch):
+    """mma.sync and wgmma: several column tiles, states and segments, sequences of any lengths."""
+    for size in (SIZES[2], SIZES[4], SIZES[5]):
+        x, b, c, decay, state = inputs(rng, size, "bfloat16")
+        grad, cu_seqlens = random(rng, x.shape, "bfloat16"), size.cu_seqlens
+        states = {"initial_state": state, "cu_seqlens": cu_seqlens}
+        with cukit.backend("emulator", arch=arch, seed=3, late=True):
+            got = [*gated_scan(x, b, c, decay, **states)]
+            got += gated_scan_backward(grad, x, b, c, decay, grad_final_state=state, **states)
+        wide = [array.astype(np.float64) for array in (x, b, c, decay)]
+        exact = [*reference.gated_scan(*wide, **states)]
+        exact += reference.gated_scan_backward(
+            grad.astype(np.float64), *wide, grad_final_state=state, **states
+        )
+        for result, expected in zip(got, exact, strict=True):
+            assert distance(result, expected) < ERROR["bfloat16"]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])

@@ -26,8 +26,12 @@ TITLES = {
     "teacher": "teacher",
     "student": "student, distilled",
     "student-alone": "student, alone",
+    "student-attention": "with attention",
+    "student-hidden": "with hidden states",
 }
-COLOURS = {"student": 0, "student-alone": 1, "teacher": 2}
+COLOURS = {
+    "student": 0, "student-alone": 1, "teacher": 2, "student-attention": 3, "student-hidden": 4,
+}  # fmt: skip
 """The distilled student is ours."""
 
 
@@ -39,6 +43,7 @@ def distillation_section(run: dict[str, Any]) -> Section:
         _tiles(run),
         _quality(models),
         _models_table(models),
+        *_ways(run),
         *_quantized(run),
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
@@ -112,6 +117,32 @@ def _models_table(models: Mapping[str, Any]) -> Table:
     header = (Column("model"), *(Column(name, numeric=True) for name in (*columns, *more)))
     emphasis = (list(models).index(best),)
     return Table(header, tuple(rows), "Models on validation text", emphasis)
+
+
+def _ways(run: dict[str, Any]) -> list[Block]:
+    """What each term adds, for runs that were asked for it."""
+    ways = run.get("ways") or []
+    if len(ways) < 2:
+        return []
+
+    def with_interval(value: float | None, around: list[float] | None, form: str) -> Cell:
+        if value is None:
+            return Cell("", None)
+        ends = "" if around is None else f" ({around[0]:{form}} to {around[1]:{form}})"
+        return Cell(f"{value:{form}}{ends}", value)
+
+    rows = [
+        (
+            Cell(TITLES[each["model"]]),
+            Cell(f"{each['bits_per_byte']:.4f}", each["bits_per_byte"]),
+            with_interval(each["gain_bits_per_byte"], each["gain_interval"], "+.4f"),
+            with_interval(each["gap_closed"], each["gap_closed_interval"], ".1%"),
+        )
+        for each in ways
+    ]
+    names = ("bits per byte", "gain over alone", "of the gap to the teacher")
+    header = (Column("model"), *(Column(name, numeric=True) for name in names))
+    return [Table(header, tuple(rows), "What distillation gains, and each term with it")]
 
 
 def _quantized(run: dict[str, Any]) -> list[Block]:

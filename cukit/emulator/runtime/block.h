@@ -44,6 +44,13 @@ struct Deferred {
   std::string report;
 };
 
+// What a thread read last of what others change by atomics.
+struct Guess {
+  const void* pointer = nullptr;
+  std::uint32_t call = 0;   // where the load is
+  std::uint32_t epoch = 0;  // of the thread
+};
+
 // A CUDA thread. It lies at the top of its own stack.
 struct Fiber : Thread {
   void* stack_pointer = nullptr;
@@ -62,6 +69,7 @@ struct Fiber : Thread {
   const void* polled = nullptr;    // what it read atomically last
   bool has_deferred = false;
   Deferred deferred;
+  Guess guess;
 
   std::uint64_t value = 0;         // what it brings to a warp collective, and takes from it
   unsigned argument = 0, width = 0;
@@ -168,6 +176,7 @@ struct Launch {
   std::uint32_t late;
   std::uint32_t global_races;
   std::uint32_t same_value_writes;
+  std::uint32_t cas_guesses;    // are reported, too
   std::uint64_t seed;
   std::uint32_t interruptible;  // Ctrl-C ends it
   std::uint32_t arch;           // the GPU's, as 900 for sm_90

@@ -73,12 +73,14 @@ cukit_emulator_switch:
 
 namespace cukit::emulator {
 
-Stack::Stack() {
+Stack::Stack(std::size_t number) {
   void* mapping = mmap(nullptr, kBytes + kGuardBytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();
   mapping_ = static_cast<unsigned char*>(mapping);
   low_ = mapping_ + kGuardBytes;
+  constexpr std::size_t kStep = 320, kSpread = 16 * 1024;  // five lines of a cache; its sets a few times
+  high_ = low_ + kBytes - number * kStep % kSpread;
   mprotect(mapping_, kGuardBytes, PROT_NONE);
 }
 

@@ -29,11 +29,18 @@ struct ElementJudge {
     return past.epoch != 0 && (past.bytes & bytes) != 0 && !ordered(past);
   }
 
+  // Two atomics of different blocks, one of which is atomic within its block alone.
+  bool out_of_scope(const Past& past) const {
+    if (!is_atomic(access) || !is_atomic(past.mark)) return false;
+    if (access != Access::BlockAtomic && past.mark != Mark::BlockAtomic) return false;
+    return past.cluster != cluster.number || past.agent / cluster.threads != actor.agent / cluster.threads;
+  }
+
   // The earlier access that this one is in a race with, or null.
   const Past* clash(const GlobalCell& cell, std::uint8_t bytes) const {
     if (clashes(cell.write, bytes)) return &cell.write;
     for (const Past& read : cell.reads) {
-      if (conflict(access, read.mark) && clashes(read, bytes)) return &read;
+      if ((conflict(access, read.mark) || out_of_scope(read)) && clashes(read, bytes)) return &read;
     }
     return nullptr;
   }
@@ -99,14 +106,12 @@ void GlobalShadow::watch(const Launch& launch, const Module& module) {
   }
 }
 
-void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
-  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+template <typename Visit>
+void GlobalShadow::visit(std::uintptr_t address, std::size_t bytes, const Visit& visit) {
   auto region = std::upper_bound(
       regions_.begin(), regions_.end(), address,
       [](std::uintptr_t at, const Region& each) { return at < each.low; });
   if (region == regions_.begin() || address >= (--region)->high) return;
-  const Cluster& cluster = *actor.issuer->block->cluster;
-  const ElementJudge judge{actor, cluster, access, cluster.launch->same_value_writes != 0};
   const unsigned granule = region->granule;
   const std::uintptr_t first = (address - region->low) / granule;
   const std::uintptr_t last = (address - region->low + bytes - 1) / granule;
@@ -116,22 +121,58 @@ void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t by
     for (unsigned b = 0; b < granule; ++b) {
       mask |= static_cast<unsigned>(low + b >= address && low + b < address + bytes) << b;
     }
+    visit(region->cells[i], static_cast<std::uint8_t>(mask), low);
+  }
+}
+
+void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  const Cluster& cluster = *actor.issuer->block->cluster;
+  const ElementJudge judge{actor, cluster, access, cluster.launch->same_value_writes != 0};
+  visit(address, bytes, [&](GlobalCell& cell, std::uint8_t mask, std::uintptr_t low) {
     std::atomic_flag& lock = locks_[low / kLine % kLocks];
     while (lock.test_and_set(std::memory_order_acquire)) {
     }
-    GlobalCell& cell = region->cells[i];
-    const Past* const clash = judge.clash(cell, static_cast<std::uint8_t>(mask));
+    const Past* const clash = judge.clash(cell, mask);
     const bool write = clash == &cell.write;
     const Past earlier = clash == nullptr ? Past{} : *clash;
-    judge.note(cell, static_cast<std::uint8_t>(mask));
+    judge.note(cell, mask);
     lock.clear(std::memory_order_release);
-    if (clash == nullptr) continue;
-    const std::string report = report_race(
-        actor, bytes, access, describe_global(*cluster.launch, std::max(low, address)),
-        write ? Mark::Plain : earlier.mark, write,
-        name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call);
-    if (!(write && judge.same_values && suspect(actor, pointer, bytes, access, report))) fault(report);
-  }
+    if (clash == nullptr) return;
+    const auto report = [&] {
+      return report_race(
+          actor, bytes, access, describe_global(*cluster.launch, std::max(low, address)),
+          write ? Mark::Plain : earlier.mark, write,
+          name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call);
+    };
+    if (!write && may_guess(actor, bytes, access, earlier.mark)) {
+      const bool reads = access == Access::Read;
+      const std::uint32_t load = reads ? offset_of(cluster, actor.call) : earlier.call;
+      if (reads) note_guess(pointer, load);
+      cluster.run->guesses.postpone(load, report);
+    } else if (!(write && judge.same_values && suspect(actor, pointer, bytes, access, report()))) {
+      fault(report());
+    }
+  });
+}
+
+void GlobalShadow::confirm_guesses(const Fiber& me, const void* pointer, std::size_t bytes) {
+  const Cluster& cluster = *me.block->cluster;
+  visit(reinterpret_cast<std::uintptr_t>(pointer), bytes,
+        [&](GlobalCell& cell, std::uint8_t, std::uintptr_t low) {
+    std::atomic_flag& lock = locks_[low / kLine % kLocks];
+    while (lock.test_and_set(std::memory_order_acquire)) {
+    }
+    for (Past& read : cell.reads) {
+      if (read.mark != Mark::Plain || read.epoch != me.epoch || read.agent != me.agent ||
+          read.cluster != cluster.number) {
+        continue;
+      }
+      read.mark = Mark::Strong;
+      cluster.run->guesses.confirm(read.call);
+    }
+    lock.clear(std::memory_order_release);
+  });
 }
 
 }  // namespace cukit::emulator

@@ -38,6 +38,8 @@ class GlobalShadow {
   void watch(const Launch& launch, const Module& module);
   // Ends the launch at a race. Memory that is not watched is never in one.
   void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
+  // What the thread has read here, since its last barrier or fence, was a guess (guesses.h).
+  void confirm_guesses(const Fiber& me, const void* pointer, std::size_t bytes);
 
  private:
   struct Free {
@@ -48,6 +50,10 @@ class GlobalShadow {
     unsigned granule;
     std::unique_ptr<GlobalCell[], Free> cells;  // zeros that the system provides as they are touched
   };
+  // Calls visit(cell, mask of its bytes, its address) for the granules that an access touches, each alone.
+  template <typename Visit>
+  void visit(std::uintptr_t address, std::size_t bytes, const Visit& visit);
+
   static constexpr std::size_t kLine = 64;
   static constexpr std::size_t kLocks = 1024;
 

@@ -362,6 +362,8 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
   work(run, run.workers[0]);
   run.join();
   if (run.interrupted()) return 2;
+  const std::string late = run.failed() ? "" : run.guesses.remaining();
+  if (!late.empty()) run.record(late);
   if (!run.failed()) return 0;
   std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());
   return 1;

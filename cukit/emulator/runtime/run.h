@@ -11,6 +11,7 @@
 #include "block.h"
 #include "guards.h"
 #include "global_shadow.h"
+#include "guesses.h"
 
 namespace cukit::emulator {
 
@@ -41,6 +42,7 @@ struct Run {
   std::atomic<bool> any_published{false};
   PublishedStripe published[kPublishedStripes];
   GlobalShadow global;
+  Guesses guesses;
   std::mutex mutex;
   std::uint32_t interrupts_before;
   std::string message;

@@ -403,7 +403,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
   for (unsigned t = 0; t < threads; ++t) {
     const std::size_t slot = static_cast<std::size_t>(rank) * threads + t;
     while (stacks.size() <= slot) {
-      stacks.push_back(std::make_unique<Stack>());
+      stacks.push_back(std::make_unique<Stack>(stacks.size()));
       new (stacks.back()->high() - fiber_bytes()) Fiber();
     }
     Stack& stack = *stacks[slot];
@@ -430,6 +430,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.cluster_arrived = false;
     fiber.polled = nullptr;
     fiber.has_deferred = false;
+    fiber.guess = Guess{};
     fiber.copies = CopyGroups{};
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;

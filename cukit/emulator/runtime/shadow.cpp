@@ -6,6 +6,7 @@
 
 #include "block.h"
 #include "engines.h"
+#include "guesses.h"
 #include "order.h"
 #include "run.h"
 
@@ -14,7 +15,7 @@ namespace cukit::emulator {
 namespace {
 
 const char* verb(Access access) {
-  return access == Access::Write ? "write" : access == Access::Atomic ? "atomic" : "read";
+  return access == Access::Write ? "write" : is_atomic(access) ? "atomic" : "read";
 }
 
 std::string where_offset(const Block& block, std::uint32_t offset) {
@@ -65,6 +66,18 @@ struct Judge {
     if (!suspected(report)) fault(report);
   }
 
+  // Nothing orders the access after a read or an atomic.
+  __attribute__((cold, noinline)) void after_read(const Cell& cell, int slot, std::size_t i) const {
+    const auto report = [&] {
+      return race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]);
+    };
+    if (!may_guess(actor, bytes, access, cell.mark[slot])) fault(report());
+    const bool reads = access == Access::Read;
+    const std::uint32_t load = reads ? offset_of(*block.cluster, actor.call) : cell.read_call[slot];
+    if (reads) note_guess(pointer, load);
+    block.cluster->run->guesses.postpone(load, report);
+  }
+
   __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write,
                                                    unsigned agent, std::uint32_t call) const {
     return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
@@ -107,7 +120,7 @@ struct Judge {
     if (!ordered(cell.writer, cell.write_epoch)) after_write(cell, i);
     for (int slot = 0; slot < 2; ++slot) {
       if (conflict(access, cell.mark[slot]) && !ordered(cell.reader[slot], cell.read_epoch[slot])) {
-        fault(race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]));
+        after_read(cell, slot, i);
       }
     }
     if (actor.engine) check_proxy(cell, written, i);
@@ -277,7 +290,7 @@ std::uint32_t offset_of(const Cluster& cluster, const void* call) {
 
 std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
                         Mark mark, bool write, const std::string& by, std::uint32_t call) {
-  const char* earlier = write ? "write" : mark == Mark::Atomic ? "atomic" : "read";
+  const char* earlier = write ? "write" : is_atomic(mark) ? "atomic" : "read";
   return head(actor, "race", bytes, access) + " at " + place + tail(actor) +
          "\n  nothing orders it after the " + earlier + " by\n  " + by + " " +
          where_offset(*actor.issuer->block, call);
@@ -366,12 +379,12 @@ std::string describe_shared(Block& block, const void* pointer) {
   const auto* at = static_cast<const unsigned char*>(pointer);
   const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
   const std::size_t static_bytes = block.cluster->module->static_bytes;
-  // An access beyond the end is told from where it starts.
-  if (at >= block.dynamic_shared && at <= block.dynamic_shared + dynamic_bytes + 4096) {
+  const auto byte = static_cast<std::size_t>(at - block.static_shared);
+  // An access beyond the end is told from where it starts. The two may lie side by side in the host's memory.
+  if (byte >= static_bytes && at >= block.dynamic_shared && at <= block.dynamic_shared + dynamic_bytes + 4096) {
     return format("byte %zu of the dynamic shared memory of %zu bytes",
                   static_cast<std::size_t>(at - block.dynamic_shared), dynamic_bytes);
   }
-  const auto byte = static_cast<std::size_t>(at - block.static_shared);
   return format("byte %zu of the static shared memory of %zu bytes", byte, static_bytes) +
          (byte < static_bytes ? format("{static %zu}", byte) : "");
 }
@@ -409,7 +422,7 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
   if (address - reinterpret_cast<std::uintptr_t>(me.stack_low) < Stack::kBytes) return;
   Block& block = *me.block;
   if (cells_of(block, pointer, 1).cells != nullptr) {
-    check_shared(actor, block, pointer, bytes, access);
+    check_shared(actor, block, pointer, bytes, access == Access::BlockAtomic ? Access::Atomic : access);
     return;
   }
   if (is_global(actor, address, bytes, access)) {

@@ -20,17 +20,21 @@ struct Fiber;
 struct Launch;
 
 // How a byte was read, besides or together with being changed. Strong reads are volatile and atomic loads.
-enum class Mark : std::uint8_t { Plain, Atomic, Strong };
+enum class Mark : std::uint8_t { Plain, Atomic, Strong, BlockAtomic };
+
+inline bool is_atomic(Access access) { return access == Access::Atomic || access == Access::BlockAtomic; }
+inline bool is_atomic(Mark mark) { return mark == Mark::Atomic || mark == Mark::BlockAtomic; }
 
 inline Mark mark_of(Access access) {
   return access == Access::Atomic ? Mark::Atomic
          : access == Access::StrongRead ? Mark::Strong
+         : access == Access::BlockAtomic ? Mark::BlockAtomic
                                         : Mark::Plain;
 }
 // Whether an access and an earlier one that nothing orders are a race. A plain write is one with anything.
 inline bool conflict(Access access, Mark earlier) {
-  return access == Access::Write || (access == Access::Read && earlier == Mark::Atomic) ||
-         (access == Access::Atomic && earlier == Mark::Plain);
+  return access == Access::Write || (access == Access::Read && is_atomic(earlier)) ||
+         (is_atomic(access) && earlier == Mark::Plain);
 }
 
 // Which of the two reads that a cell remembers makes room for another one: so that a writer whom nothing

@@ -72,12 +72,14 @@ struct Bits<8> { using type = std::uint64_t; };
 std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
                                       std::size_t bytes);
 std::uint64_t atomic_load(const void* from, std::size_t bytes);
+// What check_access does; what the thread has read there without an atomic was a guess.
+void check_compare(const void* pointer, std::size_t bytes, Access access);
 
 // *to = update(*to), atomically; returns the old value.
 template <typename T, typename Update>
-inline T atomic_update(T* to, Update update) {
+inline T atomic_update(T* to, Update update, Access access = Access::Atomic) {
   using B = typename Bits<sizeof(T)>::type;
-  check_access(to, sizeof(T), Access::Atomic);
+  check_access(to, sizeof(T), access);
   for (;;) {
     const B old = static_cast<B>(atomic_load(to, sizeof(T)));
     const B next = bit_cast<B>(static_cast<T>(update(bit_cast<T>(old))));
@@ -96,7 +98,8 @@ inline T atomic_update(T* to, Update update) {
   }                                                                                 \
   template <typename T>                                                             \
   inline T name##_block(T* to, ::cukit::emulator::Same<T> value) {                     \
-    return name(to, value);                                                         \
+    return ::cukit::emulator::atomic_update(to, [&](T old) { return expression; },  \
+                                            ::cukit::emulator::Access::BlockAtomic); \
   }                                                                                 \
   template <typename T>                                                             \
   inline T name##_system(T* to, ::cukit::emulator::Same<T> value) {                    \
@@ -114,11 +117,15 @@ CUKIT_ATOMIC(atomicInc, old >= value ? T(0) : T(old + 1))
 CUKIT_ATOMIC(atomicDec, old == 0 || old > value ? value : T(old - 1))
 #undef CUKIT_ATOMIC
 
-template <typename T>
-inline T atomicCAS(T* to, ::cukit::emulator::Same<T> expected, ::cukit::emulator::Same<T> value) {
-  using B = typename ::cukit::emulator::Bits<sizeof(T)>::type;
-  ::cukit::emulator::check_access(to, sizeof(T), ::cukit::emulator::Access::Atomic);
-  return ::cukit::emulator::bit_cast<T>(static_cast<B>(::cukit::emulator::atomic_compare_exchange(
-      to, ::cukit::emulator::bit_cast<B>(expected), ::cukit::emulator::bit_cast<B>(value),
-      sizeof(T))));
-}
+#define CUKIT_COMPARE_AND_SWAP(name, access)                                                                \
+  template <typename T>                                                                                     \
+  inline T name(T* to, ::cukit::emulator::Same<T> expected, ::cukit::emulator::Same<T> value) {             \
+    using B = typename ::cukit::emulator::Bits<sizeof(T)>::type;                                            \
+    ::cukit::emulator::check_compare(to, sizeof(T), ::cukit::emulator::Access::access);                     \
+    return ::cukit::emulator::bit_cast<T>(static_cast<B>(::cukit::emulator::atomic_compare_exchange(        \
+        to, ::cukit::emulator::bit_cast<B>(expected), ::cukit::emulator::bit_cast<B>(value), sizeof(T))));  \
+  }
+CUKIT_COMPARE_AND_SWAP(atomicCAS, Atomic)
+CUKIT_COMPARE_AND_SWAP(atomicCAS_system, Atomic)
+CUKIT_COMPARE_AND_SWAP(atomicCAS_block, BlockAtomic)
+#undef CUKIT_COMPARE_AND_SWAP

@@ -105,8 +105,9 @@ std::uint32_t map_to_rank(std::uint32_t address, unsigned rank);
 
 // Accesses that the compiler's instrumentation does not see ---------------------------------------
 
-// Strong ones are volatile loads and atomic loads: they may meet atomics and strong stores.
-enum class Access { Read, Write, Atomic, StrongRead };
+// Strong ones are volatile loads and atomic loads: they may meet atomics and strong stores. Block atomics are
+// atomic for the threads of the block alone.
+enum class Access { Read, Write, Atomic, StrongRead, BlockAtomic };
 
 // Does what the instrumented loads and stores of a checked build do.
 void check_access(const void* pointer, std::size_t bytes, Access access);

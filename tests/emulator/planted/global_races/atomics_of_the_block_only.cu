@@ -5,7 +5,6 @@
 // arg: np.zeros(1, np.int32)
 // result: [128]
 // report: race: atomic of 4 bytes
-// missed: scopes of atomics are not told apart
 extern "C" __global__ void atomics_of_the_block_only(int* count) {
 #if BROKEN
   atomicAdd_block(count, 1);  // <- reported

@@ -11,100 +11,76 @@
 //
 // Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps takes the chunks of 64
 //   tokens of its segment in turn. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and
-//   STATE_TILE / 4 rows of the state, which stays in its registers as floats. A state is rounded to the
+//   a quarter of the state's rows, which stay in its registers as floats. A state is rounded to the
 //   inputs' type where outputs are read from it, and so are decayed scores and keys.
-//   With STATES 1 no outputs: the state behind each segment (the grid leaves out the last), from zero, of
-//   which join_segments.cu makes initial states.
-// Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries without STATES, 64 x 64 values) of 2 bytes,
-//   STATE_TILE x 64 x 2 bytes of state without STATES, dynamic; 4 x 64 floats static.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1; PADDED 0|1: state_dim or
-//   head_dim is no multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80. Accumulates
-//   in float; deterministic.
+// STATES 1: no outputs, but the state behind each segment, from zero, of which join_segments.cu makes initial
+//   states (the grid leaves out the last segment). The last chunk comes first, so that the walk ends where
+//   everything earlier has decayed to 0.
+//   With REVERSE the gradient of the state before each segment, from gradients of outputs y in place of
+//   values and queries in place of keys (the grid leaves out the first segment):
+//   g = sum_i exp(s_i) c_i y_i^T, s from the segment's first token on; the first chunk comes first.
+// STATES 2: no outputs, but the state before each chunk, rounded, for gated_scan_backward.cu.
+// Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries with outputs, 64 x 64 values) of 2 bytes,
+//   STATE_TILE x 64 x 2 bytes of state unless STATES is 1, dynamic; 4 x 64 floats static.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
+//   STATES is 1; PADDED 0|1: state_dim or head_dim is no multiple of its tile (both are of 8); THREADS 128.
+//   Minimum architecture: sm_80. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
+#include "sequence/chunks.cuh"
 #include "sequence/parameters.cuh"
 
 namespace {
 
 using T = cukit::element_t;
+using cukit::kChunk;
 using cukit::kWarpSize;
 
-constexpr int kChunk = 64;
-constexpr int kColumns = 64;  // of values, a block
+constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
-constexpr int kStateRows = STATE_TILE / kWarps;
-constexpr int kStateTiles = kStateRows / 16;
 constexpr int kColumnTiles = kColumns / 8;
 constexpr int kKeyBytes = kChunk * STATE_TILE * 2;
 constexpr int kValueBytes = kChunk * kColumns * 2;
 constexpr int kQueryBytes = STATES ? 0 : kKeyBytes;
 constexpr int kStageBytes = kKeyBytes + kQueryBytes + kValueBytes;
-constexpr float kLeastDecay = -104.0f;
+constexpr bool kSegments = STATES == 1;
 static_assert(kChunk == 16 * kWarps, "a warp has sixteen rows of a chunk");
+static_assert(!REVERSE || kSegments, "gradients of states behind segments alone");
 
-// Sums of the decays of a chunk, for one warp.
-struct Decays {
-  float* upto;  // [kChunk], log2
-
-  // Lane l brings the decays of tokens 2 l and 2 l + 1.
-  CUKIT_DEVICE void scan(const float (&own)[2]) const {
-    const int lane = threadIdx.x % kWarpSize;
-    const float pair = own[0] + own[1];
-    float sum = pair;
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const float other = __shfl_up_sync(cukit::kFullMask, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    __syncwarp();
-    upto[2 * lane] = sum - own[1];
-    upto[2 * lane + 1] = sum;
-    __syncwarp();
-  }
-
-  CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
-};
+using Rows = cukit::StateRows<STATE_TILE>;
+using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) gated_scan(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
     const float* __restrict__ log_decay,  // [tokens, num_heads]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
-    T* __restrict__ y,                    // [tokens, num_heads, head_dim], without STATES
-    float* __restrict__ states,           // like initial with STATES, else without segments
-    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], log2, with STATES
+    T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
+                                          // [slots, num_heads, state_dim, head_dim]
+    float* __restrict__ states,           // like initial with STATES 1, else without segments
+    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kWarps][kChunk];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int segment = static_cast<int>(blockIdx.x);
-  const int column = static_cast<int>(blockIdx.y) * kColumns;
-  const int sequence = static_cast<int>(blockIdx.z) / p.num_heads;
-  const int head = static_cast<int>(blockIdx.z) % p.num_heads;
-  const int group = head / (p.num_heads / p.num_groups);
-
-  const long long begin = cu_seqlens == nullptr ? static_cast<long long>(sequence) * p.seq_len
-                                                : cu_seqlens[sequence];
-  const int length = cu_seqlens == nullptr ? p.seq_len : cu_seqlens[sequence + 1] - cu_seqlens[sequence];
-  const int chunks = (length + kChunk - 1) / kChunk;
-  const int share = (chunks + p.segments - 1) / p.segments;
-  const int first = min(segment * share, chunks), end = min(first + share, chunks);
+  const cukit::ScanWork work(p, cu_seqlens, REVERSE);
+  const int head = work.head, column = work.column, columns = work.columns, length = work.length;
+  const long long begin = work.begin;
 
   const long long value_stride = static_cast<long long>(p.num_heads) * p.head_dim;
   const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
   x += begin * value_stride + head * p.head_dim + column;
-  b += begin * key_stride + group * p.state_dim;
-  c += begin * key_stride + group * p.state_dim;
+  b += begin * key_stride + work.group * p.state_dim;
+  c += begin * key_stride + work.group * p.state_dim;
   log_decay += begin * p.num_heads + head;
-  const int columns = min(p.head_dim - column, kColumns);
 
   const unsigned base = cukit::shared_address(memory);
   unsigned char* state_tile = memory + 2 * kStageBytes;
@@ -120,77 +96,50 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan(
       Keys::start(at + kKeyBytes + kValueBytes, c + token * key_stride, key_stride, rows, p.state_dim);
     }
   };
-  const auto read_decays = [&](float (&own)[2], int chunk) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = chunk * kChunk + 2 * lane + i;
-      const float l = token < length ? log_decay[static_cast<long long>(token) * p.num_heads] : 0.0f;
-      const float decay = l != l ? l : fmaxf(fminf(l, 0.0f), kLeastDecay);
-      own[i] = decay * cukit::kLog2E;
-    }
-  };
 
-  float h[kStateTiles][kColumnTiles][4];
+  StateValues h;
   cukit::clear(h);
-  const int state_row = warp * kStateRows + lane / 4;
-  const int state_column = 2 * (lane % 4);
+  const Rows rows;
+  const int state_column = rows.column;
   const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
-  const auto each_of_state = [&](const auto& body) {
-#pragma unroll
-    for (int m = 0; m < kStateTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = state_row + 16 * m + 8 * (i / 2);
-          const int at = column + 8 * n + state_column + i % 2;
-          if (row < p.state_dim && at < p.head_dim) body(h[m][n][i], row * p.head_dim + at);
-        }
-  };
-  const long long place =
-      (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
-  if (!STATES && initial != nullptr) {
+  const long long place = work.place(p);
+  if (!kSegments && initial != nullptr) {
     const float* from = initial + place * state_size;
-    each_of_state([&](float& value, int at) { value = from[at]; });
+    rows.each(h, p, column, [&](float& value, int at) { value = from[at]; });
   }
-  // Rounds the state to where all warps read it.
-  const auto publish = [&] {
-    using State = cukit::Swizzle<kColumns>;
-#pragma unroll
-    for (int m = 0; m < kStateTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          unsigned char* to = state_tile + State::offset(state_row + 16 * m + 8 * half, n);
-          *reinterpret_cast<unsigned*>(to + 2 * state_column) =
-              cukit::pack<T>(h[m][n][2 * half], h[m][n][2 * half + 1]);
-        }
-  };
 
-  const Decays decay{decays[warp]};
+  const cukit::ChunkDecays decay{decays[warp]};
+  const int chunks = work.end - work.first;
+  const int step = kSegments && !REVERSE ? -1 : 1;
+  const int start_chunk = step > 0 ? work.first : work.end - 1;
   float own[2], total = 0.0f;
-  if (first < end) {
-    start(first, 0);
-    read_decays(own, first);
-    if constexpr (!STATES) publish();
+  if (chunks > 0) {
+    start(start_chunk, 0);
+    cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
+    if constexpr (!kSegments) rows.round<T>(state_tile, h);
   }
   cukit::cp_async_commit();
 
 #pragma unroll 1
-  for (int chunk = first; chunk < end; ++chunk) {
-    const int stage = (chunk - first) % 2;
+  for (int turn = 0; turn < chunks; ++turn) {
+    const int chunk = start_chunk + step * turn;
+    const int stage = turn % 2;
+    const bool more = turn + 1 < chunks;
     cukit::cp_async_wait<0>();
     __syncthreads();
-    if (chunk + 1 < end) start(chunk + 1, stage ^ 1);
+    if (more) start(chunk + step, stage ^ 1);
     cukit::cp_async_commit();
     decay.scan(own);
-    if (chunk + 1 < end) read_decays(own, chunk + 1);
+    if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
     const float last = decay.last();
-    total += last;
 
     const unsigned keys = base + stage * kStageBytes;
     const unsigned values = keys + kKeyBytes;
+    if constexpr (STATES == 2) {
+      T* to = y + work.chunk_place(p, chunk) * state_size + column;
+      cukit::store_tile<STATE_TILE, kColumns, THREADS, PADDED>(to, p.head_dim, state_tile, 0, p.state_dim,
+                                                              columns, threadIdx.x);
+    }
     if constexpr (!STATES) {
       const cukit::LeftMK<STATE_TILE> queries(values + kValueBytes, 16 * warp, 0);
       const auto left = [&](unsigned(&r)[4], int, int k) { queries(r, 0, 16 * k); };
@@ -260,23 +209,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan(
                                                         columns, lane);
     }
 
-    const float kept = exp2f(last);
+    StateValues added;
+    if constexpr (kSegments) {
+      cukit::clear(added);
+    } else {
+      const float kept = exp2f(last);
 #pragma unroll
-    for (int m = 0; m < kStateTiles; ++m)
+      for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
+        for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) h[m][n][i] *= kept;
-    const cukit::LeftKM<STATE_TILE, kStateRows> key_columns(keys, 0, warp * kStateRows);
+          for (int i = 0; i < 4; ++i) h[m][n][i] *= kept;
+    }
+    // What remains of a token's product at the end of the chunk, or at its beginning.
+    const auto remaining = [&](int token) {
+      return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
+    };
+    const cukit::LeftKM<STATE_TILE, 16> key_columns(keys, 0, 16 * warp);
     const cukit::RightKN<kColumns> value_rows(values, 0, 0);
     cukit::warp_product<T, kChunk / 16>(
-        h,
+        kSegments ? added : h,
         [&](unsigned(&r)[4], int m, int k) {
-          key_columns(r, 16 * k, 16 * m);
+          key_columns(r, 16 * k, 64 * m);
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             const int token = 16 * k + 8 * side + state_column;
-            const float left[2] = {exp2f(last - decay.upto[token]), exp2f(last - decay.upto[token + 1])};
+            const float left[2] = {remaining(token), remaining(token + 1)};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float pair[2];
@@ -286,18 +244,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan(
           }
         },
         [&](unsigned(&r)[4], int n, int k) { value_rows(r, 16 * k, 8 * n); });
-    if constexpr (!STATES) {
+    if constexpr (kSegments) {
+      const float factor = exp2f(total);
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) h[m][n][i] = fmaf(factor, added[m][n][i], h[m][n][i]);
+      total += last;
+      if (total <= cukit::kNothingLeft) break;
+    } else {
       __syncthreads();  // all warps have read the state before
-      if (chunk + 1 < end) publish();
+      if (more) rows.round<T>(state_tile, h);
     }
   }
 
-  if constexpr (STATES) {
+  if constexpr (kSegments) {
+    cukit::cp_async_wait<0>();
     float* to = states + place * state_size;
-    each_of_state([&](float& value, int at) { to[at] = value; });
+    rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
     if (blockIdx.y == 0 && threadIdx.x == 0) total_decay[place] = total;
-  } else if (segment == p.segments - 1) {
-    float* to = states + (static_cast<long long>(sequence) * p.num_heads + head) * state_size;
-    each_of_state([&](float& value, int at) { to[at] = value; });
+  } else if (STATES == 0 && work.segment == p.segments - 1) {
+    float* to = states + (static_cast<long long>(work.sequence) * p.num_heads + head) * state_size;
+    rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
   }
 }

@@ -1,0 +1,56 @@
+#include "guesses.h"
+
+#include "block.h"
+#include "common/emulator/memory.h"
+#include "run.h"
+
+namespace cukit::emulator {
+
+void Guesses::confirm(std::uint32_t call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  confirmed_.insert(call);
+}
+
+std::string Guesses::remaining() const {
+  for (const auto& [call, report] : reports_) {
+    if (confirmed_.count(call) == 0) return report;
+  }
+  return "";
+}
+
+bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier) {
+  constexpr std::size_t kMost = 8;  // bytes that atomicCAS exchanges
+  if (actor.engine || bytes > kMost || actor.issuer->block->cluster->launch->cas_guesses != 0) return false;
+  return (access == Access::Read && is_atomic(earlier)) || (is_atomic(access) && earlier == Mark::Plain);
+}
+
+void note_guess(const void* pointer, std::uint32_t call) {
+  Fiber& me = current();
+  me.guess = {pointer, call, me.epoch};
+}
+
+void check_compare(const void* pointer, std::size_t bytes, Access access) {
+  CUKIT_ENTER(me);
+  if (!checked()) return;
+  Cluster& cluster = *me.block->cluster;
+  Guesses& guesses = cluster.run->guesses;
+  if (me.guess.pointer == pointer && me.guess.epoch == me.epoch) guesses.confirm(me.guess.call);
+  // A read that was in no race may be met by others' atomics later.
+  const CellPlace place = cells_of(*me.block, pointer, bytes);
+  if (place.cells != nullptr) {
+    place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t) {
+      for (int slot = 0; slot < 2; ++slot) {
+        if (cell.mark[slot] != Mark::Plain || cell.reader[slot] != me.agent || cell.read_epoch[slot] != me.epoch) {
+          continue;
+        }
+        cell.mark[slot] = Mark::Strong;
+        guesses.confirm(cell.read_call[slot]);
+      }
+    });
+  } else if (cluster.launch->global_races != 0) {
+    cluster.run->global.confirm_guesses(me, pointer, bytes);
+  }
+  check(thread_actor(me), pointer, bytes, access);
+}
+
+}  // namespace cukit::emulator

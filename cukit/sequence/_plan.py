@@ -1,0 +1,277 @@
+"""What the scan and its backward share: checks of arguments, how sequences are split over the GPU,
+and the kernels of the states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    access_width,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    float16,
+    float32,
+    float64,
+    int32,
+)
+from cukit.core.compiler import MacroValue
+from cukit.core.device import Device
+from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+
+STRUCTS = parameter_structs("sequence/parameters.cuh")
+THREADS = 128
+CHUNK = 64
+COLUMNS = 64
+"""Of a head, a block of the scan."""
+STATE_TILES = (64, 128)
+_LEAST_CHUNKS = 4
+"""Of a segment: each costs a second reading of keys and values."""
+_BLOCKS_PER_SM = 2
+_JOIN_THREADS = 256
+_SUM_THREADS = 256
+_ACCESS = 8
+"""Elements of a 16-byte copy."""
+
+OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
+"""STATES of the kernel."""
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """One way to run the kernels of a scan."""
+
+    dtype: str
+    state_tile: int
+    padded: bool
+    segments: int
+    """Of each sequence."""
+    hopper: bool = False
+    """Products of states and outputs by wgmma."""
+
+    def defines(self) -> tuple[tuple[str, MacroValue], ...]:
+        """Of every kernel."""
+        return (
+            ("DTYPE", self.dtype),
+            ("STATE_TILE", self.state_tile),
+            ("PADDED", self.padded),
+            ("THREADS", THREADS),
+        )
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a chunk's keys, or of its queries."""
+        return CHUNK * self.state_tile * 2
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a state, rounded."""
+        return self.state_tile * COLUMNS * 2
+
+    def spec(self, states: int, reverse: bool = False) -> KernelSpec:
+        """The kernel of the outputs, of the states behind segments, or of those before chunks."""
+        defines = (*self.defines(), ("STATES", states), ("REVERSE", reverse))
+        values = CHUNK * COLUMNS * 2
+        stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
+        shared = 2 * stage + (0 if states == SEGMENT_STATES else self.state_bytes)
+        if self.hopper:
+            shared += values
+        source = f"sequence/gated_scan_{'sm90' if self.hopper else 'sm80'}.cu"
+        return KernelSpec(source, "gated_scan", defines, THREADS, shared)
+
+
+@cache
+def plan_gated_scan(
+    num_sequences: int,
+    seq_len: int,
+    num_heads: int,
+    head_dim: int,
+    state_dim: int,
+    dtype: str,
+    device: Device,
+) -> ScanConfig:
+    """A block for each head and each 64 of its columns; several for a long sequence, with a segment
+    each, where heads alone would leave multiprocessors idle.
+
+    seq_len: of the longest sequence that there may be.
+    """
+    tile = next(tile for tile in STATE_TILES if state_dim <= tile)
+    blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
+    chunks = -(-seq_len // CHUNK)
+    wanted = _BLOCKS_PER_SM * device.num_sms
+    segments = 1
+    if blocks and 2 * blocks <= wanted:
+        segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
+    padded = state_dim != tile or head_dim % COLUMNS != 0
+    hopper = device.compute_capability[0] == 9
+    return ScanConfig(dtype, tile, padded, segments, hopper)
+
+
+class SegmentStates(NamedTuple):
+    """Launches that find the states at the ends of segments, or gradients of those."""
+
+    states: Launch
+    join: Launch
+    shape: tuple[int, ...]
+    """[num_sequences, segments, num_heads, state_dim, head_dim]"""
+
+    def run(
+        self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None, outer: Array | None
+    ) -> Array:
+        """float32: states before the segments, from that before the first; reversed, gradients of
+        the states behind them, from that of the final one (x: grad_y, b: c)."""
+        states = empty(x, self.shape, float32)
+        decays = empty(x, self.shape[:3], float32)
+        self.states(x, b, NULL, log_decay, cu_seqlens, NULL, NULL, states, decays)
+        self.join(outer, decays, states)
+        return states
+
+
+class ScanLaunches(NamedTuple):
+    """What launches of a scan have in common."""
+
+    config: ScanConfig
+    scalars: tuple[object, ...]
+    grid: tuple[int, int, int]
+    state_shape: tuple[int, ...]
+
+    def launch(self, spec: KernelSpec) -> Launch:
+        """Of all segments."""
+        return Launch(load_kernel(spec), self.grid, self.scalars)
+
+    def segment_states(self, reverse: bool = False) -> SegmentStates | None:
+        """None where sequences are not split."""
+        segments, columns, heads = self.grid
+        if segments == 1:
+            return None
+        spec = self.config.spec(SEGMENT_STATES, reverse)
+        states = Launch(load_kernel(spec), (segments - 1, columns, heads), self.scalars)
+        sequences, num_heads, state_dim, head_dim = self.state_shape
+        parts = -(-state_dim * head_dim // _JOIN_THREADS)
+        join = Launch(load_kernel(join_spec(reverse)), (parts, heads), self.scalars)
+        return SegmentStates(states, join, (sequences, segments, num_heads, state_dim, head_dim))
+
+
+def scan_launches(
+    x: Array, num_groups: int, state_shape: tuple[int, ...], device: Device
+) -> ScanLaunches:
+    """Plan of a scan over checked arrays."""
+    _, seq_len, num_heads, head_dim = x.shape
+    num_sequences, _, state_dim, _ = state_shape
+    config = plan_gated_scan(
+        num_sequences, seq_len, num_heads, head_dim, state_dim, x.dtype.name, device
+    )
+    scalars = STRUCTS["ScanParameters"].pack(
+        num_sequences=num_sequences,
+        seq_len=seq_len,
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        state_dim=state_dim,
+        segments=config.segments,
+    )
+    grid = (config.segments, -(-head_dim // COLUMNS), num_sequences * num_heads)
+    return ScanLaunches(config, (scalars,), grid, state_shape)
+
+
+@cache
+def join_spec(reverse: bool) -> KernelSpec:
+    """The kernel that makes states before segments of what each segment adds."""
+    defines = (("REVERSE", reverse), ("THREADS", _JOIN_THREADS))
+    return KernelSpec("sequence/join_segments.cu", "join_segments", defines, _JOIN_THREADS)
+
+
+@cache
+def sum_spec(dtype: str) -> KernelSpec:
+    """The kernel that adds up parts of results."""
+    defines = (("DTYPE", dtype), ("THREADS", _SUM_THREADS))
+    return KernelSpec("sequence/sum_parts.cu", "sum_parts", defines, _SUM_THREADS)
+
+
+def sum_launch(dtype: str, rows: int, parts: int, cols: int) -> Launch:
+    """Of parts [rows, parts, cols]."""
+    scalars = (STRUCTS["SumParameters"].pack(rows=rows, parts=parts, cols=cols),)
+    return Launch(load_kernel(sum_spec(dtype)), (-(-rows * cols // _SUM_THREADS),), scalars)
+
+
+def check_scan(
+    op: str,
+    x: Array,
+    b: Array,
+    c: Array,
+    log_decay: Array,
+    initial_state: Array | None,
+    cu_seqlens: Array | None,
+) -> tuple[int, ...]:
+    """Raises ArrayError; returns the shape of the states."""
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=4)
+    batch, seq_len, num_heads, head_dim = x.shape
+    check_array(op, "b", b, dtypes=FLOAT_DTYPES, shape=(batch, seq_len, None, None))
+    check_array(op, "c", c, dtypes=FLOAT_DTYPES, shape=b.shape)
+    check_same_dtype(op, x=x, b=b, c=c)
+    check_groups(op, num_heads, b.shape[2])
+    decays = (batch, seq_len, num_heads)
+    check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=decays)
+    num_sequences = batch
+    if cu_seqlens is not None:
+        check_array(op, "cu_seqlens", cu_seqlens, dtypes=(int32,), ndim=1)
+        if batch != 1:
+            raise ArrayShapeError(f"{op}: with cu_seqlens x must have a batch of 1, got {batch}")
+        num_sequences = len(cu_seqlens) - 1
+        if num_sequences < 0:
+            raise ArrayShapeError(f"{op}: cu_seqlens must have at least one element, got none")
+    shape = (num_sequences, num_heads, b.shape[3], head_dim)
+    if initial_state is not None:
+        check_array(op, "initial_state", initial_state, dtypes=(float32, float64), shape=shape)
+    return shape
+
+
+def check_groups(op: str, num_heads: int, num_groups: int) -> None:
+    """Raises ArrayShapeError where heads cannot share keys evenly."""
+    if num_groups < 1 or num_heads % num_groups:
+        raise ArrayShapeError(
+            f"{op}: b must have a number of groups that divides num_heads ({num_heads}), "
+            f"got {num_groups}"
+        )
+
+
+def check_kernel(op: str, x: Array, state_dim: int, **arrays: Array | None) -> None:
+    """Raises where the kernels do not take x; arrays: those that must be float32, or of x's
+    dtype and copied 16 bytes at a time."""
+    check_array(op, "x", x, dtypes=(float16, bfloat16))
+    for name, array in arrays.items():
+        if array is not None and array.dtype != x.dtype:
+            check_array(op, name, array, dtypes=(float32,))
+    head_dim = x.shape[3]
+    if head_dim % _ACCESS:
+        raise ConfigError(f"{op}: head_dim must be a multiple of 8 on the GPU, got {head_dim}")
+    if state_dim % _ACCESS or not 0 < state_dim <= STATE_TILES[-1]:
+        raise ConfigError(
+            f"{op}: state_dim must be a multiple of 8 and at most {STATE_TILES[-1]} on the GPU, "
+            f"got {state_dim}"
+        )
+    for name, array in (("x", x), *arrays.items()):
+        if array is None or array.dtype != x.dtype:
+            continue
+        if access_width(_ACCESS, array) < _ACCESS:
+            raise ArrayLayoutError(f"{op}: {name} must begin at a multiple of 16 bytes; copy it")
+
+
+REPRESENTATIVE = ((1, 65536, 64, 64), (1, 65536, 64, 128), (2, 2048, 48, 72))
+"""[sequences, tokens, head_dim, state_dim] whose kernels are compiled ahead."""
+
+
+def representative_configs(device: Device) -> list[ScanConfig]:
+    """Configurations that differ in their kernels."""
+    return [
+        plan_gated_scan(sequences, length, 32, head_dim, state_dim, dtype.name, device)
+        for dtype in (float16, bfloat16)
+        for sequences, length, head_dim, state_dim in REPRESENTATIVE
+    ]

@@ -1,0 +1,235 @@
+"""Gradients of gated linear recurrences."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cukit.core.arrays import Array, adopt, check_array, empty, float32, float64, runs_kernel
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan
+from cukit.errors import ConfigError
+from cukit.reference import sequence as reference
+from cukit.reference.sequence import ScanGradients
+from cukit.registry import register
+from cukit.sequence._plan import (
+    CHUNK,
+    CHUNK_STATES,
+    COLUMNS,
+    SEGMENT_STATES,
+    THREADS,
+    ScanConfig,
+    SegmentStates,
+    check_kernel,
+    check_scan,
+    join_spec,
+    representative_configs,
+    scan_launches,
+    sum_launch,
+    sum_spec,
+)
+
+_STATIC_BYTES = 3072
+
+
+def gated_scan_backward(
+    grad_y: Array,
+    x: Array,
+    b: Array,
+    c: Array,
+    log_decay: Array,
+    *,
+    grad_final_state: Array | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+) -> ScanGradients:
+    """Gradients of :func:`gated_scan` for those of its outputs and of its final state.
+
+    Args:
+        grad_y: like x.
+        x, b, c, log_decay, initial_state, cu_seqlens: those of the forward call.
+        grad_final_state: float32 [num_sequences, num_heads, state_dim, head_dim]; None for zero.
+
+    Returns:
+        `ScanGradients(x, b, c, log_decay, initial_state)`, each shaped like its argument, those of
+        log_decay and of initial_state in float32. Where log_decay lies outside [-104, 0], which
+        counts as the nearer end, its gradient is 0.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: a size that the kernel does not take.
+
+    Nothing of the forward call is kept: the states before all chunks of 64 tokens are computed
+    anew and held in x's dtype, as many bytes as `state_dim / 64` times x; with fewer groups than
+    heads b's and c's gradients are held for each head as well. Runs on CuPy's current stream
+    without synchronisation; accumulates in float32, deterministic. Papers: Dao and Gu,
+    arXiv:2405.21060; Yang et al., arXiv:2312.06635.
+
+    >>> import numpy as np, cukit as ck
+    >>> ones = np.ones((1, 3, 1, 1), np.float32)
+    >>> grads = ck.gated_scan_backward(ones, ones, ones, ones, np.log(0.5 * ones[..., 0]))
+    >>> grads.x.ravel(), grads.log_decay.ravel()
+    (array([1.75, 1.5 , 1.  ], dtype=float32), array([0.  , 0.75, 0.75], dtype=float32))
+    """
+    op = "gated_scan_backward"
+    arrays = adopt(op, grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens)
+    grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens = arrays
+    if not runs_kernel(op, *arrays):
+        _check(*arrays)
+        return reference.gated_scan_backward(
+            grad_y,
+            x,
+            b,
+            c,
+            log_decay,
+            grad_final_state=grad_final_state,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+        )
+    prepared = _prepare(*arrays)
+    grad_x, grad_b, grad_c = (empty(array, array.shape) for array in (x, b, c))
+    grad_decay = empty(x, log_decay.shape, float32)
+    grad_initial = empty(x, prepared.state_shape, float32)
+    if grad_initial.size:
+        before, behind = initial_state, grad_final_state
+        if prepared.states is not None and prepared.grad_states is not None:
+            before = prepared.states.run(x, b, log_decay, cu_seqlens, initial_state)
+            behind = prepared.grad_states.run(grad_y, c, log_decay, cu_seqlens, grad_final_state)
+        chunk_states = empty(x, prepared.chunk_shape)
+        prepared.chunk_states(x, b, NULL, log_decay, cu_seqlens, before, chunk_states, NULL, NULL)
+        parts_b, parts_c, parts_decay = grad_b, grad_c, grad_decay
+        if prepared.sum_keys is not None:
+            parts_b, parts_c = (empty(x, prepared.parts_shape) for _ in range(2))
+        if prepared.sum_decays is not None:
+            parts_decay = empty(x, prepared.decays_shape, float32)
+        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, behind)
+        prepared.gradients(*inputs, grad_x, parts_b, parts_c, parts_decay, grad_initial)
+        if prepared.sum_keys is not None:
+            prepared.sum_keys(parts_b, grad_b)
+            prepared.sum_keys(parts_c, grad_c)
+        if prepared.sum_decays is not None:
+            prepared.sum_decays(parts_decay, grad_decay)
+    return ScanGradients(grad_x, grad_b, grad_c, grad_decay, grad_initial)
+
+
+class _Prepared(NamedTuple):
+    gradients: Launch
+    chunk_states: Launch
+    states: SegmentStates | None
+    grad_states: SegmentStates | None
+    sum_keys: Launch | None
+    sum_decays: Launch | None
+    state_shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    parts_shape: tuple[int, ...]
+    decays_shape: tuple[int, ...]
+
+
+@launch_plan
+def _prepare(
+    grad_y: Array,
+    x: Array,
+    b: Array,
+    c: Array,
+    log_decay: Array,
+    grad_final_state: Array | None,
+    initial_state: Array | None,
+    cu_seqlens: Array | None,
+) -> _Prepared:
+    op = "gated_scan_backward"
+    arrays = (grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens)
+    state_shape = _check(*arrays)
+    batch, seq_len, num_heads, _ = x.shape
+    num_groups, state_dim = b.shape[2:]
+    check_kernel(
+        op,
+        x,
+        state_dim,
+        grad_y=grad_y,
+        b=b,
+        c=c,
+        log_decay=log_decay,
+        grad_final_state=grad_final_state,
+        initial_state=initial_state,
+    )
+    device = current_device()
+    launches = scan_launches(x, num_groups, state_shape, device)
+    config = launches.config
+    spec = _spec(config, device)
+    if spec.shared_bytes + _STATIC_BYTES > device.shared_bytes_per_block:
+        raise ConfigError(f"{op}: state_dim is too large for the GPU, got {state_dim}")
+    tokens, tiles = batch * seq_len, launches.grid[1]
+    parts = num_heads // num_groups * tiles
+    sum_keys = sum_decays = None
+    if parts > 1:
+        sum_keys = sum_launch(x.dtype.name, tokens * num_groups, parts, state_dim)
+    if tiles > 1:
+        sum_decays = sum_launch("float32", tokens * num_heads, tiles, 1)
+    slots = tokens // CHUNK + state_shape[0]  # each sequence may end within a chunk
+    return _Prepared(
+        gradients=launches.launch(spec),
+        chunk_states=launches.launch(config.spec(CHUNK_STATES)),
+        states=launches.segment_states(),
+        grad_states=launches.segment_states(reverse=True),
+        sum_keys=sum_keys,
+        sum_decays=sum_decays,
+        state_shape=state_shape,
+        chunk_shape=(slots, num_heads, *state_shape[2:]),
+        parts_shape=(tokens, num_heads, tiles, state_dim),
+        decays_shape=(tokens, num_heads, tiles),
+    )
+
+
+def _spec(config: ScanConfig, device: Device) -> KernelSpec:
+    """With mma.sync in two stages where two blocks of a multiprocessor have room for them."""
+    entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
+    stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
+    if config.hopper:
+        shared = stage + config.state_bytes + 2 * square + CHUNK * COLUMNS * 2
+        source = "sequence/gated_scan_backward_sm90.cu"
+        return KernelSpec(source, entry, config.defines(), THREADS, shared)
+    others = config.state_bytes + 2 * square
+    most = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // 2 - 1024)
+    stages = 2 if 2 * stage + others + _STATIC_BYTES <= most else 1
+    defines = (*config.defines(), ("STAGES", stages))
+    source = "sequence/gated_scan_backward_sm80.cu"
+    return KernelSpec(source, entry, defines, THREADS, stages * stage + others)
+
+
+def _check(
+    grad_y: Array,
+    x: Array,
+    b: Array,
+    c: Array,
+    log_decay: Array,
+    grad_final_state: Array | None,
+    initial_state: Array | None,
+    cu_seqlens: Array | None,
+) -> tuple[int, ...]:
+    """Raises ArrayError; returns the shape of the states."""
+    op = "gated_scan_backward"
+    shape = check_scan(op, x, b, c, log_decay, initial_state, cu_seqlens)
+    check_array(op, "grad_y", grad_y, dtypes=(x.dtype,), shape=x.shape)
+    if grad_final_state is not None:
+        name, dtypes = "grad_final_state", (float32, float64)
+        check_array(op, name, grad_final_state, dtypes=dtypes, shape=shape)
+    return shape
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    configs = representative_configs(device)
+    return [
+        *(_spec(config, device) for config in configs),
+        *(config.spec(CHUNK_STATES) for config in configs),
+        *(config.spec(SEGMENT_STATES, reverse) for config in configs for reverse in (False, True)),
+        *(join_spec(reverse) for reverse in (False, True)),
+        *(sum_spec(dtype) for dtype in ("float16", "bfloat16", "float32")),
+    ]
+
+
+register(
+    name="gated_scan_backward",
+    family="sequence",
+    function=gated_scan_backward,
+    reference=reference.gated_scan_backward,
+    specs=_specs,
+)

@@ -1,0 +1,199 @@
+// Which chunks of a scan a block works on, and how their decays add up.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/tile.cuh"
+#include "common/types.cuh"
+#include "sequence/parameters.cuh"
+
+namespace cukit {
+
+constexpr int kChunk = 64;        // tokens
+constexpr int kHeadColumns = 64;  // of head_dim, a block
+constexpr float kLeastLogDecay = -104.0f;
+// 2^x is 0 in float from here down.
+constexpr float kNothingLeft = -150.0f;
+
+// A block's part of a sequence: chunks [first, end) of those that begin at token `begin`.
+// Grid: (segment, column tile, sequence * num_heads + head).
+struct ScanWork {
+  int segment, column, columns, sequence, head, group;
+  int length, first, end;
+  long long begin;
+
+  CUKIT_DEVICE ScanWork(const ScanParameters& p, const int* cu_seqlens, int first_segment) {
+    segment = static_cast<int>(blockIdx.x) + first_segment;
+    column = static_cast<int>(blockIdx.y) * kHeadColumns;
+    columns = min(p.head_dim - column, kHeadColumns);
+    sequence = static_cast<int>(blockIdx.z) / p.num_heads;
+    head = static_cast<int>(blockIdx.z) % p.num_heads;
+    group = head / (p.num_heads / p.num_groups);
+    begin = cu_seqlens == nullptr ? static_cast<long long>(sequence) * p.seq_len
+                                  : cu_seqlens[sequence];
+    length = cu_seqlens == nullptr ? p.seq_len : cu_seqlens[sequence + 1] - cu_seqlens[sequence];
+    const int chunks = (length + kChunk - 1) / kChunk;
+    const int share = (chunks + p.segments - 1) / p.segments;
+    first = min(segment * share, chunks);
+    end = min(first + share, chunks);
+  }
+
+  // Of this segment's state among [num_sequences, segments, num_heads].
+  CUKIT_DEVICE long long place(const ScanParameters& p) const {
+    return (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+  }
+
+  // Of a chunk's state among [slots, num_heads]: sequences of any lengths have slots of their own,
+  // since floor(a + b) + 1 >= floor(a) + ceil(b).
+  CUKIT_DEVICE long long chunk_place(const ScanParameters& p, int chunk) const {
+    return (begin / kChunk + sequence + chunk) * p.num_heads + head;
+  }
+};
+
+// Log decays, base 2, of tokens 2 l and 2 l + 1 of a chunk, for lane l. `log_decay`: the sequence's
+// first of this head.
+CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_heads, int chunk,
+                              int length) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = chunk * kChunk + 2 * static_cast<int>(threadIdx.x % kWarpSize) + i;
+    const float l = token < length ? log_decay[static_cast<long long>(token) * num_heads] : 0.0f;
+    own[i] = (l != l ? l : fmaxf(fminf(l, 0.0f), kLeastLogDecay)) * kLog2E;
+  }
+}
+
+// Sums of the decays of a chunk, for one warp.
+struct ChunkDecays {
+  float* upto;  // [kChunk], log2
+
+  // Lane l brings the decays of tokens 2 l and 2 l + 1.
+  CUKIT_DEVICE void scan(const float (&own)[2]) const {
+    const int lane = threadIdx.x % kWarpSize;
+    float sum = own[0] + own[1];
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float other = __shfl_up_sync(kFullMask, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    __syncwarp();
+    upto[2 * lane] = sum - own[1];
+    upto[2 * lane + 1] = sum;
+    __syncwarp();
+  }
+
+  CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
+};
+
+// Gradients of a chunk's decays, by one warp. What passes over a token grows by what begins before it and
+// shrinks by what ends there: lane l brings the changes of tokens 2 l and 2 l + 1, and all lanes what passes
+// over the chunk's first token. `grads`: the sequence's first of this head and column tile.
+CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], float first,
+                                        const float* log_decay, int token, int length, int num_heads,
+                                        int tiles) {
+  const int lane = threadIdx.x % kWarpSize;
+  float upto = change[0] + change[1];
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const float other = __shfl_up_sync(kFullMask, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  const float before = __shfl_up_sync(kFullMask, upto, 1);
+  float grad = first + (lane > 0 ? before : 0.0f);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const long long row = token + 2 * lane + i;
+    if (row < length) {
+      const float l = log_decay[row * num_heads];
+      const bool counts = !(l > 0.0f || l < kLeastLogDecay);
+      grads[row * num_heads * tiles] = counts ? grad : 0.0f;
+    }
+    grad += change[i];
+  }
+}
+
+// to = the values of a chunk, each row times factor(row); tiles [kChunk][kHeadColumns].
+template <typename T, int Threads, typename Factor>
+CUKIT_DEVICE void scale_values(unsigned char* to, const unsigned char* values, const Factor& factor) {
+  constexpr int kChunks = kHeadColumns / 8;
+#pragma unroll
+  for (int i = 0; i < kChunk * kChunks / Threads; ++i) {
+    const int index = i * Threads + static_cast<int>(threadIdx.x);
+    const int row = index / kChunks;
+    const unsigned at = Swizzle<kHeadColumns>::offset(row, index % kChunks);
+    const uint4 read = *reinterpret_cast<const uint4*>(values + at);
+    unsigned words[4] = {read.x, read.y, read.z, read.w};
+    const float by = factor(row);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float pair[2];
+      unpack<T>(pair, words[w]);
+      words[w] = pack<T>(pair[0] * by, pair[1] * by);
+    }
+    *reinterpret_cast<uint4*>(to + at) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Starts copying a chunk's rows of up to Columns columns to parts of 64 columns.
+template <int Columns, int Threads, bool Padded, typename T>
+CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int rows, int columns) {
+#pragma unroll
+  for (int part = 0; part < Columns / 64; ++part) {
+    TileCopy<kChunk, 64, Threads, Padded>::start(at + part * kChunk * 128, from + part * 64, stride, rows,
+                                                 columns - part * 64);
+  }
+}
+
+// A warp's rows of a state: of each 64 of them sixteen, all columns of the block. Values lie as products on
+// tensor cores leave them, for mma.sync as [kTiles][kColumnTiles][4], for wgmma as [kTiles][4 kColumnTiles].
+template <int StateTile>
+struct StateRows {
+  static constexpr int kTiles = StateTile / 64;
+  static constexpr int kColumnTiles = kHeadColumns / 8;
+  static_assert(StateTile % 64 == 0, "four warps of sixteen rows");
+
+  int row, column;  // of a lane's first value
+
+  CUKIT_DEVICE StateRows()
+      : row(16 * static_cast<int>(threadIdx.x / kWarpSize) + static_cast<int>(threadIdx.x % kWarpSize) / 4),
+        column(2 * static_cast<int>(threadIdx.x % 4)) {}
+
+  CUKIT_DEVICE static float& value(float (&values)[kColumnTiles][4], int n, int i) { return values[n][i]; }
+  CUKIT_DEVICE static float& value(float (&values)[4 * kColumnTiles], int n, int i) {
+    return values[4 * n + i];
+  }
+
+  // body(value, offset) for each value that the state [state_dim, head_dim] has.
+  template <typename Values, typename Body>
+  CUKIT_DEVICE void each(Values& values, const ScanParameters& p, int first_column,
+                         const Body& body) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at_row = row + 64 * m + 8 * (i / 2);
+          const int at = first_column + 8 * n + column + i % 2;
+          if (at_row < p.state_dim && at < p.head_dim) {
+            body(value(values[m], n, i), at_row * p.head_dim + at);
+          }
+        }
+  }
+
+  // Rounds the values to a tile [StateTile][kHeadColumns] in shared memory.
+  template <typename T, typename Values>
+  CUKIT_DEVICE void round(unsigned char* tile, Values& values) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned char* to = tile + Swizzle<kHeadColumns>::offset(row + 64 * m + 8 * half, n);
+          *reinterpret_cast<unsigned*>(to + 2 * column) =
+              pack<T>(value(values[m], n, 2 * half), value(values[m], n, 2 * half + 1));
+        }
+  }
+};
+
+}  // namespace cukit

@@ -1,0 +1,264 @@
+// Gated linear recurrence, chunk by chunk on Hopper's tensor cores: gated_scan_sm80.cu says what is computed, and
+// what STATES and REVERSE mean.
+//
+// Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
+//
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which takes the
+//   chunks of 64 tokens of its segment in turn, the next one on its way. The state stays in registers as floats,
+//   the accumulators of its update, and is rounded to shared memory for the outputs. Of a chunk:
+//
+//     scores  = C B^T              outputs = C h            in the background, while values are scaled
+//     outputs = exp(s) outputs + (decayed scores) X         scores from registers
+//     h       = exp(s_last) h + B^T X',   X'_j = exp(s_last - s_j) x_j
+//
+// Shared memory, in parts of 64 columns with a swizzle of 128 bytes: 2 stages x (64 x STATE_TILE keys, 64 x 64
+//   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
+//   is 1, all of 2 bytes, dynamic; 4 x 64 floats static.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
+//   STATES is 1; PADDED 0|1: state_dim or head_dim is no multiple of its tile (both are of 8); THREADS 128.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
+// Reference: cukit/reference/sequence.py, gated_scan.
+#include "common/hopper/shared_tile.cuh"
+#include "common/hopper/store.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/tile.cuh"
+#include "common/types.cuh"
+#include "sequence/chunks.cuh"
+#include "sequence/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using cukit::kChunk;
+using cukit::kWarpSize;
+
+constexpr int kColumns = cukit::kHeadColumns;
+constexpr int kWarps = THREADS / kWarpSize;
+constexpr bool kSegments = STATES == 1;
+static_assert(THREADS == cukit::kWarpgroupThreads, "one warpgroup");
+static_assert(!REVERSE || kSegments, "gradients of states behind segments alone");
+
+using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
+using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
+using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
+using Rows = cukit::StateRows<STATE_TILE>;
+
+constexpr int kQueryBytes = STATES ? 0 : KeyTile::kBytes;
+constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes + kQueryBytes;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) gated_scan(
+    const T* __restrict__ x,              // [tokens, num_heads, head_dim]
+    const T* __restrict__ b,              // [tokens, num_groups, state_dim]
+    const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
+    const float* __restrict__ log_decay,  // [tokens, num_heads]
+    const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
+    const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
+    T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
+                                          // [slots, num_heads, state_dim, head_dim]
+    float* __restrict__ states,           // like initial with STATES 1, else without segments
+    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], log2, with STATES 1
+    const __grid_constant__ cukit::ScanParameters p) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, memory);
+  __shared__ float decays[kWarps][kChunk];
+  const int warp = threadIdx.x / kWarpSize;
+  const cukit::ScanWork work(p, cu_seqlens, REVERSE);
+  const int column = work.column, columns = work.columns, length = work.length;
+
+  const long long value_stride = static_cast<long long>(p.num_heads) * p.head_dim;
+  const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
+  const long long value_at = work.begin * value_stride + work.head * p.head_dim + column;
+  const long long key_at = work.begin * key_stride + work.group * p.state_dim;
+  log_decay += work.begin * p.num_heads + work.head;
+
+  const unsigned base = cukit::shared_address(memory);
+  unsigned char* const scaled = memory + 2 * kStageBytes;
+  unsigned char* const state_tile = scaled + ValueTile::kBytes;
+  using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
+  const auto start = [&](int chunk, int stage) {
+    const int token = chunk * kChunk;
+    const int rows = length - token;
+    const unsigned at = base + stage * kStageBytes;
+    cukit::start_parts<STATE_TILE, THREADS, PADDED>(at, b + key_at + token * key_stride, key_stride, rows, p.state_dim);
+    Values::start(at + KeyTile::kBytes, x + value_at + token * value_stride, value_stride, rows, columns);
+    if constexpr (!STATES) {
+      cukit::start_parts<STATE_TILE, THREADS, PADDED>(at + KeyTile::kBytes + ValueTile::kBytes, c + key_at + token * key_stride, key_stride, rows,
+                 p.state_dim);
+    }
+  };
+
+  float h[Rows::kTiles][4 * Rows::kColumnTiles];
+#pragma unroll
+  for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+    for (float& value : h[m]) value = 0.0f;
+  const Rows rows;
+  const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
+  const long long place = work.place(p);
+  if (!kSegments && initial != nullptr) {
+    const float* from = initial + place * state_size;
+    rows.each(h, p, column, [&](float& value, int at) { value = from[at]; });
+  }
+
+  const cukit::ChunkDecays decay{decays[warp]};
+  const int chunks = work.end - work.first;
+  const int step = kSegments && !REVERSE ? -1 : 1;
+  const int start_chunk = step > 0 ? work.first : work.end - 1;
+  float own[2], total = 0.0f;
+  if (chunks > 0) {
+    start(start_chunk, 0);
+    cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
+    if constexpr (!kSegments) rows.template round<T>(state_tile, h);
+  }
+  cukit::cp_async_commit();
+
+#pragma unroll 1
+  for (int turn = 0; turn < chunks; ++turn) {
+    const int chunk = start_chunk + step * turn;
+    const bool more = turn + 1 < chunks;
+    unsigned char* const keys = memory + turn % 2 * kStageBytes;
+    unsigned char* const values = keys + KeyTile::kBytes;
+    cukit::cp_async_wait<0>();
+    cukit::fence_proxy_async();  // of what was copied, and of the rounded state
+    __syncthreads();
+    if (more) start(chunk + step, (turn + 1) % 2);
+    cukit::cp_async_commit();
+    if constexpr (STATES == 2) {
+      T* to = y + work.chunk_place(p, chunk) * state_size + column;
+      cukit::store_tile<STATE_TILE, kColumns, THREADS, PADDED>(to, p.head_dim, state_tile, 0, p.state_dim,
+                                                              columns, threadIdx.x);
+    }
+
+    float out[4 * kColumns / 8], score[4 * kChunk / 8];
+    if constexpr (!STATES) {
+      const unsigned long long queries = KeyTile::k_major(values + ValueTile::kBytes);
+      const unsigned long long key_rows = KeyTile::k_major(keys);
+      const unsigned long long state = StateTile::mn_major(state_tile);
+      cukit::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < KeyTile::kSteps; ++k) {
+        cukit::wgmma<T, kChunk>(score, queries + KeyTile::k_step(k), key_rows + KeyTile::k_step(k), k > 0);
+      }
+      cukit::wgmma_commit();
+#pragma unroll
+      for (int k = 0; k < KeyTile::kSteps; ++k) {
+        cukit::wgmma<T, kColumns, false, true>(out, queries + KeyTile::k_step(k),
+                                               state + StateTile::mn_step(k), k > 0);
+      }
+      cukit::wgmma_commit();
+    }
+
+    decay.scan(own);
+    if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
+    const float last = decay.last();
+    // What remains of a token's product at the end of the chunk, or at its beginning.
+    cukit::scale_values<T, THREADS>(scaled, values, [&](int token) {
+      return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
+    });
+    cukit::fence_proxy_async();
+
+    unsigned packed[kChunk / 16][4];
+    if constexpr (!STATES) {
+      const int row = cukit::accumulator_row(), first_key = cukit::accumulator_column();
+      const float upto[2] = {decay.upto[row], decay.upto[row + 8]};
+      cukit::wgmma_wait<1>(score);
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const float key_upto[2] = {decay.upto[8 * n + first_key], decay.upto[8 * n + first_key + 1]};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float decayed[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int key = 8 * n + first_key + i;
+            decayed[i] = key <= row + 8 * half
+                             ? score[4 * n + 2 * half + i] * exp2f(upto[half] - key_upto[i])
+                             : 0.0f;
+          }
+          packed[n / 2][2 * (n % 2) + half] = cukit::pack<T>(decayed[0], decayed[1]);
+        }
+      }
+      const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
+      cukit::wgmma_wait<0>(out);
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[4 * n + i] *= grown[i / 2];
+    }
+    __syncthreads();  // the scaled values are there, and all warps have read the state before
+
+    float added[kSegments ? Rows::kTiles : 1][4 * Rows::kColumnTiles];
+    if constexpr (!kSegments) {
+      const float kept = exp2f(last);
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+        for (float& value : h[m]) value *= kept;
+    }
+    cukit::wgmma_fence();
+    if constexpr (!STATES) {
+      const unsigned long long value_rows = ValueTile::mn_major(values);
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) {
+        cukit::wgmma<T, kColumns, true>(out, packed[k], value_rows + ValueTile::mn_step(k), true);
+      }
+      cukit::wgmma_commit();
+    }
+    const unsigned long long key_columns = KeyTile::mn_major(keys);
+    const unsigned long long scaled_rows = ValueTile::mn_major(scaled);
+#pragma unroll
+    for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) {
+        const unsigned long long left = key_columns + m * KeyTile::kPart + KeyTile::mn_step(k);
+        const unsigned long long right = scaled_rows + ValueTile::mn_step(k);
+        if constexpr (kSegments) {
+          cukit::wgmma<T, kColumns, true, true>(added[m], left, right, k > 0);
+        } else {
+          cukit::wgmma<T, kColumns, true, true>(h[m], left, right, true);
+        }
+      }
+    cukit::wgmma_commit();
+
+    if constexpr (!STATES) {
+      cukit::wgmma_wait<1>(out);
+      const int token = chunk * kChunk + cukit::accumulator_row();
+      const cukit::ResultRows<T> target{{1.0f, 1.0f},
+                                        {token < length, token + 8 < length},
+                                        y + value_at + token * value_stride,
+                                        value_stride,
+                                        columns};
+      cukit::write_rows<PADDED>(out, target);
+    }
+    if constexpr (kSegments) {
+      const float factor = exp2f(total);
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m) {
+        cukit::wgmma_wait<0>(added[m]);
+#pragma unroll
+        for (int i = 0; i < 4 * Rows::kColumnTiles; ++i) h[m][i] = fmaf(factor, added[m][i], h[m][i]);
+      }
+      total += last;
+      if (total <= cukit::kNothingLeft) break;
+    } else {
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m) cukit::wgmma_wait<0>(h[m]);
+      if (more) rows.template round<T>(state_tile, h);
+    }
+  }
+
+  if constexpr (kSegments) {
+    cukit::cp_async_wait<0>();
+    float* to = states + place * state_size;
+    rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
+    if (blockIdx.y == 0 && threadIdx.x == 0) total_decay[place] = total;
+  } else if (STATES == 0 && work.segment == p.segments - 1) {
+    float* to = states + (static_cast<long long>(work.sequence) * p.num_heads + work.head) * state_size;
+    rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
+  }
+}
