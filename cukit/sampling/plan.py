@@ -98,8 +98,8 @@ def plan_sample(
     there are too few rows for all multiprocessors. One block before Hopper.
 
     vec: logits an access, a divisor of `vocab_size`.
-    few: most rows need their first MOST_BEST tokens at most, so that rows are streamed, by one block
-        each: on an H200 one large block took 20.7 us for one row and 29.0 us for 64, eight and four
+    few: most rows need their first MOST_BEST tokens at most, so that rows are streamed, each by one
+        block: on an H200 a large one took 20.7 us for one row and 29.0 us for 64, eight and four
         blocks of 512 threads 25.3 us and 45.2 us (profiling/notes/sampling.md).
     """
     light = not (penalized or verify)
@@ -123,7 +123,7 @@ def plan_sample(
     threads = _SMALL_BLOCK
     if share > _SMALL_SHARE:
         alone = num_rows * cluster <= device.num_sms
-        full = alone and light and vec <= _LIGHT_ACCESS
+        full = alone and light and vec <= _LIGHT_ACCESS and not (few and cluster > 1)
         threads = _FULL_BLOCK if full else _SHARED_BLOCK
     iterations = -(-vocab_size // (cluster * threads * vec))
     values_bytes = iterations * threads * vec * 4
