@@ -23,8 +23,8 @@ from profiling.cases.indexer_kl import Shape, backward_case, forward_case
 from profiling.run import Runner, run_cases
 
 TILINGS = (
-    IndexerTiling(128, 64, 128, 64),
-    IndexerTiling(128, 64, 128, 64, 2, wgmma=True),
+    IndexerTiling(128, 64, 128, 64, 64),
+    IndexerTiling(128, 64, 128, 64, 64, 2, wgmma=True),
 )
 
 SHAPES = (Shape(1, 4096, 32, 8, 128, 16, 128),)

@@ -1,6 +1,7 @@
 """How often attention over long caches of 8 or 4 bits finds the one key that a query asks for:
 
     python -m profiling.needle [KEYS]
+    python -m profiling.needle --write      # into docs/kv_cache.md
 
 Every query's needle is a key of its direction, one among KEYS (131072) random ones, with a weight
 of 0.7 / sqrt(KEYS), 1/517: so small that 16 bits miss a few. The output is compared with the values
@@ -9,9 +10,10 @@ of a thousand tokens; the needle is found where its own fits best. Prints a tabl
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.quantization import quantize
 from profiling.data import array_module
+from profiling.tables import ROOT, markdown
 
 KEYS = 131072
 HEAD_DIM, HEADS, GROUP = 128, 2, 64
@@ -29,6 +32,11 @@ WEIGHT = 0.7
 """Of a needle, times the square root of the number of keys. All others together add 1.6 divided by
 that root to an output, in the units of one value."""
 _CANDIDATES = 1000
+QUERIES = 512
+DOCUMENT = "docs/kv_cache.md"
+MARKS = re.compile(r"(<!-- needle -->\n).*?(<!-- /needle -->)", re.DOTALL)
+ROWS = ("16 bits", "int8", "float8", "int4", "float8 q, k, v and probabilities")
+"""What is measured, as in the table."""
 
 
 class Haystack:
@@ -105,24 +113,41 @@ def outputs(haystack: Haystack) -> dict[str, Callable[[], Any]]:
         codes = [QuantizedArray.encode(x.astype(np.float32), float8_e4m3) for x in (q, k, v)]
         return flash_attention(*codes)[0]
 
-    return {
-        "16 bits": lambda: paged(blocks(k), blocks(v)),
-        "int8": lambda: coded(int8),
-        "float8": lambda: coded(float8_e4m3),
-        "int4": packed,
-        "float8 q, k, v and probabilities": float8_probabilities,
-    }
+    ways = (
+        lambda: paged(blocks(k), blocks(v)),
+        lambda: coded(int8),
+        lambda: coded(float8_e4m3),
+        packed,
+        float8_probabilities,
+    )
+    return dict(zip(ROWS, ways, strict=True))
 
 
-def main(keys: int = KEYS, queries: int = 512) -> dict[str, float]:
-    """Prints and returns the part found for each."""
+def measure(keys: int = KEYS, queries: int = QUERIES) -> dict[str, float]:
+    """The part found, for each way to store keys and values."""
     haystack = Haystack(keys, queries)
-    found = {name: haystack.found(compute()) for name, compute in outputs(haystack).items()}
-    print(f"| {keys} keys, {queries * HEADS} needles | found |\n| --- | --: |")
-    for name, part in found.items():
-        print(f"| {name} | {part:.1%} |")
-    return found
+    return {name: haystack.found(compute()) for name, compute in outputs(haystack).items()}
+
+
+def table(found: Mapping[str, float], keys: int = KEYS, queries: int = QUERIES) -> str:
+    """As Markdown."""
+    header = [f"{keys} keys, {queries * HEADS} needles", "found"]
+    return markdown(header, [[name, f"{part:.1%}"] for name, part in found.items()], left=1)
+
+
+def main() -> None:
+    """Measures, prints, and with --write brings the document up to date."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.needle")
+    parser.add_argument("keys", type=int, nargs="?", default=KEYS)
+    parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT}")
+    options = parser.parse_args()
+    made = table(measure(options.keys), options.keys)
+    print(made)
+    if options.write:
+        path = ROOT / DOCUMENT
+        text = path.read_text(encoding="utf-8")
+        path.write_text(MARKS.sub(lambda match: match[1] + made + match[2], text), "utf-8")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main()

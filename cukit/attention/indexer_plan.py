@@ -43,11 +43,13 @@ class IndexerTiling:
     tile_m: int
     """Queries of a block of the sweep and of the queries' gradient."""
     tile_n: int
-    """Keys at a time."""
+    """Keys at a time in the sweep."""
     key_tile: int
     """Keys of a block of the keys' gradient."""
     tile_q: int
     """Queries at a time."""
+    query_n: int
+    """Keys at a time in the queries' gradient."""
     blocks_per_sm: int = 1
     """Of the sweep."""
     wgmma: bool = False
@@ -61,7 +63,7 @@ class IndexerTiling:
 
     def query_bytes(self, width: int) -> int:
         """Queries, and two stages of keys and derivatives."""
-        columns = width * (self.tile_m + 2 * self.tile_n) + 2 * self.tile_m * self.tile_n
+        columns = width * (self.tile_m + 2 * self.query_n) + 2 * self.tile_m * self.query_n
         return _ITEM_BYTES * columns
 
     def key_bytes(self, width: int) -> int:
@@ -71,14 +73,14 @@ class IndexerTiling:
 
 
 TILINGS: dict[int, tuple[IndexerTiling, ...]] = {
-    128: (IndexerTiling(128, 64, 128, 64),),
-    256: (IndexerTiling(128, 32, 128, 32), IndexerTiling(64, 32, 64, 32)),
+    128: (IndexerTiling(128, 64, 128, 64, 64),),
+    256: (IndexerTiling(128, 32, 128, 32, 32), IndexerTiling(64, 32, 64, 32, 32)),
 }
 """By the wider head of teacher and student, the first that fits."""
 
 WARPGROUP_TILINGS: dict[int, IndexerTiling] = {
-    128: IndexerTiling(128, 128, 128, 64, wgmma=True),
-    256: IndexerTiling(128, 64, 128, 32, wgmma=True),
+    128: IndexerTiling(128, 128, 128, 64, 64, wgmma=True),
+    256: IndexerTiling(128, 64, 128, 32, 32, wgmma=True),
 }
 """The same on Hopper. More keys at a time: every head's queries are read anew for them."""
 
@@ -148,6 +150,7 @@ class IndexerConfig:
         """The sums of the divergence or the derivatives by the scores."""
         width = max(self.width, self.value_width)
         defines = (
+            ("TILE_N", self.tiling.tile_n),
             ("BLOCKS_PER_SM", self.tiling.blocks_per_sm),
             ("GRADIENT", self.gradient),
             ("SELECTED", self.selected),
@@ -163,7 +166,8 @@ class IndexerConfig:
 
     def query_spec(self) -> KernelSpec:
         """The gradients of queries and head weights."""
-        shared, defines = self.tiling.query_bytes(self.width), (("BLOCKS_PER_SM", 1),)
+        shared = self.tiling.query_bytes(self.width)
+        defines = (("TILE_N", self.tiling.query_n), ("BLOCKS_PER_SM", 1))
         return self._spec("indexer_kl_query_sm80", "indexer_kl_query_sm80", shared, more=defines)
 
     def key_spec(self) -> KernelSpec:
@@ -219,7 +223,6 @@ class IndexerConfig:
             *common_defines(self.problem, self.width, self.value_width),
             ("CAUSAL", self.problem.causal),
             ("TILE_M", tiling.tile_m),
-            ("TILE_N", tiling.tile_n),
             ("KEY_TILE", tiling.key_tile),
             ("THREADS", threads),
             *feature_defines(self.problem),

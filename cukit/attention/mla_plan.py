@@ -24,7 +24,7 @@ _STAGES = 2
 _EARLY = 2
 _DECODER_EARLY = 1
 _PRODUCER_REGISTERS = 56
-_DECODER_REGISTERS = 88  # of the producer's threads where they decode float8 latents
+_DECODER_REGISTERS = 104  # of the producer's threads where they decode float8 latents
 _MERGE_BLOCKS_PER_SM = 4
 
 
@@ -122,5 +122,5 @@ def plan_mla_attention(
         num_blocks=device.num_sms // team * team,
         early=_DECODER_EARLY if coded else _EARLY,
         # Where one tile reads a page, L2's requests are the limit: a prefetch doubles them.
-        prefetch=int(coded or cluster > 1),
+        prefetch=int(cluster > 1),
     )

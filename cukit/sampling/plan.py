@@ -98,9 +98,9 @@ def plan_sample(
     there are too few rows for all multiprocessors. One block before Hopper.
 
     vec: logits an access, a divisor of `vocab_size`.
-    few: most rows need their first MOST_BEST tokens at most, so that rows are streamed, each by one
-        block: on an H200 a large one took 20.7 us for one row and 29.0 us for 64, eight and four
-        blocks of 512 threads 25.3 us and 45.2 us (profiling/notes/sampling.md).
+    few: most rows need their first MOST_BEST tokens at most, so that one block streams each row: on
+        an H200 one large block took 20.7 us for one row and 29.0 us for 64, eight and four blocks
+        of 512 threads 25.3 us and 45.2 us (profiling/notes/sampling.md).
     """
     light = not (penalized or verify)
     clusters = device.compute_capability >= (9, 0)

@@ -15,6 +15,7 @@
 #include "attention/indexer_work.cuh"
 #include "attention/parameters.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/tile.cuh"
@@ -63,13 +64,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   k += cukit::offset_of(params.k_s, work.b, work.sequence.first_kv, 0);
   derivatives += work.scratch * params.scratch_row;
 
+  // Copies derive their addresses anew: throughout the loop they would take the sums' registers.
+  const auto again = [](long long stride) {
+    return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(stride))));
+  };
   const auto copy = [&](int tile, int stage) {
     const int key = tile * TILE_N;
     cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>::start(
-        k_tile + stage * kKeyBytes, k + key * params.k_s.row, params.k_s.row, seq_kv - key,
+        k_tile + stage * kKeyBytes, k + key * params.k_s.row, again(params.k_s.row), seq_kv - key,
         params.head_dim);
     cukit::TileCopy<TILE_M, TILE_N, THREADS, false>::start(
-        d_tile + stage * kDerivativeBytes, derivatives + key, params.scratch_row, TILE_M, TILE_N);
+        d_tile + stage * kDerivativeBytes, derivatives + key, again(params.scratch_row), TILE_M,
+        TILE_N);
     cukit::cp_async_commit();
   };
   cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>::start(q_tile, q, params.q_s.row,

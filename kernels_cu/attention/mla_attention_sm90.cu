@@ -20,7 +20,9 @@
 //   for is on its way to L2 already.
 //   CLUSTER: each block of a pair has half of a page's tokens copied into both: a page leaves L2 once for
 //   two tiles of rows. Pairs walk over the same pages.
-//   CODES: the first warpgroup makes the halves from float8 codes (mla_codes.cuh).
+//   CODES: the first warpgroup makes the halves from float8 codes, as float16 in a unit of the page; the
+//   consumers make the queries' latent columns float16 (mla_codes.cuh). Scores of rotated columns come
+//   first and are brought to that unit while the other warpgroup's probabilities are multiplied.
 //   Rows of a page behind the last key may hold anything: as values they are overwritten by zeros.
 //   A piece that is not all of its request goes to `partial`, and mla_merge.cu adds the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
@@ -29,7 +31,8 @@
 // Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
 //   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
 //   [1, 64, 128]. A block outside the cache reads as zeros, but for codes.
-// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16 and CLUSTER 1; EARLY 1|2; PREFETCH 0|1;
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH 0;
+//   EARLY 1|2; PREFETCH 0|1;
 //   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a divisor
 //   of TEAM; CAUSAL 0|1; THREADS = 384.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
@@ -61,6 +64,12 @@ using QueryTile = cukit::SharedTile<T, kRows, kWidth>;
 using PageTile = cukit::SharedTile<T, kPage, kWidth>;
 using ProbabilityTile = cukit::SharedTile<T, kRows, kPage>;
 
+#if CODES
+using Latent = __half;  // as the products read latents, their queries and probabilities
+#else
+using Latent = T;
+#endif
+
 constexpr int kStages = 2;  // one for each warpgroup's pages
 constexpr int kHalf = kLatent / 2;
 constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
@@ -69,6 +78,7 @@ constexpr int kReaders = CLUSTER * cukit::kWarpgroupWarps;  // warps that releas
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1), "a cluster reads the same pages");
+static_assert(!CODES || EARLY == 1, "the scores of rotated columns are scaled");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the products");
 
 // Parts of a page that a section has. Sections 0 and 1 are the halves of the latent.
@@ -90,18 +100,12 @@ struct Barriers {
 
   CUKIT_DEVICE void init() {
     // A half is filled by one thread's copies, or by the warps that decode.
-    const int fills = CODES ? cukit::kWarpgroupWarps : 1;
+    const int fills = CODES ? cukit::kWarpgroupWarps / 2 : 1;
     sections[0].init(kReaders, fills);
     sections[1].init(kReaders, fills);
     sections[kRopeSection].init(kReaders);
     queries.init(Block::kConsumerWarps);
   }
-};
-
-// What the warpgroups tell each other about rows.
-struct Exchange {
-  float maxima[2][kRows];   // by the warpgroup that owns the page
-  float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
 };
 
 struct Tiles {
@@ -122,6 +126,44 @@ struct Arrays {
   const int* block_table;  // [batch, table_row]
   const int* seq_lens;     // [batch]
   Partial partial;
+};
+
+// Where a warp keeps its share while it works on a piece: registers are scarce.
+struct ParkedShare {
+  alignas(Share) unsigned char bytes[sizeof(Share)];
+  unsigned parity;  // of the piece
+
+  // All lanes, which have the same share; after each of them has read the one before.
+  CUKIT_DEVICE void park(const Share& share, unsigned number) {
+    __syncwarp();
+    if (threadIdx.x % cukit::kWarpSize == 0) {
+      *reinterpret_cast<Share*>(bytes) = share;
+      parity = number;
+    }
+    __syncwarp();
+  }
+  CUKIT_DEVICE Share share() const { return *reinterpret_cast<const Share*>(bytes); }
+  CUKIT_DEVICE cukit::PipelineState<1> queries() const { return {0, parity}; }
+
+  // To the next piece.
+  CUKIT_DEVICE void advance(Share& to, const Arrays& arrays,
+                            const cukit::LatentParameters& params) {
+    to = share();
+    to.advance(arrays.seq_lens, params);
+    park(to, parity ^ 1);
+  }
+};
+
+// What the warpgroups tell each other about rows.
+struct Exchange {
+  ParkedShare shares[THREADS / cukit::kWarpSize];
+  int share_units;          // of a team's whole share
+  float maxima[2][kRows];   // by the warpgroup that owns the page
+  float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
+#if CODES
+  int units[kStages][2];  // of pages, for the readers of each half
+  unsigned query_tops[Block::kConsumerWarps];  // bits of the largest query that a warp met
+#endif
 };
 
 namespace producer {
@@ -160,40 +202,34 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
 }
 
 #if CODES
-// Decodes a page, whose first quarter is under way; at the end that of `next` is. The half of the page's
-// owner comes first, which is the other one on the next page.
-CUKIT_DEVICE void decode_page(Barriers& barriers, CodedQuarter& quarter, const unsigned char* page,
-                              const unsigned char* next, int count, const Tiles& tiles) {
+// Hands over a page that has been loaded, of which the first `keys` rows count.
+CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage& coded, int keys,
+                              int count, const Tiles& tiles) {
   const cukit::PipelineState<kStages> at = page_state(count);
   unsigned char* const tile = tiles.pages + at.index * PageTile::kBytes;
-#pragma unroll 1
-  for (int index = 0; index < 4; ++index) {
-    const int half = at.index ^ (index / 2);
-    const int lower = index % 2;
-    const CodedQuarter::Source from(index < 3 ? page : next, at.index ^ (index > 0), lower ^ 1);
-    if (!lower) barriers.sections[half].acquire(at);
+  const int half = CodedPage::half();
+  unsigned ratios[2];
+  coded.begin(ratios, keys);
+  barriers.sections[half].acquire(at);
+  const bool leads = threadIdx.x % cukit::kWarpSize == 0;
+  if (leads && CodedPage::first_row() == 0) exchange.units[at.index][half] = coded.unit;
 #pragma unroll
-    for (int i = 0; i < CodedQuarter::kRows; ++i) {
-      quarter.store<PageTile>(i, tile, half, lower);
-      quarter.load(i, from);
-    }
-    if (!lower) continue;
-    cukit::fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % cukit::kWarpSize == 0) barriers.sections[half].commit(at);
-  }
+  for (int i = 0; i < CodedPage::kRows; ++i) coded.store<PageTile>(i, tile, ratios);
+  cukit::fence_proxy_async();
+  __syncwarp();
+  if (leads) barriers.sections[half].commit(at);
 }
 #endif
 
 // Every warp that takes part walks; one thread starts the copies.
-CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::TensorMap* q,
-                      const cukit::TensorMap* cache, Share share, const Arrays& arrays,
+CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
+                      const cukit::TensorMap* q, const cukit::TensorMap* cache, const Arrays& arrays,
                       const cukit::LatentParameters& params) {
   const bool starts = threadIdx.x == 0;
   const int member = blockIdx.x % TEAM;
-  cukit::PipelineState<1> q_at;
   int count = 0;  // pages that the block has been given
-  for (; !share.done(); share.advance(arrays.seq_lens, params)) {
+  ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
+  for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
     const Piece piece = share.piece();
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
@@ -201,19 +237,27 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::Tenso
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
-    int next = block_of(piece.begin + 1);
     if (starts) {
+      const cukit::PipelineState<1> q_at = parked.queries();
       barriers.queries.acquire(q_at);
       QueryTile::load(tiles.queries, q, barriers.queries.expect(q_at, QueryTile::kBytes), 0,
                       {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
     }
-    q_at.advance();
 #if CODES
-    CodedQuarter quarter;
-    const CodedQuarter::Source from(arrays.cache + block * params.cache_block, count % kStages, 0);
-#pragma unroll
-    for (int i = 0; i < CodedQuarter::kRows; ++i) quarter.load(i, from);
-#endif
+    const int* entry = row + piece.begin;
+    int keys = piece.place.request.seq_kv - piece.begin * kPage;  // from the page on
+    CodedPage coded;
+    coded.load(arrays.cache + block * params.cache_block);
+#pragma unroll 1
+    for (int left = piece.end - piece.begin; left > 0; --left, ++count, keys -= kPage) {
+      if (starts) load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
+      __syncwarp();
+      if (left > 1) block = *++entry;  // read long before it is used
+      decode_page(barriers, exchange, coded, keys, count, tiles);
+      if (left > 1) coded.load(arrays.cache + block * params.cache_block);
+    }
+#else
+    int next = block_of(piece.begin + 1);
 #pragma unroll 1
     for (int page = piece.begin; page < piece.end; ++page, ++count) {
       const int after = block_of(page + 2);  // read long before it is used
@@ -225,23 +269,16 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::Tenso
           }
         }
         load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
-      }
-#if CODES
-      __syncwarp();
-      decode_page(barriers, quarter, arrays.cache + block * params.cache_block,
-                  arrays.cache + next * params.cache_block, count, tiles);
-#else
-      if (starts) {
         const int half = count % kStages;  // of the page's owner, which is first
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
           load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
         }
       }
-#endif
       block = next;
       next = after;
     }
+#endif
   }
 }
 
@@ -260,12 +297,12 @@ constexpr int kHandoverBarrier = 4;
 constexpr int kBothThreads = 2 * cukit::kWarpgroupThreads;
 
 // scores (+)= Q K^T over the columns of a section.
-template <int Parts>
+template <typename Element, int Parts>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k,
                                 bool accumulate) {
 #pragma unroll
   for (int step = 0; step < Parts * PageTile::kPartColumns / 16; ++step) {
-    cukit::wgmma<T, kPage>(scores, q + QueryTile::k_step(step), k + PageTile::k_step(step),
+    cukit::wgmma<Element, kPage>(scores, q + QueryTile::k_step(step), k + PageTile::k_step(step),
                            accumulate || step > 0);
   }
 }
@@ -285,6 +322,36 @@ CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&to
   }
   cukit::rescale(out, shrink);
 }
+
+#if CODES
+// Brings a lane's sums and maxima from one unit of latents to another.
+CUKIT_DEVICE void change_unit(cukit::SoftmaxRows& rows, Outputs& out, int& unit, int renewed) {
+  if (unit == renewed) return;
+  const float by = power_of_two(cukit::mla::kExponentBias + unit - renewed);
+  unit = renewed;
+  const float both[2] = {by, by};
+  cukit::rescale(out, both);
+  rows.max[0] *= by;
+  rows.max[1] *= by;
+}
+
+// Makes the latent columns of the queries float16, by both warpgroups, and returns their unit.
+CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange) {
+  using Queries = CodedQueries<kBothThreads>;
+  const int thread = threadIdx.x - cukit::kWarpgroupThreads;
+  const unsigned own = __reduce_max_sync(cukit::kFullMask, Queries::largest(tile, thread));
+  if (thread % cukit::kWarpSize == 0) exchange.query_tops[thread / cukit::kWarpSize] = own;
+  cukit::named_sync(kBothBarrier, kBothThreads);
+  unsigned top = 0;
+#pragma unroll
+  for (const unsigned each : exchange.query_tops) top = max(top, each);
+  const int unit = Queries::unit(top);
+  Queries::convert(tile, thread, unit);
+  cukit::fence_proxy_async();
+  cukit::named_sync(kBothBarrier, kBothThreads);
+  return unit;
+}
+#endif
 
 // Zeros instead of rows `rows` .. of a half page, by its warpgroup. Its scores are multiplied.
 CUKIT_DEVICE void clear_rows(unsigned char* half, int rows, int group) {
@@ -310,14 +377,13 @@ CUKIT_DEVICE void store_probabilities(unsigned char* tile, const Probabilities& 
   }
 }
 
-CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange, Share share,
-                      int share_units, const Arrays& arrays,
-                      const cukit::LatentParameters& params) {
+CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
+                      const Arrays& arrays, const cukit::LatentParameters& params) {
   const int group = Block::consumer_group();
   const int other = group ^ 1;
   const int member = blockIdx.x % TEAM;
   const int lane_row = cukit::accumulator_row();
-  const float factor = params.scale_log2;
+  float factor = params.scale_log2;  // of scores as they are kept
   cukit::Pipeline<kStages>& own_half = barriers.sections[group];
 
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
@@ -328,9 +394,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const unsigned long long p_first =
       cukit::uniform_descriptor(ProbabilityTile::k_major(tiles.probabilities));
 
-  cukit::PipelineState<1> q_at;
   int count = 0;  // pages that the block has worked on
-  for (; !share.done(); share.advance(arrays.seq_lens, params)) {
+  ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
+  for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
     const Piece piece = share.piece();
     const int tile = piece.place.problem * TEAM + member;
     const Rows rows(piece.place.b, tile, params);
@@ -348,6 +414,24 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     for (int i = 0; i < kHalf / 2; ++i) out[i] = 0.0f;
     cukit::SoftmaxRows softmax{{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
     Scores scores;
+    barriers.queries.wait(parked.queries());
+#if CODES
+    const int query_unit = convert_queries(tiles.queries, exchange);
+    int unit = kLeastUnit;  // of outputs and maxima
+    const auto factor_of = [&](int page_unit) {
+      return params.scale_log2 * (power_of_two(query_unit) * power_of_two(page_unit));
+    };
+    // Once a half of the page has come.
+    const auto unit_of = [&](int page) {
+      const int page_unit = cukit::warp_uniform(exchange.units[page % kStages][group]);
+      __syncwarp();  // one lane releases the half
+      return page_unit;
+    };
+    const auto adopt_unit = [&](int page_unit) {
+      change_unit(softmax, out, unit, page_unit);
+      factor = factor_of(unit);
+    };
+#endif
 
     // Of a page's rows those that are keys; the others become zeros in this warpgroup's half.
     const auto keys_of = [&](int page) { return seq_kv - key_of(page); };
@@ -371,15 +455,19 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       barriers.sections[section].wait(page_state(page));
       cukit::wgmma_fence();
       if (turn == 0) {
-        multiply_keys<parts_of(kRopeSection)>(scores, q_first + offset, k_first + offset, false);
+        multiply_keys<T, parts_of(kRopeSection)>(scores, q_first + offset, k_first + offset, false);
       } else {
-        multiply_keys<kHalfParts>(scores, q_first + offset, k_first + offset, true);
+        multiply_keys<Latent, kHalfParts>(scores, q_first + offset, k_first + offset, true);
       }
     };
     // out += P V of the other warpgroup's page, started.
     const auto start_other = [&](int page) {
       cukit::named_sync(kHandoverBarrier + other, kBothThreads);
       const float top[2] = {exchange.maxima[other][lane_row], exchange.maxima[other][lane_row + 8]};
+#if CODES
+      own_half.wait(page_state(page));
+      adopt_unit(unit_of(page));
+#endif
       adopt(softmax, out, top, factor);
       clear_behind_end(page, other);
       own_half.wait(page_state(page));
@@ -387,13 +475,12 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const unsigned long long v = v_first + other * PageTile::kStage;
 #pragma unroll
       for (int step = 0; step < PageTile::kRowSteps; ++step) {
-        cukit::wgmma<T, kHalf, false, true>(out, p_first + ProbabilityTile::k_step(step),
+        cukit::wgmma<Latent, kHalf, false, true>(out, p_first + ProbabilityTile::k_step(step),
                                             v + PageTile::mn_step(step), true);
       }
       cukit::wgmma_commit();
     };
 
-    barriers.queries.wait(q_at);
     int page = count + ((count ^ group) & 1);  // the first that this warpgroup owns
     for (; page < last; page += 2) {
       const bool follows = page > count;  // a page of the other's
@@ -401,11 +488,26 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       for (int turn = 0; turn < EARLY; ++turn) multiply_section(page, turn);
       cukit::wgmma_commit();
       if (follows) start_other(page - 1);
+#if CODES
+      if (follows) {
+        cukit::wgmma_wait<1>(scores);
+      } else {
+        cukit::wgmma_wait<0>(scores);
+      }
+      own_half.wait(page_state(page));
+      const int page_unit = unit_of(page);
+      const float by = power_of_two(3 * kExponentBias - query_unit - page_unit);
+#pragma unroll
+      for (float& score : scores) score *= by;
+#endif
 #pragma unroll
       for (int turn = EARLY; turn < 3; ++turn) multiply_section(page, turn);
       cukit::wgmma_commit();
       cukit::wgmma_wait<1>(out);
       if (follows) release_half(page - 1);
+#if CODES
+      adopt_unit(page_unit);
+#endif
       cukit::wgmma_wait<0>(scores);
       barriers.sections[kRopeSection].release_to_cluster<CLUSTER>(page_state(page));
 
@@ -421,7 +523,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const bool outgrown = cukit::renew_maxima(softmax, shrink, scores, factor);
       cukit::exponentiate(softmax, scores, factor);
       Probabilities p;
-      cukit::pack_probabilities<T>(p, scores);
+      cukit::pack_probabilities<Latent>(p, scores);
       // Every warp has multiplied the probabilities that these overwrite.
       cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
       store_probabilities(tiles.probabilities, p);
@@ -438,66 +540,75 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const unsigned long long v = v_first + group * PageTile::kStage;
 #pragma unroll
       for (int step = 0; step < PageTile::kRowSteps; ++step) {
-        cukit::wgmma<T, kHalf, true>(out, p[step], v + PageTile::mn_step(step), true);
+        cukit::wgmma<Latent, kHalf, true>(out, p[step], v + PageTile::mn_step(step), true);
       }
       cukit::wgmma_commit();
       cukit::wgmma_wait<0>(out);
       release_half(page);
     }
-    barriers.queries.release(q_at);
+    barriers.queries.release(parked.queries());
     if (page == last) {
       start_other(page - 1);
       cukit::wgmma_wait<0>(out);
       release_half(page - 1);
     }
 
+    const Share own_share = parked.share();
+    const Piece done = own_share.piece();
+
     // Both have adopted the maxima of the last page: sums are those of one softmax.
+    const unsigned parity = parked.queries().phase;
     Statistics total[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = softmax.sum[half];
       sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
       sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-      if (threadIdx.x % 4 == 0) exchange.sums[q_at.phase][group][lane_row + 8 * half] = sum;
+      if (threadIdx.x % 4 == 0) exchange.sums[parity][group][lane_row + 8 * half] = sum;
     }
     cukit::named_sync(kBothBarrier, kBothThreads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float(&sums)[2][kRows] = exchange.sums[q_at.phase];
+      const float(&sums)[2][kRows] = exchange.sums[parity];
       const int row = lane_row + 8 * half;
       total[half] = {softmax.max[half] * factor, sums[0][row] + sums[1][row]};
     }
-    q_at.advance();
+#if CODES
+    const float out_unit = power_of_two(unit);
+#else
+    constexpr float out_unit = 1.0f;
+#endif
+    const Rows own(done.place.b, done.place.problem * TEAM + member, params);
     const bool states = group == 0 && threadIdx.x % 4 == 0;
-    if (piece.whole) {
+    if (done.whole) {
       cukit::ResultRows<T> to;
-      to.first = arrays.out + rows.index(lane_row, params) * kLatent + group * kHalf;
+      to.first = arrays.out + own.index(lane_row, params) * kLatent + group * kHalf;
       to.row_stride = kLatent;
       to.columns = kHalf;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
-        to.factor[half] = total[half].sum == 0.0f ? 0.0f : 1.0f / total[half].sum;
-        to.exists[half] = row < rows.count;
+        to.factor[half] = total[half].sum == 0.0f ? 0.0f : out_unit / total[half].sum;
+        to.exists[half] = row < own.count;
         if (states && to.exists[half] && arrays.lse != nullptr) {
-          arrays.lse[rows.statistic(row, params)] = log_sum(total[half]);
+          arrays.lse[own.statistic(row, params)] = log_sum(total[half]);
         }
       }
       cukit::write_rows<false>(out, to);
     } else {
-      const int first_unit = share.index - piece.place.unit;  // of the problem
-      const cukit::PieceSlots slots(first_unit, piece.place.request.units, share_units);
+      const int first_unit = own_share.index - done.place.unit;  // of the problem
+      const cukit::PieceSlots slots(first_unit, done.place.request.units, exchange.share_units);
       const long long slot =
           slots.slot(static_cast<int>(blockIdx.x) / TEAM - slots.first_team, member);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
-        if (row >= rows.count) continue;
+        if (row >= own.count) continue;
         float* const to = arrays.partial.out(slot) + row * kLatent + group * kHalf;
 #pragma unroll
         for (int n = 0; n < kHalf / 8; ++n) {
           *reinterpret_cast<float2*>(to + 8 * n + cukit::accumulator_column()) =
-              make_float2(out[4 * n + 2 * half], out[4 * n + 2 * half + 1]);
+              make_float2(out[4 * n + 2 * half] * out_unit, out[4 * n + 2 * half + 1] * out_unit);
         }
         if (states) arrays.partial.statistics(slot)[row] = total[half];
       }
@@ -529,18 +640,20 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla
   const Division division(seq_lens, params, teams);
   const int first = static_cast<int>(blockIdx.x) / TEAM * division.share;
   if (first >= division.total) return;
-  const auto share = [&] {
-    return Share{Place::find(first, seq_lens, params), first,
-                 min(division.total, first + division.share)};
-  };
+  exchange.shares[threadIdx.x / cukit::kWarpSize].park(
+      Share{Place::find(first, seq_lens, params), first,
+            min(division.total, first + division.share)},
+      0);
+  if (threadIdx.x == 0) exchange.share_units = division.share;
+  __syncthreads();
   Block::run(
       [&] {
         if (CODES || threadIdx.x < cukit::kWarpSize) {
-          producer::run(barriers, tiles, &q, &cache, share(), arrays, params);
+          producer::run(barriers, tiles, exchange, &q, &cache, arrays, params);
         }
       },
       [&] {
-        consumer::run(barriers, tiles, exchange, share(), division.share, arrays, params);
+        consumer::run(barriers, tiles, exchange, arrays, params);
       });
   if constexpr (CLUSTER > 1) {  // the other block may still write to this one's shared memory
     __syncwarp();

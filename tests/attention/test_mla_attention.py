@@ -51,17 +51,17 @@ class Latents:
             self.cache[blocks[places // BLOCK], places % BLOCK] = rows.astype(self.cache.dtype)
         self.lengths = np.asarray(lengths, np.int32)
         shape = (len(lengths), seq_q, heads, WIDTH)
+        self.spread = spread
         self.q = (spread * generator.standard_normal(shape, np.float32)).astype(dtype)
 
     def arrays(self, xp: Any) -> list[Any]:
         return [xp.asarray(a) for a in (self.q, self.cache, self.table, self.lengths)]
 
     def rows(self, device: str) -> Any:
-        """The cache in float64, zeros for NaN; the kernel rounds what it decodes to bfloat16."""
+        """The cache in float64, zeros for NaN."""
         rows = self.cache
         if rows.dtype == np.uint8:
             rows = reference.decode_latents(rows)
-            rows = rows if device == "cpu" else rows.astype(bfloat16)
         return np.nan_to_num(rows.astype(np.float64))
 
     def check(self, device: str, **options: Any) -> None:
@@ -88,7 +88,9 @@ class Latents:
         assert np.abs(got - want).max(initial=0) <= bound
         empty = np.isneginf(want_lse)
         assert (np.isneginf(host(lse)) == empty).all()
-        np.testing.assert_allclose(host(lse)[~empty], want_lse[~empty], atol=5e-5, rtol=5e-5)
+        # Float8 latents times their scales are rounded to float16.
+        error = 1e-3 * self.spread if self.cache.dtype == np.uint8 and device != "cpu" else 5e-5
+        np.testing.assert_allclose(host(lse)[~empty], want_lse[~empty], atol=error, rtol=5e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

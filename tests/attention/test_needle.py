@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from profiling.needle import main
+from profiling.needle import DOCUMENT, MARKS, ROWS, measure
+from profiling.tables import ROOT
 
 
 def check(keys: int, queries: int, least: float, tolerance: float) -> None:
-    found = main(keys, queries)
+    found = measure(keys, queries)
     assert found["16 bits"] >= least
     for name, part in found.items():
         assert part >= found["16 bits"] - tolerance, name
@@ -22,3 +23,10 @@ def test_needles_among_few_keys() -> None:
 def test_needles_among_128k_keys() -> None:
     """Others' float8 probabilities lose most of them, where sums have 14 bits."""
     check(131072, 512, 0.75, 0.03)
+
+
+def test_the_document_has_every_row() -> None:
+    match = MARKS.search((ROOT / DOCUMENT).read_text(encoding="utf-8"))
+    assert match is not None
+    for name in ROWS:
+        assert f"| {name} |" in match[0], "run `python -m profiling.needle --write`"

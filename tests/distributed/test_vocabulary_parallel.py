@@ -96,6 +96,10 @@ class ThroughHost:
     """A communicator of CuPy arrays for ranks that share a GPU."""
 
     def __init__(self, comm: HostCommunicator) -> None:
+        import cupy
+
+        cupy.cuda.Device(0).use()
+        cupy.cuda.runtime.free(0)  # the thread's context, which launches take for granted
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.beside, self.join = comm.beside, comm.join
 
