@@ -15,9 +15,15 @@ from cukit.core import backend as core_backend
 from cukit.core.device import current_device
 from cukit.core.kernel import KernelSpec, load_kernel
 from cukit.core.source import kernels_root
-from cukit.emulator.builder import build_kernel
+from cukit.emulator.builder import build_kernel, runtime_units
 from cukit.emulator.settings import Settings, settings_from
-from cukit.emulator.toolchain import Compiler
+from cukit.emulator.toolchain import (
+    RUNTIME_SOURCES,
+    Compiler,
+    find_compiler,
+    include_flags,
+    runtime_flags,
+)
 from cukit.errors import CompileError, ConfigError, EmulatorError, LaunchError
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +159,16 @@ def test_any_edit_compiles_anew(copy_kernel):
     path = Path(copy_kernel.source)
     path.write_text(path.read_text() + "// edited\n")
     assert build_kernel(copy_kernel, "sm_90", True, False).library != first
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+def test_any_group_of_the_runtimes_sources_may_be_compiled_as_one(tmp_path):
+    (unit,) = runtime_units(1)
+    source = tmp_path / "all.cpp"
+    source.write_text("".join(f'#include "{path}"\n' for path in unit))
+    flags = (*runtime_flags(), f"-I{RUNTIME_SOURCES}", *include_flags())
+    find_compiler().run([*flags, "-fsyntax-only", str(source)], "the runtime")
 
 
 @pytest.mark.emulator
