@@ -3,6 +3,12 @@
 from cukit.models.config import TransformerConfig
 from cukit.models.files import load_model, save_model
 from cukit.models.generation import generate
+from cukit.models.meta_attention import (
+    MetaAttention,
+    MetaAttentionActivations,
+    MetaAttentionConfig,
+    MetaAttentionState,
+)
 from cukit.models.parameters import Parameters
 from cukit.models.transformer import Activations, KvCache, LayerCaches, StateGradients, Transformer
 
@@ -10,6 +16,10 @@ __all__ = [
     "Activations",
     "KvCache",
     "LayerCaches",
+    "MetaAttention",
+    "MetaAttentionActivations",
+    "MetaAttentionConfig",
+    "MetaAttentionState",
     "Parameters",
     "StateGradients",
     "Transformer",

@@ -123,7 +123,7 @@ def plan_sample(
     threads = _SMALL_BLOCK
     if share > _SMALL_SHARE:
         alone = num_rows * cluster <= device.num_sms
-        full = alone and light and vec <= _LIGHT_ACCESS
+        full = alone and light and vec <= _LIGHT_ACCESS and not (few and cluster > 1)
         threads = _FULL_BLOCK if full else _SHARED_BLOCK
     iterations = -(-vocab_size // (cluster * threads * vec))
     values_bytes = iterations * threads * vec * 4

@@ -298,6 +298,7 @@ def _specs(device: Device) -> list[KernelSpec]:
             (256, 50257, "float16", 1, False, False),
             (4, 512, "float32", 4, False, False),
             (4, 1 << 20, "bfloat16", 8, True, False),
+            (4, 1 << 20, "float32", 4, False, True),
         )
     ]
     return [*(config.spec() for config in rows), _count_spec()]

@@ -18,8 +18,39 @@ namespace {
 
 using cukit::Key;
 
-// Descending; `size` is a power of two. All threads; the list is written before and read after a barrier of its own.
+// Descending, of one key a thread: thread i of the first `size`, a power of two, gets the i-th. Neighbours in a warp
+// exchange keys by shuffles, others through the list, which holds THREADS keys. All threads.
+CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
+  const int thread = threadIdx.x;
+  for (int run = 2; run <= size; run *= 2) {
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      Key other;
+      if (distance < cukit::kWarpSize) {
+        other = __shfl_xor_sync(cukit::kFullMask, own, distance);
+      } else {
+        __syncthreads();
+        list[thread] = own;
+        __syncthreads();
+        other = list[thread ^ distance];
+      }
+      const bool takes_larger = ((thread & run) == 0) == ((thread & distance) == 0);
+      own = takes_larger == (own < other) ? other : own;
+    }
+  }
+  return own;
+}
+
+// Descending, of a list; `size` is a power of two. All threads; a barrier before and behind.
 CUKIT_DEVICE void sort(Key* list, int size) {
+  if (size <= THREADS) {
+    const int thread = threadIdx.x;
+    __syncthreads();
+    const Key own = sorted(thread < size ? list[thread] : 0, list, size);
+    __syncthreads();
+    list[thread] = own;
+    __syncthreads();
+    return;
+  }
   for (int run = 2; run <= size; run *= 2) {
     for (int distance = run / 2; distance > 0; distance /= 2) {
       __syncthreads();
@@ -63,9 +94,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_top(
   Key own = 0;
 #pragma unroll 8
   for (int i = begin + thread; i < end; i += THREADS) own = max(own, entry(i));
-  list[thread] = own;
   if (thread == 0) collected = 0;
-  sort(list, THREADS);
+  const Key place = sorted(own, list, THREADS);
+  __syncthreads();
+  list[thread] = place;
+  __syncthreads();
   const Key bound = list[p.k - 1];
   __syncthreads();
   if (own != 0 && own >= bound) {
