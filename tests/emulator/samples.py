@@ -339,7 +339,9 @@ def _adamw(rng: Rng) -> Arguments:
 
 
 def _ema_update(rng: Rng) -> Arguments:
-    averages, values, copies = (_rows(rng, (300,), (17, 20)) for _ in range(3))
+    shapes = (300,), (17, 20)
+    averages = _rows(rng, *shapes, dtype="float32")
+    values, copies = (_rows(rng, *shapes) for _ in range(2))
     return (averages, values, 0.9, copies), {}
 
 
