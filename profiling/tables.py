@@ -37,7 +37,8 @@ NOT_MEASURED = "*Not measured yet.*\n"
 HIGHLIGHTS = (
     "flash_attention", "flash_attention_backward", "linear", "gated_linear", "quantized_linear",
     "matmul_int8", "moe_ffn", "kl_divergence", "distillation_loss", "linear_kl_divergence",
-    "attention_kl", "paged_attention", "cascade_attention", "sample",
+    "attention_kl", "paged_attention", "cascade_attention", "sample", "retrieve_top_k",
+    "layer_bank", "graph_diffusion",
 )  # fmt: skip
 """The ops that most users come for."""
 
