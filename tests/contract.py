@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import cukit
+from cukit.core import backend
 from tests.tolerances import ATOL, FACTOR, FINITE_DIFFERENCE
 
 Array = Any
@@ -62,11 +63,12 @@ def poison_pool(device: str, num_bytes: int = 1 << 26) -> None:
 
 
 def another_order(device: str, repeat: int) -> AbstractContextManager[None]:
-    """In the emulator: from the first repeat on, threads take turns in another order, and what runs
-    in the background ends as late as it may."""
+    """In the emulator, of the GPU that it stands for now: from the first repeat on, threads take
+    turns in another order, and what runs in the background ends as late as it may."""
     if device != "emulator" or repeat == 0:
         return nullcontext()
-    return cukit.backend("emulator", seed=repeat, late=True)
+    here = {} if backend.active is None else {"arch": backend.active.settings.arch}
+    return cukit.backend("emulator", seed=repeat, late=True, **here)
 
 
 def assert_close(name: str, got: Array, low: Array, wide: Array, atol: float | None = None) -> None:
