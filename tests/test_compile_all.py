@@ -1,7 +1,7 @@
 """Every kernel compiles for every architecture and stays within its registers.
 
-All variants are compiled for the architectures that kernels are tuned for. For the others, which
-share those kernels, the variants in which every value of every macro occurs; `cukit compile`
+All variants of a kernel are compiled for the architecture that it is tuned for. For the others a few
+in which every value of every macro occurs, and every kernel for each of them; `cukit compile`
 compiles them all. NVRTC needs no GPU. The cache is pytest's: its key covers sources, includes,
 options and compiler, so a second run compiles only what changed. The quick run compiles every
 kernel once, and kernels of every family for every architecture.
@@ -31,18 +31,26 @@ SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128
 
 
+def home(variant: Variant) -> str:
+    """The architecture that a kernel is tuned for."""
+    return "sm_80" if variant.spec.source.endswith("_sm80.cu") else "sm_90a"
+
+
 def macro_values(variant: Variant) -> list[Hashable]:
-    """What is compiled at least once for an architecture that kernels are not tuned for."""
-    kernel = (variant.arch, variant.spec.source, variant.spec.entry)
-    return [kernel, *((*kernel, name, value) for name, value in variant.spec.defines)]
+    """What is compiled at least once for an architecture that the kernel is not tuned for."""
+    kernel = (variant.spec.source, variant.spec.entry)
+    return [
+        (*kernel, variant.arch),
+        *((*kernel, name, value) for name, value in variant.spec.defines),
+    ]
 
 
 def chosen_variants() -> list[Variant]:
-    """All of the tuned architectures; a few of the others."""
+    """All where they are tuned; a few elsewhere."""
     every = variants(devices(",".join(DEFAULT_ARCHS)))
-    elsewhere = [variant for variant in every if variant.arch not in TUNED_ARCHS]
+    elsewhere = [variant for variant in every if variant.arch != home(variant)]
     few = cover([macro_values(variant) for variant in elsewhere])
-    tuned = [variant for variant in every if variant.arch in TUNED_ARCHS]
+    tuned = [variant for variant in every if variant.arch == home(variant)]
     return tuned + [elsewhere[index] for index in sorted(few)]
 
 
