@@ -1,7 +1,7 @@
 """Every kernel compiles for every architecture and stays within its registers.
 
-All variants of a kernel are compiled for the architecture that it is tuned for. For the others a few
-in which every value of every macro occurs, and every kernel for each of them; `cukit compile`
+All variants of a kernel are compiled for the architecture that it is tuned for; for the others a
+few in which every value of every macro occurs, and every kernel for each of them. `cukit compile`
 compiles them all. NVRTC needs no GPU. The cache is pytest's: its key covers sources, includes,
 options and compiler, so a second run compiles only what changed. The quick run compiles every
 kernel once, and kernels of every family for every architecture.
