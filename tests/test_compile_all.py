@@ -94,9 +94,13 @@ def known_spills(variant: Variant) -> int:
     Hopper's products with quantised weights: values that the epilogue needs wait in memory while
     tiles of 128 tokens and more are summed; the main loop has no spills.
     Gradients of an indexer's queries with heads of 256 columns: a thread has 128 sums.
+    Sampling with two blocks a multiprocessor: 64 registers, and three values wait in memory until
+    the row has been read.
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128
+    if variant.spec.entry == "sample":
+        return 48 if dict(variant.spec.defines)["BLOCKS_PER_SM"] == 2 else 0
     if variant.spec.entry == "indexer_kl_query_sm80":
         return 176 if dict(variant.spec.defines)["HEAD_DIM"] == 256 else 0
     return 192 if variant.spec.entry == "flash_attention_backward_sm90" else 0
