@@ -157,6 +157,10 @@ ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
 )
 
 
+Calls = Iterator[tuple[dict[str, Any], str]]
+"""Arguments, and the names of those that were replaced."""
+
+
 def mutations(value: Any, rng: np.random.Generator) -> Any:
     """Something wrong, or at least odd, in place of `value`."""
     if isinstance(value, np.ndarray):
@@ -169,21 +173,50 @@ def mutations(value: Any, rng: np.random.Generator) -> Any:
     return SCALARS[rng.integers(len(SCALARS))]
 
 
-def calls(op: Op | Function, count: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Arguments with one or two of them replaced, and their names."""
-    rng = np.random.default_rng(zlib.crc32(op.name.encode()))
-    signature = inspect.signature(op.function)
+def random_generator(op: Op | Function) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(op.name.encode()))
+
+
+def right_arguments(op: Op | Function, rng: np.random.Generator) -> dict[str, Any]:
     args, kwargs = (SAMPLES.get(op.name) or FUNCTIONS[op.name])(rng)
-    bound = signature.bind(*args, **kwargs)
+    bound = inspect.signature(op.function).bind(*args, **kwargs)
     bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def calls(op: Op | Function, count: int) -> Calls:
+    """One or two arguments replaced, at random."""
+    rng = random_generator(op)
+    right = right_arguments(op, rng)
     for _ in range(count):
-        arguments = copy.deepcopy(dict(bound.arguments))
+        arguments = copy.deepcopy(right)
         names = rng.choice(
             list(arguments), size=min(len(arguments), int(rng.integers(1, 3))), replace=False
         )
         for name in names:
             arguments[name] = mutations(arguments[name], rng)
         yield arguments, ", ".join(names)
+
+
+def all_calls(op: Op | Function) -> Calls:
+    """Each argument replaced by all that may stand in its place, the others right."""
+    right = right_arguments(op, random_generator(op))
+    for name, value in right.items():
+        if isinstance(value, np.ndarray):
+            wrong: Iterator[Any] = (mutate(value.copy()) for mutate in ARRAYS)
+        else:
+            wrong = iter(SCALARS)
+        for each in wrong:
+            yield {**copy.deepcopy(right), name: each}, name
+
+
+def calls_without(op: Op | Function) -> Calls:
+    """Each array replaced by None, alone and with the one before."""
+    right = right_arguments(op, random_generator(op))
+    arrays = [name for name, value in right.items() if isinstance(value, np.ndarray)]
+    for first, second in zip(arrays, arrays[-1:] + arrays[:-1], strict=True):
+        for names in ([first], [first, second]):
+            yield {**copy.deepcopy(right), **dict.fromkeys(names)}, ", ".join(names)
 
 
 def contents(value: Any) -> Any:
@@ -214,14 +247,14 @@ def show(arguments: dict[str, Any], names: str) -> str:
     return ", ".join(f"{name}={text}" for name, text in described.items())
 
 
-def try_wrong_inputs(op: Op | Function, count: int) -> None:
+def try_wrong_inputs(op: Op | Function, wrong: Calls) -> None:
     positional = [
         p.name
         for p in inspect.signature(op.function).parameters.values()
         if p.kind is p.POSITIONAL_OR_KEYWORD
     ]
     complaints = []
-    for arguments, names in calls(op, count):
+    for count, (arguments, names) in enumerate(wrong, 1):  # noqa: B007
         before = {key: contents(value) for key, value in arguments.items()}
         args = [arguments[name] for name in positional]
         options = {k: v for k, v in arguments.items() if k not in positional}
@@ -399,16 +432,30 @@ def test_what_makes_arrays_refuses_by_name(name: str, arguments: dict[str, Any])
         getattr(cukit, name)(**arguments)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
-def test_references_refuse_or_work(op: Op, count: int) -> None:
-    try_wrong_inputs(op, count)
+def test_references_refuse_or_work(op: Op) -> None:
+    try_wrong_inputs(op, calls(op, 60))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_refuse_or_work(name: str, count: int) -> None:
-    try_wrong_inputs(Function(name, getattr(cukit, name)), count)
+def test_functions_refuse_or_work(name: str) -> None:
+    function = Function(name, getattr(cukit, name))
+    try_wrong_inputs(function, calls(function, 60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_references_refuse_every_argument_or_work(op: Op) -> None:
+    try_wrong_inputs(op, all_calls(op))
+    try_wrong_inputs(op, calls(op, 300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_refuse_every_argument_or_work(name: str) -> None:
+    function = Function(name, getattr(cukit, name))
+    try_wrong_inputs(function, all_calls(function))
+    try_wrong_inputs(function, calls(function, 300))
 
 
 @pytest.mark.slow
@@ -416,4 +463,5 @@ def test_functions_refuse_or_work(name: str, count: int) -> None:
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 def test_kernels_refuse_or_work(op: Op) -> None:
     with cukit.backend("emulator"):
-        try_wrong_inputs(op, 30)
+        try_wrong_inputs(op, calls(op, 30))
+        try_wrong_inputs(op, calls_without(op))

@@ -288,6 +288,8 @@ def describe_backward(
 ) -> Hashable:
     """The same of a backward."""
     queries, others = (q, grad_out, out), (deterministic, *given)
+    if q is None or lse is None:  # the checks name it
+        return describe(device, *queries, k, v, lse, options, *others)
     if q.ndim < _DENSE_AXES - 1 or lse.shape != lse_shape(q) or not lse.flags.c_contiguous:
         return describe(device, *queries, k, v, lse, options, *others)
     return lse.dtype, _describe_but_lengths(device, queries, (k, v), options, others)
@@ -308,6 +310,8 @@ def _describe_but_lengths(
 
     queries, keys: the arrays that have the length of the queries, of the keys.
     """
+    if any(array is None for array in (*queries, *keys)):  # the checks name it
+        return describe(device, *queries, *keys, options, *others)
     rows_q, rows_kv = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
     most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
     inputs = [_describe_but_length(array, rows_q) for array in queries]

@@ -81,7 +81,6 @@ def indexer_kl_backward(
     dtype of q_s, for grad_weights too. Scratch: dI in 16 bits,
     of as many queries at a time as 128 MiB hold, float32 sums of grad_k_s, and the forward's.
     """
-    each_row = reduction == "none" and grad_loss is not None
     if grad_loss is not None and not isinstance(grad_loss, numbers.Real):
         (grad_loss,) = adopt(_OP, grad_loss)
     call = indexer_call(
@@ -95,6 +94,7 @@ def indexer_kl_backward(
     if arrays.lse_s is None or arrays.lse_t is None:
         missing = "lse_s" if arrays.lse_s is None else "mass_t"
         raise ArrayError(f"{_OP}: {missing} must be an array, got None")
+    each_row = reduction == "none" and grad_loss is not None
     check_scalar(_OP, "grad_loss", grad_loss, q_s.shape[:-2] if each_row else ())
     if not call.on_gpu:
         return reference.indexer_kl_backward(

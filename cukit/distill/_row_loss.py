@@ -15,6 +15,7 @@ from cukit.core.arrays import (
     Array,
     access_width,
     bfloat16,
+    check_array,
     empty,
     float16,
     float32,
@@ -186,6 +187,14 @@ def evaluate_rows(
         count, then=(factors_of(options, factor / divisor),),
     )  # fmt: skip
     return reduce_rows(*outputs, rows, options, divisor, count) if return_loss else None
+
+
+def empty_gradient(op: str, name: str, logits: Array, inplace: bool) -> Array:
+    """Where a kernel writes the gradient of `logits`."""
+    if inplace:
+        return logits
+    check_array(op, name, logits, contiguous=None)
+    return empty(logits, logits.shape)
 
 
 def empty_rows(

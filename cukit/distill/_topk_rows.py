@@ -16,7 +16,6 @@ from cukit.core.arrays import (
     Array,
     adopt,
     check_array,
-    empty,
     float32,
     float64,
     int32,
@@ -31,6 +30,7 @@ from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabula
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
     VocabularySplit,
+    empty_gradient,
     evaluate_rows,
     row_access_width,
     split_vocabulary,
@@ -235,9 +235,7 @@ def evaluate_known(
         if inplace and return_grad:
             return result[0], write_out(student_logits, result[1])
         return result
-    grad = None
-    if return_grad:
-        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
+    grad = empty_gradient(op, "student_logits", student_logits, inplace) if return_grad else None
     _, grad_loss = rows.upstream()
     launch = _prepare(
         op, student_logits, *known, tail, rows.targets, rows.token_weights, grad, grad_loss,

@@ -10,7 +10,6 @@ from cukit.core.arrays import (
     Array,
     adopt,
     check_array,
-    empty,
     runs_kernel,
     write_out,
 )
@@ -19,7 +18,7 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan
 from cukit.core.scalars import check_flag
 from cukit.distill._cross_entropy_rows import OPTIONS, cross_entropy_specs, plan_launch
 from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
-from cukit.distill._row_loss import count_spec, evaluate_rows, total_spec
+from cukit.distill._row_loss import count_spec, empty_gradient, evaluate_rows, total_spec
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -145,9 +144,7 @@ def _evaluate(
             return result, None
         loss, grad = result
         return loss, write_out(logits, grad) if inplace else grad
-    grad = None
-    if return_grad:
-        grad = logits if inplace else empty(logits, logits.shape)
+    grad = empty_gradient(op, "logits", logits, inplace) if return_grad else None
     _, grad_loss = rows.upstream()
     launch = _prepare(
         op, logits, rows.targets, rows.token_weights, grad, grad_loss, options.transforms,

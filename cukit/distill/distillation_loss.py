@@ -11,7 +11,6 @@ from cukit.core.arrays import (
     adopt,
     check_array,
     check_same_dtype,
-    empty,
     runs_kernel,
     write_out,
 )
@@ -20,7 +19,13 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan
 from cukit.core.scalars import check_flag
 from cukit.distill._divergence_rows import divergence_specs, plan_launch
 from cukit.distill._loss_options import DIVERGENCES, LossOptions, RowOptions, common_vocabulary
-from cukit.distill._row_loss import REPRESENTATIVE_ROWS, count_spec, evaluate_rows, total_spec
+from cukit.distill._row_loss import (
+    REPRESENTATIVE_ROWS,
+    count_spec,
+    empty_gradient,
+    evaluate_rows,
+    total_spec,
+)
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -156,9 +161,7 @@ def evaluate(
             return result, None
         loss, grad = result
         return loss, write_out(student_logits, grad) if inplace else grad
-    grad = None
-    if return_grad:
-        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
+    grad = empty_gradient(op, "student_logits", student_logits, inplace) if return_grad else None
     _, grad_loss = rows.upstream()
     launch = _prepare(
         op, *inputs, rows.targets, rows.token_weights, grad, grad_loss, options.divergence,

@@ -86,8 +86,9 @@ def graph_diffusion(
     op = "graph_diffusion"
     memory, transition = _adopt(op, memory, transition)
     options = _options(op, steps, restart, method, time)
-    if not runs_kernel(op, memory, *transition):
-        check_transition(op, memory, transition)
+    on_kernel = runs_kernel(op, memory, *transition)
+    check_transition(op, memory, transition)
+    if not on_kernel:
         return reference.graph_diffusion(memory, transition, **options)
     return _diffuse(op, memory, transition, step_weights(**options))
 

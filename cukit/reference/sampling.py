@@ -194,7 +194,7 @@ class _Rows:
         part = _column(xp, top_p, batch, 1.0)
         least = _column(xp, min_p, batch, 0.0)
         legal = (heat >= 0) & (heat < np.inf) & (most >= 0) & (part >= 0)
-        legal &= (least >= 0) & (least <= 1)
+        legal = legal & (least >= 0) & (least <= 1)  # of one row, or of all
         refused = ~legal[:, 0] | xp.isnan(z).any(axis=1) | (z == np.inf).any(axis=1)
         refused |= (z == -np.inf).all(axis=1)
         z = xp.where(refused[:, None], 0.0, z)

@@ -120,6 +120,17 @@ def test_options_of_each_request(device, rng):
     assert_same(together, wide)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.5), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1)]
+)
+def test_one_option_of_each_request(device, rng, name, value):
+    """An array beside numbers, as the number for all."""
+    (x,) = to_device(device, random(rng, (3, 100), "float32"))
+    (each,) = to_device(device, np.full(3, value, np.int32 if name == "top_k" else np.float32))
+    mine = to_host(sample(x, seed=7, **{name: each}).tokens)
+    assert mine.tolist() == to_host(sample(x, seed=7, **{name: value}).tokens).tolist()
+
+
 def test_ties_go_to_the_lowest_token(device):
     logits = np.full((2, 4097), -1, np.float32)
     logits[0, 7:2500:3] = 2  # 831 of them
