@@ -44,9 +44,10 @@ def outcomes(path: Path, *arguments: str) -> dict[str, str]:
     """What happened to each case of SUITE; absent if it was not selected."""
     path.write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "tests.quick_run", "-p", "no:cacheprovider"]
+    settings = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(
         [*command, "-c", str(ROOT / "pyproject.toml"), "-v", *arguments, str(path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env=os.environ | settings,
         capture_output=True,
         text=True,
         check=True,
