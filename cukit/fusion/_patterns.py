@@ -145,7 +145,7 @@ def _attention(
 ) -> Any:  # fmt: skip
     """[..., heads, positions, head_dim], as programs with plain products have them."""
     heads = [(a[:, None] if a.ndim == 3 else a).swapaxes(1, 2) for a in (q, k, v)]
-    out = flash_attention(*heads, scale=scale, causal=causal, mask=mask, bias=added)
+    out: Any = flash_attention(*heads, scale=scale, causal=causal, mask=mask, bias=added)
     out = out.swapaxes(1, 2)
     return out[:, 0] if q.ndim == 3 else out
 

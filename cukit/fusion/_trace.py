@@ -81,6 +81,39 @@ class Trace:
         return list(order)
 
 
+def is_same(one: Trace, other: Trace) -> bool:
+    """Whether two traces are the same operations on the same constants."""
+    numbers: list[dict[Node, int]] = []
+    steps: list[list[Node]] = []
+    for each in (one, other):
+        steps.append([*each.inputs, *each.nodes()])
+        numbers.append({node: number for number, node in enumerate(steps[-1])})
+    if len(steps[0]) != len(steps[1]):
+        return False
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, Node) or isinstance(b, Node):
+            return numbers[0].get(a, -1) == numbers[1].get(b, -2)
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(map(equal, a, b))
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(map(equal, a.values(), b.values()))
+        if is_array(a):
+            return a is b or (
+                a.shape == b.shape
+                and a.dtype == b.dtype
+                and bool(((a == b) | ((a != a) & (b != b))).all())
+            )
+        return a is b or bool(a == b) or (a != a and b != b)
+
+    pairs = zip(*steps, strict=True)
+    return equal(one.result, other.result) and all(
+        a.name == b.name and equal((a.args, a.kwargs), (b.args, b.kwargs)) for a, b in pairs
+    )
+
+
 def replaced(value: Any, change: Callable[[Node], Any]) -> Any:
     """`value` with `change(node)` for every node in it."""
     if isinstance(value, Node):

@@ -18,7 +18,7 @@ from cukit.core.scalars import check_flag, check_integer, check_number
 from cukit.errors import ConfigError, CukitError
 from cukit.fusion._match import Match, match, uncast
 from cukit.fusion._patterns import Pattern, patterns
-from cukit.fusion._trace import CannotTraceError, Node, Trace, is_array, replaced, trace
+from cukit.fusion._trace import CannotTraceError, Node, Trace, is_array, is_same, replaced, trace
 
 TOLERANCES = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest difference of two outputs over the largest output: two roundings and sums in another
@@ -140,9 +140,9 @@ def optimize(
 ) -> Optimized:
     """Replaces what a function of CuPy or NumPy arrays computes step by step with fused kernels.
 
-    The function runs once on `sample`, and its operations are recorded. Wherever they spell an op
-    that cukit has a kernel for, that op is run on the very same inputs; it stays where the results
-    agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU the whole
+    The function runs a few times on `sample`, and its operations are recorded. Wherever they spell
+    an op that cukit has a kernel for, that op is run on the very same inputs; it stays where the
+    results agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU the whole
     is then captured in a CUDA graph, which calls with the sample's shapes replay.
 
     ===============  ============================================================================
@@ -178,6 +178,8 @@ def optimize(
         ConfigError: an option.
 
     What the function does with other shapes is not known from one sample: they run the original.
+    Values that it closes over are those of the sample's call, arrays the same arrays; what it does
+    beside computing arrays, such as printing, is not repeated.
 
     >>> import numpy as np, cukit as ck
     >>> def norm(x, weight):
@@ -214,6 +216,8 @@ def optimize(
         notes.append(f"{here}: ops ran on cukit's references, nothing was timed")
     try:
         found = trace(function, args, kwargs)
+        if not is_same(found, trace(function, args, kwargs)):
+            raise CannotTraceError("it computes with values that change from call to call")
     except CannotTraceError as reason:
         notes.append(f"nothing was replaced: {reason}")
     except Exception as error:

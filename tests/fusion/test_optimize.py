@@ -267,6 +267,17 @@ def test_what_cannot_be_traced_runs_as_it_is(function, rng):
     np.testing.assert_array_equal(optimized(x), function(x))
 
 
+def draws(x):
+    return x + np.random.default_rng().standard_normal(x.shape)
+
+
+def test_values_that_change_from_call_to_call_are_no_constants(rng):
+    x = random(rng, (4, 8), "float32")
+    optimized = optimize(draws, x, dry_run=False)
+    assert "change from call to call" in optimized.note
+    assert (optimized(x) != optimized(x)).any()
+
+
 def test_errors_of_the_function_are_its_own():
     with pytest.raises(ZeroDivisionError):
         optimize(lambda x: x + 1 / 0, np.ones(3))
