@@ -142,8 +142,8 @@ def optimize(
 
     The function runs a few times on `sample`, and its operations are recorded. Wherever they spell
     an op that cukit has a kernel for, that op is run on the very same inputs; it stays where the
-    results agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU the whole
-    is then captured in a CUDA graph, which calls with the sample's shapes replay.
+    results agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU
+    the whole is then captured in a CUDA graph, which calls with the sample's shapes replay.
 
     ===============  ============================================================================
     flash_attention  softmax(q k^T scale) v over [..., heads, positions, head_dim], with a boolean
