@@ -26,15 +26,15 @@ import numpy.typing as npt
 from cukit.core.device import require_cupy
 from cukit.core.kernel import Kernel, KernelSpec, load_kernel
 from cukit.errors import UnsupportedDeviceError
-from cukit.memory.cuda_captures import CaptureWatch, between_captures
-from cukit.memory.cuda_driver import (
+from cukit.memory.bookkeeping.streams import CaptureKey
+from cukit.memory.guard import GuardedMemory
+from cukit.memory.providers.cuda_captures import CaptureWatch, between_captures
+from cukit.memory.providers.cuda_driver import (
     CudaVirtualMemoryDriver,
     call,
     supports_virtual_memory,
 )
-from cukit.memory.guard import GuardedMemory
-from cukit.memory.provider import DeviceOutOfMemory
-from cukit.memory.streams import CaptureKey
+from cukit.memory.providers.provider import DeviceOutOfMemory
 
 THREADS = 256
 CHUNK_BYTES = 1 << 16

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cukit.memory.blocks import Frame
-from cukit.memory.cuda_driver import VirtualMemoryDriver
-from cukit.memory.listeners import call_site
-from cukit.memory.provider import DeviceOutOfMemory
-from cukit.memory.streams import CaptureKey
+from cukit.memory.bookkeeping.blocks import Frame
+from cukit.memory.bookkeeping.streams import CaptureKey
+from cukit.memory.pool.listeners import call_site
+from cukit.memory.providers.cuda_driver import VirtualMemoryDriver
+from cukit.memory.providers.provider import DeviceOutOfMemory
 
 ALIGNMENT = 16
 """Of allocations at the end of a slot: what cukit's ops ask of an array. CuPy's own pool aligns to

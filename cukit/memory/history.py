@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cukit.memory.blocks import Event, Range
-from cukit.memory.pool import MemoryPool
+from cukit.memory.bookkeeping.blocks import Event, Range
+from cukit.memory.pool.memory_pool import MemoryPool
 
 MAX_EVENTS = 100_000
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cukit.memory.blocks import Block, Range
+from cukit.memory.bookkeeping.blocks import Block, Range
 
 KINDS = ("live", "pending", "whole", "part", "unmapped")
 """What a byte is: `whole` is free on a page without a live byte, `part` is free beside one."""

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from cukit.memory.blocks import Event, Frame
-from cukit.memory.pool import MemoryPool
+from cukit.memory.bookkeeping.blocks import Event, Frame
+from cukit.memory.pool.memory_pool import MemoryPool
 
 
 @dataclass(frozen=True)

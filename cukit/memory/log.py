@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from cukit.core.files import check_file
 from cukit.errors import DataError
-from cukit.memory.blocks import Event
+from cukit.memory.bookkeeping.blocks import Event
 
 COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from cukit.memory.blocks import Range
+from cukit.memory.bookkeeping.blocks import Range
 from cukit.memory.history import Sample
 from cukit.memory.layout import KINDS, Layout, Piece, largest_hole, totals
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from cukit.errors import ConfigError
-from cukit.memory.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.statistics import PoolStatistics
 from cukit.memory.history import History
-from cukit.memory.pool import MemoryPool
-from cukit.memory.statistics import PoolStatistics
+from cukit.memory.pool.memory_pool import MemoryPool
 
 PICKLE_PROTOCOL = 4
 """The newest that the viewer understands."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cukit.memory import DeviceOutOfMemory
+from cukit.memory.bookkeeping.streams import CaptureKey
 from cukit.memory.guard import GAP_PAGES, Slot
-from cukit.memory.streams import CaptureKey
 from cukit.reference import memory as reference
 
 PAGE = 1 << 14

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
-from cukit.memory.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED
+from cukit.memory.bookkeeping.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED
 
 
 def check_invariants(pool: MemoryPool) -> None:

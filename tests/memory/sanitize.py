@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cukit.memory import batched_copy
-from cukit.memory.compaction import TILE_BYTES
+from cukit.memory.batched_copy import TILE_BYTES
 from cukit.memory.cuda_guard import CHUNK_BYTES, plan_guard_pages
 from tests.contract import to_device
 from tests.memory.test_batched_copy import SLIDES, bytes_of

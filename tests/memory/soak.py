@@ -139,11 +139,11 @@ def _pattern(words: Any, value: int) -> Any:
 def make_provider(name: str, total_bytes: int) -> Provider:
     """By the name on the command line."""
     if name == "cuda-vmm":
-        from cukit.memory.vmm import CudaVirtualMemory
+        from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
 
         return CudaVirtualMemory()
     if name == "cuda-malloc":
-        from cukit.memory.cuda_malloc import CudaMalloc
+        from cukit.memory.providers.cuda_malloc import CudaMalloc
 
         return CudaMalloc()
     return HostProvider(total_bytes, can_remap=name == "host")

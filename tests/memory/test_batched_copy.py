@@ -7,7 +7,7 @@ import pytest
 
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.memory import batched_copy
-from cukit.memory.compaction import TILE_BYTES
+from cukit.memory.batched_copy import TILE_BYTES
 from tests.contract import to_device, to_host
 
 # (size, gap) of blocks that slide: a gap of one access, blocks of a few tiles, tails of any length.

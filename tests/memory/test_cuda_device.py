@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cukit.memory import cuda_device
-from cukit.memory.cuda_device import BROKEN_CAPTURE, LEGACY_KEY, CudaDevice
+from cukit.memory.providers import cuda_device
+from cukit.memory.providers.cuda_device import BROKEN_CAPTURE, LEGACY_KEY, CudaDevice
 
 
 class RefusedError(RuntimeError):

@@ -12,8 +12,8 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import CudaMalloc, CudaVirtualMemory, DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.cuda_driver import DriverError
-from cukit.memory.replay_pools import ProviderMeter
+from cukit.memory.providers.cuda_driver import DriverError
+from cukit.memory.replay.pools import ProviderMeter
 from tests.memory.device_work import fill, intact, words_at
 from tests.memory.invariants import check_invariants
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.memory import device_copy
-from cukit.memory.compaction import MovePlan
-from cukit.memory.device_copy import FEW_MOVES, DeviceCopy
+from cukit.memory.batched_copy import MovePlan
+from cukit.memory.providers import device_copy
+from cukit.memory.providers.device_copy import FEW_MOVES, DeviceCopy
 
 SIZE = 512
 

@@ -20,8 +20,8 @@ import pytest
 import cukit.memory
 from cukit.errors import OutOfMemoryError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
-from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.snapshot import snapshot
+from cukit.memory.uninterrupted import Uninterrupted
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE
 
@@ -155,7 +155,7 @@ class Bench:
 
     def arrays_of_cupy(self) -> None:
         pytest.importorskip("cupy")
-        from cukit.memory.install import _single
+        from cukit.memory.pool.cupy_allocator import _single
 
         allocate = _single(self.pool)
         held = [allocate(size) for size in (512, 512, KIB, 512)]

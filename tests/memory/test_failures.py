@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.compact import LEAST_GAP
+from cukit.memory.bookkeeping.compaction import LEAST_GAP
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider, fill, holds
 

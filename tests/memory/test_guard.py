@@ -12,9 +12,9 @@ from cukit.commands.compile import DEFAULT_ARCHS
 from cukit.core.compiler import compile_kernel
 from cukit.core.kernel import load_kernel
 from cukit.memory import DeviceOutOfMemory
+from cukit.memory.bookkeeping.streams import CaptureKey
 from cukit.memory.cuda_guard import plan_guard_pages
 from cukit.memory.guard import ALIGNMENT, LARGEST_RECYCLED, GuardedMemory, Slot
-from cukit.memory.streams import CaptureKey
 from cukit.reference import memory as reference
 from tests.memory.guard_device import GAP, MOST_PAGES, PAGE, Device, Driver, bytes_at, poke
 

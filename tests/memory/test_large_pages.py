@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import DeviceOutOfMemory, MemoryPool, MemoryPoolConfig
-from cukit.memory.cuda_driver import DriverError
-from cukit.memory.vmm import VirtualPages
+from cukit.memory.providers.cuda_driver import DriverError
+from cukit.memory.providers.cuda_vmm import VirtualPages
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill, holds
 from tests.memory.test_vmm import PAGE as DRIVER_PAGE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.host import HostProvider
 from cukit.memory.leaks import live_report, watch_leaks
+from cukit.memory.providers.host import HostProvider
 
 
 @pytest.fixture

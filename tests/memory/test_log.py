@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cukit.memory.blocks import Event
+from cukit.memory.bookkeeping.blocks import Event
 from cukit.memory.log import (
     BUFFERED,
     DAY_US,
@@ -23,9 +23,9 @@ from cukit.memory.log import (
     read_log,
     write_log,
 )
-from cukit.memory.mixes import STANDARD, make_log
 from cukit.memory.recorder import record_allocations
-from cukit.memory.replay import Step, script_of
+from cukit.memory.replay.mixes import STANDARD, make_log
+from cukit.memory.replay.replay import Step, script_of
 
 HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 ALLOCATE = "7,09:00:00.000001,allocate,0x7f00,512,0"

@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig, OutOfMemoryReport
-from cukit.memory.oom import in_words
+from cukit.memory.pool.oom import in_words
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, SimulatedProvider
 

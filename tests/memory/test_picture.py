@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.blocks import Block, Event, Range
+from cukit.memory.bookkeeping.blocks import Block, Event, Range
 from cukit.memory.history import FreeMap, History, Sample, timeline
-from cukit.memory.host import HostProvider
 from cukit.memory.layout import KINDS, Layout, kinds_of, largest_hole, totals
 from cukit.memory.picture import map_svg, map_text, num_bytes, summary, timeline_svg
+from cukit.memory.providers.host import HostProvider
 
 MIB = 1 << 20
 PAGE = 2 * MIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.mixes import make_log
-from cukit.memory.replay import script_of
+from cukit.memory.replay.mixes import make_log
+from cukit.memory.replay.replay import script_of
 from tests.memory.priced import GIB, MIB, PRICES_US, PricedProvider
 
 

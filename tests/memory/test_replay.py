@@ -13,8 +13,9 @@ from cukit.commands.replay import limit_of
 from cukit.core.device import gpu_available
 from cukit.errors import ConfigError
 from cukit.memory.log import LogAction, LogEvent, read_log, write_log
-from cukit.memory.mixes import make_log
-from cukit.memory.replay import (
+from cukit.memory.replay.mixes import make_log
+from cukit.memory.replay.pools import POOLS, ProviderMeter, make_pool
+from cukit.memory.replay.replay import (
     Latency,
     PoolMissing,
     Request,
@@ -23,7 +24,6 @@ from cukit.memory.replay import (
     replay_apart,
     script_of,
 )
-from cukit.memory.replay_pools import POOLS, ProviderMeter, make_pool
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "logs" / "distill.csv.gz"
 PAGE = 2 << 20

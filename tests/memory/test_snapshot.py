@@ -13,9 +13,9 @@ import pytest
 
 from cukit.errors import ConfigError
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.blocks import Block, Event, Frame, Range
 from cukit.memory.history import FreeMap, History
-from cukit.memory.host import HostProvider
+from cukit.memory.providers.host import HostProvider
 from cukit.memory.snapshot import describe, snapshot, write_snapshot
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cukit.memory.spans import FREE, SizeIndex, Span
+from cukit.memory.bookkeeping.spans import FREE, SizeIndex, Span
 
 
 @pytest.mark.parametrize("most_per_chunk", [4, SizeIndex.MOST_PER_CHUNK])

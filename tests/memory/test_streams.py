@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.streams import MOST_MARKS, MOST_STREAMS, Streams
+from cukit.memory.bookkeeping.streams import MOST_MARKS, MOST_STREAMS, Streams
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider, fill, holds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.supply import LARGE_BYTES
+from cukit.memory.pool.supply import LARGE_BYTES
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, SimulatedProvider
 

@@ -6,7 +6,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory import pager as pager_module
+from cukit.memory.pool import pager as pager_module
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 

@@ -1,0 +1,174 @@
+"""Defragmentation: moves what may move, then gathers the pages that are wholly free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from cukit.memory.bookkeeping.arena import Arena
+from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
+from cukit.memory.bookkeeping.movables import NO_ROW, Movables
+from cukit.memory.bookkeeping.spans import Span
+from cukit.memory.bookkeeping.statistics import DefragmentReport
+from cukit.memory.bookkeeping.survey import Survey, survey
+from cukit.memory.bookkeeping.walk import Holes, Walk, measure
+from cukit.memory.pool.listeners import Listeners
+from cukit.memory.pool.pager import Pager
+from cukit.memory.pool.stitch import Stitcher
+from cukit.memory.pool.supply import Supply
+from cukit.memory.providers.provider import Moves, Provider
+
+
+class Defragmenter:
+    """Knows how to make free memory whole. The pool is locked while it does."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        arena: Arena,
+        pager: Pager,
+        stitcher: Stitcher,
+        supply: Supply,
+        live: dict[int, Span],
+        movables: Movables,
+        listeners: Listeners,
+    ) -> None:
+        self._provider = provider
+        self._arena = arena
+        self._pager = pager
+        self._stitcher = stitcher
+        self._supply = supply
+        self._live = live
+        self._movables = movables
+        self._listeners = listeners
+        self.count = 0
+        self.bytes_moved = 0
+
+    def survey(self) -> Survey:
+        """Everything about the pool that takes a walk to know."""
+        return survey(self._arena, self._walk(), self._pager.paging())
+
+    def holes(self) -> Holes:
+        """What there is of free memory, quickly."""
+        return self._walk().holes(self._pager.paging())
+
+    def _walk(self) -> Walk:
+        live, movables = self._live, self._movables
+        rows = movables.columns()
+        fixed: list[Span] = []
+        if len(live) > len(movables):
+            fixed += [
+                span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
+            ]
+        fixed += [span for span, _ in self._supply.pending]
+        fixed += self._stitcher.elsewhere()
+        for state in self._arena.streams.states.values():
+            if state.private:  # a captured graph will use them again
+                fixed += [*chain.from_iterable(state.bins.values()), *state.index]
+        return Walk.over(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
+
+    def run(self, stream: Hashable) -> DefragmentReport:
+        """Waits for the device, moves, remaps."""
+        start = time.perf_counter()
+        self._supply.stop_the_world()
+        before, moved = self._compact(stream)
+        self._stitcher.undo()
+        remapped = self._pager.consolidate()
+        after = self._merged_holes()
+        self.count += 1
+        self._listeners.emit("defragment", 0, moved, stream)
+        return DefragmentReport(
+            bytes_moved=moved,
+            pages_remapped=remapped,
+            fragmentation_before=before.fragmentation,
+            fragmentation_after=after.fragmentation,
+            largest_free_before=before.largest,
+            largest_free_after=after.largest,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _merged_holes(self) -> Holes:
+        """`holes` after a compaction, when all that is free is merged and everybody's."""
+        spans = list(self._arena.streams.anyone.index)
+        address = np.array([span.address for span in spans], np.int64)
+        size = np.array([span.size for span in spans], np.int64)
+        order = np.argsort(address)
+        return measure(address[order], size[order], self._pager.paging())
+
+    def compact(self, stream: Hashable) -> int:
+        """Waits for the device and moves unpinned buffers; returns the bytes."""
+        self._supply.stop_the_world()
+        moved = self._compact(stream)[1]
+        self._stitcher.undo()
+        return moved
+
+    def _compact(self, stream: Hashable) -> tuple[Holes, int]:
+        """Holes before, and bytes moved. The device is idle before and after; what the copies do
+        not need is done while they run."""
+        walk = self._walk()
+        plan = plan_compaction(walk.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
+        if not plan.steps:
+            before = walk.holes(self._pager.paging())
+            self._arena.place(*self._layout(walk, plan))
+            return before, 0
+        event = self._copy(plan, stream)
+        try:
+            before = walk.holes(self._pager.paging())
+            self._commit(walk, plan)
+            self._provider.synchronize(event)
+        except BaseException:
+            self._provider.synchronize_device()
+            raise
+        finally:
+            self._provider.discard(event)
+        self.bytes_moved += plan.bytes_moved
+        return before, plan.bytes_moved
+
+    def _copy(self, plan: Plan, stream: Hashable) -> Any:
+        """Queues the copies; returns the event behind them."""
+        done: list[Moves] = []
+        try:
+            for step in plan.steps:
+                self._provider.copy(step, stream)
+                done.append(step)
+            return self._provider.record(stream)
+        except BaseException:
+            # Later steps may have overwritten what earlier ones read: take them back in turn.
+            for step in reversed(done):
+                self._provider.copy(step[:, [1, 0, 2]], stream)
+            self._provider.synchronize_device()
+            raise
+
+    def _commit(self, walk: Walk, plan: Plan) -> None:
+        """Brings the books in line with where the bytes are going.
+
+        Listeners see a move as a free of the old place and an allocation of the new one.
+        """
+        told, live = self._listeners.active, self._live
+        rows = walk.rows[plan.moved]
+        moved = self._movables.spans(rows)
+        source, target = plan.source.tolist(), plan.target.tolist()
+        for span, address in zip(moved, source, strict=True):
+            del live[address]
+            if span.uses:
+                span.uses = ()
+            if told:
+                self._listeners.moved_away(span)
+        self._movables.move(rows, plan.target)
+        live.update(zip(target, moved, strict=True))
+        self._arena.place(*self._layout(walk, plan))
+        if told:
+            for span in sorted(moved, key=attrgetter("address")):
+                self._listeners.moved_here(span)
+
+    def _layout(self, walk: Walk, plan: Plan) -> tuple[list[Span], Ints, Ints]:
+        """All that is not free, where it lies after the moves."""
+        spans = self._movables.spans(walk.rows) + walk.others
+        address = np.concatenate((walk.pieces.movable, walk.others_at))
+        address[plan.moved] = plan.target
+        return spans, address, np.concatenate((walk.pieces.movable_size, walk.others_size))

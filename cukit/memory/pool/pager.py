@@ -1,0 +1,591 @@
+"""Physical memory: where it comes from, where it is mapped, when it goes back.
+
+The pool grows in three ways, cheapest first: pages in hand, pages that are wholly free somewhere
+else (gathered: unmapped there and mapped here; no bytes move, nobody's address changes), and new
+pages of the driver. Every step that the driver can refuse leaves the pages it had already in hand,
+so a failure in the middle needs no undoing.
+
+The driver takes its time for each of its handles, whatever their size. So a request of many pages
+gets large pages, where the provider has them: several pages that are one handle, and are mapped,
+unmapped and destroyed as one. They are made of single pages, handed back and created anew, which
+takes less time than to map those elsewhere. A large page with a live byte stays where it is, so
+before a block takes part of a free one, that is broken up into single pages (`keep_whole`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cukit.memory.bookkeeping.arena import Arena
+from cukit.memory.bookkeeping.blocks import Action, Frame
+from cukit.memory.bookkeeping.spans import FREE, UNMAPPED, Span
+from cukit.memory.bookkeeping.walk import Paging
+from cukit.memory.pool.config import MemoryPoolConfig
+from cukit.memory.providers.provider import DeviceOutOfMemory, Provider
+
+MANY_LARGE = 2
+"""Large pages are for requests that fill as many of them."""
+
+WORTH_BREAKING = 8
+"""What a block leaves of a large page stays with it, if it is less than one part of the block in so
+many."""
+
+CROWDED = 0.9
+"""Of its limit: a pool that holds more puts blocks where they take the fewest wholly free pages."""
+
+
+class Emit(Protocol):
+    """Notes an event (blocks.py): what, where, how many bytes, on which stream, who asked."""
+
+    def __call__(
+        self,
+        action: Action,
+        address: int,
+        size: int,
+        stream: Hashable,
+        call_site: tuple[Frame, ...] = (),
+    ) -> None: ...
+
+
+class Place(NamedTuple):
+    """Where new pages make a hole that is large enough."""
+
+    hole: Span
+    """An unmapped span."""
+    address: int
+    pages: int
+    neighbours: tuple[Span, ...]
+    """Free spans that the hole is joined with."""
+
+
+class Run(NamedTuple):
+    """Neighbouring pages, wholly inside one free span."""
+
+    span: Span
+    address: int
+    pages: int
+
+
+class Pager:
+    """Maps and unmaps the memory behind an arena."""
+
+    def __init__(
+        self, config: MemoryPoolConfig, provider: Provider, arena: Arena, emit: Emit
+    ) -> None:
+        self._config = config
+        self._provider = provider
+        self._arena = arena
+        self._emit = emit
+        self.page_bytes = provider.page_bytes
+        self._remaps = provider.can_remap
+        self.mapped: dict[int, Any] = {}
+        """Page by the address it is mapped at."""
+        self.in_hand: list[Any] = []
+        """Single pages mapped nowhere."""
+        self.large_in_hand: list[tuple[Any, ...]] = []
+        """Large pages mapped nowhere: the pages of each."""
+        self.large_at: dict[int, int] = {}
+        """Where the large page begins that a page is part of, by the address of the page."""
+        self.large_pages = provider.large_pages if self._remaps else 1
+        self.large_from = MANY_LARGE * self.large_pages
+        """Requests of so many pages get large ones."""
+        self.reserved_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.pages_remapped = 0
+
+    @property
+    def pages_in_hand(self) -> int:
+        """Single ones, and those of large ones."""
+        return len(self.in_hand) + len(self.large_in_hand) * self.large_pages
+
+    def paging(self) -> Paging:
+        """What can be measured of free memory depends on this."""
+        firsts = np.array(sorted(set(self.large_at.values())), np.int64)
+        in_hand = self.pages_in_hand * self.page_bytes
+        return Paging(self.page_bytes, in_hand, self._remaps, self.large_pages, firsts)
+
+    @property
+    def limited(self) -> bool:
+        """Whether pages may become short before the device has no more."""
+        return self._config.max_pool_size is not None and self._remaps
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the pool holds nearly what its limit allows."""
+        limit = self._config.max_pool_size
+        return limit is not None and self._remaps and self.reserved_bytes >= CROWDED * limit
+
+    def grow(
+        self,
+        size: int,
+        stream: Hashable,
+        *,
+        fewer_than: int | None = None,
+        alone: bool = False,
+    ) -> Span | None:
+        """Makes a hole of at least `size` bytes that the stream may use, and returns it.
+
+        `fewer_than`: only where that takes fewer pages than this, which a neighbour has to allow.
+        `alone`: not as part of a free neighbour.
+        None: the limit or the device forbid it, or there is no such place; nothing has changed.
+        """
+        if not self._remaps:
+            return self._grow_by_segment(size)
+        place = self._place(size, stream, alone=alone)
+        if fewer_than is not None and (place is None or place.pages >= fewer_than):
+            return None
+        needed = self._pages(size) if place is None else place.pages
+        runs = self.find_pages(needed, () if place is None else place.neighbours)
+        if runs is None:
+            return None
+        if place is None:
+            place = self._reserve(size)
+            if place is None:
+                return None
+        for run in runs:
+            self.unmap(run)
+        return self._map(place, stream) if self.make_ready(place.pages) else None
+
+    def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
+        """What to unmap so that `count` pages are in hand, new ones among them where the limit and
+        the device allow it. None: there are not as many."""
+        missing = count - self.pages_in_hand
+        runs = self._whole_pages(missing, spared) if missing > 0 else []
+        missing -= sum(run.pages for run in runs)
+        large = count >= self.large_from
+        return runs if missing <= 0 or self._create(missing, large=large) else None
+
+    def make_ready(self, count: int) -> bool:
+        """Makes of the pages in hand what can be mapped as `count` pages: of single pages large
+        ones, where many are wanted; of a large one single ones, where too few are.
+
+        False: the device has given a page to somebody else on the way.
+        """
+        step = self.large_pages
+        if step == 1:
+            return len(self.in_hand) >= count
+        if count >= self.large_from:
+            wanted = count // step - len(self.large_in_hand)
+            self._make_large(min(wanted, len(self.in_hand) // step))
+        while self._missing_single(count) > 0 and self.large_in_hand:
+            self._break_up()
+        return self._missing_single(count) <= 0
+
+    def _missing_single(self, count: int) -> int:
+        """Beside as many large pages in hand as fit into `count` pages."""
+        large = min(len(self.large_in_hand), count // self.large_pages)
+        return count - large * self.large_pages - len(self.in_hand)
+
+    def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
+        """Breaks up the large pages of which a block of `size` bytes at `start`, in a free span
+        that everybody may use, would take a part. Returns the span again.
+
+        None: the device has given a page to somebody else on the way; the span is gone.
+        """
+        page, step = self.page_bytes, self.large_pages * self.page_bytes
+        for at in (start // page * page, (start + size - 1) // page * page):
+            first = self.large_at.get(at)
+            if first is None or (start <= first and first + step <= start + size):
+                continue
+            if span.address > first or first + step > span.end or span.stream is not None:
+                continue  # some of it is in use
+            used = min(first + step, start + size) - max(first, start)
+            if (step - used) * WORTH_BREAKING < size:
+                continue
+            self.unmap(Run(span, first, self.large_pages), remapped=False)
+            self._break_up()
+            if len(self.in_hand) < self.large_pages:
+                return None
+            place = Place(self.hole_at(first), first, self.large_pages, ())
+            span = self._map(place, None, single=True)
+        return span
+
+    def find_addresses(self, pages: int) -> Place | None:
+        """Unmapped addresses for `pages` pages, beside whatever it is; fresh ones if need be."""
+        size = pages * self.page_bytes
+        return self._place(size, None, alone=True) or self._reserve(size)
+
+    def hole_at(self, address: int) -> Span:
+        """The unmapped span around an address; unmapping may have merged it with others."""
+        return next(
+            span for span in self._arena.unmapped.values() if span.address <= address < span.end
+        )
+
+    def prepare(self, size: int) -> bool:
+        """Takes at least `size` bytes from the device ahead of any request."""
+        return self.grow(size, None) is not None
+
+    def consolidate(self) -> int:
+        """Gathers all wholly free pages into one hole; returns how many were remapped.
+
+        Nothing free may be in use any more (Streams.all_done).
+        """
+        if not self._remaps:
+            return 0
+        largest = max(self._arena.streams.anyone.index, key=lambda span: span.size, default=None)
+        if largest is None:
+            return 0
+        runs = self._whole_pages(1 << 62, (largest,))
+        pages = self.pages_in_hand + sum(run.pages for run in runs)
+        if not pages:
+            return 0
+        place = self._beside(largest, pages)
+        if place is None:
+            runs = self._whole_pages(1 << 62, ())
+            pages = self.pages_in_hand + sum(run.pages for run in runs)
+            if pages * self.page_bytes <= largest.size:
+                return 0
+            place = self._place(pages * self.page_bytes, None, alone=True)
+            if place is None:
+                place = self._reserve(pages * self.page_bytes)
+            if place is None:
+                return 0
+        for run in runs:
+            self.unmap(run)
+        if not self.make_ready(pages):
+            place = place._replace(pages=self.pages_in_hand)
+        self._map(place, None)
+        return sum(run.pages for run in runs)
+
+    def trim(self) -> int:
+        """Hands back every wholly free page, or segment, and every empty range."""
+        before = self.reserved_bytes
+        if self._remaps:
+            for run in self._whole_pages(1 << 62, ()):
+                self.unmap(run, remapped=False)
+            in_hand = [*self.in_hand, *chain.from_iterable(self.large_in_hand)]
+            if in_hand:
+                self._provider.destroy_pages(in_hand)
+                self.reserved_bytes -= len(in_hand) * self.page_bytes
+                self.in_hand.clear()
+                self.large_in_hand.clear()
+        for part in self._arena.ranges():
+            span = part.first
+            if span.next is None and (
+                span.state == UNMAPPED
+                or (span.state == FREE and span.stream is None and not self._remaps)
+            ):
+                self._provider.release(part.address, part.size)
+                self._arena.drop_range(span)
+                if not self._remaps:
+                    self.reserved_bytes -= part.size
+                self._emit("segment_free", part.address, part.size, None)
+        return before - self.reserved_bytes
+
+    def abandon(self) -> None:
+        """Gives everything back to the device, whatever it is used for."""
+        provider, page = self._provider, self.page_bytes
+        addresses = sorted(self.mapped)
+        while addresses:
+            count = 1
+            while count < len(addresses) and addresses[count] == addresses[0] + count * page:
+                count += 1
+            provider.unmap_pages(addresses[0], count)
+            self.in_hand.extend(self.mapped.pop(address) for address in addresses[:count])
+            del addresses[:count]
+        self.in_hand.extend(chain.from_iterable(self.large_in_hand))
+        self.large_in_hand.clear()
+        self.large_at.clear()
+        if self.in_hand:
+            provider.destroy_pages(list(dict.fromkeys(self.in_hand)))  # some were mapped twice
+            self.in_hand.clear()
+        for part in self._arena.ranges():
+            provider.release(part.address, part.size)
+
+    def room(self) -> int | None:
+        """Bytes that the limit still allows; None: no limit."""
+        limit = self._config.max_pool_size
+        return None if limit is None else max(0, limit - self.reserved_bytes)
+
+    # Finding a place --------------------------------------------------------------------------
+
+    def _pages(self, size: int) -> int:
+        return -(-size // self.page_bytes)
+
+    def _place(self, size: int, stream: Hashable, *, alone: bool = False) -> Place | None:
+        """The unmapped addresses that need the fewest pages to become a hole of `size` bytes; of
+        those the ones beside the smallest free neighbours, for larger ones save others a page."""
+        best: tuple[int, int, int, int] | None = None
+        found = None
+        page = self.page_bytes
+        for hole in self._arena.unmapped.values():
+            before = None if alone else self._usable(hole.prev, stream)
+            behind = None if alone else self._usable(hole.next, stream)
+            beside = (before.size if before else 0) + (behind.size if behind else 0)
+            if best is not None and -(-(size - beside) // page) > best[0]:
+                continue
+            for place in self._fillings(size, hole, before, behind):
+                used = sum(neighbour.size for neighbour in place.neighbours)
+                rank = (place.pages, used, hole.size, place.address)
+                if best is None or rank < best:
+                    best, found = rank, place
+        return found
+
+    def _fillings(
+        self, size: int, hole: Span, before: Span | None, behind: Span | None
+    ) -> list[Place]:
+        places = []
+        page = self.page_bytes
+        free_before = before.size if before else 0
+        free_behind = behind.size if behind else 0
+        if max(free_before, free_behind) >= size:
+            return []
+        pages = self._pages(size - free_before)
+        if pages * page <= hole.size:
+            places.append(Place(hole, hole.address, pages, (before,) if before else ()))
+        pages = self._pages(size - free_behind)
+        if behind and pages * page <= hole.size:
+            places.append(Place(hole, hole.end - pages * page, pages, (behind,)))
+        if not places and before and behind and free_before + hole.size + free_behind >= size:
+            places.append(Place(hole, hole.address, hole.size // page, (before, behind)))
+        return places
+
+    @staticmethod
+    def _usable(span: Span | None, stream: Hashable) -> Span | None:
+        """The span, if it is free and the stream may use it at once."""
+        if span is None or span.state != FREE or span.stream not in (None, stream):
+            return None
+        return span
+
+    def _beside(self, span: Span, pages: int) -> Place | None:
+        """Room for `pages` pages behind or before a span."""
+        size = pages * self.page_bytes
+        if span.next and span.next.state == UNMAPPED and span.next.size >= size:
+            return Place(span.next, span.next.address, pages, (span,))
+        if span.prev and span.prev.state == UNMAPPED and span.prev.size >= size:
+            return Place(span.prev, span.prev.end - size, pages, (span,))
+        return None
+
+    def _reserve(self, size: int) -> Place | None:
+        """Fresh addresses: as many as the pool may ever fill, for they cost nothing."""
+        _, total = self._provider.memory_info()
+        pages = self._pages(size)
+        for wanted in (max(pages, self._pages(total)), pages):
+            try:
+                address = self._provider.reserve(wanted * self.page_bytes)
+            except DeviceOutOfMemory:
+                continue
+            span = self._arena.add_range(address, wanted * self.page_bytes, mapped=False)
+            self._emit("segment_alloc", address, span.size, None)
+            return Place(span, address, pages, ())
+        return None
+
+    def _whole_pages(self, most: int, spared: Sequence[Span]) -> list[Run]:
+        """At least `most` pages that are wholly free and done with, or all there are, out of the
+        smallest holes first, so that large holes stay large.
+
+        Where many are wanted, large pages first; else those only where single ones do not do.
+        """
+        spans = [
+            span
+            for span in self._arena.streams.anyone.index.at_least(self.page_bytes)
+            if span not in spared
+        ]
+        runs: list[Run] = []
+        many = most >= self.large_from
+        for large in (many, not many) if self.large_at else (None,):
+            for span in spans:
+                if most <= 0:
+                    break
+                found = list(self._runs(span, most, large))
+                most -= sum(run.pages for run in found)
+                runs += found
+        return self._joined(runs) if self.large_at else runs
+
+    def _joined(self, runs: Sequence[Run]) -> list[Run]:
+        """Neighbours as one; from the highest address down, for each cuts the end off its span."""
+        joined: list[Run] = []
+        for run in sorted(runs, key=attrgetter("address"), reverse=True):
+            last = joined[-1] if joined else None
+            end = run.address + run.pages * self.page_bytes
+            if last is not None and last.span is run.span and last.address == end:
+                joined[-1] = Run(run.span, run.address, run.pages + last.pages)
+            else:
+                joined.append(run)
+        return joined
+
+    def _runs(self, span: Span, most: int, large: bool | None) -> Iterator[Run]:
+        """The wholly free pages of a free span. `large`: only large ones, or only single ones;
+        None where there are no large ones. Of single ones at most `most`."""
+        page = self.page_bytes
+        at, end = -(-span.address // page) * page, span.end // page * page
+        if large is None:
+            if at < end:
+                yield Run(span, at, min(most, (end - at) // page))
+            return
+        step = self.large_pages * page
+        while at < end and most > 0:
+            first = self.large_at.get(at)
+            begin = at
+            if first is not None:
+                at = first + step
+                if large and begin == first and at <= end:
+                    most -= self.large_pages
+                    yield Run(span, begin, self.large_pages)
+                continue
+            while at < end and (at - begin) < most * page and at not in self.large_at:
+                at += page
+            if not large:
+                most -= (at - begin) // page
+                yield Run(span, begin, (at - begin) // page)
+
+    # Doing it ---------------------------------------------------------------------------------
+
+    def _extra_pages(self, missing: int) -> int:
+        """Pages beyond the missing ones that `block_size` and `growth_factor` ask for."""
+        held = self.reserved_bytes // self.page_bytes
+        wanted = max(missing, int(held * (self._config.growth_factor - 1)))
+        step = self._pages(self._config.block_size)
+        wanted = -(-wanted // step) * step
+        return wanted - missing
+
+    def _create(self, missing: int, *, large: bool) -> bool:
+        """Gets new pages in hand: the missing ones, and more if growth is to be generous. `large`:
+        as large ones."""
+        room = self.room()
+        most = missing + self._extra_pages(missing)
+        if room is not None:
+            most = min(most, room // self.page_bytes)
+        together = most // self.large_pages if large and self.large_pages > 1 else 0
+        if together and most >= missing:
+            with suppress(DeviceOutOfMemory):
+                self._create_large(together)
+                most -= together * self.large_pages
+                missing = max(missing - together * self.large_pages, 0)
+        for count in dict.fromkeys((most, missing)):
+            if count < missing:
+                return False
+            try:
+                self._create_single(count)
+            except DeviceOutOfMemory:
+                continue
+            return True
+        return False
+
+    def _create_single(self, count: int) -> None:
+        if count:
+            self.in_hand.extend(self._provider.create_pages(count))
+            self._hold_more(count * self.page_bytes)
+
+    def _create_large(self, count: int) -> None:
+        self.large_in_hand.extend(self._provider.create_large_pages(count))
+        self._hold_more(count * self.large_pages * self.page_bytes)
+
+    def _make_large(self, count: int) -> None:
+        """Makes `count` large pages of single ones in hand."""
+        if count <= 0:
+            return
+        single = count * self.large_pages
+        self._provider.destroy_pages(self.in_hand[-single:])
+        del self.in_hand[-single:]
+        self.reserved_bytes -= single * self.page_bytes
+        try:
+            self._create_large(count)
+        except DeviceOutOfMemory:
+            with suppress(DeviceOutOfMemory):
+                self._create_single(single)
+
+    def _break_up(self) -> None:
+        """Makes single pages of a large one in hand. They may be fewer: then the device has given
+        the memory to somebody else."""
+        self._provider.destroy_pages(self.large_in_hand[-1])
+        del self.large_in_hand[-1]
+        self.reserved_bytes -= self.large_pages * self.page_bytes
+        with suppress(DeviceOutOfMemory):
+            self._create_single(self.large_pages)
+
+    def _hold_more(self, size: int) -> None:
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def unmap(self, run: Run, *, remapped: bool = True) -> None:
+        """Takes the pages of a free run in hand. `remapped`: to map them elsewhere."""
+        size = run.pages * self.page_bytes
+        self._provider.unmap_pages(run.address, run.pages)
+        cut = self._arena.carve(run.span, run.address, size)
+        self._arena.put_unmapped(cut)
+        self._take_in_hand(run)
+        self.pages_remapped += run.pages if remapped else 0
+        self._emit("segment_unmap", run.address, size, None)
+
+    def _take_in_hand(self, run: Run) -> None:
+        """Notes that pages are mapped no more."""
+        page, mapped = self.page_bytes, self.mapped
+        end = run.address + run.pages * page
+        if not self.large_at:
+            self.in_hand.extend(mapped.pop(at) for at in range(run.address, end, page))
+            return
+        at = run.address
+        while at < end:
+            if at not in self.large_at:
+                self.in_hand.append(mapped.pop(at))
+                at += page
+                continue
+            addresses = range(at, at + self.large_pages * page, page)
+            self.large_in_hand.append(tuple(map(mapped.pop, addresses)))
+            deque(map(self.large_at.pop, addresses), maxlen=0)
+            at = addresses.stop
+
+    def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
+        """Of the pages in hand those that are mapped next, and how many large ones they begin with.
+        `single`: none of those."""
+        large = 0 if single else min(len(self.large_in_hand), count // self.large_pages)
+        rest = count - large * self.large_pages
+        pages = list(chain.from_iterable(self.large_in_hand[len(self.large_in_hand) - large :]))
+        return pages + self.in_hand[len(self.in_hand) - rest :], large
+
+    def note_mapped(self, address: int, pages: Sequence[Any], large: int) -> None:
+        """Notes that what `choose` returned is mapped from `address` on."""
+        page, step = self.page_bytes, self.large_pages
+        del self.in_hand[len(self.in_hand) - (len(pages) - large * step) :]
+        del self.large_in_hand[len(self.large_in_hand) - large :]
+        end = address + large * step * page
+        self.mapped.update(
+            zip(range(address, address + len(pages) * page, page), pages, strict=True)
+        )
+        for first in range(address, end, step * page):
+            self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
+
+    def _map(self, place: Place, stream: Hashable, *, single: bool = False) -> Span:
+        """Maps pages in hand where they make the hole, and returns that."""
+        size = place.pages * self.page_bytes
+        pages, large = self.choose(place.pages, single=single)
+        self._provider.map_pages(place.address, pages)
+        span = self._arena.cut_unmapped(self.hole_at(place.address), place.address, size)
+        self.note_mapped(place.address, pages, large)
+        self._emit("segment_map", place.address, size, None)
+        span.stream, span.epoch = None, 0
+        owned = [one for one in place.neighbours if one.stream is not None]
+        if owned:
+            span.stream, span.epoch = stream, max(one.epoch for one in owned)
+            for one in place.neighbours:
+                if one.stream is None:
+                    self._arena.retag(one, stream, span.epoch)
+        return self._arena.put_free(span)
+
+    def _grow_by_segment(self, size: int) -> Span | None:
+        """One more segment of the driver, for providers that cannot map pages."""
+        least = self._pages(size)
+        most = least + self._extra_pages(least)
+        room = self.room()
+        if room is not None:
+            most = min(most, room // self.page_bytes)
+        for count in dict.fromkeys((most, least)):
+            if count < least:
+                return None
+            segment = count * self.page_bytes
+            try:
+                address = self._provider.reserve(segment)
+            except DeviceOutOfMemory:
+                continue
+            self._hold_more(segment)
+            self._emit("segment_alloc", address, segment, None)
+            return self._arena.add_range(address, segment, mapped=True)
+        return None

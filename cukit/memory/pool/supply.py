@@ -1,0 +1,268 @@
+"""Finding memory for a request that no list of exact sizes could serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from cukit.memory.bookkeeping.arena import Arena, Fit
+from cukit.memory.bookkeeping.blocks import Action
+from cukit.memory.bookkeeping.spans import PENDING, Span
+from cukit.memory.bookkeeping.streams import CaptureKey, Streams, StreamState
+from cukit.memory.pool.pager import Emit, Pager
+from cukit.memory.pool.stitch import Stitcher
+from cukit.memory.providers.provider import Provider
+
+FEW_PAGES = 16
+"""A request of more is not worth moving pages for to save one."""
+
+
+LARGE_BYTES = 4 << 20
+"""Freed blocks of this size are merged by the next miss of this size, for they make the holes that
+large requests need. Smaller ones wait for a request of their own size as long as anything else
+fits: a program that repeats its sizes would miss with all of them after one miss with one."""
+
+
+STITCHED_SHARE = 8
+"""A block of one part of a page in so many, or less, is not worth two mappings."""
+
+WASTED_SHARE = 16
+"""Nor is it to waste one part of a page less."""
+
+
+class Supply:
+    """Arena, pages and streams, asked in the order of what costs least.
+
+    1. the stream's own free memory and everybody's;
+    2. what other streams freed and are known to be done with;
+    3. what other streams freed, behind an event: no host waits, but work does, so small requests
+       rather take a new page;
+    4. whole free pages and new ones (Pager.grow).
+
+    When nearly all that the limit allows is held, what is left of pages beside live blocks is what
+    the pool runs out of. Then a request of few pages goes where it takes the fewest wholly free
+    ones, though it costs driver calls: to bring pages there (Pager.grow), or to map what is left of
+    pages a second time (Stitcher). In a pool with a limit small blocks have pages of their own from
+    the start, for they cut into pieces what could be used like that.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        arena: Arena,
+        pager: Pager,
+        stitcher: Stitcher,
+        streams: Streams,
+        emit: Emit,
+    ) -> None:
+        self._provider = provider
+        self._arena = arena
+        self._pager = pager
+        self._stitcher = stitcher
+        self._streams = streams
+        self._emit = emit
+        self.pending: list[tuple[Span, list[Any]]] = []
+        """Freed spans that other streams work on, with what has to happen first."""
+        self.pending_bytes = 0
+        self.before_growing: Callable[[int, StreamState], bool] = lambda size, state: False
+        """Called when only pages could serve a request; True if it made a hole instead."""
+
+    def obtain(self, size: int, state: StreamState, *, pressed: bool = False) -> Span | None:
+        """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
+        arena, streams = self._arena, self._streams
+        crowded = self._pager.crowded and not state.private
+        span = self._thrifty(size, state) if crowded else self._own(size, state)
+        if span is None and not state.private:
+            self.settle()
+            span = self._fit(size, state)
+            if span is None and not streams.single:
+                arena.unify(state)
+                span = self._fit(size, state)
+            if span is None and (pressed or size >= self._arena.page_bytes):
+                span = self._behind_others(size, state)
+        if span is None and not state.private and self.before_growing(size, state):
+            span = arena.best_fit(size, state)
+        if span is None:
+            span = self._pager.grow(size, state.key, alone=self._apart(size, state))
+        if span is None:
+            span = arena.best_fit(size, state) or self._stitcher.stitch(size, state)
+        if span is None:
+            return None
+        start = arena.thrifty_start(span, size) if crowded else span.address
+        if self._pager.large_at:
+            kept = self._keep_whole(span, start, size, state)
+            if kept is None:
+                return self.obtain(size, state, pressed=pressed)
+            span = kept
+        return arena.take(span, start, size, state.key)
+
+    def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
+        """The free span that a block is about to begin in, once no large page is used in part.
+        None: it is no more."""
+        if span.stream is not None and not state.private and not self._provider.capturing():
+            self._streams.poll(state)
+            if span.epoch <= state.done:
+                span = self._arena.retag(span, None, 0)
+        return self._pager.keep_whole(span, start, size)
+
+    def _apart(self, size: int, state: StreamState) -> bool:
+        """Whether small blocks and others are kept on different pages."""
+        return self._pager.limited and size < self._arena.page_bytes and not state.private
+
+    def _fit(self, size: int, state: StreamState) -> Span | None:
+        """The best fit that the stream may use at once, beside blocks of its kind, or None."""
+        if not self._apart(size, state):
+            return self._arena.best_fit(size, state)
+        fit = self._arena.thrifty_fit(size, state)
+        return None if fit.mixed else fit.span
+
+    def _own(self, size: int, state: StreamState) -> Span | None:
+        """The best fit, with no more merging than it takes, or None."""
+        if size >= LARGE_BYTES:
+            self._arena.flush(state, LARGE_BYTES)
+        span = self._fit(size, state)
+        if span is None:
+            self._arena.flush(state)
+            span = self._fit(size, state)
+        return span
+
+    def _thrifty(self, size: int, state: StreamState) -> Span | None:
+        """What takes as few wholly free pages as any place would, or None."""
+        self._arena.flush(state)
+        least = size // self._arena.page_bytes
+        if least > FEW_PAGES:
+            return self._arena.thrifty_fit(size, state).span
+        self.settle()
+        fit = self._arena.thrifty_fit(size, state)
+        if not least:
+            return self._within_pages(size, state, fit)
+        if fit.span is None:
+            return self._stitcher.stitch(size, state, fewer_than=least + 1)
+        if fit.pages > least:
+            return (
+                self._stitcher.stitch(size, state, fewer_than=fit.pages)
+                or self._pager.grow(size, state.key, fewer_than=fit.pages)
+                or fit.span
+            )
+        waste = _waste(fit.span, size, self._arena.page_bytes)
+        if waste * WASTED_SHARE <= self._arena.page_bytes:
+            return fit.span
+        less = self._stitcher.stitch(size, state, fewer_than=fit.pages + 1, waste_below=waste)
+        return less or fit.span
+
+    def _within_pages(self, size: int, state: StreamState, fit: Fit) -> Span | None:
+        """`_thrifty` for less than a page: rather a page alone than one with others of its kind."""
+        if fit.span is not None and not fit.mixed:
+            return fit.span
+        alone = self._pager.grow(size, state.key, alone=True)
+        if alone is None and size * STITCHED_SHARE > self._arena.page_bytes:
+            alone = self._stitcher.stitch(size, state)
+        return alone or fit.span
+
+    def settle(self) -> None:
+        """Merges all that is freed, and gives to everybody what streams are done with."""
+        self.poll_pending()
+        for state in self._streams.public():
+            self._arena.flush(state)
+            if state.index:
+                self._streams.poll(state)
+                self._arena.settle(state)
+        self._stitcher.undo()
+
+    def settle_waiting(self) -> None:
+        """The same, after waiting for the streams."""
+        self.wait_for_pending()
+        for state in self._streams.public():
+            self._arena.flush(state)
+            if state.index:
+                self._streams.wait_for(state)
+                self._arena.settle(state)
+        self._stitcher.undo()
+
+    def stop_the_world(self) -> None:
+        """Waits until the device is idle: everything free may be used by everybody."""
+        self._provider.synchronize_device()
+        self._streams.all_done()
+        self.wait_for_pending()
+
+    def capturing(self) -> bool:
+        """Whether a stream of the pool takes part in a capture: the host must not wait then."""
+        keys = {
+            key.stream if isinstance(key, CaptureKey) else key
+            for key in self._streams.states
+            if key is not None
+        }
+        return any(self._provider.capture_id(key) is not None for key in keys)
+
+    def _behind_others(self, size: int, state: StreamState) -> Span | None:
+        """The best fit among other streams' memory, after making the stream wait for it."""
+        found = None
+        for other in self._streams.public():
+            span = None if other is state else other.index.best_fit(size)
+            if span is None or self._provider.capture_id(other.key) is not None:
+                continue
+            if found is None or (span.size, span.address) < (found.size, found.address):
+                found = span
+        if found is not None:
+            owner = self._streams.states[found.stream]
+            self._streams.order_behind(state.key, owner, found.epoch)
+        return found
+
+    # Memory that several streams work on --------------------------------------------------------
+
+    def hold(self, span: Span, uses: Sequence[Hashable]) -> None:
+        """Takes a freed span that other streams than its own may still work on."""
+        events: list[Any] = []
+        try:
+            for stream in uses:
+                events.append(self._provider.record(stream))
+        except BaseException:
+            for event in events:
+                self._provider.discard(event)
+            raise
+        span.state = PENDING
+        self.pending.append((span, events))
+        self.pending_bytes += span.size
+
+    def poll_pending(self) -> None:
+        """Puts back what is done with."""
+        if not self.pending:
+            return
+        waiting = self.pending
+        self.pending = []
+        for position, (span, events) in enumerate(waiting):
+            try:
+                while events and self._provider.is_done(events[-1]):
+                    self._provider.discard(events.pop())
+            except BaseException:
+                self.pending.extend(waiting[position:])
+                raise
+            if events:
+                self.pending.append((span, events))
+            else:
+                self._complete(span)
+
+    def wait_for_pending(self) -> None:
+        """Waits, then puts everything back."""
+        while self.pending:
+            span, events = self.pending[-1]
+            while events:
+                self._provider.synchronize(events[-1])
+                self._provider.discard(events.pop())
+            self.pending.pop()
+            self._complete(span)
+
+    def _complete(self, span: Span) -> None:
+        self.pending_bytes -= span.size
+        action: Action = "free_completed"
+        self._emit(action, span.address, span.size, span.stream)
+        span.uses, span.call_site = (), ()
+        self._arena.put_free(span)
+
+
+def _waste(span: Span, size: int, page: int) -> int:
+    """What a block of whole pages and a rest leaves of the page that it shares, at least; 0 where
+    it shares none."""
+    rest = size % page
+    edges = [-span.address % page, span.end % page]
+    return min((edge - rest for edge in edges if edge >= rest), default=0)

@@ -1,0 +1,322 @@
+"""Replays an allocation log on a memory pool, and says how well the pool did.
+
+Only the pool works: nothing is computed, no byte is touched. So on every pool the frees of a log
+are complete at once, and what differs is how the pools place, keep and find memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from cukit.core.workers import end_with_parent
+from cukit.errors import CukitError, MissingDependencyError, UnsupportedDeviceError
+from cukit.memory.log import LogAction, LogEvent, read_log
+from cukit.memory.replay.mixes import make_log
+
+PAGE_BYTES = 2 << 20
+TIGHT = 1.05
+"""A tight limit is this times the peak of live bytes, plus one page a stream."""
+
+
+class ReplayPool(Protocol):
+    """What a pool has to do to be replayed on."""
+
+    @property
+    def out_of_memory(self) -> tuple[type[BaseException], ...]:
+        """What `allocate` raises when the memory does not suffice."""
+        ...
+
+    @property
+    def growth_ns(self) -> int:
+        """An allocation that took less has certainly not taken memory from the device, so that the
+        pool need not be asked how much it holds. 0 where asking costs nothing."""
+        ...
+
+    def allocate(self, size: int, stream: int) -> int:
+        """An address; `stream` is the stream's number in the log, from 0."""
+        ...
+
+    def free(self, pointer: int, stream: int) -> None: ...
+
+    def reserved_bytes(self) -> int:
+        """What the pool holds of the device, in use or not."""
+        ...
+
+    def close(self) -> None:
+        """Everything is freed: give the memory back."""
+        ...
+
+
+class Step(NamedTuple):
+    """One operation of a log, its pointers replaced by numbers of blocks."""
+
+    block: int
+    size: int
+    """0: the block is freed."""
+    stream: int
+
+
+@dataclass(frozen=True)
+class Script:
+    """A log made ready to be replayed."""
+
+    steps: tuple[Step, ...]
+    num_blocks: int
+    num_streams: int
+    peak_live_bytes: int
+
+    @property
+    def tight_limit(self) -> int:
+        """A limit that a pool without fragmentation keeps."""
+        return int(TIGHT * self.peak_live_bytes) + self.num_streams * PAGE_BYTES
+
+
+def script_of(events: Sequence[LogEvent]) -> Script:
+    """The operations of a log. Failures are left out; what is never freed stays to the end, and
+    what was allocated before the log began is allocated first."""
+    steps: list[Step] = []
+    earlier: list[Step] = []
+    blocks: dict[int, int] = {}
+    streams: dict[int, int] = {}
+    num_blocks = 0
+    for event in events:
+        if event.action is LogAction.FAILURE:
+            continue
+        stream = streams.setdefault(event.stream, len(streams))
+        if event.action is LogAction.ALLOCATE:
+            blocks[event.pointer] = num_blocks
+            steps.append(Step(num_blocks, event.size, stream))
+            num_blocks += 1
+            continue
+        block = blocks.pop(event.pointer, None)
+        if block is None:
+            block = num_blocks
+            earlier.append(Step(block, event.size, stream))
+            num_blocks += 1
+        steps.append(Step(block, 0, stream))
+    steps = earlier + steps
+    return Script(tuple(steps), num_blocks, max(len(streams), 1), _peak(steps))
+
+
+def _peak(steps: Sequence[Step]) -> int:
+    sizes: dict[int, int] = {}
+    live = peak = 0
+    for block, size, _ in steps:
+        if size:
+            sizes[block] = size
+            live += size
+            peak = max(peak, live)
+        else:
+            live -= sizes[block]
+    return peak
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long one kind of call took on the host, in microseconds."""
+
+    mean_us: float
+    median_us: float
+    p99_us: float
+    iqr_us: float
+    samples: int
+
+    @classmethod
+    def of(cls, nanoseconds: Sequence[int]) -> Latency:
+        if not nanoseconds:
+            return cls(0.0, 0.0, 0.0, 0.0, 0)
+        ordered = sorted(nanoseconds)
+        last = len(ordered) - 1
+        low, middle, high, highest = (
+            ordered[round(share * last)] / 1e3 for share in (0.25, 0.5, 0.75, 0.99)
+        )
+        mean = sum(ordered) / len(ordered) / 1e3
+        return cls(mean, middle, highest, high - low, len(ordered))
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What came of a log on a pool."""
+
+    pool: str
+    limit_bytes: int | None
+    completed: bool
+    """No allocation failed, and the limit held. A log ends at its first failure."""
+    failure: str
+    """Which allocation failed, and with how much live; or by how much the limit was passed."""
+    num_steps: int
+    """Allocations and frees done."""
+    peak_live_bytes: int
+    """Of what was done, as the log counts."""
+    peak_reserved_bytes: int
+    fragmentation: float
+    """Share of its memory that the pool could not use when it last had to take more: 1 - live /
+    reserved at that moment."""
+    allocate: Latency
+    free: Latency
+
+    @property
+    def overhead(self) -> float:
+        """Peak reserved over peak live."""
+        return self.peak_reserved_bytes / self.peak_live_bytes if self.peak_live_bytes else 1.0
+
+
+def replay(script: Script, pool: ReplayPool, *, name: str, limit: int | None) -> ReplayResult:
+    """Runs a script on a pool; the pool is empty before and after.
+
+    The garbage collector rests meanwhile: its pauses are not the pool's.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _replay(script, pool, name, limit)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _replay(script: Script, pool: ReplayPool, name: str, limit: int | None) -> ReplayResult:
+    now = time.perf_counter_ns
+    allocate, free = pool.allocate, pool.free
+    pointers = [0] * script.num_blocks
+    sizes: dict[int, tuple[int, int]] = {}
+    allocate_ns: list[int] = []
+    free_ns: list[int] = []
+    live = peak_live = reserved = 0
+    wasted, failure = 0.0, ""
+    for number, (block, size, stream) in enumerate(script.steps):
+        if not size:
+            pointer = pointers[block]
+            start = now()
+            free(pointer, stream)
+            free_ns.append(now() - start)
+            live -= sizes.pop(block)[0]
+            continue
+        start = now()
+        try:
+            pointers[block] = allocate(size, stream)
+        except pool.out_of_memory as error:
+            said = " ".join(str(error).split())[:120]
+            failure = f"step {number}: {size} bytes asked for, {live} live ({said})"
+            break
+        taken = now() - start
+        allocate_ns.append(taken)
+        sizes[block] = size, stream
+        live += size
+        peak_live = max(peak_live, live)
+        if taken >= pool.growth_ns and (holds := pool.reserved_bytes()) > reserved:
+            reserved, wasted = holds, 1 - live / holds
+    reserved = max(reserved, pool.reserved_bytes())
+    if not failure and limit is not None and reserved > limit:
+        failure = f"held {reserved} bytes, {reserved - limit} more than it was allowed"
+    for block, (_, stream) in sizes.items():
+        free(pointers[block], stream)
+    return ReplayResult(
+        pool=name,
+        limit_bytes=limit,
+        completed=not failure,
+        failure=failure,
+        num_steps=len(allocate_ns) + len(free_ns),
+        peak_live_bytes=peak_live,
+        peak_reserved_bytes=reserved,
+        fragmentation=max(wasted, 0.0),
+        allocate=Latency.of(allocate_ns),
+        free=Latency.of(free_ns),
+    )
+
+
+# In processes of their own ------------------------------------------------------------------------
+
+
+class PoolMissing(CukitError):  # noqa: N818 - a reason to leave a pool out
+    """A pool that cannot be replayed on here, and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One log to replay."""
+
+    log: str
+    """Its file, or the name of a mix (:mod:`cukit.memory.replay.mixes`)."""
+    limit: int | str | None = None
+    """Bytes, None for no limit, or "tight"."""
+    seed: int = 0
+    """Of a mix."""
+
+    def script(self) -> Script:
+        is_file = os.path.exists(self.log) or Path(self.log).suffix != ""  # a long name is none
+        return script_of(read_log(self.log) if is_file else make_log(self.log, self.seed))
+
+
+def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
+    """Replays logs one after another on a kind of pool, in a new process.
+
+    So no two kinds share the device's memory, nor a library's caches. Raises PoolMissing where the
+    pool's library or a GPU is missing.
+    """
+    with tempfile.TemporaryDirectory(prefix="cukit-replay-") as folder:
+        answer = Path(folder) / "answer.json"
+        order = {
+            "parent": os.getpid(),
+            "pool": pool,
+            "requests": [asdict(request) for request in requests],
+            "answer": str(answer),
+        }
+        ran = subprocess.run(
+            [sys.executable, "-c", "from cukit.memory.replay.replay import serve; serve()"],
+            input=json.dumps(order),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+        )
+        if not answer.exists():
+            last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
+            raise CukitError(f"replaying on {pool} ended with code {ran.returncode}: {last}")
+        found = json.loads(answer.read_text())
+    if "missing" in found:
+        raise PoolMissing(found["missing"])
+    return [_result_from(entry) for entry in found["results"]]
+
+
+def serve() -> None:
+    """The other side of :func:`replay_apart`: reads the order from stdin."""
+    order = json.load(sys.stdin)
+    end_with_parent(order["parent"])
+    answer: dict[str, Any] = {"results": []}
+    try:
+        for entry in order["requests"]:
+            request = Request(**entry)
+            answer["results"].append(asdict(replay_request(order["pool"], request)))
+    except (MissingDependencyError, UnsupportedDeviceError) as reason:
+        answer = {"missing": str(reason)}
+    Path(order["answer"]).write_text(json.dumps(answer))
+
+
+def replay_request(pool: str, request: Request) -> ReplayResult:
+    """One log on one new pool, here and now."""
+    from cukit.memory.replay.pools import make_pool
+
+    script = request.script()
+    limit = script.tight_limit if request.limit == "tight" else request.limit
+    assert not isinstance(limit, str)
+    made = make_pool(pool, script.num_streams, limit)
+    try:
+        return replay(script, made, name=pool, limit=limit)
+    finally:
+        made.close()
+
+
+def _result_from(entry: dict[str, Any]) -> ReplayResult:
+    return ReplayResult(
+        **entry | {name: Latency(**entry[name]) for name in ("allocate", "free")},
+    )
