@@ -37,7 +37,8 @@ from cukit.memory import MemoryPool, MemoryPoolConfig
 from cukit.memory.providers.provider import Provider
 from cukit.memory.replay.mixes import STANDARD
 from cukit.memory.replay.pools import POOLS, make_pool
-from cukit.memory.replay.replay import PoolMissing, ReplayResult, Request, replay_apart
+from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
+from cukit.memory.replay.replay import ReplayResult
 from profiling.environment import describe
 from profiling.pool_training import measure_training
 

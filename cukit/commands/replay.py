@@ -16,7 +16,8 @@ from cukit.errors import ConfigError
 from cukit.memory.log import write_log
 from cukit.memory.replay.mixes import make_log
 from cukit.memory.replay.pools import POOLS
-from cukit.memory.replay.replay import PoolMissing, ReplayResult, Request, Script, replay_apart
+from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
+from cukit.memory.replay.replay import ReplayResult, Script
 
 TIGHT = "tight"
 _MOST_BYTES = 2**63

@@ -6,24 +6,24 @@
 >>> pool.free(address)
 """
 
-from cukit.memory.batched_copy import batched_copy
+from cukit.memory.batched_copy import Move, batched_copy
 from cukit.memory.bookkeeping.blocks import Block, Event, Frame, Range
 from cukit.memory.bookkeeping.statistics import DefragmentReport, PoolStatistics, StreamStatistics
 from cukit.memory.pool.buffer import DeviceBuffer
 from cukit.memory.pool.config import MemoryPoolConfig
-from cukit.memory.pool.cupy_allocator import pools_of
 from cukit.memory.pool.devices import (
     DevicePools,
     default_pool,
     memory_pool_allocate,
     memory_pool_free,
+    pools_of,
 )
 from cukit.memory.pool.memory_pool import MemoryPool
 from cukit.memory.pool.oom import OutOfMemoryReport
 from cukit.memory.providers.cuda_malloc import CudaMalloc
 from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
 from cukit.memory.providers.host import HostProvider
-from cukit.memory.providers.provider import DeviceOutOfMemory, Move, Provider
+from cukit.memory.providers.provider import DeviceOutOfMemory, Provider
 
 __all__ = [
     "Block",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
 from cukit.errors import ArrayLayoutError, ArrayShapeError
-from cukit.memory.providers.provider import Move, Moves
 from cukit.reference import memory as reference
 from cukit.registry import register
 
@@ -33,6 +32,18 @@ TILE_BYTES = _THREADS * _VECS * ACCESS_BYTES
 """What one block copies."""
 
 _uint8 = np.dtype(np.uint8)
+
+
+class Move(NamedTuple):
+    """Copies `size` bytes from `source` to `destination`."""
+
+    destination: int
+    source: int
+    size: int
+
+
+Moves = npt.NDArray[np.int64]
+"""Moves as rows: [number, 3]."""
 
 
 def _moves_array(moves: Any) -> Moves:

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
-from cukit.memory.bookkeeping.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED
+from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PENDING, UNMAPPED
 
 
 def check_invariants(pool: MemoryPool) -> None:
@@ -14,7 +14,7 @@ def check_invariants(pool: MemoryPool) -> None:
     arena, pager, streams = pool._arena, pool._pager, pool._streams
     page = pager.page_bytes
     assert not pool._busy
-    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ELSEWHERE), 0)
+    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED), 0)
     seen: dict[int, list[object]] = {state: [] for state in sizes}
     mapped = set()
     end = 0
@@ -78,7 +78,7 @@ def check_invariants(pool: MemoryPool) -> None:
     # Pages are counted once, and so is each of their bytes, at however many addresses.
     if pool.provider.can_remap:
         assert set(pager.mapped) == mapped
-        held = [*pager.in_hand, *chain.from_iterable(pager.large_in_hand)]
+        held = [*pager.spare, *chain.from_iterable(pager.large_spare)]
         pages = {*pager.mapped.values(), *held}
         assert len(pages) == len(set(pager.mapped.values())) + len(held)
         for first in set(pager.large_at.values()):
@@ -90,8 +90,8 @@ def check_invariants(pool: MemoryPool) -> None:
         assert pager.reserved_bytes == sum(part.size for part in arena.ranges())
 
     # Numbers add up.
-    in_hand = pager.pages_in_hand * page
-    free = sizes[FREE] + sizes[CACHED] + in_hand
+    spare = pager.num_spare * page
+    free = sizes[FREE] + sizes[CACHED] + spare
     assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
     assert pool._counters.live_bytes == sizes[LIVE]
     assert pool._supply.pending_bytes == sizes[PENDING]
@@ -111,7 +111,7 @@ def check_second_mappings(pool: MemoryPool) -> None:
         handle: [] for handle, count in counts.items() if count > 1
     }
     for span in pool._arena.spans():
-        if span.state in (UNMAPPED, ELSEWHERE):
+        if span.state in (UNMAPPED, ALIASED):
             continue
         for at in range(span.address // page * page, span.end, page):
             if pager.mapped[at] in used:
@@ -122,5 +122,5 @@ def check_second_mappings(pool: MemoryPool) -> None:
         assert parts[0][0] == 0
         assert parts[-1][1] == page
         assert all(end == start for (_, end), (start, _) in pairwise(parts)), "a byte used twice"
-    seconds = pool._supply._stitcher._seconds
+    seconds = pool._supply._stitcher._aliases
     assert len(seconds) == sum(counts.values()) - len(counts)

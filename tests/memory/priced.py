@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from cukit.memory import HostProvider
+from cukit.memory.batched_copy import Moves
 from cukit.memory.providers.cuda_vmm import LargePart, choose_large_pages
-from cukit.memory.providers.provider import Moves
 
 MIB, GIB = 1 << 20, 1 << 30
 

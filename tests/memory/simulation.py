@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from cukit.memory import HostProvider, Move
-from cukit.memory.providers.provider import Moves
+from cukit.memory.batched_copy import Moves
 
 KIB = 1 << 10
 PAGE = 64 * KIB

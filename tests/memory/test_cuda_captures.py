@@ -112,7 +112,7 @@ def test_the_pages_of_a_capture_may_come_from_elsewhere(make_pool: MakePool) -> 
         blocks = [cupy.full(MIB // 2, value, np.uint32) for value in range(32)]
         stream.synchronize()
         del blocks[::2]
-        with pool._in_order():
+        with pool._locked():
             pool._supply.settle_waiting()  # nobody may wait once the capture has begun
         before = pool.statistics().pages_remapped
         stream.begin_capture()

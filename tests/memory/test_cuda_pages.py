@@ -81,7 +81,7 @@ def test_arrays_keep_their_bits_on_pages_that_are_mapped_twice(
         fill(words_at(pool.provider, address, size), step, 0)
         live.append((address, size, step))
         total += size
-        stitched = max(stitched, len(pool._supply._stitcher._seconds))
+        stitched = max(stitched, len(pool._supply._stitcher._aliases))
     assert stitched
     for address, length, value in live:
         assert intact(words_at(pool.provider, address, length), value)

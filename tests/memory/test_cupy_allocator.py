@@ -16,8 +16,8 @@ import pytest
 
 from cukit.errors import ConfigError, OutOfMemoryError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig, pools_of
-from cukit.memory.pool import cupy_allocator as install
-from cukit.memory.pool import handover
+from cukit.memory.bookkeeping import owner_refs
+from cukit.memory.pool import cupy_allocator
 from cukit.memory.providers.cuda_device import CudaDevice
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
@@ -61,9 +61,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     made = Cuda()
     theirs = SimpleNamespace(malloc="CuPy's own")
     module = SimpleNamespace(cuda=made, get_default_memory_pool=lambda: theirs)
-    monkeypatch.setattr(install, "require_cupy", lambda purpose: module)
+    monkeypatch.setattr(cupy_allocator, "require_cupy", lambda purpose: module)
     yield made
-    install._installed.clear()
+    cupy_allocator._installed.clear()
 
 
 def pool_of(provider: SimulatedProvider | HostProvider) -> MemoryPool:
@@ -72,7 +72,7 @@ def pool_of(provider: SimulatedProvider | HostProvider) -> MemoryPool:
 
 def test_memory_is_freed_with_its_last_pointer() -> None:
     pool = pool_of(SimulatedProvider())
-    allocate: Any = install._single(pool)
+    allocate: Any = cupy_allocator._single(pool)
     pointer = allocate(1000)
     assert (pointer.mem.size, pointer.device_id) == (1000, 0)
     assert pool.owns(pointer.ptr)
@@ -90,7 +90,7 @@ def test_memory_is_freed_with_its_last_pointer() -> None:
 
 def test_a_pointer_in_a_cycle_is_freed_too() -> None:
     pool = pool_of(SimulatedProvider())
-    allocate: Any = install._single(pool)
+    allocate: Any = cupy_allocator._single(pool)
     cycle: list[Any] = [allocate(1000)]
     cycle.append(cycle)
     del cycle
@@ -139,7 +139,7 @@ def test_every_device_has_a_pool_of_its_own(cuda: Cuda) -> None:
 def test_memory_goes_from_its_last_owner_to_the_next() -> None:
     """Without the lock: the block stays live in the books, which are in order all the while."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
-    allocate: Any = install._single(pool)
+    allocate: Any = cupy_allocator._single(pool)
     held = allocate(1000)
     address = held.ptr
     hits = pool.statistics().num_hits
@@ -160,7 +160,7 @@ def test_memory_goes_from_its_last_owner_to_the_next() -> None:
 
 def test_threads_take_over_each_block_once() -> None:
     pool = pool_of(HostProvider(page_bytes=PAGE))
-    allocate: Any = install._single(pool)
+    allocate: Any = cupy_allocator._single(pool)
     mistakes: list[str] = []
     shared: list[Any] = []
 
@@ -208,7 +208,7 @@ def test_arrays_that_replace_one_another_need_no_books(monkeypatch: pytest.Monke
         return MemoryPool.allocate(pool, size, *others)
 
     monkeypatch.setattr(pool, "allocate", counted)
-    allocate: Any = install._single(pool)
+    allocate: Any = cupy_allocator._single(pool)
     sizes = (512, 2000, 700, 9000)
     held = [allocate(size) for size in sizes]
     for step in range(10):
@@ -221,9 +221,9 @@ def test_arrays_that_replace_one_another_need_no_books(monkeypatch: pytest.Monke
 
 
 def test_more_sizes_than_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "MOST_QUEUES", 3)
+    monkeypatch.setattr(owner_refs, "MOST_QUEUES", 3)
     pool = pool_of(HostProvider(page_bytes=PAGE))
-    allocate: Any = install._single(pool)
+    allocate: Any = cupy_allocator._single(pool)
     for _ in range(3):
         held = [allocate(512 * (1 + number % 7)) for number in range(20)]
         assert pool.statistics().num_live == 20

@@ -9,8 +9,8 @@ from cukit.memory.providers.cuda_driver import DriverError
 from cukit.memory.providers.cuda_vmm import VirtualPages
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill, holds
-from tests.memory.test_vmm import PAGE as DRIVER_PAGE
-from tests.memory.test_vmm import Driver
+from tests.memory.test_cuda_vmm import PAGE as DRIVER_PAGE
+from tests.memory.test_cuda_vmm import Driver
 
 LARGE = 4
 MANY = 2 * LARGE

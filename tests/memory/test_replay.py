@@ -15,15 +15,8 @@ from cukit.errors import ConfigError
 from cukit.memory.log import LogAction, LogEvent, read_log, write_log
 from cukit.memory.replay.mixes import make_log
 from cukit.memory.replay.pools import POOLS, ProviderMeter, make_pool
-from cukit.memory.replay.replay import (
-    Latency,
-    PoolMissing,
-    Request,
-    Script,
-    replay,
-    replay_apart,
-    script_of,
-)
+from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
+from cukit.memory.replay.replay import Latency, Script, replay, script_of
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "logs" / "distill.csv.gz"
 PAGE = 2 << 20

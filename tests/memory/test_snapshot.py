@@ -14,9 +14,10 @@ import pytest
 from cukit.errors import ConfigError
 from cukit.memory import MemoryPool, MemoryPoolConfig
 from cukit.memory.bookkeeping.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.viewer_format import describe
 from cukit.memory.history import FreeMap, History
 from cukit.memory.providers.host import HostProvider
-from cukit.memory.snapshot import describe, snapshot, write_snapshot
+from cukit.memory.snapshot import snapshot, write_snapshot
 
 MIB = 1 << 20
 PAGE = 2 * MIB

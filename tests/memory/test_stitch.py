@@ -121,7 +121,7 @@ def test_nobody_writes_on_somebody_elses_bytes(seed: int) -> None:
             continue
         _launch(provider, stream, lambda a=address, n=size, p=step: fill(a, n, p))  # type: ignore[misc]
         live.append((address, size, stream, step))
-        stitched = max(stitched, len(pool._supply._stitcher._seconds))
+        stitched = max(stitched, len(pool._supply._stitcher._aliases))
         if step % 50 == 0:
             check_invariants(pool)
             pool.defragment()

@@ -37,7 +37,7 @@ def test_a_block_goes_where_it_takes_fewer_pages() -> None:
 
 def test_a_pool_that_is_not_crowded_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the best fit is taken; the same requests do not fit below the same limit."""
-    monkeypatch.setattr(pager_module, "CROWDED", 2.0)
+    monkeypatch.setattr(pager_module, "NEARLY_FULL", 2.0)
     pool, blocks = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) == blocks[1]
     assert pool.statistics().pages_remapped == 0

@@ -111,7 +111,7 @@ def test_a_thread_that_waits_for_the_pool_is_not_left_waiting() -> None:
     begun, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with pool._in_order():
+        with pool._locked():
             begun.set()
             end.wait()
 

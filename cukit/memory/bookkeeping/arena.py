@@ -138,7 +138,7 @@ class Arena:
         elif self._small_pages:
             self._small_pages.difference_update(range(low, high))
 
-    def thrifty_start(self, span: Span, size: int) -> int:
+    def page_saving_start(self, span: Span, size: int) -> int:
         """Where in a free span a block begins when pages are short.
 
         A block of a page or more: at the span's start, or so that it begins or ends with a page.
@@ -244,15 +244,15 @@ class Arena:
         return cut
 
     def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> None:
-        """Puts everything in order anew: what lies between these spans is free and merged.
+        """Rebuilds all ranges from these spans; the memory between them is free and merged.
 
-        All streams are idle (Streams.all_done), or the moves are the last that they do: everything
-        free, and where moved spans come from, becomes memory for everybody.
+        All streams are idle (Streams.mark_all_done), or have only the moves left to do: all free
+        memory, including the old places of moved spans, becomes available to every stream.
 
         Args:
-            spans: all that is not free, or free for a captured graph.
-            address: where each lies.
-            size: of each.
+            spans: all that are not free, and those free for a captured graph only.
+            address: of each span.
+            size: of each span.
         """
         order = np.argsort(address)
         begin, end = address[order], address[order] + size[order]
@@ -287,7 +287,7 @@ class Arena:
             state.bins.clear()
             state.index.replace(())
             state.settled = state.done
-        self.streams.anyone.index.replace(free)
+        self.streams.shared.index.replace(free)
 
     # Streams ----------------------------------------------------------------------------------
 
@@ -321,12 +321,12 @@ class Arena:
     def best_fit(self, size: int, state: StreamState) -> Span | None:
         """The smallest free span that fits and that the stream may use at once."""
         own = state.index.best_fit(size)
-        common = self.streams.anyone.index.best_fit(size)
+        common = self.streams.shared.index.best_fit(size)
         if own is None or common is None:
             return own or common
         return own if (own.size, own.address) <= (common.size, common.address) else common
 
-    def thrifty_fit(self, size: int, state: StreamState) -> Fit:
+    def page_saving_fit(self, size: int, state: StreamState) -> Fit:
         """Of the best fits, the one whose start takes the fewest wholly free pages.
 
         A block that begins beside another one, on what is left of a page, may need a page less.
@@ -336,7 +336,7 @@ class Arena:
         page = self.page_bytes
         most = FITS_WEIGHED if size >= page else FITS_WEIGHED_WITHIN_PAGES
         found, best = Fit(None, 0, False), None
-        for index in (state.index, self.streams.anyone.index):
+        for index in (state.index, self.streams.shared.index):
             for span in index.at_least(size, most):
                 first = -(-span.address // page)
                 last = min(-(-(span.address + size) // page), span.end // page)

@@ -24,7 +24,7 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from cukit.memory.providers.provider import Moves
+from cukit.memory.batched_copy import Moves
 
 Ints = npt.NDArray[np.int64]
 

@@ -1,43 +1,37 @@
-"""The buffers that may be moved, in columns: a defragmentation reads them without a look at each.
+"""The movable buffers in columns, which defragmentation reads as arrays.
 
-A row belongs to a buffer from its making until it is pinned or freed. Pins are taken under the
-pool's lock and undone without it, so the end of the last pin is only noted, and the buffer has its
-row again when the rows are read next.
+A buffer has a row from its creation until it is pinned or freed. Pins are taken under the pool's
+lock but removed without it, so the removal of the last pin is only noted; the buffer gets a row
+again when the rows are next read.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cukit.memory.bookkeeping.compaction import Ints
-
-if TYPE_CHECKING:
-    from cukit.memory.bookkeeping.spans import Span
-    from cukit.memory.pool.buffer import Holder
-
-NO_ROW = -1
+from cukit.memory.bookkeeping.spans import NO_ROW, Holder, Span
 
 
 class Movables:
-    """Called under the pool's lock, but for `note`."""
+    """All methods but `note` require the pool's lock."""
 
     def __init__(self) -> None:
         self._address, self._size = array("q"), array("q")
-        """By row; the size of an empty row is 0."""
+        """By row; an empty row has size 0."""
         self._spans: list[Span | None] = []
         self._empty: list[int] = []
-        self._loose: set[Holder] = set()
-        self.note = self._loose.add
-        """Tells that a buffer may have lost its last pin. Never blocks."""
+        self._unpinned: set[Holder] = set()
+        self.note = self._unpinned.add
+        """Notes that a buffer may have lost its last pin. Never blocks."""
 
     def __len__(self) -> int:
         return len(self._spans) - len(self._empty)
 
     def add(self, holder: Holder) -> None:
-        """Gives a buffer without pins its row."""
+        """Adds a buffer without pins."""
         span = holder.span
         if self._empty:
             row = self._empty.pop()
@@ -51,7 +45,7 @@ class Movables:
         holder.row = row
 
     def remove(self, holder: Holder) -> None:
-        """Takes the row of a buffer, if it has one: it is pinned, or freed."""
+        """Removes a buffer that is pinned or freed, if it has a row."""
         row = holder.row
         if row == NO_ROW:
             return
@@ -61,14 +55,14 @@ class Movables:
         self._empty.append(row)
 
     def settle(self) -> None:
-        """Gives those their rows again that have lost their pins."""
-        while self._loose:
-            holder = self._loose.pop()
+        """Adds the buffers that have lost their pins."""
+        while self._unpinned:
+            holder = self._unpinned.pop()
             if holder.row == NO_ROW and not (holder.pins or holder.closed):
                 self.add(holder)
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """Rows, and their addresses and sizes, in address order."""
+        """Row numbers, addresses and sizes, in address order."""
         self.settle()
         size: Ints = np.array(self._size, np.int64)
         address: Ints = np.array(self._address, np.int64)
@@ -82,11 +76,11 @@ class Movables:
         return rows, address, size
 
     def spans(self, rows: Ints) -> list[Span]:
-        """Those of some rows."""
+        """The spans of these rows."""
         return list(map(self._spans.__getitem__, rows.tolist()))  # type: ignore[arg-type]
 
     def move(self, rows: Ints, target: Ints) -> None:
-        """Puts the buffers of some rows elsewhere."""
+        """Sets new addresses for the buffers of these rows."""
         column = self._address
         for row, span, address in zip(
             rows.tolist(), self.spans(rows), target.tolist(), strict=True

@@ -1,32 +1,34 @@
-"""The pool's own picture of memory: spans that tile an address range, and an index by size.
+"""Spans that tile an address range, and an index of spans by size.
 
 The spans of a range form a doubly linked list in address order without gaps:
 
     span.next.address == span.address + span.size
 
-so that neighbours are found, split and merged in constant time. Addresses without memory are spans
-too (UNMAPPED): mapping and unmapping pages only changes a span's state.
+so neighbours are found, split and merged in constant time. Addresses without memory are spans too
+(UNMAPPED): mapping and unmapping pages only changes a span's state.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from cukit.memory.bookkeeping.blocks import Block, BlockState, Frame
+from cukit.memory.bookkeeping.owner_refs import BufferRef, OwnerRef
 
-if TYPE_CHECKING:
-    from cukit.memory.bookkeeping.ties import Tie
-    from cukit.memory.pool.buffer import Holder
-
-LIVE, CACHED, FREE, PENDING, UNMAPPED, ELSEWHERE, GONE = range(7)
-"""CACHED: free, waiting in its stream's list of exactly this size, not merged with neighbours.
-FREE: merged as far as it goes, in the index of its stream. ELSEWHERE: bytes of a page that is
-mapped twice, which are used at its other address (stitch.py). GONE: merged into a neighbour, no
-longer part of any range. The other states as in blocks.py."""
+LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED, GONE = range(7)
+"""CACHED: free, in its stream's list of exactly this size, not merged with neighbours.
+FREE: merged with its free neighbours, in the index of its stream.
+ALIASED: bytes of a page that is mapped twice, in use at the page's other address (pool/stitch.py).
+GONE: merged into a neighbour; no longer part of any range.
+The other states are those of blocks.py."""
 
 PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped", "unmapped")
+
+NO_ROW = -1
+
+USER, PERMANENT = "user", "permanent"
+"""Pins: by `DeviceBuffer.pin`, and by a graph capture, which keeps the address in the graph."""
 
 
 class Span:
@@ -38,12 +40,12 @@ class Span:
         "epoch",
         "holder",
         "next",
+        "owner_ref",
         "prev",
         "requested",
         "size",
         "state",
         "stream",
-        "tie",
         "uses",
     )
 
@@ -53,15 +55,15 @@ class Span:
         self.state = state
         self.requested = 0
         self.stream: Hashable = None
-        """LIVE: allocated on; free: freed on. None: any stream may have it."""
+        """The stream it was allocated on (LIVE) or freed on. None: any stream may take it."""
         self.epoch = 0
-        """When it was freed, in epochs of its stream (streams.py)."""
+        """The epoch of its stream in which it was freed (streams.py)."""
         self.uses: tuple[Hashable, ...] = ()
-        """Further streams that work on it."""
+        """Further streams that use it."""
         self.holder: Holder | None = None
-        """The owner's handle, if the span may be moved."""
-        self.tie: Tie | None = None
-        """Keeps what notices the end of the object that owns the memory."""
+        """Set if a DeviceBuffer owns the span, which may then be moved."""
+        self.owner_ref: OwnerRef | None = None
+        """Reports the death of the object that owns the memory."""
         self.call_site: tuple[Frame, ...] = ()
         self.prev: Span | None = None
         self.next: Span | None = None
@@ -72,7 +74,7 @@ class Span:
 
     @property
     def gone(self) -> bool:
-        """Whether it was merged into a neighbour."""
+        """Whether the span was merged into a neighbour."""
         return self.state == GONE
 
     @property
@@ -80,7 +82,7 @@ class Span:
         return self.state == LIVE and self.holder is not None and not self.holder.pins
 
     def block(self) -> Block:
-        """What the outside sees of it."""
+        """The public description of the span."""
         owned = self.state in (LIVE, PENDING)
         return Block(
             self.address,
@@ -93,7 +95,7 @@ class Span:
         )
 
     def split(self, size: int) -> Span:
-        """Keeps the first `size` bytes; returns the rest, linked behind, alike in all else."""
+        """Keeps the first `size` bytes; returns the rest as a new span with the same attributes."""
         rest = Span(self.address + size, self.size - size, self.state)
         rest.stream, rest.epoch = self.stream, self.epoch
         rest.prev, rest.next = self, self.next
@@ -104,7 +106,7 @@ class Span:
         return rest
 
     def swallow_next(self) -> None:
-        """Takes over the bytes of the next span, which is no more."""
+        """Merges the next span into this one; the next span becomes GONE."""
         gone = self.next
         assert gone is not None
         self.size += gone.size
@@ -115,11 +117,52 @@ class Span:
         gone.state = GONE
 
     def isolate(self, address: int, size: int) -> Span:
-        """Splits so that `size` bytes at `address`, all inside, are a span; returns that one."""
+        """Splits off `size` bytes at `address`, all inside the span, and returns them as a span."""
         span = self if address == self.address else self.split(address - self.address)
         if span.size > size:
             span.split(size)
         return span
+
+
+class Holder:
+    """The pool's record of a DeviceBuffer: its span, wherever that is moved, and its pins.
+
+    It holds no reference to the pool, which would otherwise never be collected.
+    """
+
+    __slots__ = ("closed", "note", "owner_ref", "pins", "released", "row", "span")
+
+    def __init__(self, span: Span, note: Callable[[Holder], None]) -> None:
+        self.span = span
+        self.note = note
+        """Movables.note: called after the last pin is removed."""
+        self.row = NO_ROW
+        """The buffer's row in Movables."""
+        self.pins: list[object] = []
+        """USER, PERMANENT, an object per `pinned()`, a PinRef per array."""
+        self.owner_ref: BufferRef | None = None
+        """Reports the death of the buffer."""
+        self.closed = False
+        self.released = False
+        """The memory was freed, or its free is deferred."""
+
+    def unpin(self, pin: object) -> bool:
+        """Removes a pin if present; returns whether the memory is to be freed now, because the
+        buffer is closed and has no further pin."""
+        for place, one in enumerate(self.pins):
+            if one is pin:
+                del self.pins[place]
+                break
+        if not self.pins:
+            self.note(self)
+        return self.closed and self.close()
+
+    def close(self) -> bool:
+        """Returns whether the memory is to be freed now; if not, the last unpin frees it."""
+        self.closed = True
+        now = not self.pins and not self.released
+        self.released |= now
+        return now
 
 
 Entry = tuple[int, int, Span]
@@ -129,8 +172,8 @@ Entry = tuple[int, int, Span]
 class SizeIndex:
     """Free spans by size, then address: best fit is a binary search.
 
-    The sorted entries are cut into chunks, so that adding one among a hundred thousand moves a
-    thousand others and not all of them. No chunk is empty.
+    The sorted entries are stored in chunks of about a thousand, so an insertion moves the entries
+    of one chunk instead of up to a hundred thousand. No chunk is empty.
     """
 
     MOST_PER_CHUNK = 1024
@@ -141,7 +184,7 @@ class SizeIndex:
         """The last entry of each chunk."""
 
     def replace(self, spans: Sequence[Span]) -> None:
-        """Forgets all entries and takes these spans."""
+        """Replaces all entries by these spans."""
         entries = sorted([(span.size, span.address, span) for span in spans])
         step = self.MOST_PER_CHUNK // 2
         self._chunks = [entries[at : at + step] for at in range(0, len(entries), step)]
@@ -154,7 +197,7 @@ class SizeIndex:
         return sum(len(chunk) for chunk in self._chunks)
 
     def __iter__(self) -> Iterator[Span]:
-        """As they are now, whatever happens to the index meanwhile."""
+        """Iterates over a copy, so the index may change meanwhile."""
         return iter([entry[2] for chunk in self._chunks for entry in chunk])
 
     def add(self, span: Span) -> None:
@@ -187,7 +230,7 @@ class SizeIndex:
             del self._chunks[number], self._lasts[number]
 
     def best_fit(self, size: int) -> Span | None:
-        """The smallest span of at least `size` bytes, the lowest of those; it stays inside."""
+        """The smallest span of at least `size` bytes, lowest address first; not removed."""
         number = bisect_left(self._lasts, (size,))
         if number == len(self._lasts):
             return None

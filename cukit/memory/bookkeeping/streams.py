@@ -77,8 +77,8 @@ class Streams:
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
-        self.anyone = StreamState(None)
-        self.states: dict[Hashable, StreamState] = {None: self.anyone}
+        self.shared = StreamState(None)
+        self.states: dict[Hashable, StreamState] = {None: self.shared}
         self.most = MOST_STREAMS
         """With more streams than this it is time to forget some."""
 
@@ -170,7 +170,7 @@ class Streams:
                 return
         raise AssertionError("an epoch that has ended has a mark, or is done")
 
-    def all_done(self) -> None:
+    def mark_all_done(self) -> None:
         """The device is idle: nothing freed so far is in use."""
         for state in self.public():
             self._idle(state)

@@ -1,72 +1,37 @@
-"""Memory with an owner: freed when the owner goes, movable while nobody holds its address."""
+"""DeviceBuffer: memory that is freed with its owner, and movable while it is not pinned."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from cukit.core.scalars import check_shape
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError, PointerError
-from cukit.memory.bookkeeping.movables import NO_ROW
-from cukit.memory.bookkeeping.ties import BufferTie, PinTie
+from cukit.memory.bookkeeping.owner_refs import BufferRef, PinRef
+from cukit.memory.bookkeeping.spans import USER, Holder
+from cukit.memory.providers.provider import Provider
 from cukit.memory.uninterrupted import Uninterrupted
 
-if TYPE_CHECKING:
-    from cukit.memory.bookkeeping.spans import Span
-    from cukit.memory.pool.memory_pool import MemoryPool
 
+class Pool(Protocol):
+    """The part of MemoryPool that buffers use."""
 
-USER, FOR_GOOD = "user", "for good"
-"""Pins: by `DeviceBuffer.pin`, and by the capture of a graph, which knows the address for good."""
+    provider: Provider
+    free_from_finalizer: Callable[[Any], None]
 
+    def _pin(self, holder: Holder, pin: object) -> int: ...
 
-class Holder:
-    """Ties a buffer to its span, wherever that is moved.
+    def _free_buffer(self, holder: Holder) -> None: ...
 
-    It does not keep the pool, which would then never be given back.
-    """
-
-    __slots__ = ("closed", "note", "pins", "released", "row", "span", "tie")
-
-    def __init__(self, span: Span, note: Callable[[Holder], None]) -> None:
-        self.span = span
-        self.note = note
-        """Movables.note: called without the last pin."""
-        self.row = NO_ROW
-        """Of Movables."""
-        self.pins: list[object] = []
-        """USER, FOR_GOOD, an object for each `pinned()`, a tie for each array."""
-        self.tie: BufferTie | None = None
-        """Notices the end of the buffer."""
-        self.closed = False
-        self.released = False
-        """Given back, or waiting for that."""
-
-    def unpin(self, pin: object) -> bool:
-        """Takes this pin away if it is there; returns whether that was the last of a closed buffer,
-        so that the memory is to be given back now."""
-        for place, one in enumerate(self.pins):
-            if one is pin:
-                del self.pins[place]
-                break
-        if not self.pins:
-            self.note(self)
-        return self.closed and self.close()
-
-    def close(self) -> bool:
-        """Returns whether the memory is to be given back now, and not by the last pin."""
-        self.closed = True
-        now = not self.pins and not self.released
-        self.released |= now
-        return now
+    def _drain_if_idle(self) -> None: ...
 
 
 class _Pin:
-    """Owned by an array: pins while it lives, and keeps the buffer."""
+    """Owned by an array: pins the buffer, and keeps it alive, as long as the array lives."""
 
     __slots__ = ("__weakref__", "_buffer")
 
@@ -75,10 +40,10 @@ class _Pin:
 
 
 class DeviceBuffer:
-    """`size` bytes of a pool; frees itself when closed, left as a context, or collected.
+    """`size` bytes of a pool, freed on `close`, at the end of a `with` block, or when collected.
 
-    Its address is known only while it is pinned: an unpinned buffer may be moved by
-    `MemoryPool.defragment`. Work that was queued with its address before `unpin` is waited for.
+    The address is available only while the buffer is pinned: `MemoryPool.defragment` may move an
+    unpinned buffer. It first waits for work that was queued with the address before `unpin`.
 
     >>> from cukit.memory import HostProvider, MemoryPool
     >>> pool = MemoryPool(provider=HostProvider())
@@ -87,17 +52,17 @@ class DeviceBuffer:
     (16,)
     """
 
-    def __init__(self, pool: MemoryPool, size: int, holder: Holder) -> None:
+    def __init__(self, pool: Pool, size: int, holder: Holder) -> None:
         if not isinstance(holder, Holder):
             raise ConfigError("DeviceBuffer: made by MemoryPool.allocate_buffer alone")
         self.pool = pool
         self.size = size
         self._holder = holder
-        holder.tie = BufferTie(self, pool.free_from_finalizer)
-        holder.tie.target = holder
+        holder.owner_ref = BufferRef(self, pool.free_from_finalizer)
+        holder.owner_ref.target = holder
 
     def __repr__(self) -> str:
-        self.pool._take_in_if_idle()  # pins of arrays that are gone
+        self.pool._drain_if_idle()  # removes the pins of dead arrays
         state = "closed" if self.closed else "pinned" if self._holder.pins else "movable"
         return f"<DeviceBuffer of {self.size} bytes, {state}>"
 
@@ -107,18 +72,18 @@ class DeviceBuffer:
         return self._holder.closed
 
     def pin(self) -> int:
-        """Returns the address, which stays valid until as many `unpin`s as `pin`s.
+        """Returns the address, which stays valid until `unpin` was called as often as `pin`.
 
         Raises PointerError when the buffer is closed.
         """
         try:
             return self.pool._pin(self._holder, USER)
-        except KeyboardInterrupt:  # pinned already: nobody will get the address
+        except KeyboardInterrupt:  # already pinned, but the caller never gets the address
             self._unpin(USER)
             raise
 
     def unpin(self) -> None:
-        """Takes one `pin` back. Raises PointerError when there is none; arrays keep theirs."""
+        """Undoes one `pin`. Raises PointerError if there is none; pins of arrays do not count."""
         if USER not in self._holder.pins:
             raise PointerError(f"{self!r}: unpin without pin")
         self._unpin(USER)
@@ -139,12 +104,12 @@ class DeviceBuffer:
     def _unpin(self, pin: object) -> None:
         with Uninterrupted():
             if self._holder.unpin(pin):
-                self.pool._free_held(self._holder)
+                self.pool._free_buffer(self._holder)
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A CuPy array (NumPy with the host provider) over the start of the buffer.
 
-        The array, and every view of it, pins the buffer and keeps its memory.
+        The array and all its views pin the buffer and keep its memory.
         """
         extents = check_shape("DeviceBuffer.array", shape)
         kind = _dtype(dtype)
@@ -154,19 +119,19 @@ class DeviceBuffer:
                 f"{self!r}: an array of {num_bytes} bytes ({extents}, {kind}) is larger"
             )
         owner = _Pin(self)
-        tie = PinTie(owner, self.pool.free_from_finalizer)
-        tie.target = self._holder
-        address = self.pool._pin(self._holder, tie)
+        ref = PinRef(owner, self.pool.free_from_finalizer)
+        ref.target = self._holder
+        address = self.pool._pin(self._holder, ref)
         return self.pool.provider.array(address, extents, kind, owner)
 
     def close(self) -> None:
-        """Frees the memory; if arrays over it live, the last of them does. Twice is once."""
+        """Frees the memory, or leaves that to the last array over it. May be called twice."""
         with Uninterrupted():
             if self._holder.close():
-                self.pool._free_held(self._holder)
+                self.pool._free_buffer(self._holder)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither copied nor pickled: two owners would free the same memory."""
+        """Refuses copying and pickling: two owners would free the same memory."""
         raise PointerError(f"{self!r} cannot be copied; copy an array over it instead")
 
     def __enter__(self) -> DeviceBuffer:
@@ -177,7 +142,7 @@ class DeviceBuffer:
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
-    """Raises ArrayDtypeError for what is no dtype of plain bytes."""
+    """Raises ArrayDtypeError for object dtypes, dtypes of no bytes, and what is no dtype."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):

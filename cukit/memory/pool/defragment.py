@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
-from cukit.memory.bookkeeping.movables import NO_ROW, Movables
-from cukit.memory.bookkeeping.spans import Span
+from cukit.memory.bookkeeping.movables import Movables
+from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
-from cukit.memory.bookkeeping.survey import Survey, survey
-from cukit.memory.bookkeeping.walk import Holes, Walk, measure
+from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
 from cukit.memory.pool.listeners import Listeners
 from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.pool.supply import Supply
-from cukit.memory.providers.provider import Moves, Provider
+from cukit.memory.providers.provider import Provider
 
 
 class Defragmenter:
@@ -51,13 +51,13 @@ class Defragmenter:
 
     def survey(self) -> Survey:
         """Everything about the pool that takes a walk to know."""
-        return survey(self._arena, self._walk(), self._pager.paging())
+        return survey(self._arena, self._used_spans(), self._pager.paging())
 
     def holes(self) -> Holes:
         """What there is of free memory, quickly."""
-        return self._walk().holes(self._pager.paging())
+        return self._used_spans().holes(self._pager.paging())
 
-    def _walk(self) -> Walk:
+    def _used_spans(self) -> UsedSpans:
         live, movables = self._live, self._movables
         rows = movables.columns()
         fixed: list[Span] = []
@@ -66,16 +66,16 @@ class Defragmenter:
                 span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
             ]
         fixed += [span for span, _ in self._supply.pending]
-        fixed += self._stitcher.elsewhere()
+        fixed += self._stitcher.aliased()
         for state in self._arena.streams.states.values():
             if state.private:  # a captured graph will use them again
                 fixed += [*chain.from_iterable(state.bins.values()), *state.index]
-        return Walk.over(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
+        return UsedSpans.of(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
         start = time.perf_counter()
-        self._supply.stop_the_world()
+        self._supply.synchronize()
         before, moved = self._compact(stream)
         self._stitcher.undo()
         remapped = self._pager.consolidate()
@@ -94,7 +94,7 @@ class Defragmenter:
 
     def _merged_holes(self) -> Holes:
         """`holes` after a compaction, when all that is free is merged and everybody's."""
-        spans = list(self._arena.streams.anyone.index)
+        spans = list(self._arena.streams.shared.index)
         address = np.array([span.address for span in spans], np.int64)
         size = np.array([span.size for span in spans], np.int64)
         order = np.argsort(address)
@@ -102,7 +102,7 @@ class Defragmenter:
 
     def compact(self, stream: Hashable) -> int:
         """Waits for the device and moves unpinned buffers; returns the bytes."""
-        self._supply.stop_the_world()
+        self._supply.synchronize()
         moved = self._compact(stream)[1]
         self._stitcher.undo()
         return moved
@@ -110,16 +110,16 @@ class Defragmenter:
     def _compact(self, stream: Hashable) -> tuple[Holes, int]:
         """Holes before, and bytes moved. The device is idle before and after; what the copies do
         not need is done while they run."""
-        walk = self._walk()
-        plan = plan_compaction(walk.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
+        used = self._used_spans()
+        plan = plan_compaction(used.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
         if not plan.steps:
-            before = walk.holes(self._pager.paging())
-            self._arena.place(*self._layout(walk, plan))
+            before = used.holes(self._pager.paging())
+            self._arena.place(*self._layout(used, plan))
             return before, 0
         event = self._copy(plan, stream)
         try:
-            before = walk.holes(self._pager.paging())
-            self._commit(walk, plan)
+            before = used.holes(self._pager.paging())
+            self._commit(used, plan)
             self._provider.synchronize(event)
         except BaseException:
             self._provider.synchronize_device()
@@ -144,13 +144,13 @@ class Defragmenter:
             self._provider.synchronize_device()
             raise
 
-    def _commit(self, walk: Walk, plan: Plan) -> None:
+    def _commit(self, used: UsedSpans, plan: Plan) -> None:
         """Brings the books in line with where the bytes are going.
 
         Listeners see a move as a free of the old place and an allocation of the new one.
         """
         told, live = self._listeners.active, self._live
-        rows = walk.rows[plan.moved]
+        rows = used.rows[plan.moved]
         moved = self._movables.spans(rows)
         source, target = plan.source.tolist(), plan.target.tolist()
         for span, address in zip(moved, source, strict=True):
@@ -161,14 +161,14 @@ class Defragmenter:
                 self._listeners.moved_away(span)
         self._movables.move(rows, plan.target)
         live.update(zip(target, moved, strict=True))
-        self._arena.place(*self._layout(walk, plan))
+        self._arena.place(*self._layout(used, plan))
         if told:
             for span in sorted(moved, key=attrgetter("address")):
                 self._listeners.moved_here(span)
 
-    def _layout(self, walk: Walk, plan: Plan) -> tuple[list[Span], Ints, Ints]:
+    def _layout(self, used: UsedSpans, plan: Plan) -> tuple[list[Span], Ints, Ints]:
         """All that is not free, where it lies after the moves."""
-        spans = self._movables.spans(walk.rows) + walk.others
-        address = np.concatenate((walk.pieces.movable, walk.others_at))
+        spans = self._movables.spans(used.rows) + used.others
+        address = np.concatenate((used.pieces.movable, used.others_at))
         address[plan.moved] = plan.target
-        return spans, address, np.concatenate((walk.pieces.movable_size, walk.others_size))
+        return spans, address, np.concatenate((used.pieces.movable_size, used.others_size))

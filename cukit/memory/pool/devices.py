@@ -1,4 +1,4 @@
-"""Pools for all devices behind one front, and raw memory without choosing a pool."""
+"""One pool per device, and raw allocation from the default pools."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from cukit.core.device import gpu_available
 from cukit.core.scalars import check_integer
 from cukit.errors import ConfigError, PointerError
 from cukit.memory.pool.config import MemoryPoolConfig
+from cukit.memory.pool.cupy_allocator import siblings_of
 from cukit.memory.pool.memory_pool import MemoryPool
 from cukit.memory.providers.default import default_provider
 from cukit.memory.providers.provider import Provider
 
 
 class DevicePools:
-    """One pool for each device, all with one configuration, made when first used."""
+    """One pool per device, all with the same configuration, created on first use."""
 
     def __init__(
         self,
         config: MemoryPoolConfig | None = None,
         make_provider: Callable[[int], Provider] | None = None,
     ) -> None:
-        """`make_provider`: from a device's number; None: as a MemoryPool chooses."""
+        """`make_provider`: device number -> provider; None: MemoryPool's default."""
         if config is None:
             config = MemoryPoolConfig()
         if not isinstance(config, MemoryPoolConfig):
@@ -56,11 +57,11 @@ class DevicePools:
         return pool
 
     def allocate(self, size: int, stream: Any = None) -> int:
-        """Memory of the current device: MemoryPool.allocate."""
+        """Allocates on the current device, see MemoryPool.allocate."""
         return self.pool().allocate(size, stream)
 
     def free(self, address: int, stream: Any = None) -> None:
-        """Frees what `allocate` gave, whatever the current device. Raises PointerError."""
+        """Frees memory from `allocate`, on whichever device it is. Raises PointerError."""
         pools = list(self._pools.values())
         for pool in pools:
             if pool.owns(address):
@@ -69,6 +70,13 @@ class DevicePools:
         if not pools:
             raise PointerError(f"memory pool: free of {address:#x}: nothing was allocated yet")
         pools[0].free(address, stream)
+
+
+def pools_of(pool: MemoryPool) -> dict[int, MemoryPool]:
+    """By device: the pool itself, and those created beside it for other GPUs when installed."""
+    if not isinstance(pool, MemoryPool):
+        raise ConfigError(f"pools_of: pool must be a MemoryPool, got {pool!r}")
+    return siblings_of(pool)
 
 
 def _current_device() -> int:
@@ -83,14 +91,14 @@ _default = DevicePools()
 
 
 def default_pool(device_id: int | None = None) -> MemoryPool:
-    """The pool behind `memory_pool_allocate`, of the current device or of the one named."""
+    """The pool behind `memory_pool_allocate` on a device; None is the current one."""
     return _default.pool(device_id)
 
 
 def memory_pool_allocate(size: int, stream: Any = None) -> int:
     """Returns the address of `size` bytes on the current device, aligned to 512.
 
-    Without a GPU it is host memory. Raises OutOfMemoryError.
+    Without a GPU, allocates host memory. Raises OutOfMemoryError.
 
     >>> address = memory_pool_allocate(1000)
     >>> memory_pool_free(address)
@@ -99,6 +107,6 @@ def memory_pool_allocate(size: int, stream: Any = None) -> int:
 
 
 def memory_pool_free(address: int, stream: Any = None) -> None:
-    """Frees what `memory_pool_allocate` gave, after the work queued on `stream` (None: the one it
-    was allocated on). Raises PointerError for anything else."""
+    """Frees memory from `memory_pool_allocate`, after the work queued on `stream` (None: the stream
+    it was allocated on). Raises PointerError for any other address."""
     _default.free(address, stream)

@@ -1,14 +1,13 @@
-"""What becomes of a pool's memory when nobody has the pool any more."""
+"""Returns a pool's memory to the device after the pool has been garbage collected."""
 
 from __future__ import annotations
 
 import logging
 import os
 
+from cukit.memory.bookkeeping.owner_refs import OwnerRef, Queues
 from cukit.memory.bookkeeping.spans import Span
 from cukit.memory.bookkeeping.streams import Streams
-from cukit.memory.bookkeeping.ties import Tie
-from cukit.memory.pool.handover import Queues
 from cukit.memory.pool.pager import Pager
 from cukit.memory.providers.provider import Provider
 
@@ -16,7 +15,7 @@ LOG = logging.getLogger(__name__)
 
 
 _waiting: list[tuple[Provider, Pager]] = []
-"""Pools that ended while the device could not be waited for."""
+"""Pools collected during a graph capture, when the host must not synchronise."""
 
 os.register_at_fork(after_in_child=_waiting.clear)
 
@@ -29,13 +28,13 @@ def give_back(
     queues: Queues,
     process: int,
 ) -> None:
-    """What a pool held goes back to the device when nobody has the pool any more.
+    """Synchronises and releases all memory of a collected pool.
 
-    Not while somebody may still use the memory by its address: raw allocations, captured graphs. If
-    a garbage collection ends the pool during a capture, with the end of the next pool.
+    Nothing is released while raw allocations are live or captured graphs exist, for their addresses
+    may still be used. A pool collected during a capture is released with the next pool.
     """
     captured = any(state.private for state in streams.states.values())
-    freed = {item.target if isinstance(item, Tie) else item for item in queues.waiting()}
+    freed = {item.target if isinstance(item, OwnerRef) else item for item in queues.waiting()}
     used = [at for at, span in live.items() if not freed & {at, span, span.holder}]
     if used or captured or process != os.getpid():
         return
@@ -47,5 +46,5 @@ def give_back(
             entry[0].synchronize_device()
             entry[1].abandon()
         except Exception:
-            LOG.exception("memory pool: its memory could not be given back")
+            LOG.exception("memory pool: its memory could not be released")
         _waiting.remove(entry)

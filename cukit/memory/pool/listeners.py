@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 from cukit.memory.bookkeeping.blocks import Action, Event, Frame
 from cukit.memory.bookkeeping.spans import Span
@@ -27,6 +28,19 @@ def call_site(depth: int) -> tuple[Frame, ...]:
             found.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
+
+
+class Emit(Protocol):
+    """The signature of Listeners.emit."""
+
+    def __call__(
+        self,
+        action: Action,
+        address: int,
+        size: int,
+        stream: Hashable,
+        call_site: tuple[Frame, ...] = (),
+    ) -> None: ...
 
 
 class Listeners:

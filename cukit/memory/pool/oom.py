@@ -15,7 +15,8 @@ from cukit.memory.bookkeeping.streams import StreamState
 from cukit.memory.bookkeeping.survey import Survey
 from cukit.memory.pool.config import MemoryPoolConfig
 from cukit.memory.pool.defragment import Defragmenter
-from cukit.memory.pool.pager import Emit, Pager
+from cukit.memory.pool.listeners import Emit
+from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
 from cukit.memory.uninterrupted import InterruptedAsUsual
@@ -79,7 +80,7 @@ def in_words(size: int) -> str:
     return f"{amount:.2f} GiB"
 
 
-class Ladder:
+class Recovery:
     """What is tried, in turn, before an allocation fails."""
 
     def __init__(
@@ -98,19 +99,19 @@ class Ladder:
         self._pager = pager
         self._defragmenter = defragmenter
         self._emit = emit
-        self._outside = outside
+        self._unlocked = outside
         """Calls something while the pool is unlocked, and takes in what was freed meanwhile."""
         self.failures = 0
 
-    def climb(self, size: int, state: StreamState) -> Span:
+    def allocate(self, size: int, state: StreamState) -> Span:
         """A live span of `size` bytes. Raises OutOfMemoryError."""
-        rungs = [self._outside_garbage]
+        rungs = [self._collect_garbage]
         if not state.private:
             # Nothing may wait while its own stream is being captured.
-            rungs = [self._wait, self._compact, self._trim, self._outside_garbage]
+            rungs = [self._wait, self._compact, self._trim, self._collect_garbage]
         for rung in rungs:
             rung(state)
-            span = self._supply.obtain(size, state, pressed=True)
+            span = self._supply.obtain(size, state, under_pressure=True)
             if span is not None:
                 return span
         for _ in range(MOST_CALLBACKS if self._config.on_out_of_memory else 0):
@@ -119,7 +120,7 @@ class Ladder:
             if not state.private:
                 self._wait(state)
                 self._compact(state)
-            span = self._supply.obtain(size, state, pressed=True)
+            span = self._supply.obtain(size, state, under_pressure=True)
             if span is not None:
                 return span
         self.failures += 1
@@ -141,8 +142,8 @@ class Ladder:
         """Segments that are free but too small become one that is large enough."""
         self._pager.trim()
 
-    def _outside_garbage(self, state: StreamState) -> None:
-        self._outside(gc.collect)
+    def _collect_garbage(self, state: StreamState) -> None:
+        self._unlocked(gc.collect)
         if not state.private:
             self._supply.settle_waiting()
             self._compact(state)
@@ -156,7 +157,7 @@ class Ladder:
             with InterruptedAsUsual():
                 return bool(callback(size))
 
-        return bool(self._outside(ask))
+        return bool(self._unlocked(ask))
 
     def report(self, size: int) -> OutOfMemoryReport:
         """The facts, and what may help."""

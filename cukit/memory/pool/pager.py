@@ -19,15 +19,15 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cukit.memory.bookkeeping.arena import Arena
-from cukit.memory.bookkeeping.blocks import Action, Frame
 from cukit.memory.bookkeeping.spans import FREE, UNMAPPED, Span
-from cukit.memory.bookkeeping.walk import Paging
+from cukit.memory.bookkeeping.survey import Paging
 from cukit.memory.pool.config import MemoryPoolConfig
+from cukit.memory.pool.listeners import Emit
 from cukit.memory.providers.provider import DeviceOutOfMemory, Provider
 
 MANY_LARGE = 2
@@ -37,21 +37,8 @@ WORTH_BREAKING = 8
 """What a block leaves of a large page stays with it, if it is less than one part of the block in so
 many."""
 
-CROWDED = 0.9
+NEARLY_FULL = 0.9
 """Of its limit: a pool that holds more puts blocks where they take the fewest wholly free pages."""
-
-
-class Emit(Protocol):
-    """Notes an event (blocks.py): what, where, how many bytes, on which stream, who asked."""
-
-    def __call__(
-        self,
-        action: Action,
-        address: int,
-        size: int,
-        stream: Hashable,
-        call_site: tuple[Frame, ...] = (),
-    ) -> None: ...
 
 
 class Place(NamedTuple):
@@ -87,9 +74,9 @@ class Pager:
         self._remaps = provider.can_remap
         self.mapped: dict[int, Any] = {}
         """Page by the address it is mapped at."""
-        self.in_hand: list[Any] = []
+        self.spare: list[Any] = []
         """Single pages mapped nowhere."""
-        self.large_in_hand: list[tuple[Any, ...]] = []
+        self.large_spare: list[tuple[Any, ...]] = []
         """Large pages mapped nowhere: the pages of each."""
         self.large_at: dict[int, int] = {}
         """Where the large page begins that a page is part of, by the address of the page."""
@@ -101,15 +88,15 @@ class Pager:
         self.pages_remapped = 0
 
     @property
-    def pages_in_hand(self) -> int:
+    def num_spare(self) -> int:
         """Single ones, and those of large ones."""
-        return len(self.in_hand) + len(self.large_in_hand) * self.large_pages
+        return len(self.spare) + len(self.large_spare) * self.large_pages
 
     def paging(self) -> Paging:
         """What can be measured of free memory depends on this."""
         firsts = np.array(sorted(set(self.large_at.values())), np.int64)
-        in_hand = self.pages_in_hand * self.page_bytes
-        return Paging(self.page_bytes, in_hand, self._remaps, self.large_pages, firsts)
+        spare = self.num_spare * self.page_bytes
+        return Paging(self.page_bytes, spare, self._remaps, self.large_pages, firsts)
 
     @property
     def limited(self) -> bool:
@@ -117,10 +104,10 @@ class Pager:
         return self._config.max_pool_size is not None and self._remaps
 
     @property
-    def crowded(self) -> bool:
+    def nearly_full(self) -> bool:
         """Whether the pool holds nearly what its limit allows."""
         limit = self._config.max_pool_size
-        return limit is not None and self._remaps and self.reserved_bytes >= CROWDED * limit
+        return limit is not None and self._remaps and self.reserved_bytes >= NEARLY_FULL * limit
 
     def grow(
         self,
@@ -156,7 +143,7 @@ class Pager:
     def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
         """What to unmap so that `count` pages are in hand, new ones among them where the limit and
         the device allow it. None: there are not as many."""
-        missing = count - self.pages_in_hand
+        missing = count - self.num_spare
         runs = self._whole_pages(missing, spared) if missing > 0 else []
         missing -= sum(run.pages for run in runs)
         large = count >= self.large_from
@@ -170,18 +157,18 @@ class Pager:
         """
         step = self.large_pages
         if step == 1:
-            return len(self.in_hand) >= count
+            return len(self.spare) >= count
         if count >= self.large_from:
-            wanted = count // step - len(self.large_in_hand)
-            self._make_large(min(wanted, len(self.in_hand) // step))
-        while self._missing_single(count) > 0 and self.large_in_hand:
+            wanted = count // step - len(self.large_spare)
+            self._make_large(min(wanted, len(self.spare) // step))
+        while self._missing_single(count) > 0 and self.large_spare:
             self._break_up()
         return self._missing_single(count) <= 0
 
     def _missing_single(self, count: int) -> int:
         """Beside as many large pages in hand as fit into `count` pages."""
-        large = min(len(self.large_in_hand), count // self.large_pages)
-        return count - large * self.large_pages - len(self.in_hand)
+        large = min(len(self.large_spare), count // self.large_pages)
+        return count - large * self.large_pages - len(self.spare)
 
     def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
         """Breaks up the large pages of which a block of `size` bytes at `start`, in a free span
@@ -201,7 +188,7 @@ class Pager:
                 continue
             self.unmap(Run(span, first, self.large_pages), remapped=False)
             self._break_up()
-            if len(self.in_hand) < self.large_pages:
+            if len(self.spare) < self.large_pages:
                 return None
             place = Place(self.hole_at(first), first, self.large_pages, ())
             span = self._map(place, None, single=True)
@@ -225,21 +212,21 @@ class Pager:
     def consolidate(self) -> int:
         """Gathers all wholly free pages into one hole; returns how many were remapped.
 
-        Nothing free may be in use any more (Streams.all_done).
+        Nothing free may be in use any more (Streams.mark_all_done).
         """
         if not self._remaps:
             return 0
-        largest = max(self._arena.streams.anyone.index, key=lambda span: span.size, default=None)
+        largest = max(self._arena.streams.shared.index, key=lambda span: span.size, default=None)
         if largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))
-        pages = self.pages_in_hand + sum(run.pages for run in runs)
+        pages = self.num_spare + sum(run.pages for run in runs)
         if not pages:
             return 0
         place = self._beside(largest, pages)
         if place is None:
             runs = self._whole_pages(1 << 62, ())
-            pages = self.pages_in_hand + sum(run.pages for run in runs)
+            pages = self.num_spare + sum(run.pages for run in runs)
             if pages * self.page_bytes <= largest.size:
                 return 0
             place = self._place(pages * self.page_bytes, None, alone=True)
@@ -250,7 +237,7 @@ class Pager:
         for run in runs:
             self.unmap(run)
         if not self.make_ready(pages):
-            place = place._replace(pages=self.pages_in_hand)
+            place = place._replace(pages=self.num_spare)
         self._map(place, None)
         return sum(run.pages for run in runs)
 
@@ -260,12 +247,12 @@ class Pager:
         if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
                 self.unmap(run, remapped=False)
-            in_hand = [*self.in_hand, *chain.from_iterable(self.large_in_hand)]
-            if in_hand:
-                self._provider.destroy_pages(in_hand)
-                self.reserved_bytes -= len(in_hand) * self.page_bytes
-                self.in_hand.clear()
-                self.large_in_hand.clear()
+            spare = [*self.spare, *chain.from_iterable(self.large_spare)]
+            if spare:
+                self._provider.destroy_pages(spare)
+                self.reserved_bytes -= len(spare) * self.page_bytes
+                self.spare.clear()
+                self.large_spare.clear()
         for part in self._arena.ranges():
             span = part.first
             if span.next is None and (
@@ -288,14 +275,14 @@ class Pager:
             while count < len(addresses) and addresses[count] == addresses[0] + count * page:
                 count += 1
             provider.unmap_pages(addresses[0], count)
-            self.in_hand.extend(self.mapped.pop(address) for address in addresses[:count])
+            self.spare.extend(self.mapped.pop(address) for address in addresses[:count])
             del addresses[:count]
-        self.in_hand.extend(chain.from_iterable(self.large_in_hand))
-        self.large_in_hand.clear()
+        self.spare.extend(chain.from_iterable(self.large_spare))
+        self.large_spare.clear()
         self.large_at.clear()
-        if self.in_hand:
-            provider.destroy_pages(list(dict.fromkeys(self.in_hand)))  # some were mapped twice
-            self.in_hand.clear()
+        if self.spare:
+            provider.destroy_pages(list(dict.fromkeys(self.spare)))  # some were mapped twice
+            self.spare.clear()
         for part in self._arena.ranges():
             provider.release(part.address, part.size)
 
@@ -385,7 +372,7 @@ class Pager:
         """
         spans = [
             span
-            for span in self._arena.streams.anyone.index.at_least(self.page_bytes)
+            for span in self._arena.streams.shared.index.at_least(self.page_bytes)
             if span not in spared
         ]
         runs: list[Run] = []
@@ -471,11 +458,11 @@ class Pager:
 
     def _create_single(self, count: int) -> None:
         if count:
-            self.in_hand.extend(self._provider.create_pages(count))
+            self.spare.extend(self._provider.create_pages(count))
             self._hold_more(count * self.page_bytes)
 
     def _create_large(self, count: int) -> None:
-        self.large_in_hand.extend(self._provider.create_large_pages(count))
+        self.large_spare.extend(self._provider.create_large_pages(count))
         self._hold_more(count * self.large_pages * self.page_bytes)
 
     def _make_large(self, count: int) -> None:
@@ -483,8 +470,8 @@ class Pager:
         if count <= 0:
             return
         single = count * self.large_pages
-        self._provider.destroy_pages(self.in_hand[-single:])
-        del self.in_hand[-single:]
+        self._provider.destroy_pages(self.spare[-single:])
+        del self.spare[-single:]
         self.reserved_bytes -= single * self.page_bytes
         try:
             self._create_large(count)
@@ -495,8 +482,8 @@ class Pager:
     def _break_up(self) -> None:
         """Makes single pages of a large one in hand. They may be fewer: then the device has given
         the memory to somebody else."""
-        self._provider.destroy_pages(self.large_in_hand[-1])
-        del self.large_in_hand[-1]
+        self._provider.destroy_pages(self.large_spare[-1])
+        del self.large_spare[-1]
         self.reserved_bytes -= self.large_pages * self.page_bytes
         with suppress(DeviceOutOfMemory):
             self._create_single(self.large_pages)
@@ -511,41 +498,41 @@ class Pager:
         self._provider.unmap_pages(run.address, run.pages)
         cut = self._arena.carve(run.span, run.address, size)
         self._arena.put_unmapped(cut)
-        self._take_in_hand(run)
+        self._add_spare(run)
         self.pages_remapped += run.pages if remapped else 0
         self._emit("segment_unmap", run.address, size, None)
 
-    def _take_in_hand(self, run: Run) -> None:
+    def _add_spare(self, run: Run) -> None:
         """Notes that pages are mapped no more."""
         page, mapped = self.page_bytes, self.mapped
         end = run.address + run.pages * page
         if not self.large_at:
-            self.in_hand.extend(mapped.pop(at) for at in range(run.address, end, page))
+            self.spare.extend(mapped.pop(at) for at in range(run.address, end, page))
             return
         at = run.address
         while at < end:
             if at not in self.large_at:
-                self.in_hand.append(mapped.pop(at))
+                self.spare.append(mapped.pop(at))
                 at += page
                 continue
             addresses = range(at, at + self.large_pages * page, page)
-            self.large_in_hand.append(tuple(map(mapped.pop, addresses)))
+            self.large_spare.append(tuple(map(mapped.pop, addresses)))
             deque(map(self.large_at.pop, addresses), maxlen=0)
             at = addresses.stop
 
     def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
         """Of the pages in hand those that are mapped next, and how many large ones they begin with.
         `single`: none of those."""
-        large = 0 if single else min(len(self.large_in_hand), count // self.large_pages)
+        large = 0 if single else min(len(self.large_spare), count // self.large_pages)
         rest = count - large * self.large_pages
-        pages = list(chain.from_iterable(self.large_in_hand[len(self.large_in_hand) - large :]))
-        return pages + self.in_hand[len(self.in_hand) - rest :], large
+        pages = list(chain.from_iterable(self.large_spare[len(self.large_spare) - large :]))
+        return pages + self.spare[len(self.spare) - rest :], large
 
     def note_mapped(self, address: int, pages: Sequence[Any], large: int) -> None:
         """Notes that what `choose` returned is mapped from `address` on."""
         page, step = self.page_bytes, self.large_pages
-        del self.in_hand[len(self.in_hand) - (len(pages) - large * step) :]
-        del self.large_in_hand[len(self.large_in_hand) - large :]
+        del self.spare[len(self.spare) - (len(pages) - large * step) :]
+        del self.large_spare[len(self.large_spare) - large :]
         end = address + large * step * page
         self.mapped.update(
             zip(range(address, address + len(pages) * page, page), pages, strict=True)

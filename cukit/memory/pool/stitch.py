@@ -7,7 +7,7 @@ whole pages, and free bytes at the start of another page become one hole at new 
     page A  [ live | e l s e w h e r e ]        page B  [ elsewhere | live ]
     new     [ elsewhere |  h o l e   ...  whole pages  ...    h o l e | elsewhere ]
 
-Bytes that are used at the page's other address are spans of the state ELSEWHERE, here and there.
+Bytes that are used at the page's other address are spans of the state ALIASED, here and there.
 When the hole's part of such a page is free again, the second mapping is undone and the bytes are
 free where they came from.
 
@@ -23,10 +23,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cukit.memory.bookkeeping.arena import Arena
-from cukit.memory.bookkeeping.spans import ELSEWHERE, FREE, Span
+from cukit.memory.bookkeeping.spans import ALIASED, FREE, Span
 from cukit.memory.bookkeeping.streams import StreamState
 from cukit.memory.pool.config import ALIGNMENT
-from cukit.memory.pool.pager import Emit, Pager
+from cukit.memory.pool.listeners import Emit
+from cukit.memory.pool.pager import Pager
 from cukit.memory.providers.provider import Provider
 
 LEAST_EDGES = 32
@@ -58,7 +59,7 @@ class Stitch(NamedTuple):
     """Bytes of the edges that are left."""
 
 
-class _Second(NamedTuple):
+class _Alias(NamedTuple):
     """A second mapping of a page."""
 
     address: int
@@ -77,7 +78,7 @@ class Stitcher:
         self._pager = pager
         self._emit = emit
         self._page_bytes = provider.page_bytes
-        self._seconds: list[_Second] = []
+        self._aliases: list[_Alias] = []
 
     def stitch(
         self,
@@ -112,7 +113,7 @@ class Stitcher:
         if owned:
             hole.stream, hole.epoch = state.key, max(span.epoch for span in owned)
         for edge in edges:
-            self._seconds.append(self._lend(edge, hole))
+            self._aliases.append(self._lend(edge, hole))
         self._emit("segment_map", hole.address, hole.size, None)
         return self._arena.put_free(hole)
 
@@ -120,16 +121,16 @@ class Stitcher:
         """Undoes the second mappings that nothing uses any more; returns how many."""
         count = 0
         # The latest first: a page may have been mapped once more for what was free of its second.
-        for second in self._seconds[::-1]:
+        for second in self._aliases[::-1]:
             span = self._free_part(second)
             if span is not None:
                 self._undo(second, span)
                 count += 1
         return count
 
-    def elsewhere(self) -> Iterator[Span]:
+    def aliased(self) -> Iterator[Span]:
         """Spans of bytes that are used at another address of their page."""
-        for second in self._seconds:
+        for second in self._aliases:
             yield second.foreign
             yield second.lent
 
@@ -164,7 +165,7 @@ class Stitcher:
         """Ends and starts of pages, by size."""
         page, large = self._page_bytes, self._pager.large_at
         tails, heads = [], []
-        for index in (state.index, self._arena.streams.anyone.index):
+        for index in (state.index, self._arena.streams.shared.index):
             for span in index.at_least(page // LEAST_EDGES, MOST_EDGES):
                 first, last = -(-span.address // page) * page, span.end // page * page
                 # A part of a large page cannot be mapped a second time.
@@ -177,7 +178,7 @@ class Stitcher:
     # Doing it ---------------------------------------------------------------------------------
 
     def _map(self, plan: Stitch, address: int) -> Span:
-        """Maps the pages; returns the hole, in no index. Around it are ELSEWHERE spans."""
+        """Maps the pages; returns the hole, in no index. Around it are ALIASED spans."""
         pager, page = self._pager, self._page_bytes
         pages, large = pager.choose(plan.pages)
         start, size, behind = address, plan.pages * page, address
@@ -198,21 +199,21 @@ class Stitcher:
         hole = whole.isolate(start, size)
         for foreign in (hole.prev if plan.tail else None, hole.next if plan.head else None):
             if foreign is not None:
-                foreign.state = ELSEWHERE
+                foreign.state = ALIASED
         return hole
 
-    def _lend(self, edge: Edge, hole: Span) -> _Second:
+    def _lend(self, edge: Edge, hole: Span) -> _Alias:
         """Marks an edge as used by the hole."""
         lent = self._arena.carve(edge.span, edge.address, edge.size)
-        lent.state, lent.stream, lent.epoch = ELSEWHERE, None, 0
+        lent.state, lent.stream, lent.epoch = ALIASED, None, 0
         self._emit("segment_unmap", lent.address, lent.size, None)
         page = self._page_bytes
         is_tail = edge.address % page != 0
         foreign = hole.prev if is_tail else hole.next
         assert foreign is not None
-        return _Second(foreign.address if is_tail else foreign.end - page, foreign, lent)
+        return _Alias(foreign.address if is_tail else foreign.end - page, foreign, lent)
 
-    def _free_part(self, second: _Second) -> Span | None:
+    def _free_part(self, second: _Alias) -> Span | None:
         """The span that what is not foreign of the page lies in, if it is free and done with."""
         foreign = second.foreign
         is_tail = foreign.address == second.address
@@ -222,7 +223,7 @@ class Stitcher:
         reaches = span.end >= second.address + self._page_bytes
         return span if (reaches if is_tail else span.address <= second.address) else None
 
-    def _undo(self, second: _Second, span: Span) -> None:
+    def _undo(self, second: _Alias, span: Span) -> None:
         arena, page = self._arena, self._page_bytes
         self._provider.unmap_pages(second.address, 1)
         start = max(second.address, span.address)
@@ -231,7 +232,7 @@ class Stitcher:
         arena.put_unmapped(part)
         arena.put_unmapped(second.foreign)
         del self._pager.mapped[second.address]
-        self._seconds.remove(second)
+        self._aliases.remove(second)
         self._emit("segment_unmap", start, size, None)
         self._emit("segment_map", second.lent.address, second.lent.size, None)
         arena.put_free(second.lent)

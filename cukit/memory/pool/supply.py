@@ -9,7 +9,8 @@ from cukit.memory.bookkeeping.arena import Arena, Fit
 from cukit.memory.bookkeeping.blocks import Action
 from cukit.memory.bookkeeping.spans import PENDING, Span
 from cukit.memory.bookkeeping.streams import CaptureKey, Streams, StreamState
-from cukit.memory.pool.pager import Emit, Pager
+from cukit.memory.pool.listeners import Emit
+from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.providers.provider import Provider
 
@@ -67,18 +68,18 @@ class Supply:
         self.before_growing: Callable[[int, StreamState], bool] = lambda size, state: False
         """Called when only pages could serve a request; True if it made a hole instead."""
 
-    def obtain(self, size: int, state: StreamState, *, pressed: bool = False) -> Span | None:
+    def obtain(self, size: int, state: StreamState, *, under_pressure: bool = False) -> Span | None:
         """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
         arena, streams = self._arena, self._streams
-        crowded = self._pager.crowded and not state.private
-        span = self._thrifty(size, state) if crowded else self._own(size, state)
+        nearly_full = self._pager.nearly_full and not state.private
+        span = self._page_saving(size, state) if nearly_full else self._own(size, state)
         if span is None and not state.private:
             self.settle()
             span = self._fit(size, state)
             if span is None and not streams.single:
                 arena.unify(state)
                 span = self._fit(size, state)
-            if span is None and (pressed or size >= self._arena.page_bytes):
+            if span is None and (under_pressure or size >= self._arena.page_bytes):
                 span = self._behind_others(size, state)
         if span is None and not state.private and self.before_growing(size, state):
             span = arena.best_fit(size, state)
@@ -88,11 +89,11 @@ class Supply:
             span = arena.best_fit(size, state) or self._stitcher.stitch(size, state)
         if span is None:
             return None
-        start = arena.thrifty_start(span, size) if crowded else span.address
+        start = arena.page_saving_start(span, size) if nearly_full else span.address
         if self._pager.large_at:
             kept = self._keep_whole(span, start, size, state)
             if kept is None:
-                return self.obtain(size, state, pressed=pressed)
+                return self.obtain(size, state, under_pressure=under_pressure)
             span = kept
         return arena.take(span, start, size, state.key)
 
@@ -113,7 +114,7 @@ class Supply:
         """The best fit that the stream may use at once, beside blocks of its kind, or None."""
         if not self._apart(size, state):
             return self._arena.best_fit(size, state)
-        fit = self._arena.thrifty_fit(size, state)
+        fit = self._arena.page_saving_fit(size, state)
         return None if fit.mixed else fit.span
 
     def _own(self, size: int, state: StreamState) -> Span | None:
@@ -126,14 +127,14 @@ class Supply:
             span = self._fit(size, state)
         return span
 
-    def _thrifty(self, size: int, state: StreamState) -> Span | None:
+    def _page_saving(self, size: int, state: StreamState) -> Span | None:
         """What takes as few wholly free pages as any place would, or None."""
         self._arena.flush(state)
         least = size // self._arena.page_bytes
         if least > FEW_PAGES:
-            return self._arena.thrifty_fit(size, state).span
+            return self._arena.page_saving_fit(size, state).span
         self.settle()
-        fit = self._arena.thrifty_fit(size, state)
+        fit = self._arena.page_saving_fit(size, state)
         if not least:
             return self._within_pages(size, state, fit)
         if fit.span is None:
@@ -151,7 +152,7 @@ class Supply:
         return less or fit.span
 
     def _within_pages(self, size: int, state: StreamState, fit: Fit) -> Span | None:
-        """`_thrifty` for less than a page: rather a page alone than one with others of its kind."""
+        """`_page_saving` for less than a page."""
         if fit.span is not None and not fit.mixed:
             return fit.span
         alone = self._pager.grow(size, state.key, alone=True)
@@ -179,10 +180,10 @@ class Supply:
                 self._arena.settle(state)
         self._stitcher.undo()
 
-    def stop_the_world(self) -> None:
+    def synchronize(self) -> None:
         """Waits until the device is idle: everything free may be used by everybody."""
         self._provider.synchronize_device()
-        self._streams.all_done()
+        self._streams.mark_all_done()
         self.wait_for_pending()
 
     def capturing(self) -> bool:

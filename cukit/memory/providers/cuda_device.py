@@ -16,10 +16,10 @@ import numpy as np
 
 from cukit.core.device import gpu_available, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
+from cukit.memory.batched_copy import Moves
 from cukit.memory.providers.cuda_captures import CaptureWatch, between_captures
 from cukit.memory.providers.cuda_driver import call
 from cukit.memory.providers.device_copy import DeviceCopy
-from cukit.memory.providers.provider import Moves
 
 LEGACY_KEY = 0
 """The legacy default stream; other streams have the driver's ids, which start above."""

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core.kernel import NULL
-from cukit.memory.batched_copy import TILE_BYTES, MovePlan, launch_moves, plan_moves
-from cukit.memory.providers.provider import Moves
+from cukit.memory.batched_copy import TILE_BYTES, MovePlan, Moves, launch_moves, plan_moves
 
 FEW_MOVES = 4
 """Up to so many are left to the driver's own copies: no table to upload, nothing to compile."""

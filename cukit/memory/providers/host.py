@@ -20,7 +20,8 @@ import numpy as np
 
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ConfigError
-from cukit.memory.providers.provider import DeviceOutOfMemory, Moves
+from cukit.memory.batched_copy import Moves
+from cukit.memory.providers.provider import DeviceOutOfMemory
 
 # From <sys/mman.h> and <linux/falloc.h>, where Python's mmap module does not name them.
 _MAP_FIXED = 0x10

@@ -23,26 +23,13 @@ itself back into a consistent state.
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
+from cukit.memory.batched_copy import Moves
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818
     """The device cannot back the request. Never reaches users: the pool tries to make room."""
-
-
-class Move(NamedTuple):
-    """Copies `size` bytes from `source` to `destination`."""
-
-    destination: int
-    source: int
-    size: int
-
-
-Moves = npt.NDArray[np.int64]
-"""Many of them: [number, 3]."""
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ STANDARD = (
 """The mixes that are measured."""
 
 
-class Tape:
+class LogBuilder:
     """Puts a log together. Addresses are made up: each block gets new ones."""
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Tape:
 
 def make_log(name: str, seed: int = 0) -> list[LogEvent]:
     """The log called `name`; see the module. Raises ConfigError for a name that means nothing."""
-    tape = Tape()
+    tape = LogBuilder()
     _maker(name)(tape, random.Random(f"{name} {seed}"))
     return tape.events
 
 
-def _maker(name: str) -> Callable[[Tape, random.Random], None]:
+def _maker(name: str) -> Callable[[LogBuilder, random.Random], None]:
     if name in _MAKERS:
         return _MAKERS[name]
     kind, *numbers = name.split("-")
@@ -90,7 +90,7 @@ def _maker(name: str) -> Callable[[Tape, random.Random], None]:
     )
 
 
-def _random(tape: Tape, rng: random.Random, *, count: int, largest: int) -> None:
+def _random(tape: LogBuilder, rng: random.Random, *, count: int, largest: int) -> None:
     """RMM's random_allocations."""
     allocate_percent, most_live = 73, 16000 * MIB
     live: list[LogEvent] = []
@@ -120,7 +120,7 @@ class _Request:
     CHUNK = 512
     """The caches grow by this many tokens: into new memory, then the old is freed."""
 
-    def __init__(self, tape: Tape, prompt: int, output: int) -> None:
+    def __init__(self, tape: LogBuilder, prompt: int, output: int) -> None:
         self.tape, self.tokens, self.last = tape, prompt, prompt + output
         self.caches = [self._cache() for _ in range(self.LAYERS)]
 
@@ -144,7 +144,7 @@ class _Request:
         return False
 
 
-def _serving(tape: Tape, rng: random.Random) -> None:
+def _serving(tape: LogBuilder, rng: random.Random) -> None:
     """Weights, then 400 requests of 50 to 16000 tokens, at most 48 at a time."""
     hidden, vocabulary, most_live = 4096, 32000, 48
     weights = [tape.allocate(rng.choice((32, 56, 112)) * MIB) for _ in range(3 * _Request.LAYERS)]
@@ -169,7 +169,7 @@ def _serving(tape: Tape, rng: random.Random) -> None:
         tape.free(event)
 
 
-def _streams(tape: Tape, rng: random.Random) -> None:
+def _streams(tape: LogBuilder, rng: random.Random) -> None:
     """Twelve turns of 4 GiB in blocks of 1 to 128 MiB; one block in ten lives a round longer."""
     kept: list[list[LogEvent]] = [[] for _ in range(4)]
     for turn in range(12):
@@ -196,7 +196,7 @@ def _streams(tape: Tape, rng: random.Random) -> None:
             tape.free(event)
 
 
-def _torture(tape: Tape, rng: random.Random) -> None:
+def _torture(tape: LogBuilder, rng: random.Random) -> None:
     """Six rounds; in each the holes are 96, and every request larger than any two of them.
 
     What is asked for after the frees is 60% of what they freed: less is live than before.
@@ -217,7 +217,7 @@ def _torture(tape: Tape, rng: random.Random) -> None:
         small, large = small + rng.randrange(MIB), large + rng.randrange(2 * MIB)
 
 
-_MAKERS: dict[str, Callable[[Tape, random.Random], None]] = {
+_MAKERS: dict[str, Callable[[LogBuilder, random.Random], None]] = {
     "serving": _serving,
     "streams": _streams,
     "torture": _torture,
