@@ -1,4 +1,4 @@
-"""Many copies within one memory as one launch: what a defragmentation moves."""
+"""Many copies within one memory in one launch; defragmentation moves buffers with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OP = "batched_copy"
 _THREADS = 256
 _VECS = 8
 TILE_BYTES = _THREADS * _VECS * ACCESS_BYTES
-"""What one block copies."""
+"""Bytes per thread block."""
 
 _uint8 = np.dtype(np.uint8)
 
@@ -47,7 +47,7 @@ Moves = npt.NDArray[np.int64]
 
 
 def _moves_array(moves: Any) -> Moves:
-    """int64 [number, 3], or an ArrayError that says what came."""
+    """The moves as int64 [number, 3]. Raises ArrayShapeError."""
     try:
         table = np.asarray(moves)
     except ValueError:
@@ -65,23 +65,22 @@ def _moves_array(moves: Any) -> Moves:
 def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -> Array:
     """Copies runs of bytes within `memory`: `memory[d : d + n] = memory[s : s + n]` for each move.
 
-    Destinations may overlap sources where everything slides down: in the order of the sources,
-    destinations ascend as well and each lies below its source, as when holes are closed. Then each
-    byte is read before it is overwritten. Destinations never overlap one another.
+    Destinations may overlap sources if all moves slide down, as when holes are closed: in the order
+    of the sources, destinations ascend too, and each is below its source. Each byte is then read
+    before it is overwritten. Destinations must not overlap one another.
 
     Args:
         memory: uint8 [bytes], C-contiguous, changed in place.
-        moves: `(destination, source, size)` of each, in bytes, best as an int64 array of NumPy
-            [number, 3]; on the GPU multiples of 16, and `memory` 16-byte aligned.
+        moves: int64 [number, 3]: rows of `(destination, source, size)` in bytes, as a NumPy array
+            (fastest) or a sequence; on the GPU multiples of 16, and `memory` 16-byte aligned.
 
     Returns:
         `memory`.
 
     Raises:
-        ArrayError: `memory`; a move outside it, or not a multiple of 16; moves that overlap in
-            another way.
+        ArrayError: `memory`; a move that leaves it or is not a multiple of 16; any other overlap.
 
-    One launch however many the moves, on CuPy's current stream. Deterministic.
+    One launch for any number of moves, on CuPy's current stream. Deterministic.
 
     >>> import numpy as np
     >>> batched_copy(np.arange(8, dtype=np.uint8), [(0, 2, 3), (3, 6, 2)])
@@ -106,16 +105,17 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
 
 @dataclass(frozen=True, eq=False)
 class MovePlan:
-    """Checked moves, as the kernel reads them."""
+    """Checked moves in the kernel's format."""
 
     table: npt.NDArray[np.int64]
-    """[num_moves + 1, 3]: destination, source, bytes before; the last row holds the total."""
+    """[num_moves + 1, 3]: destination, source, bytes of all moves before; the last row holds the
+    total."""
     ordered: bool
     """Whether a destination overlaps a source."""
 
     @classmethod
     def of(cls, rows: Moves, *, ordered: bool = False) -> MovePlan:
-        """Of moves that are known to be right."""
+        """From moves that are known to be valid."""
         table = np.zeros((len(rows) + 1, 3), np.int64)
         table[:-1, :2] = rows[:, :2]
         np.cumsum(rows[:, 2], out=table[1:, 2])
@@ -131,7 +131,7 @@ class MovePlan:
 
     @property
     def num_progress(self) -> int:
-        """Elements of the array by which ordered tiles wait for one another."""
+        """Elements of the array through which ordered tiles wait for one another."""
         return 1 + self.num_tiles if self.ordered else 0
 
     @property
@@ -140,18 +140,18 @@ class MovePlan:
 
     @property
     def ends(self) -> npt.NDArray[np.int64]:
-        """[num_moves, 2]: first byte behind each destination and source."""
+        """[num_moves, 2]: the end of each destination and source."""
         return self.table[:-1, :2] + self.sizes[:, None]
 
     def moves(self) -> list[Move]:
-        """In an order in which they may be done one after the other."""
+        """The moves in an order in which they may be done one by one."""
         return [
             Move(int(destination), int(source), int(size))
             for (destination, source, _), size in zip(self.table[:-1], self.sizes, strict=True)
         ]
 
     def check_aligned(self, base: int) -> None:
-        """Raises ArrayLayoutError unless the kernel's 16-byte accesses fit."""
+        """Raises ArrayLayoutError unless all accesses are aligned to 16 bytes."""
         if base % ACCESS_BYTES or (self.table % ACCESS_BYTES).any():
             raise ArrayLayoutError(
                 f"{_OP}: addresses and sizes must be multiples of {ACCESS_BYTES} on a GPU"
@@ -159,9 +159,9 @@ class MovePlan:
 
 
 def plan_moves(moves: Moves | Sequence[tuple[int, int, int]]) -> MovePlan:
-    """Leaves out what does not move, judges overlaps, and sorts by source where there may be any.
+    """Drops moves that change nothing, checks overlaps, and sorts by source if overlap is possible.
 
-    Raises ArrayShapeError for negative sizes and ArrayLayoutError for overlaps that are no slide.
+    Raises ArrayShapeError for negative sizes, ArrayLayoutError for overlaps other than slides.
     """
     rows = np.asarray(moves, np.int64).reshape(-1, 3)
     if (rows[:, 2] < 0).any():
@@ -173,15 +173,15 @@ def plan_moves(moves: Moves | Sequence[tuple[int, int, int]]) -> MovePlan:
         if _overlap_themselves(destination, size):
             raise ArrayLayoutError(f"{_OP}: two moves have overlapping destinations")
         low, high = np.maximum(destination.min(), source.min()), (rows[:, :2].T + size).max(axis=1)
-        if low < high.min():  # else all sources are on one side of all destinations
+        if low < high.min():  # else all sources are below, or all above, the destinations
             rows = rows[np.argsort(source)]
             ordered = _has_to_slide(rows)
     return MovePlan.of(rows, ordered=ordered)
 
 
 def _has_to_slide(rows: npt.NDArray[np.int64]) -> bool:
-    """Whether a destination overlaps a source, by moves that are sorted by their sources. Raises
-    ArrayLayoutError if they overlap in another way than by sliding down."""
+    """Whether a destination overlaps a source; the moves are sorted by source. Raises
+    ArrayLayoutError if the moves overlap without sliding down."""
     destination, source, size = rows.T
     ordered = _overlap(destination, source, size)
     if ordered and not (
@@ -209,7 +209,7 @@ def _overlap(
     if not len(source):
         return False
     reach = np.maximum.accumulate(source + size)
-    first = np.searchsorted(reach, destination, side="right")  # the first source that ends behind
+    first = np.searchsorted(reach, destination, side="right")  # first source that ends after it
     inside = first < len(source)
     return bool((source[first[inside]] < (destination + size)[inside]).any())
 
@@ -217,8 +217,8 @@ def _overlap(
 def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> None:
     """Launches `plan` on the current stream.
 
-    base: what addresses are relative to: an array, or NULL for absolute ones.
-    table: `plan.table` on the device. progress: int32 [num_progress] zeros there.
+    base: the array that addresses are relative to; NULL: addresses are absolute.
+    table: `plan.table` on the device. progress: int32 [num_progress] zeros on the device.
     """
     if plan.num_tiles:
         kernel = load_kernel(plan_batched_copy(plan.ordered))
@@ -228,7 +228,7 @@ def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> No
 
 @cache
 def plan_batched_copy(ordered: bool) -> KernelSpec:
-    """32 KiB a block: long enough to hide the search, short enough to balance."""
+    """32 KiB per block: enough work to hide the search, small enough to balance the load."""
     defines = (("THREADS", _THREADS), ("VECS", _VECS), ("ORDERED", ordered))
     return KernelSpec("memory/batched_copy.cu", "batched_copy", defines, _THREADS)
 

@@ -1,8 +1,8 @@
-"""Bookkeeping of address ranges: taking spans, putting them back, merging. No driver calls.
+"""Address ranges as spans: cutting, freeing, merging and searching. No driver calls.
 
-A free span carries the stream that freed it. Spans of one stream merge with one another; memory
-that is done with carries None, may be used by everybody and merges with its like. Where one stream
-has the pool for itself that distinction costs more than it brings, so there both kinds merge.
+A free span carries the key of the stream that freed it, and merges with spans of the same stream.
+Memory that is no longer in use carries None: any stream may take it, and it merges with its kind.
+If a single stream uses the pool, the distinction costs more than it gains, so both kinds merge.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from cukit.memory.bookkeeping.compaction import Ints
 from cukit.memory.bookkeeping.spans import FREE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.bookkeeping.streams import CaptureKey, Streams, StreamState
 
-FITS_WEIGHED = 8
-"""Of each index, when pages are short."""
-FITS_WEIGHED_WITHIN_PAGES = 64
+FITS_COMPARED = 8
+"""Candidates per index in `page_saving_fit`."""
+FITS_COMPARED_WITHIN_PAGES = 64
 """The same for a block smaller than a page."""
 
 SMALL_SHARE = 16
-"""A block of one part of a page in so many, or less, is small."""
+"""A block of at most 1/16 of a page is small."""
 
 
 class Fit(NamedTuple):
-    """A free span for a block, if there is one."""
+    """A free span for a block, or None if there is none."""
 
     span: Span | None
     pages: int
-    """Wholly free ones that the block would take."""
+    """Wholly free pages that the block would take."""
     mixed: bool
-    """The block would share a page with blocks of another kind (small, or not)."""
+    """The block would share a page with blocks of the other kind (small or not)."""
 
 
 class AddressRange:
-    """One reservation: the first of the spans that tile it."""
+    """One reservation, covered by a list of spans that begins with `first`."""
 
     __slots__ = ("address", "first", "size")
 
@@ -62,13 +62,13 @@ class Arena:
         self.page_bytes = page_bytes
         self._ranges: dict[int, AddressRange] = {}
         self._small_pages: set[int] = set()
-        """Numbers (address over size) of the pages whose first block was a small one."""
+        """Page numbers (address / page_bytes) of the pages whose first block was small."""
         self.unmapped: dict[int, Span] = {}
 
     # Ranges -----------------------------------------------------------------------------------
 
     def add_range(self, address: int, size: int, *, mapped: bool) -> Span:
-        """Takes a reservation in; returns the one span that tiles it."""
+        """Adds a reservation; returns the single span that covers it."""
         added = AddressRange(address, size, FREE if mapped else UNMAPPED)
         self._ranges[address] = added
         if mapped:
@@ -77,7 +77,7 @@ class Arena:
         return added.first
 
     def drop_range(self, span: Span) -> None:
-        """Forgets the range that `span`, unmapped or free, tiles alone."""
+        """Removes the range that `span`, unmapped or free, covers alone."""
         assert span.prev is None
         assert span.next is None
         if span.state == UNMAPPED:
@@ -87,7 +87,7 @@ class Arena:
         del self._ranges[span.address]
 
     def ranges(self) -> list[AddressRange]:
-        """In address order."""
+        """All reservations in address order."""
         return [self._ranges[address] for address in sorted(self._ranges)]
 
     def spans(self) -> Iterator[Span]:
@@ -96,14 +96,14 @@ class Arena:
             yield from part.spans()
 
     def locate(self, address: int) -> Span | None:
-        """The span that holds an address, if any does."""
+        """The span that contains an address, or None."""
         for part in self._ranges.values():
             if part.address <= address < part.address + part.size:
                 return next(span for span in part.spans() if address < span.end)
         return None
 
     def public_ranges(self) -> list[Range]:
-        """What the outside sees."""
+        """The public description of all ranges."""
         return [
             Range(
                 part.address,
@@ -117,11 +117,11 @@ class Arena:
     # Spans ------------------------------------------------------------------------------------
 
     def index(self, span: Span) -> SizeIndex:
-        """The index that a free span belongs into."""
+        """The index of a free span's stream."""
         return self.streams.states[span.stream].index
 
     def take(self, span: Span, start: int, size: int, stream: Hashable) -> Span:
-        """Makes `size` bytes at `start`, in a FREE span, live on a stream."""
+        """Makes `size` bytes at `start`, inside a FREE span, live on a stream."""
         self._note_first(span, start, size)
         span = self.carve(span, start, size)
         span.state = LIVE
@@ -129,7 +129,7 @@ class Arena:
         return span
 
     def _note_first(self, span: Span, start: int, size: int) -> None:
-        """Remembers of the pages that are wholly in a free span whose first block this is."""
+        """Records for each page that this block is the first on whether the block is small."""
         page = self.page_bytes
         low = max(start // page, -(-span.address // page))
         high = min(-(-(start + size) // page), span.end // page)
@@ -139,14 +139,16 @@ class Arena:
             self._small_pages.difference_update(range(low, high))
 
     def page_saving_start(self, span: Span, size: int) -> int:
-        """Where in a free span a block begins when pages are short.
+        """Where in a free span a block starts when the pool is nearly full.
 
-        A block of a page or more: at the span's start, or so that it begins or ends with a page.
-        What takes the fewest wholly free pages, then what leaves the least of them. For a page with
-        a live byte stays where it is: a block with an end inside a page keeps a page that its
-        neighbours give up, and a block with both ends there keeps two.
+        A block of a page or more starts at the span's start, or so that it begins or ends at a page
+        boundary: where it takes the fewest wholly free pages, then where it leaves the least of
+        them unused. A page with a live byte cannot be remapped, so a block with one end inside a
+        page blocks a page even after its neighbours are freed, and a block with both ends inside
+        pages blocks two.
 
-        A smaller one: where what is left still begins or ends a page, for a larger block to use.
+        A smaller block starts so that the rest of the span still begins or ends at a page boundary,
+        where a larger block can use it.
         """
         page, begin, end = self.page_bytes, span.address, span.end
         if size < page:
@@ -166,8 +168,8 @@ class Arena:
         return found
 
     def carve(self, span: Span, address: int, size: int) -> Span:
-        """Cuts `size` bytes at `address` out of a FREE span and of its index. What is left of the
-        span stays free; the caller gives the cut its new state at once."""
+        """Cuts `size` bytes at `address` out of a FREE span and its index. The rest of the span
+        stays free; the caller must set the state of the returned span."""
         index, end = self.index(span), span.end
         index.remove(span)
         cut = span.isolate(address, size)
@@ -179,7 +181,7 @@ class Arena:
         return cut
 
     def put_free(self, span: Span) -> Span:
-        """Makes a span, in no index, FREE and merges it; returns what it became part of."""
+        """Makes a span, in no index, FREE and merges it; returns the merged span."""
         span.state = FREE
         before, behind = span.prev, span.next
         if behind is not None and self._joins(span, behind):
@@ -211,7 +213,7 @@ class Arena:
             kept.stream, kept.epoch = other.stream, other.epoch
 
     def retag(self, span: Span, stream: Hashable, epoch: int) -> Span:
-        """Gives a FREE span to another stream (None: everybody), and merges it there."""
+        """Assigns a FREE span to another stream (None: any stream) and merges it there."""
         self.index(span).remove(span)
         span.stream, span.epoch = stream, epoch
         return self.put_free(span)
@@ -232,7 +234,7 @@ class Arena:
             self.unmapped[span.address] = span
 
     def cut_unmapped(self, span: Span, address: int, size: int) -> Span:
-        """Cuts a part out of an UNMAPPED span; the caller gives it its new state at once."""
+        """Cuts `size` bytes out of an UNMAPPED span; the caller must set the result's state."""
         del self.unmapped[span.address]
         end = span.end
         cut = span.isolate(address, size)
@@ -260,7 +262,7 @@ class Arena:
         firsts = np.searchsorted(begin, [part.address for part in ranges]).tolist()
         free: list[Span] = []
         for part, first, last in zip(ranges, firsts, [*firsts, len(order)][1:], strict=True):
-            # What lies before each span, and behind the last.
+            # The gaps before each span and after the last.
             low = np.append(part.address, end[first:last])
             high = np.append(begin[first:last], part.address + part.size)
             gaps = np.flatnonzero(high > low)
@@ -292,7 +294,7 @@ class Arena:
     # Streams ----------------------------------------------------------------------------------
 
     def flush(self, state: StreamState, least: int = 0) -> None:
-        """Merges what waits in the lists of exact sizes from `least` bytes on."""
+        """Merges the CACHED spans of at least `least` bytes."""
         waiting = [state.bins.pop(size) for size in list(state.bins) if size >= least]
         for span in (span for spans in waiting for span in spans):
             if span.epoch <= state.done:
@@ -300,17 +302,17 @@ class Arena:
             self.put_free(span)
 
     def settle(self, state: StreamState) -> None:
-        """Gives to everybody what the stream is known to be done with."""
+        """Makes memory that the stream no longer uses available to all streams."""
         if state.private or state.settled == state.done:
             return
         state.settled = state.done
         for span in state.index:
-            # A span may have been merged away by an earlier turn of this loop.
+            # An earlier iteration may have merged the span into another.
             if span.state == FREE and span.stream == state.key and span.epoch <= state.done:
                 self.retag(span, None, 0)
 
     def unify(self, state: StreamState) -> None:
-        """Joins free memory of the stream with neighbours that anybody may use, for the stream."""
+        """Merges free memory of the stream with shared neighbours; the stream gets the result."""
         for span in state.index:
             if span.state != FREE or span.stream != state.key:
                 continue
@@ -319,7 +321,7 @@ class Arena:
                     span = self.retag(neighbour, state.key, span.epoch)
 
     def best_fit(self, size: int, state: StreamState) -> Span | None:
-        """The smallest free span that fits and that the stream may use at once."""
+        """The smallest free span that fits and that the stream may use without waiting."""
         own = state.index.best_fit(size)
         common = self.streams.shared.index.best_fit(size)
         if own is None or common is None:
@@ -327,14 +329,14 @@ class Arena:
         return own if (own.size, own.address) <= (common.size, common.address) else common
 
     def page_saving_fit(self, size: int, state: StreamState) -> Fit:
-        """Of the best fits, the one whose start takes the fewest wholly free pages.
+        """Of the best fits, the one in which the block takes the fewest wholly free pages.
 
-        A block that begins beside another one, on what is left of a page, may need a page less.
-        Small blocks and others share a page only where there is no other place: a page of small
-        blocks is hardly ever free as a whole, and what is left of it is in many pieces.
+        A block that starts on a partly used page may need one page less. Small blocks and others
+        share a page only if there is no other place: a page of small blocks is hardly ever wholly
+        free, and its free memory is in many pieces.
         """
         page = self.page_bytes
-        most = FITS_WEIGHED if size >= page else FITS_WEIGHED_WITHIN_PAGES
+        most = FITS_COMPARED if size >= page else FITS_COMPARED_WITHIN_PAGES
         found, best = Fit(None, 0, False), None
         for index in (state.index, self.streams.shared.index):
             for span in index.at_least(size, most):
@@ -350,8 +352,8 @@ class Arena:
         return found
 
     def _mixes(self, span: Span, size: int) -> bool:
-        """Whether a block in a free span, smaller than a page, may share a page with one that is
-        small where it is not, or the other way round."""
+        """Whether a block smaller than a page may share a page with blocks of the other kind (small
+        or not) if it is placed in this span."""
         page = self.page_bytes
         ends = [
             end // page

@@ -1,4 +1,4 @@
-"""What a pool tells the outside: the blocks of its address ranges, and what happened to them."""
+"""The public description of a pool: the blocks of its address ranges, and its events."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 BlockState = Literal["live", "pending", "free", "unmapped"]
-"""`pending`: freed, but a stream it was used on may not be done with it. `unmapped`: addresses
-with no memory behind them, or whose memory is in use at another address."""
+"""`pending`: freed, but a stream may still use it. `unmapped`: addresses without memory behind
+them, or whose memory is in use at another address."""
 
 Action = Literal[
     "alloc",
     "free",  # requested
-    "free_completed",  # the bytes can be given to somebody else
-    "segment_alloc",  # addresses reserved (with memory behind them where pages cannot be mapped)
+    "free_completed",  # the bytes can be reused
+    "segment_alloc",  # addresses reserved (with memory behind them if pages cannot be mapped)
     "segment_free",
     "segment_map",  # pages mapped into a reserved range
     "segment_unmap",
-    "oom",  # address: 0, size: what was asked for
+    "oom",  # address: 0, size: bytes requested
     "defragment",  # address: 0, size: bytes moved
 ]
 
@@ -31,23 +31,23 @@ class Frame(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Neighbouring bytes of one range with one state."""
+    """Contiguous bytes of one range with one state."""
 
     address: int
     size: int
     requested: int
-    """What the caller asked for; 0 unless live or pending."""
+    """Bytes that the caller requested; 0 unless live or pending."""
     state: BlockState
     stream: Hashable
-    """The stream that owns a live block or that freed it last; None: any may use it."""
+    """The stream that owns a live block, or freed the block last; None: any stream may use it."""
     movable: bool
     """Live, owned by a DeviceBuffer, and not pinned."""
     call_site: tuple[Frame, ...]
-    """Who allocated it, innermost call first; empty unless the pool records call sites."""
+    """Stack of the allocation, innermost call first; empty unless the pool records call sites."""
 
 
 class Range(NamedTuple):
-    """One reservation of contiguous addresses, tiled by its blocks in address order."""
+    """One reservation of contiguous addresses, covered by its blocks in address order."""
 
     address: int
     size: int
@@ -61,14 +61,14 @@ class Range(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened in a pool. Listeners get these in the order in which they did."""
+    """A change in a pool. Listeners receive events in order."""
 
     time: float
-    """Seconds, of time.perf_counter()."""
+    """Seconds of time.perf_counter()."""
     action: Action
     address: int
     size: int
-    """Bytes, rounded as the pool does (`alloc`, `free`)."""
+    """Bytes; for `alloc` and `free` rounded up by the pool."""
     stream: Hashable
     thread: int
     call_site: tuple[Frame, ...]

@@ -1,16 +1,15 @@
-"""Plans how to move buffers so that free memory becomes whole: pure arithmetic on addresses.
+"""Plans the moves of a compaction: pure arithmetic on addresses.
 
-First the pages are chosen that stay in use: those that hold anything unmovable, then the fullest,
-until what can move has room in them (where pages cannot be remapped: the lowest addresses, so that
-the hole grows at the end). Buffers on any other page move into holes of the chosen ones, best fit,
-largest buffer first. These moves write to free memory only, so one batch copies them all.
+First the planner chooses the pages that stay in use: those that hold anything unmovable, then the
+fullest, until all movable buffers fit into them (if pages cannot be remapped: the lowest addresses,
+so that the hole grows at the end). Buffers on any other page move into holes of the chosen pages:
+best fit, largest buffer first. These moves write to free memory only, so one batch copies them all.
 
-Buffers that fit no hole slide: each one down over the gap before it, in address order. A slide
-overlaps itself, so it is cut into steps no longer than the gap.
+Buffers that fit no hole slide down over the gap before them, in address order. Source and target of
+a slide overlap, so it is split into steps no longer than the gap.
 
-There may be a hundred thousand buffers, and the copy of a thousand takes half a millisecond, which
-is as long as a hundred calls of NumPy. So whatever looks at each buffer is array code, and there is
-little of it.
+There may be a hundred thousand buffers, and the device copies a thousand in half a millisecond, the
+time of a hundred NumPy calls. So everything per buffer is array code, with few calls.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from cukit.memory.batched_copy import Moves
 Ints = npt.NDArray[np.int64]
 
 LEAST_GAP = 64 << 10
-"""Bytes; a buffer does not slide over less."""
+"""Buffers do not slide over gaps of fewer bytes."""
 MOST_STEPS = 64
-"""Nor in more steps than this."""
+"""Buffers do not slide in more steps."""
 MANY_ALIKE = 32
-"""From here on buffers of one size find their holes as arrays."""
+"""This many buffers of one size or more are placed by array code."""
 
 MOVABLE, FREE, WALL = range(3)
-"""Kinds of bytes. Walls neither move nor take anything."""
+"""Kinds of bytes. Walls do not move, and nothing moves into them."""
 
 _NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The mapped bytes of all reservations as a plan sees them; all arrays are [number] and in
-    address order. What holds neither buffer nor wall is free."""
+    """The mapped bytes of all reservations. All arrays are [number], in address order. Memory that
+    is neither movable nor wall is free."""
 
     begin: Ints
     end: Ints
-    """Stretches of mapped addresses, each on one reservation. Two reservations may lie side by
-    side, and still no buffer lies on both."""
+    """Stretches of mapped addresses, each in one reservation. Reservations may be adjacent, but no
+    buffer spans two of them."""
     movable: Ints
     movable_size: Ints
     wall: Ints
@@ -57,7 +56,7 @@ class Pieces:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]]) -> Pieces:
-        """From (address, size, kind, reservation) of each, in address order."""
+        """From rows of (address, size, kind, reservation) in address order."""
         address, size, kind, part = np.asarray(rows, np.int64).reshape(-1, 4).T
         end = address + size
         apart = np.ones(len(address) + 1, bool)
@@ -67,42 +66,42 @@ class Pieces:
 
     @cached_property
     def free(self) -> tuple[Ints, Ints]:
-        """Addresses and sizes of what is free, merged as far as it goes."""
+        """Addresses and sizes of the free pieces, each as large as possible."""
         return self.free_beside(self.movable)
 
     def free_beside(self, movable: Ints) -> tuple[Ints, Ints]:
-        """`free` if the buffers lay there, in whatever order."""
+        """`free` with the buffers at these addresses, which need not ascend."""
         starts = self.begin, self.wall + self.wall_size, movable + self.movable_size
         ends = self.end, self.wall, movable
-        # Sorted, they pair up: what lies between walls, buffers and borders.
+        # Sorted, they pair up to the gaps between walls, buffers and borders.
         low, high = np.sort(np.concatenate(starts)), np.sort(np.concatenate(ends))
         size = high - low
         some = size > 0
         return low[some], size[some]
 
     def runs(self) -> tuple[Ints, Ints]:
-        """Starts and ends of what lies between walls."""
+        """Starts and ends of the stretches between walls."""
         low = np.sort(np.concatenate((self.begin, self.wall + self.wall_size)))
         high = np.sort(np.concatenate((self.end, self.wall)))
         return low[high > low], high[high > low]
 
 
 class Pages:
-    """The pages of some pieces, in address order, and how many bytes of what lie on each."""
+    """The pages of some pieces in address order; counts bytes per page."""
 
     def __init__(self, pieces: Pieces, page_bytes: int) -> None:
         first, last = pieces.begin // page_bytes, -(-pieces.end // page_bytes)
-        if (first[1:] < last[:-1]).any():  # segments need not begin with a page
+        if (first[1:] < last[:-1]).any():  # segments need not be page-aligned
             first[1:] = np.maximum(first[1:], np.maximum.accumulate(last)[:-1])
         counts = np.maximum(last - first, 0)
         before = np.cumsum(counts) - counts
         self.number: Ints = np.repeat(first - before, counts) + np.arange(counts.sum())
-        """Address over the size of a page."""
+        """Address / page_bytes."""
         self.page_bytes = page_bytes
         self._bounds = np.concatenate((self.number, self.number + 1)) * page_bytes
 
     def bytes_of(self, address: Ints, size: Ints) -> Ints:
-        """How many bytes of neighbours that do not overlap, in address order, lie on each."""
+        """Bytes per page of pieces that are in address order and do not overlap."""
         if not len(address):
             return np.zeros(len(self.number), np.int64)
         end = address + size
@@ -125,15 +124,15 @@ class Pages:
 
 @dataclass
 class Plan:
-    """Where buffers go, and the copies that bring them there."""
+    """New addresses of buffers, and the copies that move them there."""
 
     moved: Ints = field(default_factory=lambda: _NONE)
-    """Numbers of buffers, ascending."""
+    """Indices of the moved buffers, ascending."""
     source: Ints = field(default_factory=lambda: _NONE)
     target: Ints = field(default_factory=lambda: _NONE)
-    """Old and new address of each."""
+    """Old and new addresses."""
     steps: list[Moves] = field(default_factory=list)
-    """Batches, one after the other; inside one, no destination overlaps a source."""
+    """Batches in order; inside a batch, no destination overlaps a source."""
 
     @property
     def relocations(self) -> dict[int, int]:
@@ -146,8 +145,7 @@ class Plan:
 
 
 def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
-    """Plans for pieces; `remap`: free pages need not lie side by side, for the pool can remap
-    them."""
+    """Plans a compaction. `remap`: the pool can remap pages, so free pages need not be adjacent."""
     if not len(pieces.movable) or not len(pieces.free[0]):
         return Plan()
     plan = Plan()
@@ -172,7 +170,7 @@ def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
 
 
 def _worth(address: Ints, size: Ints, page_bytes: int, *, remap: bool) -> int:
-    """What free memory is worth: the largest hole there is, or that remapping can make of it."""
+    """The largest hole in free memory, or the largest that remapping can make of it."""
     best = int(size.max(initial=0))
     if not remap:
         return best
@@ -181,8 +179,8 @@ def _worth(address: Ints, size: Ints, page_bytes: int, *, remap: bool) -> int:
 
 
 def _evacuate(pieces: Pieces, target: Ints, page_bytes: int, *, remap: bool) -> tuple[Ints, bool]:
-    """Moves buffers into holes of pages that are kept. Returns the buffers that are not on kept
-    pages, largest first, and whether one found no hole."""
+    """Sets targets in holes of the kept pages. Returns the buffers that are not on kept pages,
+    largest first, and whether one of them fits no hole."""
     pages = Pages(pieces, page_bytes)
     low, high = pages.joined(_pages_kept(pieces, pages, remap=remap))
     inside = np.searchsorted(low, pieces.movable, "right") - 1
@@ -219,7 +217,7 @@ def _evacuate(pieces: Pieces, target: Ints, page_bytes: int, *, remap: bool) -> 
 
 
 def _common(address: Ints, size: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """What lies in both of two lists of stretches, addresses and sizes."""
+    """Addresses and sizes of the intersection of two lists of stretches."""
     end = address + size
     first = np.searchsorted(high, address, "right")
     counts = np.maximum(np.searchsorted(low, end) - first, 0)
@@ -230,7 +228,7 @@ def _common(address: Ints, size: Ints, low: Ints, high: Ints) -> tuple[Ints, Int
 
 
 def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> npt.NDArray[np.bool_]:
-    """Of each page whether it stays in use."""
+    """For each page, whether it stays in use."""
     moving = pages.bytes_of(pieces.movable, pieces.movable_size)
     room = pages.bytes_of(pieces.begin, pieces.end - pieces.begin)
     kept = np.zeros(len(room), bool)
@@ -251,12 +249,12 @@ def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> npt.NDArray[np.
 
 
 def _take_many(address: Ints, size: Ints, length: int, count: int) -> tuple[Ints, Ints, Ints]:
-    """`_take` for many blocks of one size: their addresses, and what holes are left. Holes are
-    sorted by size, then address."""
+    """`_take` for many blocks of one size: returns their addresses and the remaining holes. Holes
+    are sorted by size, then address."""
     first = int(np.searchsorted(size, length))
     each = size[first:] // length
     upto = np.cumsum(each)
-    holes = int(np.searchsorted(upto, count)) + 1  # that are needed
+    holes = int(np.searchsorted(upto, count)) + 1  # number of holes needed
     each, upto = each[:holes], upto[:holes]
     number = np.repeat(np.arange(len(each)), each)[:count]
     within = np.arange(len(number)) - (upto - each)[number]
@@ -274,7 +272,7 @@ def _take_many(address: Ints, size: Ints, length: int, count: int) -> tuple[Ints
 def _take(holes: list[tuple[int, int]], size: int, count: int) -> list[int]:
     """Addresses for up to `count` blocks of `size` bytes, best fit; `holes` are sorted.
 
-    What a hole has left is too small for another, so whole holes are filled at a time.
+    Each hole is filled before the next one is taken: its rest is always the best fit.
     """
     found: list[int] = []
     while len(found) < count:
@@ -290,7 +288,7 @@ def _take(holes: list[tuple[int, int]], size: int, count: int) -> list[int]:
 
 
 def _slide(pieces: Pieces, target: Ints, plan: Plan) -> None:
-    """Adds slides to a plan that has evacuated what it could."""
+    """Adds slides to a plan after evacuation."""
     movable = np.argsort(target)
     starts = target[movable].tolist()
     sizes = pieces.movable_size[movable].tolist()
@@ -307,10 +305,10 @@ def _slide(pieces: Pieces, target: Ints, plan: Plan) -> None:
 def _slide_run(
     start: int, addresses: Sequence[int], sizes: Sequence[int]
 ) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
-    """Slides the buffers of one run down, lowest first; returns where they arrive, too.
+    """Slides the buffers of one run down, lowest first; returns the steps and the new addresses.
 
-    Destinations only rise, and stay below their sources. So a step may take in copies as long as
-    they end below the first byte that the step reads.
+    Destinations ascend and stay below their sources. So a copy can join a step as long as its
+    destination ends below the first byte that the step reads.
     """
     steps: list[list[tuple[int, int, int]]] = []
     arrived = []

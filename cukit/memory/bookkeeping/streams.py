@@ -1,13 +1,14 @@
-"""Which freed memory which stream may use, and when the others may.
+"""Stream order: which freed memory a stream may reuse, and when other streams may.
 
-Memory freed on a stream can be given to that stream again at once: the work comes later in the same
-queue. Any other stream has to wait for the free. Time on a stream is counted in epochs: a free
-happens in the current epoch; `mark` records an event that ends it. What was freed in an epoch is
-done with when the event of that epoch, or of a later one, is.
+Memory freed on a stream can be reused on that stream immediately, because the new work is queued
+after the old. Any other stream must wait until the work before the free is complete. Time on a
+stream is counted in epochs: a free happens in the current epoch, and `mark` records an event that
+ends the epoch. Memory freed in an epoch is reusable when the event of that epoch, or of a later
+one, is complete.
 
-Marks cost a driver call, so they are made when somebody asks. Only streams that cannot be asked
-later (Provider.records_late), and large blocks where several streams share the pool, are marked
-when they are freed.
+A mark costs a driver call, so marks are made on demand. Marks are made at the free only on streams
+on which events cannot be recorded later (Provider.records_late), and for large blocks if several
+streams share the pool.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """Stands in for a stream while that takes part in a graph capture."""
+    """Replaces the key of a stream during a graph capture.
+
+    A graph uses the addresses of its capture in every launch. Memory allocated during a capture is
+    therefore private to the graph, freed or not: it carries a CaptureKey in place of the stream's
+    key, and is reused only in the same capture on the same stream.
+    """
 
     capture: int
     stream: Hashable
 
 
 class StreamState:
-    """The free memory of one stream, and its epochs. The key None: memory that any may use."""
+    """The free memory of one stream, and its epochs. Key None: memory that any stream may use."""
 
     __slots__ = (
         "bins",
@@ -53,37 +59,37 @@ class StreamState:
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.bins: dict[int, list[Span]] = {}
-        """CACHED spans by exact size, freed last on top."""
+        """CACHED spans by exact size, most recently freed last."""
         self.index = SizeIndex()
         """FREE spans."""
         self.epoch = 1
         self.done = 0
-        """Everything freed in this epoch or earlier is done with."""
+        """Memory freed in this epoch or earlier is no longer in use."""
         self.settled = 0
-        """Up to which epoch free memory was given to everybody."""
+        """Memory freed up to this epoch was made available to all streams."""
         self.dirty = False
-        """Something was freed in the current epoch."""
+        """Memory was freed in the current epoch."""
         self.marks: deque[tuple[int, Any]] = deque()
         self.late = True
-        """Marks may be made later than the frees (Provider.records_late)."""
+        """Marks may be made after the frees (Provider.records_late)."""
         self.mark_from = NEVER
-        """Frees of at least this many bytes are marked at once."""
+        """Frees of at least this many bytes are marked immediately."""
         self.private = isinstance(key, CaptureKey)
-        """Never given to others: the graph will use it again when it is launched."""
+        """Memory of a captured graph, which other streams never get: launches reuse it."""
 
 
 class Streams:
-    """All streams that a pool has seen."""
+    """The states of all streams that a pool has met."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
         self.shared = StreamState(None)
         self.states: dict[Hashable, StreamState] = {None: self.shared}
         self.most = MOST_STREAMS
-        """With more streams than this it is time to forget some."""
+        """Above this number of streams, unused ones are dropped."""
 
     def get(self, key: Hashable) -> StreamState:
-        """The state of a stream, made when it is first seen."""
+        """The state of a stream, created on first use."""
         state = self.states.get(key)
         if state is None:
             state = StreamState(key)
@@ -98,21 +104,21 @@ class Streams:
         return state
 
     def forget_unused(self, in_use: set[Hashable]) -> None:
-        """Drops streams that own no memory: programs may make new streams without end."""
+        """Drops streams that own no memory, because a program may create any number of streams."""
         for state in self.public():
             if not (state.key in in_use or state.bins or state.index or state.dirty or state.marks):
                 del self.states[state.key]
         self.most = max(MOST_STREAMS, 2 * len(self.states))
 
     def public(self) -> list[StreamState]:
-        """All but captures and the memory of nobody."""
+        """All streams except captures and the shared state."""
         return [
             state for state in self.states.values() if state.key is not None and not state.private
         ]
 
     @property
     def single(self) -> bool:
-        """Whether one stream has the pool for itself."""
+        """Whether at most one stream uses the pool."""
         return len(self.states) <= 2
 
     def mark(self, state: StreamState) -> None:
@@ -122,14 +128,14 @@ class Streams:
         state.epoch += 1
         state.dirty = False
         if len(state.marks) > MOST_MARKS:
-            # A later event says all that an earlier one does, only later: drop every second one.
+            # A later event also covers the earlier epochs, so drop every second one.
             kept = list(state.marks)
             for _, dropped in kept[:-1:2]:
                 self._provider.discard(dropped)
             state.marks = deque([*kept[1:-1:2], kept[-1]])
 
     def poll(self, state: StreamState) -> None:
-        """Learns without blocking how far the stream is."""
+        """Updates `done` without blocking."""
         if state.private or self._provider.capture_id(state.key) is not None:
             return
         if state.dirty and state.late:
@@ -143,11 +149,11 @@ class Streams:
         self._provider.discard(event)
 
     def wait_for(self, state: StreamState) -> None:
-        """Blocks the host until everything freed on the stream so far is done with."""
+        """Blocks the host until no memory freed on the stream so far is in use."""
         if state.private or self._provider.capture_id(state.key) is not None:
             return
         if state.dirty and not state.late:
-            # Freed while the stream was being captured, when nothing could be recorded.
+            # Freed during a capture of the stream, when no event could be recorded.
             self._provider.synchronize_device()
             self._idle(state)
             return
@@ -159,7 +165,7 @@ class Streams:
                 self._reached(state)
 
     def order_behind(self, waiting: Hashable, state: StreamState, epoch: int) -> None:
-        """Makes a stream wait for what another one freed in `epoch`."""
+        """Makes the stream `waiting` wait for what another stream freed in `epoch`."""
         if epoch <= state.done:
             return
         if epoch >= state.epoch:
@@ -171,7 +177,7 @@ class Streams:
         raise AssertionError("an epoch that has ended has a mark, or is done")
 
     def mark_all_done(self) -> None:
-        """The device is idle: nothing freed so far is in use."""
+        """Records that the device is idle: no memory freed so far is in use."""
         for state in self.public():
             self._idle(state)
 

@@ -1,4 +1,4 @@
-"""The options of a memory pool, checked when they are made."""
+"""The options of a memory pool, checked on construction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cukit.errors import ConfigError
 
 ALIGNMENT = 512
-"""Every block starts and ends at a multiple of this, as CuPy's own do."""
+"""Every block starts and ends at a multiple of this many bytes, as in CuPy's own pool."""
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,23 @@ class MemoryPoolConfig:
     """
 
     initial_pool_size: int = 0
-    """Memory taken from the device when the pool is made."""
+    """Memory taken from the device when the pool is created."""
     max_pool_size: int | None = None
-    """The pool never holds more than this. None: whatever the device has."""
+    """The pool never holds more than this. None: all of the device."""
     block_size: int = 2 << 20
-    """The pool grows by multiples of this (itself rounded up to pages)."""
+    """The pool grows by multiples of this, rounded up to pages."""
     growth_factor: float = 1.0
-    """When it has to grow, the pool grows to at least this times what it holds, if it may.
-    1: by what is needed and no more."""
+    """The pool grows to at least this multiple of what it holds, as far as limit and device allow.
+    1: only by what is needed."""
     enable_defrag: bool = True
-    """Defragment by itself when fragmentation passes `defrag_threshold`. Before an allocation
-    fails it is always done."""
+    """Defragment automatically when fragmentation exceeds `defrag_threshold`. Before an allocation
+    fails the pool always defragments."""
     defrag_threshold: float = 0.5
-    """1 - largest free block / free bytes, in (0, 1]."""
+    """Fragmentation is 1 - largest free block / free bytes; in (0, 1]."""
     call_site_depth: int = 0
-    """How many frames of the caller's stack to keep with each allocation; 0: none (fastest)."""
+    """Stack frames of the caller recorded with each allocation; 0: none (fastest)."""
     on_out_of_memory: Callable[[int], bool] | None = None
-    """Called with the missing bytes as the last resort; returns True if it freed something."""
+    """Last resort: called with the requested bytes; returns True if it freed memory."""
 
     def __post_init__(self) -> None:
         for name in ("initial_pool_size", "max_pool_size", "block_size", "call_site_depth"):

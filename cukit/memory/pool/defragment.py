@@ -1,4 +1,4 @@
-"""Defragmentation: moves what may move, then gathers the pages that are wholly free."""
+"""Defragmentation: moves unpinned buffers, then remaps wholly free pages into one hole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cukit.memory.providers.provider import Provider
 
 
 class Defragmenter:
-    """Knows how to make free memory whole. The pool is locked while it does."""
+    """Compacts and remaps. All methods require the pool's lock."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Defragmenter:
         self.bytes_moved = 0
 
     def survey(self) -> Survey:
-        """Everything about the pool that takes a walk to know."""
+        """Totals over all spans; takes a visit to each."""
         return survey(self._arena, self._used_spans(), self._pager.paging())
 
     def holes(self) -> Holes:
-        """What there is of free memory, quickly."""
+        """Measures free memory without visiting each span in Python."""
         return self._used_spans().holes(self._pager.paging())
 
     def _used_spans(self) -> UsedSpans:
@@ -68,12 +68,12 @@ class Defragmenter:
         fixed += [span for span, _ in self._supply.pending]
         fixed += self._stitcher.aliased()
         for state in self._arena.streams.states.values():
-            if state.private:  # a captured graph will use them again
+            if state.private:  # a launch of the captured graph uses them again
                 fixed += [*chain.from_iterable(state.bins.values()), *state.index]
         return UsedSpans.of(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
-        """Waits for the device, moves, remaps."""
+        """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
         self._supply.synchronize()
         before, moved = self._compact(stream)
@@ -93,7 +93,7 @@ class Defragmenter:
         )
 
     def _merged_holes(self) -> Holes:
-        """`holes` after a compaction, when all that is free is merged and everybody's."""
+        """`holes` after a compaction, when all free memory is merged and in the shared index."""
         spans = list(self._arena.streams.shared.index)
         address = np.array([span.address for span in spans], np.int64)
         size = np.array([span.size for span in spans], np.int64)
@@ -101,15 +101,15 @@ class Defragmenter:
         return measure(address[order], size[order], self._pager.paging())
 
     def compact(self, stream: Hashable) -> int:
-        """Waits for the device and moves unpinned buffers; returns the bytes."""
+        """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
         self._supply.synchronize()
         moved = self._compact(stream)[1]
         self._stitcher.undo()
         return moved
 
     def _compact(self, stream: Hashable) -> tuple[Holes, int]:
-        """Holes before, and bytes moved. The device is idle before and after; what the copies do
-        not need is done while they run."""
+        """Returns the holes before, and the bytes moved. The device is idle before and after; the
+        bookkeeping runs while the copies do."""
         used = self._used_spans()
         plan = plan_compaction(used.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
         if not plan.steps:
@@ -130,7 +130,7 @@ class Defragmenter:
         return before, plan.bytes_moved
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
-        """Queues the copies; returns the event behind them."""
+        """Enqueues the copies; returns an event recorded after them."""
         done: list[Moves] = []
         try:
             for step in plan.steps:
@@ -138,18 +138,18 @@ class Defragmenter:
                 done.append(step)
             return self._provider.record(stream)
         except BaseException:
-            # Later steps may have overwritten what earlier ones read: take them back in turn.
+            # Later steps may have overwritten sources of earlier ones: undo in reverse order.
             for step in reversed(done):
                 self._provider.copy(step[:, [1, 0, 2]], stream)
             self._provider.synchronize_device()
             raise
 
     def _commit(self, used: UsedSpans, plan: Plan) -> None:
-        """Brings the books in line with where the bytes are going.
+        """Records the moves.
 
-        Listeners see a move as a free of the old place and an allocation of the new one.
+        Listeners see a move as a free at the old address and an allocation at the new one.
         """
-        told, live = self._listeners.active, self._live
+        reported, live = self._listeners.active, self._live
         rows = used.rows[plan.moved]
         moved = self._movables.spans(rows)
         source, target = plan.source.tolist(), plan.target.tolist()
@@ -157,17 +157,17 @@ class Defragmenter:
             del live[address]
             if span.uses:
                 span.uses = ()
-            if told:
+            if reported:
                 self._listeners.moved_away(span)
         self._movables.move(rows, plan.target)
         live.update(zip(target, moved, strict=True))
         self._arena.place(*self._layout(used, plan))
-        if told:
+        if reported:
             for span in sorted(moved, key=attrgetter("address")):
                 self._listeners.moved_here(span)
 
     def _layout(self, used: UsedSpans, plan: Plan) -> tuple[list[Span], Ints, Ints]:
-        """All that is not free, where it lies after the moves."""
+        """All spans that are not free, with their addresses after the moves and their sizes."""
         spans = self._movables.spans(used.rows) + used.others
         address = np.concatenate((used.pieces.movable, used.others_at))
         address[plan.moved] = plan.target

@@ -1,4 +1,4 @@
-"""Who is told what happens in a pool."""
+"""Delivers the events of a pool to its listeners."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def call_site(depth: int) -> tuple[Frame, ...]:
-    """Up to `depth` frames of the code that called this package, innermost first."""
+    """Up to `depth` frames of the code that called cukit.memory, innermost first."""
     frame = sys._getframe(1)
     found: list[Frame] = []
     while frame is not None and len(found) < depth:
@@ -44,22 +44,22 @@ class Emit(Protocol):
 
 
 class Listeners:
-    """Collects events while the pool works and hands them out when its books are in order."""
+    """Collects events while the pool changes; delivers them when its state is consistent."""
 
     def __init__(self, call_site_depth: int) -> None:
         self._depth = call_site_depth
         self._listeners: list[Callable[[Event], None]] = []
         self._events: list[Event] = []
         self.active = call_site_depth > 0
-        """Whether allocations and frees have to be told one by one."""
+        """Whether every allocation and free must be reported."""
 
     def add(self, listener: Callable[[Event], None]) -> None:
-        """From now on it is told."""
+        """Adds a listener."""
         self._listeners = [*self._listeners, listener]
         self.active = True
 
     def remove(self, listener: Callable[[Event], None]) -> None:
-        """Not any more. Raises ValueError if it was not."""
+        """Removes a listener. Raises ValueError if it was not added."""
         listeners = list(self._listeners)
         listeners.remove(listener)
         self._listeners = listeners
@@ -73,19 +73,19 @@ class Listeners:
         stream: Hashable,
         call_site: tuple[Frame, ...] = (),
     ) -> None:
-        """Notes an event of the pool itself."""
+        """Collects an event."""
         if self._listeners:
             self._note(action, address, size, stream, call_site)
 
     def allocated(self, span: Span) -> None:
-        """Notes an allocation, and who made it; then tells."""
+        """Records the call site of an allocation and delivers its event."""
         span.call_site = call_site(self._depth) if self._depth else ()
         if self._listeners:
             self._note("alloc", span.address, span.size, span.stream, span.call_site)
             self.deliver()
 
     def freed(self, span: Span, *, completed: bool) -> None:
-        """Notes a free, and that it is complete unless other streams still work; then tells."""
+        """Delivers the events of a free. `completed`: no other stream still uses the memory."""
         if self._listeners:
             self._note("free", span.address, span.size, span.stream, span.call_site)
             if completed:
@@ -95,12 +95,12 @@ class Listeners:
             span.call_site = ()
 
     def moved_away(self, span: Span) -> None:
-        """Notes that a live span leaves its place, as a free."""
+        """Collects the events of a live span that leaves its address: those of a free."""
         for action in ("free", "free_completed"):
             self.emit(action, span.address, span.size, span.stream, span.call_site)
 
     def moved_here(self, span: Span) -> None:
-        """Notes that it is in its new place, as an allocation."""
+        """Collects the event of a live span at its new address: that of an allocation."""
         self.emit("alloc", span.address, span.size, span.stream, span.call_site)
 
     def _note(
@@ -110,7 +110,7 @@ class Listeners:
         self._events.append(Event(time.perf_counter(), action, address, size, stream, thread, site))
 
     def deliver(self) -> None:
-        """Tells everybody what was noted."""
+        """Calls all listeners for all collected events."""
         events = self._events
         if not events:
             return

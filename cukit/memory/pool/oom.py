@@ -1,4 +1,4 @@
-"""When memory runs out: the ladder of what is tried, and the text that says why it failed."""
+"""Out of memory: the fallbacks that are tried, and the report if all of them fail."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from cukit.memory.providers.provider import Provider
 from cukit.memory.uninterrupted import InterruptedAsUsual
 
 MOST_CALLBACKS = 100
-"""A callback that claims to have freed something this often without effect is not believed."""
+"""The callback is called at most this often for one request."""
 
 
 @dataclass(frozen=True)
 class OutOfMemoryReport:
-    """Why a request failed; the text of the OutOfMemoryError, and its `report`. Bytes."""
+    """Why a request failed: the text of the OutOfMemoryError, and its `report`. Sizes in bytes."""
 
     pool: str
     requested: int
@@ -81,7 +81,7 @@ def in_words(size: int) -> str:
 
 
 class Recovery:
-    """What is tried, in turn, before an allocation fails."""
+    """Tries one fallback after another before an allocation fails."""
 
     def __init__(
         self,
@@ -100,22 +100,22 @@ class Recovery:
         self._defragmenter = defragmenter
         self._emit = emit
         self._unlocked = outside
-        """Calls something while the pool is unlocked, and takes in what was freed meanwhile."""
+        """Calls a function while the pool is unlocked, then does the deferred frees."""
         self.failures = 0
 
     def allocate(self, size: int, state: StreamState) -> Span:
         """A live span of `size` bytes. Raises OutOfMemoryError."""
-        rungs = [self._collect_garbage]
+        fallbacks = [self._collect_garbage]
         if not state.private:
-            # Nothing may wait while its own stream is being captured.
-            rungs = [self._wait, self._compact, self._trim, self._collect_garbage]
-        for rung in rungs:
-            rung(state)
+            # During a capture of its own stream, a request must not wait.
+            fallbacks = [self._wait, self._compact, self._trim, self._collect_garbage]
+        for fallback in fallbacks:
+            fallback(state)
             span = self._supply.obtain(size, state, under_pressure=True)
             if span is not None:
                 return span
         for _ in range(MOST_CALLBACKS if self._config.on_out_of_memory else 0):
-            if not self._ask(size):
+            if not self._call_back(size):
                 break
             if not state.private:
                 self._wait(state)
@@ -131,7 +131,7 @@ class Recovery:
         raise error
 
     def _wait(self, state: StreamState) -> None:
-        """Pending frees, merging; remapping comes with the attempt that follows."""
+        """Completes pending frees and merges. The next attempt remaps."""
         self._supply.settle_waiting()
 
     def _compact(self, state: StreamState) -> None:
@@ -139,7 +139,7 @@ class Recovery:
             self._defragmenter.compact(state.key)
 
     def _trim(self, state: StreamState) -> None:
-        """Segments that are free but too small become one that is large enough."""
+        """Returns free segments to the device, so that one large enough may be created."""
         self._pager.trim()
 
     def _collect_garbage(self, state: StreamState) -> None:
@@ -149,18 +149,18 @@ class Recovery:
             self._compact(state)
             self._pager.trim()
 
-    def _ask(self, size: int) -> bool:
+    def _call_back(self, size: int) -> bool:
         callback = self._config.on_out_of_memory
         assert callback is not None
 
-        def ask() -> bool:
+        def call() -> bool:
             with InterruptedAsUsual():
                 return bool(callback(size))
 
-        return bool(self._unlocked(ask))
+        return bool(self._unlocked(call))
 
     def report(self, size: int) -> OutOfMemoryReport:
-        """The facts, and what may help."""
+        """The current state of the pool, and advice."""
         facts = self._defragmenter.survey()
         device_free, device_total = self._provider.memory_info()
         sites = sorted(facts.call_sites.items(), key=lambda item: -item[1][0])
@@ -193,12 +193,12 @@ class Recovery:
         if facts.free >= size:
             advice.append(
                 "allocate_buffer() instead of allocate(), and unpin buffers: enough bytes are free,"
-                " but they lie between live blocks that must not move"
+                " but between live blocks that must not move"
             )
         if facts.private_free >= size:
             advice.append("release_capture() for graphs that are no longer launched")
         if not self._config.call_site_depth and facts.live:
-            advice.append("MemoryPoolConfig(call_site_depth=4) to see here who holds the memory")
+            advice.append("MemoryPoolConfig(call_site_depth=4): this report then lists call sites")
         if not advice:
             advice.append("less live memory: smaller batches, or freeing arrays earlier")
         return tuple(advice)

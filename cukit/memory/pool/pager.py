@@ -1,15 +1,15 @@
-"""Physical memory: where it comes from, where it is mapped, when it goes back.
+"""Creates, maps, unmaps and destroys the physical pages of a pool.
 
-The pool grows in three ways, cheapest first: pages in hand, pages that are wholly free somewhere
-else (gathered: unmapped there and mapped here; no bytes move, nobody's address changes), and new
-pages of the driver. Every step that the driver can refuse leaves the pages it had already in hand,
-so a failure in the middle needs no undoing.
+The pool grows in three ways, cheapest first: spare pages (created but not mapped), wholly free
+pages (remapped: unmapped at the old address and mapped at the new one, without copying bytes or
+changing the address of a live block), and new pages of the driver. If the driver refuses one of
+the steps, the pages of the steps before it stay spare, so a failure needs no rollback.
 
-The driver takes its time for each of its handles, whatever their size. So a request of many pages
-gets large pages, where the provider has them: several pages that are one handle, and are mapped,
-unmapped and destroyed as one. They are made of single pages, handed back and created anew, which
-takes less time than to map those elsewhere. A large page with a live byte stays where it is, so
-before a block takes part of a free one, that is broken up into single pages (`keep_whole`).
+Each driver call costs a fixed time per handle, whatever the handle's size. A request of many pages
+therefore gets large pages, if the provider has them: several pages behind one handle, mapped,
+unmapped and destroyed as one. Spare single pages are destroyed and created anew as large pages,
+which takes less time than mapping them one by one. A large page with a live byte cannot be
+remapped, so a free one is split into single pages before a block takes part of it (`keep_whole`).
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ from cukit.memory.pool.listeners import Emit
 from cukit.memory.providers.provider import DeviceOutOfMemory, Provider
 
 MANY_LARGE = 2
-"""Large pages are for requests that fill as many of them."""
+"""Requests that fill at least this many large pages get large pages."""
 
-WORTH_BREAKING = 8
-"""What a block leaves of a large page stays with it, if it is less than one part of the block in so
-many."""
+WORTH_SPLITTING = 8
+"""A large page is split if the part that a block leaves unused is at least 1/8 of the block."""
 
 NEARLY_FULL = 0.9
-"""Of its limit: a pool that holds more puts blocks where they take the fewest wholly free pages."""
+"""Share of the limit above which blocks go where they take the fewest wholly free pages."""
 
 
 class Place(NamedTuple):
-    """Where new pages make a hole that is large enough."""
+    """Unmapped addresses where new pages complete a hole that is large enough."""
 
     hole: Span
     """An unmapped span."""
     address: int
     pages: int
     neighbours: tuple[Span, ...]
-    """Free spans that the hole is joined with."""
+    """Free spans that the new pages are merged with."""
 
 
 class Run(NamedTuple):
-    """Neighbouring pages, wholly inside one free span."""
+    """Contiguous pages, wholly inside one free span."""
 
     span: Span
     address: int
@@ -73,39 +72,39 @@ class Pager:
         self.page_bytes = provider.page_bytes
         self._remaps = provider.can_remap
         self.mapped: dict[int, Any] = {}
-        """Page by the address it is mapped at."""
+        """Mapped pages by address."""
         self.spare: list[Any] = []
-        """Single pages mapped nowhere."""
+        """Single pages that are not mapped."""
         self.large_spare: list[tuple[Any, ...]] = []
-        """Large pages mapped nowhere: the pages of each."""
+        """Large pages that are not mapped: the pages of each."""
         self.large_at: dict[int, int] = {}
-        """Where the large page begins that a page is part of, by the address of the page."""
+        """Address of the enclosing large page by the address of each of its pages."""
         self.large_pages = provider.large_pages if self._remaps else 1
         self.large_from = MANY_LARGE * self.large_pages
-        """Requests of so many pages get large ones."""
+        """Requests of this many pages or more get large ones."""
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self.pages_remapped = 0
 
     @property
     def num_spare(self) -> int:
-        """Single ones, and those of large ones."""
+        """Spare pages, those of large pages included."""
         return len(self.spare) + len(self.large_spare) * self.large_pages
 
     def paging(self) -> Paging:
-        """What can be measured of free memory depends on this."""
+        """How memory is mapped, for measuring what remapping can gather."""
         firsts = np.array(sorted(set(self.large_at.values())), np.int64)
         spare = self.num_spare * self.page_bytes
         return Paging(self.page_bytes, spare, self._remaps, self.large_pages, firsts)
 
     @property
     def limited(self) -> bool:
-        """Whether pages may become short before the device has no more."""
+        """Whether the pool can run out of pages before the device does."""
         return self._config.max_pool_size is not None and self._remaps
 
     @property
     def nearly_full(self) -> bool:
-        """Whether the pool holds nearly what its limit allows."""
+        """Whether the pool holds nearly all that its limit allows."""
         limit = self._config.max_pool_size
         return limit is not None and self._remaps and self.reserved_bytes >= NEARLY_FULL * limit
 
@@ -117,11 +116,11 @@ class Pager:
         fewer_than: int | None = None,
         alone: bool = False,
     ) -> Span | None:
-        """Makes a hole of at least `size` bytes that the stream may use, and returns it.
+        """Maps pages so that the stream has a hole of at least `size` bytes; returns the hole.
 
-        `fewer_than`: only where that takes fewer pages than this, which a neighbour has to allow.
-        `alone`: not as part of a free neighbour.
-        None: the limit or the device forbid it, or there is no such place; nothing has changed.
+        `fewer_than`: only if a free neighbour lets fewer pages than this suffice.
+        `alone`: without merging with a free neighbour.
+        Returns None if the limit or the device forbids it, or if there is no such place.
         """
         if not self._remaps:
             return self._grow_by_segment(size)
@@ -141,8 +140,8 @@ class Pager:
         return self._map(place, stream) if self.make_ready(place.pages) else None
 
     def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
-        """What to unmap so that `count` pages are in hand, new ones among them where the limit and
-        the device allow it. None: there are not as many."""
+        """Creates missing pages, as far as the limit and the device allow, and returns the runs to
+        unmap so that `count` pages are spare. None: there are too few."""
         missing = count - self.num_spare
         runs = self._whole_pages(missing, spared) if missing > 0 else []
         missing -= sum(run.pages for run in runs)
@@ -150,10 +149,10 @@ class Pager:
         return runs if missing <= 0 or self._create(missing, large=large) else None
 
     def make_ready(self, count: int) -> bool:
-        """Makes of the pages in hand what can be mapped as `count` pages: of single pages large
-        ones, where many are wanted; of a large one single ones, where too few are.
+        """Converts spare pages so that they can be mapped as `count` pages: single pages to large
+        ones if `count` is large, large pages to single ones if those are too few.
 
-        False: the device has given a page to somebody else on the way.
+        Returns False if another process took a page from the device meanwhile.
         """
         step = self.large_pages
         if step == 1:
@@ -162,19 +161,19 @@ class Pager:
             wanted = count // step - len(self.large_spare)
             self._make_large(min(wanted, len(self.spare) // step))
         while self._missing_single(count) > 0 and self.large_spare:
-            self._break_up()
+            self._split_large()
         return self._missing_single(count) <= 0
 
     def _missing_single(self, count: int) -> int:
-        """Beside as many large pages in hand as fit into `count` pages."""
+        """Missing single pages, if `count` pages contain as many spare large pages as fit."""
         large = min(len(self.large_spare), count // self.large_pages)
         return count - large * self.large_pages - len(self.spare)
 
     def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
-        """Breaks up the large pages of which a block of `size` bytes at `start`, in a free span
-        that everybody may use, would take a part. Returns the span again.
+        """Splits the large pages that a block of `size` bytes at `start` would take only part of,
+        in a free span that any stream may use. Returns the span.
 
-        None: the device has given a page to somebody else on the way; the span is gone.
+        Returns None if another process took a page from the device meanwhile; the span is gone.
         """
         page, step = self.page_bytes, self.large_pages * self.page_bytes
         for at in (start // page * page, (start + size - 1) // page * page):
@@ -184,10 +183,10 @@ class Pager:
             if span.address > first or first + step > span.end or span.stream is not None:
                 continue  # some of it is in use
             used = min(first + step, start + size) - max(first, start)
-            if (step - used) * WORTH_BREAKING < size:
+            if (step - used) * WORTH_SPLITTING < size:
                 continue
             self.unmap(Run(span, first, self.large_pages), remapped=False)
-            self._break_up()
+            self._split_large()
             if len(self.spare) < self.large_pages:
                 return None
             place = Place(self.hole_at(first), first, self.large_pages, ())
@@ -195,24 +194,24 @@ class Pager:
         return span
 
     def find_addresses(self, pages: int) -> Place | None:
-        """Unmapped addresses for `pages` pages, beside whatever it is; fresh ones if need be."""
+        """Unmapped addresses for `pages` pages, whatever is beside them; reserved if needed."""
         size = pages * self.page_bytes
         return self._place(size, None, alone=True) or self._reserve(size)
 
     def hole_at(self, address: int) -> Span:
-        """The unmapped span around an address; unmapping may have merged it with others."""
+        """The unmapped span that contains an address; unmapping may have merged it with others."""
         return next(
             span for span in self._arena.unmapped.values() if span.address <= address < span.end
         )
 
     def prepare(self, size: int) -> bool:
-        """Takes at least `size` bytes from the device ahead of any request."""
+        """Creates and maps pages of at least `size` bytes before any request."""
         return self.grow(size, None) is not None
 
     def consolidate(self) -> int:
-        """Gathers all wholly free pages into one hole; returns how many were remapped.
+        """Remaps all wholly free pages into one hole; returns how many were remapped.
 
-        Nothing free may be in use any more (Streams.mark_all_done).
+        No stream may still use free memory (Streams.mark_all_done).
         """
         if not self._remaps:
             return 0
@@ -242,7 +241,7 @@ class Pager:
         return sum(run.pages for run in runs)
 
     def trim(self) -> int:
-        """Hands back every wholly free page, or segment, and every empty range."""
+        """Returns every wholly free page, or segment, and every empty range to the device."""
         before = self.reserved_bytes
         if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
@@ -267,7 +266,7 @@ class Pager:
         return before - self.reserved_bytes
 
     def abandon(self) -> None:
-        """Gives everything back to the device, whatever it is used for."""
+        """Returns everything to the device, live memory included."""
         provider, page = self._provider, self.page_bytes
         addresses = sorted(self.mapped)
         while addresses:
@@ -281,13 +280,13 @@ class Pager:
         self.large_spare.clear()
         self.large_at.clear()
         if self.spare:
-            provider.destroy_pages(list(dict.fromkeys(self.spare)))  # some were mapped twice
+            provider.destroy_pages(list(dict.fromkeys(self.spare)))  # aliased pages appear twice
             self.spare.clear()
         for part in self._arena.ranges():
             provider.release(part.address, part.size)
 
     def room(self) -> int | None:
-        """Bytes that the limit still allows; None: no limit."""
+        """Bytes left below the limit; None: no limit."""
         limit = self._config.max_pool_size
         return None if limit is None else max(0, limit - self.reserved_bytes)
 
@@ -297,8 +296,8 @@ class Pager:
         return -(-size // self.page_bytes)
 
     def _place(self, size: int, stream: Hashable, *, alone: bool = False) -> Place | None:
-        """The unmapped addresses that need the fewest pages to become a hole of `size` bytes; of
-        those the ones beside the smallest free neighbours, for larger ones save others a page."""
+        """The unmapped addresses that need the fewest pages to become a hole of `size` bytes. Ties
+        go to the smallest free neighbours: large ones can save a later request a page."""
         best: tuple[int, int, int, int] | None = None
         found = None
         page = self.page_bytes
@@ -336,13 +335,13 @@ class Pager:
 
     @staticmethod
     def _usable(span: Span | None, stream: Hashable) -> Span | None:
-        """The span, if it is free and the stream may use it at once."""
+        """The span, if it is free and the stream may use it without waiting."""
         if span is None or span.state != FREE or span.stream not in (None, stream):
             return None
         return span
 
     def _beside(self, span: Span, pages: int) -> Place | None:
-        """Room for `pages` pages behind or before a span."""
+        """Unmapped addresses for `pages` pages right after or right before a span."""
         size = pages * self.page_bytes
         if span.next and span.next.state == UNMAPPED and span.next.size >= size:
             return Place(span.next, span.next.address, pages, (span,))
@@ -351,7 +350,7 @@ class Pager:
         return None
 
     def _reserve(self, size: int) -> Place | None:
-        """Fresh addresses: as many as the pool may ever fill, for they cost nothing."""
+        """Reserves addresses: as many as the device has memory, because addresses cost nothing."""
         _, total = self._provider.memory_info()
         pages = self._pages(size)
         for wanted in (max(pages, self._pages(total)), pages):
@@ -365,10 +364,10 @@ class Pager:
         return None
 
     def _whole_pages(self, most: int, spared: Sequence[Span]) -> list[Run]:
-        """At least `most` pages that are wholly free and done with, or all there are, out of the
-        smallest holes first, so that large holes stay large.
+        """`most` wholly free pages that any stream may use (more if the last is a large page), or
+        all there are, from the smallest holes first, so that large holes stay large.
 
-        Where many are wanted, large pages first; else those only where single ones do not do.
+        If `most` fills several large pages, these are taken first; otherwise after all single ones.
         """
         spans = [
             span
@@ -387,7 +386,7 @@ class Pager:
         return self._joined(runs) if self.large_at else runs
 
     def _joined(self, runs: Sequence[Run]) -> list[Run]:
-        """Neighbours as one; from the highest address down, for each cuts the end off its span."""
+        """Joins adjacent runs. Descending: when a run is unmapped, its Span keeps what is below."""
         joined: list[Run] = []
         for run in sorted(runs, key=attrgetter("address"), reverse=True):
             last = joined[-1] if joined else None
@@ -399,8 +398,8 @@ class Pager:
         return joined
 
     def _runs(self, span: Span, most: int, large: bool | None) -> Iterator[Run]:
-        """The wholly free pages of a free span. `large`: only large ones, or only single ones;
-        None where there are no large ones. Of single ones at most `most`."""
+        """The wholly free pages of a free span: only large ones, only single ones, or, if the pool
+        has no large ones, all (`large=None`). At most `most` single ones."""
         page = self.page_bytes
         at, end = -(-span.address // page) * page, span.end // page * page
         if large is None:
@@ -423,10 +422,10 @@ class Pager:
                 most -= (at - begin) // page
                 yield Run(span, begin, (at - begin) // page)
 
-    # Doing it ---------------------------------------------------------------------------------
+    # Creating and mapping ---------------------------------------------------------------------
 
     def _extra_pages(self, missing: int) -> int:
-        """Pages beyond the missing ones that `block_size` and `growth_factor` ask for."""
+        """Pages beyond the missing ones that `block_size` and `growth_factor` require."""
         held = self.reserved_bytes // self.page_bytes
         wanted = max(missing, int(held * (self._config.growth_factor - 1)))
         step = self._pages(self._config.block_size)
@@ -434,8 +433,8 @@ class Pager:
         return wanted - missing
 
     def _create(self, missing: int, *, large: bool) -> bool:
-        """Gets new pages in hand: the missing ones, and more if growth is to be generous. `large`:
-        as large ones."""
+        """Creates the missing pages, and those of `_extra_pages` if possible. `large`: as large
+        pages as far as possible. False: the limit or the device forbids it."""
         room = self.room()
         most = missing + self._extra_pages(missing)
         if room is not None:
@@ -466,7 +465,7 @@ class Pager:
         self._hold_more(count * self.large_pages * self.page_bytes)
 
     def _make_large(self, count: int) -> None:
-        """Makes `count` large pages of single ones in hand."""
+        """Converts spare single pages to `count` large ones."""
         if count <= 0:
             return
         single = count * self.large_pages
@@ -479,9 +478,9 @@ class Pager:
             with suppress(DeviceOutOfMemory):
                 self._create_single(single)
 
-    def _break_up(self) -> None:
-        """Makes single pages of a large one in hand. They may be fewer: then the device has given
-        the memory to somebody else."""
+    def _split_large(self) -> None:
+        """Converts one spare large page to single pages. If another process takes the memory
+        between the two driver calls, none are created."""
         self._provider.destroy_pages(self.large_spare[-1])
         del self.large_spare[-1]
         self.reserved_bytes -= self.large_pages * self.page_bytes
@@ -493,7 +492,7 @@ class Pager:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def unmap(self, run: Run, *, remapped: bool = True) -> None:
-        """Takes the pages of a free run in hand. `remapped`: to map them elsewhere."""
+        """Unmaps a free run; its pages become spare. `remapped`: they will be mapped elsewhere."""
         size = run.pages * self.page_bytes
         self._provider.unmap_pages(run.address, run.pages)
         cut = self._arena.carve(run.span, run.address, size)
@@ -503,7 +502,7 @@ class Pager:
         self._emit("segment_unmap", run.address, size, None)
 
     def _add_spare(self, run: Run) -> None:
-        """Notes that pages are mapped no more."""
+        """Records the pages of an unmapped run as spare."""
         page, mapped = self.page_bytes, self.mapped
         end = run.address + run.pages * page
         if not self.large_at:
@@ -521,15 +520,15 @@ class Pager:
             at = addresses.stop
 
     def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
-        """Of the pages in hand those that are mapped next, and how many large ones they begin with.
-        `single`: none of those."""
+        """The spare pages to map next, and how many large ones they begin with. `single`: no large
+        ones."""
         large = 0 if single else min(len(self.large_spare), count // self.large_pages)
         rest = count - large * self.large_pages
         pages = list(chain.from_iterable(self.large_spare[len(self.large_spare) - large :]))
         return pages + self.spare[len(self.spare) - rest :], large
 
     def note_mapped(self, address: int, pages: Sequence[Any], large: int) -> None:
-        """Notes that what `choose` returned is mapped from `address` on."""
+        """Records that the pages from `choose` are mapped at `address`."""
         page, step = self.page_bytes, self.large_pages
         del self.spare[len(self.spare) - (len(pages) - large * step) :]
         del self.large_spare[len(self.large_spare) - large :]
@@ -541,7 +540,7 @@ class Pager:
             self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
 
     def _map(self, place: Place, stream: Hashable, *, single: bool = False) -> Span:
-        """Maps pages in hand where they make the hole, and returns that."""
+        """Maps spare pages at a place; returns the resulting hole."""
         size = place.pages * self.page_bytes
         pages, large = self.choose(place.pages, single=single)
         self._provider.map_pages(place.address, pages)
@@ -558,7 +557,7 @@ class Pager:
         return self._arena.put_free(span)
 
     def _grow_by_segment(self, size: int) -> Span | None:
-        """One more segment of the driver, for providers that cannot map pages."""
+        """Adds a segment, for providers that cannot map pages."""
         least = self._pages(size)
         most = least + self._extra_pages(least)
         room = self.room()

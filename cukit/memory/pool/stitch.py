@@ -1,19 +1,19 @@
-"""Holes out of what is left of pages: a page with live bytes is mapped a second time.
+"""Makes holes from the free ends of partly used pages, by mapping those pages a second time.
 
-A block keeps its address, so a page with a live byte stays where it is. But a page may be mapped at
-several addresses, each of its bytes in use at one of them. So free bytes at the end of one page,
-whole pages, and free bytes at the start of another page become one hole at new addresses:
+A page with a live byte cannot be remapped, because the block would change its address. But a page
+can be mapped at several addresses, with each of its bytes in use at one of them. So the free end of
+one page, whole pages, and the free start of another page become one hole at new addresses:
 
-    page A  [ live | e l s e w h e r e ]        page B  [ elsewhere | live ]
-    new     [ elsewhere |  h o l e   ...  whole pages  ...    h o l e | elsewhere ]
+    page A  [ live | aliased ]                       page B  [ aliased | live ]
+    new     [ aliased |  hole   ...  whole pages  ...   hole | aliased ]
 
-Bytes that are used at the page's other address are spans of the state ALIASED, here and there.
-When the hole's part of such a page is free again, the second mapping is undone and the bytes are
-free where they came from.
+Bytes in use at the page's other address are spans of state ALIASED, at both addresses. When the
+hole's part of such a page is free again, the second mapping is removed, and the bytes are free at
+the first address.
 
-Two addresses of one byte are never in use at once: work that reads through one address what another
-work has written through the other is of a later block, so of a later kernel, and CUDA keeps those
-in order. Live pages are neither unmapped nor moved.
+No byte is accessed through both addresses at once: an access through the other address belongs to a
+later block, hence to a later kernel, and CUDA orders the two. Pages in use are neither unmapped nor
+moved.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from cukit.memory.pool.pager import Pager
 from cukit.memory.providers.provider import Provider
 
 LEAST_EDGES = 32
-"""Of a page: one part in so many is worth a mapping."""
+"""Free ends of at least 1/32 of a page are worth a mapping."""
 NO_LIMIT = 1 << 62
 MOST_EDGES = 128
-"""Free spans that are looked at for one hole."""
+"""Free spans examined for one hole, per index."""
 
 
 class Edge(NamedTuple):
-    """Free bytes at one end of a page whose other bytes are not free."""
+    """Free bytes at one end of a page that is not wholly free."""
 
     size: int
     address: int
     span: Span
-    """The free span that they begin or end."""
+    """The free span that contains them."""
 
 
 class Stitch(NamedTuple):
-    """How a hole is put together."""
+    """The parts of a hole."""
 
     pages: int
-    """Wholly free ones, in the middle."""
+    """Wholly free pages in the middle."""
     tail: Edge | None
     """The end of a page, at the start of the hole."""
     head: Edge | None
     """The start of a page, at the end of the hole."""
     waste: int
-    """Bytes of the edges that are left."""
+    """Bytes of the edges that stay unused."""
 
 
 class _Alias(NamedTuple):
@@ -64,13 +64,13 @@ class _Alias(NamedTuple):
 
     address: int
     foreign: Span
-    """What the page holds there for its other address."""
+    """Here: the bytes in use at the first address."""
     lent: Span
-    """At the other address: what is used here."""
+    """At the first address: the bytes in use here."""
 
 
 class Stitcher:
-    """Maps pages of an arena a second time, and undoes that."""
+    """Maps pages of an arena a second time, and removes those mappings."""
 
     def __init__(self, provider: Provider, arena: Arena, pager: Pager, emit: Emit) -> None:
         self._provider = provider
@@ -88,10 +88,11 @@ class Stitcher:
         fewer_than: int = NO_LIMIT,
         waste_below: int = NO_LIMIT,
     ) -> Span | None:
-        """Makes a hole of at least `size` bytes that the stream may use, and returns it.
+        """Makes a hole of at least `size` bytes that the stream may use; returns the hole.
 
-        `fewer_than`: only where that takes fewer wholly free pages than this. `waste_below`: only
-        where less is left of the edges. None: there is no such place; nothing has changed.
+        `fewer_than`: only if that takes fewer wholly free pages than this.
+        `waste_below`: only if fewer bytes of the edges stay unused.
+        Returns None if there is no such place.
         """
         if not self._provider.can_remap or state.private:
             return None
@@ -118,9 +119,9 @@ class Stitcher:
         return self._arena.put_free(hole)
 
     def undo(self) -> int:
-        """Undoes the second mappings that nothing uses any more; returns how many."""
+        """Removes the second mappings that are no longer used; returns how many."""
         count = 0
-        # The latest first: a page may have been mapped once more for what was free of its second.
+        # Newest first: free bytes of a second mapping may have been mapped a third time.
         for second in self._aliases[::-1]:
             span = self._free_part(second)
             if span is not None:
@@ -129,7 +130,7 @@ class Stitcher:
         return count
 
     def aliased(self) -> Iterator[Span]:
-        """Spans of bytes that are used at another address of their page."""
+        """Spans of bytes in use at another address of their page."""
         for second in self._aliases:
             yield second.foreign
             yield second.lent
@@ -137,7 +138,7 @@ class Stitcher:
     # Planning ---------------------------------------------------------------------------------
 
     def _plan(self, size: int, state: StreamState) -> Stitch | None:
-        """What takes the fewest whole pages, then the fewest edges, then leaves the least."""
+        """The plan with the fewest whole pages, then the fewest edges, then the least waste."""
         page = self._page_bytes
         pages, rest = divmod(size, page)
         tails, heads = self._edges(state)
@@ -162,23 +163,23 @@ class Stitcher:
         return _trimmed(size - number * page, Stitch(number, first, last, waste))
 
     def _edges(self, state: StreamState) -> tuple[list[Edge], list[Edge]]:
-        """Ends and starts of pages, by size."""
+        """Free ends and free starts of pages, each sorted by size."""
         page, large = self._page_bytes, self._pager.large_at
         tails, heads = [], []
         for index in (state.index, self._arena.streams.shared.index):
             for span in index.at_least(page // LEAST_EDGES, MOST_EDGES):
                 first, last = -(-span.address // page) * page, span.end // page * page
-                # A part of a large page cannot be mapped a second time.
+                # Part of a large page cannot be mapped a second time.
                 if span.address < first <= span.end and first - page not in large:
                     tails.append(Edge(first - span.address, span.address, span))
                 if span.address <= last < span.end and last not in large:
                     heads.append(Edge(span.end - last, last, span))
         return sorted(tails, key=_size), sorted(heads, key=_size)
 
-    # Doing it ---------------------------------------------------------------------------------
+    # Mapping and unmapping --------------------------------------------------------------------
 
     def _map(self, plan: Stitch, address: int) -> Span:
-        """Maps the pages; returns the hole, in no index. Around it are ALIASED spans."""
+        """Maps the pages; returns the hole, in no index, with ALIASED spans beside it."""
         pager, page = self._pager, self._page_bytes
         pages, large = pager.choose(plan.pages)
         start, size, behind = address, plan.pages * page, address
@@ -203,7 +204,7 @@ class Stitcher:
         return hole
 
     def _lend(self, edge: Edge, hole: Span) -> _Alias:
-        """Marks an edge as used by the hole."""
+        """Marks an edge as in use by the hole."""
         lent = self._arena.carve(edge.span, edge.address, edge.size)
         lent.state, lent.stream, lent.epoch = ALIASED, None, 0
         self._emit("segment_unmap", lent.address, lent.size, None)
@@ -214,7 +215,7 @@ class Stitcher:
         return _Alias(foreign.address if is_tail else foreign.end - page, foreign, lent)
 
     def _free_part(self, second: _Alias) -> Span | None:
-        """The span that what is not foreign of the page lies in, if it is free and done with."""
+        """The span that contains the page's part of the hole, if any stream may use all of it."""
         foreign = second.foreign
         is_tail = foreign.address == second.address
         span = foreign.next if is_tail else foreign.prev
@@ -243,7 +244,7 @@ def _size(edge: Edge) -> int:
 
 
 def _trimmed(needed: int, plan: Stitch) -> Stitch:
-    """Takes no more of the edges than is needed: all of the smaller one."""
+    """Shortens the larger edge to what is needed; the smaller one is used completely."""
     tail, head = plan.tail, plan.head
     if tail and (not head or head.size <= tail.size):
         size = needed - (head.size if head else 0)

@@ -1,4 +1,4 @@
-"""Finding memory for a request that no list of exact sizes could serve."""
+"""Finds memory for a request after a miss in the lists of exact sizes."""
 
 from __future__ import annotations
 
@@ -15,36 +15,34 @@ from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.providers.provider import Provider
 
 FEW_PAGES = 16
-"""A request of more is not worth moving pages for to save one."""
-
+"""In larger requests, saving one page is not worth remapping pages."""
 
 LARGE_BYTES = 4 << 20
-"""Freed blocks of this size are merged by the next miss of this size, for they make the holes that
-large requests need. Smaller ones wait for a request of their own size as long as anything else
-fits: a program that repeats its sizes would miss with all of them after one miss with one."""
-
+"""Freed blocks of at least this size are merged at the next miss of at least this size: they form
+the holes that large requests need. Smaller blocks stay in the lists of exact sizes as long as
+anything else fits: merging them all would make every size that a program repeats miss once."""
 
 STITCHED_SHARE = 8
-"""A block of one part of a page in so many, or less, is not worth two mappings."""
+"""Blocks of at most 1/8 of a page are not worth two mappings."""
 
 WASTED_SHARE = 16
-"""Nor is it to waste one part of a page less."""
+"""Wasting at most 1/16 of a page is not worth stitching."""
 
 
 class Supply:
-    """Arena, pages and streams, asked in the order of what costs least.
+    """Searches the sources of memory in the order of their cost:
 
-    1. the stream's own free memory and everybody's;
-    2. what other streams freed and are known to be done with;
-    3. what other streams freed, behind an event: no host waits, but work does, so small requests
-       rather take a new page;
-    4. whole free pages and new ones (Pager.grow).
+    1. free memory of the stream, and free memory that any stream may use;
+    2. memory freed on other streams whose work is known to be complete;
+    3. memory freed on other streams, after an event: the stream waits, not the host. Small requests
+       take a new page instead;
+    4. wholly free pages and new pages (Pager.grow).
 
-    When nearly all that the limit allows is held, what is left of pages beside live blocks is what
-    the pool runs out of. Then a request of few pages goes where it takes the fewest wholly free
-    ones, though it costs driver calls: to bring pages there (Pager.grow), or to map what is left of
-    pages a second time (Stitcher). In a pool with a limit small blocks have pages of their own from
-    the start, for they cut into pieces what could be used like that.
+    A pool that holds nearly all that its limit allows has its free memory mostly on partly used
+    pages. A request of few pages is then placed where it takes the fewest wholly free pages, even
+    if that needs driver calls to map pages beside a hole (Pager.grow) or to map partly used pages a
+    second time (Stitcher). In a pool with a limit, small blocks have pages of their own from the
+    start, because they would split those partly used pages into unusable pieces.
     """
 
     def __init__(
@@ -63,13 +61,14 @@ class Supply:
         self._streams = streams
         self._emit = emit
         self.pending: list[tuple[Span, list[Any]]] = []
-        """Freed spans that other streams work on, with what has to happen first."""
+        """Freed spans that other streams may still use, with the events to wait for."""
         self.pending_bytes = 0
         self.before_growing: Callable[[int, StreamState], bool] = lambda size, state: False
-        """Called when only pages could serve a request; True if it made a hole instead."""
+        """Called before the pool takes pages for a request; returns True if it made a hole."""
 
     def obtain(self, size: int, state: StreamState, *, under_pressure: bool = False) -> Span | None:
-        """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
+        """A live span of `size` bytes, or None. `under_pressure`: small requests wait for other
+        streams, too."""
         arena, streams = self._arena, self._streams
         nearly_full = self._pager.nearly_full and not state.private
         span = self._page_saving(size, state) if nearly_full else self._own(size, state)
@@ -98,8 +97,8 @@ class Supply:
         return arena.take(span, start, size, state.key)
 
     def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
-        """The free span that a block is about to begin in, once no large page is used in part.
-        None: it is no more."""
+        """Splits large pages that the block would take only part of; returns its free span.
+        None: the span no longer exists."""
         if span.stream is not None and not state.private and not self._provider.capturing():
             self._streams.poll(state)
             if span.epoch <= state.done:
@@ -107,18 +106,18 @@ class Supply:
         return self._pager.keep_whole(span, start, size)
 
     def _apart(self, size: int, state: StreamState) -> bool:
-        """Whether small blocks and others are kept on different pages."""
+        """Whether small blocks and larger ones are kept on different pages."""
         return self._pager.limited and size < self._arena.page_bytes and not state.private
 
     def _fit(self, size: int, state: StreamState) -> Span | None:
-        """The best fit that the stream may use at once, beside blocks of its kind, or None."""
+        """The best fit that the stream may use without waiting, on pages of its kind, or None."""
         if not self._apart(size, state):
             return self._arena.best_fit(size, state)
         fit = self._arena.page_saving_fit(size, state)
         return None if fit.mixed else fit.span
 
     def _own(self, size: int, state: StreamState) -> Span | None:
-        """The best fit, with no more merging than it takes, or None."""
+        """The best fit, with as little merging as possible, or None."""
         if size >= LARGE_BYTES:
             self._arena.flush(state, LARGE_BYTES)
         span = self._fit(size, state)
@@ -128,7 +127,7 @@ class Supply:
         return span
 
     def _page_saving(self, size: int, state: StreamState) -> Span | None:
-        """What takes as few wholly free pages as any place would, or None."""
+        """The place that takes the fewest wholly free pages, or None."""
         self._arena.flush(state)
         least = size // self._arena.page_bytes
         if least > FEW_PAGES:
@@ -152,7 +151,7 @@ class Supply:
         return less or fit.span
 
     def _within_pages(self, size: int, state: StreamState, fit: Fit) -> Span | None:
-        """`_page_saving` for less than a page."""
+        """`_page_saving` for less than a page: a new page comes before one with larger blocks."""
         if fit.span is not None and not fit.mixed:
             return fit.span
         alone = self._pager.grow(size, state.key, alone=True)
@@ -161,7 +160,7 @@ class Supply:
         return alone or fit.span
 
     def settle(self) -> None:
-        """Merges all that is freed, and gives to everybody what streams are done with."""
+        """Merges all freed memory, and makes what streams are done with available to all."""
         self.poll_pending()
         for state in self._streams.public():
             self._arena.flush(state)
@@ -171,7 +170,7 @@ class Supply:
         self._stitcher.undo()
 
     def settle_waiting(self) -> None:
-        """The same, after waiting for the streams."""
+        """Like `settle`, after waiting for the streams."""
         self.wait_for_pending()
         for state in self._streams.public():
             self._arena.flush(state)
@@ -181,13 +180,13 @@ class Supply:
         self._stitcher.undo()
 
     def synchronize(self) -> None:
-        """Waits until the device is idle: everything free may be used by everybody."""
+        """Synchronises the device: any stream may then use all free memory."""
         self._provider.synchronize_device()
         self._streams.mark_all_done()
         self.wait_for_pending()
 
     def capturing(self) -> bool:
-        """Whether a stream of the pool takes part in a capture: the host must not wait then."""
+        """Whether a stream of the pool is being captured: the host must not wait then."""
         keys = {
             key.stream if isinstance(key, CaptureKey) else key
             for key in self._streams.states
@@ -209,10 +208,10 @@ class Supply:
             self._streams.order_behind(state.key, owner, found.epoch)
         return found
 
-    # Memory that several streams work on --------------------------------------------------------
+    # Memory that several streams use ------------------------------------------------------------
 
     def hold(self, span: Span, uses: Sequence[Hashable]) -> None:
-        """Takes a freed span that other streams than its own may still work on."""
+        """Keeps a freed span that streams other than its own may still use."""
         events: list[Any] = []
         try:
             for stream in uses:
@@ -226,7 +225,7 @@ class Supply:
         self.pending_bytes += span.size
 
     def poll_pending(self) -> None:
-        """Puts back what is done with."""
+        """Frees the spans whose events are complete."""
         if not self.pending:
             return
         waiting = self.pending
@@ -244,7 +243,7 @@ class Supply:
                 self._complete(span)
 
     def wait_for_pending(self) -> None:
-        """Waits, then puts everything back."""
+        """Waits for all events, then frees the spans."""
         while self.pending:
             span, events = self.pending[-1]
             while events:
@@ -262,8 +261,8 @@ class Supply:
 
 
 def _waste(span: Span, size: int, page: int) -> int:
-    """What a block of whole pages and a rest leaves of the page that it shares, at least; 0 where
-    it shares none."""
+    """The least that a block can leave unused of the partly used page at either end of a span; 0 if
+    it fits neither."""
     rest = size % page
     edges = [-span.address % page, span.end % page]
     return min((edge - rest for edge in edges if edge >= rest), default=0)
