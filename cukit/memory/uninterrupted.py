@@ -1,4 +1,4 @@
-"""Ctrl-C while the pool's books are open: it takes effect when they are in order again."""
+"""Defers Ctrl-C while the state of a pool is inconsistent."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 _Handler = Callable[[int, "FrameType | None"], Any]
 
 _SIGINT = int(signal.SIGINT)
-# The functions in C: around them `signal` makes enums of numbers, which takes ten times as long.
+# The C functions: their wrappers in `signal` convert numbers to enums and take ten times as long.
 _in_c: Any = import_module("_signal")
 _get_handler: Callable[[int], Any] = _in_c.getsignal
 _set_handler: Callable[[int, Any], Any] = _in_c.signal
 
 
 class Uninterrupted:
-    """`with Uninterrupted():` an interrupt takes effect at the end of the block.
+    """`with Uninterrupted():` defers an interrupt to the end of the block.
 
-    That is, the handler of SIGINT (which raises KeyboardInterrupt, unless the program has set
-    another one) is called then. Python runs handlers in the main thread only, so in other threads
-    this does nothing; nor inside another such block, whose end is the later one.
+    The handler of SIGINT, which raises KeyboardInterrupt unless the program has set another one, is
+    called at the end of the block. Python runs signal handlers in the main thread only, so in other
+    threads this does nothing. Inside another such block it does nothing either: the outer one
+    defers.
     """
 
     _handler: _Handler | None = None
@@ -31,7 +32,7 @@ class Uninterrupted:
 
     def __enter__(self) -> None:
         handler = _get_handler(_SIGINT)
-        # Not callable: ignored, or the end of the process, or not Python's.
+        # Not callable: SIGINT is ignored, ends the process, or was not installed by Python.
         if callable(handler) and not isinstance(_owner_of(handler), Uninterrupted):
             try:
                 _set_handler(_SIGINT, self._note)
@@ -49,13 +50,13 @@ class Uninterrupted:
                 self.pass_on()
 
     def pass_on(self) -> None:
-        """Lets an interrupt that came meanwhile take effect."""
+        """Delivers a deferred interrupt."""
         if self._interrupted and self._handler is not None:
             frame, self._interrupted, self._frame = self._frame, False, None
             self._handler(_SIGINT, frame)
 
     def lift(self) -> bool:
-        """Puts the handler back that was there, if this is the thread that runs it."""
+        """Restores the previous handler; returns False outside the main thread."""
         try:
             _set_handler(_SIGINT, self._handler)
         except ValueError:
@@ -68,12 +69,12 @@ class Uninterrupted:
 
 
 class InterruptedAsUsual:
-    """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
+    """Suspends Uninterrupted while foreign code runs inside such a block."""
 
     _shield: Uninterrupted | None = None
 
     def __enter__(self) -> None:
-        # No generator: one that is interrupted on its way into the block ends at some later time.
+        # Not a generator: interrupted before the block begins, it would only end when collected.
         shield = _owner_of(_get_handler(_SIGINT))
         if isinstance(shield, Uninterrupted) and shield.lift():
             self._shield = shield

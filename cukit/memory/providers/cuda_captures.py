@@ -1,4 +1,4 @@
-"""Which graph capture a stream takes part in, and when the graph that came of it is gone."""
+"""Graph captures: which one a stream takes part in, and when its graph is destroyed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEMAPHORE_BYTES = 64  # sem_t has 32 on 64-bit Linux
 
 @contextmanager
 def between_captures() -> Iterator[None]:
-    """Allows calls that CUDA forbids while some stream is captured."""
+    """Allows calls that CUDA forbids during a capture, by relaxing the thread's capture mode."""
     mode = driver_module().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = call("cuThreadExchangeStreamCaptureMode", mode)
     try:
@@ -23,22 +23,22 @@ def between_captures() -> Iterator[None]:
         call("cuThreadExchangeStreamCaptureMode", before)
 
 
-class _Gone:
+class _DestroyedFlag:
     """A flag that the driver sets when a graph is destroyed.
 
-    The driver runs a C function then, on a thread of its own in which nothing may wait for Python.
-    It is the C library's sem_post, on a semaphore that is asked about when that suits.
+    The driver then calls a C function, on an internal thread that must not wait for the GIL. The
+    function is the C library's sem_post; the semaphore is polled later.
     """
 
     def __init__(self) -> None:
         self._libc = libc = ctypes.CDLL(None)
         libc.calloc.restype = ctypes.c_void_p
-        # Not Python's memory: the graph may outlive the pool, and even the interpreter.
+        # Allocated by calloc, not by Python: the graph may outlive the pool and the interpreter.
         self._semaphore = ctypes.c_void_p(libc.calloc(1, _SEMAPHORE_BYTES))
         libc.sem_init(self._semaphore, 0, 0)
 
     def watch(self, graph: Any) -> None:
-        """Ties the flag to a graph under capture, and to what is instantiated from it."""
+        """Attaches the flag to a graph under capture, and to executable graphs made from it."""
         driver = driver_module()
         post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value
         no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
@@ -48,8 +48,8 @@ class _Gone:
         )
         call("cuGraphRetainUserObject", graph, user_object, 1, int(moved))
 
-    def happened(self) -> bool:
-        """Whether it is set; not to be asked again after a yes."""
+    def poll(self) -> bool:
+        """Whether the flag is set. Must not be called again after it has returned True."""
         if self._libc.sem_trywait(self._semaphore) != 0:
             return False
         self._libc.free(self._semaphore)
@@ -57,27 +57,27 @@ class _Gone:
 
 
 class CaptureWatch:
-    """The captures that were asked about and whose graphs may still exist."""
+    """The captures that a pool has met and whose graphs may still exist."""
 
     def __init__(self) -> None:
-        self._flags: dict[int, _Gone] = {}
+        self._flags: dict[int, _DestroyedFlag] = {}
 
     def capture_of(self, handle: int) -> int | None:
-        """The number of the capture that a stream takes part in; unique in this process."""
+        """The id of the capture that a stream takes part in, unique in this process, or None."""
         driver = driver_module()
         status, number, graph, *_ = call("cuStreamGetCaptureInfo", handle)
         if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
             return None
         capture = int(number)
         if capture not in self._flags:
-            flag = _Gone()
+            flag = _DestroyedFlag()
             flag.watch(graph)
             self._flags[capture] = flag
         return capture
 
     def ended(self) -> list[int]:
-        """Captures whose graphs are destroyed; each is named once."""
-        gone = [capture for capture, flag in list(self._flags.items()) if flag.happened()]
-        for capture in gone:
+        """Captures whose graphs are destroyed; each is returned once."""
+        ended = [capture for capture, flag in list(self._flags.items()) if flag.poll()]
+        for capture in ended:
             del self._flags[capture]
-        return gone
+        return ended

@@ -1,4 +1,4 @@
-"""What the CUDA providers share: streams, events, copies and captures of one GPU, through CuPy."""
+"""The common part of the CUDA providers: streams, events, copies and captures, through CuPy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from cukit.memory.providers.cuda_driver import call
 from cukit.memory.providers.device_copy import DeviceCopy
 
 LEGACY_KEY = 0
-"""The legacy default stream; other streams have the driver's ids, which start above."""
+"""The legacy default stream. Other streams have the driver's ids, which are larger."""
 
 BROKEN_CAPTURE = -1
-"""In place of the number of a capture that will not become a graph."""
+"""The id of any invalidated capture."""
 
 _LEGACY_HANDLES = (0, 1)
 _PER_THREAD_HANDLE = 2
@@ -33,32 +33,34 @@ _NO_TIMING = 2  # cudaEventDisableTiming
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
 _DONE = None
-"""An event that has been reached already."""
+"""An event that is already complete."""
 
 _GONE = object()
+"""The result of a call for a stream that no longer exists."""
 
 _LATER = object()
-"""The event of a stream that is no more, while the device cannot be waited for."""
+"""The event of a stream that no longer exists, recorded during a capture, when the host must not
+synchronise."""
 
 
 class _Stream(NamedTuple):
     handle: int
     owner: Any | None
-    """CuPy's stream object, whose death destroys the stream; None: somebody else's stream."""
+    """CuPy's stream object, whose finalizer destroys the stream; None: CuPy does not own it."""
     of_thread: bool
-    """The default stream of one thread: the handle means another stream in any other thread."""
+    """The default stream of one thread: its handle is another stream in every other thread."""
 
 
 _dropped = _Stream(0, object(), False)
 _REFERENCES_OF_DROPPED = getrefcount(_dropped.owner)
-"""What getrefcount says of an object that only a _Stream holds."""
+"""The reference count of an object that only a _Stream refers to."""
 
 _STREAMS: dict[int, dict[Hashable, _Stream]] = {}
-"""By device: what is behind each key. Common to all providers of a device, as are the keys that
-CuPy's stream objects remember: a second provider meets streams that the first has named.
+"""Streams by device and key, shared by all providers of a device, like the keys that are stored in
+CuPy's stream objects: a second provider meets streams whose keys the first one has stored.
 
-It keeps CuPy's stream objects alive. Else their destructor, in whatever thread, could destroy a
-stream while another thread asks the driver about it, which the driver answers with a crash."""
+Keeps CuPy's stream objects alive. Otherwise a finalizer in any thread could destroy a stream during
+a driver call of another thread on that stream, which crashes the driver."""
 
 
 _COPIES: dict[int, DeviceCopy] = {}
@@ -66,14 +68,14 @@ _COPIES: dict[int, DeviceCopy] = {}
 
 
 class CudaDevice:
-    """Streams of one GPU, named by ids that the driver never uses twice.
+    """Streams of one GPU, identified by the driver's stream ids.
 
-    A handle is used again for another stream once its stream is destroyed, and the per-thread
-    default stream has one handle for all threads; so keys are the driver's stream ids, remembered
-    in CuPy's stream objects.
+    Handles are recycled after a stream is destroyed, and the per-thread default streams all have
+    the same handle. So keys are the driver's stream ids, which are never reused; they are stored in
+    CuPy's stream objects.
 
     Args:
-        device_id: CuPy's number of the device; None for the current one.
+        device_id: CuPy's device number; None: the current device.
 
     Raises:
         UnsupportedDeviceError: no GPU, or no device of that number.
@@ -101,7 +103,7 @@ class CudaDevice:
         self._captures = CaptureWatch()
         self._copy = _COPIES.setdefault(self.device_id, DeviceCopy(cupy))
         with self.current():
-            self._runtime.memGetInfo()  # makes the primary context
+            self._runtime.memGetInfo()  # creates the primary context
         _living.add(self)
 
     def for_device(self, device_id: int) -> CudaDevice:
@@ -110,7 +112,7 @@ class CudaDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes this the current device inside the block."""
+        """Makes this device current inside the block."""
         before = self._runtime.getDevice()
         if before == self.device_id:
             yield
@@ -177,8 +179,9 @@ class CudaDevice:
         return key
 
     def _key_in_capture(self, handle: int, stream: Any) -> Hashable:
-        """For a stream first met while it is captured, when the driver does not tell its id. Good
-        for this capture; afterwards it stands for a stream of its own, behind the same handle."""
+        """The key of a stream first met during its capture, when the driver does not return its
+        id. Valid for this capture; later the pool treats it as another stream with the same
+        handle."""
         key = (self._captures.capture_of(handle), handle)
         if handle == _PER_THREAD_HANDLE:
             self._of_thread.key_in_capture = key
@@ -189,13 +192,13 @@ class CudaDevice:
         return key
 
     def _owner(self, stream: Any) -> Any | None:
-        """The stream object, if it alone decides when the stream is destroyed."""
+        """The stream object, if its finalizer destroys the stream; else None."""
         own = isinstance(stream, self._stream_module.Stream)
         return stream if own and stream._foreign_stream_ref is None else None
 
     def _forget_dropped(self) -> None:
-        """Streams that nobody else has any more, which destroys them; called when a new one
-        appears."""
+        """Drops streams that only `_streams` refers to, which destroys them. Called whenever a new
+        stream appears."""
         owned = [entry for entry in list(self._streams.items()) if entry[1].owner is not None]
         keys = Counter(id(stream.owner) for _, stream in owned)
         dropped = [
@@ -206,12 +209,12 @@ class CudaDevice:
         for key in dropped:
             self._streams.pop(key, None)
 
-    def _ask(self, key: Hashable, call: Callable[[int], Any]) -> Any:
+    def _call_on(self, key: Hashable, call: Callable[[int], Any]) -> Any:
         """`call(handle)` for a stream, or _GONE if it is destroyed or belongs to another thread."""
-        stream = self._streams.get(key)  # lives during the call, even if it is forgotten meanwhile
+        stream = self._streams.get(key)  # a reference: stays alive even if dropped meanwhile
         if stream is None:
             return _GONE
-        # Threads get the numbers of dead ones: only their own storage tells them apart.
+        # Thread ids are recycled, so threads are told apart by their thread-local storage.
         if stream.of_thread and key not in vars(self._of_thread).values():
             return _GONE
         return call(stream.handle)
@@ -221,7 +224,7 @@ class CudaDevice:
         stream = self._streams.get(key)
         if stream is not None and stream.owner is not None:
             return stream.owner
-        handle = self._ask(key, int)
+        handle = self._call_on(key, int)
         if handle is _GONE:
             raise ConfigError(f"stream {key} no longer exists")
         if handle == 0:
@@ -239,14 +242,14 @@ class CudaDevice:
         with self.current():
             event = spare.pop() if spare else runtime.eventCreateWithFlags(_NO_TIMING)
             try:
-                found = self._ask(stream, lambda handle: runtime.eventRecord(event, handle))
+                found = self._call_on(stream, lambda handle: runtime.eventRecord(event, handle))
             except BaseException:
                 spare.append(event)
                 raise
         if found is not _GONE:
             return event
         spare.append(event)
-        # Nothing less is known to cover the work of a stream that is no more.
+        # Only a synchronisation of the device covers the work of a destroyed stream.
         return _DONE if self._idle() else _LATER
 
     def is_done(self, event: Any) -> bool:
@@ -263,7 +266,7 @@ class CudaDevice:
         if event is not _LATER:
             runtime = self._runtime
             with self.current():
-                found = self._ask(stream, lambda handle: runtime.streamWaitEvent(handle, event))
+                found = self._call_on(stream, lambda handle: runtime.streamWaitEvent(handle, event))
             if found is not _GONE:
                 return
         self.synchronize(event)
@@ -279,7 +282,7 @@ class CudaDevice:
             self._spare_events.append(event)
 
     def _idle(self) -> bool:
-        """Waits until the device is idle, unless a capture forbids waiting."""
+        """Synchronises the device unless a capture forbids that; returns whether it did."""
         if self.capturing():
             return False
         self.synchronize_device()
@@ -298,10 +301,10 @@ class CudaDevice:
         if known is None:
             return None
         if known.owner is None and stream != self.current_stream():
-            return None  # it may be gone, and captures of other threads are theirs to ask about
+            return None  # may be destroyed; another thread checks for captures of its own streams
         try:
-            capturing = self._ask(stream, self._runtime.streamIsCapturing)
-        except RuntimeError:  # a mistake ended the capture, but nobody has ended it yet
+            capturing = self._call_on(stream, self._runtime.streamIsCapturing)
+        except RuntimeError:  # the capture was invalidated, but not ended yet
             if stream == self.current_stream():
                 raise
             return BROKEN_CAPTURE
@@ -313,12 +316,12 @@ class CudaDevice:
         return any(self.capture_id(key) is not None for key in list(self._streams))
 
     def ended_captures(self) -> list[int]:
-        """Captures whose graphs, and all that was instantiated from them, are destroyed."""
+        """Captures whose graphs, and all executable graphs made from them, are destroyed."""
         return self._captures.ended()
 
 
 class _Foreign:
-    """Somebody else's stream, as CuPy takes it."""
+    """A stream that CuPy does not own, in the form that Stream.from_external accepts."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -338,7 +341,7 @@ def _handle_of(stream: Any) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of CuPy's runtime or driver says that the device is full."""
+    """Whether an error of CuPy's runtime or driver modules means that the device lacks memory."""
     return getattr(error, "status", None) == _OUT_OF_MEMORY
 
 
@@ -355,7 +358,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class _Refusal:
-    """Stands where a driver was: every call refuses."""
+    """Replaces a driver after a fork: every call raises."""
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         return _refuse

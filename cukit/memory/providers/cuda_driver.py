@@ -1,4 +1,4 @@
-"""The driver calls for virtual memory, as a table that tests can replace."""
+"""The driver calls for virtual memory, behind an interface that tests replace."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(CukitError):
-    """A call of the CUDA driver failed. The message names the call and the driver's reason."""
+    """A CUDA driver call failed. The message has the call and the driver's error."""
 
 
 class VirtualMemoryDriver(Protocol):
-    """What the driver can do with addresses and physical memory. All sizes in bytes.
+    """Driver calls for addresses and physical memory. All sizes in bytes.
 
-    Every call is all or nothing. Lack of memory raises DeviceOutOfMemory, else DriverError.
+    Every call is all or nothing. Lack of memory raises DeviceOutOfMemory; all else DriverError.
     """
 
     def granularity(self) -> int:
-        """Physical memory comes in multiples of this, mapped at multiples of it."""
+        """Sizes of physical memory, and the addresses it is mapped at, are multiples of this."""
 
     def reserve(self, size: int, alignment: int) -> int: ...
 
     def free_addresses(self, address: int, size: int) -> None: ...
 
     def create(self, size: int) -> Any:
-        """Physical memory, named by a handle."""
+        """Creates physical memory; returns its handle."""
 
     def release(self, handle: Any) -> None: ...
 
     def map(self, address: int, size: int, handle: Any) -> None:
-        """The whole of `handle`; not accessible yet."""
+        """Maps all of `handle`; not accessible before `set_access`."""
 
     def set_access(self, address: int, size: int) -> None:
         """Makes mapped addresses readable and writable."""
 
     def unmap(self, address: int, size: int) -> None:
-        """Any number of whole mappings, one behind the other."""
+        """Unmaps any number of complete, contiguous mappings."""
 
 
 def driver_module() -> ModuleType:
-    """cuda-bindings, or MissingDependencyError with the command that installs it."""
+    """cuda-bindings. Raises MissingDependencyError with the command that installs it."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -65,7 +65,7 @@ def call(name: str, *arguments: Any) -> Any:
     code = int(status)
     if code == 0:
         return results[0] if len(results) == 1 else tuple(results) if results else None
-    if code == _INVALID_CONTEXT:  # a thread that has not used the GPU yet
+    if code == _INVALID_CONTEXT:  # this thread has not used the GPU yet
         runtime = require_cupy("the CUDA memory pool").cuda.runtime
         runtime.setDevice(runtime.getDevice())
         status, *results = function(*arguments)
@@ -88,7 +88,7 @@ def _describe(driver: ModuleType, status: Any) -> str:
 
 
 def supports_virtual_memory(device_id: int) -> bool:
-    """Whether cuda-bindings is installed and the device maps memory page by page."""
+    """Whether cuda-bindings is installed and the device supports virtual memory management."""
     try:
         attribute = driver_module().CUdevice_attribute
     except MissingDependencyError:
@@ -98,7 +98,7 @@ def supports_virtual_memory(device_id: int) -> bool:
 
 
 class CudaVirtualMemoryDriver:
-    """The driver itself, for the memory of one device. CUDA is initialised already (by CuPy)."""
+    """The CUDA driver, for the memory of one device. CuPy has already initialised CUDA."""
 
     def __init__(self, device_id: int) -> None:
         driver = driver_module()
@@ -111,7 +111,7 @@ class CudaVirtualMemoryDriver:
         attributes = driver.CUdevice_attribute
         rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
         if call("cuDeviceGetAttribute", rdma, device_id):
-            properties.allocFlags.gpuDirectRDMACapable = 1  # as network cards want it
+            properties.allocFlags.gpuDirectRDMACapable = 1  # network adapters need it
         self._access = [self._read_write(peer) for peer in _devices_that_reach(device_id)]
 
     @staticmethod
@@ -151,9 +151,9 @@ class CudaVirtualMemoryDriver:
 
 
 def _devices_that_reach(device_id: int) -> list[int]:
-    """The device itself, and those whose kernels may follow a pointer into its memory.
+    """The device itself, and its peers.
 
-    CuPy enables peer access for whole contexts, which memory of this kind is not part of.
+    CuPy enables peer access per context, which does not cover virtual memory.
     """
     count = int(call("cuDeviceGetCount"))
     return [device_id] + [

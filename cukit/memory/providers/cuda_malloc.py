@@ -1,4 +1,4 @@
-"""cudaMalloc: whole segments, for GPUs and systems without virtual memory management."""
+"""Provider over cudaMalloc, for GPUs and systems without virtual memory management."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cukit.memory.providers.cuda_device import CudaDevice, is_out_of_memory
 from cukit.memory.providers.provider import DeviceOutOfMemory
 
 SEGMENT_BYTES = 2 << 20
-"""What cudaMalloc rounds to on today's GPUs."""
+"""cudaMalloc rounds up to this on current GPUs."""
 
 
 class CudaMalloc(CudaDevice):
     """Provider over cudaMalloc and cudaFree.
 
     Args:
-        device_id: CuPy's number of the device; None for the current one.
+        device_id: CuPy's device number; None: the current device.
 
     Raises:
         UnsupportedDeviceError: no GPU.
@@ -61,4 +61,4 @@ class CudaMalloc(CudaDevice):
 
 
 def _no_pages() -> UnsupportedDeviceError:
-    return UnsupportedDeviceError("memory of cudaMalloc cannot be mapped elsewhere")
+    return UnsupportedDeviceError("memory of cudaMalloc cannot be remapped")

@@ -1,4 +1,4 @@
-"""CUDA virtual memory: physical pages that can be mapped at any address, and mapped elsewhere."""
+"""CUDA virtual memory: physical pages that can be mapped at any address, and remapped."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from cukit.memory.providers.provider import DeviceOutOfMemory
 
 
 class LargePart(NamedTuple):
-    """One page of a large one."""
+    """One page of a large page."""
 
     handle: Any
     number: int
 
 
 class VirtualPages:
-    """Addresses and pages of one device: the memory half of a provider that can remap.
+    """Addresses and pages of one device: the memory part of a provider that can remap.
 
-    The driver maps and unmaps whole handles only: a page is one, a large page is one.
+    The driver maps and unmaps whole handles only. A page is one handle; so is a large page.
 
     Args:
-        driver: the calls; a stand-in in tests.
+        driver: the driver calls; tests pass a fake.
         page_bytes: a multiple of the driver's granularity.
-        large_pages: pages of a large one; None: see `choose_large_pages`.
+        large_pages: pages per large page; None: see `choose_large_pages`.
     """
 
     can_remap = True
@@ -47,9 +47,9 @@ class VirtualPages:
         self.large_pages = large_pages or choose_large_pages(page_bytes)
         self._driver = driver
         self._kept: list[Any] = []
-        """Pages that the driver refused to take back; used before new ones are made."""
+        """Pages that the driver failed to release; reused before new ones are created."""
         self._kept_large: list[Any] = []
-        """The same of large ones."""
+        """The same for large pages."""
 
     def reserve(self, size: int) -> int:
         return self._driver.reserve(size, self.page_bytes)
@@ -83,7 +83,7 @@ class VirtualPages:
         refused, refused_large = self._hand_back(single), self._hand_back(large)
         count = len(refused) + len(refused_large)
         if count and count == len(single) + len(large):
-            raise DriverError(f"the driver takes none of {len(pages)} pages back")
+            raise DriverError(f"the driver failed to release all of {len(pages)} pages")
         self._kept += refused
         self._kept_large += refused_large
 
@@ -104,7 +104,7 @@ class VirtualPages:
             number = 0
             while number < len(pages):
                 page = pages[number]
-                if type(page) is LargePart:  # with those that follow, of which it is the first
+                if type(page) is LargePart:  # the first part; the others follow it
                     self._driver.map(address + mapped, large, page.handle)
                     mapped += large
                     number += self.large_pages
@@ -126,29 +126,29 @@ class VirtualPages:
 
 
 LARGE_BYTES = 32 << 20
-"""Of a large page: a gigabyte is 32 of them, two milliseconds of the driver's time."""
+"""Size of a large page: a gigabyte is 32 of them, about two milliseconds of driver time."""
 
 LEAST_PAGES = 4
-"""A large page of fewer takes longer to make than those take to map."""
+"""Fewer single pages take less time to map than one large page takes to create."""
 
 
 def choose_large_pages(page_bytes: int) -> int:
-    """How many pages a large one has."""
+    """The number of pages per large page; 1: no large pages."""
     pages = LARGE_BYTES // page_bytes
     return pages if pages >= LEAST_PAGES else 1
 
 
 MOST_PAGES = 1 << 14
 MANY_PAGES = 64
-"""From here on it is worth asking first whether the device has as many."""
+"""For this many pages or more, the free memory of the device is checked first."""
 
 
 def choose_page_bytes(granularity: int, memory_bytes: int) -> int:
-    """The smallest doubling of the granularity that cuts the memory into at most MOST_PAGES pages.
+    """The smallest doubling of the granularity for which the memory is at most MOST_PAGES pages.
 
-    Small pages leave less memory behind a few live bytes; but the driver takes its time for each
-    handle, whatever its size (on an H200 15 us to create, 30 us to map and open, 20 us to unmap),
-    so that remapping 1 GiB would cost 26 ms in pages of 2 MiB and costs 3 ms in pages of 16 MiB.
+    Small pages waste less memory on partly used pages. But driver calls cost a fixed time per
+    handle (on an H200 15 us to create, 30 us to map and set access, 20 us to unmap): remapping
+    1 GiB takes 26 ms in pages of 2 MiB, 3 ms in pages of 16 MiB.
     """
     page_bytes = granularity
     while memory_bytes > page_bytes * MOST_PAGES:
@@ -160,9 +160,9 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
     """Provider over the CUDA driver's virtual memory.
 
     Args:
-        device_id: CuPy's number of the device; None for the current one.
+        device_id: CuPy's device number; None: the current device.
         page_bytes: a multiple of the granularity (2 MiB); None: see `choose_page_bytes`.
-        most_bytes: what will be held at most; None: all that the device has.
+        most_bytes: the most memory that the pool will hold; None: all of the device.
 
     Raises:
         ConfigError: `page_bytes`.
@@ -193,7 +193,7 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
         VirtualPages.__init__(self, driver, page_bytes)
 
     def create_pages(self, count: int) -> list[Any]:
-        # What cannot succeed would still take all the rest of the device for a moment.
+        # A request that must fail would still take the rest of the device's memory for a moment.
         if count >= MANY_PAGES and count * self.page_bytes > self.memory_info()[0]:
             raise DeviceOutOfMemory(f"the device has no {count} pages of {self.page_bytes} bytes")
         return super().create_pages(count)

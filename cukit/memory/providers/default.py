@@ -1,4 +1,4 @@
-"""Which provider a pool gets when it is given none."""
+"""The default provider of a pool."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cukit.memory.providers.provider import Provider
 
 
 def default_provider(device_id: int | None = None, most_bytes: int | None = None) -> Provider:
-    """CUDA virtual memory; cudaMalloc where the device has none; the host where there is no GPU.
+    """CUDA virtual memory; cudaMalloc if the device has none; host memory if there is no GPU.
 
-    `device_id`: None is CuPy's current device. `most_bytes`: what the pool may hold, if it has a
-    limit: a small pool gets small pages.
+    `device_id`: None is CuPy's current device. `most_bytes`: the limit of the pool, if it has one;
+    a small pool gets small pages.
     """
     if not gpu_available():
         return HostProvider()

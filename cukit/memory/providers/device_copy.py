@@ -1,4 +1,4 @@
-"""Queues the moves of a defragmentation without asking the pool for memory."""
+"""Enqueues the copies of a defragmentation without allocating from the pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cukit.core.kernel import NULL
 from cukit.memory.batched_copy import TILE_BYTES, MovePlan, Moves, launch_moves, plan_moves
 
 FEW_MOVES = 4
-"""Up to so many are left to the driver's own copies: no table to upload, nothing to compile."""
+"""At most this many moves use cudaMemcpyAsync: no table to upload, no kernel to compile."""
 
 _MOST_MOVES = 1 << 15
 _MOST_TILES = 1 << 17
@@ -23,9 +23,9 @@ _TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class DeviceCopy:
-    """Copies on one device, with a table of its own there (1.3 MB, kept from the first use on).
+    """Copies on one device, with a table in device memory (1.3 MB, kept after the first use).
 
-    Pools of one device share it: making the table takes the driver as long as copying a gigabyte.
+    All pools of a device share it: allocating the table takes as long as copying a gigabyte.
     """
 
     def __init__(self, cupy: ModuleType) -> None:
@@ -34,13 +34,14 @@ class DeviceCopy:
         self._table: Any = None
         self._progress: Any = None
         self._last: Any = None
-        """Event behind the last launch that reads the table."""
+        """Event after the last launch that reads the table."""
 
     def __call__(self, moves: Moves, stream: Any, *, apart: bool = False) -> None:
-        """On `stream`, a CuPy stream, on the current device. When it raises, nothing is queued.
+        """Enqueues moves on `stream`, a CuPy stream, on the current device. When it raises, nothing
+        is enqueued.
 
-        Moves may slide, see :func:`cukit.memory.batched_copy.batched_copy`. `apart`: they are known
-        to be as Provider.copy wants them, and are not checked again.
+        Moves may slide, see :func:`cukit.memory.batched_copy.batched_copy`. `apart`: they satisfy
+        the conditions of Provider.copy and are not checked.
         """
         if len(moves) <= FEW_MOVES and (apart or not _overlap(moves)):
             for destination, source, size in moves.tolist():
@@ -51,7 +52,7 @@ class DeviceCopy:
         plan = MovePlan.of(moves) if apart else plan_moves(moves)
         if not apart:
             plan.check_aligned(0)
-        if not self._lock.acquire(blocking=False):  # another thread, or a collection inside it
+        if not self._lock.acquire(blocking=False):  # another thread, or a finalizer in this call
             DeviceCopy(self._cupy)(moves, stream, apart=apart)
             return
         try:
@@ -90,12 +91,12 @@ def _overlap(moves: Moves) -> bool:
 
 
 def _parts(plan: MovePlan) -> Iterator[MovePlan]:
-    """Plans to be launched one after the other, each small enough for the table."""
+    """Splits a plan into plans that fit the table, to be launched in order."""
     if len(plan.table) <= _MOST_MOVES and plan.num_tiles <= _MOST_TILES:
         yield plan
         return
     most_bytes = _MOST_TILES * TILE_BYTES
-    # Cut at every multiple of what one launch copies, and after every so many moves.
+    # Cut after every `most_bytes` bytes and after every _MOST_MOVES moves.
     first = plan.table[:, 2]
     cuts = np.union1d(first[:-1:_MOST_MOVES], np.arange(0, plan.num_bytes, most_bytes))
     starts = np.union1d(first[:-1], cuts)

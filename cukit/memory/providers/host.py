@@ -1,8 +1,8 @@
-"""Memory of the host behind the same protocol as a GPU's: real pages, really remapped.
+"""Host memory behind the provider protocol: real pages, remapped with mmap.
 
-A page is a piece of an anonymous file; mapping it is mmap(2) at a fixed address. So the pool's
-logic runs on any Linux machine as it does on a GPU: pointers stay valid across a remap, and data
-that ends up on the wrong page is really lost. There is one stream, and it is always idle.
+A page is a piece of an anonymous file, mapped by mmap(2) at a fixed address. The pool therefore
+runs on any Linux machine as it does on a GPU: pointers stay valid across a remap, and a wrong
+mapping corrupts data. There is one stream, which is always idle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cukit.errors import ConfigError
 from cukit.memory.batched_copy import Moves
 from cukit.memory.providers.provider import DeviceOutOfMemory
 
-# From <sys/mman.h> and <linux/falloc.h>, where Python's mmap module does not name them.
+# From <sys/mman.h> and <linux/falloc.h>; Python's mmap module does not define them.
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PUNCH_HOLE_KEEP_SIZE = 0x3
@@ -64,9 +64,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class HostProvider:
-    """See the module. `total_bytes`: how much memory the pretended device has (None: the host's).
+    """Provider over host memory, for tests and for machines without a GPU.
 
-    `can_remap=False` behaves as plain cudaMalloc does: segments come and go whole.
+    `total_bytes`: the memory of the simulated device (None: that of the host).
+    `can_remap=False` behaves like cudaMalloc: segments are allocated and freed as a whole.
     """
 
     uncaptured: Container[Hashable] = (0,)
@@ -102,14 +103,14 @@ class HostProvider:
         self._unused: list[int] = []
         self._unused_large: list[int] = []
         self._large: set[int] = set()
-        """Where in the file large pages begin."""
+        """File offsets of the large pages."""
         self._reservations: dict[int, tuple[int, int]] = {}
         self._mapped: dict[int, int] = {}
-        """Offset in the file of the page at each address."""
+        """File offset of the mapped page by address."""
         _providers.add(self)
 
     def __del__(self) -> None:
-        if not hasattr(self, "_reservations"):  # refused
+        if not hasattr(self, "_reservations"):  # the constructor raised
             return
         for base, size in self._reservations.values():
             _libc.munmap(base, size)
@@ -118,7 +119,7 @@ class HostProvider:
     # Memory -----------------------------------------------------------------------------------
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the pretended device."""
+        """Free and total bytes of the simulated device."""
         return self.total_bytes - self.used_bytes, self.total_bytes
 
     def _charge(self, size: int) -> None:
@@ -127,7 +128,7 @@ class HostProvider:
         self.used_bytes += size
 
     def reserve(self, size: int) -> int:
-        """Addresses, with memory behind them if pages cannot be mapped."""
+        """Reserves addresses, with memory behind them if `can_remap` is false."""
         if not self.can_remap:
             self._charge(size)
         access = _NO_ACCESS if self.can_remap else _READ_WRITE
@@ -150,7 +151,7 @@ class HostProvider:
             self.used_bytes -= size
 
     def create_pages(self, count: int) -> list[Any]:
-        """Pages are offsets into the file."""
+        """Returns pages as offsets into the file."""
         self._charge(count * self.page_bytes)
         pages = [self._unused.pop() for _ in range(min(count, len(self._unused)))]
         fresh = count - len(pages)
@@ -160,7 +161,7 @@ class HostProvider:
         return pages
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
-        """Neighbours in the file."""
+        """A large page is contiguous in the file."""
         step = self.large_pages
         self._charge(count * step * self.page_bytes)
         firsts = [self._unused_large.pop() for _ in range(min(count, len(self._unused_large)))]
@@ -173,7 +174,7 @@ class HostProvider:
         return [tuple(range(first, first + size, self.page_bytes)) for first in firsts]
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:
-        """The file keeps a hole for later pages."""
+        """Punches holes into the file, which later pages reuse."""
         for page in pages:
             _libc.fallocate(self._file, _PUNCH_HOLE_KEEP_SIZE, page, self.page_bytes)
         firsts = self._large.intersection(pages)
@@ -184,7 +185,7 @@ class HostProvider:
         self.used_bytes -= len(pages) * self.page_bytes
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
-        """One mmap for neighbours in the file."""
+        """Pages contiguous in the file share one mmap."""
         start = 0
         for position in range(1, len(pages) + 1):
             step = position - start
@@ -196,7 +197,7 @@ class HostProvider:
         self._mapped.update(zip(self._page_addresses(address, len(pages)), pages, strict=True))
 
     def unmap_pages(self, address: int, count: int) -> None:
-        """Puts inaccessible addresses in their place."""
+        """Replaces the pages by inaccessible addresses."""
         _mmap(address, count * self.page_bytes, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
         for page in self._page_addresses(address, count):
             del self._mapped[page]
@@ -205,14 +206,14 @@ class HostProvider:
         return range(address, address + count * self.page_bytes, self.page_bytes)
 
     def make_private(self) -> None:
-        """In a forked child: what arrays write there must not reach the parent, which has the same
-        file mapped."""
+        """Called in a forked child: its writes must not reach the parent, which maps the same
+        file."""
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         for address, offset in self._mapped.items():
             _mmap(address, self.page_bytes, _READ_WRITE, flags, self._file, offset)
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
-        """Done when it returns."""
+        """Copies immediately."""
         for destination, source, size in moves.tolist():
             ctypes.memmove(destination, source, size)
 
@@ -229,49 +230,49 @@ class HostProvider:
         return 0
 
     def stream_key(self, stream: Any) -> Hashable:
-        """Numbers name streams."""
+        """Streams are given as numbers."""
         check_integer("memory pool", "stream", stream)
         return int(stream)
 
     def records_late(self, stream: Hashable) -> bool:
-        """Nothing can happen to a stream of numbers."""
+        """Always true."""
         return True
 
     def record(self, stream: Hashable) -> Any:
-        """Done already."""
+        """The event is already complete."""
         return None
 
     def is_done(self, event: Any) -> bool:
-        """Everything is."""
+        """Always true."""
         return True
 
     def wait(self, stream: Hashable, event: Any) -> None:
-        """For nothing."""
+        """Does nothing."""
 
     def synchronize(self, event: Any) -> None:
-        """With nothing."""
+        """Does nothing."""
 
     def discard(self, event: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def synchronize_device(self) -> None:
-        """With nothing."""
+        """Does nothing."""
 
     def capture_id(self, stream: Hashable) -> int | None:
-        """Nothing is captured here."""
+        """Always None: there are no graph captures."""
         return None
 
     def capturing(self) -> bool:
-        """Nothing is captured here."""
+        """Always false."""
         return False
 
     def ended_captures(self) -> Sequence[int]:
-        """Nothing is captured here."""
+        """Always empty."""
         return ()
 
 
 class _Memory:
-    """Tells NumPy where an array lies and keeps the owner while one looks."""
+    """Exposes memory to NumPy, and keeps the owner alive as long as an array over it lives."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:
         self.owner = owner

@@ -1,23 +1,23 @@
-"""What the pool asks of a device: memory in pages, copies, and the order of streams.
+"""The interface between a pool and a device: pages, copies, and stream order.
 
-The pool's logic never calls CUDA. It talks to a provider, of which there are three: CUDA virtual
-memory, plain cudaMalloc, and a host provider whose pages and streams are simulated, so that every
-line of the logic is tested without a GPU.
+The pool never calls CUDA itself. It calls a provider, of which there are three: CUDA virtual
+memory, plain cudaMalloc, and a host provider, whose pages are real and whose only stream is always
+idle. With the host provider all of the pool is tested without a GPU.
 
-Two kinds of provider share the protocol:
+There are two kinds of provider:
 
-* `can_remap` is true: `reserve` returns addresses with nothing behind them; memory comes in pages
-  of `page_bytes` that are created, mapped at a page-aligned address, unmapped and mapped elsewhere.
-* `can_remap` is false: `reserve` returns usable memory at once (a segment), `release` frees it, and
-  the page methods are never called.
+* `can_remap` is true: `reserve` returns addresses without memory behind them; memory comes in pages
+  of `page_bytes`, which are created, mapped at a page-aligned address, unmapped and remapped.
+* `can_remap` is false: `reserve` returns usable memory (a segment), `release` frees it, and the
+  page methods are never called.
 
-Methods may be called while some stream is being captured into a graph: a provider whose driver
-objects to that changes the thread's capture mode around the call. During a capture on the stream at
-hand the pool calls only memory methods, never those that record, wait or synchronise.
+Methods may be called during a graph capture of any stream; a provider whose driver forbids a call
+then changes the thread's capture mode around it. During a capture of the requesting stream, the
+pool calls only memory methods, never methods that record, wait or synchronise.
 
 Every method is all or nothing: when it raises, nothing has changed. Lack of memory is reported by
-`DeviceOutOfMemory`; any other exception is a failure, which the pool passes on after it has put
-itself back into a consistent state.
+`DeviceOutOfMemory`; any other exception is a failure, which the pool propagates after restoring a
+consistent state.
 """
 
 from __future__ import annotations
@@ -29,71 +29,72 @@ from cukit.memory.batched_copy import Moves
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818
-    """The device cannot back the request. Never reaches users: the pool tries to make room."""
+    """The device lacks the memory. The pool handles it: users get OutOfMemoryError instead."""
 
 
 @runtime_checkable
 class Provider(Protocol):
     """Memory and streams of one device.
 
-    A stream is named by its key: a hashable that is unique for the life of the process, unlike a
-    handle, which the driver recycles, and unlike the per-thread default stream, which is one handle
-    for many streams. `stream_key` makes the key of whatever the user passed.
+    A stream is identified by its key: a hashable that is unique in the process. Handles are not:
+    the driver recycles them, and the per-thread default streams all have the same one. `stream_key`
+    converts what the user passed to a key.
     """
 
     name: str
     device_id: int
     page_bytes: int
     large_pages: int
-    """How many pages a large one has; 1: there are none."""
+    """Pages per large page; 1: there are no large pages."""
     can_remap: bool
     uncaptured: Container[Hashable]
-    """Keys of streams that never take part in a capture: the pool does not ask `capture_id`."""
+    """Keys of streams that cannot be captured; the pool does not call `capture_id` for them."""
 
     # Memory -----------------------------------------------------------------------------------
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the device, the pool's own counted as used."""
+        """Free and total bytes of the device. Memory of the pool counts as used."""
         ...
 
     def reserve(self, size: int) -> int:
-        """Returns the first of `size` contiguous addresses, page-aligned; see the module on kinds.
+        """Returns the page-aligned start of `size` contiguous addresses. Whether there is memory
+        behind them depends on `can_remap`.
 
         `size` is a multiple of `page_bytes`. Raises DeviceOutOfMemory.
         """
         ...
 
     def release(self, address: int, size: int) -> None:
-        """Undoes one `reserve`, whole. No page is mapped there any more."""
+        """Undoes one complete `reserve`. No page is mapped there."""
         ...
 
     def create_pages(self, count: int) -> list[Any]:
-        """Creates physical pages, not mapped yet. Raises DeviceOutOfMemory, then none was made."""
+        """Creates `count` unmapped physical pages, or raises DeviceOutOfMemory and creates none."""
         ...
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
-        """Creates `count` times `large_pages` pages that belong together, to be mapped, unmapped
-        and destroyed as a whole and in this order. Raises as `create_pages` does."""
+        """Creates `count` large pages of `large_pages` pages each, which are mapped, unmapped and
+        destroyed as a whole and in this order. Raises like `create_pages`."""
         ...
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:
-        """Hands physical pages, mapped nowhere, back to the driver."""
+        """Returns unmapped physical pages to the driver."""
         ...
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
-        """Maps `pages` one behind the other from `address` on, readable and writable. A page may be
-        mapped at further addresses meanwhile; its bytes are the same there."""
+        """Maps `pages` contiguously from `address` on, readable and writable. A page may be mapped
+        at several addresses at once."""
         ...
 
     def unmap_pages(self, address: int, count: int) -> None:
-        """Unmaps `count` neighbouring pages, not necessarily mapped by one call.
+        """Unmaps `count` contiguous pages, not necessarily mapped by one call.
 
-        The pool has made sure that no work in flight uses them.
+        The pool guarantees that no work in flight uses them.
         """
         ...
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
-        """Queues all `moves` on a stream, in any order or at once.
+        """Enqueues all `moves` on a stream, in any order or in parallel.
 
         No destination overlaps a source or another destination; addresses and sizes are multiples
         of 512.
@@ -101,14 +102,14 @@ class Provider(Protocol):
         ...
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
-        """An array (CuPy, or NumPy on the host) over memory of the pool; it, and every view of it,
-        keeps `owner` alive."""
+        """An array (CuPy, or NumPy on the host) over memory of the pool. The array and its views
+        keep `owner` alive."""
         ...
 
     # Streams ----------------------------------------------------------------------------------
 
     def current_stream(self) -> Hashable:
-        """The key of this thread's current stream. Called by every allocation: has to be fast."""
+        """The key of this thread's current stream. Called by every allocation: must be fast."""
         ...
 
     def stream_key(self, stream: Any) -> Hashable:
@@ -118,48 +119,48 @@ class Provider(Protocol):
     def records_late(self, stream: Hashable) -> bool:
         """Whether `record` works for this stream at any later time and from any thread.
 
-        False for the per-thread default stream and for streams that somebody else may destroy: the
-        pool then records an event at every free.
+        False for per-thread default streams and for streams that other code may destroy: the pool
+        then records an event at every free.
         """
         ...
 
     def record(self, stream: Hashable) -> Any:
-        """Returns an event that is done when all work queued on the stream so far is."""
+        """Returns an event that completes when all work queued on the stream so far has."""
         ...
 
     def is_done(self, event: Any) -> bool:
-        """Whether the event has been reached. Never blocks."""
+        """Whether the event is complete. Never blocks."""
         ...
 
     def wait(self, stream: Hashable, event: Any) -> None:
-        """Makes later work of the stream wait for the event. Never blocks the host."""
+        """Makes later work on the stream wait for the event. Never blocks the host."""
         ...
 
     def synchronize(self, event: Any) -> None:
-        """Blocks the host until the event has been reached."""
+        """Blocks the host until the event is complete."""
         ...
 
     def discard(self, event: Any) -> None:
-        """The pool needs the event no more; the provider may use it again."""
+        """Returns an event to the provider, which may reuse it."""
         ...
 
     def synchronize_device(self) -> None:
-        """Blocks the host until all work on the device is done."""
+        """Blocks the host until all work on the device is complete."""
         ...
 
     def capture_id(self, stream: Hashable) -> int | None:
-        """The number of the graph capture that the stream takes part in, or None.
+        """The id of the graph capture that the stream takes part in, or None.
 
-        Called by every allocation: has to be fast when nothing is captured.
+        Called by every allocation: must be fast when there is no capture.
         """
         ...
 
     def capturing(self) -> bool:
-        """Whether some stream of the device, as far as is known, takes part in a graph capture, so
-        that the host must not wait for the device."""
+        """Whether any known stream of the device is being captured; the host must not wait for the
+        device then."""
         ...
 
     def ended_captures(self) -> Sequence[int]:
-        """Captures whose graphs, and all that was instantiated from them, are destroyed and done;
-        each is named once."""
+        """Captures whose graphs, and all executable graphs made from them, are destroyed and
+        complete. Each is returned once."""
         ...
