@@ -104,7 +104,7 @@ def test_a_log_ends_at_its_first_failure() -> None:
     pool = BumpPool(limit=450)
     result = replay(script_of(REUSE), pool, name="bump", limit=450)
     assert not result.completed
-    assert result.failure == "step 3: 200 bytes asked for, 300 live (200 bytes more)"
+    assert result.failure == "step 3: 200 bytes requested, 300 live (200 bytes more)"
     assert result.num_steps == 3
     assert not pool.live
 
@@ -112,7 +112,7 @@ def test_a_log_ends_at_its_first_failure() -> None:
 def test_a_limit_that_is_passed_is_a_failure() -> None:
     result = replay(script_of(REUSE), BumpPool(550, soft=True), name="bump", limit=550)
     assert not result.completed
-    assert result.failure == "held 600 bytes, 50 more than it was allowed"
+    assert result.failure == "held 600 bytes, 50 above the limit"
 
 
 def test_latency() -> None:

@@ -1,15 +1,15 @@
-"""Allocation logs made from a seed: the patterns that memory pools are judged by.
+"""Synthetic allocation logs for comparing memory pools.
 
-`random-N-M`   N allocations of 1 byte to M MiB, freed at random (RMM's random_allocations: 73% of
-               the steps allocate, at most 16000 MiB live).
-`serving`      A language model at work: requests of very different lengths come and go, their
-               key-value caches grow, and each step needs scratch space.
-`streams`      Four streams in turn need most of the memory, and keep a little until their next
-               turn.
-`torture`      Blocks of two sizes side by side, every second freed, then one that is larger than
-               any hole though far smaller than all of them together.
+`random-N-M`   N allocations of 1 byte to M MiB, freed in random order (RMM's random_allocations:
+               73% of the steps allocate, at most 16000 MiB live).
+`serving`      LLM serving: requests of very different lengths arrive and finish, their key-value
+               caches grow, and each step needs scratch memory.
+`streams`      Four streams take turns: each needs most of the memory, and keeps a tenth of it until
+               its next turn.
+`torture`      Alternating blocks of two sizes; every second one is freed, then a block is allocated
+               that is larger than any hole, though far smaller than all holes together.
 
-The same name and seed make the same log, on every machine.
+A name and a seed determine the log, on every machine.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ STANDARD = (
     "streams",
     "torture",
 )
-"""The mixes that are measured."""
+"""The mixes used in benchmarks."""
 
 
 class LogBuilder:
-    """Puts a log together. Addresses are made up: each block gets new ones."""
+    """Builds a log. Every block gets new, fictitious addresses."""
 
     def __init__(self) -> None:
         self.events: list[LogEvent] = []
@@ -52,7 +52,7 @@ class LogBuilder:
         self._next = FIRST_ADDRESS
 
     def allocate(self, size: int, stream: int = 0) -> LogEvent:
-        """Notes an allocation; what it returns is what `free` takes."""
+        """Appends an allocation; returns the event that `free` takes."""
         event = self._note(LogAction.ALLOCATE, self._next, size, stream)
         self._next += -(-size // ALIGNMENT) * ALIGNMENT
         self.live_bytes += size
@@ -69,10 +69,10 @@ class LogBuilder:
 
 
 def make_log(name: str, seed: int = 0) -> list[LogEvent]:
-    """The log called `name`; see the module. Raises ConfigError for a name that means nothing."""
-    tape = LogBuilder()
-    _maker(name)(tape, random.Random(f"{name} {seed}"))
-    return tape.events
+    """The log called `name`, see above. Raises ConfigError for an unknown name."""
+    log = LogBuilder()
+    _maker(name)(log, random.Random(f"{name} {seed}"))
+    return log.events
 
 
 def _maker(name: str) -> Callable[[LogBuilder, random.Random], None]:
@@ -90,7 +90,7 @@ def _maker(name: str) -> Callable[[LogBuilder, random.Random], None]:
     )
 
 
-def _random(tape: LogBuilder, rng: random.Random, *, count: int, largest: int) -> None:
+def _random(log: LogBuilder, rng: random.Random, *, count: int, largest: int) -> None:
     """RMM's random_allocations."""
     allocate_percent, most_live = 73, 16000 * MIB
     live: list[LogEvent] = []
@@ -98,122 +98,123 @@ def _random(tape: LogBuilder, rng: random.Random, *, count: int, largest: int) -
     for _ in range(2 * count):
         size = rng.randint(1, largest)
         wanted = rng.randrange(100) < allocate_percent and made < count
-        if not live or (wanted and tape.live_bytes + size < most_live):
+        if not live or (wanted and log.live_bytes + size < most_live):
             if made == count:
                 break
-            live.append(tape.allocate(size))
+            live.append(log.allocate(size))
             made += 1
             continue
         index = rng.randrange(len(live))
         live[index], live[-1] = live[-1], live[index]
-        tape.free(live.pop())
+        log.free(live.pop())
     for event in live:
-        tape.free(event)
+        log.free(event)
 
 
 class _Request:
-    """One sequence being generated, with a cache block for each layer."""
+    """A sequence being generated, with one cache block per layer."""
 
     LAYERS = 24
     TOKEN_BYTES = 2 * 8 * 128 * 2
     """Keys and values of one token in one layer: 8 heads of 128 in bfloat16."""
     CHUNK = 512
-    """The caches grow by this many tokens: into new memory, then the old is freed."""
+    """Caches grow by this many tokens: a new block is allocated, then the old one freed."""
 
-    def __init__(self, tape: LogBuilder, prompt: int, output: int) -> None:
-        self.tape, self.tokens, self.last = tape, prompt, prompt + output
+    def __init__(self, log: LogBuilder, prompt: int, output: int) -> None:
+        self.log, self.tokens, self.last = log, prompt, prompt + output
         self.caches = [self._cache() for _ in range(self.LAYERS)]
 
     def _room(self) -> int:
         return -(-(self.tokens + 1) // self.CHUNK) * self.CHUNK
 
     def _cache(self) -> LogEvent:
-        return self.tape.allocate(self._room() * self.TOKEN_BYTES)
+        return self.log.allocate(self._room() * self.TOKEN_BYTES)
 
     def step(self) -> bool:
-        """One more token; returns whether the request is done (and then frees its caches)."""
+        """Generates one token; frees the caches and returns True when the request is finished."""
         self.tokens += 1
         if self.tokens >= self.last:
             for cache in self.caches:
-                self.tape.free(cache)
+                self.log.free(cache)
             return True
         if self._room() * self.TOKEN_BYTES > self.caches[0].size:
             for layer, old in enumerate(self.caches):
                 self.caches[layer] = self._cache()
-                self.tape.free(old)
+                self.log.free(old)
         return False
 
 
-def _serving(tape: LogBuilder, rng: random.Random) -> None:
+def _serving(log: LogBuilder, rng: random.Random) -> None:
     """Weights, then 400 requests of 50 to 16000 tokens, at most 48 at a time."""
     hidden, vocabulary, most_live = 4096, 32000, 48
-    weights = [tape.allocate(rng.choice((32, 56, 112)) * MIB) for _ in range(3 * _Request.LAYERS)]
+    weights = [log.allocate(rng.choice((32, 56, 112)) * MIB) for _ in range(3 * _Request.LAYERS)]
     waiting = 400
     running: list[_Request] = []
     while waiting or running:
         while waiting and len(running) < most_live and rng.random() < 0.4:
             prompt = min(16000, int(rng.lognormvariate(6.5, 1.2)) + 32)
             output = min(2000, int(rng.lognormvariate(5.0, 0.8)) + 16)
-            activations = [tape.allocate(prompt * hidden * 2 * k) for k in (1, 3, 4)]
-            running.append(_Request(tape, prompt, output))
+            activations = [log.allocate(prompt * hidden * 2 * k) for k in (1, 3, 4)]
+            running.append(_Request(log, prompt, output))
             for event in activations:
-                tape.free(event)
+                log.free(event)
             waiting -= 1
         rows = max(len(running), 1)
-        scratch = [tape.allocate(rows * n * 2) for n in (hidden, 3 * hidden, 4 * hidden)]
-        scratch.append(tape.allocate(rows * vocabulary * 4))
+        scratch = [log.allocate(rows * n * 2) for n in (hidden, 3 * hidden, 4 * hidden)]
+        scratch.append(log.allocate(rows * vocabulary * 4))
         for event in scratch:
-            tape.free(event)
+            log.free(event)
         running = [request for request in running if not request.step()]
     for event in weights:
-        tape.free(event)
+        log.free(event)
 
 
-def _streams(tape: LogBuilder, rng: random.Random) -> None:
-    """Twelve turns of 4 GiB in blocks of 1 to 128 MiB; one block in ten lives a round longer."""
+def _streams(log: LogBuilder, rng: random.Random) -> None:
+    """Twelve turns of 4 GiB in blocks of 1 to 128 MiB; a tenth of the blocks live until the
+    stream's next turn."""
     kept: list[list[LogEvent]] = [[] for _ in range(4)]
     for turn in range(12):
         stream = turn % len(kept)
         for event in kept[stream]:
-            tape.free(event)
+            log.free(event)
         live: list[LogEvent] = []
         held = 0
         while held < 4 << 30:
             size = int(MIB * 2 ** rng.uniform(0, 7))
-            live.append(tape.allocate(size, stream))
+            live.append(log.allocate(size, stream))
             held += size
             if rng.random() < 0.2:
                 gone = live.pop(rng.randrange(len(live)))
-                tape.free(gone)
+                log.free(gone)
                 held -= gone.size
         rng.shuffle(live)
         few = len(live) // 10
         kept[stream] = live[:few]
         for event in live[few:]:
-            tape.free(event)
+            log.free(event)
     for events in kept:
         for event in events:
-            tape.free(event)
+            log.free(event)
 
 
-def _torture(tape: LogBuilder, rng: random.Random) -> None:
-    """Six rounds; in each the holes are 96, and every request larger than any two of them.
+def _torture(log: LogBuilder, rng: random.Random) -> None:
+    """Six rounds; each makes 96 holes and then requests blocks larger than any two holes.
 
-    What is asked for after the frees is 60% of what they freed: less is live than before.
+    The requests add up to 60% of the freed memory, so less is live than before.
     """
     small, large = 7 * MIB + 3 * ALIGNMENT, 19 * MIB + 5 * ALIGNMENT
     for number in range(6):
-        tape.free(tape.allocate(96 * (small + large)))  # what the pairs are then carved from
-        pairs = [(tape.allocate(small), tape.allocate(large)) for _ in range(96)]
+        log.free(log.allocate(96 * (small + large)))  # pools split the pairs off this block
+        pairs = [(log.allocate(small), log.allocate(large)) for _ in range(96)]
         which = number % 2
         for pair in pairs:
-            tape.free(pair[which])
+            log.free(pair[which])
         hole = pairs[0][which].size
-        big = [tape.allocate(int(96 * hole * share)) for share in (0.3, 0.2, 0.1)]
+        big = [log.allocate(int(96 * hole * share)) for share in (0.3, 0.2, 0.1)]
         for pair in pairs:
-            tape.free(pair[1 - which])
+            log.free(pair[1 - which])
         for event in big:
-            tape.free(event)
+            log.free(event)
         small, large = small + rng.randrange(MIB), large + rng.randrange(2 * MIB)
 
 

@@ -1,6 +1,6 @@
-"""The pools that logs are replayed on: ours, CuPy's two, RMM's, PyTorch's.
+"""The pools to replay logs on: cukit's, CuPy's two, RMM's and PyTorch's.
 
-Each is set up as its own documentation recommends; a limit is set by the pool's own means.
+Each is configured as its documentation recommends; a limit is set through the pool's own option.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cukit.memory.pool.memory_pool import MemoryPool
 from cukit.memory.replay.replay import ReplayPool
 
 DRIVER_CALL_NS = 5_000
-"""No call that takes memory from the device is quicker."""
+"""Less than the time of any call that takes memory from the device."""
 
 
 def make_pool(name: str, num_streams: int, limit: int | None) -> ReplayPool:
-    """A new, empty pool. Raises MissingDependencyError or UnsupportedDeviceError, which say why."""
+    """A new, empty pool. Raises MissingDependencyError or UnsupportedDeviceError."""
     if name not in POOLS:
         raise ConfigError(f"no pool is called {name!r}: expected one of {', '.join(POOLS)}")
     if name != "cukit" and not gpu_available():
@@ -33,7 +33,7 @@ def make_pool(name: str, num_streams: int, limit: int | None) -> ReplayPool:
 
 
 class CukitPool:
-    """Ours: CUDA virtual memory where there is a GPU, else the host's simulated pages."""
+    """cukit's pool: CUDA virtual memory, or host pages without a GPU."""
 
     out_of_memory = (OutOfMemoryError,)
     growth_ns = 0
@@ -41,7 +41,7 @@ class CukitPool:
     def __init__(self, num_streams: int, limit: int | None) -> None:
         self._pool = MemoryPool(MemoryPoolConfig(max_pool_size=limit))
         self._meter = ProviderMeter(self._pool.provider)
-        self._streams: list[Any] = [None]  # the current one, which a program does not name
+        self._streams: list[Any] = [None]  # the current stream, as in most programs
         if num_streams > 1:
             streams = _streams(num_streams) if gpu_available() else range(num_streams)
             self._streams = list(streams)
@@ -60,7 +60,7 @@ class CukitPool:
 
 
 class ProviderMeter:
-    """Counts the bytes that a pool has taken from its provider, at no cost to other calls."""
+    """Counts the bytes that a pool has taken from its provider, without a cost for other calls."""
 
     def __init__(self, provider: Any) -> None:
         self._bytes = 0
@@ -89,7 +89,7 @@ class ProviderMeter:
 
 
 class _CupyPool:
-    """What CuPy's two pools have in common: memory is freed by dropping its last reference."""
+    """Common part of CuPy's two pools: memory is freed by dropping its last reference."""
 
     growth_ns = 0
 
@@ -139,7 +139,7 @@ class CupyPool(_CupyPool):
         return memory
 
     def reserved_bytes(self) -> int:
-        if self._has_grown:  # the pool walks over its free blocks to count them
+        if self._has_grown:  # total_bytes() visits all free blocks
             self._has_grown = False
             self._reserved = int(self._pool.total_bytes())
         return self._reserved
@@ -168,7 +168,7 @@ class CupyAsyncPool(_CupyPool):
 
 
 class RmmPool:
-    """RMM's pool over cudaMalloc. With a limit it takes all of it at once, as RMM's users do."""
+    """RMM's pool over cudaMalloc. With a limit, the initial size is the limit, as is usual."""
 
     out_of_memory = (MemoryError,)
     growth_ns = 0
@@ -241,13 +241,13 @@ class TorchPool:
 
 
 class TorchExpandablePool(TorchPool):
-    """PyTorch's caching allocator with segments that grow (virtual memory)."""
+    """PyTorch's caching allocator with expandable segments (virtual memory)."""
 
     settings = "expandable_segments:True"
 
 
 def _streams(count: int) -> list[Any]:
-    """CuPy's default stream and new ones."""
+    """CuPy's default stream and `count - 1` new streams."""
     import cupy
 
     return [cupy.cuda.Stream.null, *(cupy.cuda.Stream() for _ in range(count - 1))]

@@ -20,8 +20,8 @@ from cukit.memory.replay.pools import make_pool
 from cukit.memory.replay.replay import Latency, ReplayResult, Script, replay, script_of
 
 
-class PoolMissing(CukitError):  # noqa: N818 - a reason to leave a pool out
-    """A pool that cannot be replayed on here, and why."""
+class PoolMissing(CukitError):  # noqa: N818 - a reason to skip a pool, not an error
+    """A pool is not available on this machine; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,21 @@ class Request:
     """One log to replay."""
 
     log: str
-    """Its file, or the name of a mix (:mod:`cukit.memory.replay.mixes`)."""
+    """A file, or the name of a mix (:mod:`cukit.memory.replay.mixes`)."""
     limit: int | str | None = None
     """Bytes, None for no limit, or "tight"."""
     seed: int = 0
-    """Of a mix."""
+    """The seed of a mix."""
 
     def script(self) -> Script:
-        is_file = os.path.exists(self.log) or Path(self.log).suffix != ""  # a long name is none
+        is_file = os.path.exists(self.log) or Path(self.log).suffix != ""
         return script_of(read_log(self.log) if is_file else make_log(self.log, self.seed))
 
 
 def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
-    """Replays logs one after another on a kind of pool, in a new process.
+    """Replays logs one after another on one kind of pool, in a new process.
 
-    So no two kinds share the device's memory, nor a library's caches. Raises PoolMissing where the
-    pool's library or a GPU is missing.
+    Raises PoolMissing if the pool's library or a GPU is missing.
     """
     with tempfile.TemporaryDirectory(prefix="cukit-replay-") as folder:
         answer = Path(folder) / "answer.json"
@@ -71,7 +70,7 @@ def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
 
 
 def serve() -> None:
-    """The other side of :func:`replay_apart`: reads the order from stdin."""
+    """The child process of :func:`replay_apart`: reads the requests from stdin."""
     order = json.load(sys.stdin)
     end_with_parent(order["parent"])
     answer: dict[str, Any] = {"results": []}
@@ -85,7 +84,7 @@ def serve() -> None:
 
 
 def replay_request(pool: str, request: Request) -> ReplayResult:
-    """One log on one new pool, here and now."""
+    """Replays one log on a new pool in this process."""
     script = request.script()
     limit = script.tight_limit if request.limit == "tight" else request.limit
     assert not isinstance(limit, str)

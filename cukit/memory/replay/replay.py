@@ -1,7 +1,7 @@
-"""Replays an allocation log on a memory pool, and says how well the pool did.
+"""Replays an allocation log on a memory pool, and measures memory use and latency.
 
-Only the pool works: nothing is computed, no byte is touched. So on every pool the frees of a log
-are complete at once, and what differs is how the pools place, keep and find memory.
+A replay launches no kernels and accesses no memory, so on every pool each free is complete
+immediately. Pools differ only in how they place, cache and find memory.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from cukit.memory.log import LogAction, LogEvent
 
 PAGE_BYTES = 2 << 20
 TIGHT = 1.05
-"""A tight limit is this times the peak of live bytes, plus one page a stream."""
+"""The tight limit is this multiple of the peak of live bytes, plus one page per stream."""
 
 
 class ReplayPool(Protocol):
-    """What a pool has to do to be replayed on."""
+    """The interface of a pool to replay on."""
 
     @property
     def out_of_memory(self) -> tuple[type[BaseException], ...]:
-        """What `allocate` raises when the memory does not suffice."""
+        """The exceptions that `allocate` raises when memory runs out."""
         ...
 
     @property
     def growth_ns(self) -> int:
-        """An allocation that took less has certainly not taken memory from the device, so that the
-        pool need not be asked how much it holds. 0 where asking costs nothing."""
+        """A shorter allocation cannot have taken memory from the device, so `reserved_bytes` is not
+        called after it. 0 if that call costs nothing."""
         ...
 
     def allocate(self, size: int, stream: int) -> int:
-        """An address; `stream` is the stream's number in the log, from 0."""
+        """Returns an address. `stream`: the stream's number in the log, from 0."""
         ...
 
     def free(self, pointer: int, stream: int) -> None: ...
 
     def reserved_bytes(self) -> int:
-        """What the pool holds of the device, in use or not."""
+        """Memory that the pool has taken from the device, in use or not."""
         ...
 
     def close(self) -> None:
-        """Everything is freed: give the memory back."""
+        """Returns all memory to the device; everything is freed."""
         ...
 
 
 class Step(NamedTuple):
-    """One operation of a log, its pointers replaced by numbers of blocks."""
+    """One operation of a log, with block numbers in place of pointers."""
 
     block: int
     size: int
-    """0: the block is freed."""
+    """0: frees the block."""
     stream: int
 
 
 @dataclass(frozen=True)
 class Script:
-    """A log made ready to be replayed."""
+    """A log in the form that `replay` takes."""
 
     steps: tuple[Step, ...]
     num_blocks: int
@@ -68,13 +68,13 @@ class Script:
 
     @property
     def tight_limit(self) -> int:
-        """A limit that a pool without fragmentation keeps."""
+        """A limit that suffices for a pool without fragmentation."""
         return int(TIGHT * self.peak_live_bytes) + self.num_streams * PAGE_BYTES
 
 
 def script_of(events: Sequence[LogEvent]) -> Script:
-    """The operations of a log. Failures are left out; what is never freed stays to the end, and
-    what was allocated before the log began is allocated first."""
+    """The operations of a log. Failures are skipped; memory that is never freed is kept to the end;
+    memory that was allocated before the log began is allocated first."""
     steps: list[Step] = []
     earlier: list[Step] = []
     blocks: dict[int, int] = {}
@@ -114,7 +114,7 @@ def _peak(steps: Sequence[Step]) -> int:
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one kind of call took on the host, in microseconds."""
+    """Host time of one kind of call, in microseconds."""
 
     mean_us: float
     median_us: float
@@ -137,22 +137,22 @@ class Latency:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What came of a log on a pool."""
+    """The result of replaying a log on a pool."""
 
     pool: str
     limit_bytes: int | None
     completed: bool
-    """No allocation failed, and the limit held. A log ends at its first failure."""
+    """No allocation failed and the limit was kept. A replay ends at the first failure."""
     failure: str
-    """Which allocation failed, and with how much live; or by how much the limit was passed."""
+    """The allocation that failed, with the live bytes; or by how much the limit was exceeded."""
     num_steps: int
     """Allocations and frees done."""
     peak_live_bytes: int
-    """Of what was done, as the log counts."""
+    """Sum of the sizes in the log, up to the end of the replay."""
     peak_reserved_bytes: int
     fragmentation: float
-    """Share of its memory that the pool could not use when it last had to take more: 1 - live /
-    reserved at that moment."""
+    """1 - live / reserved when the pool last took memory from the device: the share of its memory
+    that it could not use."""
     allocate: Latency
     free: Latency
 
@@ -163,9 +163,9 @@ class ReplayResult:
 
 
 def replay(script: Script, pool: ReplayPool, *, name: str, limit: int | None) -> ReplayResult:
-    """Runs a script on a pool; the pool is empty before and after.
+    """Runs a script on a pool, which is empty before and after.
 
-    The garbage collector rests meanwhile: its pauses are not the pool's.
+    The garbage collector is disabled meanwhile, so its pauses do not count.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -198,7 +198,7 @@ def _replay(script: Script, pool: ReplayPool, name: str, limit: int | None) -> R
             pointers[block] = allocate(size, stream)
         except pool.out_of_memory as error:
             said = " ".join(str(error).split())[:120]
-            failure = f"step {number}: {size} bytes asked for, {live} live ({said})"
+            failure = f"step {number}: {size} bytes requested, {live} live ({said})"
             break
         taken = now() - start
         allocate_ns.append(taken)
@@ -209,7 +209,7 @@ def _replay(script: Script, pool: ReplayPool, name: str, limit: int | None) -> R
             reserved, wasted = holds, 1 - live / holds
     reserved = max(reserved, pool.reserved_bytes())
     if not failure and limit is not None and reserved > limit:
-        failure = f"held {reserved} bytes, {reserved - limit} more than it was allowed"
+        failure = f"held {reserved} bytes, {reserved - limit} above the limit"
     for block, (_, stream) in sizes.items():
         free(pointers[block], stream)
     return ReplayResult(
