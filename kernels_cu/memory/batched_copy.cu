@@ -5,14 +5,14 @@
 // Mapping: the concatenated moves form one sequence of bytes, divided into tiles of
 //   THREADS * VECS * 16 bytes, one tile per block, whatever the sizes of the moves. A warp copies a
 //   contiguous part of the tile, 512 bytes per step. It finds its first move by a 32-way search.
-// ORDERED: destinations may overlap sources if all moves slide down: sources and destinations ascend
-//   and every destination is below its source. A byte is then overwritten only by the tile that
-//   reads it or by a later one. One pass is safe in this order: blocks take tiles by an atomic
+// ORDERED: destinations may overlap sources if all moves slide down: sources and destinations
+//   ascend, and every destination is below its source. A byte is then overwritten only by the tile
+//   that reads it or by a later one. One pass is safe in this order: blocks take tiles by an atomic
 //   ticket; each block reads its whole tile into registers, sets the tile's flag in `progress`,
 //   waits for the flags of all earlier tiles that read from its destination, and writes. Forward
 //   progress: blocks with lower tickets are already running, and read without waiting.
-// Shared memory: 4 bytes, static. Macros: THREADS multiple of 32, 32..1024; VECS 16-byte vectors per
-//   thread; ORDERED 0|1. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
+// Shared memory: 4 bytes, static. Macros: THREADS multiple of 32, 32..1024; VECS 16-byte vectors
+//   per thread; ORDERED 0|1. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
 // Deterministic. Reference: cukit/reference/memory.py.
 #include "common/platform.cuh"
 #include "common/ptx/store_global.cuh"
