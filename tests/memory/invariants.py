@@ -1,4 +1,4 @@
-"""What is true of a pool between any two calls."""
+"""The invariants of a pool between calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PENDING,
 
 
 def check_invariants(pool: MemoryPool) -> None:
-    """Walks over all books of a pool and compares them with one another."""
+    """Compares all records of a pool with one another."""
     arena, pager, streams = pool._arena, pool._pager, pool._streams
     page = pager.page_bytes
     assert not pool._busy
@@ -40,7 +40,7 @@ def check_invariants(pool: MemoryPool) -> None:
             before, end = span, span.end
         assert end == part.address + part.size
 
-    # Every span is where its state says, and nowhere else.
+    # Every span is in the container of its state, and in no other.
     live = {span.address: span for span in seen[LIVE]}  # type: ignore[attr-defined]
     assert pool._live == live
     for span in live.values():
@@ -75,7 +75,7 @@ def check_invariants(pool: MemoryPool) -> None:
     assert {id(span) for span in arena.unmapped.values()} == {id(span) for span in seen[UNMAPPED]}
     assert all(address == span.address for address, span in arena.unmapped.items())
 
-    # Pages are counted once, and so is each of their bytes, at however many addresses.
+    # Pages and their bytes are counted once, at however many addresses they are mapped.
     if pool.provider.can_remap:
         assert set(pager.mapped) == mapped
         held = [*pager.spare, *chain.from_iterable(pager.large_spare)]
@@ -89,7 +89,7 @@ def check_invariants(pool: MemoryPool) -> None:
     else:
         assert pager.reserved_bytes == sum(part.size for part in arena.ranges())
 
-    # Numbers add up.
+    # Totals are consistent.
     spare = pager.num_spare * page
     free = sizes[FREE] + sizes[CACHED] + spare
     assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
@@ -104,7 +104,7 @@ def check_invariants(pool: MemoryPool) -> None:
 
 
 def check_second_mappings(pool: MemoryPool) -> None:
-    """Each byte of a page that is mapped several times is used at exactly one of its addresses."""
+    """Each byte of a page that is mapped several times is in use at exactly one address."""
     pager, page = pool._pager, pool._pager.page_bytes
     counts = Counter(pager.mapped.values())
     used: dict[object, list[tuple[int, int]]] = {
@@ -122,5 +122,5 @@ def check_second_mappings(pool: MemoryPool) -> None:
         assert parts[0][0] == 0
         assert parts[-1][1] == page
         assert all(end == start for (_, end), (start, _) in pairwise(parts)), "a byte used twice"
-    seconds = pool._supply._stitcher._aliases
-    assert len(seconds) == sum(counts.values()) - len(counts)
+    aliases = pool._supply._stitcher._aliases
+    assert len(aliases) == sum(counts.values()) - len(counts)

@@ -1,4 +1,4 @@
-"""batched_copy: scattered blocks, slides that overlap themselves, overlaps that are no slide."""
+"""batched_copy: scattered blocks, overlapping slides, and invalid overlaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of compaction, carried out on plain bytes."""
+"""Compaction plans, applied to plain bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every provider has to make possible: one suite for all."""
+"""The contract of a pool, tested on every provider."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool as CuPy's allocator: arrays on several streams, and collections at any moment."""
+"""The pool as CuPy's allocator: arrays on several streams, garbage collections at any time."""
 
 from __future__ import annotations
 

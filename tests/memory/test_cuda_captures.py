@@ -1,4 +1,4 @@
-"""CUDA graphs: what a capture allocates belongs to the graph, for as long as there is one."""
+"""CUDA graphs: memory allocated during a capture is reserved for the graph while it exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of the CUDA providers over a stand-in for CuPy: which are gone, and who may wait."""
+"""Streams of the CUDA providers, on a fake CuPy: destroyed streams, and when waiting is allowed."""
 # ruff: noqa: N802 - the names are CUDA's
 
 from __future__ import annotations

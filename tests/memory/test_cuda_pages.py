@@ -1,4 +1,4 @@
-"""Pages of the driver under live data: remapped, moved, limited, refused, and given back."""
+"""Driver pages under live data: remapped, moved, limited, refused and released."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_half_of_the_device_in_one_piece() -> None:
 
 
 class InjectedError(DriverError):
-    """What a call raises when the test asked for it."""
+    """Raised by the call that a test lets fail."""
 
 
 class Failing:

@@ -1,4 +1,4 @@
-"""Threads on the pool of a GPU: their default streams, arrays handed over, streams that end."""
+"""Threads that share a GPU's pool: default streams, arrays freed elsewhere, destroyed streams."""
 
 from __future__ import annotations
 

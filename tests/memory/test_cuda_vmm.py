@@ -1,4 +1,4 @@
-"""The CUDA provider's pages over a stand-in for the driver."""
+"""The pages of the CUDA provider, on a fake driver."""
 
 from __future__ import annotations
 

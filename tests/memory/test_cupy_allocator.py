@@ -1,4 +1,4 @@
-"""A pool as CuPy's allocator, over a stand-in for the devices."""
+"""A pool as CuPy's allocator, on fake devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a defragmentation queues on a GPU, with the kernel and the driver's copy replaced."""
+"""The copies of a defragmentation, with the kernel and the driver's copy replaced."""
 
 from __future__ import annotations
 

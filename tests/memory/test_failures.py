@@ -1,4 +1,4 @@
-"""Every driver call fails in turn; the pool stays in order, loses nothing and goes on."""
+"""Every driver call fails once; the pool stays consistent, leaks nothing and remains usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guarded memory over a stand-in for the device, whose bytes are the host's."""
+"""Guarded memory on a fake device in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several pages as one handle of the driver: made for large requests, broken up for small ones."""
+"""Large pages: created for large requests, split for small ones."""
 
 from __future__ import annotations
 

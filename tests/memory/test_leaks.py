@@ -1,4 +1,4 @@
-"""Leaks: what is live, who allocated it, and what was there before."""
+"""Leak reports: live memory by call site, and memory that was live before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocation logs: what is written is read, and what is damaged is named by line and column."""
+"""Allocation logs: written logs are readable; errors name the line and the column."""
 
 from __future__ import annotations
 

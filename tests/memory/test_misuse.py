@@ -1,4 +1,4 @@
-"""What users may hand in wrongly: options, sizes, addresses, buffers, forks."""
+"""Invalid use: options, sizes, addresses, buffers, forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running out of memory: what is tried first, and what the error says in the end."""
+"""Out of memory: the fallbacks, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a pool: they show every byte once, stand alone, and stay small."""
+"""Plots of a pool: they show every byte once, are self-contained, and stay small."""
 
 from __future__ import annotations
 

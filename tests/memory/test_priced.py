@@ -1,4 +1,4 @@
-"""What the driver is asked to do, counted: the prices are in tests/memory/priced.py."""
+"""Counts of driver calls, with the modelled times of tests/memory/priced.py."""
 
 from __future__ import annotations
 

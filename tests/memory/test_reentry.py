@@ -1,4 +1,4 @@
-"""Threads, and destructors that run in the middle of the pool's own work."""
+"""Threads, and finalizers that run inside calls of the pool."""
 
 from __future__ import annotations
 

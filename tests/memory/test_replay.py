@@ -1,4 +1,4 @@
-"""Replaying logs: what is counted, what counts as failed, and pools in processes of their own."""
+"""Replays: what is measured, what counts as a failure, and pools in separate processes."""
 
 from __future__ import annotations
 

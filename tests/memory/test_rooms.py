@@ -1,4 +1,4 @@
-"""The packages of cukit.memory import one another in one direction, and no modules in a circle."""
+"""Imports inside cukit.memory go one way, without circles."""
 
 from __future__ import annotations
 

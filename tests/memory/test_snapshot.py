@@ -1,4 +1,4 @@
-"""Snapshots: the state and the history of a pool in the words of PyTorch's memory viewer."""
+"""Snapshots: state and history of a pool in the format of PyTorch's memory viewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short soak on every provider; tests/memory/soak.py runs for as long as one likes."""
+"""A short soak test on every provider; tests/memory/soak.py runs for any length of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of free spans, beside a plain sorted list."""
+"""The index of free spans, compared with a plain sorted list."""
 
 from __future__ import annotations
 

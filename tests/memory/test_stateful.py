@@ -1,4 +1,4 @@
-"""Random use of a pool, with its books and its users' bytes checked after every step.
+"""Random use of a pool, with its invariants and all live bytes checked after every step.
 
 Streams lag behind the host. What is written by a stream is verified by the same stream just before
 a free, but that verification runs late: memory handed to another stream too early, moved while in
@@ -37,7 +37,7 @@ PICK = st.integers(0, 1 << 16)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Does what users do, and keeps its own record of who owns what."""
+    """Acts like a user, and keeps its own record of live memory."""
 
     can_remap = True
 

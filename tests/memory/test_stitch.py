@@ -1,4 +1,4 @@
-"""Holes put together from what is left of pages, by mapping those a second time."""
+"""Holes made of the free ends of pages that are mapped a second time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs, marks and graph captures, one by one."""
+"""Epochs, marks and graph captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a miss merges: as much as it needs, and no more."""
+"""A miss merges only as much as it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement when nearly all that the limit allows is held: wholly free pages are saved."""
+"""Placement in a nearly full pool saves wholly free pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_block_goes_where_it_takes_fewer_pages() -> None:
     assert pool.statistics().reserved_bytes == 10 * PAGE
 
 
-def test_a_pool_that_is_not_crowded_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_is_not_nearly_full_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the best fit is taken; the same requests do not fit below the same limit."""
     monkeypatch.setattr(pager_module, "NEARLY_FULL", 2.0)
     pool, blocks = full_pool()

@@ -1,4 +1,4 @@
-"""Ctrl-C at every moment: it is raised, the pool is in order, and goes on."""
+"""Ctrl-C at any time is raised, and the pool stays consistent and usable."""
 
 from __future__ import annotations
 
