@@ -91,7 +91,7 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
     plan = plan_moves(_moves_array(moves))
     table = plan.table[:-1]
     if table.size and (table[:, :2].min() < 0 or (plan.ends > memory.size).any()):
-        raise ArrayShapeError(f"{_OP}: a move leaves memory of {memory.size} bytes")
+        raise ArrayShapeError(f"{_OP}: a move is outside memory of {memory.size} bytes")
     if not runs_kernel(_OP, memory):
         return reference.batched_copy(memory, plan.moves())
     plan.check_aligned(memory.ctypes.data if namespace(memory) is np else memory.data.ptr)

@@ -78,7 +78,7 @@ def test_twenty_slides_are_the_same(rng):
 @pytest.mark.parametrize(
     ("moves", "error", "message"),
     [
-        ([(0, 96, 64)], ArrayShapeError, "leaves memory of 128 bytes"),
+        ([(0, 96, 64)], ArrayShapeError, "outside memory of 128 bytes"),
         ([(-16, 0, 16)], ArrayShapeError, "leaves memory"),
         ([(0, 32, -16)], ArrayShapeError, "negative size"),
         ([(0, 32, 32), (16, 64, 32)], ArrayLayoutError, "overlapping destinations"),

@@ -229,5 +229,5 @@ def test_a_forked_child_is_told(make_pool: MakePool) -> None:
     os.close(writer)
     told = os.read(reader, 1000)
     os.close(reader)
-    assert b"CUDA does not survive" in told
+    assert b"CUDA cannot be used after fork" in told
     assert float(array.sum()) == 1000

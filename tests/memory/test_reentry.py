@@ -284,7 +284,7 @@ def test_a_forked_child_is_told() -> None:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
-    assert b"CUDA does not survive fork" in os.read(reader, 1000)
+    assert b"CUDA cannot be used after fork" in os.read(reader, 1000)
     os.close(reader)
     pool.free(address)
     check_invariants(pool)

@@ -267,5 +267,5 @@ def test_mistakes(arguments: list[str], complaint: str, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("mix", ["random-999999999999-4", "random-10-" + "9" * 5000, "randm-1-1"])
 def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no mix: expected random-N-M"):
+    with pytest.raises(ConfigError, match=r"is not a mix: expected random-N-M"):
         Request(mix).script()

@@ -54,7 +54,7 @@ class DeviceBuffer:
 
     def __init__(self, pool: Pool, size: int, holder: Holder) -> None:
         if not isinstance(holder, Holder):
-            raise ConfigError("DeviceBuffer: made by MemoryPool.allocate_buffer alone")
+            raise ConfigError("DeviceBuffer: only MemoryPool.allocate_buffer creates buffers")
         self.pool = pool
         self.size = size
         self._holder = holder

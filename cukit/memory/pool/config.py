@@ -65,7 +65,7 @@ class MemoryPoolConfig:
             _check("max_pool_size", self.max_pool_size, f"None or at least {least}", legal)
         power = self.block_size > 0 and self.block_size & (self.block_size - 1) == 0
         legal = power and self.block_size >= ALIGNMENT
-        _check("block_size", self.block_size, f"a power of two from {ALIGNMENT} on", legal)
+        _check("block_size", self.block_size, f"a power of two of at least {ALIGNMENT}", legal)
         legal = 1 <= self.growth_factor <= 16
         _check("growth_factor", self.growth_factor, "between 1 and 16", legal)
         legal = 0 < self.defrag_threshold <= 1

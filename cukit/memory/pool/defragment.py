@@ -147,7 +147,7 @@ class Defragmenter:
     def _commit(self, used: UsedSpans, plan: Plan) -> None:
         """Records the moves.
 
-        Listeners see a move as a free at the old address and an allocation at the new one.
+        Listeners receive a move as a free at the old address and an allocation at the new one.
         """
         reported, live = self._listeners.active, self._live
         rows = used.rows[plan.moved]

@@ -181,7 +181,7 @@ class MemoryPool:
         weakref.finalize(self, give_back, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
-                f"MemoryPoolConfig: initial_pool_size: the device cannot give "
+                f"MemoryPoolConfig: initial_pool_size: the device lacks "
                 f"{config.initial_pool_size} bytes"
             )
         self._next_defragment = 0
@@ -444,7 +444,7 @@ class MemoryPool:
             try:
                 self._listeners.remove(listener)
             except ValueError:
-                raise ConfigError(f"remove_listener: {listener!r} does not listen") from None
+                raise ConfigError(f"remove_listener: {listener!r} is not a listener") from None
 
     def release_capture(self, capture_id: int) -> None:
         """Returns the private memory of a graph to the pool, after the graph was destroyed."""
@@ -635,7 +635,7 @@ class MemoryPool:
         marked = span.size >= state.mark_from
         if marked and from_finalizer and not state.late:
             # Events on another thread's own stream cannot be recorded from here. That stream may
-            # reuse the memory at once; for other streams the pool waits (Streams.wait_for).
+            # reuse the memory immediately; for other streams the pool waits (Streams.wait_for).
             marked = key == self._current_stream()
         if marked and self._capture_id(key) is None:
             self._streams.mark(state)
@@ -705,7 +705,7 @@ class MemoryPool:
                     try:
                         self._drain()
                     except Exception:
-                        LOG.exception("memory pool: a free in a destructor failed, left for later")
+                        LOG.exception("memory pool: a deferred free failed; it will be retried")
                     finally:
                         self._busy = False
             finally:
@@ -783,7 +783,7 @@ class MemoryPool:
             address, stream = item if isinstance(item, tuple) else (item, None)
             span = self._live.get(address)
             if span is None or span.holder is not None:
-                LOG.error("free in a destructor: %s", self._explain(address))
+                LOG.error("deferred %s", self._explain(address))
             else:
                 self._free_slowly(span, stream, from_finalizer=True)
 
@@ -836,13 +836,13 @@ class MemoryPool:
         span = self._arena.locate(address)
         if span is not None and span.state == LIVE:
             return (
-                f"{what}: not the start of an allocation; it lies {address - span.address} bytes"
-                f" into one of {span.requested} bytes at {span.address:#x}"
+                f"{what}: not the start of an allocation; {address - span.address} bytes inside"
+                f" one of {span.requested} bytes at {span.address:#x}"
             )
         if span is not None and span.state in (FREE, CACHED, PENDING):
             return f"{what}: freed before (double free), or never allocated"
         if span is not None:
-            return f"{what}: freed before, its memory is unmapped by now"
+            return f"{what}: freed before; its memory is unmapped"
         for other in list(_pools):
             if other is not self and other._arena.locate(address) is not None:
                 return f"{what}: it belongs to another pool, {other!r}, not to {self!r}"
@@ -864,8 +864,8 @@ def _whole(size: Any) -> int:
 
 def _refuse() -> NoReturn:
     raise CukitError(
-        "memory pool: used in a forked child. CUDA does not survive fork: start processes with the"
-        " 'spawn' method and make the pool there"
+        "memory pool: used in a forked child. CUDA cannot be used after fork: start processes with"
+        " the 'spawn' method and create the pool there"
     )
 
 

@@ -352,7 +352,7 @@ _living: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UnsupportedDeviceError(
-        "this process was forked from one that uses the GPU, and CUDA does not survive a fork: "
+        "this process was forked from one that uses the GPU, and CUDA cannot be used after fork: "
         "start it with multiprocessing's 'spawn' method, or use the GPU in the child only"
     )
 

@@ -37,7 +37,7 @@ class CudaMalloc(CudaDevice):
                 return int(self._runtime.malloc(size))
             except Exception as error:
                 if is_out_of_memory(error):
-                    raise DeviceOutOfMemory(f"cudaMalloc: no {size} bytes are left") from error
+                    raise DeviceOutOfMemory(f"cudaMalloc: the device lacks {size} bytes") from error
                 raise
 
     def release(self, address: int, size: int) -> None:

@@ -195,12 +195,12 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
     def create_pages(self, count: int) -> list[Any]:
         # A request that must fail would still take the rest of the device's memory for a moment.
         if count >= MANY_PAGES and count * self.page_bytes > self.memory_info()[0]:
-            raise DeviceOutOfMemory(f"the device has no {count} pages of {self.page_bytes} bytes")
+            raise DeviceOutOfMemory(f"the device lacks {count} pages of {self.page_bytes} bytes")
         return super().create_pages(count)
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
         if count * self.large_pages * self.page_bytes > self.memory_info()[0]:
-            raise DeviceOutOfMemory(f"the device has no {count} pages of {LARGE_BYTES} bytes")
+            raise DeviceOutOfMemory(f"the device lacks {count} pages of {LARGE_BYTES} bytes")
         return super().create_large_pages(count)
 
     def for_device(self, device_id: int) -> CudaVirtualMemory:

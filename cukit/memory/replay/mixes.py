@@ -85,7 +85,7 @@ def _maker(name: str) -> Callable[[LogBuilder, random.Random], None]:
             return partial(_random, count=count, largest=largest * MIB)
     shown = name if len(name) <= 40 else f"{name[:40]}..."
     raise ConfigError(
-        f"{shown!r} is no mix: expected random-N-M (N allocations of at most M MiB, N up to "
+        f"{shown!r} is not a mix: expected random-N-M (N allocations of at most M MiB, N up to "
         f"{MOST_ALLOCATIONS}, M up to {MOST_MIB}), " + " or ".join(sorted(_MAKERS))
     )
 
