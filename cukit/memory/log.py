@@ -31,7 +31,7 @@ COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 
 DAY_US = 24 * 3600 * 1_000_000
 BUFFERED = 8192
-"""Lines kept in memory before they go to the file."""
+"""Lines queued before a write to the file."""
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
 

@@ -47,15 +47,15 @@ class Uninterrupted:
         if self._handler is not None:
             _set_handler(_SIGINT, self._handler)
             if self._interrupted:
-                self.pass_on()
+                self.deliver()
 
-    def pass_on(self) -> None:
+    def deliver(self) -> None:
         """Delivers a deferred interrupt."""
         if self._interrupted and self._handler is not None:
             frame, self._interrupted, self._frame = self._frame, False, None
             self._handler(_SIGINT, frame)
 
-    def lift(self) -> bool:
+    def suspend(self) -> bool:
         """Restores the previous handler; returns False outside the main thread."""
         try:
             _set_handler(_SIGINT, self._handler)
@@ -63,30 +63,30 @@ class Uninterrupted:
             return False
         return True
 
-    def lower(self) -> None:
-        """Undoes `lift`."""
+    def resume(self) -> None:
+        """Undoes `suspend`."""
         _set_handler(_SIGINT, self._note)
 
 
 class InterruptedAsUsual:
     """Suspends Uninterrupted while foreign code runs inside such a block."""
 
-    _shield: Uninterrupted | None = None
+    _block: Uninterrupted | None = None
 
     def __enter__(self) -> None:
         # Not a generator: interrupted before the block begins, it would only end when collected.
-        shield = _owner_of(_get_handler(_SIGINT))
-        if isinstance(shield, Uninterrupted) and shield.lift():
-            self._shield = shield
+        block = _owner_of(_get_handler(_SIGINT))
+        if isinstance(block, Uninterrupted) and block.suspend():
+            self._block = block
             try:
-                shield.pass_on()
+                block.deliver()
             except BaseException:
-                shield.lower()
+                block.resume()
                 raise
 
     def __exit__(self, *_: object) -> None:
-        if self._shield is not None:
-            self._shield.lower()
+        if self._block is not None:
+            self._block.resume()
 
 
 def _owner_of(handler: Any) -> Any:

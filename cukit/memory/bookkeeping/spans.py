@@ -32,7 +32,7 @@ USER, PERMANENT = "user", "permanent"
 
 
 class Span:
-    """Neighbouring bytes of one range with one state."""
+    """Contiguous bytes of one range with one state."""
 
     __slots__ = (
         "address",

@@ -97,7 +97,7 @@ class DeviceBuffer:
         finally:
             try:
                 self._unpin(pin)
-            except KeyboardInterrupt:  # before it began
+            except KeyboardInterrupt:  # interrupted before it began
                 self._unpin(pin)
                 raise
 

@@ -414,7 +414,7 @@ class MemoryPool:
         finally:
             try:
                 close()
-            except KeyboardInterrupt:  # before it began
+            except KeyboardInterrupt:  # interrupted before it began
                 close()
                 raise
 
@@ -783,7 +783,7 @@ class MemoryPool:
             address, stream = item if isinstance(item, tuple) else (item, None)
             span = self._live.get(address)
             if span is None or span.holder is not None:
-                LOG.error("deferred %s", self._explain(address))
+                LOG.error("a deferred free failed: %s", self._explain(address))
             else:
                 self._free_slowly(span, stream, from_finalizer=True)
 

@@ -64,7 +64,7 @@ a driver call of another thread on that stream, which crashes the driver."""
 
 
 _COPIES: dict[int, DeviceCopy] = {}
-"""By device."""
+"""One per device."""
 
 
 class CudaDevice:

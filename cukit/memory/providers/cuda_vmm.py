@@ -88,7 +88,7 @@ class VirtualPages:
         self._kept_large += refused_large
 
     def _hand_back(self, handles: Sequence[Any]) -> list[Any]:
-        """Releases handles; returns those that the driver refused."""
+        """Releases handles; returns those that the driver failed to release."""
         refused = []
         for handle in handles:
             try:
