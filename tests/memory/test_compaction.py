@@ -38,7 +38,7 @@ KINDS = st.sampled_from(["movable", "movable", "movable", "free", "free", "wall"
 
 
 def layout(parts: list[tuple[str, int]]) -> list[Piece]:
-    """Pieces side by side; a "hole" leaves addresses out, up to the next page."""
+    """Contiguous pieces; a "hole" skips addresses up to the next page."""
     pieces: list[Piece] = []
     address = 0
     for kind, units in parts:

@@ -19,13 +19,13 @@ PAGE = 4 * MIB
 
 
 class Driver:
-    """Handles, mappings and access as CUDA has them; the call named in `refused` fails."""
+    """Handles, mappings and access with CUDA's semantics; the call named in `refused` fails."""
 
     def __init__(self, most: int = 100) -> None:
         self.most = most
         self.refused = ""
         self.allowed = 0
-        """So many calls of that name still succeed."""
+        """The number of calls of that name that still succeed."""
         self.handles: set[int] = set()
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()

@@ -26,7 +26,7 @@ cupy = pytest.importorskip("cupy")
 
 
 class Gpu(SimulatedProvider, CudaDevice):
-    """One of several, by number."""
+    """One of several devices."""
 
     def __init__(self, device_id: int = 0) -> None:
         SimulatedProvider.__init__(self)
@@ -37,7 +37,7 @@ class Gpu(SimulatedProvider, CudaDevice):
 
 
 class Cuda:
-    """CuPy's module with two devices, and allocators as CuPy keeps them."""
+    """A fake CuPy module with two devices and CuPy's allocator functions."""
 
     MemoryPointer = cupy.cuda.MemoryPointer
     UnownedMemory = cupy.cuda.UnownedMemory
@@ -130,14 +130,14 @@ def test_every_device_has_a_pool_of_its_own(cuda: Cuda) -> None:
     assert pools[1].provider.device_id == 1
     assert [each.statistics().num_live for each in pools.values()] == [1, 2]
     cuda.device = 0
-    del second, third  # wherever they are dropped
+    del second, third  # on whichever device is current
     assert [each.statistics().num_live for each in pools.values()] == [1, 0]
     pool.install()
     assert pools_of(pool) == pools, "the same ones again"
 
 
 def test_memory_goes_from_its_last_owner_to_the_next() -> None:
-    """Without the lock: the block stays live in the books, which are in order all the while."""
+    """Without the lock: the block stays live in the pool's records."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
     allocate: Any = cupy_allocator._single(pool)
     held = allocate(1000)
@@ -150,7 +150,7 @@ def test_memory_goes_from_its_last_owner_to_the_next() -> None:
         check_invariants(pool)
     assert pool.statistics().num_hits == hits + 3
     del held
-    other = allocate(900)  # as large when rounded, but by way of the books
+    other = allocate(900)  # the same rounded size, but through the pool
     assert other.ptr == address
     assert pool.statistics().requested_bytes == 900
     del other
@@ -171,7 +171,7 @@ def test_threads_take_over_each_block_once() -> None:
             cell = ctypes.c_int64.from_address(pointer.ptr)
             cell.value = owner = mark * 10_000 + step
             if numbers.random() < 0.1:
-                shared.append(pointer)  # dies in another thread
+                shared.append(pointer)  # freed by another thread
             if len(shared) > 10 and numbers.random() < 0.2:
                 with contextlib.suppress(IndexError):
                     shared.pop()
@@ -199,7 +199,7 @@ def test_threads_take_over_each_block_once() -> None:
 
 
 def test_arrays_that_replace_one_another_need_no_books(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each finds the block of the one before the last, whatever their sizes."""
+    """Each reuses the block of the one before the last, for every size."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
     by_the_books: list[int] = []
 

@@ -94,7 +94,7 @@ class Bytecodes:
     def run(self, action: Callable[[], Any]) -> None:
         """Raises KeyboardInterrupt if the action has a bytecode with that number."""
         before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it when tracing begins
+        sys._getframe().f_trace_opcodes = True  # required by Python 3.12 when tracing begins
         sys.settrace(self)
         try:
             action()
@@ -139,7 +139,7 @@ class Bench:
             self.pool.add_listener(listener)
             yield
         finally:
-            with contextlib.suppress(ValueError):  # interrupted before it was there
+            with contextlib.suppress(ValueError):  # interrupted before it was added
                 self.pool.remove_listener(listener)
 
     def free(self) -> None:
@@ -189,7 +189,7 @@ class Bench:
             pool.free(self.address)
         self.address = 0
         if pool.statistics().num_live != self.live or len(pool._counters._opened) != 1:
-            gc.collect()  # what exceptions keep, in frames that refer to them
+            gc.collect()  # frames of exceptions may keep objects alive
         assert pool.statistics().num_live == self.live
         assert len(pool._counters._opened) == 1
         assert all(repr(buffer).endswith("movable>") for buffer in self.buffers)

@@ -31,7 +31,7 @@ def device() -> Device:
 
 @pytest.fixture(params=range(4))
 def memory(request: pytest.FixtureRequest, driver: Driver, device: Device) -> GuardedMemory:
-    """With other seeds, and so other sides and patterns."""
+    """With several seeds, and so several sides and patterns."""
     found = GuardedMemory(driver, device, seed=request.param)
     found.label = "tests/test_it.py::test_one"
     return found
@@ -273,7 +273,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("before", [0xFFFFFFFF, 0x80808080, 12345 << 32])
 def test_the_kernel_is_the_reference(emulated, rng, before):
-    """Changes at the borders of what is owned, of vectors, of chunks and of pages."""
+    """Changes at the boundaries of allocations, vectors, chunks and pages."""
     page_bytes, number = 2 * CHUNK, 6
     kernel = load_kernel(plan_guard_pages(page_bytes, CHUNK))
     memory = np.tile(reference.guard_pattern(before, page_bytes), number)

@@ -27,7 +27,7 @@ class Full(Exception):  # noqa: N818 - a condition, as in the pools it stands fo
 
 
 class BumpPool:
-    """Never uses memory twice: the worst pool there is, and the easiest to count by hand."""
+    """Never reuses memory: the worst pool, and the easiest to compute by hand."""
 
     out_of_memory = (Full,)
     growth_ns = 0
@@ -169,7 +169,7 @@ def cukit_pool(script: Script, limit: int | None) -> Any:
     "name", ["random-300-4096", "random-2000-64", "serving", "streams", "torture"]
 )
 def test_our_pool_completes_every_mix_at_a_tight_limit(name: str) -> None:
-    """5% over the peak of live bytes and a page a stream: less than any hole is worth."""
+    """5% above the peak of live bytes, plus one page per stream: less than any hole."""
     script = script_of(make_log(name)[:12_000])
     pool = cukit_pool(script, script.tight_limit)
     result = replay(script, pool, name="cukit", limit=script.tight_limit)

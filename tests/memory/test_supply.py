@@ -14,7 +14,7 @@ PAGE = 2 * LARGE_BYTES
 
 @pytest.fixture
 def pool() -> MemoryPool:
-    """Room to spare: eight pages, all taken from the device."""
+    """A pool that holds eight free pages."""
     config = MemoryPoolConfig(initial_pool_size=8 * PAGE)
     return MemoryPool(config, SimulatedProvider(16 * PAGE, page_bytes=PAGE))
 

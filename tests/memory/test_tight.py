@@ -11,11 +11,11 @@ from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 
 TENTH = PAGE // 20 // 512 * 2 * 512
-"""Of a page, nearly: a multiple of 512."""
+"""Nearly that part of a page: a multiple of 512."""
 
 
 def full_pool() -> tuple[MemoryPool, list[int]]:
-    """Ten pages; what is free is 2.1 of them between live blocks, and half of the last one."""
+    """Ten pages; free are 2.1 pages between live blocks, and half of the last page."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )
@@ -26,7 +26,7 @@ def full_pool() -> tuple[MemoryPool, list[int]]:
 
 
 def test_a_block_goes_where_it_takes_fewer_pages() -> None:
-    """With the end of the last page it needs one page, in the hole it would need two."""
+    """At the end of the last page it takes one page; in the hole it would take two."""
     pool, _ = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) % PAGE == 3 * PAGE // 4
     assert pool.statistics().pages_remapped == 1
@@ -36,7 +36,7 @@ def test_a_block_goes_where_it_takes_fewer_pages() -> None:
 
 
 def test_a_pool_that_is_not_nearly_full_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the best fit is taken; the same requests do not fit below the same limit."""
+    """The best fit is taken instead; the same requests then fail below the same limit."""
     monkeypatch.setattr(pager_module, "NEARLY_FULL", 2.0)
     pool, blocks = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) == blocks[1]
@@ -46,7 +46,7 @@ def test_a_pool_that_is_not_nearly_full_calls_no_driver(monkeypatch: pytest.Monk
 
 
 def test_of_two_holes_the_one_that_costs_less_pages() -> None:
-    """The larger hole begins with half a page that nobody else can use."""
+    """The larger hole begins with half a page that no other block can use."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )

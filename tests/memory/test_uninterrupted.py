@@ -30,7 +30,7 @@ def _ctrl_c_is_heard() -> Iterator[None]:
 
 
 class InterruptedTour(Tour):
-    """An interrupted step is done again, unless it is done already."""
+    """Repeats an interrupted step unless it was completed."""
 
     def step(self, action: Callable[[], T]) -> T:
         try:
@@ -51,7 +51,7 @@ class InterruptedTour(Tour):
 @pytest.mark.parametrize("can_remap", [True, False])
 @pytest.mark.parametrize("how", ["signal", "raised"])
 def test_ctrl_c_in_every_driver_call(how: str, *, can_remap: bool, lagging: bool) -> None:
-    """As a signal, and as an exception out of the call itself."""
+    """As a signal, and as an exception raised by the call."""
     clean = InterruptedTour(can_remap=can_remap, lagging=lagging)
     clean.run()
     for number in range(len(clean.provider.calls)):
@@ -106,7 +106,7 @@ def test_a_listener_is_finished_first(action: str) -> None:
 
 
 def test_a_thread_that_waits_for_the_pool_is_not_left_waiting() -> None:
-    """Ctrl-C while another thread has the pool: nothing is locked when that one is done."""
+    """Ctrl-C while another thread holds the lock: the pool is unlocked afterwards."""
     pool = MemoryPool(MemoryPoolConfig(), SimulatedProvider())
     begun, end = threading.Event(), threading.Event()
 
@@ -128,7 +128,7 @@ def test_a_thread_that_waits_for_the_pool_is_not_left_waiting() -> None:
 
 
 def test_a_callback_can_be_interrupted() -> None:
-    """It is the user's code: Ctrl-C works inside as ever."""
+    """It is user code, so Ctrl-C works inside as usual."""
     reached = []
 
     def ask(size: int) -> bool:
