@@ -79,7 +79,7 @@ def test_twenty_slides_are_the_same(rng):
     ("moves", "error", "message"),
     [
         ([(0, 96, 64)], ArrayShapeError, "outside memory of 128 bytes"),
-        ([(-16, 0, 16)], ArrayShapeError, "leaves memory"),
+        ([(-16, 0, 16)], ArrayShapeError, "outside memory"),
         ([(0, 32, -16)], ArrayShapeError, "negative size"),
         ([(0, 32, 32), (16, 64, 32)], ArrayLayoutError, "overlapping destinations"),
         ([(32, 16, 64)], ArrayLayoutError, "slide down"),

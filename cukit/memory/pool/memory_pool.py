@@ -116,7 +116,7 @@ class MemoryPool:
         self._device_id = provider.device_id
         self._current_stream = provider.current_stream
         self._stream_key = provider.stream_key
-        self._capture_id = provider.capture_id
+        self._capture_id: Callable[[Hashable], int | None] = provider.capture_id
         self._uncaptured = provider.uncaptured
         self._lock: Any = threading.RLock()
         self._acquire: Callable[[], object] = self._lock.acquire
