@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cukit.attention._arguments import ATTENTION_DTYPES, PARAMETERS, check_kernel_layout
 from cukit.attention.cache_arrays import CODES, cache_parts, check_code_layout, scale_strides
-from cukit.attention.flash_arguments import ATTENTION_DTYPES, check_kernel_layout
-from cukit.attention.flash_options import PARAMETERS
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     INDEX_DTYPES,

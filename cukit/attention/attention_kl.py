@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
     check_kernel_layout,
     check_sequence_ends,
     fits_tensor_maps,
     lse_shape,
+    scales_of,
+    score_settings,
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
-from cukit.attention.flash_options import PARAMETERS, Window, scales_of, score_settings
-from cukit.attention.flash_plan_sm90 import covers, sequences_plan_size
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import GROUP_ROWS, PART
+from cukit.attention._flash_launch_sm90 import PlannedWork, encoder, launches_of
+from cukit.attention._flash_plan_sm90 import covers, sequences_plan_size
+from cukit.attention._flash_tilings import PART, WARPGROUP_ROWS
+from cukit.attention._kl_plan import (
+    Knowledge,
+    WarpgroupKlConfig,
+    plan_attention_kl,
+    plan_attention_kl_sm90,
+    representative_pairs,
+)
+from cukit.attention._kl_reduction import reduced, sum_spec, total_spec
+from cukit.attention._problem import AttentionProblem, Window
 from cukit.attention.kl_pairs import (
     KlOptions,
     RowArrays,
@@ -31,16 +40,7 @@ from cukit.attention.kl_pairs import (
     kl_options,
     mapped_teacher,
     problem_of_pairs,
-)
-from cukit.attention.kl_plan import (
-    Knowledge,
-    WarpgroupKlConfig,
-    plan_attention_kl,
-    plan_attention_kl_sm90,
-    representative_pairs,
-    sum_spec,
-    total_blocks,
-    total_spec,
+    teacher_settings,
 )
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
@@ -52,7 +52,6 @@ from cukit.reference import attention_kl as reference
 from cukit.registry import register
 
 _OP = "attention_kl"
-_LOG2_E = 1.0 / math.log(2.0)
 
 
 def attention_kl(
@@ -281,7 +280,7 @@ class MappedSweep:
         problem = config.problem
         blocks = config.num_blocks(problem.seq_len_q)
         self._launch = Launch(load_kernel(config.spec()), (blocks,), (parameters,))
-        boxes = ((1, rows, 1, PART) for rows in (GROUP_ROWS, config.tiling.tile_n) * 2)
+        boxes = ((1, rows, 1, PART) for rows in (WARPGROUP_ROWS, config.tiling.tile_n) * 2)
         self._maps = tuple(TensorMapCache(encoder(box)) for box in boxes)
         self._plan: PlannedWork | None = None
         sort = launches_of(config.plan_spec())
@@ -296,86 +295,6 @@ class MappedSweep:
         plan: Any = NULL if self._plan is None else self._plan(q_s, *ends)
         maps = (encode(x) for encode, x in zip(self._maps, (q_t, k_t, q_s, k_s), strict=True))
         self._launch(*maps, *rows, plan)
-
-
-def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str, float]:
-    """What kernels take of the second model."""
-    return {
-        "teacher_group": problem.teacher_group or 1,
-        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * _LOG2_E,
-    }
-
-
-class Divisor(NamedTuple):
-    """What the sum of the rows is multiplied by: a number, and on the device the inverse of
-    `normalizer` or, if `weighed`, of the sum of the weights."""
-
-    factor: float
-    normalizer: Array | None
-    weighed: bool
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the number is all of it."""
-        return self.normalizer is None and not self.weighed
-
-
-def divisor_of(
-    shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
-) -> Divisor:
-    """shape: of the rows, [batch, heads, seq] or [heads, total]."""
-    factor = options.loss_factor
-    if options.reduction != "mean":
-        return Divisor(factor, None, False)
-    factor /= max(1, shape[-2])
-    if normalizer is None:
-        if weights is not None:
-            return Divisor(factor, None, True)
-        normalizer = max(1, math.prod(shape) // max(1, shape[-2]))
-    if isinstance(normalizer, numbers.Real):
-        return Divisor(factor / float(normalizer), None, False)
-    return Divisor(factor, normalizer, False)
-
-
-def totals(
-    like: Array,
-    rows: Array | None,
-    shape: tuple[int, ...],
-    weights: Array | None,
-    divisor: Divisor,
-    grad: Array | None = None,
-) -> Array:
-    """float32 [2] on the GPU: the sum of the weighted rows, times the divisor; and the gradient of
-    a row of weight 1, `grad` (0-d, or None for 1) times the divisor."""
-    count, heads = math.prod(shape), shape[-2]
-    blocks = total_blocks(count)
-    partials = empty(like, (2, blocks), np.float32)
-    add, end = _total_launches(blocks, divisor.weighed)
-    add(rows, weights, partials, then=(np.int64(count), np.int32(heads), np.int64(shape[-1])))
-    both = empty(like, (2,), np.float32)
-    scalars = (np.int32(blocks), np.float32(divisor.factor), np.int32(heads))
-    end(partials, divisor.normalizer, grad, both, then=scalars)
-    return both
-
-
-@launch_plan
-def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
-    return Launch(load_kernel(sum_spec()), (blocks,)), Launch(
-        load_kernel(total_spec(weighed)), (1,)
-    )
-
-
-def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
-    weights = arrays.row_weights
-    if options.reduction != "none":
-        divisor = divisor_of(rows.shape, options, weights, normalizer)
-        return totals(rows, rows, rows.shape, weights, divisor)[0]
-    if weights is not None:
-        by_rows = weights[None] if arrays.varlen else weights[:, None]
-        rows *= by_rows
-    if options.loss_factor != 1.0:
-        rows *= np.float32(options.loss_factor)
-    return rows
 
 
 def _sweep_specs(device: Device) -> list[KernelSpec]:

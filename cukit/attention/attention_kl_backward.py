@@ -8,26 +8,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.attention_kl import divisor_of, teacher_settings, totals
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
     check_kernel_layout,
     check_sequence_ends,
     fits_tensor_maps,
     lse_shape,
+    scales_of,
+    score_settings,
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_backward import sum_launch
-from cukit.attention.flash_backward_sm90 import (
-    MappedKernels,
-    MappedKeys,
+from cukit.attention._flash_launch_sm90 import MappedKernels, MappedKeys
+from cukit.attention._flash_plan import FlashAttentionBackwardConfig, plan_flash_attention_backward
+from cukit.attention._flash_plan_sm90 import (
     WarpgroupBackwardConfig,
     covers,
     plan_flash_attention_backward_sm90,
 )
-from cukit.attention.flash_options import PARAMETERS, Window, scales_of, score_settings
-from cukit.attention.flash_plan import FlashAttentionBackwardConfig, plan_flash_attention_backward
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._kl_plan import representative_pairs
+from cukit.attention._kl_reduction import divisor_of, totals
+from cukit.attention._problem import AttentionProblem, Window
+from cukit.attention.flash_backward import sum_launch
 from cukit.attention.kl_pairs import (
     KlOptions,
     RowArrays,
@@ -37,8 +39,8 @@ from cukit.attention.kl_pairs import (
     kl_options,
     mapped_teacher,
     problem_of_pairs,
+    teacher_settings,
 )
-from cukit.attention.kl_plan import representative_pairs
 from cukit.core.arrays import Array, adopt, check_array, empty, float32, float64, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel

@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash import flash_attention
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    ScoreArrays,
+    ScoreOptions,
     check_forward,
     check_kernel_layout,
     fits_tensor_maps,
     lse_shape,
     problem_of,
+    score_options,
 )
-from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
-from cukit.attention.flash_options import ScoreArrays, ScoreOptions, Window, score_options
-from cukit.attention.flash_plan import plan_flash_attention
-from cukit.attention.flash_plan_sm90 import BlockSize, covers, plan_flash_attention_sm90
-from cukit.attention.flash_problem import AttentionProblem, ceil_div
+from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention._flash_plan import plan_flash_attention
+from cukit.attention._flash_plan_sm90 import BlockSize, covers, plan_flash_attention_sm90
+from cukit.attention._problem import AttentionProblem, Window, ceil_div
+from cukit.attention.flash import flash_attention
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention._cascade_plan import Pass, Prefix, plan_cascade
+from cukit.attention._paged_arguments import check_table, is_checked
+from cukit.attention._problem import AttentionProblem
 from cukit.attention.cache_arrays import cache_parts
-from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
-from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.merge_states import merge_shared_states, merge_specs
 from cukit.attention.paged import paged_attention
-from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,

@@ -6,7 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
     check_forward,
     check_kernel_layout,
     check_sequence_ends,
@@ -15,28 +18,22 @@ from cukit.attention.flash_arguments import (
     fits_tensor_maps,
     lse_shape,
     problem_of,
-    score_shape,
-    strides_of,
-)
-from cukit.attention.flash_fp8 import attend_float8, decode_inputs
-from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
-from cukit.attention.flash_options import (
-    PARAMETERS,
-    ScoreArrays,
-    ScoreOptions,
-    Window,
     refuse_dropout,
     scales_of,
     score_options,
     score_settings,
+    score_shape,
+    strides_of,
 )
-from cukit.attention.flash_plan import (
+from cukit.attention._flash_fp8 import attend_float8, decode_inputs
+from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention._flash_plan import (
     FlashAttentionConfig,
     plan_flash_attention,
     representative_specs,
 )
-from cukit.attention.flash_plan_sm90 import covers, float8_specs, specs_of
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._flash_plan_sm90 import covers, float8_specs, specs_of
+from cukit.attention._problem import AttentionProblem, Window
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, Kernel, KernelSpec, Launch, launch_plan, load_kernel

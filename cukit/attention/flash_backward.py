@@ -7,43 +7,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    NO_TEACHER,
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
     check_backward,
     check_kernel_layout,
     check_sequence_ends,
     describe_backward,
     fits_tensor_maps,
     problem_of,
-    score_shape,
-    strides_of,
-)
-from cukit.attention.flash_backward_sm90 import (
-    MappedKernels,
-    MappedKeys,
-    MappedQueries,
-    WarpgroupBackwardConfig,
-    covers,
-    plan_flash_attention_backward_sm90,
-)
-from cukit.attention.flash_fp8 import refuse_float8
-from cukit.attention.flash_maps import launches_of
-from cukit.attention.flash_options import (
-    NO_TEACHER,
-    PARAMETERS,
-    ScoreArrays,
-    ScoreOptions,
-    Window,
     refuse_dropout,
     scales_of,
     score_options,
     score_settings,
+    score_shape,
+    strides_of,
 )
-from cukit.attention.flash_plan import (
+from cukit.attention._flash_fp8 import refuse_float8
+from cukit.attention._flash_launch_sm90 import MappedKernels, MappedKeys, MappedQueries, launches_of
+from cukit.attention._flash_plan import (
     FlashAttentionBackwardConfig,
     plan_flash_attention_backward,
     representative_specs,
 )
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._flash_plan_sm90 import (
+    WarpgroupBackwardConfig,
+    covers,
+    plan_flash_attention_backward_sm90,
+)
+from cukit.attention._problem import AttentionProblem, Window
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel

@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.attention_kl import reduced
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
     check_kernel_layout,
     check_sequence_ends,
     check_sequences,
     lse_shape,
+    score_settings,
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_options import PARAMETERS, score_settings
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.indexer_plan import IndexerConfig, plan_indexer_kl, representative_specs
+from cukit.attention._indexer_plan import IndexerConfig, indexer_specs, plan_indexer_kl
+from cukit.attention._kl_reduction import reduced, sum_spec, total_spec
+from cukit.attention._problem import AttentionProblem
 from cukit.attention.kl_pairs import KlOptions, RowArrays, check_scalar, kl_options
-from cukit.attention.kl_plan import sum_spec, total_spec
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -380,9 +380,7 @@ def selection_scratch(like: Array, steps: IndexerSteps) -> Any:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    return representative_specs(
-        device, False, lambda: [sum_spec(), total_spec(False), total_spec(True)]
-    )
+    return indexer_specs(device, False, lambda: [sum_spec(), total_spec(False), total_spec(True)])
 
 
 register(

@@ -7,14 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.attention_kl import divisor_of, totals
-from cukit.attention.indexer_kl import (
-    heads_first,
-    indexer_call,
-    prepare_indexer,
-    selection_scratch,
-)
-from cukit.attention.indexer_plan import representative_specs
+from cukit.attention._indexer_plan import indexer_specs
+from cukit.attention._kl_reduction import divisor_of, totals
+from cukit.attention.indexer_kl import heads_first, indexer_call, prepare_indexer, selection_scratch
 from cukit.attention.kl_pairs import check_scalar
 from cukit.core.arrays import Array, adopt, empty
 from cukit.core.device import Device
@@ -146,7 +141,7 @@ def indexer_kl_backward(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    return representative_specs(device, True)
+    return indexer_specs(device, True)
 
 
 register(

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_arguments import check_sequences, lse_shape, score_shape
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     ScoreArrays,
     ScoreOptions,
-    Window,
+    check_sequences,
+    lse_shape,
     score_options,
+    score_shape,
 )
-from cukit.attention.flash_problem import AttentionProblem, rounded_length
+from cukit.attention._problem import AttentionProblem, Window, rounded_length
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -32,6 +33,7 @@ from cukit.core.scalars import check_choice, check_flag, check_number
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
+_LOG2_E = 1.0 / math.log(2.0)
 
 
 class KlOptions(NamedTuple):
@@ -245,14 +247,9 @@ def problem_of_pairs(
     )
 
 
-__all__ = [
-    "REDUCTIONS",
-    "KlOptions",
-    "RowArrays",
-    "check_pairs",
-    "check_scalar",
-    "head_map_of",
-    "kl_options",
-    "mapped_teacher",
-    "problem_of_pairs",
-]
+def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str, float]:
+    """What kernels take of the second model."""
+    return {
+        "teacher_group": problem.teacher_group or 1,
+        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * _LOG2_E,
+    }

@@ -7,40 +7,47 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     scales_of,
     score_options,
     score_settings,
 )
-from cukit.attention.mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
-from cukit.attention.paged_contents import check_table
+from cukit.attention._mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
+from cukit.attention._paged_arguments import check_table
 from cukit.core.arrays import (
     FLOAT_DTYPES,
+    KERNEL_DTYPES,
     Array,
     adopt,
     bfloat16,
     check_array,
     check_same_dtype,
     empty,
+    float32,
     int32,
+    namespace,
     runs_kernel,
     write_out,
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
+from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag, check_integer
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import mla_attention as reference
-from cukit.reference.mla_attention import CODE_BYTES, LATENT_DIM, ROPE_DIM, SCALE
+from cukit.reference.mla_attention import CODE_BYTES, GROUP, LATENT_DIM, ROPE_DIM, SCALE
 from cukit.registry import register
 
 _OP = "mla_attention"
+_ENCODE = "encode_mla_latents"
+_ABSORB = "absorb_mla_projections"
 _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
@@ -179,6 +186,96 @@ def mla_metadata(num_heads: int, seq_len_q: int = 1) -> MlaMetadata:
     check_integer("mla_metadata", "seq_len_q", seq_len_q, least=1, most=_MOST_HEADS)
     config = plan_mla_attention(int(num_heads), int(seq_len_q), "bfloat16", current_device())
     return MlaMetadata(config.num_blocks, config.team, config.row_tiles, 4 * config.scratch_floats)
+
+
+def encode_mla_latents(latents: Array) -> Array:
+    """Rows of a latent cache as float8: 656 bytes a token instead of 1152.
+
+    512 codes (float8_e4m3), 4 float32 scales, each the largest magnitude of 128 columns divided by
+    448, and the 64 rotated columns as bfloat16. To be written to slots of a uint8 cache
+    [num_blocks, 64, 1, 656], of which :func:`mla_attention` takes the place of the rows.
+
+    Args:
+        latents: float32|float16|bfloat16 [..., 576]: 512 columns of latent, 64 of rotated key.
+
+    Returns:
+        uint8 [..., 656].
+
+    Raises:
+        ArrayError: dtype or shape of the argument.
+
+    Runs on CuPy's current stream.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.encode_mla_latents(np.ones((3, 1, 576), np.float32)).shape
+    (3, 1, 656)
+    """
+    (latents,) = adopt(_ENCODE, latents)
+    check_array(_ENCODE, "latents", latents, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    *extents, _ = latents.shape
+    check_array(
+        _ENCODE, "latents", latents, shape=(*extents, LATENT_DIM + ROPE_DIM), contiguous=None
+    )
+    xp = namespace(latents)
+    rows = latents.reshape(-1, LATENT_DIM + ROPE_DIM)
+    values = xp.ascontiguousarray(rows[:, :LATENT_DIM], dtype=float32)
+    groups = abs(values).reshape(len(rows), LATENT_DIM // GROUP, GROUP)
+    scales = groups.max(axis=-1) / float32.type(float8_e4m3.most)
+    codes = QuantizedArray.encode(values, float8_e4m3, scales=scales, axis=1, group_size=GROUP)
+    rope = xp.ascontiguousarray(rows[:, LATENT_DIM:], dtype=bfloat16)
+    parts = codes.storage, scales.view(xp.uint8), rope.view(xp.uint8)
+    encoded: Array = xp.concatenate(parts, axis=1)
+    return encoded.reshape(*extents, encoded.shape[1])
+
+
+def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> tuple[Array, Array]:
+    """Query and output projections of attention that sees latents in place of keys and values.
+
+        score = (W_q x)^T (W_uk c) = (W_uk^T W_q x)^T c;    W_o (W_uv o) = (W_o W_uv) o
+
+    The rotated columns of the queries are left as they are. Called once, when weights are loaded.
+
+    Args:
+        w_q: float32|float16|bfloat16 (float64 on the CPU) [num_heads * (nope_dim + rope_dim),
+            q_rank], C-contiguous, of each head first the rows without, then those with rotation.
+        w_o: dtype of w_q, [hidden, num_heads * value_dim], C-contiguous.
+        w_uk: dtype of w_q, [num_heads, nope_dim, latent_dim], keys from latents.
+        w_uv: dtype of w_q, [num_heads, value_dim, latent_dim], values from latents.
+
+    Returns:
+        w_q of [num_heads * (latent_dim + rope_dim), q_rank], whose queries
+        :func:`mla_attention` takes, and w_o of [hidden, num_heads * latent_dim] for its output.
+        They are latent_dim / nope_dim times as large: for many tokens at a time W_q and then W_uk
+        by heads is less work.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+
+    Products are float32 (float64 of float64), rounded once, on the arrays' device.
+    Paper: DeepSeek-AI, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+
+    >>> import numpy as np, cukit as ck
+    >>> rng = np.random.default_rng(0)
+    >>> shapes = (2 * (3 + 2), 7), (9, 2 * 4), (2, 3, 6), (2, 4, 6)
+    >>> w_q, w_o = ck.absorb_mla_projections(*(rng.standard_normal(shape) for shape in shapes))
+    >>> w_q.shape, w_o.shape
+    ((16, 7), (9, 12))
+    """
+    w_q, w_o, w_uk, w_uv = arrays = adopt(_ABSORB, w_q, w_o, w_uk, w_uv)
+    check_array(_ABSORB, "w_q", w_q, dtypes=FLOAT_DTYPES, ndim=2)
+    check_array(_ABSORB, "w_uk", w_uk, dtypes=FLOAT_DTYPES, ndim=3)
+    heads, nope, latent = w_uk.shape
+    check_array(_ABSORB, "w_uv", w_uv, dtypes=FLOAT_DTYPES, shape=(heads, None, latent))
+    check_array(_ABSORB, "w_o", w_o, dtypes=FLOAT_DTYPES, shape=(None, heads * w_uv.shape[1]))
+    check_same_dtype(_ABSORB, w_q=w_q, w_o=w_o, w_uk=w_uk, w_uv=w_uv)
+    if len({namespace(array) for array in arrays}) > 1:
+        raise ArrayLayoutError(f"{_ABSORB}: all arrays must be on one device")
+    if not heads or w_q.shape[0] % heads or w_q.shape[0] < heads * nope:
+        raise ArrayShapeError(
+            f"{_ABSORB}: w_q must have a multiple of num_heads = {heads} rows, at least nope_dim = "
+            f"{nope} a head, got {w_q.shape}"
+        )
+    return reference.absorb_mla_projections(*arrays)
 
 
 def _check(

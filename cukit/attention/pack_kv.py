@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.attention._arguments import ATTENTION_DTYPES, PARAMETERS, check_kernel_layout, strides_of
 from cukit.attention.cache_arrays import (
     GROUP_ROWS,
     check_code_layout,
@@ -15,8 +16,6 @@ from cukit.attention.cache_arrays import (
     group_parts,
     scale_strides,
 )
-from cukit.attention.flash_arguments import ATTENTION_DTYPES, check_kernel_layout, strides_of
-from cukit.attention.flash_options import PARAMETERS
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     INDEX_DTYPES,

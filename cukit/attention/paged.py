@@ -6,48 +6,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.cache_arrays import (
-    GROUP_ROWS,
-    RecentKV,
-    check_code_layout,
-    check_group_layout,
-    recent_arrays,
-    scale_strides,
-    stored_parts,
-)
-from cukit.attention.flash_arguments import (
-    check_kernel_layout,
-    dense_strides,
-    fits_tensor_maps,
-    strides_of,
-)
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
-    Window,
+    check_kernel_layout,
+    dense_strides,
     scales_of,
     score_options,
     score_settings,
+    strides_of,
 )
-from cukit.attention.paged_contents import check_contents, is_checked
-from cukit.attention.paged_plan import (
+from cukit.attention._paged_arguments import (
+    PagedArrays,
+    PagedScratch,
+    check_arrays,
+    check_contents,
+    check_layout,
+    is_checked,
+)
+from cukit.attention._paged_plan import (
     CODE_HEAD_DIMS,
     GROUP_HEAD_DIMS,
     HEAD_DIMS,
     plan_paged_attention,
 )
-from cukit.attention.paged_prefill import PreparedPrefill, problem_of_pages, serves
-from cukit.attention.paged_prefill_plan import prefill_specs
+from cukit.attention._paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention._paged_prefill_plan import prefill_specs
+from cukit.attention._problem import Window
+from cukit.attention.cache_arrays import (
+    GROUP_ROWS,
+    RecentKV,
+    check_group_layout,
+    recent_arrays,
+    scale_strides,
+    stored_parts,
+)
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
     Array,
     adopt,
-    check_array,
-    check_same_dtype,
     empty,
-    float16,
-    float32,
     int32,
     is_gpu_array,
     namespace,
@@ -63,62 +61,13 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.errors import (
-    ArrayDtypeError,
-    ArrayLayoutError,
     ArrayShapeError,
-    ConfigError,
 )
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
 _OP = "paged_attention"
-_STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _FLOAT8_ARCH = (8, 9)
-
-
-class PagedArrays(NamedTuple):
-    """The arrays of a call; a cache is its storage and, where it holds codes, their scales."""
-
-    q: Array
-    k_cache: Array
-    v_cache: Array
-    k_scales: Array | None
-    v_scales: Array | None
-    block_table: Array
-    seq_lens: Array
-    sinks: Array | None
-    out: Array | None
-    cu_seqlens_q: Array | None = None
-    k_zeros: Array | None = None  # zero points, of int4
-    v_zeros: Array | None = None
-    recent_k: Array | None = None  # see RecentKV
-    recent_v: Array | None = None
-    rings: Array | None = None
-    packed_lens: Array | None = None
-
-    @property
-    def batch(self) -> int:
-        """Requests."""
-        return int(self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1)
-
-    @property
-    def recent(self) -> RecentKV | None:
-        """Keys that are not in the cache."""
-        if self.recent_k is None or self.recent_v is None:
-            return None
-        assert self.rings is not None
-        assert self.packed_lens is not None
-        return RecentKV(self.recent_k, self.recent_v, self.rings, self.packed_lens)
-
-
-class PagedScratch(NamedTuple):
-    """Memory that a launch works in.
-
-    sums: float32, of pieces. counters: int32 zeros, which every launch leaves as zeros.
-    """
-
-    sums: Array
-    counters: Array
 
 
 def paged_attention(
@@ -248,7 +197,7 @@ def attend(
             check_contents(_OP, arrays, options, checked=True)
         attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
         return attended
-    _check(arrays, codes, options)
+    check_arrays(arrays, codes, options)
     check_contents(_OP, arrays, options, checked=checked)
     wide = np.float32 if codes else arrays.k_cache.dtype
     k, v = (
@@ -278,7 +227,7 @@ def scratch_for(
 ) -> PagedScratch | None:
     """Checks a call, loads its kernel, allocates its scratch memory; None where it needs none."""
     if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
-        _check(arrays, codes, options)
+        check_arrays(arrays, codes, options)
         return None
     prepared: PreparedPaged | PreparedPrefill = _prepare(codes, options, batch_invariant, *arrays)
     if isinstance(prepared, PreparedPrefill):
@@ -309,68 +258,6 @@ def _too_old(codes: str, ragged: bool) -> bool:
     if ragged and device.arch != "sm_90":
         return True
     return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
-
-
-def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
-    """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
-    zeros = arrays.k_zeros, arrays.v_zeros
-    options.check(_OP)
-    ndim = 4 if ends is None else 3
-    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=ndim, contiguous=False)
-    *_, heads_q, head_dim = q.shape
-    if ends is not None:
-        check_array(_OP, "cu_seqlens_q", ends, dtypes=(int32,), ndim=1)
-        if not ends.size:
-            raise ArrayShapeError(
-                f"{_OP}: cu_seqlens_q must have batch + 1 entries, got shape {ends.shape}"
-            )
-    batch = arrays.batch
-    stored = _STORED if codes else FLOAT_DTYPES
-    per_byte = 2 if codes == "int4" else 1
-    if head_dim % per_byte:
-        raise ArrayShapeError(f"{_OP}: head_dim of q must be even for int4, got {head_dim}")
-    shape = (None, None, None, head_dim // per_byte)
-    check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
-    shape = (*k_cache.shape[:-1], None)
-    check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
-    if not codes:
-        check_same_dtype(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
-    for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
-        if scales is not None:
-            dtype = float16 if codes == "int4" else float32
-            check_array(_OP, name, scales, dtypes=(dtype,), ndim=4, contiguous=False)
-    for name, scales, points in (("k", k_scales, zeros[0]), ("v", v_scales, zeros[1])):
-        if points is not None and scales is not None and points.strides != scales.strides:
-            raise ArrayLayoutError(
-                f"{_OP}: scales and zero points of {name}_cache must have the same strides, got "
-                f"{scales.strides} and {points.strides}"
-            )
-    _, block_size, heads_kv, _ = k_cache.shape
-    if not heads_kv or not heads_q or heads_q % heads_kv:
-        raise ArrayShapeError(
-            f"{_OP}: the heads of k_cache (axis 2) must divide those of q, got {heads_kv} and "
-            f"{heads_q}"
-        )
-    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= k_cache.shape[-1]:
-        raise ArrayShapeError(
-            f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
-            f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
-        )
-    recent = arrays.recent
-    if recent is not None:
-        if codes != "int4":
-            raise ConfigError(f"{_OP}: recent is for caches of int4, got {codes or k_cache.dtype}")
-        recent.check(_OP, q, head_dim, per_byte * v_cache.shape[-1], heads_kv, batch)
-    rows = (batch, None)
-    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
-    check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
-    if sinks is not None:
-        wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-        check_array(_OP, "sinks", sinks, dtypes=(wide,), shape=(heads_q,))
-    if out is not None:
-        shape = (*q.shape[:-1], per_byte * v_cache.shape[-1])
-        check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
 class PreparedPaged(NamedTuple):
@@ -415,10 +302,10 @@ def _prepare(
 ) -> PreparedPaged | PreparedPrefill:
     """Checks, plan and kernel of a call."""
     arrays = PagedArrays(*given)
-    _check(arrays, codes, options)
+    check_arrays(arrays, codes, options)
     q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
     recent_k, recent_v = arrays.recent_k, arrays.recent_v
-    _check_layout(arrays, codes)
+    check_layout(arrays, codes)
     group_rows = 0
     if codes == "int4" and k_scales is not None:
         factors = {
@@ -484,27 +371,6 @@ def _prepare(
     row_shape = (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
-
-
-def _check_layout(arrays: PagedArrays, codes: str) -> None:
-    """What the kernel asks for beyond the reference."""
-    q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
-    if arrays.cu_seqlens_q is not None:
-        if codes:
-            raise ArrayDtypeError(
-                f"{_OP}: with cu_seqlens_q, k_cache and v_cache must hold q's dtype on the GPU, "
-                f"got {codes}"
-            )
-        if q.size and not fits_tensor_maps(q):
-            raise ArrayLayoutError(
-                f"{_OP}: with cu_seqlens_q, the strides of q must be positive on the GPU, got "
-                f"{q.strides}"
-            )
-    if not codes:
-        check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-        return
-    check_kernel_layout(_OP, q=q, out=out)
-    check_code_layout(_OP, k_cache, v_cache)
 
 
 _ones: dict[int | None, Array] = {}

@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention._arguments import score_options
+from cukit.attention._paged_arguments import PagedArrays, check_table, is_checked
+from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import RecentKV, stored_parts
-from cukit.attention.flash_options import Window, score_options
-from cukit.attention.paged import (
-    PagedArrays,
-    attend,
-    scratch_for,
-)
-from cukit.attention.paged_contents import check_table, is_checked
+from cukit.attention.paged import attend, scratch_for
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 import cukit
-from cukit.attention import flash, flash_backward, indexer_plan
+from cukit.attention import _indexer_plan, flash, flash_backward
 
 KL = import_module("cukit.attention.attention_kl")
 KL_BACKWARD = import_module("cukit.attention.attention_kl_backward")
@@ -52,7 +52,7 @@ def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for remembered in ("_planned_backward", "_prepare_backward"):
             bare = getattr(flash_backward, remembered).__wrapped__
             monkeypatch.setattr(flash_backward, remembered, bare)
-        monkeypatch.setattr(indexer_plan, "has_wgmma", lambda device: False)
+        monkeypatch.setattr(_indexer_plan, "has_wgmma", lambda device: False)
         bare = INDEXER.prepare_indexer.__wrapped__
         for module in (INDEXER, INDEXER_BACKWARD):
             monkeypatch.setattr(module, "prepare_indexer", bare)

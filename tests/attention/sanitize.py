@@ -14,12 +14,12 @@ import pytest
 from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
     RecentKV,
+    _cascade_plan,
     append_kv,
     attention_kl,
     attention_kl_backward,
     block_sparse_attention,
     cascade_attention,
-    cascade_plan,
     encode_mla_latents,
     flash_attention,
     indexer_kl,
@@ -230,7 +230,7 @@ def cascade(head_dim: int) -> None:
     lengths = np.array([70, 66, 100, 112, 80, 81, 82, 83], np.int32)
     placed = to_device("gpu", q, k, k, table, lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+        patch.setattr(_cascade_plan, "_PASS_TIME", -1e30)
         to_host(cascade_attention(*placed, prefixes=((48, 8), (64, 4))))
 
 

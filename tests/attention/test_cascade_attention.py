@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import cascade, cascade_plan
-from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention import _cascade_plan, cascade
+from cukit.attention._cascade_plan import Pass, Prefix, plan_cascade
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import current_device, typical_device
 from cukit.errors import ArrayShapeError, ConfigError
@@ -59,7 +59,7 @@ class SharedCache(Cache):
 @pytest.fixture
 def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, where every prefix gets a pass."""
-    monkeypatch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+    monkeypatch.setattr(_cascade_plan, "_PASS_TIME", -1e30)
     return device
 
 
@@ -104,11 +104,11 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
 
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of all requests in tiles of the Hopper forward."""
-    from cukit.attention import paged, paged_prefill
+    from cukit.attention import _paged_prefill, paged
 
     if shared == "gpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
     paged._prepare.forget()  # type: ignore[attr-defined]
     try:
         SharedCache([150, 100, 66, 130] * 2, ((64, 8),), heads_q=2).check_shared(shared)
@@ -141,7 +141,7 @@ def test_without_a_gain_it_is_paged_attention(device: str) -> None:
 def test_a_graph_replays_with_other_suffixes(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    monkeypatch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+    monkeypatch.setattr(_cascade_plan, "_PASS_TIME", -1e30)
     cache = SharedCache([700, 900, 650, 800], ((640, 4),), seed=3)
     arrays = [cupy.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
     out = cupy.empty_like(arrays[0])

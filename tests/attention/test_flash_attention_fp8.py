@@ -16,10 +16,10 @@ import pytest
 
 import cukit
 from cukit.array_api import NarrowArray, float8_e4m3, float8_e5m2
-from cukit.attention import flash_attention, flash_attention_backward, flash_maps
-from cukit.attention import flash_plan_sm90 as plan
-from cukit.attention.flash_problem import FLOAT8, AttentionProblem
-from cukit.attention.flash_tilings import Float8Tiling
+from cukit.attention import _flash_launch_sm90, flash_attention, flash_attention_backward
+from cukit.attention import _flash_plan_sm90 as plan
+from cukit.attention._flash_tilings import Float8Tiling
+from cukit.attention._problem import FLOAT8, AttentionProblem
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import attention as reference
@@ -313,7 +313,7 @@ def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, he
         config = plan.plan_flash_attention_sm90(problem, device, block_size)
         return replace(config, tiling=replace(config.tiling, tile_n=32, kept_tiles=1))
 
-    monkeypatch.setattr(flash_maps, "plan_flash_attention_sm90", small)
+    monkeypatch.setattr(_flash_launch_sm90, "plan_flash_attention_sm90", small)
     arrays = random_heads(rng, (41, 131), (1, 1), head_dim)
     k = arrays[1].storage.view(E4M3).astype(np.float32)
     arrays[1] = encode(k * np.linspace(6, 1, 131)[None, :, None, None])

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash_attention, flash_attention_backward, flash_backward_sm90
-from cukit.attention.flash_backward_sm90 import covers, plan_flash_attention_backward_sm90
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import (
+from cukit.attention import _flash_plan_sm90, flash_attention, flash_attention_backward
+from cukit.attention._flash_plan_sm90 import covers, plan_flash_attention_backward_sm90
+from cukit.attention._flash_tilings import (
     LONG_KEY_TILING,
     LONG_KEY_WIDTH,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
 )
+from cukit.attention._problem import AttentionProblem
 from cukit.core.device import KIB, typical_device
 from cukit.reference import attention as reference
 from tests.attention import plain
@@ -75,7 +75,7 @@ def test_many_tiles_both_ways(device, rng, head_dim, causal):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_long_tiles_of_queries_with_a_causal_mask(device, rng, monkeypatch, deterministic):
-    monkeypatch.setattr(flash_backward_sm90, "_LONG", 0)
+    monkeypatch.setattr(_flash_plan_sm90, "_LONG", 0)
     check(device, *inputs_of(rng, (271, 151), (2, 1), 128), True, deterministic)
 
 

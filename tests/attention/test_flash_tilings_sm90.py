@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash, flash_attention, flash_maps
-from cukit.attention.flash_plan_sm90 import WarpgroupForwardConfig
-from cukit.attention.flash_tilings import WARPGROUP_TILINGS
+from cukit.attention import _flash_launch_sm90, flash, flash_attention
+from cukit.attention._flash_plan_sm90 import WarpgroupForwardConfig
+from cukit.attention._flash_tilings import WARPGROUP_TILINGS
 from cukit.reference import attention as reference
 from tests.attention import plain
 from tests.contract import assert_close, random, to_device, to_host
@@ -29,7 +29,7 @@ def force(monkeypatch):
 
     def choose(tiling):
         monkeypatch.setattr(
-            flash_maps,
+            _flash_launch_sm90,
             "plan_flash_attention_sm90",
             lambda problem, *_: WarpgroupForwardConfig(problem, tiling, _BLOCKS),
         )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cukit.attention import (
+    _indexer_plan,
     attention_kl,
     indexer_kl,
     indexer_kl_backward,
-    indexer_plan,
 )
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import indexer_kl as reference
@@ -135,7 +135,7 @@ def test_warpgroups(device, rng, dims):
 @pytest.mark.parametrize("selected", [False, True])
 def test_chunks_of_queries(device, rng, monkeypatch, selected):
     """A scratch of one tile of queries: the keys' gradient is added up over launches."""
-    monkeypatch.setattr(indexer_plan, "_SCRATCH_BYTES", 1)
+    monkeypatch.setattr(_indexer_plan, "_SCRATCH_BYTES", 1)
     lengths, batch = ((300, 300), 2) if device == "gpu" else ((140, 130), 2)
     options: dict[str, Any] = {"causal": True}
     if selected:

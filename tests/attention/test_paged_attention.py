@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged, paged_contents
+from cukit.attention import _paged_arguments, paged
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
@@ -455,7 +455,7 @@ def test_checked_calls_report_what_they_would_follow(
         return
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments, checked=True)
-    monkeypatch.setattr(paged_contents, "_CHECKED", True)  # CUKIT_CHECKED=1
+    monkeypatch.setattr(_paged_arguments, "_CHECKED", True)  # CUKIT_CHECKED=1
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments)
 

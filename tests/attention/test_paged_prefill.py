@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged, paged_prefill
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention import _paged_prefill, paged
+from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import bfloat16, float16
 from cukit.core.device import KIB, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
@@ -28,7 +28,7 @@ def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`device`, where the forward serves every call that it can."""
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
     paged._prepare.forget()  # type: ignore[attr-defined]
     yield device
     paged._prepare.forget()  # type: ignore[attr-defined]

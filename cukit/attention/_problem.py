@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cukit.attention.flash_options import Window
-from cukit.attention.flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
+from cukit.attention._flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
 from cukit.errors import ArrayShapeError
+
+Window = tuple[int | None, int | None]
+"""Keys that a query sees to its left and to its right, besides the one opposite; None is all."""
 
 FLOAT8 = "float8_e4m3"
 """The dtype of problems whose inputs have eight bits."""

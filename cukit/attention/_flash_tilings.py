@@ -26,7 +26,7 @@ MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
 ITEM_BYTES = 2  # float16, bfloat16
 FLOAT_BYTES = 4
-GROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
+WARPGROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
 PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
 _WARP = 32
 RAW_STAGES = 2  # of float8 values on their way to being prepared
@@ -82,7 +82,7 @@ class WarpgroupTiling:
     @property
     def tile_m(self) -> int:
         """Queries of a tile."""
-        return GROUP_ROWS * self.consumers
+        return WARPGROUP_ROWS * self.consumers
 
     @property
     def threads(self) -> int:
@@ -227,7 +227,7 @@ class WarpgroupQueryTiling:
     """dQ of Hopper's wide heads: a block takes tile_m queries and walks over tile_n keys; one
     warpgroup copies, two multiply."""
 
-    tile_m: int = 2 * GROUP_ROWS
+    tile_m: int = 2 * WARPGROUP_ROWS
     tile_n: int = 64
     key_stages: int = 2
     value_stages: int = 2

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    ScoreArrays,
+    ScoreOptions,
     check_forward,
     check_sequence_ends,
     describe_forward,
@@ -13,9 +15,8 @@ from cukit.attention.flash_arguments import (
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
-from cukit.attention.flash_options import ScoreArrays, ScoreOptions
-from cukit.attention.flash_problem import FLOAT8
+from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention._problem import FLOAT8
 from cukit.core.arrays import (
     ACCESS_BYTES,
     Array,

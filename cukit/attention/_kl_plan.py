@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan import kernel_class, query_section
-from cukit.attention.flash_plan_sm90 import pieces_of, sequences_spec
-from cukit.attention.flash_problem import (
-    AttentionProblem,
-    Defines,
-    ceil_div,
-    common_defines,
-    feature_defines,
-    width_for,
-)
-from cukit.attention.flash_tilings import (
+from cukit.attention._flash_plan import kernel_class, query_section
+from cukit.attention._flash_plan_sm90 import pieces_of, sequences_spec
+from cukit.attention._flash_tilings import (
     ITEM_BYTES,
     KEY_WIDTHS,
     PART,
@@ -25,13 +17,18 @@ from cukit.attention.flash_tilings import (
     WarpgroupTiling,
     first_fit,
 )
+from cukit.attention._problem import (
+    AttentionProblem,
+    Defines,
+    ceil_div,
+    common_defines,
+    feature_defines,
+    width_for,
+)
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _STEP = 16  # columns that are multiplied at a time
-_TOTAL_THREADS = 512
-_ROWS_PER_BLOCK = 4096
-_MOST_BLOCKS = 1024
 
 
 @dataclass(frozen=True)
@@ -179,26 +176,6 @@ def plan_attention_kl(
         section=query_section(problem, tiling, device),
         known=known,
     )
-
-
-def total_blocks(rows: int) -> int:
-    """Blocks that sum `rows` rows of a loss."""
-    return min(_MOST_BLOCKS, max(1, ceil_div(rows, _ROWS_PER_BLOCK)))
-
-
-def sum_spec() -> KernelSpec:
-    """The kernel that sums shares of the rows."""
-    return _total_spec("attention_kl_sum", False)
-
-
-def total_spec(weighed: bool) -> KernelSpec:
-    """The kernel that adds those sums up. weighed: and divides by the sum of the weights."""
-    return _total_spec("attention_kl_total", weighed)
-
-
-def _total_spec(entry: str, weighed: bool) -> KernelSpec:
-    defines = (("THREADS", _TOTAL_THREADS), ("WEIGHED", weighed))
-    return KernelSpec("attention/attention_kl_total.cu", entry, defines, _TOTAL_THREADS)
 
 
 def representative_pairs(

@@ -10,15 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cukit.attention.flash_problem import (
-    AttentionProblem,
-    Defines,
-    ceil_div,
-    common_defines,
-    feature_defines,
-    width_for,
-)
-from cukit.attention.flash_tilings import (
+from cukit.attention._flash_tilings import (
     CROWDED_FORWARD_TILINGS,
     FORWARD_TILINGS,
     ITEM_BYTES,
@@ -33,27 +25,20 @@ from cukit.attention.flash_tilings import (
     WarpgroupQueryTiling,
     first_fit,
 )
+from cukit.attention._problem import (
+    AttentionProblem,
+    Defines,
+    ceil_div,
+    common_defines,
+    feature_defines,
+    width_for,
+)
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 from cukit.errors import UnsupportedDeviceError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = [
-    "AttentionProblem",
-    "FlashAttentionBackwardConfig",
-    "FlashAttentionConfig",
-    "ceil_div",
-    "choose_section",
-    "common_defines",
-    "feature_defines",
-    "kernel_class",
-    "plan_flash_attention",
-    "plan_flash_attention_backward",
-    "representative_specs",
-]
-
 
 _SECTION_WAVES = 4
 _SHARING_BLOCKS = 16

@@ -6,20 +6,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan_sm90 import (
+from cukit.attention._flash_plan_sm90 import (
     WarpgroupForwardConfig,
     covers,
     sequences_plan_size,
     sequences_spec,
     tilings_of,
 )
-from cukit.attention.flash_problem import AttentionProblem, ceil_div
-from cukit.attention.flash_tilings import GROUP_ROWS
+from cukit.attention._flash_tilings import WARPGROUP_ROWS
+from cukit.attention._problem import AttentionProblem, ceil_div
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
 _SWIZZLE_ROWS = 8  # a period of the swizzle: TMA boxes hold whole ones
-_TILE_M = 2 * GROUP_ROWS
+_TILE_M = 2 * WARPGROUP_ROWS
 _NARROW = 64  # columns of heads that three consumers may have
 _DECODE_ROWS = 32  # of a tile of the decode kernel
 # Nanoseconds a key of 128 columns, measured on an H200.

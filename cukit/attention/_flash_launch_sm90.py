@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cukit.attention.flash_arguments import dense_strides, score_shape, strides_of
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
+    NO_TEACHER,
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
+    dense_strides,
     scales_of,
     score_settings,
+    score_shape,
+    strides_of,
 )
-from cukit.attention.flash_plan_sm90 import (
+from cukit.attention._flash_plan_sm90 import (
     BlockSize,
+    WarpgroupBackwardConfig,
     WarpgroupForwardConfig,
     covers,
     plan_flash_attention_sm90,
+    sequences_plan_size,
 )
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import GROUP_ROWS, Float8Tiling
+from cukit.attention._flash_tilings import PART, WARPGROUP_ROWS, Float8Tiling
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, by_value, launch_plan, load_kernel
@@ -136,7 +141,7 @@ class MappedForward:
         tiling, columns = config.tiling, config.box_columns(config.width)
         value_columns = config.box_columns(config.value_width)
         self._encoders = (
-            encoder((1, GROUP_ROWS, 1, columns)),
+            encoder((1, WARPGROUP_ROWS, 1, columns)),
             encoder((1, tiling.tile_n, 1, columns)),
             encoder((1, tiling.tile_n, 1, value_columns)),
         )
@@ -225,3 +230,155 @@ def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tu
         size = 1 if factors is None else factors.itemsize
         strides += (0,) * (2 - len(steps)) + tuple(step // size for step in steps)
     return *strides, value_tiles
+
+
+class InputMaps:
+    """Tensor maps of q, k, v and grad_out, for arrays of one description."""
+
+    __slots__ = ("_grad_out", "_k", "_q", "_v")
+
+    def __init__(self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]) -> None:
+        """`rows`: queries and keys that are read at once; `longest`: of sequences of different
+        lengths."""
+        query_box, key_box = ((1, each, 1, PART) for each in rows)
+        of_queries, of_keys = encoder(query_box, longest[0]), encoder(key_box, longest[1])
+        self._q, self._grad_out = TensorMapCache(of_queries), TensorMapCache(of_queries)
+        self._k, self._v = TensorMapCache(of_keys), TensorMapCache(of_keys)
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array) -> tuple[Any, ...]:
+        return self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)
+
+
+class _MappedGradients:
+    """A launch for arrays of one description."""
+
+    __slots__ = ("_launch", "_maps", "_plan")
+
+    def __init__(self, launch: Launch, maps: InputMaps, plan: PlannedWork | None) -> None:
+        """`plan`: of sequences of different lengths."""
+        self._launch = launch
+        self._maps = maps
+        self._plan = plan
+
+
+class MappedKeys(_MappedGradients):
+    """A launch of `flash_attention_backward_sm90`."""
+
+    __slots__ = ()
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
+        """Launches on the current stream."""
+        lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
+        # With a teacher, a factor of the gradients follows.
+        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *upstream = options
+        plan: Any = NULL
+        if self._plan is not None:
+            # Made for queries: here the keys are what tiles are made of.
+            plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
+        self._launch(
+            *self._maps(q, k, v, grad_out),
+            *(lse_log2, delta, counters, total, grad_k, grad_v),
+            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan, *upstream),
+        )
+
+
+class MappedQueries(_MappedGradients):
+    """A launch of `flash_attention_backward_query_sm90`."""
+
+    __slots__ = ()
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
+        """Launches on the current stream."""
+        lse_log2, delta, grad_q, *options = rest
+        alibi_slopes, _sinks, bias, mask, *ends = options
+        plan: Any = NULL if self._plan is None else self._plan(q, *ends)
+        self._launch(
+            *self._maps(q, k, v, grad_out),
+            *(lse_log2, delta, grad_q),
+            *(alibi_slopes, bias, mask, *ends, plan),
+        )
+
+
+class MappedKernels:
+    """The kernels of a backward of this class, loaded once for calls that differ in their lengths
+    alone."""
+
+    def __init__(self, config: WarpgroupBackwardConfig) -> None:
+        self._keys = Launches(load_kernel(config.keys_spec()))
+        self._key_plan = launches_of(config.sequences_spec())
+        self._queries = self._query_plan = None
+        if not config.sums_queries:
+            self._queries = Launches(load_kernel(config.queries_spec()))
+            self._query_plan = launches_of(config.query_sequences_spec())
+
+    def launches(
+        self,
+        q: Array,
+        k: Array,
+        options: ScoreOptions,
+        settings: Any,
+        config: WarpgroupBackwardConfig,
+        rows: tuple[int, int],
+        num_sms: int,
+        teacher: Mapping[str, float] | None = None,
+        factor: float = 1.0,
+    ) -> tuple[MappedKeys, MappedQueries | None]:
+        """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
+
+        config: of the lengths of the call; settings: score_settings; rows: heads of the scratch
+        arrays, and rows that each has; num_sms: of the device, each of which gets a block; teacher:
+        what kernels of two models take of the second; factor: of the gradients.
+        """
+        problem, splits = config.problem, config.splits
+        lengths = problem.seq_len_q, problem.seq_len_kv
+        heads = problem.num_heads_kv * splits
+        longest: tuple[int, int] | tuple[None, None] = None, None
+        if problem.varlen:
+            # No sequence has more rows than there are.
+            longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
+        maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
+        scale, scale_log2 = scales_of(q, options)
+        common = {
+            "batch": problem.batch,
+            "seq_q": lengths[0],
+            "seq_kv": lengths[1],
+            "rows_per_head": rows[1],
+            "head_dim": problem.head_dim,
+            "scale": scale * factor,
+            "scale_log2": scale_log2,
+            "settings": settings,
+        }
+        structs = parameter_structs(PARAMETERS)
+        parameters = structs["MappedKeyParameters"].pack(
+            **common,
+            heads=heads,
+            group=problem.group // splits,
+            splits=splits,
+            value_dim=problem.head_dim_v,
+            section=config.key_section,
+            **(NO_TEACHER if teacher is None else teacher),
+        )
+        blocks = config.most_key_blocks(k.shape[0])
+        plan = _planned_work(self._key_plan, problem.batch, heads, lengths[0], blocks)
+        keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
+        if self._queries is None:
+            return keys, None
+        parameters = structs["MappedQueryParameters"].pack(
+            **common, heads_q=problem.num_heads_q, group=problem.group
+        )
+        blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
+        launch = self._queries((blocks,), (parameters,))
+        plan = _planned_work(
+            self._query_plan, problem.batch, problem.num_heads_q, lengths[1], blocks
+        )
+        maps = InputMaps((WARPGROUP_ROWS, config.queries.tile_n), longest)
+        return keys, MappedQueries(launch, maps, plan)
+
+
+def _planned_work(
+    launches: Launches | None, batch: int, heads: int, longest: int, blocks: int
+) -> PlannedWork | None:
+    if launches is None:
+        return None
+    facts = tuple(map(np.int32, (batch, heads, longest, blocks)))
+    return PlannedWork(launches((1,), facts), sequences_plan_size(batch))

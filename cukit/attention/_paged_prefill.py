@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from cukit.attention.flash_arguments import dense_strides, fits_tensor_maps, strides_of
-from cukit.attention.flash_maps import NO_FLOAT8, MappedLaunch, PlannedWork, encoder
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
+    dense_strides,
+    fits_tensor_maps,
     scales_of,
     score_settings,
+    strides_of,
 )
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import GROUP_ROWS
-from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, PlannedWork, encoder
+from cukit.attention._flash_tilings import WARPGROUP_ROWS
+from cukit.attention._paged_arguments import PagedArrays, PagedScratch
+from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
-
-if TYPE_CHECKING:
-    from cukit.attention.paged import PagedArrays, PagedScratch
 
 
 def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
@@ -94,7 +92,7 @@ class PreparedPrefill:
         launch = Launch(load_kernel(config.spec()), (blocks,), (keys, parameters))
         scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, blocks))
         plan = Launch(load_kernel(config.plan_spec()), (1,), tuple(scalars))
-        queries = encoder((1, GROUP_ROWS, 1, config.box_columns(config.width)))
+        queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
         box = 1, config.page_rows, 1, config.box_columns(config.width)
         encoders = (queries, *(encoder(box) if self._boxes else queries for _ in range(2)))
         self._launch = MappedLaunch(

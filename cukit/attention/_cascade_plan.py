@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan_sm90 import covers
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.paged_prefill_plan import decode_time, prefill_time
+from cukit.attention._flash_plan_sm90 import covers
+from cukit.attention._paged_prefill_plan import decode_time, prefill_time
+from cukit.attention._problem import AttentionProblem
 from cukit.core.device import Device
 
 # On an H200.

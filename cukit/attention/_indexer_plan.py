@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan import kernel_class
-from cukit.attention.flash_problem import (
+from cukit.attention._flash_plan import kernel_class
+from cukit.attention._flash_tilings import KEY_WIDTHS, PART
+from cukit.attention._problem import (
     AttentionProblem,
     Defines,
     ceil_div,
@@ -14,7 +15,6 @@ from cukit.attention.flash_problem import (
     feature_defines,
     width_for,
 )
-from cukit.attention.flash_tilings import KEY_WIDTHS, PART
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 from cukit.errors import UnsupportedDeviceError
@@ -78,7 +78,7 @@ TILINGS: dict[int, tuple[IndexerTiling, ...]] = {
 }
 """By the wider head of teacher and student, the first that fits."""
 
-WARPGROUP_TILINGS: dict[int, IndexerTiling] = {
+WARPGROUP_INDEXER_TILINGS: dict[int, IndexerTiling] = {
     128: IndexerTiling(128, 128, 128, 64, 64, wgmma=True),
     256: IndexerTiling(128, 64, 128, 32, 32, wgmma=True),
 }
@@ -244,7 +244,7 @@ def plan_indexer_kl(
     widest = max(width, value_width)
     tilings = next(each for most, each in TILINGS.items() if widest <= most)
     if has_wgmma(device):
-        best = next(each for most, each in WARPGROUP_TILINGS.items() if widest <= most)
+        best = next(each for most, each in WARPGROUP_INDEXER_TILINGS.items() if widest <= most)
         tilings = (best, *tilings)
     for tiling in tilings:
         per_sm = tiling.blocks_per_sm * (tiling.sweep_bytes(widest) + _RESERVED_BYTES)
@@ -268,7 +268,7 @@ def plan_indexer_kl(
     )
 
 
-def representative_specs(
+def indexer_specs(
     device: Device, gradient: bool, more: Callable[[], Sequence[KernelSpec]] = tuple
 ) -> list[KernelSpec]:
     """The variants of the usual widths, of unlike heads, and of every option."""

@@ -7,25 +7,40 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
-from cukit.attention.flash_problem import (
+from cukit.attention._flash_plan import (
+    FlashAttentionBackwardConfig,
+    choose_section,
+    choose_splits,
+    plan_flash_attention_backward,
+)
+from cukit.attention._flash_tilings import (
+    FLOAT8_TILINGS,
+    FLOAT_BYTES,
+    ITEM_BYTES,
+    LONG_KEY_TILING,
+    LONG_KEY_WIDTH,
+    MAX_HEAD_DIM,
+    PART,
+    PRECISE_TILINGS,
+    WARPGROUP_KEY_TILINGS,
+    WARPGROUP_QUERY_TILINGS,
+    WARPGROUP_ROWS,
+    Float8Tiling,
+    WarpgroupKeyTiling,
+    WarpgroupTiling,
+    entry_for,
+    float8_part,
+    warpgroup_tilings,
+)
+from cukit.attention._problem import (
     FLOAT8,
     AttentionProblem,
     Defines,
     ceil_div,
     feature_defines,
-)
-from cukit.attention.flash_tilings import (
-    FLOAT8_TILINGS,
-    GROUP_ROWS,
-    MAX_HEAD_DIM,
-    PART,
-    PRECISE_TILINGS,
-    Float8Tiling,
-    WarpgroupTiling,
-    entry_for,
-    float8_part,
-    warpgroup_tilings,
+    width_for,
 )
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
@@ -41,6 +56,10 @@ _LIST_THREADS = 128
 _WARP = 32
 _NARROW, _WIDE = 96, 192  # columns of values
 _WHOLE_TILE, _SHORT_TILE = 128, 64  # keys
+_COLUMNS = 32  # that are multiplied, or not, together
+_LONG = 8192  # queries of a causal call for which long tiles of queries pay
+_SIMPLE = frozenset({"value_dim", "sinks"})  # features for which they have the registers
+_WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
 
 BlockSize = tuple[int, int]
 """Queries and keys of a block of a block mask."""
@@ -216,10 +235,10 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> flo
 
     Every warpgroup goes as far as its own queries see; one without queries leaves its time unused.
     """
-    tile, groups = tiling.tile_n, range(0, problem.seq_len_q, GROUP_ROWS)
+    tile, groups = tiling.tile_n, range(0, problem.seq_len_q, WARPGROUP_ROWS)
     keys = 0
     for row in groups:
-        first, last = _visible_keys(problem, row, min(row + GROUP_ROWS, problem.seq_len_q) - 1)
+        first, last = _visible_keys(problem, row, min(row + WARPGROUP_ROWS, problem.seq_len_q) - 1)
         keys += (ceil_div(last, tile) - first // tile) * tile
     tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
     in_turns = _in_turns(problem, tiling)
@@ -343,3 +362,117 @@ def float8_specs(device: Device) -> list[KernelSpec]:
         replace(many, causal=False, bias="float32"),
     ]
     return list(dict.fromkeys(spec for each in problems for spec in specs_of(each, device)))
+
+
+@dataclass(frozen=True)
+class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
+    """How one backward call of this class runs."""
+
+    @property
+    def counted(self) -> bool:
+        """Always: the counter of the call deals the works."""
+        return True
+
+    @property
+    def _sum_defines(self) -> Defines:
+        return ("COUNTED", True), ("TRANSPOSED", self.width > PART)
+
+    def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
+        """Of tiles that are wider than heads the rest is left out."""
+        heads = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
+        columns = {name: ceil_div(n, _COLUMNS) * _COLUMNS for name, n in heads.items()}
+        fewer = tuple((name, n) for name, n in columns.items() if n < self.width)
+        shared = tiling.shared_bytes(*columns.values())
+        return replace(spec, defines=(*spec.defines, *fewer), shared_bytes=shared)
+
+    def keys_spec(self) -> KernelSpec:
+        """dK and dV; with sums_queries, the sum of dQ as well."""
+        return self._narrowed(super().keys_spec(), self.keys)
+
+    def queries_spec(self) -> KernelSpec:
+        """dQ of wide heads."""
+        return self._narrowed(super().queries_spec(), self.queries)
+
+    def sequences_spec(self) -> KernelSpec | None:
+        """The kernel that sorts sequences of different lengths for the one that takes keys."""
+        return sequences_spec(self.keys.tile_n) if self.problem.varlen else None
+
+    def query_sequences_spec(self) -> KernelSpec | None:
+        """The same for the one that takes queries."""
+        return sequences_spec(self.queries.tile_m) if self.problem.varlen else None
+
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """All variants that this configuration launches, in order."""
+        plans = [self.sequences_spec()]
+        if not self.sums_queries:
+            plans.append(self.query_sequences_spec())
+        return (*(plan for plan in plans if plan is not None), *super().specs())
+
+    @property
+    def sums_queries(self) -> bool:
+        """Of narrow heads; where asked for, blocks take turns to add (backward_sums.cuh)."""
+        assert isinstance(self.keys, WarpgroupKeyTiling)
+        return self.keys.sums_queries
+
+    def most_key_blocks(self, total_kv: int) -> int:
+        """Blocks that take keys; of sequences of different lengths, as many as there can be.
+
+        total_kv: rows of k where sequences lie one behind the other.
+        """
+        problem = self.problem
+        if not problem.varlen:
+            return self.key_blocks
+        tiles = total_kv // self.keys.tile_n + problem.batch
+        return problem.num_heads_kv * self.splits * tiles
+
+    def most_query_blocks(self, total_q: int) -> int:
+        """Blocks that take queries, of the kernel that computes dQ alone; as most_key_blocks.
+
+        total_q: rows of q where sequences lie one behind the other.
+        """
+        problem = self.problem
+        if not problem.varlen:
+            return self.query_blocks
+        tiles = total_q // self.queries.tile_m + problem.batch
+        return problem.num_heads_q * tiles
+
+
+def plan_flash_attention_backward_sm90(
+    problem: AttentionProblem, deterministic: bool, device: Device
+) -> WarpgroupBackwardConfig:
+    """The configuration of a problem that the class covers."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
+    tiling = WARPGROUP_KEY_TILINGS[width]
+    long = not problem.bounded or problem.seq_len_q >= _LONG
+    if width == LONG_KEY_WIDTH and long and problem.features <= _SIMPLE:
+        tiling = LONG_KEY_TILING
+    if problem.softcap:
+        tiling = tiling.softcapped()
+    tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
+    tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
+    heads = problem.batch * problem.num_heads_kv
+    enough = _WAVES * device.num_sms
+    splits = choose_splits(problem.group, heads * tiles, enough, problem.teacher_group)
+    section = 1
+    if problem.varlen:
+        heads = problem.num_heads_kv  # a section is of one sequence
+    if problem.bounded:
+        # What the blocks of a key head read again and again: Q, dO and, if any, the sum of dQ.
+        sum_bytes = problem.head_dim * FLOAT_BYTES * tiling.sums_queries
+        row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + sum_bytes
+        head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
+        section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)
+    general = plan_flash_attention_backward(problem, False, device)
+    return WarpgroupBackwardConfig(
+        kernel_class="sm90",
+        problem=problem,
+        width=width,
+        value_width=width,
+        deterministic=deterministic,
+        keys=tiling,
+        queries=WARPGROUP_QUERY_TILINGS.get(width, general.queries),
+        splits=splits,
+        key_section=section,
+        query_section=1,
+    )
