@@ -28,7 +28,7 @@ from cukit.attention._flash_plan_sm90 import (
     plan_flash_attention_sm90,
     sequences_plan_size,
 )
-from cukit.attention._flash_tilings import PART, WARPGROUP_ROWS, Float8Tiling
+from cukit.attention._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS, Float8Tiling
 from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
@@ -60,7 +60,7 @@ def _encode_rows(array: Array, box: tuple[int, ...]) -> Any:
     return encode_tensor_map(array, box, swizzle_bytes=box[-1] * array.itemsize, batches=True)
 
 
-class PlannedWork:
+class Prologue:
     """The launch that fills a new array for the next one: with what its blocks work on, or with
     values that they multiply."""
 
@@ -87,8 +87,8 @@ class MappedLaunch:
         self,
         launch: Launch,
         encoders: tuple[Callable[[Array], Any], ...],
-        plan: PlannedWork | None,
-        values: PlannedWork | None,
+        plan: Prologue | None,
+        values: Prologue | None,
         nothing: tuple[Any, ...] | None,
     ) -> None:
         """encoders: of q, k and v; nothing: what stands for all optional arrays where there are
@@ -191,12 +191,12 @@ class MappedForward:
                 facts = (batch, heads_q, seq_len_kv, blocks)
             scalars = (*map(np.int32, facts), *(() if problem.varlen else (settings,)))
             grid = (config.plan_blocks(seq_len_q, mask_heads),)
-            plan = PlannedWork(self._plan_launches(grid, scalars), size)
+            plan = Prologue(self._plan_launches(grid, scalars), size)
         if self._values_launches is not None:
             assert isinstance(config.tiling, Float8Tiling)
             count = tiles * problem.num_heads_kv
             scalars = tuple(map(np.int32, (tiles, batch, seq_len_kv)))
-            values = PlannedWork(
+            values = Prologue(
                 self._values_launches((count,), scalars),
                 count * config.tiling.value_bytes(config.value_width),
                 np.uint8,
@@ -240,7 +240,7 @@ class InputMaps:
     def __init__(self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]) -> None:
         """`rows`: queries and keys that are read at once; `longest`: of sequences of different
         lengths."""
-        query_box, key_box = ((1, each, 1, PART) for each in rows)
+        query_box, key_box = ((1, each, 1, BOX_COLUMNS) for each in rows)
         of_queries, of_keys = encoder(query_box, longest[0]), encoder(key_box, longest[1])
         self._q, self._grad_out = TensorMapCache(of_queries), TensorMapCache(of_queries)
         self._k, self._v = TensorMapCache(of_keys), TensorMapCache(of_keys)
@@ -254,7 +254,7 @@ class _MappedGradients:
 
     __slots__ = ("_launch", "_maps", "_plan")
 
-    def __init__(self, launch: Launch, maps: InputMaps, plan: PlannedWork | None) -> None:
+    def __init__(self, launch: Launch, maps: InputMaps, plan: Prologue | None) -> None:
         """`plan`: of sequences of different lengths."""
         self._launch = launch
         self._maps = maps
@@ -307,7 +307,7 @@ class MappedKernels:
         self._keys = Launches(load_kernel(config.keys_spec()))
         self._key_plan = launches_of(config.sequences_spec())
         self._queries = self._query_plan = None
-        if not config.sums_queries:
+        if not config.accumulates_grad_q:
             self._queries = Launches(load_kernel(config.queries_spec()))
             self._query_plan = launches_of(config.query_sequences_spec())
 
@@ -355,11 +355,11 @@ class MappedKernels:
             group=problem.group // splits,
             splits=splits,
             value_dim=problem.head_dim_v,
-            section=config.key_section,
+            section=config.key_raster_group,
             **(NO_TEACHER if teacher is None else teacher),
         )
         blocks = config.most_key_blocks(k.shape[0])
-        plan = _planned_work(self._key_plan, problem.batch, heads, lengths[0], blocks)
+        plan = _schedule_prologue(self._key_plan, problem.batch, heads, lengths[0], blocks)
         keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
         if self._queries is None:
             return keys, None
@@ -368,17 +368,17 @@ class MappedKernels:
         )
         blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
         launch = self._queries((blocks,), (parameters,))
-        plan = _planned_work(
+        plan = _schedule_prologue(
             self._query_plan, problem.batch, problem.num_heads_q, lengths[1], blocks
         )
         maps = InputMaps((WARPGROUP_ROWS, config.queries.tile_n), longest)
         return keys, MappedQueries(launch, maps, plan)
 
 
-def _planned_work(
+def _schedule_prologue(
     launches: Launches | None, batch: int, heads: int, longest: int, blocks: int
-) -> PlannedWork | None:
+) -> Prologue | None:
     if launches is None:
         return None
     facts = tuple(map(np.int32, (batch, heads, longest, blocks)))
-    return PlannedWork(launches((1,), facts), sequences_plan_size(batch))
+    return Prologue(launches((1,), facts), sequences_plan_size(batch))

@@ -1,6 +1,6 @@
-"""The forward on Hopper: what class sm90 (wgmma, TMA) covers, and how it cuts the work.
+"""Plans of kernel class sm90 (wgmma, TMA), forward and backward, for Hopper.
 
-Every other GPU, and what this class does not cover, is served by :mod:`flash_plan`'s class.
+Other GPUs, and problems that this class does not cover, use class sm80 (:mod:`_flash_plan`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 from cukit.attention._flash_plan import (
     FlashAttentionBackwardConfig,
-    choose_section,
+    choose_raster_group,
     choose_splits,
     plan_flash_attention_backward,
 )
 from cukit.attention._flash_tilings import (
+    BOX_COLUMNS,
     FLOAT8_TILINGS,
     FLOAT_BYTES,
     ITEM_BYTES,
     LONG_KEY_TILING,
     LONG_KEY_WIDTH,
     MAX_HEAD_DIM,
-    PART,
     PRECISE_TILINGS,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
@@ -31,7 +31,7 @@ from cukit.attention._flash_tilings import (
     WarpgroupKeyTiling,
     WarpgroupTiling,
     entry_for,
-    float8_part,
+    float8_box_columns,
     warpgroup_tilings,
 )
 from cukit.attention._problem import (
@@ -46,61 +46,61 @@ from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _ARCH = "sm_90"
-_STEP = 16  # columns that are multiplied at a time
+_STEP = 16  # K of one 16-bit wgmma
 _FLOAT8_STEP = 32
-_FLOAT8_ALIGNMENT = 16  # columns: rows are whole chunks of the copy engine
+_FLOAT8_ALIGNMENT = 16  # columns: TMA needs rows of whole 16-byte chunks
 _VALUES_THREADS = 128
-_FEW_READERS = 8  # tiles of queries that read the same values
+_FEW_READERS = 8  # query tiles that read the same V
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _WARP = 32
-_NARROW, _WIDE = 96, 192  # columns of values
-_WHOLE_TILE, _SHORT_TILE = 128, 64  # keys
-_COLUMNS = 32  # that are multiplied, or not, together
-_LONG = 8192  # queries of a causal call for which long tiles of queries pay
-_SIMPLE = frozenset({"value_dim", "sinks"})  # features for which they have the registers
-_WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
+_NARROW, _WIDE = 96, 192  # columns of V
+_LONG_TILE, _SHORT_TILE = 128, 64  # keys
+_COLUMNS = 32  # granularity at which the backward skips padding columns
+_LONG = 8192  # queries of a causal call from which long query tiles pay
+_SIMPLE = frozenset({"value_dim", "sinks"})  # features that leave enough registers for long tiles
+_WAVES = 4  # work items per SM, at least where splits allow: an even finish
 
 BlockSize = tuple[int, int]
-"""Queries and keys of a block of a block mask."""
+"""Queries and keys per block of a block mask."""
 
 
 @dataclass(frozen=True)
 class WarpgroupForwardConfig:
-    """How one forward call runs."""
+    """The configuration of a forward call."""
 
     problem: AttentionProblem
     tiling: WarpgroupTiling
-    slots: int
-    """Blocks that the GPU runs at once."""
+    num_sms: int
+    """SMs of the device; each runs one persistent block."""
     block_size: BlockSize | None = None
-    """Of the block mask, if there is one."""
+    """Block size of the block mask, if there is one."""
 
     def num_blocks(self, seq_len_q: int) -> int:
-        """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_work.cuh)."""
+        """The grid size: persistent blocks (kernels_cu/attention/query_work.cuh)."""
         problem = self.problem
-        pieces = pieces_of(problem, self.tiling, seq_len_q, self.block_size is not None)
-        return min(problem.batch * problem.num_heads_q * pieces, self.slots)
+        items = items_per_head(problem, self.tiling, seq_len_q, self.block_size is not None)
+        return min(problem.batch * problem.num_heads_q * items, self.num_sms)
 
     @property
-    def turns(self) -> bool:
-        """Whether the consumers multiply in turns."""
-        return self.block_size is None and _in_turns(self.problem, self.tiling)
+    def ping_pong(self) -> bool:
+        """Whether the consumers are scheduled ping-pong."""
+        return self.block_size is None and _runs_ping_pong(self.problem, self.tiling)
 
     @property
     def width(self) -> int:
-        """Columns of q and k that are multiplied."""
+        """head_dim of q and k, rounded up to whole wgmma steps."""
         step = _FLOAT8_STEP if self.problem.float8 else _STEP
         return ceil_div(self.problem.head_dim, step) * step
 
     @property
     def value_width(self) -> int:
-        """Columns of v that are multiplied."""
+        """head_dim of v, rounded up to whole wgmma steps."""
         return ceil_div(self.problem.head_dim_v, _STEP) * _STEP
 
     def box_columns(self, width: int) -> int:
-        """Columns of q and k, or of v, that the copy engine brings at once."""
-        return float8_part(width) if self.problem.float8 else PART
+        """Columns of a TMA box of q and k, or of v."""
+        return float8_box_columns(width) if self.problem.float8 else BOX_COLUMNS
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -120,14 +120,14 @@ class WarpgroupForwardConfig:
             *feature_defines(problem),
             *self._block_defines(),
             *self._float8_defines(),
-            *((("TURNS", True),) if self.turns else ()),
+            *((("TURNS", True),) if self.ping_pong else ()),
         )
         entry = "flash_attention_sm90"
         shared = tiling.shared_bytes(self.width, self.value_width)
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
     def plan_spec(self) -> KernelSpec | None:
-        """The kernel that decides, before this one, what its blocks work on: where tiles differ."""
+        """The scheduling kernel that runs first, where the work per tile varies."""
         tiling = self.tiling
         if self.problem.varlen:
             return sequences_spec(tiling.tile_m)
@@ -147,28 +147,30 @@ class WarpgroupForwardConfig:
         return KernelSpec("attention/plan_blocks.cu", "plan_blocks", defines, _LIST_THREADS)
 
     def plan_size(self, seq_len_q: int, seq_len_kv: int, mask_heads: int = 1) -> int:
-        """int32 elements that the plan takes."""
+        """int32 elements of the schedule."""
         if self.problem.varlen:
             return sequences_plan_size(self.problem.batch)
         entries = 1 + ceil_div(seq_len_kv, self.tiling.tile_n)
         return 1 + mask_heads * ceil_div(seq_len_q, self.tiling.tile_m) * entries
 
     def plan_blocks(self, seq_len_q: int, mask_heads: int = 1) -> int:
-        """Blocks of the grid that makes the plan."""
+        """Grid size of the scheduling kernel."""
         if self.problem.varlen:
             return 1
         tiles = mask_heads * ceil_div(seq_len_q, self.tiling.tile_m)
         return ceil_div(tiles, _LIST_THREADS // _WARP)
 
     def value_tiles(self, rows_kv: int) -> int:
-        """Tiles of prepared values of a key head. rows_kv: keys of a sequence; where sequences lie
-        one behind the other, of all of them: each begins with a tile of its own
-        (kernels_cu/attention/float8_values.cuh)."""
+        """Tiles of prepared V per KV head.
+
+        rows_kv: keys of a sequence; of all sequences if they are packed, where each starts at a new
+        tile (kernels_cu/attention/float8_values.cuh).
+        """
         batch, tile = self.problem.batch, self.tiling.tile_n
         return rows_kv // tile + batch if self.problem.varlen else batch * ceil_div(rows_kv, tile)
 
     def values_spec(self) -> KernelSpec | None:
-        """The kernel that prepares the values of float8 inputs before this one."""
+        """The kernel that prepares V of FP8 inputs, if a separate one does."""
         tiling = self.tiling
         if not isinstance(tiling, Float8Tiling) or tiling.prepares:
             return None
@@ -191,7 +193,7 @@ class WarpgroupForwardConfig:
             ("FLOAT8", True),
             ("PRECISE", tiling.precise),
             ("PREPARES", tiling.prepares),
-            ("KEPT_TILES", tiling.kept_tiles),
+            ("KEPT_TILES", tiling.promotion_interval),
         )
 
     def _block_defines(self) -> Defines:
@@ -202,9 +204,10 @@ class WarpgroupForwardConfig:
 
 
 def sequences_spec(tile_rows: int, *, paged: bool = False) -> KernelSpec:
-    """The kernel that sorts sequences of different lengths and adds up their tiles of rows.
+    """The kernel that sorts variable-length sequences and prefix-sums their tile counts.
 
-    paged: their keys lie in the blocks of a cache."""
+    paged: their keys are in a paged cache.
+    """
     defines: Defines = (("TILE_M", tile_rows), ("THREADS", _SEQUENCE_THREADS))
     if paged:
         defines += (("PAGED", True),)
@@ -213,13 +216,15 @@ def sequences_spec(tile_rows: int, *, paged: bool = False) -> KernelSpec:
 
 
 def sequences_plan_size(batch: int) -> int:
-    """int32 elements that its plan takes."""
+    """int32 elements of the schedule of variable-length sequences."""
     return 2 * batch + 2
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
-    """Whether class sm90 has a kernel for this problem on this device: no empty array, and whole
-    chunks of eight bits."""
+    """Whether class sm90 has a kernel for this problem on this device.
+
+    Arrays must not be empty, and rows of FP8 inputs must be whole 16-byte chunks.
+    """
     sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
     if device.arch != _ARCH or min(sizes) == 0:
         return False
@@ -229,11 +234,11 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
     )
 
 
-def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> float:
-    """Relative time: scores of the largest piece of work, in whole tiles, times the rounds until
-    all pieces are done. Sequences of any lengths come in so many pieces that neither counts.
+def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, num_sms: int) -> float:
+    """Relative time: scores of the largest work item, in whole tiles, times the number of waves.
 
-    Every warpgroup goes as far as its own queries see; one without queries leaves its time unused.
+    Variable-length sequences make so many items that neither matters. Each warpgroup stops at the
+    last key that its own queries see; one without queries idles.
     """
     tile, groups = tiling.tile_n, range(0, problem.seq_len_q, WARPGROUP_ROWS)
     keys = 0
@@ -241,63 +246,72 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> flo
         first, last = _visible_keys(problem, row, min(row + WARPGROUP_ROWS, problem.seq_len_q) - 1)
         keys += (ceil_div(last, tile) - first // tile) * tile
     tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
-    in_turns = _in_turns(problem, tiling)
-    cost = tiling.turn_cost if in_turns and tiling.turn_cost is not None else tiling.cost
+    cost = tiling.cost
+    if tiling.ping_pong_cost is not None and _runs_ping_pong(problem, tiling):
+        cost = tiling.ping_pong_cost
     scores = cost * tiles * tiling.tile_m * keys / len(groups)
     if problem.varlen:
         return scores
-    pieces = pieces_of(problem, tiling, problem.seq_len_q)
-    largest = min(1.0, (1 if pieces == tiles else 2) / tiles)
-    return scores * largest * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
+    items = items_per_head(problem, tiling, problem.seq_len_q)
+    largest = min(1.0, (1 if items == tiles else 2) / tiles)
+    return scores * largest * ceil_div(problem.batch * problem.num_heads_q * items, num_sms)
 
 
-def _in_turns(problem: AttentionProblem, tiling: WarpgroupTiling) -> bool:
-    """Where it was measured: calls with a causal mask and no option that tells scores apart."""
+def _runs_ping_pong(problem: AttentionProblem, tiling: WarpgroupTiling) -> bool:
+    """Whether ping-pong scheduling is used: in causal calls without per-score options, where it was
+    measured to be faster."""
     plain = problem.features <= {"sinks", "value_dim"}
-    return tiling.turn_cost is not None and problem.causal and plain
+    return tiling.ping_pong_cost is not None and problem.causal and plain
 
 
 def _visible_keys(problem: AttentionProblem, first_row: int, last_row: int) -> tuple[int, int]:
-    """Keys from .. up to the first of which and the last of which some of these queries see."""
-    past, window = problem.seq_len_kv - problem.seq_len_q, problem.window or (None, None)
+    """The range of keys that any of these queries sees: the first key, and one past the last."""
+    causal_offset = problem.seq_len_kv - problem.seq_len_q
+    window = problem.window or (None, None)
     left, right = window[0], 0 if problem.causal else window[1]
-    end = problem.seq_len_kv if right is None else last_row + past + right + 1
+    end = problem.seq_len_kv if right is None else last_row + causal_offset + right + 1
     end = max(1, min(end, problem.seq_len_kv))
-    begin = 0 if left is None else first_row + past - left
+    begin = 0 if left is None else first_row + causal_offset - left
     return max(0, min(begin, end - 1)), end
 
 
-def pieces_of(
-    problem: AttentionProblem, tiling: WarpgroupTiling, seq_len_q: int, dealt: bool = False
+def items_per_head(
+    problem: AttentionProblem, tiling: WarpgroupTiling, seq_len_q: int, scheduled: bool = False
 ) -> int:
-    """What a head is cut into: tiles or, where only a causal mask makes them differ, pairs."""
+    """Work items per head: query tiles or, with a causal mask alone, balanced pairs of tiles.
+
+    scheduled: a scheduling kernel assigns the tiles.
+    """
     tiles = ceil_div(seq_len_q, tiling.tile_m)
-    pairs = problem.causal and problem.window is None and not problem.varlen and not dealt
+    pairs = problem.causal and problem.window is None and not problem.varlen and not scheduled
     return ceil_div(tiles, 2) if pairs else tiles
 
 
 def plan_flash_attention_sm90(
     problem: AttentionProblem, device: Device, block_size: BlockSize | None = None
 ) -> WarpgroupForwardConfig:
-    """The configuration of a problem that the class covers."""
-    slots = device.num_sms
+    """The forward's configuration of a problem that the class covers."""
+    num_sms = device.num_sms
     tilings = tilings_of(problem, block_size)
-    tiling = min(tilings, key=lambda each: _cost(problem, each, slots))
-    return WarpgroupForwardConfig(problem, tiling, slots, block_size)
+    tiling = min(tilings, key=lambda each: _cost(problem, each, num_sms))
+    return WarpgroupForwardConfig(problem, tiling, num_sms, block_size)
 
 
 def tilings_of(
     problem: AttentionProblem, block_size: BlockSize | None = None
 ) -> tuple[WarpgroupTiling, ...]:
-    """What there is to choose from. Work on single scores wants more registers than three consumers
-    leave, and than wide values leave with long tiles; so does a warp that looks after the ends of
-    sequences, beside wide values. Blocks want tiles that they fill."""
+    """The candidate tilings.
+
+    Per-score options need too many registers for three consumer warpgroups, and for long tiles with
+    a wide V; so does zeroing the rows of a wide V behind the end of a sequence. Block masks need
+    tiles no longer than their blocks.
+    """
     if problem.float8:
         return (_float8_tiling(problem),)
     tilings = warpgroup_tilings(problem.head_dim, problem.head_dim_v)
     if _per_score(problem) or block_size is not None:
         tiling = next(each for each in tilings if each.consumers == 2)
-        small = block_size is not None and block_size[1] < _WHOLE_TILE
+        small = block_size is not None and block_size[1] < _LONG_TILE
         if problem.bias is not None and block_size is None:
             tiling = replace(tiling, tile_n=tiling.biased_tile_n or tiling.tile_n)
         elif small or problem.head_dim_v > _WIDE:
@@ -312,27 +326,27 @@ def _float8_tiling(problem: AttentionProblem) -> Float8Tiling:
     widths = (problem.head_dim, problem.head_dim_v)
     tables = PRECISE_TILINGS if problem.precise else FLOAT8_TILINGS
     if _per_score(problem):
-        kind = "crowded"
+        kind = "register_limited"
     else:
         short = entry_for(tables["short"], *widths)
         if short is not None:
             readers = ceil_div(problem.seq_len_q, short.tile_m) * problem.group
             if readers <= _FEW_READERS:
                 return short
-        busy = "busy" in tables and (problem.varlen or problem.window is not None)
-        kind = "busy" if busy else "plain"
+        narrower = "window_or_varlen" in tables and (problem.varlen or problem.window is not None)
+        kind = "window_or_varlen" if narrower else "plain"
     tiling = entry_for(tables[kind], *widths)
-    assert tiling is not None, "covers() asks for widths of at most 256"
+    assert tiling is not None, "covers() admits head_dims of at most 256"
     return tiling
 
 
 def _per_score(problem: AttentionProblem) -> bool:
-    """Whether an option changes or hides single scores."""
+    """Whether an option changes or masks single scores."""
     return problem.mask or problem.bias is not None or problem.alibi or problem.softcap
 
 
 def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
-    """The variants for problems of this width, whichever tiling their lengths ask for."""
+    """The variants for these head_dims, with every tiling that lengths may select."""
     config = plan_flash_attention_sm90(problem, device)
     configs = [replace(config, tiling=tiling) for tiling in tilings_of(problem)]
     others = [each.plan_spec() for each in configs] + [each.values_spec() for each in configs]
@@ -340,9 +354,9 @@ def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
 
 
 def float8_specs(device: Device) -> list[KernelSpec]:
-    """The variants of float8 inputs: every width with and without a mask, long sequences and short
-    ones, precise and not; a padded head, unlike widths, a float16 out, and the options in some
-    company."""
+    """A representative set of FP8 variants: every width with and without a causal mask, long and
+    short sequences, precise or not; a padded head, unequal head_dims, a float16 out, and each
+    option in some combination."""
     many = AttentionProblem(4, 4096, 4096, 8, 8, 128, FLOAT8, True, out_dtype="bfloat16")
     if not covers(many, device):
         return []
@@ -366,27 +380,27 @@ def float8_specs(device: Device) -> list[KernelSpec]:
 
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
-    """How one backward call of this class runs."""
+    """The configuration of a backward call."""
 
     @property
     def counted(self) -> bool:
-        """Always: the counter of the call deals the works."""
+        """Always: the counter of the call also schedules the work items."""
         return True
 
     @property
-    def _sum_defines(self) -> Defines:
-        return ("COUNTED", True), ("TRANSPOSED", self.width > PART)
+    def _accumulator_defines(self) -> Defines:
+        return ("COUNTED", True), ("TRANSPOSED", self.width > BOX_COLUMNS)
 
     def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
-        """Of tiles that are wider than heads the rest is left out."""
-        heads = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
-        columns = {name: ceil_div(n, _COLUMNS) * _COLUMNS for name, n in heads.items()}
+        """The variant that skips the padding columns of tiles that are wider than the heads."""
+        head_dims = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
+        columns = {name: ceil_div(n, _COLUMNS) * _COLUMNS for name, n in head_dims.items()}
         fewer = tuple((name, n) for name, n in columns.items() if n < self.width)
         shared = tiling.shared_bytes(*columns.values())
         return replace(spec, defines=(*spec.defines, *fewer), shared_bytes=shared)
 
     def keys_spec(self) -> KernelSpec:
-        """dK and dV; with sums_queries, the sum of dQ as well."""
+        """dK and dV; with accumulates_grad_q also the dQ accumulators."""
         return self._narrowed(super().keys_spec(), self.keys)
 
     def queries_spec(self) -> KernelSpec:
@@ -394,30 +408,30 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         return self._narrowed(super().queries_spec(), self.queries)
 
     def sequences_spec(self) -> KernelSpec | None:
-        """The kernel that sorts sequences of different lengths for the one that takes keys."""
+        """The kernel that schedules variable-length sequences for the dK/dV kernel."""
         return sequences_spec(self.keys.tile_n) if self.problem.varlen else None
 
     def query_sequences_spec(self) -> KernelSpec | None:
-        """The same for the one that takes queries."""
+        """The same for the dQ kernel."""
         return sequences_spec(self.queries.tile_m) if self.problem.varlen else None
 
     def specs(self) -> tuple[KernelSpec, ...]:
-        """All variants that this configuration launches, in order."""
+        """All kernel variants of this configuration, in launch order."""
         plans = [self.sequences_spec()]
-        if not self.sums_queries:
+        if not self.accumulates_grad_q:
             plans.append(self.query_sequences_spec())
         return (*(plan for plan in plans if plan is not None), *super().specs())
 
     @property
-    def sums_queries(self) -> bool:
-        """Of narrow heads; where asked for, blocks take turns to add (backward_sums.cuh)."""
+    def accumulates_grad_q(self) -> bool:
+        """For heads of up to 128 columns; if deterministic, blocks add in a fixed order."""
         assert isinstance(self.keys, WarpgroupKeyTiling)
-        return self.keys.sums_queries
+        return self.keys.accumulates_grad_q
 
     def most_key_blocks(self, total_kv: int) -> int:
-        """Blocks that take keys; of sequences of different lengths, as many as there can be.
+        """Work items of the dK/dV kernel; an upper bound for variable-length sequences.
 
-        total_kv: rows of k where sequences lie one behind the other.
+        total_kv: rows of k for packed sequences.
         """
         problem = self.problem
         if not problem.varlen:
@@ -426,9 +440,9 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         return problem.num_heads_kv * self.splits * tiles
 
     def most_query_blocks(self, total_q: int) -> int:
-        """Blocks that take queries, of the kernel that computes dQ alone; as most_key_blocks.
+        """Work items of the dQ kernel, as most_key_blocks.
 
-        total_q: rows of q where sequences lie one behind the other.
+        total_q: rows of q for packed sequences.
         """
         problem = self.problem
         if not problem.varlen:
@@ -440,7 +454,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 def plan_flash_attention_backward_sm90(
     problem: AttentionProblem, deterministic: bool, device: Device
 ) -> WarpgroupBackwardConfig:
-    """The configuration of a problem that the class covers."""
+    """The backward's configuration of a problem that the class covers."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
     tiling = WARPGROUP_KEY_TILINGS[width]
@@ -449,20 +463,22 @@ def plan_flash_attention_backward_sm90(
         tiling = LONG_KEY_TILING
     if problem.softcap:
         tiling = tiling.softcapped()
-    tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
+    tiling = replace(tiling, ordered=deterministic and tiling.accumulates_grad_q)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     enough = _WAVES * device.num_sms
     splits = choose_splits(problem.group, heads * tiles, enough, problem.teacher_group)
-    section = 1
+    raster_group = 1
     if problem.varlen:
-        heads = problem.num_heads_kv  # a section is of one sequence
+        heads = problem.num_heads_kv  # a rasterisation group stays within a sequence
     if problem.bounded:
-        # What the blocks of a key head read again and again: Q, dO and, if any, the sum of dQ.
-        sum_bytes = problem.head_dim * FLOAT_BYTES * tiling.sums_queries
+        # What every block of a KV head accesses: Q, dO and, if any, the dQ accumulators.
+        sum_bytes = problem.head_dim * FLOAT_BYTES * tiling.accumulates_grad_q
         row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + sum_bytes
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
-        section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)
+        raster_group = choose_raster_group(
+            heads * splits, tiles, head_bytes, device.num_sms, device
+        )
     general = plan_flash_attention_backward(problem, False, device)
     return WarpgroupBackwardConfig(
         kernel_class="sm90",
@@ -473,6 +489,6 @@ def plan_flash_attention_backward_sm90(
         keys=tiling,
         queries=WARPGROUP_QUERY_TILINGS.get(width, general.queries),
         splits=splits,
-        key_section=section,
-        query_section=1,
+        key_raster_group=raster_group,
+        query_raster_group=1,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cukit.attention._flash_plan import kernel_class
-from cukit.attention._flash_tilings import KEY_WIDTHS, PART
+from cukit.attention._flash_tilings import BOX_COLUMNS, KEY_WIDTHS
 from cukit.attention._problem import (
     AttentionProblem,
     Defines,
@@ -58,7 +58,7 @@ class IndexerTiling:
     def sweep_bytes(self, width: int) -> int:
         """Two stages of queries and of keys."""
         if self.wgmma:
-            width = ceil_div(width, PART) * PART
+            width = ceil_div(width, BOX_COLUMNS) * BOX_COLUMNS
         return 2 * _ITEM_BYTES * width * (self.tile_m + self.tile_n)
 
     def query_bytes(self, width: int) -> int:

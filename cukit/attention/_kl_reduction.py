@@ -19,17 +19,17 @@ _MOST_BLOCKS = 1024
 
 
 def total_blocks(rows: int) -> int:
-    """Blocks that sum `rows` rows of a loss."""
+    """Grid size of the kernel that sums `rows` rows of a loss."""
     return min(_MOST_BLOCKS, max(1, ceil_div(rows, _ROWS_PER_BLOCK)))
 
 
 def sum_spec() -> KernelSpec:
-    """The kernel that sums shares of the rows."""
+    """The kernel that computes partial sums of the rows."""
     return _total_spec("attention_kl_sum", False)
 
 
 def total_spec(weighed: bool) -> KernelSpec:
-    """The kernel that adds those sums up. weighed: and divides by the sum of the weights."""
+    """The kernel that adds the partial sums. weighed: and divides by the sum of the weights."""
     return _total_spec("attention_kl_total", weighed)
 
 
@@ -39,8 +39,8 @@ def _total_spec(entry: str, weighed: bool) -> KernelSpec:
 
 
 class Divisor(NamedTuple):
-    """What the sum of the rows is multiplied by: a number, and on the device the inverse of
-    `normalizer` or, if `weighed`, of the sum of the weights."""
+    """The factor of the sum of the rows: a number on the host, divided on the device by
+    `normalizer` or, if `weighed`, by the sum of the weights."""
 
     factor: float
     normalizer: Array | None
@@ -48,14 +48,14 @@ class Divisor(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether the number is all of it."""
+        """Whether nothing is divided on the device."""
         return self.normalizer is None and not self.weighed
 
 
 def divisor_of(
     shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
 ) -> Divisor:
-    """shape: of the rows, [batch, heads, seq] or [heads, total]."""
+    """The divisor of a reduction. shape: of the rows, [batch, heads, seq] or [heads, total]."""
     factor = options.loss_factor
     if options.reduction != "mean":
         return Divisor(factor, None, False)
@@ -77,8 +77,8 @@ def totals(
     divisor: Divisor,
     grad: Array | None = None,
 ) -> Array:
-    """float32 [2] on the GPU: the sum of the weighted rows, times the divisor; and the gradient of
-    a row of weight 1, `grad` (0-d, or None for 1) times the divisor."""
+    """float32 [2] on the GPU: the sum of the weighted rows times `divisor`, and the gradient of a
+    row of weight 1, which is `grad` (0-d; None: 1) times `divisor`."""
     count, heads = math.prod(shape), shape[-2]
     blocks = total_blocks(count)
     partials = empty(like, (2, blocks), np.float32)
@@ -98,6 +98,7 @@ def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
 
 
 def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
+    """The loss from the rows of the divergence, on the GPU; of "none" the rows, in place."""
     weights = arrays.row_weights
     if options.reduction != "none":
         divisor = divisor_of(rows.shape, options, weights, normalizer)

@@ -14,7 +14,7 @@ from cukit.attention._arguments import (
     score_settings,
     strides_of,
 )
-from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, PlannedWork, encoder
+from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, Prologue, encoder
 from cukit.attention._flash_tilings import WARPGROUP_ROWS
 from cukit.attention._paged_arguments import PagedArrays, PagedScratch
 from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
@@ -96,7 +96,7 @@ class PreparedPrefill:
         box = 1, config.page_rows, 1, config.box_columns(config.width)
         encoders = (queries, *(encoder(box) if self._boxes else queries for _ in range(2)))
         self._launch = MappedLaunch(
-            launch, encoders, PlannedWork(plan, config.plan_size()), None, None
+            launch, encoders, Prologue(plan, config.plan_size()), None, None
         )
 
     def __call__(

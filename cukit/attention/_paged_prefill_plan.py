@@ -38,10 +38,10 @@ class PagedForwardConfig(WarpgroupForwardConfig):
         """Thread blocks for `rows` queries of all requests together: a counter deals the tiles."""
         problem = self.problem
         tiles = rows // self.tiling.tile_m + problem.batch
-        return min(problem.num_heads_q * tiles, self.slots)
+        return min(problem.num_heads_q * tiles, self.num_sms)
 
     @property
-    def turns(self) -> bool:
+    def ping_pong(self) -> bool:
         """Whether the consumers multiply in turns."""
         return False
 
@@ -111,14 +111,14 @@ def prefill_specs(device: Device) -> list[KernelSpec]:
     many = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
     if not covers(many, device):
         return []
-    crowded = replace(many, window=(256, None), sinks=True, varlen=True)
+    register_limited = replace(many, window=(256, None), sinks=True, varlen=True)
     problems = [
         *((replace(many, head_dim=width), 16) for width in (64, 96, 128, 192, 256)),
         *((replace(many, head_dim=width), 7) for width in (64, 128, 256)),
         (replace(many, head_dim=192, value_dim=128), 64),
         (replace(many, causal=False), 64),
         (replace(many, head_dim=80, softcap=True), 8),
-        *((crowded, block_size) for block_size in (1, 16)),
+        *((register_limited, block_size) for block_size in (1, 16)),
     ]
     configs = [plan_paged_prefill(problem, size, True, device) for problem, size in problems]
     specs = [each.spec() for each in configs] + [each.plan_spec() for each in configs]

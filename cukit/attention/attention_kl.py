@@ -19,11 +19,11 @@ from cukit.attention._arguments import (
     score_shape,
     strides_of,
 )
-from cukit.attention._flash_launch_sm90 import PlannedWork, encoder, launches_of
+from cukit.attention._flash_launch_sm90 import Prologue, encoder, launches_of
 from cukit.attention._flash_plan_sm90 import covers, sequences_plan_size
-from cukit.attention._flash_tilings import PART, WARPGROUP_ROWS
+from cukit.attention._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS
 from cukit.attention._kl_plan import (
-    Knowledge,
+    KnownLse,
     WarpgroupKlConfig,
     plan_attention_kl,
     plan_attention_kl_sm90,
@@ -192,10 +192,10 @@ def divergence_rows(
     shape = lse_shape(q_s)
     inputs = (q_s, k_s, q_t, k_t)
     ends = (arrays.cu_seqlens_q, arrays.cu_seqlens_kv)
-    known = Knowledge(lse_t is not None, lse_s is not None)
+    known = KnownLse(lse_t is not None, lse_s is not None)
     sweeps = [(known, not precise)]
     if precise:
-        ready = Knowledge(True, True, True)
+        ready = KnownLse(True, True, True)
         sweeps = (
             [(ready, True)] if known.teacher and known.student else [(known, False), (ready, True)]
         )
@@ -223,7 +223,7 @@ def _prepare_sweep(
     q_t: Array,
     k_t: Array,
     options: KlOptions,
-    known: Knowledge,
+    known: KnownLse,
     *given: Array | None,
 ) -> Launch | MappedSweep:
     arrays = RowArrays(*given)
@@ -260,7 +260,7 @@ def _prepare_sweep(
         rows_per_head=0,
         head_dim=problem.head_dim,
         value_dim=problem.head_dim_v,
-        section=config.section,
+        section=config.raster_group,
         scale=scale,
         scale_log2=scale_log2,
         **teacher_settings(options, problem),
@@ -280,14 +280,14 @@ class MappedSweep:
         problem = config.problem
         blocks = config.num_blocks(problem.seq_len_q)
         self._launch = Launch(load_kernel(config.spec()), (blocks,), (parameters,))
-        boxes = ((1, rows, 1, PART) for rows in (WARPGROUP_ROWS, config.tiling.tile_n) * 2)
+        boxes = ((1, rows, 1, BOX_COLUMNS) for rows in (WARPGROUP_ROWS, config.tiling.tile_n) * 2)
         self._maps = tuple(TensorMapCache(encoder(box)) for box in boxes)
-        self._plan: PlannedWork | None = None
+        self._plan: Prologue | None = None
         sort = launches_of(config.plan_spec())
         if sort is not None:
             facts = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
             launch = sort((1,), tuple(map(np.int32, facts)))
-            self._plan = PlannedWork(launch, sequences_plan_size(problem.batch))
+            self._plan = Prologue(launch, sequences_plan_size(problem.batch))
 
     def __call__(self, q_s: Array, k_s: Array, q_t: Array, k_t: Array, *rows: Any) -> None:
         """Launches on the current stream. rows: KlRowArrays, then both cu_seqlens."""
@@ -299,10 +299,10 @@ class MappedSweep:
 
 def _sweep_specs(device: Device) -> list[KernelSpec]:
     def specs(problem: AttentionProblem) -> list[KernelSpec]:
-        everything = Knowledge(True, True)
-        chosen = [Knowledge(), everything]
+        everything = KnownLse(True, True)
+        chosen = [KnownLse(), everything]
         if problem.head_dim == 128 and not problem.causal:
-            chosen += [Knowledge(True, False), Knowledge(False, True), Knowledge(True, True, True)]
+            chosen += [KnownLse(True, False), KnownLse(False, True), KnownLse(True, True, True)]
         found = [plan_attention_kl(problem, known, device).spec() for known in chosen]
         if covers(problem, device):
             for known in chosen:

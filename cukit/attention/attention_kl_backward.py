@@ -293,11 +293,11 @@ def _prepare_backward(
             heads=problem.num_heads_kv * config.splits,
             group=problem.group // config.splits,
             splits=config.splits,
-            section=config.key_section,
+            section=config.key_raster_group,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
-    if config.sums_queries:
+    if config.accumulates_grad_q:
         summed = structs["QuerySumParameters"].pack(
             **rows_of, head_dim=problem.head_dim, scale=scale * factor
         )
@@ -309,7 +309,7 @@ def _prepare_backward(
             **common,
             heads_q=problem.num_heads_q,
             group=problem.group,
-            section=config.query_section,
+            section=config.query_raster_group,
         )
         spec = config.queries_spec()
         queries = Launch(load_kernel(spec), (config.query_blocks,), (parameters,))
@@ -317,7 +317,7 @@ def _prepare_backward(
     if config.splits > 1:
         sums = sum_launch(Launches(load_kernel(config.sum_spec())), config, k_s)
     return _Steps(
-        prepare, keys, sums, queries, config.sums_queries, rows,
+        prepare, keys, sums, queries, config.accumulates_grad_q, rows,
         config.counters(total_q), config.width, config.splits,
     )  # fmt: skip
 

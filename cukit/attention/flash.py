@@ -219,7 +219,7 @@ def _prepare_forward(
         seq_kv=seq_len_kv,
         head_dim=config.problem.head_dim,
         value_dim=config.problem.head_dim_v,
-        section=config.section,
+        section=config.raster_group,
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, arrays, shape),
     )

@@ -266,19 +266,19 @@ def _prepare_backward(
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
-            section=config.key_section,
+            section=config.key_raster_group,
             **NO_TEACHER,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = kernels.keys((config.key_blocks,), (parameters,))
-        if not config.sums_queries:
+        if not config.accumulates_grad_q:
             assert kernels.queries is not None
             parameters = structs["QueryGradientParameters"].pack(
                 **strides,
                 **common,
                 heads_q=problem.num_heads_q,
                 group=problem.group,
-                section=config.query_section,
+                section=config.query_raster_group,
                 **NO_TEACHER,
             )
             queries = kernels.queries((config.query_blocks,), (parameters,))
@@ -298,7 +298,7 @@ def _prepare_backward(
         sinks = kernels.sinks((problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
-        *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
+        *(config.accumulates_grad_q, rows, config.counters(total_q), config.width, splits),
     )
 
 
@@ -326,11 +326,11 @@ def _planned_backward(
     if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
         config = plan_flash_attention_backward_sm90(problem, deterministic, device)
         keys = MappedKernels(config)
-        queries = config.finish_spec() if config.sums_queries else None
+        queries = config.finish_spec() if config.accumulates_grad_q else None
     else:
         config = plan_flash_attention_backward(problem, deterministic, device)
         keys = Launches(load_kernel(config.keys_spec()))
-        queries = config.finish_spec() if config.sums_queries else config.queries_spec()
+        queries = config.finish_spec() if config.accumulates_grad_q else config.queries_spec()
     return _BackwardKernels(
         config,
         Launches(load_kernel(config.prepare_spec())),

@@ -311,7 +311,7 @@ def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, he
 
     def small(problem, device, block_size):
         config = plan.plan_flash_attention_sm90(problem, device, block_size)
-        return replace(config, tiling=replace(config.tiling, tile_n=32, kept_tiles=1))
+        return replace(config, tiling=replace(config.tiling, tile_n=32, promotion_interval=1))
 
     monkeypatch.setattr(_flash_launch_sm90, "plan_flash_attention_sm90", small)
     arrays = random_heads(rng, (41, 131), (1, 1), head_dim)

@@ -168,12 +168,12 @@ def test_what_the_class_covers():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_plan_says_whether_it_is_deterministic(deterministic):
     config = plan_flash_attention_backward_sm90(PROBLEM, deterministic, H200)
-    assert config.deterministic == config.keys.in_turn == deterministic
-    assert config.sums_queries
+    assert config.deterministic == config.keys.ordered == deterministic
+    assert config.accumulates_grad_q
     wide = plan_flash_attention_backward_sm90(replace(PROBLEM, head_dim=192), deterministic, H200)
     assert wide.deterministic == deterministic
-    assert not wide.keys.in_turn
-    assert not wide.sums_queries
+    assert not wide.keys.ordered
+    assert not wide.accumulates_grad_q
 
 
 def test_long_calls_get_longer_tiles_of_queries():

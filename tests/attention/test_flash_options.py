@@ -192,7 +192,7 @@ def test_errors_name_the_option(place, rng):
         with pytest.raises(error, match=match):
             flash_attention(*(inputs or (q, k, v)), **options)
 
-    refuse(ConfigError, "dropout is out of scope, got dropout=0.1", dropout=0.1)
+    refuse(ConfigError, "attention dropout is not supported, got dropout=0.1", dropout=0.1)
     refuse(ConfigError, "softcap must be positive", softcap=0.0)
     refuse(ConfigError, r"window_size must be .* at least 0, got \(-1, 3\)", window_size=(-1, 3))
     refuse(ConfigError, "window_size must be a pair of integers", window_size=(1.5, 3))
@@ -221,13 +221,15 @@ def test_errors_name_the_option(place, rng):
             (bad,) = to_device(place, np.array(wrong, np.int32))
             refuse(
                 ConfigError,
-                "cu_seqlens_q must rise from 0 to 8",
+                "cu_seqlens_q must be non-decreasing from 0 to 8",
                 *flat,
                 **both | {"cu_seqlens_q": bad},
             )
         refuse(ConfigError, "more than max_seqlen_kv=7", *flat, **both | {"max_seqlen_kv": 7})
     out, lse = flash_attention(q, k, v, return_lse=True)
-    with pytest.raises(ConfigError, match="flash_attention_backward: dropout is out of scope"):
+    with pytest.raises(
+        ConfigError, match="flash_attention_backward: attention dropout is not supported"
+    ):
         flash_attention_backward(out, q, k, v, out, lse, dropout=0.5)
     with pytest.raises(ArrayShapeError, match="flash_attention_backward: sinks must have shape"):
         flash_attention_backward(out, q, k, v, out, lse, sinks=three)
@@ -237,7 +239,9 @@ def test_a_bias_of_bytes_is_refused(rng):
     q = random(rng, (1, 4, 1, 8), "float32")
     packed = np.zeros(4 * 6, np.uint8)[1:21].view(np.float32)
     uneven = np.lib.stride_tricks.as_strided(packed, (4,), (5,))
-    with pytest.raises(ArrayLayoutError, match="strides of bias must be whole elements"):
+    with pytest.raises(
+        ArrayLayoutError, match="strides of bias must be multiples of its element size"
+    ):
         flash_attention(q, q, q, bias=uneven)
 
 

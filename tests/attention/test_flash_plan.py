@@ -10,7 +10,7 @@ import pytest
 
 from cukit.attention._arguments import fits_tensor_maps
 from cukit.attention._flash_plan import (
-    choose_section,
+    choose_raster_group,
     kernel_class,
     plan_flash_attention,
     plan_flash_attention_backward,
@@ -200,21 +200,21 @@ def test_groups_are_split_only_to_fill_the_gpu():
     assert many.sum_spec() not in many.specs()
 
 
-def test_sections():
-    """As many heads as half of L2 holds; more where their tiles are too few to fill the GPU."""
+def test_raster_groups():
+    """As many heads as fit in half of L2; more where their tiles are too few to fill the GPU."""
     half = H200.l2_bytes // 2
-    assert choose_section(64, 8, half // 16, 264, H200) == 16
-    assert choose_section(64, 8, half // 15, 264, H200) == 16, "sections of one size"
-    assert choose_section(16, 128, half, 264, H200) == 16, "four waves are nine heads: all of two"
-    assert choose_section(64, 32, half, 264, H200) == 16, "sixteen blocks share what a head reads"
-    assert choose_section(53, 8, half // 15, 264, H200) == 18, "a prime: nearly one size"
-    assert choose_section(3, 8, half // 16, 264, H200) == 3
-    assert choose_section(0, 0, 0, 264, H200) == 1
-    assert plan_flash_attention(replace(PROBLEM, causal=False), H200).section == 1
-    assert plan_flash_attention(PROBLEM, H200).section > 1
+    assert choose_raster_group(64, 8, half // 16, 264, H200) == 16
+    assert choose_raster_group(64, 8, half // 15, 264, H200) == 16, "groups of equal size"
+    assert choose_raster_group(16, 128, half, 264, H200) == 16, "nine heads make four waves"
+    assert choose_raster_group(64, 32, half, 264, H200) == 16, "16 blocks share a head's reads"
+    assert choose_raster_group(53, 8, half // 15, 264, H200) == 18, "a prime: nearly equal groups"
+    assert choose_raster_group(3, 8, half // 16, 264, H200) == 3
+    assert choose_raster_group(0, 0, 0, 264, H200) == 1
+    assert plan_flash_attention(replace(PROBLEM, causal=False), H200).raster_group == 1
+    assert plan_flash_attention(PROBLEM, H200).raster_group > 1
 
 
-def test_what_the_copy_engine_can_walk():
+def test_what_fits_tensor_maps():
     dense = np.zeros((2, 8, 4, 64), np.float16)
     assert fits_tensor_maps(dense, dense.swapaxes(1, 2), dense[:, :, 1:3])
     assert not fits_tensor_maps(dense, dense[:, ::-1])
