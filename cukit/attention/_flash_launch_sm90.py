@@ -1,4 +1,4 @@
-"""Launches of attention kernels that read through the copy engine."""
+"""Launches of the sm90 attention kernels, forward and backward, which read their inputs by TMA."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ NO_FLOAT8 = parameter_structs(PARAMETERS)["Float8Settings"].pack(
     **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), 0),
     value_tiles=0,
 )
-_OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the plan and the block mask
+_OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the schedule and the block mask
 
 
 def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array], Any]:
-    """From an array [batch, seq, heads, head_dim], or [seq, heads, head_dim], to its tensor map for
-    boxes of one shape.
+    """A function that encodes the tensor map of an array for boxes of one shape.
 
-    longest: of sequences one behind the other, if nothing of the next one is to be seen behind the
-    last row of each (encode_sequence_map).
+    The array is [batch, seq, heads, head_dim] or [seq, heads, head_dim]. longest: the maximum
+    length of packed sequences whose tiles must read zeros, not the next sequence, behind their last
+    row (encode_sequence_map).
     """
     if longest is None:
         return partial(_encode_rows, box=box)
@@ -56,13 +56,12 @@ def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array
 
 
 def _encode_rows(array: Array, box: tuple[int, ...]) -> Any:
-    # Sequences one behind the other are those of a single batch.
+    # Packed sequences are rows of a single batch.
     return encode_tensor_map(array, box, swizzle_bytes=box[-1] * array.itemsize, batches=True)
 
 
 class Prologue:
-    """The launch that fills a new array for the next one: with what its blocks work on, or with
-    values that they multiply."""
+    """A launch that computes an array for the main launch: its schedule, or prepared FP8 values."""
 
     __slots__ = ("_dtype", "_launch", "_size")
 
@@ -72,14 +71,14 @@ class Prologue:
         self._dtype = dtype
 
     def __call__(self, like: Array, *arrays: Any) -> Array:
-        """The new array, made of `arrays`."""
-        filled = empty(like, (self._size,), self._dtype)
-        self._launch(*arrays, filled)
-        return filled
+        """Launches on the current stream and returns the new array."""
+        result = empty(like, (self._size,), self._dtype)
+        self._launch(*arrays, result)
+        return result
 
 
 class MappedLaunch:
-    """A launch of `flash_attention_sm90`, for arrays of one description."""
+    """A launch of `flash_attention_sm90`, for arrays of the same shapes, strides and dtypes."""
 
     __slots__ = ("_k", "_launch", "_nothing", "_plan", "_q", "_v", "_values")
 
@@ -91,8 +90,8 @@ class MappedLaunch:
         values: Prologue | None,
         nothing: tuple[Any, ...] | None,
     ) -> None:
-        """encoders: of q, k and v; nothing: what stands for all optional arrays where there are
-        none and no plan."""
+        """encoders: of q, k and v. nothing: the null pointers of all optional arrays, if the call
+        uses none and needs no schedule."""
         self._launch = launch
         self._plan = plan
         self._values = values
@@ -111,8 +110,11 @@ class MappedLaunch:
         descales: tuple[Array | None, ...] | None = None,
         pages: tuple[Array, ...] = (),
     ) -> None:
-        """Launches on the current stream. options: ScoreArrays; descales: of float8 inputs; pages:
-        the block table of a paged cache, and the caches where the kernel takes them."""
+        """Launches on the current stream.
+
+        options: ScoreArrays. descales: of FP8 inputs. pages: the block table of a paged cache, and
+        the caches themselves where the kernel reads them without TMA.
+        """
         pointers = self._nothing
         if pointers is None:
             plan: Any = NULL
@@ -128,7 +130,7 @@ class MappedLaunch:
 
 
 class MappedForward:
-    """Hopper's forward of a problem, into which a call fills its lengths, strides and options."""
+    """The loaded sm90 kernels of a problem; a call supplies its lengths, strides and options."""
 
     def __init__(self, config: WarpgroupForwardConfig) -> None:
         self._config = config
@@ -157,9 +159,9 @@ class MappedForward:
         mask_heads: int = 1,
         descales: tuple[Array | None, ...] | None = None,
     ) -> MappedLaunch:
-        """The launch for these arrays, which are checked.
+        """The launch for arrays like these, already checked.
 
-        mask_heads: of a block mask. descales: of float8 inputs, each float32 [], [heads_kv],
+        mask_heads: heads of a block mask. descales: of FP8 inputs, each float32 [], [heads_kv],
         [batch, heads_kv] or None.
         """
         config = self._config
@@ -186,10 +188,10 @@ class MappedForward:
         plan = values = None
         if self._plan_launches is not None:
             size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)
-            facts = (mask_heads, seq_len_q, seq_len_kv, blocks)
+            extents = (mask_heads, seq_len_q, seq_len_kv, blocks)
             if problem.varlen:
-                facts = (batch, heads_q, seq_len_kv, blocks)
-            scalars = (*map(np.int32, facts), *(() if problem.varlen else (settings,)))
+                extents = (batch, heads_q, seq_len_kv, blocks)
+            scalars = (*map(np.int32, extents), *(() if problem.varlen else (settings,)))
             grid = (config.plan_blocks(seq_len_q, mask_heads),)
             plan = Prologue(self._plan_launches(grid, scalars), size)
         if self._values_launches is not None:
@@ -209,7 +211,7 @@ class MappedForward:
 def mapped_forward(
     problem: AttentionProblem, block_size: BlockSize | None = None
 ) -> MappedForward | None:
-    """Hopper's forward of a problem, loaded once; None where class sm90 does not cover it."""
+    """The loaded sm90 forward of a problem, cached; None where class sm90 does not cover it."""
     device = current_device()
     if not covers(problem, device):
         return None
@@ -217,13 +219,13 @@ def mapped_forward(
 
 
 def launches_of(spec: KernelSpec | None) -> Launches | None:
-    """Launches of a kernel, loaded; None of none."""
+    """The launches of a loaded kernel; None for None."""
     return None if spec is None else Launches(load_kernel(spec))
 
 
 def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tuple[int, ...]:
-    """Strides of the factors of q, k and v over batches and heads, in elements, 0 where one serves
-    all; then tiles of prepared values of a key head."""
+    """Batch and head strides of the descales of q, k and v, in elements (0 where shared), and the
+    tiles of prepared V per KV head."""
     strides: tuple[int, ...] = ()
     for factors in descales:
         steps = () if factors is None else factors.strides
@@ -238,24 +240,23 @@ class InputMaps:
     __slots__ = ("_grad_out", "_k", "_q", "_v")
 
     def __init__(self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]) -> None:
-        """`rows`: queries and keys that are read at once; `longest`: of sequences of different
-        lengths."""
+        """rows: queries and keys per box. longest: maximum lengths of packed sequences."""
         query_box, key_box = ((1, each, 1, BOX_COLUMNS) for each in rows)
-        of_queries, of_keys = encoder(query_box, longest[0]), encoder(key_box, longest[1])
-        self._q, self._grad_out = TensorMapCache(of_queries), TensorMapCache(of_queries)
-        self._k, self._v = TensorMapCache(of_keys), TensorMapCache(of_keys)
+        query_encoder, key_encoder = encoder(query_box, longest[0]), encoder(key_box, longest[1])
+        self._q, self._grad_out = TensorMapCache(query_encoder), TensorMapCache(query_encoder)
+        self._k, self._v = TensorMapCache(key_encoder), TensorMapCache(key_encoder)
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array) -> tuple[Any, ...]:
         return self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)
 
 
 class _MappedGradients:
-    """A launch for arrays of one description."""
+    """A backward launch, for arrays of the same shapes, strides and dtypes."""
 
     __slots__ = ("_launch", "_maps", "_plan")
 
     def __init__(self, launch: Launch, maps: InputMaps, plan: Prologue | None) -> None:
-        """`plan`: of sequences of different lengths."""
+        """plan: the schedule of variable-length sequences."""
         self._launch = launch
         self._maps = maps
         self._plan = plan
@@ -269,11 +270,11 @@ class MappedKeys(_MappedGradients):
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
         lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
-        # With a teacher, a factor of the gradients follows.
+        # With a teacher, an upstream gradient follows.
         alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *upstream = options
         plan: Any = NULL
         if self._plan is not None:
-            # Made for queries: here the keys are what tiles are made of.
+            # Swapped: the schedule is one of query tiles, and here the tiles hold keys.
             plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
         self._launch(
             *self._maps(q, k, v, grad_out),
@@ -300,8 +301,7 @@ class MappedQueries(_MappedGradients):
 
 
 class MappedKernels:
-    """The kernels of a backward of this class, loaded once for calls that differ in their lengths
-    alone."""
+    """The loaded sm90 backward kernels, shared by calls that differ only in lengths."""
 
     def __init__(self, config: WarpgroupBackwardConfig) -> None:
         self._keys = Launches(load_kernel(config.keys_spec()))
@@ -323,18 +323,18 @@ class MappedKernels:
         teacher: Mapping[str, float] | None = None,
         factor: float = 1.0,
     ) -> tuple[MappedKeys, MappedQueries | None]:
-        """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
+        """The dK/dV launch, and the dQ launch unless the former accumulates dQ.
 
-        config: of the lengths of the call; settings: score_settings; rows: heads of the scratch
-        arrays, and rows that each has; num_sms: of the device, each of which gets a block; teacher:
-        what kernels of two models take of the second; factor: of the gradients.
+        config: for the lengths of the call. settings: score_settings. rows: heads of the scratch
+        arrays, and rows per head. num_sms: persistent blocks. teacher: the second model's
+        parameters, for the attention KL. factor: of the gradients.
         """
         problem, splits = config.problem, config.splits
         lengths = problem.seq_len_q, problem.seq_len_kv
         heads = problem.num_heads_kv * splits
         longest: tuple[int, int] | tuple[None, None] = None, None
         if problem.varlen:
-            # No sequence has more rows than there are.
+            # No sequence is longer than all of them together.
             longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
         maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
         scale, scale_log2 = scales_of(q, options)
@@ -380,5 +380,5 @@ def _schedule_prologue(
 ) -> Prologue | None:
     if launches is None:
         return None
-    facts = tuple(map(np.int32, (batch, heads, longest, blocks)))
-    return Prologue(launches((1,), facts), sequences_plan_size(batch))
+    scalars = tuple(map(np.int32, (batch, heads, longest, blocks)))
+    return Prologue(launches((1,), scalars), sequences_plan_size(batch))

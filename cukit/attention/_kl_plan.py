@@ -161,9 +161,7 @@ def plan_attention_kl_sm90(
     problem: AttentionProblem, known: KnownLse, device: Device
 ) -> WarpgroupKlConfig:
     """The configuration of a sweep that class sm90 covers (_flash_plan_sm90.covers)."""
-    columns = sum(
-        ceil_div(each, BOX_COLUMNS) * BOX_COLUMNS for each in (problem.head_dim, problem.head_dim_v)
-    )
+    columns = _padded_columns(problem.head_dim, problem.head_dim_v)
     tiling = next(each for most, each in KL_TILINGS.items() if columns <= most)
     return WarpgroupKlConfig(problem, tiling, device.num_sms, known)
 

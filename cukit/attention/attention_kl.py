@@ -1,4 +1,4 @@
-"""Divergence between the attention distributions of a teacher and a student."""
+"""KL divergence between the attention distributions of a teacher and a student."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def attention_kl(
     precise: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL of a teacher's attention distribution from a student's, without writing either:
+    """KL(teacher || student) of attention distributions, without materialising either of them:
 
         P = softmax(scale_t q_t k_t^T / T),  Q = softmax(scale_s q_s k_s^T / T)
         KL(b, h, i) = sum_j P_ij (ln P_ij - ln Q_ij)
 
-    Masks hide the same keys from both models. A query that sees no key has a divergence of 0.
-    Memory is O(seq_len): scores are made and used tile by tile.
+    Both models have the same mask. A fully masked query has a divergence of 0. Memory is
+    O(seq_len): scores are computed and reduced tile by tile.
 
     Args:
         q_t: the teacher's queries, float16|bfloat16 [batch, seq_len_q, num_heads_t, head_dim_t];
@@ -96,31 +96,33 @@ def attention_kl(
         causal, window_size: as in flash_attention.
         temperature: T, above 0.
         scale_by_temperature_squared: multiply the loss by T^2.
-        scale_t, scale_s: factors of the scores; 1 / sqrt(head_dim) where omitted.
-        head_map: for each of the student's heads the teacher's that it learns from; where omitted,
-            head `h * num_heads_t // num_heads_s`. Heads at equal distances are read where they are,
-            other maps copy the teacher's arrays.
-        row_weights: float32 [batch, seq_len_q], at least 0, factors of the queries' divergences; 0
-            leaves a query out, whatever it holds.
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: sequences of any lengths one
-            behind the other, as in flash_attention; q_t and q_s are then
-            [total_q, heads, head_dim], row_weights [total_q].
+        scale_t, scale_s: factors of the scores; default 1 / sqrt(head_dim).
+        head_map: the teacher's head for each of the student's heads; default
+            `h * num_heads_t // num_heads_s`. Equally spaced heads are read in place; other maps
+            copy the teacher's arrays.
+        row_weights: float32 [batch, seq_len_q], non-negative weights of the queries; 0 excludes a
+            query, whatever its values.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed variable-length sequences,
+            as in flash_attention; q_t and q_s are then [total_q, heads, head_dim], row_weights
+            [total_q].
         lse_t: float32 [batch, num_heads_s, seq_len_q] (with cu_seqlens [num_heads_s, total_q]), the
-            log-sum-exps of the teacher's scores under T, by the student's heads: what an earlier
-            call, or at T = 1 flash_attention, returned. Saves the teacher's online softmax.
+            log-sum-exps of the teacher's scores at temperature T, one per head of the student, as
+            an earlier call or, at T = 1, flash_attention returned. Saves the teacher's online
+            softmax.
         lse_s: the same of the student.
-        reduction: "mean" over heads and queries, by weight, "sum", or "none".
-        normalizer: what "mean" divides by in place of the queries' weight (their number): a number
-            or a float32 0-d array, such as the queries in all batches that a step accumulates. The
-            heads are averaged as well.
-        precise: sum terms of which none is negative: the error stays small beside the divergence
-            however close the models come, in place of an absolute one of about 1e-6. Computes the
-            scores twice where an lse is missing, and two exponentials a pair.
-        return_lse: return both log-sum-exps too, which the backward needs.
+        reduction: "mean" over heads and weighted queries, "sum", or "none".
+        normalizer: the divisor of "mean", in place of the total weight (or number) of queries: a
+            number or a float32 0-d array, such as the query count of all batches that a step
+            accumulates. "mean" still averages over heads.
+        precise: sum only non-negative terms. The relative error then stays small however close the
+            models are; otherwise there is an absolute error of about 1e-6. Computes the scores
+            twice where an lse is missing, and two exponentials per score.
+        return_lse: also return both log-sum-exps, which the backward needs.
 
     Returns:
-        The loss, float32 0-d (float64 of float64 inputs); of "none" [batch, num_heads_s, seq_len_q]
-        or [num_heads_s, total_q]. With `return_lse`, `(loss, lse_t, lse_s)`, shapes as above.
+        The loss, float32 0-d (float64 for float64 inputs); for "none" [batch, num_heads_s,
+        seq_len_q] or [num_heads_s, total_q]. With `return_lse`, `(loss, lse_t, lse_s)`, shapes as
+        above.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
@@ -186,8 +188,8 @@ def divergence_rows(
     precise: bool,
     keep_lse: bool,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The rows of the divergence on the GPU, float32, and both lse; those that are neither given
-    nor kept may be None. The teacher's heads are mapped."""
+    """The divergence of each row on the GPU, float32, and both lse, which may be None where neither
+    given nor requested. The teacher's heads are mapped already."""
     lse_t, lse_s = arrays.lse_t, arrays.lse_s
     shape = lse_shape(q_s)
     inputs = (q_s, k_s, q_t, k_t)
@@ -271,7 +273,7 @@ def _prepare_sweep(
 
 
 class MappedSweep:
-    """A launch of `attention_kl_sm90`, for arrays of one description."""
+    """A launch of `attention_kl_sm90`, for arrays of the same shapes, strides and dtypes."""
 
     __slots__ = ("_launch", "_maps", "_plan")
 
@@ -285,8 +287,8 @@ class MappedSweep:
         self._plan: Prologue | None = None
         sort = launches_of(config.plan_spec())
         if sort is not None:
-            facts = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
-            launch = sort((1,), tuple(map(np.int32, facts)))
+            scalars = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
+            launch = sort((1,), tuple(map(np.int32, scalars)))
             self._plan = Prologue(launch, sequences_plan_size(problem.batch))
 
     def __call__(self, q_s: Array, k_s: Array, q_t: Array, k_t: Array, *rows: Any) -> None:
@@ -299,8 +301,8 @@ class MappedSweep:
 
 def _sweep_specs(device: Device) -> list[KernelSpec]:
     def specs(problem: AttentionProblem) -> list[KernelSpec]:
-        everything = KnownLse(True, True)
-        chosen = [KnownLse(), everything]
+        both = KnownLse(True, True)
+        chosen = [KnownLse(), both]
         if problem.head_dim == 128 and not problem.causal:
             chosen += [KnownLse(True, False), KnownLse(False, True), KnownLse(True, True, True)]
         found = [plan_attention_kl(problem, known, device).spec() for known in chosen]

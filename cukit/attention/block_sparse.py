@@ -1,4 +1,4 @@
-"""Attention that leaves out whole blocks of queries and keys."""
+"""Attention with a block mask."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """:func:`flash_attention` in which a query block sees a key block where `block_mask` is True.
+    """:func:`flash_attention` of the query and key blocks that `block_mask` marks as visible.
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim], as in flash_attention, also
@@ -59,23 +59,23 @@ def block_sparse_attention(
         k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
         v: as k; its head_dim may differ.
         block_mask: bool [query blocks, key blocks], or [1 or num_heads_q, query blocks, key
-            blocks], C-contiguous. Blocks lie from the start of the sequences; the last of a
-            sequence may be cut short.
-        block_size: queries and keys of a block, one number or two.
+            blocks], C-contiguous. Blocks are counted from the start of the sequences; the last one
+            may be partial.
+        block_size: queries and keys per block, one number or two.
         causal, window_size, softcap, alibi_slopes, sinks, bias, scale, return_lse, out: as in
-            flash_attention; they hide and change scores inside the blocks.
+            flash_attention; they apply within the visible blocks.
 
     Returns:
-        `out`, or the pair `(out, lse)`, as flash_attention. A query that sees no key gets zeros.
+        `out`, or the pair `(out, lse)`, as flash_attention. A fully masked query gets zeros.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
 
-    On Hopper, hidden blocks cost nothing where they fill tiles of 128 queries and 128 keys (64 for
-    blocks of fewer keys than 128, or v's head_dim above 192; else 112 for v's head_dim above 128,
-    80 for q's above 192); a tile that holds a visible block costs as if it were visible. Elsewhere
-    blocks are expanded to a mask, which saves no time.
+    On Hopper, fully masked tiles of 128 queries and 128 keys are skipped (64 keys for blocks of
+    fewer keys than 128, or v's head_dim above 192; else 112 for v's head_dim above 128, 80 for q's
+    above 192); a tile with any visible block is computed in full. Other GPUs expand the blocks to a
+    mask, which saves no time.
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
 
     >>> import numpy as np, cukit as ck
@@ -117,7 +117,7 @@ def block_sparse_attention(
 
 
 def _named(options: ScoreOptions, arrays: ScoreArrays) -> dict[str, Any]:
-    """What flash_attention and its reference are given beside the mask."""
+    """The keyword arguments of flash_attention and its reference, without the mask."""
     values = options._asdict() | arrays._asdict()
     return {name: value for name, value in values.items() if name != "mask"}
 
