@@ -1,4 +1,4 @@
-"""What the contents of lengths and block tables must be: compared on the CPU, and on request."""
+"""The arguments of paged attention: arrays, and checks of layouts, lengths and block tables."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from cukit.reference import paged_attention as reference
 _OP = "paged_attention"
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _CHECKED = os.environ.get("CUKIT_CHECKED", "") == "1"
-"""Whether calls on the GPU are checked that leave `checked` to the environment."""
+"""The default of `checked` on the GPU."""
 
 
 class PagedArrays(NamedTuple):
-    """The arrays of a call; a cache is its storage and, where it holds codes, their scales."""
+    """The arrays of a call. A cache is its storage and, if quantised, scales and zero points."""
 
     q: Array
     k_cache: Array
@@ -44,7 +44,7 @@ class PagedArrays(NamedTuple):
     sinks: Array | None
     out: Array | None
     cu_seqlens_q: Array | None = None
-    k_zeros: Array | None = None  # zero points, of int4
+    k_zeros: Array | None = None  # zero points of int4
     v_zeros: Array | None = None
     recent_k: Array | None = None  # see RecentKV
     recent_v: Array | None = None
@@ -53,12 +53,12 @@ class PagedArrays(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return int(self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1)
 
     @property
     def recent(self) -> RecentKV | None:
-        """Keys that are not in the cache."""
+        """The keys and values that are not in the cache's blocks."""
         if self.recent_k is None or self.recent_v is None:
             return None
         assert self.rings is not None
@@ -67,9 +67,9 @@ class PagedArrays(NamedTuple):
 
 
 class PagedScratch(NamedTuple):
-    """Memory that a launch works in.
+    """Scratch memory of a launch.
 
-    sums: float32, of pieces. counters: int32 zeros, which every launch leaves as zeros.
+    sums: float32 partial results. counters: int32 zeros, which every launch resets to zero.
     """
 
     sums: Array
@@ -77,7 +77,7 @@ class PagedScratch(NamedTuple):
 
 
 def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
-    """Everything but the contents of the arrays."""
+    """Checks everything but the contents of the arrays."""
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
     zeros = arrays.k_zeros, arrays.v_zeros
     options.check(_OP)
@@ -125,7 +125,7 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
     recent = arrays.recent
     if recent is not None:
         if codes != "int4":
-            raise ConfigError(f"{_OP}: recent is for caches of int4, got {codes or k_cache.dtype}")
+            raise ConfigError(f"{_OP}: recent requires int4 caches, got {codes or k_cache.dtype}")
         recent.check(_OP, q, head_dim, per_byte * v_cache.shape[-1], heads_kv, batch)
     rows = (batch, None)
     check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
@@ -139,7 +139,7 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
 
 
 def check_layout(arrays: PagedArrays, codes: str) -> None:
-    """What the kernel asks for beyond the reference."""
+    """Checks what the kernel requires beyond the reference."""
     q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
     if arrays.cu_seqlens_q is not None:
         if codes:
@@ -160,7 +160,7 @@ def check_layout(arrays: PagedArrays, codes: str) -> None:
 
 
 def is_checked(op: str, checked: bool | None) -> bool:
-    """Whether a call on the GPU compares its tables with the cache."""
+    """Whether a call on the GPU checks its lengths and block table."""
     if checked is None:
         return _CHECKED
     check_flag(op, "checked", checked)
@@ -168,7 +168,7 @@ def is_checked(op: str, checked: bool | None) -> bool:
 
 
 def check_contents(op: str, arrays: PagedArrays, options: ScoreOptions, *, checked: bool) -> None:
-    """As check_table, and cu_seqlens_q."""
+    """check_table, and the contents of cu_seqlens_q."""
     seq_lens, ends = arrays.seq_lens, arrays.cu_seqlens_q
     seq_q: int | Array = arrays.q.shape[1]
     if is_gpu_array(seq_lens) and not checked:
@@ -178,7 +178,8 @@ def check_contents(op: str, arrays: PagedArrays, options: ScoreOptions, *, check
         counts = namespace(ends).diff(ends)
         if int(ends[0]) != 0 or int(ends[-1]) != rows or bool((counts < 0).any()):
             raise ConfigError(
-                f"{op}: cu_seqlens_q must rise from 0 to {rows}, the rows of q, got {ends}"
+                f"{op}: cu_seqlens_q must be non-decreasing from 0 to {rows}, the rows of q, "
+                f"got {ends}"
             )
         seq_q = counts
     check_table(
@@ -199,15 +200,17 @@ def check_table(
     recent: RecentKV | None = None,
     checked: bool = False,
 ) -> None:
-    """Compares lengths, blocks and rings with the cache, on the CPU; on the GPU, which then waits,
-    only where `checked`."""
+    """Compares lengths, blocks and ring buffers with the cache.
+
+    Always on the CPU; on the GPU only where `checked`, which synchronises.
+    """
     if is_gpu_array(seq_lens) and not checked:
         return
     xp = namespace(seq_lens)
     if xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr):
         raise ConfigError(
-            f"{op}: checked calls wait for the GPU, which is not possible while a graph is "
-            "captured; capture with checked=False"
+            f"{op}: checked calls synchronise with the GPU, which is not possible during graph "
+            "capture; capture with checked=False"
         )
     num_blocks, block_size = k_cache.shape[:2]
     room = block_table.shape[1] * block_size
@@ -220,8 +223,8 @@ def check_table(
     if wrong.any():
         b = int(wrong.argmax())
         raise ConfigError(
-            f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks"
-            f"{' and a ring' if recent is not None else ''}, but "
+            f"{op}: seq_lens must be from 0 to {room}, the keys of max_blocks blocks"
+            f"{' and a ring buffer' if recent is not None else ''}, but "
             f"seq_lens[{b}] is {int(seq_lens[b])}"
         )
     first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
@@ -243,14 +246,14 @@ def _check_rings(op: str, recent: RecentKV, room: int, seq_lens: Array) -> None:
     if wrong.any():
         b = int(wrong.argmax())
         raise ConfigError(
-            f"{op}: recent.packed_lens must lie from 0 to {room}, the keys of max_blocks blocks, "
-            f"and at most {num_rows} rows of a ring below seq_lens, but packed_lens[{b}] is "
-            f"{int(recent.packed_lens[b])} and seq_lens[{b}] is {int(seq_lens[b])}"
+            f"{op}: recent.packed_lens must be from 0 to {room}, the keys of max_blocks blocks, "
+            f"and at least seq_lens - {num_rows}, the rows of a ring buffer, but packed_lens[{b}] "
+            f"is {int(recent.packed_lens[b])} and seq_lens[{b}] is {int(seq_lens[b])}"
         )
     wrong = (seq_lens > recent.packed_lens) & ((recent.rings < 0) | (recent.rings >= num_rings))
     if wrong.any():
         b = int(wrong.argmax())
         raise ConfigError(
-            f"{op}: recent.rings must lie from 0 to {num_rings - 1}, but rings[{b}] is "
+            f"{op}: recent.rings must be from 0 to {num_rings - 1}, but rings[{b}] is "
             f"{int(recent.rings[b])}"
         )

@@ -26,7 +26,7 @@ from cukit.core.parameters import parameter_structs
 
 
 def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
-    """The call as a problem of attention; its keys are not known on the host."""
+    """The attention problem of a call; the host does not know its number of keys."""
     q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
     head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
     causal, window = options.visible
@@ -39,7 +39,7 @@ def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionPro
 
 
 def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: bool) -> bool:
-    """Whether the Hopper forward serves a call."""
+    """Whether a call runs on the Hopper forward."""
     if problem.varlen:
         return True
     plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
@@ -48,7 +48,7 @@ def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: b
 
 
 class PreparedPrefill:
-    """A checked call of the Hopper forward over a paged cache, for arrays of one description."""
+    """A planned call of the Hopper forward, for arrays of the same shapes, strides and dtypes."""
 
     __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
 
@@ -102,13 +102,13 @@ class PreparedPrefill:
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
-        """Launches the kernels. scratch: not used."""
+        """Launches the kernels. scratch: unused."""
         q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q, *_ = arrays
         if out is None:
             out = empty(q, self._shape)
         lse = empty(q, self._lse_shape, np.float32) if return_lse else NULL
         options = ScoreArrays(None, sinks, None, None, cu_seqlens_q, seq_lens)
-        # Without boxes no map of the cache is read: the queries' stands in for both.
+        # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
         if out.size:

@@ -241,7 +241,7 @@ def test_codes_in_the_managers_slab(device: str, codes: str) -> None:
         ({"k_cache": np.zeros((2, 4, 2, 8), np.float16)}, ArrayShapeError, "k_cache"),
         ({"slots": np.zeros(3, np.int64)}, ArrayShapeError, "slots"),
         ({"slots": np.zeros(2, np.float32)}, ArrayDtypeError, "slots"),
-        ({"q": np.zeros((2, 1, 8), np.float16)}, ConfigError, "q is only for turning"),
+        ({"q": np.zeros((2, 1, 8), np.float16)}, ConfigError, "q requires cos"),
         ({"cos": np.zeros((4, 4), np.float32)}, ConfigError, "go together"),
         ({"out": np.zeros((2, 1, 8), np.float16)}, ConfigError, "give q too"),
         ({"interleaved": 1}, ConfigError, "interleaved"),

@@ -254,7 +254,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block": 32}, "blocks have 64 keys"),
+        ({"block": 32}, "blocks must have 64 keys"),
         ({"width": 512}, "576 columns"),
         ({"dtype": np.float32}, "float16, bfloat16"),
         ({"columns": 656, "cache": np.uint8}, "bfloat16"),
