@@ -1,4 +1,4 @@
-"""Attention."""
+"""Attention: exact, block-sparse, paged and latent, and KL divergences between attentions."""
 
 from cukit.attention.append_kv import append_kv
 from cukit.attention.attention_kl import attention_kl

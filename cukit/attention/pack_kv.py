@@ -65,8 +65,8 @@ def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targ
 
     Args:
         k: float16|bfloat16 [num_source_blocks, source_rows, num_heads_kv, head_dim], any strides
-            with a contiguous last axis, e.g. the ring buffers of a :class:`RecentKV`; source_rows is
-            a multiple of the group size. On the CPU float32|float64 too.
+            with a contiguous last axis, e.g. the ring buffers of a :class:`RecentKV`; source_rows
+            is a multiple of the group size. On the CPU float32|float64 too.
         v: as k, with value_dim.
         k_cache: QuantizedArray of int4 [num_blocks, block_size, num_heads_kv, head_dim] as
             :func:`paged_attention` reads it: float16 scales and zero points along axis 1 in groups

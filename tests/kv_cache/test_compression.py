@@ -10,8 +10,8 @@ import pytest
 import cukit as ck
 from cukit.core.arrays import bfloat16, float16
 from cukit.errors import ArrayError, ConfigError
+from cukit.kv_cache._key_scores import attention_received, pooled, top_positions
 from cukit.kv_cache.group_codes import GroupCodes
-from cukit.kv_cache.key_scores import attention_received, pooled, top_positions
 from cukit.reference import attention as reference
 from tests.quick_run import emulated
 
@@ -148,8 +148,8 @@ def test_large_sums_of_attention_fit_float16() -> None:
             taken["weight"] = float(grad_out[0, 0, 0, 0])
             return None, None, np.full((1, 20000, 1, 8), 80000 * taken["weight"], float16)
 
-        patch.setattr("cukit.kv_cache.key_scores.flash_attention_backward", backward)
-        patch.setattr("cukit.kv_cache.key_scores.flash_attention", lambda *_, **__: (None, None))
+        patch.setattr("cukit.kv_cache._key_scores.flash_attention_backward", backward)
+        patch.setattr("cukit.kv_cache._key_scores.flash_attention", lambda *_, **__: (None, None))
         np.testing.assert_allclose(attention_received(q, k), 80000, rtol=1e-3)
     assert taken["weight"] == 0.25
 
@@ -246,8 +246,8 @@ def test_parts_of_the_ranking() -> None:
     ("change", "error", "message"),
     [
         ({"strategy": "int3"}, ConfigError, "strategy must be one of 'int8', 'float8'"),
-        ({"strategy": "snapkv", "budget": None}, ConfigError, "snapkv needs a budget"),
-        ({"strategy": "snapkv", "queries": None}, ConfigError, "snapkv needs queries"),
+        ({"strategy": "snapkv", "budget": None}, ConfigError, "snapkv requires a budget"),
+        ({"strategy": "snapkv", "queries": None}, ConfigError, "snapkv requires queries"),
         ({"strategy": "sink_window", "budget": 0}, ConfigError, "budget"),
         ({"window": -1}, ConfigError, "window"),
         ({"group_size": 0}, ConfigError, "group_size"),

@@ -230,7 +230,7 @@ def test_a_slab_of_a_pool_is_given_back() -> None:
         (lambda c: c.append("a", 3), ArrayDtypeError, "must be integers"),
         (lambda c: c.append("a", [2**31]), ConfigError, "32 bits"),
         (lambda c: c.append("a", np.array([2**31])), ConfigError, "32 bits"),
-        (lambda c: c.append_each(["a", "a"], [1, 2]), ConfigError, "occurs once"),
+        (lambda c: c.append_each(["a", "a"], [1, 2]), ConfigError, "be distinct"),
         (lambda c: c.append_each(["a"], [1, 2]), ConfigError, "2 tokens for 1"),
         (lambda c: c.resume("a"), ConfigError, "is running"),
         (lambda c: c.swap_blocks_from_cpu("a"), ConfigError, "was not swapped"),

@@ -166,11 +166,13 @@ def test_int4_keeps_blocks_exact_until_they_are_full(device: str) -> None:
 def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
     served = int4_server(device, 16, num_rings=1)
     served.add("a", [1, 2, 3])
-    with pytest.raises(OutOfMemoryError, match="allocate: 1 rings are needed, but only 0 of 1"):
+    with pytest.raises(
+        OutOfMemoryError, match="allocate: 1 ring buffers are needed, but only 0 of 1"
+    ):
         served.attention.add("b", [1, 2])
     served.cache.check_invariants()
     assert served.add("full", [*range(GROUP)]) == 0
-    with pytest.raises(OutOfMemoryError, match="append: 1 rings"):
+    with pytest.raises(OutOfMemoryError, match="append: 1 ring buffers"):
         served.attention.append(["full"], [3])
     served.cache.check_invariants()
     served.append({"a": 4})
@@ -282,7 +284,7 @@ def test_steps_follow_one_another() -> None:
     attention, cache = served.attention, served.cache
     rows = np.ones((1, 3, HEADS_KV, HEAD_DIM), np.float32)
     for call in (lambda: attention.attend(rows, rows, rows, 0), attention.advance):
-        with pytest.raises(ConfigError, match="no step is under way"):
+        with pytest.raises(ConfigError, match="no step has been started"):
             call()
     attention.add("a", [1, 2, 3])
     for call in (
@@ -290,13 +292,13 @@ def test_steps_follow_one_another() -> None:
         lambda: attention.append(["a"], [1]),
         lambda: attention.resume("a"),
     ):
-        with pytest.raises(ConfigError, match="the step of 'a' is under way"):
+        with pytest.raises(ConfigError, match="the step of 'a' has not ended"):
             call()
     with pytest.raises(ArrayError, match="k must have shape"):
         attention.attend(rows, rows[:, :2], rows, 0)
     with pytest.raises(ConfigError, match="layer"):
         attention.attend(rows, rows, rows, 2)
-    with pytest.raises(ConfigError, match="3 tokens a request, got 1"):
+    with pytest.raises(ConfigError, match="3 tokens per request, got 1"):
         attention.advance(1)
     attention.free("a")
     assert cache.statistics().cached_blocks == 0, "what was never written is not kept"
