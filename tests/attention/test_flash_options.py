@@ -1,4 +1,4 @@
-"""Options of flash_attention and its backward: what changes scores, and who sees whom."""
+"""Options of flash_attention and its backward: scores and masks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def check(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@emulated(lambda name: name in EMULATED)  # a case compiles four kernels: three show every option
+@emulated(
+    lambda name: name in EMULATED
+)  # a case compiles four kernels; three cases cover every option
 def test_options(place, rng, name):
     if place == "gpu":
         check(place, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
         check(place, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2)
         return
-    # Rows of 144 elements begin at multiples of sixteen bytes, rows of 135 do not.
+    # Rows of 144 elements start at multiples of 16 bytes, rows of 135 do not.
     lengths = (70, 144) if name == "bias, mask" else (70, 135)
     check(place, rng, OPTIONS[name], lengths, batch=1 if place == "emulator" else 2)
 
@@ -84,7 +86,7 @@ def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
 @pytest.mark.parametrize("sinks", [False, True])
 @emulated(lambda sinks: sinks)
 def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
-    """Zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
+    """Fully masked rows: zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
     q, k, v, grad_out = (random(rng, (1, 40, 2, 64), "bfloat16") for _ in range(4))
     mask = rng.random((40, 40)) < 0.5
     mask[5:30] = False
@@ -111,7 +113,7 @@ def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_reruns_agree_to_the_bit(gpu, rng, name):
-    """Everything but the grad_q of the default backward, which atomics sum."""
+    """Everything except the grad_q of the default backward, which is summed by atomics."""
     q = random(rng, (2, 300, 4, 128), "bfloat16")
     k, v = (random(rng, (2, 333, 2, 128), "bfloat16") for _ in range(2))
     options = options_of(rng, OPTIONS[name], 2, 4, (300, 333), "bfloat16")

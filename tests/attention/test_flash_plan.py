@@ -31,7 +31,7 @@ H200 = typical_device("sm_90")
 PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
 
 
-# What there is for every width of a tile.
+# The tilings of every tile width.
 TABLES = [
     *((FORWARD_TILINGS[width], width) for width in HEAD_WIDTHS),
     *((tilings[width], width) for tilings in (KEY_TILINGS, QUERY_TILINGS) for width in KEY_WIDTHS),
@@ -59,7 +59,7 @@ def test_every_tiling_is_some_architecture_s(tilings, width):
 
 @pytest.mark.parametrize("arch", TYPICAL_DEVICES)
 def test_heads_of_k_and_v_may_differ(arch):
-    """Every pair of widths has tilings that fit, whose warps cut columns by powers of two."""
+    """Every pair of widths has tilings that fit, whose warps split columns by powers of two."""
     device = TYPICAL_DEVICES[arch]
     pairs = product((8, 64, 72, 128, 192, 256), repeat=2)
     options = ({}, {"varlen": True}, {"bias": "bfloat16"})
@@ -132,8 +132,8 @@ def test_scratch_has_whole_tiles_for_every_sequence():
 
 
 @pytest.mark.parametrize("width", KEY_WIDTHS)
-def test_warps_of_a_key_tiling_cut_whole_blocks(width):
-    """The equations that the kernel asserts, and the column spans that its swizzle allows."""
+def test_warps_of_a_key_tiling_split_whole_blocks(width):
+    """The equations that the kernel asserts, and the column ranges that its swizzle supports."""
     for tiling in KEY_TILINGS[width]:
         for rows, cols, along in (
             (tiling.tile_m, tiling.tile_n, tiling.score_warps),
@@ -225,7 +225,7 @@ def test_what_fits_tensor_maps():
 
 def test_a_config_at_other_lengths_is_the_one_replaced():
     problem = AttentionProblem(2, 1024, 2048, 8, 2, 128, "bfloat16", True, varlen=True)
-    assert problem.features  # known already, and the same at other lengths
+    assert problem.features  # cached already, and independent of lengths
     config = plan_flash_attention_backward(problem, False, typical_device("sm_80"))
     there = replace(problem, seq_len_q=1000, seq_len_kv=2000)
     assert problem.at_lengths(1000, 2000) == there

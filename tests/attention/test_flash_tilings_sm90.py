@@ -1,4 +1,4 @@
-"""Every tiling of class sm90's forward, with keys that some warpgroups see and others don't."""
+"""Every tiling of class sm90's forward, with keys that only some warpgroups need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TILINGS = [
 
 @pytest.fixture
 def force(monkeypatch):
-    """Makes attention run a given tiling in three blocks, whatever its plan says."""
+    """Replaces the plan of attention by a given tiling with three blocks."""
 
     def choose(tiling):
         monkeypatch.setattr(
@@ -33,8 +33,8 @@ def force(monkeypatch):
             "plan_flash_attention_sm90",
             lambda problem, *_: WarpgroupForwardConfig(problem, tiling, _BLOCKS),
         )
-        for remembered in ("mapped_forward", "_planned_forward", "_prepare_forward"):
-            monkeypatch.setattr(flash, remembered, getattr(flash, remembered).__wrapped__)
+        for cached in ("mapped_forward", "_planned_forward", "_prepare_forward"):
+            monkeypatch.setattr(flash, cached, getattr(flash, cached).__wrapped__)
 
     return choose
 
@@ -64,8 +64,8 @@ def check(device, force, rng, tiling, widths, lengths, options):
 
 
 @pytest.mark.parametrize(("widths", "tiling"), TILINGS)
-def test_warpgroups_go_as_far_as_they_see(device, force, rng, widths, tiling):
-    """Eight tiles of queries for three blocks, two of them with a warpgroup that has none."""
+def test_warpgroups_stop_at_their_last_visible_key(device, force, rng, widths, tiling):
+    """Eight query tiles for three blocks, two of them with a warpgroup without queries."""
     if device == "cpu":
         pytest.skip("the class needs a GPU, or the emulator")
     rows = 3 * tiling.tile_m + tiling.tile_m // 2 - 10
