@@ -47,7 +47,7 @@ def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array
     """A function that encodes the tensor map of an array for boxes of one shape.
 
     The array is [batch, seq, heads, head_dim] or [seq, heads, head_dim]. longest: the maximum
-    length of packed sequences whose tiles must read zeros, not the next sequence, behind their last
+    length of packed sequences whose tiles must read zeros, not the next sequence, after their last
     row (encode_sequence_map).
     """
     if longest is None:
@@ -235,7 +235,7 @@ def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tu
 
 
 class InputMaps:
-    """Tensor maps of q, k, v and grad_out, for arrays of one description."""
+    """The tensor maps of q, k, v and grad_out, cached by address."""
 
     __slots__ = ("_grad_out", "_k", "_q", "_v")
 

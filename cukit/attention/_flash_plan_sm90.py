@@ -59,7 +59,7 @@ _LONG_TILE, _SHORT_TILE = 128, 64  # keys
 _COLUMNS = 32  # granularity at which the backward skips padding columns
 _LONG = 8192  # queries of a causal call from which long query tiles pay
 _SIMPLE = frozenset({"value_dim", "sinks"})  # features that leave enough registers for long tiles
-_WAVES = 4  # work items per SM, at least where splits allow: an even finish
+_WAVES = 4  # work items per SM at least, where splits allow, so that SMs finish together
 
 BlockSize = tuple[int, int]
 """Queries and keys per block of a block mask."""
@@ -303,7 +303,7 @@ def tilings_of(
     """The candidate tilings.
 
     Per-score options need too many registers for three consumer warpgroups, and for long tiles with
-    a wide V; so does zeroing the rows of a wide V behind the end of a sequence. Block masks need
+    a wide V; so does zeroing the rows of a wide V after the end of a sequence. Block masks need
     tiles no longer than their blocks.
     """
     if problem.float8:

@@ -101,8 +101,8 @@ class Float8Tiling(WarpgroupTiling):
     probabilities, widened to FP16."""
 
     promotion_interval: int = 0
-    """Key tiles accumulated in the tensor core before promotion to wider accumulators in shared
-    memory; 0: all of them."""
+    """Key tiles after which the FP8 accumulators are added to partial outputs in shared memory
+    (DeepSeek-V3's promotion), because the tensor core keeps about 14 bits; 0: never."""
     precise: bool = False
     """P and V are multiplied in FP16."""
     prepares: bool = False
@@ -115,12 +115,12 @@ class Float8Tiling(WarpgroupTiling):
         return value_width * self.tile_n
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of Q, K, V as loaded and V as prepared, and the promoted accumulators."""
+        """The stages of Q, K, V as loaded and V as prepared, and the partial outputs."""
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
         stored = float8_box_columns(width) * -(-width // float8_box_columns(width)) * rows
         values = self.num_stages * self.value_bytes(value_width)
         raw = self.prepares * RAW_STAGES * self.raw_bytes(value_width)
-        # Per consumer thread: promoted accumulators as BF16, and two row maxima.
+        # Per consumer thread: partial outputs as BF16, and two row maxima.
         kept = 4 * _WARP * self.consumers * (value_width // 2 * 2 + 2 * 4)
         return stored + raw + values + (kept if self.promotion_interval else 0)
 

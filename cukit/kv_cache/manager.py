@@ -600,8 +600,8 @@ class KVCacheManager:
         if count > len(self._free_rings):
             assert self.slab.recent is not None
             raise OutOfMemoryError(
-                f"{op}: {count} ring buffers are needed, but only {len(self._free_rings)} of "
-                f"{self.slab.recent.shape[2]} are free; a larger num_rings allows more requests"
+                f"{op}: ring buffers needed: {count}, free: {len(self._free_rings)} of "
+                f"{self.slab.recent.shape[2]}; a larger num_rings allows more running requests"
             )
 
     def _open_blocks(self, op: str, blocks: Iterable[int]) -> None:

@@ -303,10 +303,10 @@ def test_float16_out_and_a_scale(hopper, rng):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_promoted_accumulators(hopper, rng, monkeypatch, head_dim):
+def test_partial_outputs(hopper, rng, monkeypatch, head_dim):
     """Promotion after every tile of 32 keys, so that few tiles suffice. Tiles are processed from
-    the last key to the first; the first keys have the largest weights, so that promoted
-    accumulators are rescaled. No other test uses these lengths, whose plans are cached."""
+    the last key to the first; the first keys have the largest weights, so that partial
+    outputs are rescaled. No other test uses these lengths, whose plans are cached."""
 
     def small(problem, device, block_size):
         config = plan.plan_flash_attention_sm90(problem, device, block_size)
