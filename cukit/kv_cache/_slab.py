@@ -1,4 +1,4 @@
-"""The memory of a KV cache: one slab of blocks, copies within it, and copies to host memory."""
+"""The memory of a KV cache: a slab of blocks, copies within it, and copies to and from the host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, batched_copy, default_pool
 
 _STAGING_BYTES = 64 << 20
-"""A piece takes 1.2 ms at 55 GB/s, so the launches between pieces do not show."""
+"""One chunk takes 1.2 ms at 55 GB/s, which hides the launches between chunks."""
 _ALIGNMENT = 16
-"""Of the runs that batched_copy moves on a GPU."""
+"""Alignment of the ranges that batched_copy moves on a GPU."""
 
 
 class KVCacheSlab:
@@ -28,12 +28,12 @@ class KVCacheSlab:
 
     array: [2, num_layers, num_blocks, block_size, num_heads_kv, head_dim]; keys, then values. A
         block has the same number in all layers.
-    scales: of codes of 8 bits, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1];
-        else None. They lie behind the codes of their block, head by head, so that a copy moves
-        both; so do scales and zero points of int4, whose groups are blocks.
-    recent: with int4, [2, num_layers, num_rings, block_size, num_heads_kv, head_dim] of 16 bits:
-        blocks that are not full yet; else None.
-    block_bytes: of one block, keys and values of all layers together, with their scales.
+    scales: with 8-bit codes, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1]; else
+        None. They are stored after the codes of their block, head by head, so that one copy moves
+        both; so are the scales and zero points of int4, whose groups are blocks.
+    recent: with int4, [2, num_layers, num_rings, block_size, num_heads_kv, head_dim] in 16 bits,
+        the ring buffers of blocks that are not full yet; else None.
+    block_bytes: of one block: keys and values of all layers, with their scales.
     """
 
     def __init__(
@@ -44,9 +44,12 @@ class KVCacheSlab:
         num_rings: int = 0,
         recent_dtype: np.dtype[Any] | None = None,
     ) -> None:
-        """`shape`: num_layers, num_blocks, block_size, num_heads_kv, head_dim. `pool`: None takes
-        the default pool of the current device, or host memory without a GPU. num_rings,
-        recent_dtype: of `recent`."""
+        """Allocates the slab.
+
+        shape: num_layers, num_blocks, block_size, num_heads_kv, head_dim. pool: None for the
+        default pool of the current device, or host memory without a GPU. num_rings, recent_dtype:
+        of `recent`.
+        """
         num_layers, num_blocks, *block = shape
         codes = dtype if isinstance(dtype, NarrowDtype) else None
         stored = dtype.storage_dtype if isinstance(dtype, NarrowDtype) else dtype
@@ -54,7 +57,7 @@ class KVCacheSlab:
         scale_bytes = 4 * math.prod(block[:2]) if codes else 0
         if codes is int4:
             row_bytes //= 2
-            # Two float16 for each channel of keys or each row of values.
+            # Two float16 per channel (keys) or per row (values).
             scale_bytes = 4 * block[1] * max(block[0], block[2])
         part_bytes = row_bytes + scale_bytes
         if row_bytes % _ALIGNMENT or scale_bytes % _ALIGNMENT:
@@ -87,8 +90,8 @@ class KVCacheSlab:
         self._part_starts = np.arange(num_parts)[:, None] * num_blocks
         self._blocks_at_once = max(1, _STAGING_BYTES // self.block_bytes)
         self._side_stream: Any = None
-        self._under_way: list[HostBlocks] = []
-        """Whose latest copy may not be through: their memory must not be given to others."""
+        self._in_flight: list[HostBlocks] = []
+        """Copies that may not have finished; keeps their host memory allocated."""
 
     def part(self, which: int, layer: int) -> Array | QuantizedArray:
         """The keys (0) or values (1) of a layer, a view."""
@@ -100,7 +103,7 @@ class KVCacheSlab:
         return QuantizedArray(rows, self._codes, rows.shape, self.scales[which, layer], axis=-1)
 
     def pack(self, rings: Sequence[int], blocks: Sequence[int]) -> None:
-        """Turns rings into the codes of blocks: int4, all layers in one launch."""
+        """int4: quantises ring buffers to blocks, all layers in one launch."""
         assert self.recent is not None
         if not rings:
             return
@@ -116,12 +119,12 @@ class KVCacheSlab:
         pack_kv(*new, *caches, *(xp.asarray(each) for each in groups))
 
     def copy_rings(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
-        """Copies rings onto others, on the current stream."""
+        """Copies ring buffers onto others, on the current stream."""
         for destination, source in zip(destinations, sources, strict=True):
             self._ring_bits[:, :, destination] = self._ring_bits[:, :, source]
 
     def _grouped(self, which: int, layers: slice) -> QuantizedArray:
-        """The int4 keys (0) or values (1) of layers, whose blocks follow each other."""
+        """The int4 keys (0) or values (1) of layers, with their blocks along one axis."""
         rows = self.array[which, layers]
         rows, scales, zeros = (
             _joined(x) for x in (rows, *(each[layers] for each in self._factors[which]))
@@ -155,7 +158,7 @@ class KVCacheSlab:
     def _parts(
         self, shape: tuple[int, ...], stored: np.dtype[Any], row_bytes: int, scale_bytes: int
     ) -> tuple[Array, Array | None]:
-        """Views of all rows and of all scales."""
+        """Views of the rows and of the scales of all blocks."""
         if not scale_bytes:
             return self._buffer.array((2, *shape), stored), None
         part_bytes = row_bytes + scale_bytes
@@ -168,7 +171,7 @@ class KVCacheSlab:
         return rows, scales.swapaxes(-1, -2)[..., None]
 
     def copy_blocks(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
-        """Copies blocks onto others, all layers in one launch on the current stream."""
+        """Copies blocks onto others, all layers in one launch, on the current stream."""
         if not destinations:
             return
         moves = np.empty((self._part_starts.size, len(sources), 3), np.int64)
@@ -178,10 +181,11 @@ class KVCacheSlab:
         batched_copy(self._bytes, moves.reshape(-1, 3))
 
     def to_host(self, blocks: Sequence[int], ring: int | None = None) -> HostBlocks:
-        """Copies blocks, and a ring, to host memory: pinned on a GPU, on a stream beside the
-        current one.
+        """Copies blocks and a ring buffer to host memory; on a GPU to pinned memory, on a separate
+        stream.
 
-        Blocks may be written again by work that waits for the result (`wait`), a ring by any.
+        Only work enqueued after `wait` may overwrite the blocks; the ring buffer may be overwritten
+        at once.
         """
         host = HostBlocks(self, len(blocks))
         staged_ring = None
@@ -206,8 +210,8 @@ class KVCacheSlab:
         return host
 
     def from_host(self, host: HostBlocks, blocks: Sequence[int], ring: int | None = None) -> None:
-        """Copies blocks back, to blocks of any numbers, and a ring. What is queued later sees them
-        there."""
+        """Copies blocks back, to any blocks, and a ring buffer, in order with later work on the
+        current stream."""
         if ring is not None:
             self.wait(host)
             self._ring_bits[:, :, ring] = namespace(self._ring_bits).asarray(host.ring)
@@ -225,25 +229,25 @@ class KVCacheSlab:
                 finally:
                     self._mark(host, stream)
         finally:
-            self.wait(host)  # also where it fails: the blocks are then given to others
+            self.wait(host)  # also on failure: the blocks may then be reused
 
     def wait(self, host: HostBlocks) -> None:
-        """Lets the current stream wait until the latest copy of `host` is through."""
+        """Makes the current stream wait for the latest copy of `host`."""
         if host.arrived is not None:
             import cupy
 
             cupy.cuda.get_current_stream().wait_event(host.arrived)
 
     def _mark(self, host: HostBlocks, stream: Any) -> None:
-        """Records the end of the copies of `host`, and keeps its memory until then."""
-        self._under_way = [each for each in self._under_way if not each.arrived.done]
+        """Records an event after the copies of `host`, and keeps its memory until then."""
+        self._in_flight = [each for each in self._in_flight if not each.arrived.done]
         host.arrived = stream.record()
-        self._under_way.append(host)
+        self._in_flight.append(host)
 
     def _pieces(
         self, blocks: Sequence[int], host: HostBlocks
     ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Blocks, as many as the staging memory holds, and their place in host memory."""
+        """Chunks of blocks that fit in the staging memory, and their range of host memory."""
         numbers = np.asarray(blocks, np.int64)
         num_parts, _, part_words = self._words.shape
         for begin in range(0, len(numbers), self._blocks_at_once):
@@ -252,9 +256,9 @@ class KVCacheSlab:
             yield piece, host.words[first : first + size].reshape(num_parts, -1, part_words)
 
     def _copy_stream(self) -> Any:
-        """The stream of all copies to and from the host, so that they share staging memory.
+        """The stream of all copies to and from the host, which share the staging memory.
 
-        What it is given from here on follows what the current stream was given before.
+        Later work on it waits for the work enqueued on the current stream so far.
         """
         import cupy
 
@@ -266,16 +270,16 @@ class KVCacheSlab:
 
 
 class HostBlocks:
-    """Blocks that were copied out of a slab, in the order of the copy.
+    """A host copy of blocks of a slab, in the order of the copy.
 
-    The memory is pinned and goes back to CuPy's pool only after the latest copy: who gets it from
-    there writes at once.
+    The pinned memory returns to CuPy's pool only after the latest copy has finished, because its
+    next owner may write to it immediately.
     """
 
     def __init__(self, slab: KVCacheSlab, num_blocks: int) -> None:
         self.nbytes = num_blocks * slab.block_bytes
         self.ring: Any = None
-        """A ring of `slab.recent`."""
+        """A ring buffer of `slab.recent`."""
         self._staged: Any = None
         self._arrived: list[Any] = []
         weakref.finalize(self, _synchronize, self._arrived)
@@ -287,7 +291,8 @@ class HostBlocks:
             self.words = np.empty(self.nbytes // 8, np.int64)
 
     def hold_ring(self, rows: Array) -> Array | None:
-        """Makes room for a ring; returns a copy of it on the device, None where it is here."""
+        """Allocates host memory for a ring buffer and returns a device copy of it. A ring buffer in
+        host memory is copied at once, and the result is None."""
         if not is_gpu_array(rows):
             self.ring = rows.copy()
             return None
@@ -299,7 +304,7 @@ class HostBlocks:
 
     @property
     def arrived(self) -> Any:
-        """The event of the latest copy to or from here; None for a slab in host memory."""
+        """The event after the latest copy; None for a slab in host memory."""
         return self._arrived[0] if self._arrived else None
 
     @arrived.setter
@@ -308,7 +313,7 @@ class HostBlocks:
 
 
 def _joined(x: Array) -> Array:
-    """The first two axes as one, in the same memory."""
+    """A view of x with its first two axes merged."""
     joined = x.reshape(-1, *x.shape[2:])
     assert address_of(joined) == address_of(x)
     return joined

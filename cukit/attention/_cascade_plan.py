@@ -1,25 +1,25 @@
-"""Which shared prefixes of a batch are worth a pass of their own: a pure function of shapes."""
+"""Plans of cascade attention: which shared prefixes of a batch are worth a separate pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan_sm90 import covers
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.paged_prefill_plan import decode_time, prefill_time
+from cukit.attention._flash_plan_sm90 import covers
+from cukit.attention._paged_prefill_plan import decode_time, prefill_time
+from cukit.attention._problem import AttentionProblem
 from cukit.core.device import Device
 
-# On an H200.
-_FLAT_RATE = 8e3  # bytes a nanosecond: requests read the same keys from L2 at about the same time
-_PASS_TIME = 15e3  # nanoseconds: of one more launch of attention, and of its merge
+# Measured on an H200.
+_FLAT_RATE = 8e3  # bytes per nanosecond where requests read the same keys from L2
+_PASS_TIME = 15e3  # nanoseconds of one more attention launch and its merge
 
 
 @dataclass(frozen=True)
 class Prefix:
     """Keys that neighbouring requests share.
 
-    keys: from the first key of each request on. requests: how many share them.
+    keys: counted from the first key of each request. requests: how many share them.
     """
 
     keys: int
@@ -28,7 +28,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Pass:
-    """Keys begin .. end - 1, which are read once for `requests` neighbouring requests."""
+    """A pass over keys begin .. end - 1, read once for `requests` neighbouring requests."""
 
     begin: int
     end: int
@@ -38,10 +38,10 @@ class Pass:
 def plan_cascade(
     prefixes: tuple[Prefix, ...], problem: AttentionProblem, item_bytes: int, device: Device
 ) -> tuple[Pass, ...]:
-    """The passes over shared keys, none where plain paged attention is as fast.
+    """The passes over shared keys; none where plain paged attention is as fast.
 
-    prefixes: longer ones are shared by fewer requests. problem: batch and seq_len_q as in the plain
-    call. item_bytes: of the cache. A prefix that does not pay is left to the next one.
+    A prefix that does not pay is merged into the next one. prefixes: shortest first. problem: with
+    the batch and seq_len_q of the call. item_bytes: element size of the cache.
     """
 
     def passes() -> Iterator[Pass]:
@@ -56,7 +56,7 @@ def plan_cascade(
 
 
 def _gain(own: Pass, problem: AttentionProblem, item_bytes: int, device: Device) -> float:
-    """Nanoseconds that reading the keys once saves."""
+    """Nanoseconds saved by reading the keys once."""
     columns = problem.head_dim + problem.head_dim_v
     bytes_a_key = problem.batch * problem.num_heads_kv * columns * item_bytes
     stacked = replace(

@@ -1,13 +1,23 @@
-"""Which kernels the divergence of two models' attention runs, decided from shapes alone."""
+"""Plans of the attention KL: the kernel variants for a problem and a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan import kernel_class, query_section
-from cukit.attention.flash_plan_sm90 import pieces_of, sequences_spec
-from cukit.attention.flash_problem import (
+from cukit.attention._flash_plan import kernel_class, query_raster_group
+from cukit.attention._flash_plan_sm90 import items_per_head, sequences_spec
+from cukit.attention._flash_tilings import (
+    BOX_COLUMNS,
+    ITEM_BYTES,
+    KEY_WIDTHS,
+    QUERY_TILINGS,
+    UNEQUAL_KEY_WIDTHS,
+    QueryTiling,
+    WarpgroupTiling,
+    first_fit,
+)
+from cukit.attention._problem import (
     AttentionProblem,
     Defines,
     ceil_div,
@@ -15,34 +25,22 @@ from cukit.attention.flash_problem import (
     feature_defines,
     width_for,
 )
-from cukit.attention.flash_tilings import (
-    ITEM_BYTES,
-    KEY_WIDTHS,
-    PART,
-    QUERY_TILINGS,
-    UNLIKE_KEY_WIDTHS,
-    QueryTiling,
-    WarpgroupTiling,
-    first_fit,
-)
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
-_STEP = 16  # columns that are multiplied at a time
-_TOTAL_THREADS = 512
-_ROWS_PER_BLOCK = 4096
-_MOST_BLOCKS = 1024
+_STEP = 16  # K of one wgmma
 
 
 @dataclass(frozen=True)
-class Knowledge:
-    """What a sweep over the scores is given, and how it adds."""
+class KnownLse:
+    """Which log-sum-exps a sweep over the scores reads, and which sum it forms."""
 
     teacher: bool = False
     """Whether the teacher's lse is known."""
     student: bool = False
+    """Whether the student's lse is known."""
     precise: bool = False
-    """Terms of which none is negative; both lse are known."""
+    """Sum non-negative terms; requires both lse."""
 
     @property
     def defines(self) -> Defines:
@@ -56,18 +54,18 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class AttentionKlConfig:
-    """How one sweep of class sm80 runs."""
+    """The configuration of a sweep of class sm80."""
 
     kernel_class: str
     problem: AttentionProblem
     width: int
     value_width: int
     tiling: QueryTiling
-    section: int
-    known: Knowledge
+    raster_group: int
+    known: KnownLse
 
     def num_blocks(self, seq_len_q: int) -> int:
-        """Blocks of the grid."""
+        """The grid size."""
         problem = self.problem
         return problem.batch * problem.num_heads_q * ceil_div(seq_len_q, self.tiling.tile_m)
 
@@ -86,13 +84,18 @@ class AttentionKlConfig:
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
 
+def _padded_columns(*widths: int) -> int:
+    """The sum of `widths`, each rounded up to whole TMA boxes."""
+    return sum(ceil_div(width, BOX_COLUMNS) * BOX_COLUMNS for width in widths)
+
+
 @dataclass(frozen=True)
 class KlTiling(WarpgroupTiling):
-    """A block of Hopper's sweep: as in Hopper's forward, with queries of both models."""
+    """The tiling of Hopper's sweep: that of the forward, with queries of both models."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of both models' queries and keys, in parts of 64 columns."""
-        columns = sum(ceil_div(each, PART) * PART for each in (width, value_width))
+        """The stages of both models' queries and keys, in boxes of 64 columns."""
+        columns = _padded_columns(width, value_width)
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
         return ITEM_BYTES * columns * rows
 
@@ -104,24 +107,24 @@ KL_TILINGS: dict[int, KlTiling] = {
     384: KlTiling(2, 64, query_stages=1),
     512: KlTiling(2, 32, query_stages=1),
 }
-"""By the most columns of both models' heads together."""
+"""Keyed by the largest sum of the two models' padded head_dims."""
 
 
 @dataclass(frozen=True)
 class WarpgroupKlConfig:
-    """How one sweep of class sm90 runs. The teacher's heads are the kernel's HEAD_DIM."""
+    """The configuration of a sweep of class sm90. HEAD_DIM of the kernel is the teacher's."""
 
     problem: AttentionProblem
     tiling: KlTiling
-    slots: int
-    """Blocks that the GPU runs at once."""
-    known: Knowledge
+    num_sms: int
+    """SMs of the device; each runs one persistent block."""
+    known: KnownLse
 
     def num_blocks(self, seq_len_q: int) -> int:
-        """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_work.cuh)."""
+        """The grid size: persistent blocks (kernels_cu/attention/query_work.cuh)."""
         problem = self.problem
-        pieces = pieces_of(problem, self.tiling, seq_len_q)
-        return min(problem.batch * problem.num_heads_q * pieces, self.slots)
+        items = items_per_head(problem, self.tiling, seq_len_q)
+        return min(problem.batch * problem.num_heads_q * items, self.num_sms)
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -150,24 +153,24 @@ class WarpgroupKlConfig:
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
     def plan_spec(self) -> KernelSpec | None:
-        """The kernel that sorts sequences of different lengths for this one."""
+        """The kernel that schedules variable-length sequences, if there are any."""
         return sequences_spec(self.tiling.tile_m) if self.problem.varlen else None
 
 
 def plan_attention_kl_sm90(
-    problem: AttentionProblem, known: Knowledge, device: Device
+    problem: AttentionProblem, known: KnownLse, device: Device
 ) -> WarpgroupKlConfig:
-    """The configuration of a sweep that class sm90 covers (flash_plan_sm90.covers)."""
-    columns = sum(ceil_div(each, PART) * PART for each in (problem.head_dim, problem.head_dim_v))
+    """The configuration of a sweep that class sm90 covers (_flash_plan_sm90.covers)."""
+    columns = _padded_columns(problem.head_dim, problem.head_dim_v)
     tiling = next(each for most, each in KL_TILINGS.items() if columns <= most)
     return WarpgroupKlConfig(problem, tiling, device.num_sms, known)
 
 
 def plan_attention_kl(
-    problem: AttentionProblem, known: Knowledge, device: Device
+    problem: AttentionProblem, known: KnownLse, device: Device
 ) -> AttentionKlConfig:
-    """The configuration of a sweep. Raises UnsupportedDeviceError where nothing fits."""
-    widths = UNLIKE_KEY_WIDTHS if "value_dim" in problem.features else KEY_WIDTHS
+    """The configuration of a sweep. Raises UnsupportedDeviceError if no tiling fits the device."""
+    widths = UNEQUAL_KEY_WIDTHS if "value_dim" in problem.features else KEY_WIDTHS
     width, value_width = (width_for(n, widths) for n in (problem.head_dim, problem.head_dim_v))
     tiling = first_fit(QUERY_TILINGS[max(width, value_width)], width, value_width, device)
     return AttentionKlConfig(
@@ -176,36 +179,16 @@ def plan_attention_kl(
         width=width,
         value_width=value_width,
         tiling=tiling,
-        section=query_section(problem, tiling, device),
+        raster_group=query_raster_group(problem, tiling, device),
         known=known,
     )
-
-
-def total_blocks(rows: int) -> int:
-    """Blocks that sum `rows` rows of a loss."""
-    return min(_MOST_BLOCKS, max(1, ceil_div(rows, _ROWS_PER_BLOCK)))
-
-
-def sum_spec() -> KernelSpec:
-    """The kernel that sums shares of the rows."""
-    return _total_spec("attention_kl_sum", False)
-
-
-def total_spec(weighed: bool) -> KernelSpec:
-    """The kernel that adds those sums up. weighed: and divides by the sum of the weights."""
-    return _total_spec("attention_kl_total", weighed)
-
-
-def _total_spec(entry: str, weighed: bool) -> KernelSpec:
-    defines = (("THREADS", _TOTAL_THREADS), ("WEIGHED", weighed))
-    return KernelSpec("attention/attention_kl_total.cu", entry, defines, _TOTAL_THREADS)
 
 
 def representative_pairs(
     plan: Callable[[AttentionProblem], Sequence[KernelSpec]],
 ) -> list[KernelSpec]:
-    """The variants of two widths with and without a mask, of the others with one, of unlike heads
-    and of every option."""
+    """A representative set of variants: two widths with and without a causal mask, the other widths
+    with one, unequal head_dims, and each option."""
     many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True, teacher_group=4)
     problems = [
         replace(many, head_dim=width, causal=causal)

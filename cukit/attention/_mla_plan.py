@@ -1,4 +1,4 @@
-"""How latent attention runs: a pure function of the shape of a call and the device."""
+"""Plans of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cukit.core.kernel import KernelSpec
 from cukit.reference.mla_attention import LATENT_DIM, ROPE_DIM
 
 TILE_ROWS = 64
-"""Heads of queries that a thread block works on at once."""
+"""Query rows (queries times heads) per tile."""
 BLOCK_SIZE = 64
-"""Keys of a block of the cache."""
+"""Keys per cache block."""
 BOX_COLUMNS = 64
-"""Of what is copied at once: the width of a swizzle in 16-bit elements."""
+"""16-bit columns of a TMA box: the width of a 128-byte swizzle."""
 
 _THREADS = 384
 _MERGE_THREADS = 128
@@ -24,22 +24,22 @@ _STAGES = 2
 _EARLY = 2
 _DECODER_EARLY = 1
 _PRODUCER_REGISTERS = 56
-_DECODER_REGISTERS = 104  # of the producer's threads where they decode float8 latents
+_DECODER_REGISTERS = 104  # per producer thread where the producer decodes FP8 latents
 _MERGE_BLOCKS_PER_SM = 4
 
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """How a call runs.
+    """The configuration of a call.
 
-    row_tiles: tiles of 64 rows (heads of queries) that a request has.
-    team: thread blocks that work on neighbouring tiles of the same keys.
-    cluster: thread blocks of a team that copy each page together, 1 or 2.
-    num_blocks: thread blocks, one on each multiprocessor.
-    coded: the cache holds float8 latents.
-    early: of the three sections of a page, those multiplied before the other warpgroup's
-        probabilities.
-    prefetch: pages that are brought to L2 before there is room for them in shared memory, 0 or 1.
+    row_tiles: tiles of 64 rows (queries times heads) per request.
+    team: thread blocks that process neighbouring tiles of the same keys.
+    cluster: thread blocks of a team that load each page with TMA multicast, 1 or 2.
+    num_blocks: grid size, one block per SM.
+    coded: whether the cache holds FP8 latents.
+    early: how many of the three column ranges of a page are multiplied before the other
+        warpgroup's probabilities.
+    prefetch: pages prefetched to L2 ahead of the pipeline, 0 or 1.
     """
 
     dtype: str
@@ -53,7 +53,7 @@ class MlaConfig:
     prefetch: int
 
     def spec(self) -> KernelSpec:
-        """The attention."""
+        """The attention kernel."""
         defines = (
             *self._defines(),
             ("CODES", int(self.coded)),
@@ -70,7 +70,7 @@ class MlaConfig:
         return KernelSpec(source, "mla_attention_sm90", defines, _THREADS, shared)
 
     def merge_spec(self) -> KernelSpec:
-        """What adds up the pieces of requests that several thread blocks work on."""
+        """The kernel that merges the partial results of requests split over several blocks."""
         defines = (*self._defines(), ("THREADS", _MERGE_THREADS))
         return KernelSpec("attention/mla_merge.cu", "mla_merge", defines, _MERGE_THREADS)
 
@@ -79,17 +79,18 @@ class MlaConfig:
 
     @property
     def page_box(self) -> tuple[int, int, int]:
-        """Blocks, tokens and columns (bytes of a float8 cache) that one copy brings."""
+        """The TMA box: cache blocks, tokens and columns (bytes of an FP8 cache)."""
         columns = 2 * BOX_COLUMNS if self.coded else BOX_COLUMNS
         return 1, BLOCK_SIZE // self.cluster, columns
 
     @property
     def scratch_floats(self) -> int:
-        """Sums of pieces, at most two of each thread block: outputs, maxima and sums."""
+        """float32 elements of the partial results, at most two per thread block: outputs, row
+        maxima and row sums."""
         return 2 * self.num_blocks * TILE_ROWS * (LATENT_DIM + 2)
 
     def merge_rows(self, batch: int) -> int:
-        """Rows of a thread block that adds pieces: a power of two, fewer where there are few."""
+        """Rows per block of the merge kernel: a power of two, smaller for small batches."""
         rows, most = TILE_ROWS, _MERGE_BLOCKS_PER_SM * self.num_blocks
         while rows > 1 and batch * self.row_tiles * TILE_ROWS // rows < most:
             rows //= 2
@@ -106,8 +107,8 @@ def plan_mla_attention(
     coded: bool = False,
     causal: bool = True,
 ) -> MlaConfig:
-    """One thread block on a multiprocessor, in the largest teams that divide the tiles of a request
-    and leave the fewest multiprocessors idle."""
+    """The configuration of a call: one thread block per SM, in the largest teams that divide the
+    tiles of a request and leave the fewest SMs idle."""
     row_tiles = -(-heads * seq_len_q // TILE_ROWS)
     sizes = [size for size in range(1, _MOST_TEAM + 1) if row_tiles % size == 0]
     team = min(sizes, key=lambda size: (device.num_sms % size, -size))
@@ -121,6 +122,6 @@ def plan_mla_attention(
         cluster=cluster,
         num_blocks=device.num_sms // team * team,
         early=_DECODER_EARLY if coded else _EARLY,
-        # Where one tile reads a page, L2's requests are the limit: a prefetch doubles them.
+        # Without a cluster, L2 requests are the bottleneck, and a prefetch would double them.
         prefetch=int(cluster > 1),
     )

@@ -1,4 +1,4 @@
-"""Which keys of a cache queries attend to."""
+"""The attention that each key of a cache receives, which ranks keys for eviction."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from cukit.attention import flash_attention, flash_attention_backward
 from cukit.core.arrays import Array, namespace
 
 _COLUMNS = 8
-"""Of the values: the fewest that the kernels take."""
+"""head_dim of the values: the smallest that the kernels support."""
 _MOST_SUM = 2.0**15
-"""Fits every 16-bit dtype."""
+"""Upper bound of the sums: representable in every 16-bit dtype."""
 
 
 def attention_received(queries: Any, k: Array, *, scale: float | None = None) -> Array:
-    """How much attention each key gets: float32 [batch, num_heads_kv, seq_len].
+    """The total attention of each key: float32 [batch, num_heads_kv, seq_len].
 
         received[j] = sum over queries i and heads of the group of P[i, j]
 
-    That is the gradient of values under output gradients of one: `flash_attention_backward` gives
-    it without a matrix of scores, here with values of a few columns.
+    This is the gradient of the values for output gradients of one, so `flash_attention_backward`
+    computes it without materialising the scores; the values have only a few columns.
 
     queries: [batch, seq_len_q, num_heads_q, head_dim], of the last tokens; causal.
     """
@@ -30,7 +30,7 @@ def attention_received(queries: Any, k: Array, *, scale: float | None = None) ->
     v = xp.zeros((*k.shape[:-1], _COLUMNS), np.float32).astype(k.dtype)
     options: dict[str, Any] = {"causal": True, "scale": scale}
     out, lse = flash_attention(queries, k, v, return_lse=True, **options)
-    # A power of two, so that no sum overflows and none is rounded.
+    # A power of two, small enough that no sum overflows, and exact.
     weight = 2.0 ** min(0, np.floor(np.log2(_MOST_SUM / (seq_q * heads_q // k.shape[2]))))
     ones = xp.full((batch, seq_q, heads_q, _COLUMNS), weight, np.float32).astype(k.dtype)
     _, _, sums = flash_attention_backward(
@@ -41,11 +41,11 @@ def attention_received(queries: Any, k: Array, *, scale: float | None = None) ->
 
 
 def pooled(scores: Array, size: int) -> Array:
-    """The largest of `size` neighbours around each score of the last axis (itself among them)."""
+    """Max pooling over windows of `size` along the last axis, with stride 1."""
     xp = namespace(scores)
     before, after = size // 2, (size - 1) // 2
-    ends = [(0, 0)] * (scores.ndim - 1) + [(before, after)]
-    padded = xp.pad(scores, ends, constant_values=-np.inf)
+    widths = [(0, 0)] * (scores.ndim - 1) + [(before, after)]
+    padded = xp.pad(scores, widths, constant_values=-np.inf)
     best = scores
     for begin in range(size):
         best = xp.maximum(best, padded[..., begin : begin + scores.shape[-1]])
@@ -53,9 +53,10 @@ def pooled(scores: Array, size: int) -> Array:
 
 
 def top_positions(scores: Array, seq_len: int, count: int) -> Array:
-    """`count` positions of `seq_len`, ascending: all from the end of `scores` on, and the highest.
+    """The `count` positions to keep of `seq_len`, ascending: all that have no score, which are the
+    newest, and those with the highest scores.
 
-    scores: [batch, heads, positions]. Of equal ones the first wins.
+    scores: [batch, heads, positions]. The first of equal scores wins.
     """
     xp = namespace(scores)
     num_scored = scores.shape[-1]

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from cukit.attention.flash_arguments import dense_strides, fits_tensor_maps, strides_of
-from cukit.attention.flash_maps import NO_FLOAT8, MappedLaunch, PlannedWork, encoder
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
+    dense_strides,
+    fits_tensor_maps,
     scales_of,
     score_settings,
+    strides_of,
 )
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import GROUP_ROWS
-from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, Prologue, encoder
+from cukit.attention._flash_tilings import WARPGROUP_ROWS
+from cukit.attention._paged_arguments import PagedArrays, PagedScratch
+from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
-if TYPE_CHECKING:
-    from cukit.attention.paged import PagedArrays, PagedScratch
-
 
 def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
-    """The call as a problem of attention; its keys are not known on the host."""
+    """The attention problem of a call; the host does not know its number of keys."""
     q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
     head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
     causal, window = options.visible
@@ -41,7 +39,7 @@ def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionPro
 
 
 def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: bool) -> bool:
-    """Whether the Hopper forward serves a call."""
+    """Whether a call runs on the Hopper forward."""
     if problem.varlen:
         return True
     plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
@@ -50,7 +48,7 @@ def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: b
 
 
 class PreparedPrefill:
-    """A checked call of the Hopper forward over a paged cache, for arrays of one description."""
+    """A planned call of the Hopper forward, for arrays of the same shapes, strides and dtypes."""
 
     __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
 
@@ -94,23 +92,23 @@ class PreparedPrefill:
         launch = Launch(load_kernel(config.spec()), (blocks,), (keys, parameters))
         scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, blocks))
         plan = Launch(load_kernel(config.plan_spec()), (1,), tuple(scalars))
-        queries = encoder((1, GROUP_ROWS, 1, config.box_columns(config.width)))
+        queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
         box = 1, config.page_rows, 1, config.box_columns(config.width)
         encoders = (queries, *(encoder(box) if self._boxes else queries for _ in range(2)))
         self._launch = MappedLaunch(
-            launch, encoders, PlannedWork(plan, config.plan_size()), None, None
+            launch, encoders, Prologue(plan, config.plan_size()), None, None
         )
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
-        """Launches the kernels. scratch: not used."""
+        """Launches the kernels. scratch: unused."""
         q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q, *_ = arrays
         if out is None:
             out = empty(q, self._shape)
         lse = empty(q, self._lse_shape, np.float32) if return_lse else NULL
         options = ScoreArrays(None, sinks, None, None, cu_seqlens_q, seq_lens)
-        # Without boxes no map of the cache is read: the queries' stands in for both.
+        # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
         if out.size:

@@ -1,4 +1,4 @@
-"""What a plan of attention needs to know of a call: shapes and the options in use, no addresses."""
+"""The description of an attention call that plans depend on: shapes and the options in use."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cukit.attention.flash_options import Window
-from cukit.attention.flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
+from cukit.attention._flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
 from cukit.errors import ArrayShapeError
 
+Window = tuple[int | None, int | None]
+"""Visible keys left and right of a query's diagonal key, which is visible too; None: unbounded."""
+
 FLOAT8 = "float8_e4m3"
-"""The dtype of problems whose inputs have eight bits."""
+"""The dtype of problems with FP8 inputs."""
 
 FEATURES = frozenset({"window", "softcap", "alibi", "bias", "mask", "sinks", "varlen", "value_dim"})
-"""What a kernel may have to know beyond causal attention with heads of one width."""
+"""Options beyond causal attention with equal head_dims; each selects kernel variants."""
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Calls of attention, forward or backward, that run the same kernels."""
+    """Attention calls, forward or backward, that share a plan."""
 
     batch: int
     seq_len_q: int
-    """Of one call, or rounded up for all that round to the same (rounded_length)."""
+    """Exact, or rounded up (rounded_length) so that calls of similar lengths share a plan."""
     seq_len_kv: int
     num_heads_q: int
     num_heads_kv: int
@@ -31,9 +33,9 @@ class AttentionProblem:
     dtype: str
     causal: bool
     value_dim: int | None = None
-    """Width of the heads of v and out; None: as head_dim."""
+    """head_dim of v and out; None: the same as head_dim."""
     window: Window | None = None
-    """Keys to the left and to the right that a query sees; causal problems end at 0."""
+    """Visible keys left and right of the diagonal; a causal problem has 0 on the right."""
     softcap: bool = False
     alibi: bool = False
     bias: str | None = None
@@ -41,21 +43,20 @@ class AttentionProblem:
     mask: bool = False
     sinks: bool = False
     varlen: bool = False
-    """Sequences of any lengths up to seq_len_q and seq_len_kv, one behind the other."""
+    """Packed variable-length sequences, of at most seq_len_q and seq_len_kv."""
     out_dtype: str | None = None
-    """Of out, and of a bias that is not float32; None: as dtype."""
+    """Dtype of out, and of a bias that is not float32; None: the same as dtype."""
     precise: bool = False
-    """Probabilities of float8 inputs keep sixteen bits."""
+    """FP8 inputs: keep the probabilities in FP16."""
     teacher_group: int | None = None
-    """Of the divergence of two models' attention: query heads that share a key head of the teacher,
-    whose heads are value_dim wide. None: of attention."""
+    """Attention KL only: query heads per KV head of the teacher, whose head_dim is value_dim."""
 
     def at_lengths(self, seq_len_q: int, seq_len_kv: int) -> AttentionProblem:
-        """The same with other lengths, ten times quicker than `replace`: for every new length."""
+        """A copy with other lengths; runs for every new length, ten times faster than `replace`."""
         problem = object.__new__(AttentionProblem)
-        facts = problem.__dict__
-        facts.update(self.__dict__)  # features too, which do not depend on lengths
-        facts["seq_len_q"], facts["seq_len_kv"] = seq_len_q, seq_len_kv
+        fields = problem.__dict__
+        fields.update(self.__dict__)  # including the cached features, which ignore lengths
+        fields["seq_len_q"], fields["seq_len_kv"] = seq_len_q, seq_len_kv
         return problem
 
     @property
@@ -65,7 +66,7 @@ class AttentionProblem:
 
     @property
     def float8(self) -> bool:
-        """Whether q, k and v have eight bits."""
+        """Whether q, k and v are FP8."""
         return self.dtype == FLOAT8
 
     @cached_property
@@ -76,45 +77,45 @@ class AttentionProblem:
 
     @property
     def distills(self) -> bool:
-        """Whether v and grad_out are the keys and queries of a teacher."""
+        """Whether v and grad_out stand for the keys and queries of a teacher."""
         return self.teacher_group is not None
 
     @property
     def head_dim_v(self) -> int:
-        """Width of the heads of v and out."""
+        """head_dim of v and out."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """Query heads per KV head."""
         return self.num_heads_q // max(1, self.num_heads_kv)
 
     @property
     def width(self) -> int:
-        """Width of the tiles of q and k: the smallest that holds head_dim."""
+        """Tile width of q and k: the smallest that holds head_dim."""
         return width_for(self.head_dim)
 
     @property
     def value_width(self) -> int:
-        """Width of the tiles of v and out."""
+        """Tile width of v and out."""
         return width_for(self.head_dim_v)
 
     @property
-    def crowded(self) -> bool:
-        """Whether kernels need registers for the row and the column of a score."""
+    def register_limited(self) -> bool:
+        """Whether kernels keep the row and column of a score in registers."""
         return bool(self.features & {"window", "alibi", "bias", "mask", "varlen"})
 
     @property
     def bounded(self) -> bool:
-        """Whether a query's place decides which keys it sees."""
+        """Whether the visible keys depend on the query's position."""
         return self.causal or self.window is not None
 
 
 def rounded_length(length: int) -> int:
-    """`length`, rounded up: to 64 up to 1024, above that to one of eight steps an octave.
+    """`length`, rounded up: to a multiple of 64 up to 1024, above that to eight steps per octave.
 
-    What depends on lengths and is slow to work out is worked out for these: a decode step, or
-    sequences that are a little longer than the last, find it done.
+    Plans are cached by rounded lengths, so that decode steps and slightly longer sequences reuse
+    them.
     """
     step = 64 if length <= 1024 else 1 << ((length - 1).bit_length() - 4)
     return ceil_div(length, step) * step
@@ -134,7 +135,7 @@ Defines = tuple[tuple[str, str | int | bool], ...]
 def common_defines(
     problem: AttentionProblem, width: int | None = None, value_width: int | None = None
 ) -> Defines:
-    """Macros that all kernels with tiles of heads take; widths are the problem's where omitted."""
+    """Macros of dtype and tile widths; widths default to the problem's."""
     width = width or problem.width
     value_width = value_width or problem.value_width
     defines: Defines = (

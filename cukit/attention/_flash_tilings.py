@@ -1,7 +1,7 @@
-"""How the attention kernels may cut their work, per width of head, and what each cut needs.
+"""Tile sizes of the attention kernels for each head width, and the shared memory they need.
 
-The tables list tilings from the preferred one down: the first that fits a GPU is taken. They were
-ordered by measurement on an H200; the later entries serve GPUs with less shared memory.
+The tables list tilings in order of preference, as measured on an H200; the first that fits the GPU
+is used. Later entries serve GPUs with less shared memory.
 """
 
 from __future__ import annotations
@@ -14,28 +14,33 @@ from cukit.core.device import KIB, Device
 from cukit.errors import UnsupportedDeviceError
 
 HEAD_WIDTHS = (64, 96, 128, 192, 256)
-"""Widths of a tile: a head of any other size is padded with zeros to the next one."""
+"""Tile widths. Heads of other sizes are zero-padded to the next width."""
 
 KEY_WIDTHS = (64, 96, 128, 256)
-"""Those of class sm80's backward, whose warps cut the columns of a tile in halves, except 96."""
+"""Tile widths of class sm80's backward, whose warps halve the columns of a tile (except at 96)."""
 
-UNLIKE_KEY_WIDTHS = (64, 128, 256)
-"""The same where the heads of k and of v are not alike."""
+UNEQUAL_KEY_WIDTHS = (64, 128, 256)
+"""The same where k and v have different head_dims."""
 
 MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
 ITEM_BYTES = 2  # float16, bfloat16
 FLOAT_BYTES = 4
-GROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
-PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
+WARPGROUP_ROWS = 64  # rows of one warpgroup's wgmma
+BOX_COLUMNS = 64  # 16-bit columns of a TMA box: rows of 128 swizzled bytes
 _WARP = 32
-RAW_STAGES = 2  # of float8 values on their way to being prepared
-_RESERVED_BYTES = KIB  # what the system takes of each block's shared memory
+RAW_STAGES = 2  # pipeline stages of FP8 V before it is transposed or widened
+_RESERVED_BYTES = KIB  # shared memory that the driver reserves per block
+
+
+def _boxed(width: int) -> int:
+    """`width`, rounded up to whole TMA boxes of 16-bit columns."""
+    return -(-width // BOX_COLUMNS) * BOX_COLUMNS
 
 
 @dataclass(frozen=True)
 class ForwardTiling:
-    """A block takes tile_m queries, 16 * m_tiles a warp, and walks over tile_n keys at a time."""
+    """A block owns tile_m queries, 16 * m_tiles per warp, and loops over tiles of tile_n keys."""
 
     tile_m: int
     m_tiles: int
@@ -44,7 +49,7 @@ class ForwardTiling:
     q_in_registers: bool = False
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """Q, and two stages of K and of V; at the end the output, over all of them."""
+        """Q and two stages of K and of V; the epilogue reuses all of it for the output."""
         inputs = width * (self.tile_m + 2 * self.tile_n) + value_width * 2 * self.tile_n
         return ITEM_BYTES * max(inputs, value_width * self.tile_m)
 
@@ -56,33 +61,33 @@ class ForwardTiling:
 
 @dataclass(frozen=True)
 class WarpgroupTiling:
-    """Hopper's forward: a block walks over tiles of 64 queries for each of its consumers, and in
-    each over tile_n keys at a time."""
+    """Hopper's forward: a persistent block loops over query tiles, 64 rows per consumer warpgroup,
+    and within each over tiles of tile_n keys."""
 
     consumers: int
-    """Warpgroups that multiply; one more copies."""
+    """Consumer warpgroups; the block has one producer warpgroup besides."""
     tile_n: int
     num_stages: int = 2
     query_stages: int = 2
-    """With two, the next tile's queries come while this one's are multiplied."""
+    """With two, the next tile's queries are loaded while the current tile is multiplied."""
     cost: float = 1.0
-    """Time of a score, as a multiple of the first tiling's."""
-    turn_cost: float | None = None
-    """The same of plain causal calls, where consumers multiply in turns; None: they never do."""
+    """Time per score, relative to the first tiling."""
+    ping_pong_cost: float | None = None
+    """The same with ping-pong scheduling, in plain causal calls; None: never scheduled that way."""
     blocks_per_sm: int = 1
     biased_tile_n: int | None = None
-    """tile_n where a bias is added, if not the same: its registers would be spilled."""
+    """tile_n with a bias, if different: the larger tile would spill registers."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of Q, of K and of V, in parts of 64 columns."""
-        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
+        """The stages of Q, K and V, in boxes of 64 columns."""
+        columns, value_columns = _boxed(width), _boxed(value_width)
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
         return ITEM_BYTES * (columns * rows + value_columns * self.num_stages * self.tile_n)
 
     @property
     def tile_m(self) -> int:
-        """Queries of a tile."""
-        return GROUP_ROWS * self.consumers
+        """Queries per tile."""
+        return WARPGROUP_ROWS * self.consumers
 
     @property
     def threads(self) -> int:
@@ -92,50 +97,51 @@ class WarpgroupTiling:
 
 @dataclass(frozen=True)
 class Float8Tiling(WarpgroupTiling):
-    """The same for float8 inputs, whose values are prepared: transposed or, for probabilities of
-    sixteen bits, widened."""
+    """The same for FP8 inputs, whose V is prepared for wgmma: transposed or, with FP16
+    probabilities, widened to FP16."""
 
-    kept_tiles: int = 0
-    """Tiles of keys that the tensor core adds up before their sum is kept elsewhere; 0: all."""
+    promotion_interval: int = 0
+    """Key tiles after which the FP8 accumulators are added to partial outputs in shared memory
+    (DeepSeek-V3's promotion), because the tensor core keeps about 14 bits; 0: never."""
     precise: bool = False
-    """Probabilities and values are multiplied as float16."""
+    """P and V are multiplied in FP16."""
     prepares: bool = False
-    """Every block prepares the values it reads, tile by tile, instead of a kernel before it."""
+    """Each block prepares the V tiles it reads; otherwise a separate kernel does so beforehand."""
 
     def value_bytes(self, value_width: int) -> int:
-        """A tile of prepared values."""
+        """Bytes of one prepared V tile."""
         if self.precise:
-            return ITEM_BYTES * self.tile_n * (-(-value_width // PART) * PART)
+            return ITEM_BYTES * self.tile_n * _boxed(value_width)
         return value_width * self.tile_n
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of Q, of K, of V as it comes and of V as it is multiplied."""
+        """The stages of Q, K, V as loaded and V as prepared, and the partial outputs."""
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
-        stored = float8_part(width) * -(-width // float8_part(width)) * rows
+        stored = float8_box_columns(width) * -(-width // float8_box_columns(width)) * rows
         values = self.num_stages * self.value_bytes(value_width)
         raw = self.prepares * RAW_STAGES * self.raw_bytes(value_width)
-        # Of every consumer's thread: its sums as bfloat16, and two maxima.
+        # Per consumer thread: partial outputs as BF16, and two row maxima.
         kept = 4 * _WARP * self.consumers * (value_width // 2 * 2 + 2 * 4)
-        return stored + raw + values + (kept if self.kept_tiles else 0)
+        return stored + raw + values + (kept if self.promotion_interval else 0)
 
     def raw_bytes(self, value_width: int) -> int:
-        """A tile of values as the copy engine brings it."""
-        part = float8_part(value_width)
-        return part * -(-value_width // part) * self.tile_n
+        """Bytes of one V tile as TMA loads it."""
+        columns = float8_box_columns(value_width)
+        return columns * -(-value_width // columns) * self.tile_n
 
 
-def float8_part(width: int) -> int:
-    """Columns of eight bits that the copy engine brings at once: rows of 64 or 128 swizzled
-    bytes."""
+def float8_box_columns(width: int) -> int:
+    """FP8 columns of a TMA box: rows of 64 or 128 swizzled bytes."""
     return 64 if width <= 64 else 128
 
 
 @dataclass(frozen=True)
 class KeyTiling:
-    """Backward: a block takes tile_n keys and walks over tile_m queries at a time.
+    """Backward: a block owns tile_n keys and loops over tiles of tile_m queries.
 
-    The warps split queries x keys, keys x head_dim and queries x head_dim into score_warps,
-    key_warps and query_warps rows; a warp computes its dQ in query_passes parts.
+    The warps are arranged in score_warps, key_warps and query_warps rows over the products
+    queries x keys, keys x head_dim and queries x head_dim; a warp computes its dQ in query_passes
+    passes.
     """
 
     tile_m: int
@@ -175,40 +181,40 @@ class KeyTiling:
             ("QUERY_PASSES", self.query_passes),
         )
 
-    def crowded(self, width: int) -> KeyTiling:
-        """The same with dQ in two parts, if a warp's columns can be parted: fewer registers."""
+    def register_limited(self, width: int) -> KeyTiling:
+        """The same with dQ in two passes where a warp's columns can be halved: fewer registers."""
         columns = width // (self.warps // self.query_warps)
         return replace(self, query_passes=2) if columns % 32 == 0 else self
 
 
 @dataclass(frozen=True)
 class WarpgroupKeyTiling:
-    """Hopper's backward: a block takes tile_n keys and walks over tile_m queries at a time; one
-    warpgroup copies, two multiply."""
+    """Hopper's backward: a block owns tile_n keys and loops over tiles of tile_m queries, with one
+    producer and two consumer warpgroups."""
 
     tile_m: int
     tile_n: int
     num_stages: int = 2
     score_tiles: int = 2
-    """Of dS or, where dQ is not summed up, of P, in shared memory."""
-    sums_queries: bool = True
-    """Whether dQ is summed up too, and leaves through shared memory."""
+    """Tiles of dS (of P where dQ is not accumulated) in shared memory."""
+    accumulates_grad_q: bool = True
+    """Whether this kernel accumulates dQ too, staged through shared memory."""
     threads: int = 3 * 4 * _WARP
-    in_turn: bool = False
-    """Whether blocks add to dQ in a fixed order."""
+    ordered: bool = False
+    """Whether blocks add to dQ in a fixed order (deterministic)."""
 
     def softcapped(self) -> WarpgroupKeyTiling:
-        """The same where derivatives of the scores lie beside P: they take the place of a stage."""
-        return self if self.sums_queries else replace(self, num_stages=2, score_tiles=4)
+        """The same with softcap derivatives stored beside P: they replace a pipeline stage."""
+        return self if self.accumulates_grad_q else replace(self, num_stages=2, score_tiles=4)
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """K, V, stages of Q and dO, P or dS, in parts of 64 columns, and dQ."""
-        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
+        """K, V, stages of Q and dO in boxes of 64 columns, P or dS, and dQ."""
+        columns, value_columns = _boxed(width), _boxed(value_width)
         rows = self.tile_n + self.num_stages * self.tile_m
         tiles = ITEM_BYTES * (columns + value_columns) * rows
         scores = self.score_tiles * ITEM_BYTES * self.tile_m * self.tile_n
         widest = max(columns, value_columns)
-        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * widest
+        return tiles + scores + self.accumulates_grad_q * FLOAT_BYTES * self.tile_m * widest
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -218,24 +224,24 @@ class WarpgroupKeyTiling:
             ("TILE_N", self.tile_n),
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
-            ("DETERMINISTIC", int(self.in_turn)),
+            ("DETERMINISTIC", int(self.ordered)),
         )
 
 
 @dataclass(frozen=True)
 class WarpgroupQueryTiling:
-    """dQ of Hopper's wide heads: a block takes tile_m queries and walks over tile_n keys; one
-    warpgroup copies, two multiply."""
+    """dQ of Hopper's wide heads: a block owns tile_m queries and loops over tiles of tile_n keys,
+    with one producer and two consumer warpgroups."""
 
-    tile_m: int = 2 * GROUP_ROWS
+    tile_m: int = 2 * WARPGROUP_ROWS
     tile_n: int = 64
     key_stages: int = 2
     value_stages: int = 2
     threads: int = 3 * 4 * _WARP
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """Q, dO, the stages of K and of V, in parts of 64 columns."""
-        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
+        """Q, dO and the stages of K and V, in boxes of 64 columns."""
+        columns, value_columns = _boxed(width), _boxed(value_width)
         rows = self.tile_m + self.key_stages * self.tile_n
         value_rows = self.tile_m + self.value_stages * self.tile_n
         return ITEM_BYTES * (columns * rows + value_columns * value_rows)
@@ -254,7 +260,8 @@ class WarpgroupQueryTiling:
 
 @dataclass(frozen=True)
 class QueryTiling:
-    """Deterministic dQ: a block takes tile_m queries, 16 a warp, and walks over tile_n keys."""
+    """Deterministic dQ: a block owns tile_m queries, 16 per warp, and loops over tiles of tile_n
+    keys."""
 
     tile_m: int
     tile_n: int
@@ -291,15 +298,15 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
     192: (ForwardTiling(128, 1, 64), ForwardTiling(64, 1, 32)),
     256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
 }
-# For options that ask for a score's row and column, which takes registers that the others lack.
-CROWDED_FORWARD_TILINGS = FORWARD_TILINGS | {
+# For options that need the row and column of a score, which costs registers.
+REGISTER_LIMITED_FORWARD_TILINGS = FORWARD_TILINGS | {
     64: (ForwardTiling(128, 2, 64, 2),),
     96: (ForwardTiling(128, 2, 32, 2),),
     128: (ForwardTiling(128, 2, 32, 2), ForwardTiling(64, 1, 32, 2)),
 }
-# By the most columns of a key and of a value. Of these the tiling that leaves least work is taken:
-# they all fit Hopper. Short tiles have room for more stages, which four warpgroups need to drift
-# apart; long ones multiply with fewer stops.
+# Keyed by the largest head_dim of k and of v. All of these fit Hopper; the plan picks the one with
+# the lowest estimated time. Short tiles leave room for more stages, which four warpgroups need to
+# overlap; long tiles need fewer barriers per multiply.
 WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
     (64, 64): (
         WarpgroupTiling(3, 128, num_stages=3),
@@ -311,7 +318,9 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
         WarpgroupTiling(2, 128, query_stages=1, cost=1.09),
     ),
     (128, 128): (
-        WarpgroupTiling(2, 128, num_stages=3, query_stages=1, turn_cost=0.97, biased_tile_n=112),
+        WarpgroupTiling(
+            2, 128, num_stages=3, query_stages=1, ping_pong_cost=0.97, biased_tile_n=112
+        ),
         WarpgroupTiling(3, 64, num_stages=4, query_stages=1, cost=0.975),
     ),
     (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=96),),
@@ -323,27 +332,27 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
 }
 
 
-# Float8, by the same widths. Tiles are as long as the registers allow; sequences of any lengths and
-# windows ("busy") ask for shorter ones, and so do options that change single scores ("crowded").
-# "short": where few tiles of queries read the same values, a pass over those before would not pay.
+# FP8, keyed by the same widths. Tiles are as long as the registers allow. "window_or_varlen" and
+# "register_limited" (options that act on single scores) need shorter ones. "short": where few query
+# tiles read the same V, preparing it in a separate kernel does not pay.
 FLOAT8_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
     "plain": {
-        (64, 64): Float8Tiling(3, 160, kept_tiles=6),
-        (128, 128): Float8Tiling(2, 224, kept_tiles=4),
-        (256, 256): Float8Tiling(2, 128, query_stages=1, kept_tiles=8),
+        (64, 64): Float8Tiling(3, 160, promotion_interval=6),
+        (128, 128): Float8Tiling(2, 224, promotion_interval=4),
+        (256, 256): Float8Tiling(2, 128, query_stages=1, promotion_interval=8),
     },
-    "busy": {
-        (64, 64): Float8Tiling(3, 128, kept_tiles=7),
-        (128, 128): Float8Tiling(2, 160, kept_tiles=6),
-        (256, 256): Float8Tiling(2, 96, query_stages=1, kept_tiles=10),
+    "window_or_varlen": {
+        (64, 64): Float8Tiling(3, 128, promotion_interval=7),
+        (128, 128): Float8Tiling(2, 160, promotion_interval=6),
+        (256, 256): Float8Tiling(2, 96, query_stages=1, promotion_interval=10),
     },
-    "crowded": {
-        (128, 128): Float8Tiling(2, 128, kept_tiles=7),
-        (256, 256): Float8Tiling(2, 64, query_stages=1, kept_tiles=16),
+    "register_limited": {
+        (128, 128): Float8Tiling(2, 128, promotion_interval=7),
+        (256, 256): Float8Tiling(2, 64, query_stages=1, promotion_interval=16),
     },
     "short": {
-        (64, 64): Float8Tiling(2, 128, kept_tiles=7, prepares=True),
-        (128, 128): Float8Tiling(2, 128, num_stages=3, kept_tiles=7, prepares=True),
+        (64, 64): Float8Tiling(2, 128, promotion_interval=7, prepares=True),
+        (128, 128): Float8Tiling(2, 128, num_stages=3, promotion_interval=7, prepares=True),
     },
 }
 PRECISE_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
@@ -352,7 +361,7 @@ PRECISE_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
         (128, 128): Float8Tiling(2, 128, precise=True),
         (256, 256): Float8Tiling(2, 96, query_stages=1, precise=True),
     },
-    "crowded": {
+    "register_limited": {
         (128, 128): Float8Tiling(2, 128, precise=True),
         (256, 256): Float8Tiling(2, 64, query_stages=1, precise=True),
     },
@@ -365,7 +374,7 @@ Entry = TypeVar("Entry")
 
 
 def entry_for(table: dict[tuple[int, int], Entry], width: int, value_width: int) -> Entry | None:
-    """The entry of the narrowest widths of keys and values that hold these."""
+    """The first entry whose head_dims of k and v are at least these."""
     for (most, most_values), entry in table.items():
         if width <= most and value_width <= most_values:
             return entry
@@ -373,7 +382,7 @@ def entry_for(table: dict[tuple[int, int], Entry], width: int, value_width: int)
 
 
 def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ...]:
-    """The tilings for keys and values of these widths, each at most 256."""
+    """The tilings for these head_dims of k and v, each at most 256."""
     tilings = entry_for(WARPGROUP_TILINGS, width, value_width)
     if tilings is None:
         raise ValueError(f"no tiling for widths {width} and {value_width}")
@@ -383,12 +392,12 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
-    192: WarpgroupKeyTiling(64, 64, num_stages=3, score_tiles=3, sums_queries=False),
-    256: WarpgroupKeyTiling(64, 64, sums_queries=False),
+    192: WarpgroupKeyTiling(64, 64, num_stages=3, score_tiles=3, accumulates_grad_q=False),
+    256: WarpgroupKeyTiling(64, 64, accumulates_grad_q=False),
 }
 LONG_KEY_WIDTH = 128
 LONG_KEY_TILING = WarpgroupKeyTiling(80, 128)
-"""For heads of this width: fewer reads of shared memory a query, more queries that see no key."""
+"""For heads of this width: fewer shared-memory reads per query, but more fully masked rows."""
 WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
     192: WarpgroupQueryTiling(key_stages=3),
     256: WarpgroupQueryTiling(value_stages=1),
@@ -422,7 +431,7 @@ Tiling = TypeVar("Tiling", ForwardTiling, KeyTiling, QueryTiling)
 
 
 def first_fit(tilings: Sequence[Tiling], width: int, value_width: int, device: Device) -> Tiling:
-    """The first tiling whose blocks_per_sm blocks fit the shared memory of an SM of `device`."""
+    """The first tiling whose blocks_per_sm blocks fit in the shared memory of an SM."""
     for tiling in tilings:
         needed = tiling.shared_bytes(width, value_width)
         per_sm = tiling.blocks_per_sm * (needed + _RESERVED_BYTES)
@@ -431,5 +440,5 @@ def first_fit(tilings: Sequence[Tiling], width: int, value_width: int, device: D
     smallest = min(tiling.shared_bytes(width, value_width) for tiling in tilings)
     raise UnsupportedDeviceError(
         f"attention with head_dim up to {max(width, value_width)} needs {smallest} bytes of "
-        f"shared memory a block, {device.name} has {device.shared_bytes_per_block}"
+        f"shared memory per block, {device.name} has {device.shared_bytes_per_block}"
     )

@@ -1,12 +1,13 @@
-"""Which kernels the divergence of a sparse-attention indexer runs, decided from shapes alone."""
+"""Plans of the indexer KL: the kernel variants for a problem and a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan import kernel_class
-from cukit.attention.flash_problem import (
+from cukit.attention._flash_plan import kernel_class
+from cukit.attention._flash_tilings import BOX_COLUMNS, KEY_WIDTHS
+from cukit.attention._problem import (
     AttentionProblem,
     Defines,
     ceil_div,
@@ -14,7 +15,6 @@ from cukit.attention.flash_problem import (
     feature_defines,
     width_for,
 )
-from cukit.attention.flash_tilings import KEY_WIDTHS, PART
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 from cukit.errors import UnsupportedDeviceError
@@ -23,42 +23,42 @@ _ROWS_PER_WARP = 16
 _WARP = 32
 _MARK_THREADS = 128
 _SUM_THREADS = 256
-_SUM_ELEMENTS = 8  # of a thread
+_SUM_ELEMENTS = 8  # per thread
 _ITEM_BYTES = 2
-_RESERVED_BYTES = 1024  # of a block's shared memory
+_RESERVED_BYTES = 1024  # shared memory that the driver reserves per block
 _SPAN_KEYS = 256
 _MOST_SPANS = 32
-"""Of the forward, whose spans leave statistics of every query behind."""
+"""Limit for the forward, where each span writes statistics of every query."""
 _KEY_WAVES = 2
-"""Of blocks of the keys' gradient: a causal mask leaves some with little to do."""
+"""Waves of blocks in the key-gradient kernel: with a causal mask, some blocks have little work."""
 _MOST_SPLITS = 16
 _SCRATCH_BYTES = 1 << 27
-"""That derivatives or selections of a chunk of queries take at most, but for one tile of them."""
+"""Limit of the derivatives or selection bits of a chunk of queries; one tile may exceed it."""
 
 
 @dataclass(frozen=True)
 class IndexerTiling:
-    """Tiles of the three kernels that share a scratch."""
+    """Tile sizes of the three kernels that share scratch memory."""
 
     tile_m: int
-    """Queries of a block of the sweep and of the queries' gradient."""
+    """Queries per block of the sweep and of the query-gradient kernel."""
     tile_n: int
-    """Keys at a time in the sweep."""
+    """Keys per step of the sweep."""
     key_tile: int
-    """Keys of a block of the keys' gradient."""
+    """Keys per block of the key-gradient kernel."""
     tile_q: int
-    """Queries at a time."""
+    """Queries per step of the key-gradient kernel."""
     query_n: int
-    """Keys at a time in the queries' gradient."""
+    """Keys per step of the query-gradient kernel."""
     blocks_per_sm: int = 1
-    """Of the sweep."""
+    """Blocks of the sweep per SM."""
     wgmma: bool = False
-    """Whether the sweep multiplies with wgmma."""
+    """Whether the sweep uses wgmma."""
 
     def sweep_bytes(self, width: int) -> int:
         """Two stages of queries and of keys."""
         if self.wgmma:
-            width = ceil_div(width, PART) * PART
+            width = ceil_div(width, BOX_COLUMNS) * BOX_COLUMNS
         return 2 * _ITEM_BYTES * width * (self.tile_m + self.tile_n)
 
     def query_bytes(self, width: int) -> int:
@@ -76,22 +76,22 @@ TILINGS: dict[int, tuple[IndexerTiling, ...]] = {
     128: (IndexerTiling(128, 64, 128, 64, 64),),
     256: (IndexerTiling(128, 32, 128, 32, 32), IndexerTiling(64, 32, 64, 32, 32)),
 }
-"""By the wider head of teacher and student, the first that fits."""
+"""Keyed by the larger head_dim of teacher and student; the first that fits is used."""
 
-WARPGROUP_TILINGS: dict[int, IndexerTiling] = {
+WARPGROUP_INDEXER_TILINGS: dict[int, IndexerTiling] = {
     128: IndexerTiling(128, 128, 128, 64, 64, wgmma=True),
     256: IndexerTiling(128, 64, 128, 32, 32, wgmma=True),
 }
-"""The same on Hopper. More keys at a time: every head's queries are read anew for them."""
+"""The same on Hopper, with more keys per step: each step reads the queries of every head again."""
 
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """How the divergence, or with `gradient` its gradients, run."""
+    """The configuration of the divergence or, with `gradient`, of its gradients."""
 
     kernel_class: str
     problem: AttentionProblem
-    """The student's; the teacher in place of v."""
+    """The student's attention, with the teacher in place of v."""
     width: int
     value_width: int
     tiling: IndexerTiling
@@ -101,17 +101,17 @@ class IndexerConfig:
 
     @property
     def tiles(self) -> int:
-        """Tiles of queries, of all sequences."""
+        """Query tiles of all sequences."""
         return self.problem.batch * ceil_div(self.problem.seq_len_q, self.tiling.tile_m)
 
     @property
     def scratch_row(self) -> int:
-        """Keys that a row of the scratch arrays has room for."""
+        """Keys per row of the scratch arrays."""
         return ceil_div(self.problem.seq_len_kv, self.tiling.key_tile) * self.tiling.key_tile
 
     @property
     def chunk_tiles(self) -> int:
-        """Tiles of queries of a launch: all, or as many as the scratch may hold."""
+        """Query tiles per launch: all, or as many as fit in the scratch memory."""
         if not (self.gradient or self.selected):
             return max(1, self.tiles)
         item = _ITEM_BYTES if self.gradient else 1 / 8
@@ -120,34 +120,34 @@ class IndexerConfig:
 
     @property
     def chunk_rows(self) -> int:
-        """Queries of a launch."""
+        """Queries per launch."""
         return self.chunk_tiles * self.tiling.tile_m
 
     @property
     def span_tiles(self) -> int:
-        """Tiles of keys of a block of the sweep."""
+        """Key tiles per block of the sweep."""
         tiles = self.scratch_row // self.tiling.tile_n
         least = _SPAN_KEYS // self.tiling.tile_n
         return least if self.gradient else max(least, ceil_div(tiles, _MOST_SPANS))
 
     @property
     def spans(self) -> int:
-        """Blocks of the sweep that share a tile of queries."""
+        """Blocks of the sweep per query tile."""
         return max(1, ceil_div(self.scratch_row // self.tiling.tile_n, self.span_tiles))
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of keys of the keys' gradient, of all sequences."""
+        """Key tiles of the key-gradient kernel, of all sequences."""
         return self.problem.batch * ceil_div(self.problem.seq_len_kv, self.tiling.key_tile)
 
     @property
     def splits(self) -> int:
-        """Blocks that share the keys of a tile: enough to fill the GPU, each with some heads."""
+        """Blocks per key tile, each with some of the heads: enough to fill the GPU."""
         wanted = _KEY_WAVES * self.num_sms // max(1, self.key_tiles)
         return max(1, min(self.problem.num_heads_q, _MOST_SPLITS, wanted))
 
     def sweep_spec(self) -> KernelSpec:
-        """The sums of the divergence or the derivatives by the scores."""
+        """The terms of the divergence, or the derivatives with respect to the scores."""
         width = max(self.width, self.value_width)
         defines = (
             ("TILE_N", self.tiling.tile_n),
@@ -160,7 +160,7 @@ class IndexerConfig:
         return self._spec("indexer_kl", "indexer_kl_sweep", shared, more=defines)
 
     def rows_spec(self) -> KernelSpec:
-        """The divergence from the sums."""
+        """The divergence from its terms."""
         sweep = self.sweep_spec()
         return KernelSpec(sweep.source, "indexer_kl_rows", sweep.defines, self.tiling.tile_m)
 
@@ -178,7 +178,7 @@ class IndexerConfig:
         return self._spec("indexer_kl_key_sm80", "indexer_kl_key_sm80", shared, threads, defines)
 
     def mark_spec(self) -> KernelSpec:
-        """The bits of the selected keys."""
+        """The bit mask of the selected keys."""
         defines: Defines = (
             ("DTYPE", self.problem.dtype),
             ("TILE_M", self.tiling.tile_m),
@@ -189,7 +189,7 @@ class IndexerConfig:
         return KernelSpec(source, "indexer_selection", defines, _MARK_THREADS)
 
     def sum_spec(self) -> KernelSpec:
-        """The gradient of the keys from the sums of the splits."""
+        """The gradient of the keys from the partial sums of the splits."""
         defines: Defines = (
             *common_defines(self.problem, self.width, self.value_width),
             ("THREADS", _SUM_THREADS),
@@ -202,11 +202,11 @@ class IndexerConfig:
         return KernelSpec(source, "flash_attention_backward_sum", defines, _SUM_THREADS)
 
     def sum_blocks(self, elements: int) -> int:
-        """Blocks that sum the splits of so many elements."""
+        """Grid size of the kernel that reduces the splits of `elements` elements."""
         return ceil_div(elements, _SUM_ELEMENTS * _SUM_THREADS)
 
     def specs(self) -> list[KernelSpec]:
-        """Every kernel that this configuration launches."""
+        """All kernel variants of this configuration."""
         found = [self.sweep_spec()]
         if self.selected:
             found.append(self.mark_spec())
@@ -232,19 +232,19 @@ class IndexerConfig:
 
 
 def has_wgmma(device: Device) -> bool:
-    """Whether the sweep may multiply with wgmma."""
+    """Whether the sweep may use wgmma."""
     return device.arch == "sm_90"
 
 
 def plan_indexer_kl(
     problem: AttentionProblem, gradient: bool, selected: bool, device: Device
 ) -> IndexerConfig:
-    """The configuration of a call. Raises UnsupportedDeviceError where nothing fits."""
+    """The configuration of a call. Raises UnsupportedDeviceError if no tiling fits the device."""
     width, value_width = (width_for(n, KEY_WIDTHS) for n in (problem.head_dim, problem.head_dim_v))
     widest = max(width, value_width)
     tilings = next(each for most, each in TILINGS.items() if widest <= most)
     if has_wgmma(device):
-        best = next(each for most, each in WARPGROUP_TILINGS.items() if widest <= most)
+        best = next(each for most, each in WARPGROUP_INDEXER_TILINGS.items() if widest <= most)
         tilings = (best, *tilings)
     for tiling in tilings:
         per_sm = tiling.blocks_per_sm * (tiling.sweep_bytes(widest) + _RESERVED_BYTES)
@@ -253,8 +253,8 @@ def plan_indexer_kl(
             break
     else:
         raise UnsupportedDeviceError(
-            f"indexer_kl with head_dim up to {widest} needs {most} bytes of shared memory a block, "
-            f"{device.name} has {device.shared_bytes_per_block}"
+            f"indexer_kl with head_dim up to {widest} needs {most} bytes of shared memory per "
+            f"block, {device.name} has {device.shared_bytes_per_block}"
         )
     return IndexerConfig(
         kernel_class=kernel_class(device),
@@ -268,10 +268,10 @@ def plan_indexer_kl(
     )
 
 
-def representative_specs(
+def indexer_specs(
     device: Device, gradient: bool, more: Callable[[], Sequence[KernelSpec]] = tuple
 ) -> list[KernelSpec]:
-    """The variants of the usual widths, of unlike heads, and of every option."""
+    """A representative set of variants: common widths, unequal head_dims, and each option."""
     usual = AttentionProblem(2, 4096, 4096, 32, 1, 128, "bfloat16", True, teacher_group=4)
     problems = [
         (usual, True),

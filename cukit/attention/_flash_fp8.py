@@ -1,11 +1,13 @@
-"""Attention of float8 (e4m3) inputs: what Hopper's forward takes, and decoding for the rest."""
+"""Attention of FP8 (e4m3) inputs: Hopper's forward where it covers them, decoding elsewhere."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    ScoreArrays,
+    ScoreOptions,
     check_forward,
     check_sequence_ends,
     describe_forward,
@@ -13,9 +15,8 @@ from cukit.attention.flash_arguments import (
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
-from cukit.attention.flash_options import ScoreArrays, ScoreOptions
-from cukit.attention.flash_problem import FLOAT8
+from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention._problem import FLOAT8
 from cukit.core.arrays import (
     ACCESS_BYTES,
     Array,
@@ -33,7 +34,7 @@ from cukit.core.quantized_array import QuantizedArray, is_float8
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 
 OUT_DTYPES = (bfloat16, float16)
-"""What attention of float8 inputs can return."""
+"""Output dtypes for FP8 inputs."""
 
 _OP = "flash_attention"
 
@@ -41,9 +42,9 @@ Descales = tuple[Any, Any, Any]
 
 
 def refuse_float8(op: str, *arrays: Any) -> None:
-    """Raises ArrayDtypeError for float8 arrays."""
+    """Raises ArrayDtypeError for FP8 arrays."""
     if is_float8(*arrays):
-        raise ArrayDtypeError(f"{op}: float8 inputs have a forward only; pass their dense() values")
+        raise ArrayDtypeError(f"{op}: float8 inputs have only a forward; pass their dense() values")
 
 
 def attend_float8(
@@ -57,11 +58,11 @@ def attend_float8(
     precise: bool,
     return_lse: bool,
 ) -> tuple[Array, Array | None] | None:
-    """(out, lse) from Hopper's forward; None where it does not cover these arrays.
+    """(out, lse) from Hopper's forward; None where it does not cover the call.
 
     q, k, v: storage with a contiguous last axis, other strides any multiples of 16 bytes.
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
-    precise: probabilities of sixteen bits.
+    precise: probabilities in 16 bits.
     """
     _check_inputs(q, k, v, out, arrays.varlen)
     factors = _factors(q, k, descales, arrays)
@@ -91,7 +92,7 @@ def decode_inputs(
     arrays: ScoreArrays,
     out: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """q, k and v times their descales, in the dtype of `out` (bfloat16 where there is none)."""
+    """q, k and v times their descales, in the dtype of `out` (bfloat16 without `out`)."""
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q.storage, k.storage, v.storage, out, options, arrays, decoded=dtype)
     ends = (arrays.cu_seqlens_q, arrays.cu_seqlens_kv, arrays.cu_seqlens_kv)
@@ -111,7 +112,7 @@ def decode_inputs(
 
 
 def _sequences(ends: Array, rows: Array) -> Array:
-    """The sequence that each of the rows belongs to."""
+    """The index of the sequence that each row belongs to."""
     xp = namespace(rows)
     return xp.searchsorted(xp.asarray(ends)[1:], xp.arange(len(rows)), side="right")
 
@@ -198,7 +199,7 @@ def _planned(
     precise: bool,
     *others: Array | None,
 ) -> MappedForward | None:
-    """What calls share that differ in their lengths alone, once one of them has been checked."""
+    """Checks a call and plans it; cached for calls that differ only in lengths."""
     arrays = ScoreArrays(*others[-len(ScoreArrays._fields) :])
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
@@ -216,7 +217,7 @@ def _planned(
 
 
 def _aligned(array: Array | None) -> bool:
-    """Whether every row can be accessed 16 bytes at a time."""
+    """Whether rows are contiguous and 16-byte aligned."""
     if array is None:
         return True
     axes = zip(array.strides[:-1], array.shape[:-1], strict=True)

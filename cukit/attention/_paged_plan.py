@@ -1,4 +1,4 @@
-"""How paged attention runs: a pure function of the shape of a call and the device."""
+"""Plans of paged attention with few queries per request (decoding)."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Tile widths; other head_dims use the next larger one."""
 CODE_HEAD_DIMS = (64, 128, 192, 256)
+"""The same for 8-bit codes."""
 GROUP_HEAD_DIMS = (128,)
-"""Of tiles, of codes of 8 and of 4 bits: the next larger one serves other widths."""
+"""The same for int4."""
 
 _OP = "paged_attention"
 _STEP_BYTES = 32
-"""A warp's keys of a step, times the bytes of an element: 16 of 16 bits, 32 of 8."""
+"""Keys per warp and step, times element bytes: 16 keys of 16 bits, 32 of 8."""
 _QUERY_TILE = 8
 _RECENT_STEP = 16
-"""A warp's recent keys of a step."""
+"""Recent keys per warp and step."""
 _MOST_WARPS = 4
 _MOST_TEAM = 8
 _UNIT_KEYS = 1024
-"""Keys of a unit of a batch-invariant call: a fixed number, whatever the device."""
+"""Keys per split of a batch-invariant call, the same on every device."""
 _SYSTEM_BYTES = 1024
-"""Of shared memory, for each thread block."""
+"""Shared memory that the driver reserves per block."""
 
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """How a call runs.
+    """The configuration of a call.
 
-    codes: of the caches; "" where they hold `dtype`.
-    head_dim: columns of the tiles. row_tiles: of 8 * query_tiles query rows, of a key head.
-    warps: of a thread block; each has its own `step` keys of a tile.
-    stages: copies of a step's keys and values that a warp has under way or in use.
-    unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
-    team: thread blocks that work on neighbouring heads of the same keys.
-    recent: whether the last keys lie in rings, in 16 bits.
+    codes: element format of the caches; "" if it is `dtype`.
+    head_dim: columns per tile. row_tiles: tiles of 8 * query_tiles query rows per KV head.
+    warps: per thread block; each has its own `step` keys of a tile.
+    stages: pipeline stages of each warp's keys and values.
+    unit_tiles: key tiles per split of a batch-invariant call; 0 otherwise.
+    team: thread blocks that process neighbouring heads of the same keys.
+    recent: whether the newest keys are in ring buffers, in 16 bits.
     """
 
     dtype: str
@@ -62,7 +64,7 @@ class PagedConfig:
     recent: bool = False
 
     def spec(self) -> KernelSpec:
-        """What is launched."""
+        """The kernel variant that this configuration launches."""
         defines = (
             ("DTYPE", self.dtype),
             ("CODE", CODES[self.codes]),
@@ -84,14 +86,14 @@ class PagedConfig:
             *((("RECENT", 1),) if self.recent else ()),
         )
         stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
-        ring = self.warps * self.stages * stage
-        shared = ring + _query_bytes(self.head_dim, self.query_tiles, recent=self.recent)
+        stages = self.warps * self.stages * stage
+        shared = stages + _query_bytes(self.head_dim, self.query_tiles, recent=self.recent)
         return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
     def slots(
         self, batch: int, problems: int, most_keys: int, recent_rows: int = 0
     ) -> tuple[int, int]:
-        """Sums of pieces, and counters, that a call may need at most. recent_rows: of most_keys."""
+        """Upper bounds of partial results and counters. recent_rows: those of most_keys."""
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
         recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
@@ -101,17 +103,17 @@ class PagedConfig:
 
     @property
     def tile(self) -> int:
-        """Keys that a thread block works on at once."""
+        """Keys per step of a thread block."""
         return self.step * self.warps
 
     @property
     def slot_floats(self) -> int:
-        """One piece's outputs, maxima and sums."""
+        """float32 elements of one partial result: outputs, row maxima and row sums."""
         return _QUERY_TILE * self.query_tiles * (self.head_dim + 2)
 
 
 def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) -> int:
-    """A warp's keys and values of one tile, and their scales."""
+    """Bytes of a warp's keys and values in one stage, with their scales."""
     if codes == "int4":
         rows = max(step * head_dim, 4 * _RECENT_STEP * head_dim if recent else 0)
         return rows + 4 * (head_dim + step)
@@ -119,12 +121,12 @@ def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) 
 
 
 def _static_bytes(query_tiles: int, places: int, warps: int) -> int:
-    """Maxima and sums of rows, and places of keys."""
+    """Bytes of row maxima, row sums and key addresses."""
     return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * places
 
 
 def _query_bytes(head_dim: int, query_tiles: int, *, recent: bool = False) -> int:
-    """In the order of the cache's columns, and where `recent` in their own."""
+    """Bytes of the queries: permuted like the cache's columns and, with `recent`, in order too."""
     return 2 * (1 + recent) * _QUERY_TILE * query_tiles * head_dim
 
 
@@ -146,17 +148,17 @@ def plan_paged_attention(
     group_rows: int = 0,
     recent: bool = False,
 ) -> PagedConfig:
-    """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
-    and then stages as fit.
+    """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
+    codes, and as many warps and then stages as fit.
 
-    rows: query rows that share a key head: heads of the group times queries of a request.
-    group_rows: keys of int4 that share scales: those of a step. recent: int4 with recent keys.
+    rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
+    that share scales, which make one step. recent: int4 with recent keys.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
     width = next(each for each in widths if each >= head_dim)
     step = group_rows or _STEP_BYTES // (1 if codes else 2)
-    # Scores of 64 keys and scaled queries of a second tile do not fit the registers.
+    # A second query tile would need too many registers with the scores of 64 keys (int4).
     most_tiles = 1 if narrowest else 2 if width > 128 else 4
     query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < 4
@@ -170,7 +172,7 @@ def plan_paged_attention(
     warps = _MOST_WARPS
     while 2 * warps * stage_bytes > room:
         warps //= 2
-    # The largest team, among those that leave the fewest thread blocks idle.
+    # The largest team among those that leave the fewest thread blocks idle.
     num_blocks = blocks * device.num_sms
     sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
     team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))

@@ -1,16 +1,17 @@
-"""What the arguments of attention must be, and what of them the kernels take as scalars."""
+"""The arguments of attention: options, array checks, and the scalars that kernels take."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_options import ScoreArrays, ScoreOptions
-from cukit.attention.flash_problem import AttentionProblem, rounded_length
-from cukit.attention.flash_tilings import MAX_HEAD_DIM
+from cukit.attention._flash_tilings import MAX_HEAD_DIM
+from cukit.attention._problem import AttentionProblem, Window, rounded_length
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
@@ -22,26 +23,209 @@ from cukit.core.arrays import (
     describe,
     float16,
     is_gpu_array,
+    namespace,
 )
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag, check_number
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 ATTENTION_DTYPES = (float16, bfloat16)
-"""Element types of the kernels. References take float32 and float64 as well."""
+"""Dtypes of the kernels; the references take float32 and float64 too."""
 
+PARAMETERS = "attention/parameters.cuh"
+"""Header of the parameter structs that the kernels take by value."""
+NO_TEACHER = {"teacher_group": 1, "teacher_scale_log2": 0.0}
+"""Teacher parameters of plain attention, for kernels that also compute the attention KL."""
+
+_UNBOUNDED = 1 << 29  # above any sequence length, with room for sums in int32
+_LOG2_E = 1.0 / math.log(2.0)
+_CACHED_SETTINGS = 256  # few: they rarely depend on lengths
+_MATRIX_AXES = ("batch", "head", "row", "column")
+_NO_STRIDES = (0,) * len(_MATRIX_AXES)
 _HEAD_DIM_STEP = 8  # elements in one 16-byte access
 _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy)
 _MAX_MAP_STRIDE = 1 << 40  # bytes
-_MOST_PROBLEMS = 4096
+_CACHED_PROBLEMS = 4096
 _DENSE_AXES = 4
-_LONGEST = ScoreOptions._fields.index("max_seqlen_q")  # and of the keys, the last options
+
+
+class ScoreOptions(NamedTuple):
+    """The scalar options of a call: hashable, part of a launch's cache key."""
+
+    causal: bool
+    window_size: Window | None
+    softcap: float | None
+    scale: float | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+    @property
+    def left(self) -> int | None:
+        """Visible keys left of the diagonal; None: all."""
+        return self.window_size[0] if self.window_size else None
+
+    @property
+    def right(self) -> int | None:
+        """Visible keys right of the diagonal; None: all."""
+        return 0 if self.causal else self.window_size[1] if self.window_size else None
+
+    @property
+    def visible(self) -> tuple[bool, Window | None]:
+        """Whether the mask is causal (a right side of 0), and the window left to test."""
+        causal = self.right == 0
+        bounded = self.left is not None or (self.right is not None and not causal)
+        return causal, (self.left, self.right) if bounded else None
+
+    def check(self, op: str) -> None:
+        """Raises ConfigError that names the invalid option."""
+        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{op}: {name} must be positive and finite, got {value}")
+        window = self.window_size
+        if window is not None and (
+            len(window) != 2 or any(side is not None and side < 0 for side in window)
+        ):
+            raise ConfigError(
+                f"{op}: window_size must be (left, right), each None or at least 0, got {window}"
+            )
+
+    def factor(self, head_dim: int) -> float:
+        """The softmax scale."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
+
+
+class ScoreArrays(NamedTuple):
+    """The array options of a call, in the order of the kernels' arguments."""
+
+    alibi_slopes: Array | None
+    sinks: Array | None
+    bias: Array | None
+    mask: Array | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_kv: Array | None
+
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences are packed (cu_seqlens)."""
+        return self.cu_seqlens_q is not None or self.cu_seqlens_kv is not None
+
+
+_LENGTHS = ScoreOptions._fields.index("max_seqlen_q")  # index of max_seqlen_q and _kv, the last two
 _LAST_OF_BIAS = len(ScoreArrays._fields) - ScoreArrays._fields.index("bias")
 _LAST_OF_MASK = len(ScoreArrays._fields) - ScoreArrays._fields.index("mask")
+
+
+def score_options(
+    op: str,
+    causal: bool,
+    window_size: Window | None,
+    softcap: float | None,
+    scale: float | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+) -> ScoreOptions:
+    """The scalar options, converted to types that compare and hash consistently."""
+    check_flag(op, "causal", causal)
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None:
+            check_number(op, name, value)
+    try:
+        return ScoreOptions(
+            bool(causal),
+            None if window_size is None else tuple(_integer(side) for side in window_size),  # type: ignore[arg-type]
+            None if softcap is None else float(softcap),
+            None if scale is None else float(scale),
+            _integer(max_seqlen_q),
+            _integer(max_seqlen_kv),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{op}: window_size must be a pair of integers or None, softcap and scale numbers, "
+            f"max_seqlen_q and max_seqlen_kv integers: {error}"
+        ) from None
+
+
+def _integer(value: Any) -> int | None:
+    return None if value is None else operator.index(value)
+
+
+def score_settings(
+    q: Array, options: ScoreOptions, arrays: ScoreArrays, shape: tuple[int, int, int, int]
+) -> Any:
+    """The `ScoreSettings` struct of a call.
+
+    shape: (batch, heads_q, seq_q, seq_kv), to which bias and mask are broadcast.
+    """
+    slopes = arrays.alibi_slopes
+    settings = _settings(
+        options._replace(max_seqlen_q=None, max_seqlen_kv=None) if arrays.varlen else options,
+        q.shape[-1],
+        slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
+        _matrix_strides(arrays.bias, shape),
+        _matrix_strides(arrays.mask, shape),
+    )
+    if not arrays.varlen:
+        return settings
+    return parameter_structs(PARAMETERS)["ScoreSettings"].changed(settings, total_q=q.shape[0])
+
+
+def _matrix_strides(matrix: Array | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a matrix broadcast to `shape`."""
+    if matrix is None:
+        return _NO_STRIDES
+    steps = namespace(matrix).broadcast_to(matrix, shape).strides
+    return tuple(step // matrix.itemsize for step in steps)
+
+
+@lru_cache(maxsize=_CACHED_SETTINGS)
+def _settings(
+    options: ScoreOptions,
+    head_dim: int,
+    alibi_batch: int,
+    bias: tuple[int, ...],
+    mask: tuple[int, ...],
+) -> Any:
+    inner = outer = 0.0
+    if options.softcap is not None:
+        # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x))
+        inner = 2.0 * _LOG2_E * options.factor(head_dim) / options.softcap
+        outer = _LOG2_E * options.softcap
+    return parameter_structs(PARAMETERS)["ScoreSettings"].pack(
+        **{f"bias_{axis}": step for axis, step in zip(_MATRIX_AXES, bias, strict=True)},
+        **{f"mask_{axis}": step for axis, step in zip(_MATRIX_AXES, mask, strict=True)},
+        window_left=_bound(options.left),
+        window_right=_bound(options.right),
+        alibi_batch=alibi_batch,
+        total_q=0,
+        cap_inner=inner,
+        cap_outer=outer,
+    )
+
+
+def _bound(side: int | None) -> int:
+    return _UNBOUNDED if side is None else min(side, _UNBOUNDED)
+
+
+def scales_of(q: Array, options: ScoreOptions) -> tuple[float, float]:
+    """The softmax scale, for base e and for base 2."""
+    factor = options.factor(q.shape[-1])
+    return factor, factor * _LOG2_E
+
+
+def refuse_dropout(op: str, dropout: float) -> None:
+    """Raises ConfigError: attention dropout is not supported, because the backward would have to
+    regenerate the mask."""
+    if not (isinstance(dropout, (int, float)) and dropout == 0):
+        raise ConfigError(
+            f"{op}: attention dropout is not supported, got dropout={dropout}; "
+            "apply dropout to the output or the residual instead"
+        )
 
 
 def _check_heads(
     op: str, q: Array, k: Array, v: Array, varlen: bool, dtypes: tuple[Any, ...] = FLOAT_DTYPES
 ) -> None:
-    """Shapes and dtypes of the three inputs."""
+    """Checks shapes and dtypes of q, k and v."""
     check_array(op, "q", q, dtypes=dtypes, ndim=3 if varlen else 4, contiguous=False)
     batch, (num_heads_q, head_dim) = q.shape[:-3], q.shape[-2:]
     check_array(op, "k", k, dtypes=dtypes, shape=(*batch, None, None, head_dim), contiguous=False)
@@ -61,7 +245,7 @@ def _check_heads(
 def _check_options(
     op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays, dtype: Any = None
 ) -> None:
-    """`dtype`: of a bias, beside float32; q's where omitted."""
+    """Checks slopes, sinks, bias and mask. dtype: of a bias that is not float32; default q's."""
     batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
     exact = _statistic_dtypes(q)
     slopes, sinks = arrays.alibi_slopes, arrays.sinks
@@ -80,7 +264,7 @@ def _check_options(
 def _check_matrix(
     op: str, name: str, array: Array, dtypes: tuple[Any, ...], full: tuple[int, ...]
 ) -> None:
-    """Something that is broadcast to the score matrix."""
+    """Checks an array that is broadcast to the score matrix."""
     if array.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
         raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
@@ -94,12 +278,13 @@ def _check_matrix(
         )
     if any(stride % array.itemsize for stride in array.strides):
         raise ArrayLayoutError(
-            f"{op}: the strides of {name} must be whole elements, got {array.strides} bytes"
+            f"{op}: the strides of {name} must be multiples of its element size, "
+            f"got {array.strides} bytes"
         )
 
 
 def check_sequences(op: str, options: ScoreOptions, arrays: ScoreArrays) -> None:
-    """Both cu_seqlens and both longest lengths, or none of them."""
+    """Checks that both cu_seqlens and both max_seqlens are given, or none of the four."""
     given: dict[str, Any] = {
         "cu_seqlens_q": arrays.cu_seqlens_q,
         "cu_seqlens_kv": arrays.cu_seqlens_kv,
@@ -112,7 +297,7 @@ def check_sequences(op: str, options: ScoreOptions, arrays: ScoreArrays) -> None
     if len(present) < len(given):
         absent = [name for name in given if name not in present]
         raise ConfigError(
-            f"{op}: sequences of different lengths need cu_seqlens_q, cu_seqlens_kv, "
+            f"{op}: variable-length sequences need cu_seqlens_q, cu_seqlens_kv, "
             f"max_seqlen_q and max_seqlen_kv, got no {', '.join(absent)}"
         )
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
@@ -131,7 +316,7 @@ def check_sequences(op: str, options: ScoreOptions, arrays: ScoreArrays) -> None
 def check_sequence_ends(
     op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays
 ) -> None:
-    """Contents of cu_seqlens on the CPU. On the GPU nobody reads them before the kernel does."""
+    """Checks the contents of cu_seqlens on the CPU. On the GPU the host never reads them."""
     for name, ends, total, longest in (
         ("cu_seqlens_q", arrays.cu_seqlens_q, q.shape[0], options.max_seqlen_q),
         ("cu_seqlens_kv", arrays.cu_seqlens_kv, k.shape[0], options.max_seqlen_kv),
@@ -141,7 +326,8 @@ def check_sequence_ends(
         lengths = np.diff(ends)
         if ends[0] != 0 or ends[-1] != total or (lengths < 0).any():
             raise ConfigError(
-                f"{op}: {name} must rise from 0 to {total}, the rows of its array, got {ends}"
+                f"{op}: {name} must be non-decreasing from 0 to {total}, the rows of its array, "
+                f"got {ends}"
             )
         if lengths.max(initial=0) > longest:
             raise ConfigError(
@@ -159,8 +345,8 @@ def check_forward(
     arrays: ScoreArrays,
     decoded: Any = None,
 ) -> None:
-    """Arguments of the forward, wherever they live. `decoded`: q, k and v are the bytes of narrow
-    arrays, and this is the dtype that stands for their values."""
+    """Checks the arguments of the forward, on either device. decoded: q, k and v are the storage of
+    narrow arrays, and this is the dtype that they would decode to."""
     op = "flash_attention"
     options.check(op)
     check_sequences(op, options, arrays)
@@ -183,7 +369,7 @@ def check_backward(
     options: ScoreOptions,
     arrays: ScoreArrays,
 ) -> None:
-    """Arguments of the backward, wherever they live."""
+    """Checks the arguments of the backward, on either device."""
     op = "flash_attention_backward"
     options.check(op)
     check_sequences(op, options, arrays)
@@ -197,13 +383,13 @@ def check_backward(
 
 
 def _statistic_dtypes(q: Array) -> tuple[np.dtype[Any], ...]:
-    """Of what there is one number a head or a row of; the last is that of lse."""
+    """Dtypes of per-head and per-row arrays; the last is that of lse."""
     single, double = np.dtype(np.float32), np.dtype(np.float64)
     return (single, double) if q.dtype == np.float64 else (single,)
 
 
 def lse_shape(q: Array) -> tuple[int, ...]:
-    """[batch, heads_q, seq_q], or [heads_q, total_q] of sequences one behind the other."""
+    """[batch, heads_q, seq_q]; [heads_q, total_q] for packed sequences."""
     *batch, rows, heads, _ = q.shape
     return (*batch, heads, rows)
 
@@ -211,7 +397,7 @@ def lse_shape(q: Array) -> tuple[int, ...]:
 def score_shape(
     q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays
 ) -> tuple[int, int, int, int]:
-    """[batch, heads_q, seq_len_q, seq_len_kv]; of sequences, their number and the longest."""
+    """(batch, heads_q, seq_len_q, seq_len_kv); for packed sequences their count and max lengths."""
     if arrays.cu_seqlens_q is None:
         return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     batch = len(arrays.cu_seqlens_q) - 1
@@ -219,7 +405,7 @@ def score_shape(
 
 
 def check_kernel_layout(op: str, **arrays: Array | None) -> None:
-    """What the kernels ask for beyond the reference: dtype, head_dim, 16-byte access."""
+    """Checks what the kernels require beyond the reference: dtype, head_dim, 16-byte alignment."""
     for name, array in arrays.items():
         if array is None:
             continue
@@ -245,13 +431,13 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
         row_stride = strides[-3] // array.itemsize
         if abs(row_stride) > _MAX_ROW_STRIDE and extents[-2] > 1:
             raise ArrayLayoutError(
-                f"{op}: neighbouring positions (axis {array.ndim - 3}) of {name} must lie within "
+                f"{op}: the stride of axis {array.ndim - 3} of {name} must be at most "
                 f"{_MAX_ROW_STRIDE} elements on the GPU, got {row_stride}"
             )
 
 
 def fits_tensor_maps(*arrays: Array) -> bool:
-    """Whether the copy engine can walk the arrays: something in each, every axis forwards."""
+    """Whether TMA can read the arrays: none empty, all strides positive and in range."""
     for array in arrays:
         for stride, extent in zip(array.strides, array.shape, strict=True):
             if extent == 0 or (extent > 1 and not 0 < stride < _MAX_MAP_STRIDE):
@@ -268,8 +454,10 @@ def describe_forward(
     options: ScoreOptions,
     *others: Any,
 ) -> Hashable:
-    """What the checks and the plan of a forward depend on, whatever its lengths: see
-    _describe_but_lengths. others: what follows options in a call, ScoreArrays last."""
+    """The cache key of a forward's checks and plan, without exact lengths (_describe_but_lengths).
+
+    others: the arguments after options, ScoreArrays last.
+    """
     queries = (q,) if out is None else (q, out)
     return _describe_but_lengths(device, queries, (k, v), options, others)
 
@@ -286,9 +474,9 @@ def describe_backward(
     deterministic: bool,
     *given: Array | None,
 ) -> Hashable:
-    """The same of a backward."""
+    """The same for the backward."""
     queries, others = (q, grad_out, out), (deterministic, *given)
-    if q is None or lse is None:  # the checks name it
+    if q is None or lse is None:  # rejected by the checks, by name
         return describe(device, *queries, k, v, lse, options, *others)
     if q.ndim < _DENSE_AXES - 1 or lse.shape != lse_shape(q) or not lse.flags.c_contiguous:
         return describe(device, *queries, k, v, lse, options, *others)
@@ -302,15 +490,15 @@ def _describe_but_lengths(
     options: ScoreOptions,
     others: tuple[Any, ...],
 ) -> Hashable:
-    """A description with lengths rounded (rounded_length) and without what else a length changes,
-    the strides of batches. Calls that share it pass the same checks.
+    """A cache key with rounded lengths (rounded_length) and without batch strides, which change
+    with the length. Calls with equal keys pass the same checks.
 
-    The whole description where that may not be so: lengths that do not agree, empty arrays, batches
-    that lie unevenly, bias and mask.
+    Where that is not certain, the key is the full description: inconsistent lengths, empty arrays,
+    unaligned batch strides, bias or mask.
 
     queries, keys: the arrays that have the length of the queries, of the keys.
     """
-    if any(array is None for array in (*queries, *keys)):  # the checks name it
+    if any(array is None for array in (*queries, *keys)):  # rejected by the checks, by name
         return describe(device, *queries, *keys, options, *others)
     rows_q, rows_kv = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
     most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
@@ -329,12 +517,12 @@ def _describe_but_lengths(
         rounded_length(rows_kv[0] if most_kv is None else most_kv),
     )
     ragged = most_q is not None, most_kv is not None
-    return device, rounded, len(queries), *inputs, options[:_LONGEST], ragged, describe(*others)
+    return device, rounded, len(queries), *inputs, options[:_LENGTHS], ragged, describe(*others)
 
 
 def _describe_but_length(array: Array, rows: tuple[int, ...]) -> Hashable:
-    """None where the length may decide whether the array passes the checks, as one that is not
-    `rows` does."""
+    """The array's key without its length; None where the length may decide whether it passes the
+    checks, for instance where it differs from `rows`."""
     shape, strides = array.shape, array.strides
     if len(shape) == _DENSE_AXES:
         batch, step = shape[0], strides[0]
@@ -343,8 +531,8 @@ def _describe_but_length(array: Array, rows: tuple[int, ...]) -> Hashable:
         batch, even = None, len(shape) == _DENSE_AXES - 1
     if not even or shape[-3:-2] != rows or rows[0] == 0:
         return None
-    place = address_of(array) % ACCESS_BYTES
-    return batch, rows[0] > 1, shape[-2:], strides[-3:], array.dtype, place
+    misalignment = address_of(array) % ACCESS_BYTES
+    return batch, rows[0] > 1, shape[-2:], strides[-3:], array.dtype, misalignment
 
 
 def problem_of(
@@ -359,16 +547,16 @@ def problem_of(
     out_dtype: str | None = None,
     precise: bool = False,
 ) -> AttentionProblem:
-    """What a plan needs to know of a call; `rounded`: of all whose lengths round to the same.
+    """The problem of a call. rounded: with rounded lengths, shared by all calls that round alike.
 
-    dtype, out_dtype, precise: of float8 inputs, whose arrays hold bytes.
+    dtype, out_dtype, precise: for FP8 inputs, whose arrays hold bytes.
     """
     batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
     if rounded:
         seq_len_q, seq_len_kv = rounded_length(seq_len_q), rounded_length(seq_len_kv)
     causal, window = options.visible
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    return _known_problem(
+    return _cached_problem(
         batch,
         seq_len_q,
         seq_len_kv,
@@ -390,21 +578,21 @@ def problem_of(
     )
 
 
-# Making one takes as long as all checks of a call.
-_known_problem = lru_cache(maxsize=_MOST_PROBLEMS)(AttentionProblem)
+# Cached: constructing one takes as long as all checks of a call.
+_cached_problem = lru_cache(maxsize=_CACHED_PROBLEMS)(AttentionProblem)
 
 
 Strides = tuple[int, int, int]
 
 
 def strides_of(array: Array) -> Strides:
-    """Batch, row and head strides in elements. Sequences one behind the other have no batch."""
+    """Batch, row and head strides in elements; packed sequences have a batch stride of 0."""
     *batch, row, head, _ = (stride // array.itemsize for stride in array.strides)
     return batch[0] if batch else 0, row, head
 
 
 def dense_strides(shape: tuple[int, ...]) -> Strides:
-    """The same of a C-contiguous array."""
+    """The same for a C-contiguous array of this shape."""
     *batch, rows, heads, head_dim = shape
     row = heads * head_dim
     return rows * row if batch else 0, row, head_dim
