@@ -1,5 +1,6 @@
 """Matrix products."""
 
+from cukit.gemm._matmul_decision import MatmulPlan, forget_decisions
 from cukit.gemm.adaptive import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.gemm.block_sparse import (
     BlockPattern,
@@ -8,7 +9,6 @@ from cukit.gemm.block_sparse import (
     create_sparse_mask,
 )
 from cukit.gemm.bsr import bsr_matmul
-from cukit.gemm.decision import MatmulPlan, forget_decisions
 from cukit.gemm.depth_routing import (
     depth_combine,
     depth_combine_backward,

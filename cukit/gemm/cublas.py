@@ -10,7 +10,8 @@ import numpy as np
 from cukit.core.arrays import Array, bfloat16, float16, float32, float64
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.errors import ConfigError, MissingDependencyError
-from cukit.gemm import host
+
+HostArray = np.ndarray[Any, Any]
 
 # cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t and cublasMath_t of the CUDA headers.
 _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
@@ -50,7 +51,7 @@ def _handle_getter() -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _coefficient(value: float, wide: bool) -> tuple[int, np.ndarray[Any, Any]]:
+def _coefficient(value: float, wide: bool) -> tuple[int, HostArray]:
     """The address of a scalar in host memory, and the array that the cache keeps alive for it."""
     scalar = np.array(value, np.float64 if wide else np.float32)
     return scalar.ctypes.data, scalar
@@ -72,7 +73,7 @@ def gemm(
     tf32: round float32 operands to TF32; otherwise they are multiplied as such.
     """
     if type(out) is np.ndarray:
-        host.gemm(a, b, out, layouts, alpha, beta)
+        _gemm_on_host(a, b, out, layouts, alpha, beta)
         return
     left, right, target = layouts
     wide = a.dtype == float64
@@ -100,3 +101,27 @@ def gemm(
         ) from error
     finally:
         cublas.setMathMode(handle, mode)
+
+
+def _gemm_on_host(
+    a: HostArray,
+    b: HostArray,
+    out: HostArray,
+    layouts: tuple[Matrix, Matrix, Matrix],
+    alpha: float,
+    beta: float,
+) -> None:
+    """`gemm` of NumPy arrays, which ops use in the emulator."""
+    left, right, target = (
+        _view(array, layout) for array, layout in zip((a, b, out), layouts, strict=True)
+    )
+    wide = float64 if a.dtype == float64 else float32
+    product = alpha * (left.astype(wide) @ right.astype(wide))
+    target[...] = product + beta * target.astype(wide) if beta else product
+
+
+def _view(array: HostArray, layout: Matrix) -> HostArray:
+    """The matrix that starts where `array` does."""
+    strides = (layout.leading * array.itemsize, array.itemsize)
+    matrix = np.lib.stride_tricks.as_strided(array, (layout.rows, layout.columns), strides)
+    return matrix.T if layout.transposed else matrix

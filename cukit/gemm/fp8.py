@@ -13,8 +13,7 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.core.support import Support
 from cukit.errors import ConfigError
-from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
-from cukit.gemm.operands_8bit import (
+from cukit.gemm._operands_8bit import (
     OUT_DTYPES,
     Checked,
     both_operands,
@@ -23,6 +22,7 @@ from cukit.gemm.operands_8bit import (
     parts_of,
     row_stride,
 )
+from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
 from cukit.gemm.plan_8bit import TILE_K, Product8Bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register

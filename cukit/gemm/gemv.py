@@ -22,8 +22,8 @@ from cukit.core.device import KIB, Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.gemm._dense import check_call, plan_product
 from cukit.gemm.cublas import Matrix
-from cukit.gemm.dense import check_call, plan_product
 from cukit.reference import gemm as reference
 from cukit.registry import register
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
     adopt,
     bfloat16,
     check_array,
@@ -22,24 +19,19 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.overlap import check_overlap
-from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag
-from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import grouped_plan
-from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedConfig, GroupedProblem, Layout
-from cukit.gemm.grouped_sm80 import GroupedSm80, plan_grouped_sm80
-from cukit.gemm.linear_launch import HOPPER
-from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Product
+from cukit.gemm.grouped_launch import GroupedSm80, GroupedSm90, prepare_grouped
+from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedProblem, Layout, plan_grouped_sm80
+from cukit.gemm.linear_plan import HOPPER, Product
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
-GROUPED_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GroupedParameters"]
 _DTYPES = (float16, bfloat16)
-_STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
 _MOST_INT32 = 2**31 - 1
 _GATES = ("silu", "gelu", "gelu_tanh")
 
@@ -202,69 +194,6 @@ def grouped_gated_linear(
     return y if joined is None else (y, joined)
 
 
-class GroupedLaunch:
-    """A launch, for arrays that were checked before."""
-
-    __slots__ = ("_launch", "_maps", "config")
-
-    def __init__(self, config: GroupedConfig, layout: Layout) -> None:
-        product, tiling, ragged = config.product, config.tiling, config.ragged
-        parameters = GROUPED_PARAMETERS.pack(
-            m=0 if ragged == "m" else product.m,
-            n=0 if ragged == "n" else product.n,
-            steps=0 if ragged == "k" else -(-product.k // TILE_K),
-            group=config.raster,
-            groups=layout.groups,
-            longest=layout.longest,
-            set_aside=layout.set_aside,
-        )
-        self.config = config
-        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        parts = 1 + product.gated
-        box_a = _box(product.major_a, tiling.tile_m)
-        box_b = _box(product.major_b, tiling.tile_n // parts)
-        piece = tiling.piece_columns(parts)
-        box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
-        # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
-        encode_rows = partial(encode_groups, layout.longest)
-        kinds: dict[str, tuple[Callable[..., Any], ...]] = {
-            "m": (encode_rows, encode_matrices, encode_rows),
-            "n": (encode_matrices, encode_rows, encode_rows),
-            "k": (encode_rows, encode_rows, encode_matrices),
-        }
-        encoders = (*kinds[ragged], kinds[ragged][2])
-        boxes = (box_a, box_b, box_out, box_out)
-        self._maps = [
-            TensorMapCache(partial(encode, box))
-            for encode, box in zip(encoders, boxes, strict=True)
-        ]
-
-    def __call__(self, a: Array, b: Array, out: Array, kept: Array | None, ends: Array) -> None:
-        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
-        if self.config.tiling.transposed:
-            a, b = b, a
-        map_a, map_b, map_out, map_kept = self._maps
-        placed = map_out(out)
-        self._launch(
-            map_a(a), map_b(b), placed, placed if kept is None else map_kept(kept), ends,
-        )  # fmt: skip
-
-
-def _box(major: str, tile: int) -> tuple[int, int]:
-    return (tile, TILE_K) if major == "K" else (TILE_K, ROW_BYTES // ITEM_BYTES)
-
-
-def encode_matrices(box: tuple[int, int], array: Array) -> Any:
-    """A map of a matrix for each group."""
-    return encode_tensor_map(array, (1, *box), swizzle_bytes=box[1] * array.itemsize)
-
-
-def encode_groups(longest: int, box: tuple[int, int], array: Array) -> Any:
-    """A map of the rows of groups: sequences of up to `longest` rows."""
-    rows = array.reshape(-1, array.shape[-1])
-    return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=box[1] * array.itemsize)
-
-
 def _either(expert_offsets: Array | None, expert_counts: Array | None) -> Array:
     return expert_counts if expert_offsets is None else expert_offsets
 
@@ -362,20 +291,6 @@ def _check_kernel(op: str, x: Array, groups: int) -> None:
         raise ConfigError(f"{op}: at most {MOST_GROUPS} groups on the GPU, got {groups}")
 
 
-def _launch(
-    problem: GroupedProblem, layout: Layout, *arrays: Array | None
-) -> GroupedLaunch | GroupedSm80:
-    """TMA needs strides of 16 bytes: other products go to the sm80 class on Hopper too."""
-    extents = problem.extents
-    aligned = not any(extent % _STRIDE_ELEMENTS for extent in extents) and all(
-        array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays
-    )
-    device = current_device()
-    if device.arch == HOPPER and aligned and all(extents):
-        return GroupedLaunch(grouped_plan.plan(problem, device.num_sms), layout)
-    return GroupedSm80(plan_grouped_sm80(problem, aligned, device.num_sms), layout)
-
-
 @launch_plan
 def _prepare(
     x: Array,
@@ -384,14 +299,14 @@ def _prepare(
     expert_counts: Array | None,
     out: Array | None,
     transpose_weights: bool,
-) -> GroupedLaunch | GroupedSm80:
+) -> GroupedSm90 | GroupedSm80:
     op = "grouped_gemm"
     layout = _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
     k, n = weights.shape[1:] if transpose_weights else weights.shape[:0:-1]
     _check_kernel(op, x, layout.groups)
     major = "MN" if transpose_weights else "K"
     product = Product(layout.rows, n, k, x.dtype.name, major_b=major)
-    return _launch(GroupedProblem(product, layout.groups), layout, x, weights, out)
+    return prepare_grouped(GroupedProblem(product, layout.groups), layout, x, weights, out)
 
 
 @launch_plan
@@ -401,7 +316,7 @@ def _prepare_backward(
     weights: Array,
     expert_offsets: Array | None,
     expert_counts: Array | None,
-) -> tuple[GroupedLaunch | GroupedSm80, GroupedLaunch | GroupedSm80]:
+) -> tuple[GroupedSm90 | GroupedSm80, GroupedSm90 | GroupedSm80]:
     op = "grouped_gemm_backward"
     layout = _check_backward(grad_out, x, weights, expert_offsets, expert_counts)
     groups, n, k = weights.shape
@@ -409,8 +324,8 @@ def _prepare_backward(
     of_x = Product(layout.rows, k, n, x.dtype.name, major_b="MN")
     of_weights = replace(of_x, m=n, n=k, k=layout.rows, major_a="MN")
     return (
-        _launch(GroupedProblem(of_x, groups), layout, grad_out, weights),
-        _launch(GroupedProblem(of_weights, groups, ragged="k"), layout, grad_out, x),
+        prepare_grouped(GroupedProblem(of_x, groups), layout, grad_out, weights),
+        prepare_grouped(GroupedProblem(of_weights, groups, ragged="k"), layout, grad_out, x),
     )
 
 
@@ -422,14 +337,14 @@ def _prepare_gated(
     expert_counts: Array | None,
     activation: str,
     keep: bool,
-) -> GroupedLaunch | GroupedSm80:
+) -> GroupedSm90 | GroupedSm80:
     layout = _check_gated(x, weights, expert_offsets, expert_counts)
     groups, columns, k = weights.shape
     _check_kernel("grouped_gated_linear", x, groups)
     product = Product(
         layout.rows, columns // 2, k, x.dtype.name, activation=activation, gated=True, keeps=keep
     )
-    return _launch(GroupedProblem(product, groups), layout, x, weights)
+    return prepare_grouped(GroupedProblem(product, groups), layout, x, weights)
 
 
 def _specs(kind: str, device: Device) -> list[KernelSpec]:
@@ -455,7 +370,7 @@ def _specs(kind: str, device: Device) -> list[KernelSpec]:
             for problem in wide
             for tiling in grouped_plan.candidates(problem)
         ]
-        configs += [grouped_plan.plan(problem, device.num_sms) for problem in half]
+        configs += [grouped_plan.plan_grouped_sm90(problem, device.num_sms) for problem in half]
         specs += [config.spec() for config in configs]
     return list(dict.fromkeys(specs))
 

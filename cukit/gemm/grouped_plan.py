@@ -14,6 +14,7 @@ from cukit.gemm.linear_plan import (
     ROW_BYTES,
     TILE_K,
     Product,
+    Sm80Config,
     Tiling,
 )
 
@@ -182,7 +183,7 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
 
 
 @cache
-def plan(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
+def plan_grouped_sm90(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
     """The tiling with the shortest estimate."""
     tiling = min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
     return configure(problem, tiling, num_sms)
@@ -203,3 +204,46 @@ def representative(dtype: str) -> list[GroupedProblem]:
             Product(6144, 7168, 32768, dtype, major_a="MN", major_b="MN"), 8, ragged="k"
         ),
     ]
+
+
+# ---- Other architectures ----
+
+
+@dataclass(frozen=True)
+class GroupedSm80Config:
+    """How one call runs: a block for each tile that groups may have."""
+
+    problem: GroupedProblem
+    tiles: Sm80Config
+
+    @property
+    def num_blocks(self) -> int:
+        """Where m is ragged the last tile of each group may be another one."""
+        tiles, groups = self.tiles, self.problem.groups
+        if self.problem.ragged == "k":
+            return groups * tiles.num_blocks
+        return (tiles.tiles_m + groups) * tiles.tiles_n
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiles, problem = self.tiles, self.problem
+        defines = (
+            *tiles.defines,
+            ("RAGGED", problem.ragged.upper()),
+            ("GROUPS", most_groups(problem.groups)),
+        )
+        entry = "grouped_gemm_sm80"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiles.threads, tiles.shared_bytes)
+
+
+def plan_grouped_sm80(problem: GroupedProblem, aligned: bool, num_sms: int) -> GroupedSm80Config:
+    """Tiles of 128 x 128, or of 64 x 64 where groups are short or the large ones would leave
+    multiprocessors idle.
+
+    aligned: whether rows of the operands can be copied 16 bytes at a time.
+    """
+    large, small = (
+        GroupedSm80Config(problem, Sm80Config(problem.product, tile, aligned)) for tile in (128, 64)
+    )
+    short = problem.ragged == "m" and problem.rows_each <= small.tiles.tile
+    return small if short or large.num_blocks < num_sms else large

@@ -12,8 +12,8 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm.linear_sm90 import box_rows
-from cukit.gemm.operands_8bit import Checked, Parts
+from cukit.gemm._operands_8bit import Checked, Parts
+from cukit.gemm.linear_launch import box_rows
 from cukit.gemm.plan_8bit import (
     TILE_K,
     Code,

@@ -1,45 +1,37 @@
-"""Which kernel computes a dense product, for arrays that were checked."""
+"""Launches of the kernels of dense products, for arrays that were checked."""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec
+from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm.linear_plan import (
     ACTIVATIONS,
+    DTYPES,
     GATED_ACTIVATIONS,
+    HOPPER,
     ITEM_BYTES,
+    ROW_BYTES,
+    TILE_K,
     Product,
+    Sm80Config,
     Sm90Config,
     candidates,
     configure,
-    plan_sm90,
+    plan_linear,
     representative_configs,
 )
-from cukit.gemm.linear_sm80 import LinearSm80, Sm80Config, plan_sm80
-from cukit.gemm.linear_sm90 import LinearSm90
 
-HOPPER = "sm_90"
-DTYPES = ("float16", "bfloat16")
-_ROW_ELEMENTS = ACCESS_BYTES // ITEM_BYTES
-
-
-def plan_linear(product: Product, aligned: bool, device: Device) -> Sm90Config | Sm80Config:
-    """The kernel and its tiles. `aligned`: all arrays begin at multiples of 16 bytes.
-
-    TMA needs strides of 16 bytes, so that products with odd extents go to the sm80 class on Hopper
-    too.
-    """
-    strides = {
-        product.k if product.major_a == "K" else product.m,
-        product.k if product.major_b == "K" else product.n,
-    }
-    copies = aligned and not any(extent % _ROW_ELEMENTS for extent in strides)
-    if device.arch == HOPPER and copies and product.n % _ROW_ELEMENTS == 0:
-        return plan_sm90(product, device.num_sms)
-    return plan_sm80(product, copies, device.num_sms)
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")
+_ROW_GROUP = 8  # rows of a period of the swizzle
+_FEW_ROWS = 32
+_ROWS = 64  # that a warpgroup stores at a time, and columns of 128 bytes
 
 
 def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | LinearSm80:
@@ -47,6 +39,122 @@ def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | Line
     aligned = all(array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays)
     config = plan_linear(product, aligned, current_device())
     return LinearSm90(config) if isinstance(config, Sm90Config) else LinearSm80(config)
+
+
+class LinearSm90:
+    """A launch, for arrays that were checked before: call it with them."""
+
+    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
+
+    def __init__(self, config: Sm90Config) -> None:
+        product, tiling = config.product, config.tiling
+        steps = -(-product.k // TILE_K)
+        parts = 1 + product.gated
+        box_a = box_rows(tiling.tile_m, product.m)
+        box_b = box_rows(tiling.tile_n // parts, product.n)
+        if tiling.cluster > 1:
+            box_a, box_b = tiling.tile_m, tiling.tile_n // tiling.cluster
+        parameters = _PARAMETERS["LinearParameters"].pack(
+            gemm=_PARAMETERS["GemmParameters"].pack(
+                m=product.m, n=product.n, steps=steps, group=config.group
+            ),
+            box_a=box_a,
+            box_b=box_b,
+        )
+        self.config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        self._a = _operand(product.k, product.major_a, product.m, box_a)
+        self._b = _operand(product.k, product.major_b, product.n, box_b)
+        self._up = _operand(product.k, product.major_b, product.n, box_b)
+        if tiling.transposed:
+            out_columns, box = product.m, (tiling.tile_n, _ROWS)
+        else:
+            out_columns, box = product.n, (_ROWS, tiling.piece_columns(parts))
+        self._out = _maps(out_columns, box)
+        self._kept = _maps(out_columns * parts, box, slice(0, out_columns))
+        self._kept_up = _maps(out_columns * parts, box, slice(out_columns, None))
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
+    ) -> None:
+        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
+        if self.config.tiling.transposed:
+            a, b = b, a
+        map_a, map_out = self._a(a), self._out(out)
+        self._launch(
+            map_a,
+            self._b(b),
+            map_a if up is None else self._up(up),
+            map_out,
+            map_out if kept is None else self._kept(kept),
+            map_out if kept is None or up is None else self._kept_up(kept),
+            NULL if bias is None else bias,
+            out,
+            NULL if kept is None else kept,
+        )
+
+
+class LinearSm80:
+    """A launch, for arrays that were checked before: call it with them."""
+
+    __slots__ = ("_launch", "config")
+
+    def __init__(self, config: Sm80Config) -> None:
+        product = config.product
+        parameters = _PARAMETERS["DenseParameters"].pack(m=product.m, n=product.n, k=product.k)
+        self.config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
+    ) -> None:
+        self._launch(
+            a,
+            b,
+            NULL if up is None else up,
+            NULL if bias is None else bias,
+            out,
+            NULL if kept is None else kept,
+        )
+
+
+def box_rows(tile: int, extent: int) -> int:
+    """Rows that one copy loads of a tile: all, or where the last tile has fewer such that few are
+    outside, which TMA is slow to fill. No fewer copies than that takes: each costs the producer."""
+    if extent <= tile:
+        return -(-extent // _ROW_GROUP) * _ROW_GROUP
+    box = tile
+    while -extent % box >= _FEW_ROWS and box % (2 * _ROW_GROUP) == 0 and box >= 2 * _FEW_ROWS:
+        box //= 2
+    return box
+
+
+def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+    if major == "K":
+        return _maps(k, (tile, TILE_K))
+    return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
+
+
+def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
+    """Maps of some columns of matrices with rows of `columns`, whose leading axes are flattened."""
+    return TensorMapCache(partial(_encode, columns, box, part))
+
+
+def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
+    matrix = array.reshape(-1, columns)[:, part]
+    return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)
 
 
 def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:

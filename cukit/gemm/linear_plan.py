@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cukit.core.device import KIB
+from cukit.core.arrays import ACCESS_BYTES
+from cukit.core.compiler import MacroValue
+from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec
 
+HOPPER = "sm_90"
+DTYPES = ("float16", "bfloat16")
 ITEM_BYTES = 2
 TILE_K = 64
 ROW_BYTES = TILE_K * ITEM_BYTES
@@ -347,3 +351,98 @@ def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:
             Tiling(64, 16, consumers=1, splits=2, transposed=True, blocks_per_sm=2),
         ]
     return [configure(product, tiling, num_sms) for tiling in tilings]
+
+
+# ---- Other architectures ----
+
+_STAGES_SM80 = 3
+
+
+@dataclass(frozen=True)
+class Sm80Config:
+    """How one call runs: square tiles of the product, `warps_n` warps side by side on two rows."""
+
+    product: Product
+    tile: int
+    aligned: bool
+    """Whether rows of the operands can be copied 16 bytes at a time."""
+
+    @property
+    def _warps_n(self) -> int:
+        return self.tile // 32
+
+    @property
+    def tiles_m(self) -> int:
+        """Tiles below one another."""
+        return -(-self.product.m // self.tile)
+
+    @property
+    def tiles_n(self) -> int:
+        """Tiles side by side."""
+        return -(-self.product.n // (self.tile // (1 + self.product.gated)))
+
+    @property
+    def num_blocks(self) -> int:
+        """One for each tile."""
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 2 * self._warps_n * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return _STAGES_SM80 * 2 * self.tile * TILE_K * ITEM_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, MacroValue], ...]:
+        """Macros of kernels_cu/gemm/dense_tile_sm80.cuh."""
+        product = self.product
+        return (
+            ("DTYPE", product.dtype),
+            ("TILE_M", self.tile),
+            ("TILE_N", self.tile),
+            ("TILE_K", TILE_K),
+            ("STAGES", _STAGES_SM80),
+            ("WARPS_M", 2),
+            ("WARPS_N", self._warps_n),
+            ("THREADS", self.threads),
+            ("MAJOR_A", product.major_a),
+            ("MAJOR_B", product.major_b),
+            ("ALIGNED", self.aligned),
+            ("PARTS", 1 + product.gated),
+            ("ACTIVATION", ACTIVATIONS[product.activation]),
+            ("KEEPS", product.keeps),
+        )
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        entry = "linear_sm80"
+        return KernelSpec(f"gemm/{entry}.cu", entry, self.defines, self.threads, self.shared_bytes)
+
+
+def plan_sm80(product: Product, aligned: bool, num_sms: int) -> Sm80Config:
+    """Tiles of 128 x 128, or of 64 x 64 where the large ones would leave multiprocessors idle."""
+    large = Sm80Config(product, 128, aligned)
+    return large if large.num_blocks >= num_sms else Sm80Config(product, 64, aligned)
+
+
+_ROW_ELEMENTS = ACCESS_BYTES // ITEM_BYTES
+
+
+def plan_linear(product: Product, aligned: bool, device: Device) -> Sm90Config | Sm80Config:
+    """The kernel and its tiles. `aligned`: all arrays begin at multiples of 16 bytes.
+
+    TMA needs strides of 16 bytes, so that products with odd extents go to the sm80 class on Hopper
+    too.
+    """
+    strides = {
+        product.k if product.major_a == "K" else product.m,
+        product.k if product.major_b == "K" else product.n,
+    }
+    copies = aligned and not any(extent % _ROW_ELEMENTS for extent in strides)
+    if device.arch == HOPPER and copies and product.n % _ROW_ELEMENTS == 0:
+        return plan_sm90(product, device.num_sms)
+    return plan_sm80(product, copies, device.num_sms)

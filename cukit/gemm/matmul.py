@@ -9,16 +9,16 @@ from cukit.core.arrays import Array, adopt, foreign_namespace, is_gpu_array, run
 from cukit.core.device import current_device, require_cupy
 from cukit.core.scalars import check_flag
 from cukit.errors import ConfigError, UnsupportedDeviceError
-from cukit.gemm import measured_times
-from cukit.gemm.candidates import MatmulOptions
-from cukit.gemm.decision import (
+from cukit.gemm import _matmul_times as measured_times
+from cukit.gemm._dense import check_call, multiply
+from cukit.gemm._matmul_candidates import MatmulOptions
+from cukit.gemm._matmul_decision import (
     MatmulPlan,
     decide,
     forget_decisions,
     prepare,
     recall,
 )
-from cukit.gemm.dense import check_call, multiply
 from cukit.reference import gemm as reference
 from cukit.registry import register
 

@@ -15,8 +15,7 @@ from cukit.core.kernel import KernelSpec
 from cukit.core.overlap import check_overlap
 from cukit.core.support import Support
 from cukit.gemm.linear import linear
-from cukit.gemm.linear_launch import HOPPER
-from cukit.gemm.linear_plan import CLUSTER_TILING, Product, configure
+from cukit.gemm.linear_plan import CLUSTER_TILING, HOPPER, Product, configure
 from cukit.reference import gemm as reference
 from cukit.registry import register
 

@@ -25,7 +25,7 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.scalars import check_integer
 from cukit.errors import ArrayDtypeError, ArrayShapeError
-from cukit.gemm.dense import check_call, result_dtype
+from cukit.gemm._dense import check_call, result_dtype
 from cukit.gemm.matmul import matmul
 from cukit.reference import gemm as reference
 from cukit.reference.gemm import half_of

@@ -33,7 +33,7 @@ from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray, install_conversions
 from cukit.core.scalars import check_dtype
 from cukit.errors import ArrayError
-from cukit.quantization.matrices import Matrices, matrices_of, scale_strides
+from cukit.quantization._matrices import Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import FORMATS
 from cukit.reference import narrow as narrow_reference
 from cukit.reference import quantize as reference

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cukit.core.kernel import KernelSpec
-from cukit.quantization.matrices import Matrices
+from cukit.quantization._matrices import Matrices
 
 FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 _VECTOR_BYTES = 16

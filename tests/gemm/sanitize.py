@@ -28,8 +28,8 @@ from cukit.gemm import (
 )
 from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
 from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.linear_launch import LinearSm90
 from cukit.gemm.linear_plan import Product, configure
-from cukit.gemm.linear_sm90 import LinearSm90
 from cukit.gemm.plan_8bit import Product8Bit
 from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.narrow_dtype import float8_e4m3
-from cukit.gemm.dense import Product, carry_out, plan_product
+from cukit.gemm._dense import CheckedProduct, carry_out, plan_product
 from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.gemv import MOST_TOKENS, prepare_gemv
-from cukit.gemm.linear_launch import HOPPER, plan_linear, prepare_linear
-from cukit.gemm.linear_plan import Product as LinearProduct
-from cukit.gemm.linear_plan import Sm90Config, estimate_us
+from cukit.gemm.linear_launch import prepare_linear
+from cukit.gemm.linear_plan import HOPPER, Product, Sm90Config, estimate_us, plan_linear
 
 FLOAT8 = float8_e4m3.name
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
@@ -156,7 +155,7 @@ def _prepare_cublas(
 
 
 def _carry_out(
-    product: Product, how: dict[str, bool], a: Array, b: Array, out: Array | None
+    product: CheckedProduct, how: dict[str, bool], a: Array, b: Array, out: Array | None
 ) -> Array:
     return carry_out(product, a, b, out, **how)
 
@@ -199,8 +198,8 @@ def _linear_reason(problem: MatmulProblem, device: Device) -> str | None:
     return None
 
 
-def _linear_product(problem: MatmulProblem) -> LinearProduct:
-    return LinearProduct(
+def _linear_product(problem: MatmulProblem) -> Product:
+    return Product(
         problem.m,
         problem.n,
         problem.k,
@@ -229,7 +228,7 @@ def _prepare_linear(
     (k, m) = a.shape if options.transpose_a else a.shape[::-1]
     n = b.shape[0] if options.transpose_b else b.shape[1]
     major_a, major_b = "MN" if options.transpose_a else "K", "K" if options.transpose_b else "MN"
-    product = LinearProduct(m, n, k, a.dtype.name, major_a, major_b)
+    product = Product(m, n, k, a.dtype.name, major_a, major_b)
     launch = prepare_linear(product, a, b, out)
 
     def run(a: Array, b: Array, out: Array | None) -> Array:

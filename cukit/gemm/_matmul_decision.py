@@ -16,8 +16,9 @@ from cukit.core.device import current_device
 from cukit.core.kernel import launch_plan
 from cukit.core.scalars import check_number
 from cukit.errors import ConfigError
-from cukit.gemm import measured_times
-from cukit.gemm.candidates import (
+from cukit.gemm import _matmul_times as measured_times
+from cukit.gemm._dense import CheckedProduct, plan_product
+from cukit.gemm._matmul_candidates import (
     KERNELS,
     PRECISIONS,
     Estimate,
@@ -26,9 +27,7 @@ from cukit.gemm.candidates import (
     Run,
     plan_matmul,
 )
-from cukit.gemm.dense import Product, plan_product
-from cukit.gemm.narrowing import NARROWING
-from cukit.gemm.sampled_error import sampled_error
+from cukit.gemm._matmul_narrowing import NARROWING, sampled_error
 from cukit.reference import gemm as reference
 
 _LOG = logging.getLogger("cukit.gemm")
@@ -165,7 +164,7 @@ def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None
 
 
 def describe_problem(
-    product: Product, a: Array, b: Array, out: Array | None, accumulate: bool
+    product: CheckedProduct, a: Array, b: Array, out: Array | None, accumulate: bool
 ) -> MatmulProblem:
     """The description of a checked product."""
     left, right, target = product.layouts

@@ -68,7 +68,7 @@ def check_call(op: str, a: Array, b: Array, out: Array | None, **flags: bool) ->
 
 
 def carry_out(
-    product: Product, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
+    product: CheckedProduct, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
 ) -> Array:
     """A checked product by cuBLAS; in the emulator by NumPy."""
     result = empty(a, product.shape, product.dtype) if out is None else out
@@ -80,7 +80,7 @@ def carry_out(
     return result
 
 
-class Product(NamedTuple):
+class CheckedProduct(NamedTuple):
     """A checked call."""
 
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ def plan_product(
     transpose_b: bool,
     accumulate: bool,
     out_dtype: Any,
-) -> Product:
+) -> CheckedProduct:
     """Checks a call of `op`, and finds the layouts of its operands and of the result."""
     left, right = _layout(op, "a", a, transpose_a), _layout(op, "b", b, transpose_b)
     m, k = (left.columns, left.rows) if transpose_a else (left.rows, left.columns)
@@ -117,7 +117,7 @@ def plan_product(
     if out is not None:
         check_array(op, "out", out, shape=shape, contiguous=False)
         target = _layout(op, "out", out)
-    return Product(shape, dtype, (left, right, target), k == 0)
+    return CheckedProduct(shape, dtype, (left, right, target), k == 0)
 
 
 _recall_plan = launch_plan(plan_product)

@@ -13,7 +13,7 @@ from typing import Any
 from cukit.core.device import Device
 from cukit.core.file_cache import cache_folder
 from cukit.core.files import write_json
-from cukit.gemm.candidates import MatmulProblem, Times
+from cukit.gemm._matmul_candidates import MatmulProblem, Times
 
 _FILE = "matmul_times.json"
 
