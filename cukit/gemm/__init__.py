@@ -1,4 +1,10 @@
-"""Matrix products."""
+"""Matrix products.
+
+An op is read in three steps: its module checks the arguments, `*_plan` chooses tiles (pure,
+printable, no GPU needed), and `*_launch` prepares the kernel's arguments. Small ops do all three
+in one module. The 8-bit products share `plan_8bit` and `launch_8bit`. Modules that begin with an
+underscore are helpers.
+"""
 
 from cukit.gemm._matmul_decision import MatmulPlan, forget_decisions
 from cukit.gemm.adaptive import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask

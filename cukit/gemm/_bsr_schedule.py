@@ -20,7 +20,7 @@ _MOST_EXCHANGES = 1000
 _PARTNERS = 8  # blocks that end earliest
 
 
-def deal_tiles(
+def assign_tiles(
     items: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None = None
 ) -> HostArray:
     """Gives tiles to the blocks of a grid, so that all end at about the same time.
@@ -96,7 +96,7 @@ def matmul_work(
     items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
     items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + 1)
     costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
-    return deal_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
+    return assign_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
 
 
 def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> HostArray:
@@ -112,7 +112,7 @@ def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> H
     first = counts[rows] * within // pieces[rows]
     end = counts[rows] * (within + 1) // pieces[rows]
     items = np.stack([rows, indptr[rows] + first, end - first, np.full_like(rows, steps)], axis=1)
-    return deal_tiles(items.astype(np.int32), np.ones(rows.size, np.int64), num_blocks)
+    return assign_tiles(items.astype(np.int32), np.ones(rows.size, np.int64), num_blocks)
 
 
 class RowGroups(NamedTuple):

@@ -19,12 +19,12 @@ _COMPUTE_32F = 68
 _COMPUTE_64F = 70
 _COMPUTE_32F_FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
-# Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
+# Without this flag, cuBLAS may add the partial sums of a split-k product in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
 
 class Matrix(NamedTuple):
-    """How a row-major matrix lies in memory: element (i, j) is `i * leading + j` elements on."""
+    """The layout of a row-major matrix: element (i, j) is at offset `i * leading + j`."""
 
     rows: int
     columns: int
@@ -52,7 +52,7 @@ def _handle_getter() -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _coefficient(value: float, wide: bool) -> tuple[int, HostArray]:
-    """The address of a scalar in host memory, and the array that the cache keeps alive for it."""
+    """The address of a scalar in host memory, and the array that owns it (the cache keeps it)."""
     scalar = np.array(value, np.float64 if wide else np.float32)
     return scalar.ctypes.data, scalar
 
@@ -67,10 +67,10 @@ def gemm(
     beta: float = 0.0,
     tf32: bool = False,
 ) -> None:
-    """out = alpha * op(a) @ op(b) + beta * out, summed in float32 (float64 for float64).
+    """out = alpha * op(a) @ op(b) + beta * out, accumulated in float32 (float64 for float64).
 
-    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here.
-    tf32: round float32 operands to TF32; otherwise they are multiplied as such.
+    layouts: of `a`, `b` and `out`, which must match and not overlap; nothing is checked here.
+    tf32: round float32 operands to TF32; otherwise they are multiplied in full precision.
     """
     if type(out) is np.ndarray:
         _gemm_on_host(a, b, out, layouts, alpha, beta)
@@ -83,7 +83,7 @@ def gemm(
     mode = cublas.getMathMode(handle)
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
-        # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
+        # cuBLAS is column-major: to it every matrix is transposed, and out^T = op(b)^T op(a)^T.
         cublas.gemmEx(
             handle, int(right.transposed), int(left.transposed),
             target.columns, target.rows, left.rows if left.transposed else left.columns,
@@ -96,8 +96,8 @@ def gemm(
         )  # fmt: skip
     except NotImplementedError as error:
         raise ConfigError(
-            "a product by cuBLAS cannot be captured in a CUDA graph, because CuPy does not support "
-            "it; `linear` and `gated_linear` can"
+            "cuBLAS products cannot be captured in a CUDA graph (a limitation of CuPy); `linear` "
+            "and `gated_linear` can"
         ) from error
     finally:
         cublas.setMathMode(handle, mode)
@@ -111,7 +111,7 @@ def _gemm_on_host(
     alpha: float,
     beta: float,
 ) -> None:
-    """`gemm` of NumPy arrays, which ops use in the emulator."""
+    """:func:`gemm` on NumPy arrays, for ops that run in the emulator."""
     left, right, target = (
         _view(array, layout) for array, layout in zip((a, b, out), layouts, strict=True)
     )

@@ -32,7 +32,7 @@ _STRUCTS = parameter_structs("gemm/parameters.cuh")
 class Prepared8Bit(NamedTuple):
     """A checked call on the current device."""
 
-    launch: Mapped8Bit | Strided8Bit | None
+    launch: Matmul8BitSm90 | Matmul8BitSm80 | None
     """None for an empty result."""
     dtype: np.dtype[Any]
     """Of the result."""
@@ -64,12 +64,12 @@ def prepare_8bit(code: Code, checked: Checked, promoted: bool = False) -> Prepar
     device = current_device()
     if device.arch != "sm_90":
         config = plan_matmul_8bit_sm80(product, m, n, device.num_sms)
-        return Prepared8Bit(Strided8Bit(config, m, n, k, *strides), dtype)
+        return Prepared8Bit(Matmul8BitSm80(config, m, n, k, *strides), dtype)
     tuned = plan_matmul_8bit_sm90(product, m, n, k, device.num_sms)
-    return Prepared8Bit(Mapped8Bit(tuned, m, n, k, *strides), dtype)
+    return Prepared8Bit(Matmul8BitSm90(tuned, m, n, k, *strides), dtype)
 
 
-class Mapped8Bit:
+class Matmul8BitSm90:
     """A launch on Hopper for arrays of one description."""
 
     __slots__ = ("_a", "_b", "_blocks", "_launch", "_out", "_scales", "_staged")
@@ -116,7 +116,7 @@ class Mapped8Bit:
             self._launch(*maps, a_scales, b_scales, zero_points, column_sums, bias, out)
 
 
-class Strided8Bit:
+class Matmul8BitSm80:
     """A launch on other architectures for arrays of one description."""
 
     __slots__ = ("_blocks", "_extents", "_kernel", "_launches")

@@ -29,20 +29,20 @@ from cukit.gemm.linear_plan import (
 )
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
-_ROW_GROUP = 8  # rows of a period of the swizzle
-_FEW_ROWS = 32
-_ROWS = 64  # that a warpgroup stores at a time, and columns of 128 bytes
+_SWIZZLE_ROWS = 8  # the period of the 128-byte swizzle
+_LEAST_BOX_ROWS = 32
+_STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements of 128 bytes
 
 
 def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | LinearSm80:
-    """A launch for `arrays` of this description on the current device."""
+    """A launch of `product` on the current device, for arrays like `arrays`."""
     aligned = all(array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays)
     config = plan_linear(product, aligned, current_device())
     return LinearSm90(config) if isinstance(config, Sm90Config) else LinearSm80(config)
 
 
 class LinearSm90:
-    """A launch, for arrays that were checked before: call it with them."""
+    """A launch of kernels_cu/gemm/linear_sm90.cu; called with arrays that were checked before."""
 
     __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
 
@@ -67,9 +67,9 @@ class LinearSm90:
         self._b = _operand(product.k, product.major_b, product.n, box_b)
         self._up = _operand(product.k, product.major_b, product.n, box_b)
         if tiling.transposed:
-            out_columns, box = product.m, (tiling.tile_n, _ROWS)
+            out_columns, box = product.m, (tiling.tile_n, _STORE_EXTENT)
         else:
-            out_columns, box = product.n, (_ROWS, tiling.piece_columns(parts))
+            out_columns, box = product.n, (_STORE_EXTENT, tiling.piece_columns(parts))
         self._out = _maps(out_columns, box)
         self._kept = _maps(out_columns * parts, box, slice(0, out_columns))
         self._kept_up = _maps(out_columns * parts, box, slice(out_columns, None))
@@ -83,7 +83,7 @@ class LinearSm90:
         out: Array,
         kept: Array | None,
     ) -> None:
-        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
+        """a, b: the operands in the caller's order; a transposed tiling swaps them here."""
         if self.config.tiling.transposed:
             a, b = b, a
         map_a, map_out = self._a(a), self._out(out)
@@ -101,7 +101,7 @@ class LinearSm90:
 
 
 class LinearSm80:
-    """A launch, for arrays that were checked before: call it with them."""
+    """A launch of kernels_cu/gemm/linear_sm80.cu; called with arrays that were checked before."""
 
     __slots__ = ("_launch", "config")
 
@@ -131,12 +131,20 @@ class LinearSm80:
 
 
 def box_rows(tile: int, extent: int) -> int:
-    """Rows that one copy loads of a tile: all, or where the last tile has fewer such that few are
-    outside, which TMA is slow to fill. No fewer copies than that takes: each costs the producer."""
+    """Rows of the TMA box that loads a tile: the whole tile, or a fraction of it.
+
+    A box that is mostly outside the matrix is slow, because TMA fills the rest with zeros. Smaller
+    boxes leave fewer rows outside in the last tile, but each extra copy costs the producer time, so
+    the box is halved only while at least 32 rows are outside.
+    """
     if extent <= tile:
-        return -(-extent // _ROW_GROUP) * _ROW_GROUP
+        return -(-extent // _SWIZZLE_ROWS) * _SWIZZLE_ROWS
     box = tile
-    while -extent % box >= _FEW_ROWS and box % (2 * _ROW_GROUP) == 0 and box >= 2 * _FEW_ROWS:
+    while (
+        -extent % box >= _LEAST_BOX_ROWS
+        and box % (2 * _SWIZZLE_ROWS) == 0
+        and box >= 2 * _LEAST_BOX_ROWS
+    ):
         box //= 2
     return box
 
@@ -148,7 +156,7 @@ def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
 
 
 def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
-    """Maps of some columns of matrices with rows of `columns`, whose leading axes are flattened."""
+    """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened."""
     return TensorMapCache(partial(_encode, columns, box, part))
 
 
@@ -158,7 +166,7 @@ def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> An
 
 
 def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
-    """Every tiling that is planned, and each option with some of them."""
+    """Every tiling that a plan may choose, and each option with some of the tilings."""
     activations = GATED_ACTIVATIONS if gated else tuple(ACTIVATIONS)
     products = [
         Product(4096, 4096, 4096, dtype, activation=activation, gated=gated, keeps=keeps)
@@ -175,7 +183,7 @@ def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
 
 
 def product_specs(device: Device) -> list[KernelSpec]:
-    """Variants of the backward's products: operands MN-major."""
+    """Variants of the backward's products, whose operands are MN-major."""
     products = [
         Product(4096, 4096, 4096, dtype, major_a=major_a, major_b="MN")
         for dtype in DTYPES

@@ -11,7 +11,7 @@ from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_from_mask, create_sparse_mask
 from cukit.gemm._bsr_schedule import (
-    deal_tiles,
+    assign_tiles,
     group_rows,
     matmul_work,
     sampled_pieces,
@@ -133,7 +133,7 @@ def test_masks():
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 9))
 def test_tiles_are_dealt_evenly(costs, num_blocks):
     items = np.repeat(np.arange(len(costs), dtype=np.int32)[:, None], 4, axis=1)
-    work = deal_tiles(items, np.array(costs, int), num_blocks)
+    work = assign_tiles(items, np.array(costs, int), num_blocks)
     assert (work[:, -1] == -1).all()
     shares = [row[row[:, 0] >= 0, 0] for row in work]
     assert sorted(np.concatenate(shares)) == list(range(len(costs)))

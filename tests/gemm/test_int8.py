@@ -13,7 +13,7 @@ from cukit.core.narrow_dtype import int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul_int8
-from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.launch_8bit import Matmul8BitSm90
 from cukit.gemm.plan_8bit import (
     Product8Bit,
     Tiling8Bit,
@@ -93,7 +93,7 @@ def test_every_kind_of_tiling(device, rng, tiling):
     sums = b.storage.sum(axis=1, dtype=np.int32)
     left, right = place(device, a, b)
     arguments = (left.scales, right.scales, left.zero_points, *to_device(device, sums))
-    launch = Mapped8Bit(config, m, n, k, 1, 1)
+    launch = Matmul8BitSm90(config, m, n, k, 1, 1)
     for repeat in range(2):
         with another_order(device, repeat):
             launch(left.storage, right.storage, out, *arguments)

@@ -295,7 +295,7 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
             ConfigError,
             "return_preactivation must be True or False, got 1",
         ),
-        (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "an even number"),
+        (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "axis 0 must be even"),
         (lambda: gated_linear(X, (W, W[:2])), ArrayShapeError, r"w_up must have shape \(6, 16\)"),
         (lambda: gated_linear(X, W, None), ConfigError, "got None"),
     ],
