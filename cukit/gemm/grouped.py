@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with a matrix of its own: the experts of a mixture."""
+"""Grouped products, in which each group of rows has its own matrix: mixtures of experts."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ def grouped_gemm(
     transpose_weights: bool = False,
     out: Array | None = None,
 ) -> Array:
-    """Multiplies each group of rows by a matrix of its own: `y[r] = weights[g] x[r]`.
+    """Multiplies each group of rows by the group's own matrix: `y[r] = weights[g] x[r]`.
 
-    Groups may have any number of rows, 0 and 1 among them; nothing is padded. Either they lie one
-    behind the other, or each has rows set aside:
+    Groups may have any number of rows, including 0; nothing is padded. They are either contiguous,
+    or each has a fixed capacity:
 
-    | layout     | x                        | rows of group g                            |
-    | ---------- | ------------------------ | ------------------------------------------ |
-    | contiguous | [rows, k]                | expert_offsets[g] to expert_offsets[g + 1] |
-    | set aside  | [groups, capacity, k]    | the first expert_counts[g] of x[g]         |
+    | layout         | x                     | rows of group g                            |
+    | -------------- | --------------------- | ------------------------------------------ |
+    | contiguous     | [rows, k]             | expert_offsets[g] to expert_offsets[g + 1] |
+    | fixed capacity | [groups, capacity, k] | the first expert_counts[g] of x[g]         |
 
     Args:
         x: float16|bfloat16, see above, C-contiguous; float32|float64 on the CPU only.
         weights: dtype of `x`, [groups, n, k]; [groups, k, n] with `transpose_weights`. On the GPU
-            at most 512 groups; fastest where k and n are multiples of 8.
+            at most 512 groups; fastest if k and n are multiples of 8.
         expert_offsets: int32 [groups + 1], ascending from 0 to at most `rows`.
-        expert_counts: int32 [groups]; counts beyond the capacity count as the capacity.
-        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap
-            an input.
+        expert_counts: int32 [groups]; counts above the capacity are treated as the capacity.
+        out: array to write into; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not
+            overlap an input.
 
     Returns:
-        `y`. On the GPU rows of no group are not written.
+        `y`. On the GPU, rows that belong to no group are not written.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: neither or both of `expert_offsets` and `expert_counts`, too many groups.
 
-    Runs on CuPy's current stream. Offsets and counts are read on the device alone: there is no
-    synchronisation, and a graph may capture the call. Accumulates in float32, deterministic.
+    Runs on CuPy's current stream. Offsets and counts are read only on the device: there is no
+    synchronisation, and the call can be captured in a graph. Accumulates in float32; deterministic.
     Paper: Gale et al., "MegaBlocks", arXiv:2211.15841.
 
     >>> import numpy as np, cukit as ck
@@ -117,15 +117,15 @@ def grouped_gemm_backward(
     """Gradients of :func:`grouped_gemm` with respect to `x` and `weights`.
 
     `grad_x[r] = weights[g]^T grad_out[r]`; `grad_weights[g]` is the sum of `grad_out[r]^T x[r]`
-    over the rows of the group, 0 where it has none.
+    over the rows of the group, 0 for an empty group.
 
     Args:
         grad_out: gradient of `y`, [rows, n] or [groups, capacity, n], dtype of `x`.
-        x, weights, expert_offsets, expert_counts: the forward's, `weights` as [groups, n, k].
+        x, weights, expert_offsets, expert_counts: as in the forward, `weights` as [groups, n, k].
 
     Returns:
-        `(grad_x, grad_weights)`, shapes and dtypes of `x` and `weights`; on the GPU rows of no
-        group are not written.
+        `(grad_x, grad_weights)`, shapes and dtypes of `x` and `weights`; on the GPU, rows that
+        belong to no group are not written.
 
     Raises:
         ArrayError, ConfigError: as :func:`grouped_gemm`.
@@ -159,13 +159,13 @@ def grouped_gated_linear(
     activation: str = "silu",
     keep: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """The gated layer of each group in one pass: `y[r] = f(gate[g] x[r]) * (up[g] x[r])`.
+    """A gated layer for each group, in one kernel: `y[r] = f(gate[g] x[r]) * (up[g] x[r])`.
 
     Args:
         x, expert_offsets, expert_counts: as for :func:`grouped_gemm`.
         weights: dtype of `x`, [groups, 2 n, k]: the rows of gate, then those of up.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
-        keep: also return what the activation is applied to, for the backward.
+        keep: also return the activation's input, which the backward needs.
 
     Returns:
         `y`, [rows, n] or [groups, capacity, n]; with `keep` also `joined`, the product
@@ -174,7 +174,7 @@ def grouped_gated_linear(
     Raises:
         ArrayError, ConfigError: as :func:`grouped_gemm`.
 
-    Papers: Shazeer, arXiv:2002.05202. The rest as :func:`grouped_gemm`.
+    Streams and determinism: see :func:`grouped_gemm`. Paper: Shazeer, arXiv:2002.05202.
     """
     op = "grouped_gated_linear"
     x, weights, expert_offsets, expert_counts = adopt(op, x, weights, expert_offsets, expert_counts)
@@ -198,13 +198,13 @@ def _either(expert_offsets: Array | None, expert_counts: Array | None) -> Array:
     return expert_counts if expert_offsets is None else expert_offsets
 
 
-# Checks and plans ------------------------------------------------------------------------------
+# ---- Checks and plans ----
 
 
 def layout_of(
     op: str, x: Array, groups: int, expert_offsets: Array | None, expert_counts: Array | None
 ) -> Layout:
-    """Checks shape and layout of `x` and the argument that says where groups are."""
+    """Checks shape and layout of `x` and of the offsets or counts; returns the groups' layout."""
     if (expert_offsets is None) == (expert_counts is None):
         raise ConfigError(f"{op}: give either expert_offsets or expert_counts")
     if expert_offsets is not None:
@@ -279,7 +279,7 @@ def _check_gated(
     _check_inner(op, x, weights, 2)
     if weights.shape[1] % 2:
         raise ArrayShapeError(
-            f"{op}: weights hold gate and up one behind the other, so axis 1 must be even; "
+            f"{op}: weights hold gate and up rows, so axis 1 must be even; "
             f"got shape {weights.shape}"
         )
     return layout
@@ -356,21 +356,21 @@ def _specs(kind: str, device: Device) -> list[KernelSpec]:
             return kind == "gated"
         return kind == ("forward" if product.major_b == "K" else "backward")
 
-    # Every tiling in bfloat16; in float16, which is compiled alike, what the plan chooses.
-    wide = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
-    half = [each for each in grouped_plan.representative("float16") if belongs(each)]
+    # Every tiling in bfloat16; only the plan's choice in float16, which compiles alike.
+    all_tilings = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
+    planned = [each for each in grouped_plan.representative("float16") if belongs(each)]
     specs = [
         plan_grouped_sm80(problem, aligned, device.num_sms).spec()
-        for problem in wide
+        for problem in all_tilings
         for aligned in (True, False)
     ]
     if device.arch == HOPPER:
         configs = [
             grouped_plan.configure(problem, tiling, device.num_sms)
-            for problem in wide
+            for problem in all_tilings
             for tiling in grouped_plan.candidates(problem)
         ]
-        configs += [grouped_plan.plan_grouped_sm90(problem, device.num_sms) for problem in half]
+        configs += [grouped_plan.plan_grouped_sm90(problem, device.num_sms) for problem in planned]
         specs += [config.spec() for config in configs]
     return list(dict.fromkeys(specs))
 

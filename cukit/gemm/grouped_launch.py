@@ -29,7 +29,11 @@ _STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
 def prepare_grouped(
     problem: GroupedProblem, layout: Layout, *arrays: Array | None
 ) -> GroupedSm90 | GroupedSm80:
-    """TMA needs strides of 16 bytes: other products go to the sm80 class on Hopper too."""
+    """A launch of `problem` on the current device, for arrays like `arrays`.
+
+    TMA needs strides that are multiples of 16 bytes; products with other extents run the sm80
+    kernel on Hopper too.
+    """
     extents = problem.extents
     aligned = not any(extent % _STRIDE_ELEMENTS for extent in extents) and all(
         array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays
@@ -41,7 +45,7 @@ def prepare_grouped(
 
 
 class GroupedSm90:
-    """A launch, for arrays that were checked before."""
+    """A launch of grouped_gemm_sm90.cu; called with arrays that were checked before."""
 
     __slots__ = ("_launch", "_maps", "config")
 
@@ -63,7 +67,7 @@ class GroupedSm90:
         box_b = _box(product.major_b, tiling.tile_n // parts)
         piece = tiling.piece_columns(parts)
         box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
-        # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
+        # Maps of a, b and the result: each holds the rows of groups or one matrix per group.
         encode_rows = partial(encode_groups, layout.longest)
         kinds: dict[str, tuple[Callable[..., Any], ...]] = {
             "m": (encode_rows, encode_matrices, encode_rows),
@@ -78,18 +82,17 @@ class GroupedSm90:
         ]
 
     def __call__(self, a: Array, b: Array, out: Array, kept: Array | None, ends: Array) -> None:
-        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
+        """a, b: the operands in the caller's order; a transposed tiling swaps them here."""
         if self.config.tiling.transposed:
             a, b = b, a
         map_a, map_b, map_out, map_kept = self._maps
-        placed = map_out(out)
-        self._launch(
-            map_a(a), map_b(b), placed, placed if kept is None else map_kept(kept), ends,
-        )  # fmt: skip
+        encoded_out = map_out(out)
+        encoded_kept = encoded_out if kept is None else map_kept(kept)
+        self._launch(map_a(a), map_b(b), encoded_out, encoded_kept, ends)
 
 
 class GroupedSm80:
-    """A launch, for arrays that were checked before."""
+    """A launch of grouped_gemm_sm80.cu; called with arrays that were checked before."""
 
     __slots__ = ("_launch", "config")
 
@@ -115,11 +118,11 @@ def _box(major: str, tile: int) -> tuple[int, int]:
 
 
 def encode_matrices(box: tuple[int, int], array: Array) -> Any:
-    """A map of a matrix for each group."""
+    """A tensor map of one matrix per group."""
     return encode_tensor_map(array, (1, *box), swizzle_bytes=box[1] * array.itemsize)
 
 
 def encode_groups(longest: int, box: tuple[int, int], array: Array) -> Any:
-    """A map of the rows of groups: sequences of up to `longest` rows."""
+    """A tensor map of the rows of groups: sequences of up to `longest` rows."""
     rows = array.reshape(-1, array.shape[-1])
     return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=box[1] * array.itemsize)

@@ -176,7 +176,7 @@ A, B = operands(RNG, 3, 200, 384, "blocks")
     [
         ({"a": A.storage}, ArrayDtypeError, "a must be a QuantizedArray of float8_e4m3"),
         ({"b": float8_operand(RNG, 4, 384, scales="row")}, ConfigError, "blocks of .1, 128. of a"),
-        ({"fast_accumulation": True}, ConfigError, "fast_accumulation is for scales of tensors"),
+        ({"fast_accumulation": True}, ConfigError, "fast_accumulation needs scales per tensor"),
         ({"bias": np.ones(200, np.float32)}, ArrayDtypeError, "bias must be bfloat16"),
     ],
 )

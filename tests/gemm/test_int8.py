@@ -150,7 +150,7 @@ PLAIN = QuantizedArray(np.zeros((4, 16), np.int8), int8, (4, 16))
     [
         ({"a": A.storage}, ArrayDtypeError, "a must be a QuantizedArray of int8, got ndarray"),
         ({"b": int8_operand(np.random.default_rng(0), 4, 8)}, ArrayShapeError, "extents 16 and 8"),
-        ({"b": PLAIN}, ConfigError, "both operands have scales or neither"),
+        ({"b": PLAIN}, ConfigError, "both operands must have scales, or neither"),
         (
             {"a": PLAIN, "b": PLAIN, "out_dtype": np.float32},
             ArrayDtypeError,
