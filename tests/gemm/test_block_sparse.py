@@ -77,12 +77,12 @@ INDPTR, INDICES = np.array([0, 2, 3]), np.array([0, 2, 1])
     [
         ({"indptr": INDPTR[:2]}, ArrayShapeError, "indptr of 2 block rows must have 3 elements"),
         ({"indptr": INDPTR + 1}, ArrayError, "run from 0 to the number of indices, 3, got 1 to 4"),
-        ({"indptr": np.array([0, 4, 3])}, ArrayError, "must not decrease, got 4 and then 3"),
+        ({"indptr": np.array([0, 4, 3])}, ArrayError, "must not decrease, got 4 followed by 3"),
         ({"indices": INDICES + 1}, ArrayError, "indices must be 0 to 2, got 1 to 3"),
         (
             {"indices": INDICES * 0 + 1},
             ArrayError,
-            "without repeats, got 1 and then 1",
+            "strictly ascending, got 1 followed by 1",
         ),
         ({"indices": INDICES / 1.0}, ArrayDtypeError, "indices must be int32, int64, got float64"),
         ({"block_size": 24}, ConfigError, "block_size must be one of 16, 32, 64, 128, got 24"),
@@ -120,7 +120,7 @@ def test_masks():
     for arguments, message in [
         ({"density": 1.5}, "density must be a finite number"),
         ({"kind": "odd"}, "kind must be one of"),
-        ({"kind": "magnitude"}, "weight goes with kind='magnitude'"),
+        ({"kind": "magnitude"}, "weight is required with kind='magnitude'"),
     ]:
         with pytest.raises(ConfigError, match=message):
             create_sparse_mask(**{"shape": (32, 32), "block_size": 16, "density": 0.5, **arguments})
