@@ -223,7 +223,7 @@ def _check_out(
 def _matrices(
     shape: tuple[int, ...], dtype: NarrowDtype, block: tuple[int, ...], clip: str
 ) -> Matrices:
-    """The kernels' view of `x`. Raises ConfigError for blocks of other axes or that share a byte."""
+    """The kernels' view of `x`. Raises ConfigError for other axes or blocks that share a byte."""
     matrices = matrices_of(shape, block)
     if matrices is None:
         raise ConfigError(
