@@ -1,10 +1,10 @@
-// The blocks of a dense product that a pattern names, on any GPU.
+// The blocks of a dense product that are in a pattern (sampled product), on mma.sync.
 //
 //   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
 //
-// Mapping: a block a tile of 128 x 128 (gemm/bsr_sm80.cuh): 128 / BLOCK neighbouring block rows, and as
-//   many block columns that any of them has, gathered side by side. Blocks of the tile that the pattern
-//   does not name are loaded with the others, but not multiplied.
+// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh): 128 / BLOCK adjacent block rows, and as many
+//   block columns that any of them uses, gathered side by side. Blocks of the tile that are not in the
+//   pattern are not multiplied, although their operands are loaded.
 // Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b).
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; A_TRANSPOSED, B_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 256.
@@ -27,8 +27,8 @@ constexpr unsigned kPairMask = (1u << kPairs) - 1;
 
 static_assert(THREADS == cukit::kBsrThreads, "eight warps");
 
-// Lane m * kPairs + pair: the block that row tile m and pair of column tiles `pair` of its warp belong
-// to; -1 where the pattern has none.
+// For lane m * kPairs + pair, the index of the block that contains row tile m and column tile pair
+// `pair` of the warp, or -1 if the pattern does not have that block.
 CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int slot = (cukit::bsr_warp_row() + lane / kPairs * 16) / BLOCK;
@@ -37,7 +37,7 @@ CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
   return exists ? numbers[static_cast<long long>(at) * kSlots + slot] : -1;
 }
 
-// `bits`: of the lanes of block_number with a block.
+// bits: mask of the lanes for which block_number found a block.
 CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrLeft<A_TRANSPOSED>& a,
                                  const cukit::BsrRight<!B_TRANSPOSED>& b, unsigned bits, int bytes) {
   if (bits == 0) return;
@@ -87,9 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
     const T* __restrict__ a,          // [m, k]; A_TRANSPOSED [k, m]
     const T* __restrict__ b,          // [k, n]; B_TRANSPOSED [n, k]
     T* __restrict__ values,           // [blocks, BLOCK, BLOCK]
-    const int4* __restrict__ work,    // [gridDim.x]: group of block rows, entries from and to, 0
+    const int4* __restrict__ work,    // [gridDim.x]: group of block rows, entry begin and end, 0
     const int* __restrict__ columns,  // [entries]: block column
-    const int* __restrict__ numbers,  // [entries, kSlots]: the blocks there; -1 where there is none
+    const int* __restrict__ numbers,  // [entries, kSlots]: index of the row's block there, or -1
     const cukit::BsrParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned stages = cukit::shared_address(shared);

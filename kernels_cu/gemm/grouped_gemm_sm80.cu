@@ -1,13 +1,13 @@
-// Products of groups of rows with a matrix for each group, on mma.sync: any layout, any alignment.
+// Grouped products, each group of rows with its own matrix, on mma.sync: any layout, any alignment.
 //
 //   RAGGED M   out[r] = f(a[r] b[g]^T), r a row of group g; or f(a gate^T) * (a up^T), b being gate | up
 //   RAGGED K   out[g] = sum over the rows r of group g of a[r]^T b[r]
 //
-// Mapping: a block for each tile (gemm/dense_tile_sm80.cuh, which says what the other macros are), found by
-//   bisection from offsets on the device. Where m is ragged the grid has a tile more for every group; blocks
-//   without a tile leave.
-// Shared memory: that of a tile, and with RAGGED M, static, 4 * (GROUPS + 1) bytes.
-// Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS at most.
+// Mapping: one block per tile (gemm/dense_tile_sm80.cuh, which documents the other macros). With ragged
+//   m, a block finds its tile by bisection of the tile offsets, which it computes on the device; the
+//   grid has one extra tile row per group, and blocks without a tile exit.
+// Shared memory: that of a tile; with RAGGED M also 4 * (GROUPS + 1) bytes, static.
+// Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS, the most groups.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py.
 #include "common/platform.cuh"

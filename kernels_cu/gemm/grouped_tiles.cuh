@@ -1,11 +1,10 @@
-// Products of groups of rows: the parts of common/hopper/gemm.cuh that know of groups.
+// Grouped versions of the building blocks in common/hopper/gemm.cuh.
 //
-// Row r of group g is multiplied by matrix g; gemm/groups.cuh says where groups lie.
+// Row r of group g is multiplied by matrix g; gemm/groups.cuh describes where groups are stored.
 //
-// Ragged matrices, whose rows are those of the groups, come as maps of sequences (encode_sequence_map in
-// cukit/core/tensor_map.py): what lies behind the last row of a group reads as zero and is not written,
-// though another group may begin there. Zeros also cost the tensor cores less power than the next group's
-// rows.
+// Ragged matrices, whose rows are those of the groups, use sequence maps (encode_sequence_map in
+// cukit/core/tensor_map.py): rows beyond the end of a group read as zeros and are not written, although
+// the next group may start there. Zeros also cost the tensor cores less power than the next group's rows.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -21,19 +20,19 @@ struct GroupTile {
   int first_step, end_step;
   int group;
   int length;      // rows of the group
-  MatrixRow rows;  // the group's first, in the maps of ragged matrices
+  MatrixRow rows;  // the group's first row, in the maps of ragged matrices
 
-  // The group's first row among all rows.
+  // The group's first row, counted over all groups.
   CUKIT_DEVICE int first_row() const { return rows.matrix - length; }
 };
 
-// Tiles of all groups under the static schedule, group by group. `columns`: of the result in a tile.
+// The tiles of all groups in a static schedule, group by group. Columns: result columns of a tile.
 template <Ragged kRagged, int TileM, int Columns>
 struct GroupedTiles {
   using Tile = GroupTile;
   const GroupedParameters& p;
   Groups groups;
-  const int* starts;  // of count_tiles; not needed where k is ragged
+  const int* starts;  // from count_tiles; not used with ragged k
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
     int index = static_tile(turn);
@@ -62,11 +61,11 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int kDepth = 64;  // rows of 16-bit elements in a step of k
+  static constexpr int kDepth = 64;  // rows of 16-bit elements per k step
 };
 
-// a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b is two
-// matrices, one behind the other, whose columns share each tile as in PairedOperands.
+// Loads a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b is
+// gate followed by up, and each tile has columns of both, as in PairedOperands.
 template <typename Shape, Ragged kRagged, int Parts>
 struct GroupedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
@@ -90,8 +89,8 @@ struct GroupedOperands {
   }
 };
 
-// SharedProduct, for groups that may have no rows to add up. Zeros also tell the compiler that the
-// accumulators hold nothing between tiles, while the next one is looked for.
+// SharedProduct for groups that may have no k steps. Clearing the accumulators also tells the compiler
+// that they are dead between tiles, while the schedule searches for the next one.
 template <typename Shape>
 struct GroupedProduct : SharedProduct<Shape> {
   using SharedProduct<Shape>::SharedProduct;
@@ -108,7 +107,7 @@ struct GroupedProduct : SharedProduct<Shape> {
   }
 };
 
-// StagedEpilogue, for results of groups; where n is ragged TransposedEpilogue.
+// StagedEpilogue for the results of groups; TransposedEpilogue with ragged n.
 template <typename Shape, typename T, Ragged kRagged, typename Transform>
 struct GroupedEpilogue {
   static constexpr bool kTransposed = kRagged == Ragged::N;

@@ -2,12 +2,12 @@
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Up to eight tokens are one column tile of mma.sync, and reading the weight is all that takes time. Its
-// codes go straight from memory to registers: no shared memory, barrier or other block stands between.
+// Up to eight tokens fit into one column tile of mma.sync, and the kernel is bound by the reads of the
+// weight. Codes are loaded straight from global memory to registers, without shared memory or barriers.
 //
-// Mapping: a block has STRIPS * 16 rows and all of k, which its warps share: warp w has the steps of 128
-//   columns w, w + WARPS, ... It loads a step's codes, scales and x while it multiplies the step before.
-//   In the end the warps' sums are added up in shared memory, in the order of the warps.
+// Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w has the steps
+//   w, w + WARPS, ... of 128 columns. It loads a step's codes, scales and x while it multiplies the
+//   previous step. At the end the warps' accumulators are added in shared memory, in warp order.
 // Shared memory, bytes: WARPS * STRIPS * 512, static.
 // Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 * WARPS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
@@ -22,11 +22,11 @@
 namespace {
 
 constexpr int kWarps = THREADS / cukit::kWarpSize;
-constexpr int kSteps = cukit::kBlockColumns / 16;   // of mma.sync in a block of the weight
-constexpr int kChunkWords = kSteps * Codes::kWords;  // of a lane
+constexpr int kSteps = cukit::kBlockColumns / 16;   // mma.sync steps per block of the weight
+constexpr int kChunkWords = kSteps * Codes::kWords;  // per lane
 constexpr int kGroups = GROUP ? Weight::kGroups : 1;
 
-// What a lane holds of a step.
+// A lane's part of a step.
 struct Step {
   unsigned words[STRIPS][kChunkWords];
   cukit::Vec<Scale, 2> scales[STRIPS][kGroups];
@@ -35,9 +35,9 @@ struct Step {
 };
 
 struct Source {
-  const unsigned char* block;  // the first of this block's rows
-  const T* x;                  // the lane's token, from the lane's first column on; null: no such token
-  int strip;                   // the first of this block's, of the four of 64 rows
+  const unsigned char* block;  // packed block that contains this thread block's rows
+  const T* x;                  // the lane's token, at the lane's first column; null if there is none
+  int strip;                   // this thread block's first strip of the packed block's four
   int columns;
   unsigned long long policy;
 

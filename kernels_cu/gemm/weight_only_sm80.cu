@@ -5,13 +5,13 @@
 // Operands are swapped, as in weight_only_sm90.cu: rows of the weight are the 16 rows of mma.sync, and
 // tokens its eight columns.
 //
-// Mapping: the blocks of a persistent grid walk over tiles of CONSUMERS * 64 rows x TOKENS tokens; the
-//   tiles that do not go round are cut along k (StreamKTiles, common/hopper/tile_scheduler.cuh). All
-//   threads copy a step of k, 128 columns, by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w ..
-//   16 w + 15 of the tile: it decodes its part of the packed weight into operand a
+// Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
+//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). All
+//   threads copy k steps of 128 columns by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w ..
+//   16 w + 15 of the tile: it decodes its part of the packed weight to operand a
 //   (gemm/weight_codes.cuh) and multiplies it by every token.
-// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic: stages (x, swizzled
-//   rows of 256 bytes | blocks of the weight). Static: a word for each consumer.
+// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic: stages
+//   (x, swizzled rows of 256 bytes | blocks of the weight). Static: a word per consumer.
 // Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES 2..;
 //   THREADS 128 * CONSUMERS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
@@ -40,14 +40,14 @@ struct Operands {
   const unsigned char* weight;
   int tokens, columns, steps, pairs;
 
-  // Starts the copies of a step, one group of cp.async; of none where the tile has no such step.
+  // Issues the copies of a step as one cp.async group, which is empty beyond the tile's last step.
   CUKIT_DEVICE void load(unsigned char* stage, const Tile& tile, int step) const {
     if (step < tile.end_step) {
       const long long row = static_cast<long long>(tile.n) * TOKENS;
       const int column = step * cukit::kBlockColumns;
       CopyX::start(cukit::shared_address(stage), x + row * columns + column, columns,
                    tokens - tile.n * TOKENS, columns - column);
-      // Beyond the last rows: another pair, whose product is not stored.
+      // Beyond the last rows the last pair is loaded again; its product is not stored.
       const long long pair = min(tile.m, pairs - 1);
       const unsigned char* const from = weight + (pair * steps + step) * kWeightBytes;
       const unsigned to = cukit::shared_address(stage + kTileBytes);
@@ -61,7 +61,7 @@ struct Operands {
   }
 };
 
-// Four sums of a 16 x 8 product.
+// The four accumulators of a 16 x 8 product.
 CUKIT_DEVICE float (&eight_tokens(Sums& sums, int n))[4] {
   return reinterpret_cast<float(&)[4]>(sums[4 * n]);
 }

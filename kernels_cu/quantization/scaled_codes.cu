@@ -1,16 +1,15 @@
-// Codes whose blocks share scales: their values (dequantize), and the codes of values where the scales
-// are given (encode_scaled).
+// Codes with scales per block: decoding (dequantize), and encoding with given scales (encode_scaled).
 //
 //   value = (code - zero point) * scale      code = round(value * (1 / scale) + zero point)
 //
-// in float, rounded to the dtype of the values, or half to even to codes that saturate.
-// Mapping: a thread takes ITEMS vectors of 16 bytes of values, THREADS apart, and loads all before it
-//   uses the first.
+// Computed in float. Values are rounded to their dtype; codes are rounded half to even and saturate.
+// Mapping: a thread processes ITEMS vectors of 16 bytes of values, THREADS apart, and loads all of them
+//   before it uses the first.
 // Shared memory: none.
 // Macros: those of common/quant/codes.cuh and quantization/access.cuh; SCALE and ZERO_POINT (or `none`) are
-//   float32|float16|bfloat16|int8 of the factors; BLOCK_ROWS, BLOCK_COLS: extents of a block, 0 for
-//   any; ONE_SCALE 0|1: a vector lies in one block; INDEX uint32|uint64: holds the number of values
-//   of the vectors of a whole grid; THREADS; ITEMS.
+//   float32|float16|bfloat16|int8; BLOCK_ROWS, BLOCK_COLS: extents of a block, 0 for any; ONE_SCALE 0|1:
+//   no vector spans two blocks; INDEX uint32|uint64: large enough for the number of values that the
+//   vectors of a grid cover; THREADS; ITEMS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
@@ -43,7 +42,7 @@ struct Factors {
 
   CUKIT_DEVICE float value(float code) const { return __fmul_rn(code - zero_point, scale); }
 
-  // 1 / scale, where that is finite.
+  // 1 / scale; 1 for zero and subnormal scales.
   CUKIT_DEVICE float inverse() const {
     return 1.0f / (fabsf(scale) < kSmallestScale ? 1.0f : scale);
   }
@@ -53,8 +52,8 @@ struct Factors {
   }
 };
 
-// A vector of values: its row among those of all matrices, and its first column. `count` values are
-// left in the row, none if it is not above 0.
+// A vector of values: its row, counted over all matrices, and its first column. `count` values remain in
+// the row, none if `count` is not positive.
 struct Place {
   Index row, col;
   long long count;
