@@ -4,12 +4,12 @@
 //   PARTS 2   z = [gate | up]: grad = [grad_out up f'(gate) | grad_out f(gate)]
 //   SUMS 1    partial[s, c] = sum of grad[r, c] over the rows r of strip s; column_sum.cu adds them
 //
-// Mapping: block (x, y) computes 32 * VEC columns of the rows of strip y, one row per warp at a time,
-//   VEC columns per lane. One pass over memory.
+// Mapping: block (x, y) computes 32 * VEC columns of the rows of strip y, one row per warp at a
+//   time, VEC columns per lane. One pass over memory.
 // Shared memory: THREADS * VEC floats with SUMS, static.
 // Macros: DTYPE float16|bfloat16; THREADS a multiple of 32; VEC elements per access, a divisor of
-//   `columns`; PARTS 1|2; ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu (with NoActivation only
-//   the sums are written); SUMS 0|1, 0 with PARTS 2.
+//   `columns`; PARTS 1|2; ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu (with NoActivation
+//   only the sums are written); SUMS 0|1, 0 with PARTS 2.
 // Minimum architecture: sm_80. Sums in float in a fixed order: deterministic.
 // Reference: cukit/reference/gemm.py.
 #include "common/activation.cuh"

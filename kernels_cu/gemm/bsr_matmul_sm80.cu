@@ -3,11 +3,12 @@
 //   out = op(s) op(d)             s: block-sparse, d: dense
 //   out = (op(s) op(d))^T         OUT_TRANSPOSED: for a dense matrix times a sparse one
 //
-// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh); tiles of the same columns are adjacent,
-//   longest groups of rows first. An entry of a group is a block column in which any of its rows has a
-//   block. A stage holds 64 of k: 64 / BLOCK entries, or half an entry if BLOCK is 128.
-// Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b), reused for the tile of out; 4 * STAGES,
-//   static.
+// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh); tiles of the same columns are
+//   adjacent, longest groups of rows first. An entry of a group is a block column in which any of
+//   its rows has a block. A stage holds 64 of k: 64 / BLOCK entries, or half an entry if BLOCK is
+//   128.
+// Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b), reused for the tile of out; 4 *
+//   STAGES, static.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; SPARSE_TRANSPOSED, DENSE_TRANSPOSED,
 //   OUT_TRANSPOSED 0|1; STAGES 2..; THREADS 256.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.

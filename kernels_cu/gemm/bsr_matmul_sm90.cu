@@ -3,26 +3,28 @@
 //   out = op(s) op(d)             s: block-sparse, d: dense
 //   out = (op(s) op(d))^T         OUT_TRANSPOSED: for a dense matrix times a sparse one
 //
-// Mapping: a tile of the result has COLUMNS columns and the rows of a group of block rows of op(s), a
-//   single one if blocks have 64 rows or more (gemm/bsr_sm90.cuh). An entry of a group is a block column
-//   in which any of its rows has a block. A thread of the first warpgroup loads the blocks of each entry
-//   and the rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES ahead and across
-//   tiles. Missing blocks have index -1 and are loaded from a block of zeros. An empty group is given
-//   the extra entry after the last one: it has no blocks, and its rows of d are out of bounds, where TMA
-//   reads zeros. The host assigns tiles to the blocks of the grid such that all end at about the same
-//   time; concurrent tiles share their columns of d, which stay in L2.
-// CLUSTER 2: two adjacent blocks compute tiles side by side. Each loads half of the sparse block that
-//   both multiply, and TMA multicasts it to both.
-// Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2, with
-//   rows = max(64, BLOCK): stages (a | b), then 64 x 64 buffers for stores of out, two for each consumer
-//   if it has more than 64 columns, else one; all swizzled. Static: two barriers per stage.
+// Mapping: a tile of the result has COLUMNS columns and the rows of a group of block rows of op(s),
+//   a single one if blocks have 64 rows or more (gemm/bsr_sm90.cuh). An entry of a group is a block
+//   column in which any of its rows has a block. A thread of the first warpgroup loads the blocks
+//   of each entry and the rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES
+//   ahead and across tiles. Missing blocks have index -1 and are loaded from a block of zeros. An
+//   empty group is given the extra entry after the last one: it has no blocks, and its rows of d
+//   are out of bounds, where TMA reads zeros. The host assigns tiles to the blocks of the grid such
+//   that all end at about the same time; concurrent tiles share their columns of d, which stay in
+//   L2.
+// CLUSTER 2: two adjacent blocks compute tiles side by side. Each loads half of the sparse block
+//   that both multiply, and TMA multicasts it to both.
+// Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 *
+//   2, with rows = max(64, BLOCK): stages (a | b), then 64 x 64 buffers for stores of out, two for
+//   each consumer if it has more than 64 columns, else one; all swizzled. Static: two barriers per
+//   stage.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; COLUMNS a multiple of 128 up to 512, or 256
-//   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED
-//   0|1; STAGES 2..; CLUSTER 1, or 2 if BLOCK is 64 or 128; THREADS 384.
+//   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED,
+//   OUT_TRANSPOSED 0|1; STAGES 2..; CLUSTER 1, or 2 if BLOCK is 64 or 128; THREADS 384.
 // Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
-//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64], with CLUSTER 2 of half the rows; d, boxes of
-//   [TILE_K, 64] from [k, n], DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k]; out, boxes
-//   of [64, 64].
+//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64], with CLUSTER 2 of half the rows; d,
+//   boxes of [TILE_K, 64] from [k, n], DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n,
+//   k]; out, boxes of [64, 64].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
@@ -153,7 +155,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr
     const int4* __restrict__ work,     // [clusters of the grid, turns]: group, first column, entry
                                        // begin and end
     const int* __restrict__ block_columns,  // [entries + 1]: of op(s)
-    const int* __restrict__ numbers,        // [entries + 1, kSlots]: index of the row's block, or -1
+    const int* __restrict__ numbers,        // [entries + 1, kSlots]: index of a row's block, or -1
     const int n, const int turns) {
   const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
   cukit::multiply_listed<Shape, STAGES, CLUSTER>(

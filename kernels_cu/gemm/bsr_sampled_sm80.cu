@@ -2,9 +2,9 @@
 //
 //   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
 //
-// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh): 128 / BLOCK adjacent block rows, and as many
-//   block columns that any of them uses, gathered side by side. Blocks of the tile that are not in the
-//   pattern are not multiplied, although their operands are loaded.
+// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh): 128 / BLOCK adjacent block rows, and
+//   as many block columns that any of them uses, gathered side by side. Blocks of the tile that are
+//   not in the pattern are not multiplied, although their operands are loaded.
 // Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b).
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; A_TRANSPOSED, B_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 256.

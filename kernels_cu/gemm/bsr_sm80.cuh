@@ -1,9 +1,10 @@
-// Shared by the block-sparse products on mma.sync: 128 x 128 tiles of the result, k steps of 64, and the
-// operands' layout in shared memory (common/tile.cuh).
+// Shared by the block-sparse products on mma.sync: 128 x 128 tiles of the result, k steps of 64,
+// and the operands' layout in shared memory (common/tile.cuh).
 //
-// A tile covers kSlots adjacent block rows, and each block column that they use is read once for all of
-// them: with single block rows of 16 or 32, the tensor cores would wait for the other operand. A bit mask,
-// uniform across a warp, marks the stored blocks of a tile; the others are neither loaded nor multiplied.
+// A tile covers kSlots adjacent block rows, and each block column that they use is read once for
+// all of them: with single block rows of 16 or 32, the tensor cores would wait for the other
+// operand. A bit mask, uniform across a warp, marks the stored blocks of a tile; the others are
+// neither loaded nor multiplied.
 #pragma once
 
 #include "common/platform.cuh"
@@ -30,8 +31,8 @@ CUKIT_DEVICE int bsr_warp_column() {
   return static_cast<int>(threadIdx.x) / kWarpSize % 4 * kBsrWarpColumns;
 }
 
-// A tile of one operand: 128 of m or n by 64 of k. Transposed: the rows of the tile run along k, as in
-// the matrix it is loaded from.
+// A tile of one operand: 128 of m or n by 64 of k. Transposed: the rows of the tile run along k, as
+// in the matrix it is loaded from.
 template <bool Transposed>
 struct BsrOperandTile {
   static constexpr int kRows = Transposed ? kBsrTileK : kBsrTile;

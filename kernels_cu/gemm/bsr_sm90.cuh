@@ -1,15 +1,16 @@
-// Shared by the block-sparse products on Hopper: the shape of a tile, its product, its schedule and the
-// block skeleton (sm_90a; built from common/hopper/gemm.cuh). Macro: THREADS.
+// Shared by the block-sparse products on Hopper: the shape of a tile, its product, its schedule and
+// the block skeleton (sm_90a; built from common/hopper/gemm.cuh). Macro: THREADS.
 //
-// A tile has the rows of one block row and is as wide as the accumulators allow, so that each stored
-// block is read as few times as possible:
+// A tile has the rows of one block row and is as wide as the accumulators allow, so that each
+// stored block is read as few times as possible:
 //   blocks of 128  each consumer has 64 of the rows and all columns;
 //   blocks of 64   both consumers have the same 64 rows, and half of the columns each;
-//   smaller blocks as for 64, but the 64 rows are kSlots adjacent block rows. A block column that any of
-//                  them uses is multiplied by all, with zeros for missing blocks: wgmma has 64 rows, and
-//                  the rows of the other operand are loaded once for all slots.
-// A stage holds TileK of k of both operands, a | b; consumers with different columns have separate tiles
-// of b. Either operand may be K-major or MN-major; tiles keep the layout of the matrix in memory.
+//   smaller blocks as for 64, but the 64 rows are kSlots adjacent block rows. A block column that
+//                  any of them uses is multiplied by all, with zeros for missing blocks: wgmma has
+//                  64 rows, and the rows of the other operand are loaded once for all slots.
+// A stage holds TileK of k of both operands, a | b; consumers with different columns have separate
+// tiles of b. Either operand may be K-major or MN-major; tiles keep the layout of the matrix in
+// memory.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -25,8 +26,8 @@ constexpr OperandSwizzle kRowSwizzle = Elements == 64   ? OperandSwizzle::Bytes1
                                        : Elements == 32 ? OperandSwizzle::Bytes64
                                                         : OperandSwizzle::Bytes32;
 
-// An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, from a matrix whose rows
-// run along k, in parts of PartExtent.
+// An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, from a matrix whose
+// rows run along k, in parts of PartExtent.
 template <typename T, int Extent, int TileK, bool Transposed, int PartExtent = 64>
 struct StagedOperand : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
   using Tile = SharedTile<T, Extent, TileK, kRowSwizzle<TileK>>;
@@ -113,8 +114,8 @@ struct BsrProduct {
   }
 };
 
-// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time: while TMA reads
-// one buffer, the next piece is written to the other.
+// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time: while TMA
+// reads one buffer, the next piece is written to the other.
 // Transposed, with pieces of 64 columns only: accumulator rows become columns of the matrix.
 template <typename T, int Columns, int PieceColumns = 64, bool Transposed = false>
 struct PieceStore {
@@ -187,8 +188,8 @@ struct ListedTiles {
   }
 };
 
-// The body of a block: a producer and two consumers compute the tiles assigned to the block. Dynamic
-// shared memory holds the stages, followed by the buffers of the epilogue, which
+// The body of a block: a producer and two consumers compute the tiles assigned to the block.
+// Dynamic shared memory holds the stages, followed by the buffers of the epilogue, which
 // make_epilogue(buffers, consumer) returns.
 template <typename Shape, int Stages, int ClusterSize = 1, typename Operands, typename MakeEpilogue>
 CUKIT_DEVICE void multiply_listed(const int4* work, int turns, const Operands& operands,

@@ -5,15 +5,15 @@
 //
 // With KEEPS the input of f is stored too; the backward needs it.
 //
-// Mapping: a block computes a TILE_M x TILE_N tile of the product with WARPS_M x WARPS_N warps, which
-//   divide its rows and columns. k steps of TILE_K are copied up to STAGES - 1 ahead.
-//   PARTS 2: half of a tile's columns belong to gate, half are the same columns of up; each warp has
-//   some of both.
-// ALIGNED 1: operands are copied with 16-byte cp.async; addresses and strides must be multiples of 16
-//   bytes. ALIGNED 0: element by element, through registers.
+// Mapping: a block computes a TILE_M x TILE_N tile of the product with WARPS_M x WARPS_N warps,
+//   which divide its rows and columns. k steps of TILE_K are copied up to STAGES - 1 ahead.
+//   PARTS 2: half of a tile's columns belong to gate, half are the same columns of up; each warp
+//   has some of both.
+// ALIGNED 1: operands are copied with 16-byte cp.async; addresses and strides must be multiples of
+//   16 bytes. ALIGNED 0: element by element, through registers.
 // Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * TILE_K * 2 bytes, a | b | a | ..
-// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, TILE_K multiples of 32; STAGES 2..; WARPS_M, WARPS_N;
-//   THREADS 32 * WARPS_M * WARPS_N; MAJOR_A, MAJOR_B K|MN; ALIGNED 0|1; PARTS 1|2;
+// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, TILE_K multiples of 32; STAGES 2..; WARPS_M,
+//   WARPS_N; THREADS 32 * WARPS_M * WARPS_N; MAJOR_A, MAJOR_B K|MN; ALIGNED 0|1; PARTS 1|2;
 //   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 #pragma once
@@ -48,7 +48,8 @@ constexpr int kGroup = 8;  // tile rows of a rasterisation group
 static_assert(THREADS == WARPS_M * WARPS_N * kWarpSize, "one part of the tile per warp");
 static_assert(kWarpM % 16 == 0 && kWarpPartN % 16 == 0, "a multiple of the fragment size");
 
-// A matrix in global memory, from the first element of a tile on: `rows` x `columns` elements are valid.
+// A matrix in global memory, from the first element of a tile on: `rows` x `columns` elements are
+// valid.
 struct Source {
   const T* first;
   long long stride;
@@ -97,8 +98,8 @@ CUKIT_DEVICE void copy_operand(unsigned char* tile, const T* operand, int first,
 // 8 n + 2 (lane % 4) + i of the warp's part of the tile.
 using Accumulators = float[kMT][kNT][4];
 
-// Writes column tiles First .. First + Count - 1 to (row, column) and following of [rows, columns], with
-// rows `stride` apart.
+// Writes column tiles First .. First + Count - 1 to (row, column) and following of [rows, columns],
+// with rows `stride` apart.
 template <int First, int Count>
 CUKIT_DEVICE void write(const Accumulators& sums, T* out, long long stride, int row, int column,
                         int rows, int columns) {
@@ -138,8 +139,8 @@ struct DenseProduct {
   CUKIT_DEVICE static int tiles_n(int n) { return (n + kPartN - 1) / kPartN; }
 };
 
-// Computes tile `index`; tiles are numbered column by column within rasterisation groups of kGroup tile
-// rows. Called by all threads of the block; `stages` is its dynamic shared memory.
+// Computes tile `index`; tiles are numbered column by column within rasterisation groups of kGroup
+// tile rows. Called by all threads of the block; `stages` is its dynamic shared memory.
 CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* stages) {
   const int tiles_n = DenseProduct::tiles_n(p.n);
   const int first_m = index / (kGroup * tiles_n) * kGroup;

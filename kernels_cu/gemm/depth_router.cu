@@ -1,11 +1,12 @@
 // Mixture of depths: the tokens with the largest logits of each sequence.
 //
-//   indices = the `capacity` positions with the largest logits, ascending; of equal logits the first
+//   indices = the `capacity` positions with the largest logits, ascending; ties to the first
 //   weights = sigmoid(logits[indices])         slots[indices[i]] = i, -1 elsewhere
 //
 // Paper: Raposo et al., "Mixture-of-Depths", arXiv:2404.02258.
-// Mapping: one block per sequence. Four passes over the logits find the smallest chosen one, from the
-//   most significant byte down (radix select); one more pass writes the chosen positions in order.
+// Mapping: one block per sequence. Four passes over the logits find the smallest chosen one, from
+//   the most significant byte down (radix select); one more pass writes the chosen positions in
+//   order.
 // NaN ranks below all numbers. Shared memory: 1 KiB + 8 bytes + 4 bytes per warp, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS a multiple of 32, at least 256.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/depth.py.

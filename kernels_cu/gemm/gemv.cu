@@ -3,21 +3,22 @@
 //
 // Mapping: a thread block computes a strip of columns n; its warps, and the blocks of its cluster,
 //   divide the steps of k. A warp multiplies with mma.m16n8k16: x is operand a, w is operand b. The
-//   order of k within a sum is free as long as both operands agree, so threads multiply the 16 bytes of
-//   w that they load without shuffles.
+//   order of k within a sum is free as long as both operands agree, so threads multiply the 16
+//   bytes of w that they load without shuffles.
 //     MAJOR 0, w contiguous along k: 8 * TILES columns per block, 32 of k per step; thread (g, t) =
 //       (lane / 4, lane % 4) holds k = 8t ... 8t + 7 of column g of each tile, enough for two MMAs.
-//     MAJOR 1, w contiguous along n: 64 columns per block, 16 of k per step; the thread holds columns
-//       8g ... 8g + 7 of rows 4t ... 4t + 3 and packs pairs of rows. MMA i uses column 8g + i.
-//   Each warp has a cp.async pipeline in which every thread reads back only what it copied itself: many
-//   loads are in flight without barriers and without registers.
-// Shared memory: the stages, STAGES * WARPS * 512 bytes for each load of w and each 8 TOKENS, reused for
-//   the warps' accumulators, 4 * WARPS * TOKENS * columns bytes; static 4 * TOKENS * columns for the
-//   cluster.
+//     MAJOR 1, w contiguous along n: 64 columns per block, 16 of k per step; the thread holds
+//       columns 8g ... 8g + 7 of rows 4t ... 4t + 3 and packs pairs of rows. MMA i uses column
+//       8g + i.
+//   Each warp has a cp.async pipeline in which every thread reads back only what it copied itself:
+//   many loads are in flight without barriers and without registers.
+// Shared memory: the stages, STAGES * WARPS * 512 bytes for each load of w and each 8 TOKENS,
+//   reused for the warps' accumulators, 4 * WARPS * TOKENS * columns bytes; static 4 * TOKENS *
+//   columns for the cluster.
 // Macros: DTYPE float16|bfloat16; OUT float32|float16|bfloat16; MAJOR; TOKENS 8|16; TILES (1 with
-//   MAJOR 1); STAGES; WARPS; CLUSTER 1, 2, 4 or 8, above 1 from sm_90 on; ALIGNED 0|1: rows of w are
-//   16-byte aligned and their length is a multiple of 8, and the same holds for x, contiguous along k.
-//   With 0, elements are loaded one by one, without a pipeline.
+//   MAJOR 1); STAGES; WARPS; CLUSTER 1, 2, 4 or 8, above 1 from sm_90 on; ALIGNED 0|1: rows of w
+//   are 16-byte aligned and their length is a multiple of 8, and the same holds for x, contiguous
+//   along k. With 0, elements are loaded one by one, without a pipeline.
 // Minimum architecture: sm_80. Sums in float in a fixed order: deterministic. Reference:
 //   cukit/reference/gemm.py.
 #include "common/platform.cuh"

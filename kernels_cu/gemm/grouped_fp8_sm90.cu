@@ -2,8 +2,9 @@
 //
 //   out[r] = sum over k of x[r, k] x_scale[r, k / 128] weights[g][:, k] scale[g][:/128, k / 128]
 //
-// Mapping: persistent blocks compute the tiles of all groups (gemm/grouped_tiles.cuh, RAGGED M); sums of
-//   128 products are promoted (common/hopper/promoted_product.cuh), as in matmul_8bit_sm90.cu.
+// Mapping: persistent blocks compute the tiles of all groups (gemm/grouped_tiles.cuh, RAGGED M);
+//   sums of 128 products are promoted (common/hopper/promoted_product.cuh), as in
+//   matmul_8bit_sm90.cu.
 // Shared memory, dynamic: STAGES * ((TILE_M + TILE_N) * 128 + 1024), stages (x | weights | scales);
 //   then the buffers of StagedEpilogue. Static: two barriers per stage, 4 * (GROUPS + 1) bytes.
 // Macros: OUT float16|bfloat16; TILE_M 64|128; TILE_N a multiple of 16 up to 256; STAGES; CONSUMERS
@@ -34,8 +35,8 @@ using Blocks = cukit::BlockScales<Shape>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 
-// TMA loads start at multiples of 16 bytes but groups at any row: boxes of scales start up to three rows
-// early.
+// TMA loads start at multiples of 16 bytes but groups at any row: boxes of scales start up to three
+// rows early.
 constexpr int kScaleRows = TILE_M + 4;
 
 CUKIT_DEVICE int rows_early(const GroupTile& tile) { return (tile.first_row() + tile.m) % 4; }

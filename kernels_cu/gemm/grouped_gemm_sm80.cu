@@ -1,11 +1,12 @@
 // Grouped products, each group of rows with its own matrix, on mma.sync: any layout, any alignment.
 //
-//   RAGGED M   out[r] = f(a[r] b[g]^T), r a row of group g; or f(a gate^T) * (a up^T), b being gate | up
+//   RAGGED M   out[r] = f(a[r] b[g]^T) for the rows r of group g; with PARTS 2
+//              out[r] = f(a[r] gate[g]^T) * (a[r] up[g]^T), b[g] = (gate[g] | up[g])
 //   RAGGED K   out[g] = sum over the rows r of group g of a[r]^T b[r]
 //
-// Mapping: one block per tile (gemm/dense_tile_sm80.cuh, which documents the other macros). With ragged
-//   m, a block finds its tile by bisection of the tile offsets, which it computes on the device; the
-//   grid has one extra tile row per group, and blocks without a tile exit.
+// Mapping: one block per tile (gemm/dense_tile_sm80.cuh, which documents the other macros). With
+//   ragged m, a block finds its tile by bisection of the tile offsets, which it computes on the
+//   device; the grid has one extra tile row per group, and blocks without a tile exit.
 // Shared memory: that of a tile; with RAGGED M also 4 * (GROUPS + 1) bytes, static.
 // Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS, the most groups.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.

@@ -1,17 +1,20 @@
-// Grouped products, each group of rows with its own matrix, on Hopper: persistent blocks, TMA, wgmma.
+// Grouped products, each group of rows with its own matrix, on Hopper: persistent blocks, TMA,
+// wgmma.
 //
 //   RAGGED M   out[r] = f(x[r] weights[g]^T)          for the rows r of group g; with PARTS 2
 //              out[r] = f(x[r] gate[g]^T) * (x[r] up[g]^T), weights[g] = (gate[g] | up[g])
 //   RAGGED N   the same for short groups: weights are operand a, rows are columns of a narrow tile
 //   RAGGED K   out[g] = sum of a[r]^T b[r] over the rows r of group g: gradients of weights
 //
-// Mapping: persistent blocks compute the tiles of all groups, group by group (gemm/grouped_tiles.cuh);
-//   they derive the tiles from offsets or counts in device memory. Otherwise as linear_sm90.cu. Groups
-//   may have any number of rows, including 0; rows are not padded in memory.
-// Shared memory, dynamic: STAGES * (a | b), then the epilogue's buffers, as in linear_sm90.cu. Static:
-//   two barriers per stage, 4 * (GROUPS + 1) bytes for the first tile of each group.
+// Mapping: persistent blocks compute the tiles of all groups, group by group
+//   (gemm/grouped_tiles.cuh); they derive the tiles from offsets or counts in device memory.
+//   Otherwise as linear_sm90.cu. Groups may have any number of rows, including 0; rows are not
+//   padded in memory.
+// Shared memory, dynamic: STAGES * (a | b), then the epilogue's buffers, as in linear_sm90.cu.
+//   Static: two barriers per stage, 4 * (GROUPS + 1) bytes for the first tile of each group.
 // Macros: DTYPE float16|bfloat16; RAGGED M|N|K; TILE_M, TILE_N, STAGES, CONSUMERS, BLOCKS_PER_SM,
-//   THREADS, MAJOR_A, MAJOR_B, PARTS, ACTIVATION, KEEPS as in linear_sm90.cu; GROUPS, the most groups.
+//   THREADS, MAJOR_A, MAJOR_B, PARTS, ACTIVATION, KEEPS as in linear_sm90.cu; GROUPS, the most
+//   groups.
 // Tensor maps: [matrices, rows, columns], as in grouped_tiles.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py.

@@ -3,8 +3,9 @@
 // Row r of group g is multiplied by matrix g; gemm/groups.cuh describes where groups are stored.
 //
 // Ragged matrices, whose rows are those of the groups, use sequence maps (encode_sequence_map in
-// cukit/core/tensor_map.py): rows beyond the end of a group read as zeros and are not written, although
-// the next group may start there. Zeros also cost the tensor cores less power than the next group's rows.
+// cukit/core/tensor_map.py): rows beyond the end of a group read as zeros and are not written,
+// although the next group may start there. Zeros also cost the tensor cores less power than the
+// next group's rows.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -64,8 +65,8 @@ struct GroupedTiles {
   static constexpr int kDepth = 64;  // rows of 16-bit elements per k step
 };
 
-// Loads a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b is
-// gate followed by up, and each tile has columns of both, as in PairedOperands.
+// Loads a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b
+// is gate followed by up, and each tile has columns of both, as in PairedOperands.
 template <typename Shape, Ragged kRagged, int Parts>
 struct GroupedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
@@ -89,8 +90,8 @@ struct GroupedOperands {
   }
 };
 
-// SharedProduct for groups that may have no k steps. Clearing the accumulators also tells the compiler
-// that they are dead between tiles, while the schedule searches for the next one.
+// SharedProduct for groups that may have no k steps. Clearing the accumulators also tells the
+// compiler that they are dead between tiles, while the schedule searches for the next one.
 template <typename Shape>
 struct GroupedProduct : SharedProduct<Shape> {
   using SharedProduct<Shape>::SharedProduct;

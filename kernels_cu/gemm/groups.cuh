@@ -1,7 +1,7 @@
 // Groups of rows, each with its own matrix, and their tiles.
 //
-// Groups are contiguous (offsets[groups + 1]), or each has a capacity of `longest` rows, of which it uses
-// counts[g]. Offsets and counts are read only on the device.
+// Groups are contiguous (offsets[groups + 1]), or each has a capacity of `longest` rows, of which
+// it uses counts[g]. Offsets and counts are read only on the device.
 //
 //   Ragged     product                                     groups are along
 //   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
@@ -28,8 +28,8 @@ struct Groups {
   CUKIT_DEVICE int first_row(int group) const { return set_aside ? group * longest : ends[group]; }
 };
 
-// Fills starts[groups + 1] with the first tile of each group, for tiles of `extent` rows. Called by one
-// warp; at most MostGroups groups.
+// Fills starts[groups + 1] with the first tile of each group, for tiles of `extent` rows. Called by
+// one warp; at most MostGroups groups.
 template <int MostGroups>
 CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int extent) {
   constexpr int kPerLane = (MostGroups + kWarpSize - 1) / kWarpSize;
@@ -52,8 +52,8 @@ CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int e
   if (lane == kWarpSize - 1 && groups == MostGroups) starts[groups] = before;
 }
 
-// The group that contains tile `at`: the last group that starts at or before it. An empty group starts
-// at the same tile as the next one.
+// The group that contains tile `at`: the last group that starts at or before it. An empty group
+// starts at the same tile as the next one.
 CUKIT_DEVICE int group_of_tile(const int* starts, int groups, int at) {
   int low = 0, high = groups;
   while (high - low > 1) {

@@ -1,5 +1,5 @@
-// Dense matrix products with an epilogue, on mma.sync: one block per tile (gemm/dense_tile_sm80.cuh,
-// which documents the macros).
+// Dense matrix products with an epilogue, on mma.sync: one block per tile
+// (gemm/dense_tile_sm80.cuh, which documents the macros).
 //
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/gemm.py.

@@ -5,26 +5,28 @@
 //
 // With KEEPS the input of f is stored too; the backward needs it.
 //
-// Mapping: persistent blocks compute TILE_M x TILE_N tiles of the product, in rasterisation groups of
-//   `group` tile rows (common/hopper/tile_scheduler.cuh). A thread of the first warpgroup loads both
-//   operands in k steps of 64, up to STAGES ahead and across tiles; each consumer warpgroup
-//   multiplies its part of the tile's rows. While a consumer stores its result, the producer loads the
-//   next tile.
+// Mapping: persistent blocks compute TILE_M x TILE_N tiles of the product, in rasterisation groups
+//   of `group` tile rows (common/hopper/tile_scheduler.cuh). A thread of the first warpgroup loads
+//   both operands in k steps of 64, up to STAGES ahead and across tiles; each consumer warpgroup
+//   multiplies its part of the tile's rows. While a consumer stores its result, the producer loads
+//   the next tile.
 // TRANSPOSED 1: the transpose of the product is stored. For few tokens: the weight is a, and the
 //   tokens are the columns of a narrow tile.
-// OVERLAPPED 1: consumers store a tile during the first k steps of the next one, for products of many
-//   tiles. Registers hold the accumulators of two tiles, so TILE_N is at most 192.
-// PARTS 2: half of a tile's columns belong to gate, half are the same columns of up, so that one thread
-//   has both.
-// CLUSTER 2, SPLITS 1: two adjacent blocks compute tiles one below the other. Each loads its own tile of
-//   a and half of their shared tile of b, which TMA multicasts to both.
-// SPLITS = CLUSTER > 1: the blocks of a cluster split the k steps of one tile and add their accumulators
-//   through distributed shared memory (common/hopper/split_k.cuh); one tile per cluster.
-// Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes (MN-major operands: rounded up to 64
-//   rows), a | b | a | ..; then the buffers of Staged-, Overlapped- or TransposedEpilogue, or the
-//   accumulators that SplitEpilogue receives. Static: two barriers per stage, one for the epilogue.
-// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, STAGES; CONSUMERS 1|2 of at least 64 rows each, with
-//   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1..8;
+// OVERLAPPED 1: consumers store a tile during the first k steps of the next one, for products of
+//   many tiles. Registers hold the accumulators of two tiles, so TILE_N is at most 192.
+// PARTS 2: half of a tile's columns belong to gate, half are the same columns of up, so that one
+//   thread has both.
+// CLUSTER 2, SPLITS 1: two adjacent blocks compute tiles one below the other. Each loads its own
+//   tile of a and half of their shared tile of b, which TMA multicasts to both.
+// SPLITS = CLUSTER > 1: the blocks of a cluster split the k steps of one tile and add their
+//   accumulators through distributed shared memory (common/hopper/split_k.cuh); one tile per
+//   cluster.
+// Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes (MN-major operands: rounded up to
+//   64 rows), a | b | a | ..; then the buffers of Staged-, Overlapped- or TransposedEpilogue, or
+//   the accumulators that SplitEpilogue receives. Static: two barriers per stage, one for the
+//   epilogue.
+// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, STAGES; CONSUMERS 1|2 of at least 64 rows each,
+//   with TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1..8;
 //   BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); MAJOR_A, MAJOR_B K|MN; TRANSPOSED 0|1; OVERLAPPED
 //   0|1, with SPLITS 1, TRANSPOSED 0, PARTS 1, KEEPS 0 and at least TILE_N / 32 k steps; PARTS 1|2;
 //   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.

@@ -9,8 +9,9 @@
 
 namespace cukit {
 
-// Activation: a type of common/activation.cuh. Columns: columns of a part's accumulators. Transposed:
-// the features, which the bias belongs to, are the rows of the product instead of its columns.
+// Activation: a type of common/activation.cuh. Columns: columns of a part's accumulators.
+// Transposed: the features, which the bias belongs to, are the rows of the product instead of its
+// columns.
 template <typename T, typename Activation, int Parts, bool Keeps, int Columns, bool Transposed>
 struct LinearTransform {
   static constexpr int kParts = Parts;

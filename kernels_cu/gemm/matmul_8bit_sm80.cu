@@ -3,17 +3,17 @@
 //
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
-// Mapping: a block computes a TILE_M x TILE_N tile of the result, in rasterisation groups of `group` tile
-//   rows (common/hopper/tile_scheduler.cuh). Eight warps, 2 along m and 4 along n, multiply with
-//   mma.sync; cp.async loads k steps of 128, up to STAGES - 1 ahead.
-// PARTIALS 1: float8 sums over 128 of k are added in float; with BLOCKS 1, after multiplication by the
-//   scales of 128 elements of a row of a and of a 128 x 128 block of b. PARTIALS 0: one sum over all of
-//   k, for int8.
-// Shared memory, bytes: STAGES * (TILE_M + TILE_N) * 128, dynamic: stages (a | b), rows of 128 bytes in
-//   swizzled chunks of 16 (common/tile.cuh).
-// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M a
-//   multiple of 32; TILE_N a multiple of 64 that divides 128; STAGES 2..; PARTIALS 0|1; BLOCKS 0|1;
-//   THREADS 256.
+// Mapping: a block computes a TILE_M x TILE_N tile of the result, in rasterisation groups of
+//   `group` tile rows (common/hopper/tile_scheduler.cuh). Eight warps, 2 along m and 4 along n,
+//   multiply with mma.sync; cp.async loads k steps of 128, up to STAGES - 1 ahead.
+// PARTIALS 1: float8 sums over 128 of k are added in float; with BLOCKS 1, after multiplication by
+//   the scales of 128 elements of a row of a and of a 128 x 128 block of b. PARTIALS 0: one sum
+//   over all of k, for int8.
+// Shared memory, bytes: STAGES * (TILE_M + TILE_N) * 128, dynamic: stages (a | b), rows of 128
+//   bytes in swizzled chunks of 16 (common/tile.cuh).
+// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8);
+//   TILE_M a multiple of 32; TILE_N a multiple of 64 that divides 128; STAGES 2..; PARTIALS 0|1;
+//   BLOCKS 0|1; THREADS 256.
 // Minimum architecture: sm_80; Float8E4M3 sm_89. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/codes.cuh"

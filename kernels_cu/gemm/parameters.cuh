@@ -29,8 +29,8 @@ struct GradientParameters {
   int strip_rows;
 };
 
-// A product of 8-bit codes. A stride of 0 means one scale for all rows (of a) or columns (of b). With
-// scales per block, a_stride is the stride between k steps.
+// A product of 8-bit codes. A stride of 0 means one scale for all rows (of a) or columns (of b).
+// With scales per block, a_stride is the stride between k steps.
 struct QuantizedParameters {
   LinearParameters linear;
   int a_stride, b_stride;

@@ -1,19 +1,20 @@
-// Quantised weights packed in the fragment order of the tensor cores: the layout of a packed block, and
-// the decoding of its codes to registers.
+// Quantised weights packed in the fragment order of the tensor cores: the layout of a packed block,
+// and the decoding of its codes to registers.
 //
 // A block is 64 rows (output features) x 128 columns (k) of the weight, contiguous in memory:
 //   codes        a lane's codes of consecutive steps are adjacent, so that it loads 16 bytes
 //   scales       Scale [128 / Group][4 warps][8][2]: rows g and g + 8 of a warp are adjacent
-//   zero points  one byte [128 / Group][4 warps][8], row g in the lower nibble; only with ZeroPoints
-// Two blocks form a pair of 128 rows; pairs are stored consecutively along k. Rows and columns beyond
-// the weight are zeros. cukit/gemm/weight_only_layout.py writes this layout.
+//   zero points  with ZeroPoints: one byte [128 / Group][4 warps][8], row g in the lower nibble
+// Two blocks form a pair of 128 rows; pairs are stored consecutively along k. Rows and columns
+// beyond the weight are zeros. cukit/gemm/weight_only_layout.py writes this layout.
 //
-// A step is 32 bytes of the other operand along k: 16 columns of 16-bit elements, 32 of float8. Lane l,
-// with g = l / 4 and t = l % 4, holds this fragment of operand A of wgmma and mma.sync: a[0] is row g and
-// a[1] row g + 8, both at the E = 2 or 4 columns from E t on; a[2] and a[3] are 4 E columns further.
+// A step is 32 bytes of the other operand along k: 16 columns of 16-bit elements, 32 of float8.
+// Lane l, with g = l / 4 and t = l % 4, holds this fragment of operand A of wgmma and mma.sync:
+// a[0] is row g and a[1] row g + 8, both at the E = 2 or 4 columns from E t on; a[2] and a[3] are 4
+// E columns further.
 //
-// Decoding is exact: it gives code - zero point. The scale multiplies a group's accumulators in float, so
-// nothing is rounded before the accumulators.
+// Decoding is exact: it gives code - zero point. The scale multiplies a group's accumulators in
+// float, so nothing is rounded before the accumulators.
 #pragma once
 
 #include "common/platform.cuh"
@@ -77,10 +78,11 @@ CUKIT_DEVICE unsigned multiply_pairs(__nv_bfloat16, unsigned a, unsigned b) {
 
 }  // namespace detail
 
-// int4 to 16-bit elements. A word holds eight codes, each + 8: field i of the lower half is the first
-// column of a[i], field i of the upper half the second. Fields are 4 bits wide and start at bit 3,
-// wrapping around the end of the word: field 0 is then the four highest mantissa bits of a bfloat16, or
-// the middle ones of a float16. With the exponent or-ed in, it reads 16 + code (128 + code in float16).
+// int4 to 16-bit elements. A word holds eight codes, each + 8: field i of the lower half is the
+// first column of a[i], field i of the upper half the second. Fields are 4 bits wide and start at
+// bit 3, wrapping around the end of the word: field 0 is then the four highest mantissa bits of a
+// bfloat16, or the middle ones of a float16. With the exponent or-ed in, it reads 16 + code (128 +
+// code in float16).
 template <typename T>
 struct Int4Codes {
   static constexpr int kBits = 4;
@@ -114,8 +116,8 @@ struct Int4Codes {
   CUKIT_DEVICE static unsigned exponent(__half) { return 0x58005800u; }         // 128
 };
 
-// int8 to 16-bit elements. A word holds four codes, each + 128; byte r + 2 p of word j is column p of
-// a[r + 2 j].
+// int8 to 16-bit elements. A word holds four codes, each + 128; byte r + 2 p of word j is column p
+// of a[r + 2 j].
 template <typename T>
 struct Int8Codes {
   static constexpr int kBits = 8;
@@ -144,16 +146,17 @@ struct Int8Codes {
   }
 };
 
-// int4 to float8 (e4m3), which represents all integers from -16 to 16, through a 16-byte table for each
-// zero point. A word holds eight codes: nibble c is code c of a[2 j], nibble 4 + c code c of a[2 j + 1].
+// int4 to float8 (e4m3), which represents all integers from -16 to 16, through a 16-byte table for
+// each zero point. A word holds eight codes: nibble c is code c of a[2 j], nibble 4 + c code c of
+// a[2 j + 1].
 //
-// prmt selects one of eight bytes by the lower three bits of a nibble; if the highest bit is set, it
-// replicates the byte's sign bit eight times instead. So both halves of a table are looked up, one with
-// the highest bits unchanged and one with them inverted, and the results are xor-ed: a byte from one half
-// and a replicated sign from the other. To make this work, bytes i and i + 8 of a table have the same sign
-// (-0 fills an odd one out), and of a negative pair the second byte is stored inverted: its sign bits are
-// zeros, and the first byte's sign bits undo the inversion. Packing replaces each code by its index in
-// the table of its zero point.
+// prmt selects one of eight bytes by the lower three bits of a nibble; if the highest bit is set,
+// it replicates the byte's sign bit eight times instead. So both halves of a table are looked up,
+// one with the highest bits unchanged and one with them inverted, and the results are xor-ed: a
+// byte from one half and a replicated sign from the other. To make this work, bytes i and i + 8 of
+// a table have the same sign (-0 fills an odd one out), and of a negative pair the second byte is
+// stored inverted: its sign bits are zeros, and the first byte's sign bits undo the inversion.
+// Packing replaces each code by its index in the table of its zero point.
 struct Int4Float8Codes {
   static constexpr int kBits = 4;
   static constexpr int kStepColumns = 32;
@@ -211,8 +214,8 @@ struct Int4Float8Codes {
   }
 };
 
-// The layout of a block. Group: columns that share a scale, 32, 64 or 128; 0 for one scale per row, which
-// is then not stored in the block.
+// The layout of a block. Group: columns that share a scale, 32, 64 or 128; 0 for one scale per row,
+// which is then not stored in the block.
 template <typename Codes, typename Scale, int Group, bool ZeroPoints>
 struct WeightBlock {
   static constexpr int kCodeBytes = kBlockRows * kBlockColumns * Codes::kBits / 8;
@@ -223,8 +226,8 @@ struct WeightBlock {
 
   static_assert(kBytes % 16 == 0, "bulk copies need multiples of 16 bytes");
 
-  // Loads the lane's words of steps `first` .. `first` + Steps - 1. A 16-byte chunk holds 4 / kWords
-  // steps.
+  // Loads the lane's words of steps `first` .. `first` + Steps - 1. A 16-byte chunk holds 4 /
+  // kWords steps.
   template <int Steps>
   CUKIT_DEVICE static void load(unsigned (&words)[Steps * Codes::kWords], const unsigned char* block,
                                 int first) {
@@ -263,7 +266,8 @@ struct WeightBlock {
     return block[kZeros + group * kBlockRows / 2 + thread / 4];
   }
 
-  // The decoding constants of two rows. `both`: their zero points + 8; `tables`: from Codes::prepare.
+  // The decoding constants of two rows. `both`: their zero points + 8; `tables`: from
+  // Codes::prepare.
   CUKIT_DEVICE static typename Codes::Zeros zeros(unsigned both, const unsigned char* tables) {
     if constexpr (ZeroPoints) {
       return Codes::zeros(both, tables);

@@ -1,11 +1,11 @@
-// Shared by the kernels of products with a quantised weight: the types that the macros select, decoding,
-// the epilogue, and the sum of partial tiles that several blocks have computed.
+// Shared by the kernels of products with a quantised weight: the types that the macros select,
+// decoding, the epilogue, and the sum of partial tiles that several blocks have computed.
 //
-// Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3); BITS
-//   4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale per row; ZERO_POINTS 0|1 (int4 with
-//   groups); SCALE float16|bfloat16|float32; FOLD 0|1: codes are multiplied by their scales before the
-//   product and rounded to T, instead of scaling a group's accumulators in float; TOKENS of a tile;
-//   CONSUMERS: warpgroups with 64 rows of the weight each.
+// Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3);
+//   BITS 4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale per row; ZERO_POINTS 0|1
+//   (int4 with groups); SCALE float16|bfloat16|float32; FOLD 0|1: codes are multiplied by their
+//   scales before the product and rounded to T, instead of scaling a group's accumulators in float;
+//   TOKENS of a tile; CONSUMERS: warpgroups with 64 rows of the weight each.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -37,12 +37,12 @@ using Weight = cukit::WeightBlock<Codes, Scale, GROUP, ZERO_POINTS>;
 using Schedule = cukit::StreamKTiles;
 using Tile = cukit::StreamKTile;
 
-// A lane's accumulators of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8 half,
-// token 8 n + accumulator_column() + i.
+// A lane's accumulators of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8
+// half, token 8 n + accumulator_column() + i.
 using Sums = float[TOKENS / 2];
 
-// Columns decoded at a time, while the previous chunk is multiplied: part of a group, or with FOLD two
-// groups of 32.
+// Columns decoded at a time, while the previous chunk is multiplied: part of a group, or with FOLD
+// two groups of 32.
 constexpr int kChunk = GROUP == 32 && !FOLD ? 32 : 64;
 constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
 constexpr int kChunks = cukit::kBlockColumns / kChunk;
@@ -146,8 +146,8 @@ struct Epilogue {
 };
 
 // The final sum of tiles that are split along k over several blocks: each block writes its part to
-// `pieces` and increments the tile's counter; the last block adds all parts in the order of k. No block
-// waits for another.
+// `pieces` and increments the tile's counter; the last block adds all parts in the order of k. No
+// block waits for another.
 struct SharedSums {
   Schedule schedule;
   float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]

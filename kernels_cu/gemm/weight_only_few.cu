@@ -1,15 +1,19 @@
-// Products of few tokens with a quantised weight: x [tokens, k] times W [rows, k] of int4 or int8 codes.
+// Products of few tokens with a quantised weight: x [tokens, k] times W [rows, k] of int4 or int8
+// codes.
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Up to eight tokens fit into one column tile of mma.sync, and the kernel is bound by the reads of the
-// weight. Codes are loaded straight from global memory to registers, without shared memory or barriers.
+// Up to eight tokens fit into one column tile of mma.sync, and the kernel is bound by the reads of
+// the weight. Codes are loaded straight from global memory to registers, without shared memory or
+// barriers.
 //
-// Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w has the steps
-//   w, w + WARPS, ... of 128 columns. It loads a step's codes, scales and x while it multiplies the
-//   previous step. At the end the warps' accumulators are added in shared memory, in warp order.
+// Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w has the
+//   steps w, w + WARPS, ... of 128 columns. It loads a step's codes, scales and x while it
+//   multiplies the previous step. At the end the warps' accumulators are added in shared memory, in
+//   warp order.
 // Shared memory, bytes: WARPS * STRIPS * 512, static.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 * WARPS.
+// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 *
+//   WARPS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
@@ -36,7 +40,7 @@ struct Step {
 
 struct Source {
   const unsigned char* block;  // packed block that contains this thread block's rows
-  const T* x;                  // the lane's token, at the lane's first column; null if there is none
+  const T* x;                  // the lane's token, at the lane's first column; null if none
   int strip;                   // this thread block's first strip of the packed block's four
   int columns;
   unsigned long long policy;

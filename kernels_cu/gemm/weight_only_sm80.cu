@@ -1,19 +1,20 @@
-// Products with a quantised weight on mma.sync: x [tokens, k] times W [rows, k] of int4 or int8 codes.
+// Products with a quantised weight on mma.sync: x [tokens, k] times W [rows, k] of int4 or int8
+// codes.
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Operands are swapped, as in weight_only_sm90.cu: rows of the weight are the 16 rows of mma.sync, and
-// tokens its eight columns.
+// Operands are swapped, as in weight_only_sm90.cu: rows of the weight are the 16 rows of mma.sync,
+// and tokens its eight columns.
 //
 // Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
 //   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). All
-//   threads copy k steps of 128 columns by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w ..
-//   16 w + 15 of the tile: it decodes its part of the packed weight to operand a
+//   threads copy k steps of 128 columns by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w
+//   .. 16 w + 15 of the tile: it decodes its part of the packed weight to operand a
 //   (gemm/weight_codes.cuh) and multiplies it by every token.
-// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic: stages
-//   (x, swizzled rows of 256 bytes | blocks of the weight). Static: a word per consumer.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES 2..;
-//   THREADS 128 * CONSUMERS.
+// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic:
+//   stages (x, swizzled rows of 256 bytes | blocks of the weight). Static: a word per consumer.
+// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES
+//   2..; THREADS 128 * CONSUMERS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"

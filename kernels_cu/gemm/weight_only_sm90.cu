@@ -1,28 +1,31 @@
-// Products with a quantised weight on Hopper: x [tokens, k] times W [rows, k] of int4 or int8 codes.
+// Products with a quantised weight on Hopper: x [tokens, k] times W [rows, k] of int4 or int8
+// codes.
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Operands are swapped: out^T = W x^T, so that wgmma's 64 rows are rows of the weight and its columns are
-// tokens, which can be as few as 16. The weight is decoded to registers as operand a
+// Operands are swapped: out^T = W x^T, so that wgmma's 64 rows are rows of the weight and its
+// columns are tokens, which can be as few as 16. The weight is decoded to registers as operand a
 // (gemm/weight_codes.cuh); x, of 16-bit elements or float8, is read from shared memory.
 //
 // Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
-//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A thread of
-//   the first warpgroup loads k steps of 128 columns: blocks of the packed weight by bulk copies, x by
-//   TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
-// SPLITS > 1: the blocks of a cluster split the k steps of one tile and add their accumulators through
-//   distributed shared memory (common/hopper/split_k.cuh); one tile per cluster, and `whole_tiles` counts
-//   blocks.
-// Scales: the tensor cores sum a group's products from zero; the sums are multiplied by the scale and
-//   added to the accumulators in float. FOLD needs no second set of accumulators, so a tile may have 256
-//   tokens; without FOLD, a tile of more than 128 tokens is multiplied in two halves.
-// Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic: stages of
-//   x, swizzled rows of 128 bytes | with MAPPED_OUT a store buffer [kPieceTokens, 64] in such rows for
-//   each consumer | stages of the weight's blocks | with SPLITS the received accumulators. Static: two
-//   barriers per stage, one for the exchange, a word per consumer, the float8 tables.
-// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD, of 32 above
-//   128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (0 if SPLITS > 1): out is stored
-//   by TMA, which requires rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 * (CONSUMERS + 1).
+//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A
+//   thread of the first warpgroup loads k steps of 128 columns: blocks of the packed weight by bulk
+//   copies, x by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
+// SPLITS > 1: the blocks of a cluster split the k steps of one tile and add their accumulators
+//   through distributed shared memory (common/hopper/split_k.cuh); one tile per cluster, and
+//   `whole_tiles` counts blocks.
+// Scales: the tensor cores sum a group's products from zero; the sums are multiplied by the scale
+//   and added to the accumulators in float. FOLD needs no second set of accumulators, so a tile may
+//   have 256 tokens; without FOLD, a tile of more than 128 tokens is multiplied in two halves.
+// Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic:
+//   stages of x, swizzled rows of 128 bytes | with MAPPED_OUT a store buffer [kPieceTokens, 64] in
+//   such rows for each consumer | stages of the weight's blocks | with SPLITS the received
+//   accumulators. Static: two barriers per stage, one for the exchange, a word per consumer, the
+//   float8 tables.
+// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD, of 32
+//   above 128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (0 if SPLITS > 1):
+//   out is stored by TMA, which requires rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 *
+//   (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
@@ -170,8 +173,9 @@ struct DecodedProduct {
   }
 };
 
-// Decodes a group once and multiplies it by one half of the tokens, then by the other: registers cannot
-// hold two sets of accumulators for all tokens. The next group's codes are loaded in the meantime.
+// Decodes a group once and multiplies it by one half of the tokens, then by the other: registers
+// cannot hold two sets of accumulators for all tokens. The next group's codes are loaded in the
+// meantime.
 template <int Tokens>
 struct HalvesProduct {
   using Accumulators = Sums;
@@ -279,7 +283,8 @@ struct Results {
   }
 };
 
-// Stores a tile whose k steps are split over the blocks of a cluster: each stores a slice of its tokens.
+// Stores a tile whose k steps are split over the blocks of a cluster: each stores a slice of its
+// tokens.
 struct SplitResults {
   struct Shape {
     static constexpr int kTileN = TOKENS;

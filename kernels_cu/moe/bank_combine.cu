@@ -2,12 +2,13 @@
 //
 //   y[b, t] = x[b, t] + sum_s weights[b, s] * f(hidden[rows[b, s], t]) + shift[b] / seq_len
 //
-// Also computes the gradient of a bank's input: f is then the identity, the weights are 1, and shift is
-// the gradient of the mean.
-// Mapping: grid (vectors of a sample, batch); one vector of VEC elements per thread. Shared memory: none.
+// Also computes the gradient of a bank's input: f is then the identity, the weights are 1, and
+// shift is the gradient of the mean.
+// Mapping: grid (vectors of a sample, batch); one vector of VEC elements per thread. Shared memory:
+//   none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION Silu|GeluErf|GeluTanh|Relu|NoActivation;
-//   WEIGHTED 0|1; SHIFTED 0|1; THREADS. Minimum architecture: sm_80. Accumulates in float in the order
-//   of the choices: deterministic.
+//   WEIGHTED 0|1; SHIFTED 0|1; THREADS. Minimum architecture: sm_80. Accumulates in float in the
+//   order of the choices: deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank.
 #include "common/activation.cuh"
 #include "common/platform.cuh"

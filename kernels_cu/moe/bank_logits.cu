@@ -3,7 +3,8 @@
 //   means[b] = sum_part sums[b, part] / seq_len      logits[b, l] = <means[b], router[l]>
 //
 // Mapping: one block per sample; one warp per layer. Shared memory: dim * 4 bytes, dynamic.
-// Macros: THREADS. Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
+// Macros: THREADS. Minimum architecture: sm_80. Accumulates in float in a fixed order:
+//   deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

@@ -1,15 +1,15 @@
 // Expert order: a stable counting sort of the choices of tokens by expert.
 //
-// A choice is a pair (token, slot), numbered token * top_k + slot. Its rank is the number of earlier
-// choices of the same expert; its row is
+// A choice is a pair (token, slot), numbered token * top_k + slot. Its rank is the number of
+// earlier choices of the same expert; its row is
 //
 //   offsets[expert] + rank              without a capacity: experts' rows are contiguous
 //   expert * capacity + rank            with a capacity; -1 (dropped) if rank >= capacity
 //
 // First, each block counts the choices of one chunk of tokens, at most 65535 choices. The counts
-// [chunk, expert] have 16 bits, because every block reads all of them, which takes most of the time. Then
-// each block adds up the counts of the chunks before its own and places its choices: the result does not
-// depend on the order in which blocks run.
+// [chunk, expert] have 16 bits, because every block reads all of them, which takes most of the
+// time. Then each block adds up the counts of the chunks before its own and places its choices: the
+// result does not depend on the order in which blocks run.
 //
 // Macros: BINS, the most experts: a power of two, at least 32; THREADS.
 #pragma once
@@ -26,7 +26,7 @@ constexpr int kBinsPerLane = BINS / kWarpSize;
 // Shared memory of a block that places choices.
 struct OrderTables {
   int totals[BINS];          // choices of each expert; after scan_tables, offsets
-  int ranks[kWarps * BINS];  // [warp][expert]: choices of the previous warp, then the warp's next ranks
+  int ranks[kWarps * BINS];  // [warp][expert]: choices of the previous warp, then next ranks
 };
 
 // The output arrays.
@@ -37,7 +37,8 @@ struct OrderResult {
   float* weights;  // [num_tokens, top_k], set to 0 for dropped choices; may be null
 };
 
-// A chunk's choices [first, end), and this warp's contiguous part of them, one choice per lane and round.
+// A chunk's choices [first, end), and this warp's contiguous part of them, one choice per lane and
+// round.
 struct Choices {
   int first, end;
   int rounds;
@@ -61,8 +62,9 @@ CUKIT_DEVICE void clear_tables(OrderTables& tables, const Choices& choices) {
   for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
 }
 
-// Adds counts[chunks, num_experts] of all chunks to totals, and those of chunks before `chunk` to the
-// first row of ranks. Called by all threads after clear_tables; the caller synchronises afterwards.
+// Adds counts[chunks, num_experts] of all chunks to totals, and those of chunks before `chunk` to
+// the first row of ranks. Called by all threads after clear_tables; the caller synchronises
+// afterwards.
 CUKIT_DEVICE void sum_counts(OrderTables& tables, const unsigned short* counts, int chunks, int chunk,
                              int num_experts) {
   constexpr int kParts = THREADS / BINS > 0 ? THREADS / BINS : 1;  // threads that share an expert
@@ -79,8 +81,8 @@ CUKIT_DEVICE void sum_counts(OrderTables& tables, const unsigned short* counts, 
   }
 }
 
-// The expert of a lane's first choice, loaded early to hide its latency. experts[i] belongs to choice
-// choices.first + i.
+// The expert of a lane's first choice, loaded early to hide its latency. experts[i] belongs to
+// choice choices.first + i.
 CUKIT_DEVICE int first_expert(const int* experts, const Choices& choices) {
   const int i = choices.own_first + threadIdx.x % kWarpSize;
   return i < choices.own_end ? experts[i - choices.first] : BINS;
@@ -99,8 +101,8 @@ CUKIT_DEVICE void count_warps(OrderTables& tables, const int* experts, const Cho
   }
 }
 
-// Replaces totals by offsets and the warps' choices by ranks. writes: whether this block writes counts
-// and offsets to memory. Called by all threads after a barrier; ends with a barrier.
+// Replaces totals by offsets and the warps' choices by ranks. writes: whether this block writes
+// counts and offsets to memory. Called by all threads after a barrier; ends with a barrier.
 CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const OrderResult& result,
                               int num_experts, bool writes) {
   if (threadIdx.x < kWarpSize) {
@@ -134,8 +136,8 @@ CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const
   __syncthreads();
 }
 
-// Assigns a row to each choice of this chunk. Called by all threads after scan_tables; `experts` and
-// `first` as for count_warps.
+// Assigns a row to each choice of this chunk. Called by all threads after scan_tables; `experts`
+// and `first` as for count_warps.
 CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const Choices& choices,
                                 const RoutingParameters& p, const OrderResult& result, int first) {
   const int lane = threadIdx.x % kWarpSize;

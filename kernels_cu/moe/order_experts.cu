@@ -1,9 +1,12 @@
-// Second kernel of expert order: offsets of the experts, a row for every choice, and the router's losses.
+// Second kernel of expert order: offsets of the experts, a row for every choice, and the router's
+// losses.
 //
-// Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one more
-//   block computes the losses. Blocks may start while the first kernel still runs and then wait for it:
-//   the arrays that it writes are not __restrict__, which would let the compiler load them too early.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES 0|1.
+// Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one
+//   more block computes the losses. Blocks may start while the first kernel still runs and then
+//   wait for it: the arrays that it writes are not __restrict__, which would let the compiler load
+//   them too early.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES
+//   0|1.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and
 //   topk_router.
 #include "common/platform.cuh"

@@ -3,8 +3,8 @@
 //   balance_loss = num_experts * sum_e share[e] * mean_t probability[t, e]
 //   z_loss       = mean_t log_sum_exp(logits[t])^2
 //
-// share[e] is the fraction of all choices that selected e. Sums over tokens are given as partial sums,
-// rows of num_experts + 1 floats: the probabilities, then the squared log-sum-exps.
+// share[e] is the fraction of all choices that selected e. Sums over tokens are given as partial
+// sums, rows of num_experts + 1 floats: the probabilities, then the squared log-sum-exps.
 //
 // Papers: Fedus et al., "Switch Transformers", arXiv:2101.03961; Zoph et al., "ST-MoE",
 // arXiv:2202.08906. Macros: THREADS.
@@ -16,8 +16,8 @@
 
 namespace cukit {
 
-// Computes losses[2] from counts[num_experts] in shared memory and sums[parts, num_experts + 1]. Called
-// by all threads of one block; `scratch` has THREADS / 32 floats. Adds in a fixed order.
+// Computes losses[2] from counts[num_experts] in shared memory and sums[parts, num_experts + 1].
+// Called by all threads of one block; `scratch` has THREADS / 32 floats. Adds in a fixed order.
 CUKIT_DEVICE void write_losses(float* losses, const int* counts, const float* sums, int parts,
                                const RoutingParameters& p, float* scratch) {
   const int columns = p.num_experts + 1;

@@ -1,8 +1,9 @@
 // The scores of a token's experts, held by a warp: lane l has experts l * kPerLane to
 // l * kPerLane + kPerLane - 1, so that among equal scores the lowest lane holds the lowest expert.
 //
-// Macros: DTYPE float32|float16|bfloat16 of the logits; BINS, the most experts: a power of two, at least
-//   32; VEC logits per access, a divisor of num_experts and of BINS / 32; SCORING Softmax|Sigmoid.
+// Macros: DTYPE float32|float16|bfloat16 of the logits; BINS, the most experts: a power of two, at
+//   least 32; VEC logits per access, a divisor of num_experts and of BINS / 32; SCORING
+//   Softmax|Sigmoid.
 #pragma once
 
 #include "common/platform.cuh"
@@ -17,7 +18,8 @@ static_assert(kPerLane % VEC == 0, "a lane's logits are a multiple of an access"
 enum class Scoring { Softmax, Sigmoid };
 constexpr Scoring kScoring = Scoring::SCORING;
 
-// Loads a token's logits, with -infinity beyond the last expert. -0 becomes 0, so that both rank equal.
+// Loads a token's logits, with -infinity beyond the last expert. -0 becomes 0, so that both rank
+// equal.
 template <typename T>
 CUKIT_DEVICE void load_logits(float (&logits)[kPerLane], const T* row, int num_experts) {
   const int first = threadIdx.x % kWarpSize * kPerLane;
@@ -33,8 +35,8 @@ CUKIT_DEVICE void load_logits(float (&logits)[kPerLane], const T* row, int num_e
   }
 }
 
-// Maximum and sum of a row's softmax. Probabilities are NaN if the row has a NaN or +infinity, or only
-// -infinity.
+// Maximum and sum of a row's softmax. Probabilities are NaN if the row has a NaN or +infinity, or
+// only -infinity.
 struct RowSoftmax {
   float largest, sum;
 

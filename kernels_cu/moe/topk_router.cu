@@ -1,22 +1,24 @@
-// Router: the top_k experts of every token, their weights, and the number of choices of each expert.
+// Router: the top_k experts of every token, their weights, and the number of choices of each
+// expert.
 //
 //   score = softmax(logits) or sigmoid(logits)
-//   experts = the top_k largest of logits, or with a bias of score + bias; ties to the lowest expert
+//   experts = the top_k largest of logits, or with a bias of score + bias; ties to the lowest index
 //   weights = score[experts], with `renormalize` divided by their sum
 //
 // Papers: Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (sigmoid, bias).
-// NaN ranks below all other logits; if a row's softmax is undefined, its weights are NaN, but its experts
-// are still valid.
+// NaN ranks below all other logits; if a row's softmax is undefined, its weights are NaN, but its
+// experts are still valid.
 //
-// Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A choice
-//   takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE: the grid is
-//   one block, which also orders the choices; otherwise order_experts.cu orders them from `chunk_counts`,
-//   and its blocks may already be resident on the same SMs.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES more;
-//   static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; BLOCKS_PER_SM 1|2
-//   (2 leaves registers for a block of order_experts); MOST_CHOICES, an upper bound of num_tokens * top_k
-//   with WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
+// Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
+//   choice takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE:
+//   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
+//   from `chunk_counts`, and its blocks may already be resident on the same SMs.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES
+//   more; static.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
+//   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MOST_CHOICES, an upper
+//   bound of num_tokens * top_k with WHOLE. top_k is at most 32. Minimum architecture: sm_80.
+//   Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -54,8 +56,9 @@ struct Chosen {
   int expert;
 };
 
-// A lane's remaining experts and the best of them; among equal ones the lowest index. A few experts are
-// sorted once, which halves the instructions of a choice; with many, each choice searches for the best.
+// A lane's remaining experts and the best of them; among equal ones the lowest index. A few experts
+// are sorted once, which halves the instructions of a choice; with many, each choice searches for
+// the best.
 template <bool Sorted>
 struct Left {
   CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
@@ -194,8 +197,8 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
   return choice;
 }
 
-// Adds the warps' sums in a fixed order and writes them to into[num_experts + 1]. Called by all threads;
-// `scratch` holds kWarps * BINS floats.
+// Adds the warps' sums in a fixed order and writes them to into[num_experts + 1]. Called by all
+// threads; `scratch` holds kWarps * BINS floats.
 CUKIT_DEVICE void write_sums(float* into, const TokenSums& sums, float* scratch, int num_experts) {
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;

@@ -1,7 +1,7 @@
 // Loads and stores of vectors of values and of codes, with any alignment.
 //
-// Macros: those of common/quant/codes.cuh and common/types.cuh; ALIGNED 0|1: every vector is aligned to
-// its size and ends within its row.
+// Macros: those of common/quant/codes.cuh and common/types.cuh; ALIGNED 0|1: every vector is
+//   aligned to its size and ends within its row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -65,7 +65,8 @@ CUKIT_DEVICE void decode_values(float (&x)[kValues], const Codes& codes) {
   for (int i = 0; i < kValues / kGroup; ++i) decode_group(x + i * kGroup, codes[i]);
 }
 
-// Stores the codes of up to `count` values starting at `storage`; unused codes of the last byte are 0.
+// Stores the codes of up to `count` values starting at `storage`; unused codes of the last byte are
+// 0.
 CUKIT_DEVICE void store_codes(unsigned char* storage, const Codes& codes, long long count) {
   if constexpr (ALIGNED) {
     if (count > 0) store(reinterpret_cast<CodeGroup*>(storage), codes);

@@ -1,19 +1,18 @@
-// Scales and codes of blocks of a matrix, in one pass over the values: rows (tokens, output channels),
-// groups of a row (32, 64, 128), tiles (128x128).
+// Scales and codes of blocks of a matrix, in one pass over the values: rows (tokens, output
+// channels), groups of a row (32, 64, 128), tiles (128x128).
 //
-//   equations and rounding: common/quant/scales.cuh.  clip="mse": of CANDIDATES fractions of the range,
-//   the one with the least sum of squared errors.
-//
+// Equations and rounding: common/quant/scales.cuh. clip="mse": of CANDIDATES fractions of the
+// range, the one with the least sum of squared errors.
 // Formats: common/quant/codes.cuh. Tiles and 1x128 groups as in DeepSeek-V3, arXiv:2412.19437.
 // Mapping: a team of TEAM adjacent threads processes UNITS blocks of values; a thread block has
-//   THREADS / TEAM teams. A thread holds ITEMS vectors of 16 bytes of each block of values, TEAM vectors
-//   apart, all loaded before the first is used. HELD 0: blocks that do not fit into the registers of a
-//   team are processed in parts and read again, from L2, for every sweep.
+//   THREADS / TEAM teams. A thread holds ITEMS vectors of 16 bytes of each block of values, TEAM
+//   vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
+//   registers of a team are processed in parts and read again, from L2, for every sweep.
 // Shared memory: THREADS / 32 words per extreme, static, for teams larger than a warp.
-// Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents
-//   of a block, 0 for any; FLAT 0|1: blocks divide the rows evenly, with no padding bytes in the codes;
-//   THREADS; TEAM a power of two up to 32, or THREADS; UNITS up to TEAM, 1 if TEAM is THREADS or
-//   CANDIDATES is above 1; ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS:
+//   extents of a block, 0 for any; FLAT 0|1: blocks divide the rows evenly, with no padding bytes
+//   in the codes; THREADS; TEAM a power of two up to 32, or THREADS; UNITS up to TEAM, 1 if TEAM is
+//   THREADS or CANDIDATES is above 1; ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -41,8 +40,8 @@ constexpr int kTeams = THREADS / TEAM;
 constexpr bool kWarpTeams = TEAM <= cukit::kWarpSize;
 constexpr float kClipStep = 1.0f / 32;  // CLIP_STEP of the reference
 
-// Reduces over the threads of a team, which all receive the result. Every thread of the thread block must
-// call it.
+// Reduces over the threads of a team, which all receive the result. Every thread of the thread
+// block must call it.
 template <typename Op, typename Number>
 CUKIT_DEVICE Number team_reduce(Number value, Number* scratch) {
   if constexpr (kWarpTeams) {
@@ -150,7 +149,8 @@ class Block {
   int lane_;
 };
 
-// The fraction of the range with the least error, for a team; every thread of the block must call it.
+// The fraction of the range with the least error, for a team; every thread of the block must call
+// it.
 CUKIT_DEVICE float best_part(Block& block, const Extremes& extremes, const T* x,
                              const cukit::BlockedMatrices& at, float* scratch) {
   float least = cukit::infinity();
@@ -190,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
     blocks[u] = Block(matrices, first + u * kTeams, lane);
     blocks[u].load(x, matrices);
   }
-  // Thread u of a team computes the factors of the team's block u; the others read them by shuffles.
+  // Thread u of a team computes the factors of the team's block u; the others read them by
+  // shuffles.
   const int own = lane % UNITS;
   Extremes own_extremes;
 #pragma unroll

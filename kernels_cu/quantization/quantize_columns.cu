@@ -1,12 +1,13 @@
-// Scales and codes of columns, or of groups of consecutive rows of a column: channels of a key cache,
-// weights stored [in, out]. Equations and rounding: common/quant/scales.cuh.
+// Scales and codes of columns, or of groups of consecutive rows of a column: channels of a key
+// cache, weights stored [in, out]. Equations and rounding: common/quant/scales.cuh.
 //
-// Mapping: a thread block processes COLS_THREADS adjacent vectors of 16 bytes over all rows of a block of
-//   values; THREADS / COLS_THREADS threads per vector divide the rows. Rows are read once for the
-//   extremes and once for the codes; the second read hits L2 unless the columns are long.
-// Shared memory: THREADS / COLS_THREADS rows of COLS_THREADS * 16 / sizeof(DTYPE) words per extreme.
-// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS; ITEMS:
-//   rows that a thread loads at once.
+// Mapping: a thread block processes COLS_THREADS adjacent vectors of 16 bytes over all rows of a
+//   block of values; THREADS / COLS_THREADS threads per vector divide the rows. Rows are read once
+//   for the extremes and once for the codes; the second read hits L2 unless the columns are long.
+// Shared memory: THREADS / COLS_THREADS rows of COLS_THREADS * 16 / sizeof(DTYPE) words per
+//   extreme.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS;
+//   ITEMS: rows that a thread loads at once.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"

@@ -3,10 +3,11 @@
 //
 // Mapping: `parts` thread blocks share a tensor; in every round a block processes THREADS * ITEMS
 //   consecutive vectors of 16 bytes. tensor_codes runs the rounds backwards, starting with the data
-//   that tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, which needs
-//   no initialisation and no atomics.
+//   that tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, which
+//   needs no initialisation and no atomics.
 // Shared memory: THREADS / 32 words, static.
-// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32; ITEMS.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32;
+//   ITEMS.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
