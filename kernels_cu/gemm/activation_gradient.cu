@@ -10,7 +10,7 @@
 // Macros: DTYPE float16|bfloat16; THREADS a multiple of 32; VEC elements per access, a divisor of
 //   `columns`; PARTS 1|2; ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu (with NoActivation
 //   only the sums are written); SUMS 0|1, 0 with PARTS 2.
-// Minimum architecture: sm_80. Sums in float in a fixed order: deterministic.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/gemm.py.
 #include "common/activation.cuh"
 #include "common/platform.cuh"

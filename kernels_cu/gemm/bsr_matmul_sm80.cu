@@ -72,7 +72,7 @@ CUKIT_DEVICE void start_stage(unsigned stage, const T* values, const T* dense, i
 }
 
 // bits: mask of the stage's stored blocks, in the lane order of StageEntries.
-CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrLeft<SPARSE_TRANSPOSED>& a,
+CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<SPARSE_TRANSPOSED>& a,
                                  const cukit::BsrRight<!DENSE_TRANSPOSED>& b, unsigned bits, int bytes) {
   const int warp_row = cukit::bsr_warp_row();
 #pragma unroll
@@ -91,14 +91,14 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrL
       a.load(left, 16 * m, k, bytes);
 #pragma unroll
       for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
-        cukit::mma_16x8x16<T>(sums[m][n], left, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+        cukit::mma_16x8x16<T>(acc[m][n], left, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
       }
     }
   }
 }
 
 // Writes the warp's accumulators to the tile of out, [128][128] in the result's rows and columns.
-CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& sums, unsigned char* tile) {
+CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& acc, unsigned char* tile) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int m = 0; m < cukit::kBsrRowTiles; ++m)
@@ -108,7 +108,7 @@ CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& sums, unsigned char* 
       for (int half = 0; half < 2; ++half) {
         const int row = cukit::bsr_warp_row() + 16 * m + 8 * half + lane / 4;
         const int column = cukit::bsr_warp_column() + 8 * n + lane % 4 * 2;
-        const float* pair = &sums[m][n][2 * half];
+        const float* pair = &acc[m][n][2 * half];
         if constexpr (OUT_TRANSPOSED) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
 
   const cukit::BsrLeft<SPARSE_TRANSPOSED> a(stages);
   const cukit::BsrRight<!DENSE_TRANSPOSED> b(stages + cukit::kBsrOperandBytes);
-  cukit::BsrAccumulators sums;
-  cukit::clear(sums);
+  cukit::BsrAccumulators acc;
+  cukit::clear(acc);
   const auto entry_of = [&](int stage) { return first + stage / kEntryStages * kStageEntries; };
   // Indices are read one stage early, so that copies do not wait for them.
   StageEntries ahead(columns, numbers, entry_of(0), end);
@@ -159,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
                     stage % kEntryStages * cukit::kBsrTileK, entries, first_column, p);
       },
       [&](int, int buffer) {
-        multiply_stage(sums, a, b, stage_bits[buffer], buffer * cukit::kBsrStageBytes);
+        multiply_stage(acc, a, b, stage_bits[buffer], buffer * cukit::kBsrStageBytes);
       });
 
   __syncthreads();  // all warps have read the last stage
-  write_tile(sums, shared);
+  write_tile(acc, shared);
   __syncthreads();
   const int rows = OUT_TRANSPOSED ? p.n : p.m, row = OUT_TRANSPOSED ? first_column : first_row;
   const int width = OUT_TRANSPOSED ? p.m : p.n, column = OUT_TRANSPOSED ? first_row : first_column;

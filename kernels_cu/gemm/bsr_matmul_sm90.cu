@@ -127,10 +127,10 @@ struct Epilogue {
   int columns;  // of op(d)
   int consumer;
 
-  CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
+  CUKIT_DEVICE void store(const float (&acc)[Shape::kWidth / 2], const Tile& tile) const {
     const int row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
-    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+    Store::store(acc, buffers + consumer * Store::kBytes, 1 + consumer,
                  [&](int piece, const unsigned char* buffer) {
                    const int column = first_column + piece * 64;
                    if (column >= columns) return;

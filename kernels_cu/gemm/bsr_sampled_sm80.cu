@@ -38,7 +38,7 @@ CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
 }
 
 // bits: mask of the lanes for which block_number found a block.
-CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrLeft<A_TRANSPOSED>& a,
+CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<A_TRANSPOSED>& a,
                                  const cukit::BsrRight<!B_TRANSPOSED>& b, unsigned bits, int bytes) {
   if (bits == 0) return;
 #pragma unroll
@@ -54,7 +54,7 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrL
 #pragma unroll
       for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
         if (bits >> (m * kPairs + n / 2) & 1) {
-          cukit::mma_16x8x16<T>(sums[m][n], left, right[n / 2][n % 2 * 2],
+          cukit::mma_16x8x16<T>(acc[m][n], left, right[n / 2][n % 2 * 2],
                                 right[n / 2][n % 2 * 2 + 1]);
         }
       }
@@ -62,7 +62,7 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrL
   }
 }
 
-CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& sums, T* values, int number) {
+CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& acc, T* values, int number) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int m = 0; m < cukit::kBsrRowTiles; ++m)
@@ -76,7 +76,7 @@ CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& sums, T* values, in
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         *reinterpret_cast<unsigned*>(to + 8 * half * BLOCK) =
-            cukit::pack<T>(sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+            cukit::pack<T>(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
       }
     }
 }
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
 
   const cukit::BsrLeft<A_TRANSPOSED> left(stages);
   const cukit::BsrRight<!B_TRANSPOSED> right(stages + cukit::kBsrOperandBytes);
-  cukit::BsrAccumulators sums;
-  cukit::clear(sums);
+  cukit::BsrAccumulators acc;
+  cukit::clear(acc);
   cukit::bsr_stages<STAGES>(
       (p.k + cukit::kBsrTileK - 1) / cukit::kBsrTileK,
       [&](int stage, int buffer) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
         });
       },
       [&](int, int buffer) {
-        multiply_stage(sums, left, right, bits, buffer * cukit::kBsrStageBytes);
+        multiply_stage(acc, left, right, bits, buffer * cukit::kBsrStageBytes);
       });
-  store_blocks(sums, values, number);
+  store_blocks(acc, values, number);
 }

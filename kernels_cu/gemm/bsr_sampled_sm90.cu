@@ -90,10 +90,10 @@ struct Epilogue {
   const int* numbers;
   int consumer;
 
-  CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
+  CUKIT_DEVICE void store(const float (&acc)[Shape::kWidth / 2], const Tile& tile) const {
     const int first_row = Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = Shape::column_group(consumer) * Shape::kWidth;
-    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+    Store::store(acc, buffers + consumer * Store::kBytes, 1 + consumer,
                  [&](int piece, const unsigned char* buffer) {
                    const int column = first_column + piece * kPart;
                    const int slot = column / BLOCK;

@@ -89,7 +89,7 @@ struct BsrProduct {
           Shape::column_group(consumer) * Shape::TileB::Tile::kStage) {}
 
   template <int Stages, typename Tile>
-  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+  CUKIT_DEVICE void multiply(Accumulators& acc, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& at, const Tile& tile) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
@@ -100,16 +100,16 @@ struct BsrProduct {
 #pragma unroll
       for (int k = 0; k < Shape::kSteps; ++k) {
         wgmma<typename Shape::Element, Shape::kWidth, Shape::kTransposedA, Shape::kTransposedB>(
-            sums, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
+            acc, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
             step > 0 || k > 0);
       }
       wgmma_commit();
-      wgmma_wait<1>(sums);
+      wgmma_wait<1>(acc);
       if (step > 0) pipeline.template release_to_cluster<ClusterSize>(done);
       done = at;
       at.advance();
     }
-    wgmma_wait<0>(sums);
+    wgmma_wait<0>(acc);
     pipeline.template release_to_cluster<ClusterSize>(done);
   }
 };
@@ -129,7 +129,7 @@ struct PieceStore {
   // Called by all threads of the warpgroup, which has its own named barrier. One thread calls
   // send(piece, buffer), which may issue the TMA store of that piece.
   template <typename Send>
-  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffers, int barrier,
+  CUKIT_DEVICE static void store(const float (&acc)[Columns / 2], unsigned char* buffers, int barrier,
                                  const Send& send) {
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
@@ -139,7 +139,7 @@ struct PieceStore {
       named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
       for (int pair = 0; pair < PieceColumns / 16; ++pair) {
-        const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
+        const float* d = &acc[piece * PieceColumns / 2 + 8 * pair];
         const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                     pack<T>(d[6], d[7])};
         write_pair(shared_address(buffer), pair, packed);

@@ -101,7 +101,7 @@ using Accumulators = float[kMT][kNT][4];
 // Writes column tiles First .. First + Count - 1 to (row, column) and following of [rows, columns],
 // with rows `stride` apart.
 template <int First, int Count>
-CUKIT_DEVICE void write(const Accumulators& sums, T* out, long long stride, int row, int column,
+CUKIT_DEVICE void write(const Accumulators& acc, T* out, long long stride, int row, int column,
                         int rows, int columns) {
   const int lane = threadIdx.x % kWarpSize;
   const bool pairs = stride % 2 == 0 && reinterpret_cast<unsigned long long>(out) % 4 == 0;
@@ -114,7 +114,7 @@ CUKIT_DEVICE void write(const Accumulators& sums, T* out, long long stride, int 
       T* const to = out + i * stride;
 #pragma unroll
       for (int n = 0; n < Count; ++n) {
-        const float* pair = &sums[m][First + n][2 * half];
+        const float* pair = &acc[m][First + n][2 * half];
         const int j = column + 8 * n + lane % 4 * 2;
         if (pairs && j + 1 < columns) {
           *reinterpret_cast<unsigned*>(to + j) = pack<T>(pair[0], pair[1]);
@@ -176,8 +176,8 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
   const Left left(base, kRowsA ? warp_row : 0, kRowsA ? 0 : warp_row);
   const Right right(base + kTileBytesA, kRowsB ? warp_column : 0, kRowsB ? 0 : warp_column);
 
-  Accumulators sums;
-  clear(sums);
+  Accumulators acc;
+  clear(acc);
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) copy_step(step);
   for (int step = 0; step < steps; ++step) {
@@ -186,7 +186,7 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
     copy_step(step + STAGES - 1);
     const int stage = step % STAGES * kStageBytes;
     warp_product<T, TILE_K / 16>(
-        sums,
+        acc,
         [&](unsigned (&r)[4], int m, int k) {
           kRowsA ? left(r, 16 * m, 16 * k, stage) : left(r, 16 * k, 16 * m, stage);
         },
@@ -211,16 +211,16 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
         const float value = j < p.n ? to_float(p.bias[j]) : 0.0f;
 #pragma unroll
         for (int m = 0; m < kMT; ++m) {
-          sums[m][n][i] += value;
-          sums[m][n][2 + i] += value;
+          acc[m][n][i] += value;
+          acc[m][n][2 + i] += value;
         }
       }
   }
   if constexpr (KEEPS) {
-    write<0, kPartTiles>(sums, p.kept, static_cast<long long>(PARTS) * p.n, row + warp_row, own_column,
+    write<0, kPartTiles>(acc, p.kept, static_cast<long long>(PARTS) * p.n, row + warp_row, own_column,
                          p.m, p.n);
     if constexpr (PARTS == 2) {
-      write<kPartTiles, kPartTiles>(sums, p.kept + p.n, 2ll * p.n, row + warp_row, own_column, p.m,
+      write<kPartTiles, kPartTiles>(acc, p.kept + p.n, 2ll * p.n, row + warp_row, own_column, p.m,
                                     p.n);
     }
   }
@@ -230,10 +230,10 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
     for (int n = 0; n < kPartTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float gate = ACTIVATION<T>::value(sums[m][n][i]);
-        sums[m][n][i] = PARTS == 2 ? gate * sums[m][kNT - kPartTiles + n][i] : gate;
+        const float gate = ACTIVATION<T>::value(acc[m][n][i]);
+        acc[m][n][i] = PARTS == 2 ? gate * acc[m][kNT - kPartTiles + n][i] : gate;
       }
-  write<0, kPartTiles>(sums, p.out, p.n, row + warp_row, own_column, p.m, p.n);
+  write<0, kPartTiles>(acc, p.out, p.n, row + warp_row, own_column, p.m, p.n);
 }
 
 }  // namespace cukit

@@ -6,7 +6,7 @@
 //
 // Mapping: one thread block per row of y. Shared memory: THREADS / 32 floats, static.
 // Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS.
-// Minimum architecture: sm_80. Sums in float in a fixed order: deterministic.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/depth.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

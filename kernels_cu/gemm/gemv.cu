@@ -19,7 +19,7 @@
 //   MAJOR 1); STAGES; WARPS; CLUSTER 1, 2, 4 or 8, above 1 from sm_90 on; ALIGNED 0|1: rows of w
 //   are 16-byte aligned and their length is a multiple of 8, and the same holds for x, contiguous
 //   along k. With 0, elements are loaded one by one, without a pipeline.
-// Minimum architecture: sm_80. Sums in float in a fixed order: deterministic. Reference:
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic. Reference:
 //   cukit/reference/gemm.py.
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
@@ -80,7 +80,7 @@ struct Step {
     }
   }
 
-  CUKIT_DEVICE void multiply(float (&sums)[kProducts][4]) const {
+  CUKIT_DEVICE void multiply(float (&acc)[kProducts][4]) const {
     const Vector& low = pieces[kLoads];
     const Vector& high = pieces[kPieces - 1];  // tokens 8 ... 15
 #pragma unroll
@@ -93,11 +93,11 @@ struct Step {
           // Column i is the lower or upper half of a register in each of two rows.
           const unsigned halves = i % 2 == 0 ? 0x5410 : 0x7632;
           const int pair = i / 2;
-          mma_16x8x16<T>(sums[i], a,
+          mma_16x8x16<T>(acc[i], a,
                          __byte_perm(pieces[0].pairs[pair], pieces[1].pairs[pair], halves),
                          __byte_perm(pieces[2].pairs[pair], pieces[3].pairs[pair], halves));
         } else {
-          mma_16x8x16<T>(sums[i], a, pieces[i].pairs[p], pieces[i].pairs[p + 1]);
+          mma_16x8x16<T>(acc[i], a, pieces[i].pairs[p], pieces[i].pairs[p + 1]);
         }
       }
     }
@@ -201,7 +201,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(WARPS * 32) gem
   const int column = static_cast<int>(blockIdx.x / CLUSTER) * kColumns;
   const Operands operands(x, w, at, column, lane);
 
-  float sums[kProducts][4] = {};
+  float acc[kProducts][4] = {};
   constexpr int kStride = kStep * WARPS * CLUSTER;  // between consecutive steps of a warp
   const int first = (rank * WARPS + warp) * kStep;
   if constexpr (ALIGNED) {
@@ -218,7 +218,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(WARPS * 32) gem
       const Step step(own + stage * kStageVectors);
       const int freed = stage == 0 ? STAGES - 1 : stage - 1;
       operands.copy(shared_address(own + freed * kStageVectors), ahead);
-      step.multiply(sums);
+      step.multiply(acc);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     cp_async_wait<0>();
@@ -227,7 +227,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(WARPS * 32) gem
     for (int k = first; k < at.depth; k += kStride) {
       Step step;
       operands.load(step, k);
-      step.multiply(sums);
+      step.multiply(acc);
     }
   }
 
@@ -236,7 +236,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(WARPS * 32) gem
   for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
     for (int j = 0; j < 2 * kHalves; ++j) {
-      partial[warp * kResults + place_of(i, j, lane)] = sums[i][j];
+      partial[warp * kResults + place_of(i, j, lane)] = acc[i][j];
     }
   }
   __syncthreads();

@@ -11,7 +11,7 @@
 //   1|2; PARTIALS 1|2; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); GROUPS.
 // Tensor maps: x, weights and out as in grouped_tiles.cuh, with the 128-byte swizzle; scales of x
 //   [ceil(k / 128), rows] in boxes of [1, TILE_M + 4].
-// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Architecture: sm_90 (sm_90a) only. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py, grouped_gemm_fp8.
 #include "common/codes.cuh"
 #include "common/hopper/promoted_product.cuh"

@@ -97,14 +97,14 @@ struct GroupedProduct : SharedProduct<Shape> {
   using SharedProduct<Shape>::SharedProduct;
 
   template <int Stages>
-  CUKIT_DEVICE void multiply(typename SharedProduct<Shape>::Accumulators& sums,
+  CUKIT_DEVICE void multiply(typename SharedProduct<Shape>::Accumulators& acc,
                              Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
                              const GroupTile& tile) const {
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row)
 #pragma unroll
-      for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
-    if (tile.end_step > 0) SharedProduct<Shape>::multiply(sums, pipeline, at, tile);
+      for (int i = 0; i < Shape::kTileN / 2; ++i) acc[row][i] = 0.0f;
+    if (tile.end_step > 0) SharedProduct<Shape>::multiply(acc, pipeline, at, tile);
   }
 };
 
@@ -124,21 +124,21 @@ struct GroupedEpilogue {
   Transform transform;
 
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const GroupTile& tile) {
+  CUKIT_DEVICE void store(Accumulators& acc, const GroupTile& tile) {
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = tile.m + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
       if (row >= (kRagged == Ragged::M ? tile.length : m)) break;
       transform.begin(row, tile.n);
-      transform.prepare(sums[row_tile], row, tile.n);
+      transform.prepare(acc[row_tile], row, tile.n);
       if constexpr (Transform::kKeeps) {
-        send<0>(sums[row_tile], kept, tile, row, tile.n, Transform::kParts * n);
+        send<0>(acc[row_tile], kept, tile, row, tile.n, Transform::kParts * n);
         if constexpr (Transform::kParts == 2) {
-          send<kColumns / 2>(sums[row_tile], kept, tile, row, n + tile.n, 2 * n);
+          send<kColumns / 2>(acc[row_tile], kept, tile, row, n + tile.n, 2 * n);
         }
       }
-      transform(sums[row_tile], row, tile.n);
-      send<0>(sums[row_tile], out, tile, row, tile.n, n);
+      transform(acc[row_tile], row, tile.n);
+      send<0>(acc[row_tile], out, tile, row, tile.n, n);
     }
   }
 
@@ -146,19 +146,19 @@ struct GroupedEpilogue {
 
  private:
   template <int First, int N>
-  CUKIT_DEVICE void send(const float (&sums)[N], const TensorMap* map, const GroupTile& tile, int row,
+  CUKIT_DEVICE void send(const float (&acc)[N], const TensorMap* map, const GroupTile& tile, int row,
                          int column, int columns) const {
     if constexpr (kTransposed) {
       using Store = typename Turned::Store;
       unsigned char* const buffer = buffers + group * Store::kBytes;
-      Store::store_piece(sums, buffer, 1 + group, [&] {
+      Store::store_piece(acc, buffer, 1 + group, [&] {
         Store::Piece::store(map, buffer, row, tile.rows.below(tile.n), m);
       });
     } else {
       using Store = typename Plain::Store;
       const MatrixRow origin = kRagged == Ragged::K ? MatrixRow{tile.group, 0} : tile.rows;
       Store::template store_pieces<First>(
-          sums, buffers + group * Store::kBytes, 1 + group,
+          acc, buffers + group * Store::kBytes, 1 + group,
           [&](int piece, const unsigned char* buffer) {
             Store::Piece::store(map, buffer, column + piece * Plain::kPieceColumns,
                                 origin.below(row), columns);

@@ -29,21 +29,21 @@ struct LinearTransform {
   }
 
   template <int N>
-  CUKIT_DEVICE void prepare(float (&sums)[N], int row, int column) {
+  CUKIT_DEVICE void prepare(float (&acc)[N], int row, int column) {
     if constexpr (Keeps) load_bias(row, column);
     if (bias == nullptr) return;
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
-      sums[i] += to_float(Transposed ? pairs[0][i / 2 % 2] : pairs[i / 4][i % 2]);
+      acc[i] += to_float(Transposed ? pairs[0][i / 2 % 2] : pairs[i / 4][i % 2]);
     }
   }
 
   template <int N>
-  CUKIT_DEVICE void operator()(float (&sums)[N], int, int) const {
+  CUKIT_DEVICE void operator()(float (&acc)[N], int, int) const {
 #pragma unroll
     for (int i = 0; i < N / Parts; ++i) {
-      const float gate = Activation::value(sums[i]);
-      sums[i] = Parts == 2 ? gate * sums[N / 2 + i] : gate;
+      const float gate = Activation::value(acc[i]);
+      acc[i] = Parts == 2 ? gate * acc[N / 2 + i] : gate;
     }
   }
 

@@ -14,7 +14,7 @@
 // Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8);
 //   TILE_M a multiple of 32; TILE_N a multiple of 64 that divides 128; STAGES 2..; PARTIALS 0|1;
 //   BLOCKS 0|1; THREADS 256.
-// Minimum architecture: sm_80; Float8E4M3 sm_89. Sums in a fixed order: deterministic.
+// Minimum architecture: sm_80; Float8E4M3 sm_89. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/codes.cuh"
 #include "common/hopper/tile_scheduler.cuh"
@@ -47,7 +47,7 @@ static_assert(THREADS == 256 && TILE_M % 32 == 0, "eight warps");
 static_assert(TILE_N % 64 == 0 && 128 % TILE_N == 0, "a tile's columns share a block of scales");
 static_assert(!BLOCKS || PARTIALS, "scales per block need partial sums");
 
-using Sums = Sum[kRowTiles][4 * kColumnTiles];
+using Accumulators = Sum[kRowTiles][4 * kColumnTiles];
 
 CUKIT_DEVICE void multiply_tile(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   cukit::mma_16x8x32_s8(d, a, b);
@@ -73,7 +73,7 @@ CUKIT_DEVICE void copy_rows(unsigned tile, const unsigned char* from, long long 
 }
 
 // Accumulates the product of a stage's 128 of k, for this warp.
-CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int warp_column) {
+CUKIT_DEVICE void multiply_stage(Accumulators& acc, unsigned stage, int warp_row, int warp_column) {
   const cukit::LeftMK<kTileK / 2> left(stage, warp_row, 0);
   const cukit::RightNK<kTileK / 2> right(stage + TILE_M * kTileK, warp_column, 0);
 #pragma unroll kUnrollK
@@ -89,7 +89,7 @@ CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int w
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          Sum(&tile)[4] = reinterpret_cast<Sum(&)[4]>(sums[m][4 * (n + i)]);
+          Sum(&tile)[4] = reinterpret_cast<Sum(&)[4]>(acc[m][4 * (n + i)]);
           const unsigned columns[2] = {b[2 * i], b[2 * i + 1]};
           multiply_tile(tile, a[m], columns);
         }
@@ -97,11 +97,11 @@ CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int w
   }
 }
 
-CUKIT_DEVICE void clear_sums(Sums& sums) {
+CUKIT_DEVICE void clear(Accumulators& acc) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-    for (int i = 0; i < 4 * kColumnTiles; ++i) sums[m][i] = 0;
+    for (int i = 0; i < 4 * kColumnTiles; ++i) acc[m][i] = 0;
 }
 
 }  // namespace
@@ -148,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
     cukit::cp_async_commit();  // commit even an empty group, so that cp_async_wait counts steps
   };
 
-  Sums sums;
-  clear_sums(sums);
+  Accumulators acc;
+  clear(acc);
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < size.steps; ++step) {
     cukit::cp_async_wait<STAGES - 2>();
@@ -157,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
     load(step + STAGES - 1);
     const unsigned stage = shared + step % STAGES * kStageBytes;
 #if PARTIALS
-    Sums partial;
-    clear_sums(partial);
+    Accumulators partial;
+    clear(partial);
     multiply_stage(partial, stage, warp_row, warp_column);
 #if BLOCKS
     const float column_scale =
@@ -180,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 4 * n + 2 * half + i;
-            sums[m][element] += factor * partial[m][element];
+            acc[m][element] += factor * partial[m][element];
           }
       }
 #else
-    multiply_stage(sums, stage, warp_row, warp_column);
+    multiply_stage(acc, stage, warp_row, warp_column);
 #endif
   }
 
@@ -198,13 +198,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
 #endif
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-    constexpr int kSums = 4 * kColumnTiles;
+    constexpr int kElements = 4 * kColumnTiles;
     if constexpr (cukit::kIsExact<Out>) {
-      result.write_pairs<kSums>(sums[m], 0, own_row + 16 * m, own_column, size.n);
+      result.write_pairs<kElements>(acc[m], 0, own_row + 16 * m, own_column, size.n);
     } else {
-      float values[kSums];
-      result.scale(values, sums[m], 0, own_row + 16 * m, own_column);
-      result.write_pairs<kSums>(values, 0, own_row + 16 * m, own_column, size.n);
+      float values[kElements];
+      result.scale(values, acc[m], 0, own_row + 16 * m, own_column);
+      result.write_pairs<kElements>(values, 0, own_row + 16 * m, own_column, size.n);
     }
   }
 }

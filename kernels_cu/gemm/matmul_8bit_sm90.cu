@@ -28,7 +28,7 @@
 //   THREADS 128 * (CONSUMERS + 1).
 // Tensor maps: boxes of [box_a, 128] (a), [box_b, 128] (b) and [64, piece] (out, RESULT 2),
 //   swizzled by the bytes of their rows; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
-// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Architecture: sm_90 (sm_90a) only. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/hopper/gemm.cuh"
 #include "common/hopper/promoted_product.cuh"

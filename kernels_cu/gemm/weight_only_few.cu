@@ -80,9 +80,9 @@ struct Source {
   }
 };
 
-using StripSums = float[STRIPS][4];
+using StripAccumulators = float[STRIPS][4];
 
-CUKIT_DEVICE void multiply(StripSums& sums, const Step& step) {
+CUKIT_DEVICE void multiply(StripAccumulators& acc, const Step& step) {
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
@@ -93,13 +93,13 @@ CUKIT_DEVICE void multiply(StripSums& sums, const Step& step) {
       for (int i = group * (kSteps / kGroups); i < (group + 1) * (kSteps / kGroups); ++i) {
         unsigned a[4];
         Codes::decode(a, &step.words[strip][i * Codes::kWords], zeros);
-        cukit::mma_16x8x16<T>(GROUP ? products : sums[strip], a, step.x[i][0], step.x[i][1]);
+        cukit::mma_16x8x16<T>(GROUP ? products : acc[strip], a, step.x[i][0], step.x[i][1]);
       }
       if constexpr (GROUP != 0) {
         float scale[2];
         cukit::to_floats(scale, step.scales[strip][group]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[strip][i] += scale[i / 2] * products[i];
+        for (int i = 0; i < 4; ++i) acc[strip][i] += scale[i / 2] * products[i];
       }
     }
 }
@@ -128,21 +128,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_few(
       cukit::create_policy_evict_first(),
   };
 
-  StripSums sums = {};
+  StripAccumulators acc = {};
   Step steps[2];
   if (warp < p.steps) source.load(steps[0], warp);
   for (int step = warp; step < p.steps; step += 2 * kWarps) {
     if (step + kWarps < p.steps) source.load(steps[1], step + kWarps);
-    multiply(sums, steps[0]);
+    multiply(acc, steps[0]);
     if (step + kWarps < p.steps) {
       if (step + 2 * kWarps < p.steps) source.load(steps[0], step + 2 * kWarps);
-      multiply(sums, steps[1]);
+      multiply(acc, steps[1]);
     }
   }
 
 #pragma unroll
   for (int i = 0; i < STRIPS; ++i) {
-    shares[warp][i][lane] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+    shares[warp][i][lane] = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
   }
   __syncthreads();
   for (int index = threadIdx.x; index < kRows * TOKENS; index += THREADS) {

@@ -63,20 +63,21 @@ struct Operands {
 };
 
 // The four accumulators of a 16 x 8 product.
-CUKIT_DEVICE float (&eight_tokens(Sums& sums, int n))[4] {
-  return reinterpret_cast<float(&)[4]>(sums[4 * n]);
+CUKIT_DEVICE float (&eight_tokens(TileAccumulators& acc, int n))[4] {
+  return reinterpret_cast<float(&)[4]>(acc[4 * n]);
 }
 
-// One step: sums += W x^T.
-CUKIT_DEVICE void multiply(Sums& sums, Sums& group_sums, const unsigned char* stage, int group) {
+// One step: acc += W x^T.
+CUKIT_DEVICE void multiply(TileAccumulators& acc, TileAccumulators& group_acc,
+                           const unsigned char* stage, int group) {
   const unsigned char* const block = stage + kTileBytes + group * Weight::kBytes;
   const OperandX x(cukit::shared_address(stage), 0, 0);
-  Sums& into = GROUP ? group_sums : sums;
+  TileAccumulators& into = GROUP ? group_acc : acc;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     Operand a;
     decode(a, block, chunk, nullptr);
-    if (GROUP && chunk % kGroupChunks == 0) clear(group_sums);
+    if (GROUP && chunk % kGroupChunks == 0) clear(group_acc);
 #pragma unroll
     for (int i = 0; i < kChunkSteps; ++i)
 #pragma unroll
@@ -89,7 +90,7 @@ CUKIT_DEVICE void multiply(Sums& sums, Sums& group_sums, const unsigned char* st
     if (GROUP && (chunk + 1) % kGroupChunks == 0) {
       float scale[2];
       Weight::scales(scale, block, chunk / kGroupChunks);
-      add_scaled(sums, group_sums, scale);
+      add_scaled(acc, group_acc, scale);
     }
   }
 }
@@ -113,12 +114,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
   const int group = threadIdx.x / 128;
   const Operands operands{x, weight, p.tokens, p.columns, p.steps, tiles_m};
   const Epilogue epilogue{bias, scales, nullptr, 0, p.tokens, p.rows};
-  const SharedSums shared{schedule, pieces, arrivals, last + group, p.tokens, group};
+  const StreamKFixup shared{schedule, pieces, arrivals, last + group, p.tokens, group};
 
   Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
-    Sums sums, group_sums;
-    clear(sums);
+    TileAccumulators acc, group_acc;
+    clear(acc);
 #pragma unroll
     for (int ahead = 0; ahead < STAGES - 1; ++ahead) {
       operands.load(stages + ahead * kStageBytes, tile, tile.first_step + ahead);
@@ -129,14 +130,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
       __syncthreads();  // this step has arrived, and the stage of the one before is free
       const int free = index == 0 ? STAGES - 1 : index - 1;
       operands.load(stages + free * kStageBytes, tile, step + STAGES - 1);
-      multiply(sums, group_sums, stages + index * kStageBytes, group);
+      multiply(acc, group_acc, stages + index * kStageBytes, group);
       index = index + 1 == STAGES ? 0 : index + 1;
     }
     __syncthreads();  // all stages are free
-    if (shared.complete(sums, tile)) {
+    if (shared.complete(acc, tile)) {
       const int row = first_row(tile, group);
-      epilogue.finish(sums, row, tile.n * TOKENS);
-      epilogue.store(out, sums, row, tile.n * TOKENS);
+      epilogue.finish(acc, row, tile.n * TOKENS);
+      epilogue.store(out, acc, row, tile.n * TOKENS);
     }
   }
 }

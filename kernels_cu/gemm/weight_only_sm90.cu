@@ -124,15 +124,16 @@ CUKIT_DEVICE void product(float (&into)[N], const unsigned (&a)[4], unsigned lon
 // Decodes a chunk while the previous one is multiplied. A group's accumulators are scaled and added
 // before the wgmmas of the next group are issued.
 struct DecodedProduct {
-  using Accumulators = Sums;
+  using Accumulators = TileAccumulators;
   StageOperands operands;
 
-  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    Sums group_sums;  // of the group in flight
+  CUKIT_DEVICE void multiply(TileAccumulators& acc, Pipeline& pipeline, State& at,
+                             const Tile& tile) const {
+    TileAccumulators group_acc;  // of the group in flight
     Operand a[2];
     float scale[2];
     State done;
-    clear(sums);
+    clear(acc);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
       const unsigned char* const block = operands.block(at);
@@ -140,14 +141,14 @@ struct DecodedProduct {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         decode(a[chunk % 2], block, chunk, operands.tables);
-        const bool begins = kSumsByGroup && chunk % kGroupChunks == 0;
+        const bool begins = kScaleByGroup && chunk % kGroupChunks == 0;
         if (begins && (chunk > 0 || step > tile.first_step)) {
-          cukit::wgmma_wait<0>(group_sums);
+          cukit::wgmma_wait<0>(group_acc);
           if (chunk == 0) release(pipeline, done);
-          add_scaled(sums, group_sums, scale);
+          add_scaled(acc, group_acc, scale);
         }
         if (begins) Weight::scales(scale, block, chunk / kGroupChunks);
-        Sums& into = kSumsByGroup ? group_sums : sums;
+        TileAccumulators& into = kScaleByGroup ? group_acc : acc;
         cukit::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kChunkSteps; ++i) {
@@ -155,19 +156,19 @@ struct DecodedProduct {
           product(into, a[chunk % 2][i], tokens + k, !(begins && i == 0));
         }
         cukit::wgmma_commit();
-        if (!(kSumsByGroup && kGroupChunks == 1)) {
+        if (!(kScaleByGroup && kGroupChunks == 1)) {
           cukit::wgmma_wait<1>(into);
-          if (!kSumsByGroup && chunk == 0 && step > tile.first_step) release(pipeline, done);
+          if (!kScaleByGroup && chunk == 0 && step > tile.first_step) release(pipeline, done);
         }
       }
       done = at;
       at.advance();
     }
-    if constexpr (kSumsByGroup) {
-      cukit::wgmma_wait<0>(group_sums);
-      add_scaled(sums, group_sums, scale);
+    if constexpr (kScaleByGroup) {
+      cukit::wgmma_wait<0>(group_acc);
+      add_scaled(acc, group_acc, scale);
     } else {
-      cukit::wgmma_wait<0>(sums);
+      cukit::wgmma_wait<0>(acc);
     }
     release(pipeline, done);
   }
@@ -178,15 +179,16 @@ struct DecodedProduct {
 // meantime.
 template <int Tokens>
 struct HalvesProduct {
-  using Accumulators = Sums;
+  using Accumulators = TileAccumulators;
   StageOperands operands;
 
-  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    float group_sums[kHalf / 2];
+  CUKIT_DEVICE void multiply(TileAccumulators& acc, Pipeline& pipeline, State& at,
+                             const Tile& tile) const {
+    float group_acc[kHalf / 2];
     float scale[2];
     Loaded loaded;
     Place here{at, 0};
-    clear(sums);
+    clear(acc);
     pipeline.wait(here.at);
     load(loaded, here);
     for (int left = (tile.end_step - tile.first_step) * Weight::kGroups; left > 0; --left) {
@@ -210,14 +212,14 @@ struct HalvesProduct {
         cukit::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kGroupSteps; ++i) {
-          product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
+          product(group_acc, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
         }
         cukit::wgmma_commit();
         if (half == 1) load(loaded, ahead);
-        cukit::wgmma_wait<0>(group_sums);
+        cukit::wgmma_wait<0>(group_acc);
 #pragma unroll
         for (int i = 0; i < kHalf / 2; ++i) {
-          sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
+          acc[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_acc[i];
         }
       }
       if (left == 1 || ahead.group == 0) release(pipeline, here.at);
@@ -253,28 +255,28 @@ template <bool Halves>
 struct ProductOf { using type = DecodedProduct; };
 template <>
 struct ProductOf<true> { using type = HalvesProduct<TOKENS>; };
-using Product = ProductOf<(kSumsByGroup && TOKENS > 128)>::type;
+using Product = ProductOf<(kScaleByGroup && TOKENS > 128)>::type;
 
 // Stores a tile that this block computed alone, or one that is split along k over several blocks.
 struct Results {
   Epilogue epilogue;
-  SharedSums shared;
+  StreamKFixup shared;
   const cukit::TensorMap* map;  // MAPPED_OUT: of out
   unsigned char* staging;       // MAPPED_OUT: Store::kBytes of this consumer's shared memory
   T* out;                       // [tokens, rows]
 
-  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
-    if (!shared.complete(sums, tile)) return;
+  CUKIT_DEVICE void store(TileAccumulators& acc, const Tile& tile) const {
+    if (!shared.complete(acc, tile)) return;
     const int row = first_row(tile, shared.group);
     const int token = tile.n * TOKENS;
-    epilogue.finish(sums, row, token);
+    epilogue.finish(acc, row, token);
     if constexpr (MAPPED_OUT) {
       if (row < epilogue.rows) {
-        Store::store(sums, staging, map, row, token, epilogue.rows, epilogue.tokens,
+        Store::store(acc, staging, map, row, token, epilogue.rows, epilogue.tokens,
                      1 + shared.group);
       }
     } else {
-      epilogue.store(out, sums, row, token);
+      epilogue.store(out, acc, row, token);
     }
   }
 
@@ -298,9 +300,9 @@ struct SplitResults {
   T* out;  // [tokens, rows]
   int group;
 
-  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
+  CUKIT_DEVICE void store(TileAccumulators& acc, const Tile& tile) const {
     typename Split::Slice own;
-    if (!split.exchange(own, &sums, [] {})) return;
+    if (!split.exchange(own, &acc, [] {})) return;
     const int row = first_row(tile, group);
     const int token = tile.n * TOKENS + cukit::cluster_rank() * Split::kSliceColumns;
     epilogue.finish(own[0], row, token);
