@@ -27,7 +27,7 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "float16": ("float16", FLOAT8),
     "bfloat16": ("bfloat16", FLOAT8),
 }
-"""The arithmetics that operands of a dtype may be multiplied in, most accurate first."""
+"""The precisions in which operands of a dtype may be multiplied, most accurate first."""
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, FLOAT8: 1}
 
@@ -66,7 +66,7 @@ class MatmulProblem:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that large products reach: memory in GB/s, each arithmetic in TFLOP/s."""
+    """Rates that large products reach: memory in GB/s, each precision in TFLOP/s."""
 
     memory: float
     half: float
@@ -75,7 +75,7 @@ class Rates:
     float64: float
 
     def flops_us(self, problem: MatmulProblem, precision: str) -> float:
-        """Microseconds for the arithmetic."""
+        """Microseconds for the floating-point operations."""
         rate = getattr(self, "half" if precision in ("float16", "bfloat16") else precision)
         return float(problem.flops / rate / 1e6)
 
@@ -84,7 +84,7 @@ class Rates:
         return size / self.memory / 1e3
 
 
-# SMs and rates of a typical device, by compute capability; arithmetic rates scale with the SMs.
+# SMs and rates of a typical device, by compute capability; FLOP rates scale with the SMs.
 _RATES = {
     (8, 0): (108, Rates(1400, 270, 130, 18, 17)),
     (8, 6): (82, Rates(850, 65, 33, 30, 0.5)),
@@ -124,10 +124,10 @@ new array."""
 class MatmulKernel:
     """A kernel that can compute products.
 
-    precisions: the arithmetics it supports.
+    precisions: the precisions it supports.
     reason_against: the reason why it cannot compute a problem on a device, or None.
     time_us: a model of its time on the device.
-    prepare: takes arrays (operands in the arithmetic's dtype; for float8, QuantizedArrays with a
+    prepare: takes arrays (operands in the precision's dtype; for float8, QuantizedArrays with a
         scale for each row), precision and options; returns `run(a, b, out)` for arrays like these.
     """
 

@@ -1,4 +1,4 @@
-"""The choice of a kernel and an arithmetic for `matmul`, made once per description of operands."""
+"""The choice of a kernel and a precision for `matmul`, made once per description of operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands of `matmul` in a coarser arithmetic, and the error that costs, sampled."""
+"""Conversion of the operands of `matmul` to a lower precision, and a sample of its error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NARROWING: Mapping[str, Callable[[Array], Any]] = {
     "bfloat16": lambda x: x.astype(bfloat16),
     float8_e4m3.name: lambda x: quantize(x, float8_e4m3),
 }
-"""By the arithmetic's name, the conversion of an operand to what is multiplied: an array, or for
-float8 a QuantizedArray with a scale for each row."""
+"""The conversion of an operand to each precision: to an array, or for float8 to a QuantizedArray
+with a scale for each row."""
 
 _ROWS = 8
 _COLUMNS = 256

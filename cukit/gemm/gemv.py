@@ -102,7 +102,7 @@ class Operands(NamedTuple):
 
 
 def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
-    """Makes the operand with fewer rows or columns x. Raises ArrayShapeError for too many."""
+    """Assigns the operand with fewer rows or columns to x; raises ArrayShapeError above 16."""
     left, right, target = layouts
     m, n = target.rows, target.columns
     k = left.rows if left.transposed else left.columns

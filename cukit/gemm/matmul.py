@@ -51,11 +51,11 @@ def matmul(
         accumulate: add to the values in `out`.
         out_dtype: of the result if `out` is not given: the dtype of `a` (default) or float32.
         precision: None: cuBLAS in the operands' own precision. `"auto"`: the fastest kernel and
-            arithmetic that `rtol` allows. Or an arithmetic by name, in the fastest kernel: the
-            dtype of `a`, for float32 operands also `"tf32"` and `"bfloat16"`, and on Hopper
+            precision that `rtol` allows. Or a precision by name, in the fastest kernel: the dtype
+            of `a`, for float32 operands also `"tf32"` and `"bfloat16"`, and on Hopper
             `"float8_e4m3"`, for which each call first quantises both operands by rows.
-        rtol: with `"auto"`: the largest ||row - exact row|| / ||exact row|| that a coarser
-            arithmetic may have. None: the operands' own precision; no error is sampled.
+        rtol: with `"auto"`: the largest ||row - exact row|| / ||exact row|| that a lower precision
+            may have. None: the operands' own precision; no error is sampled.
         return_plan: also return the :class:`MatmulPlan`: the choice and the estimates behind it.
 
     Any array may have gaps between its rows, as long as its last axis is contiguous and its leading
@@ -72,10 +72,9 @@ def matmul(
 
     `"auto"` decides once for each description of the operands (shapes, strides, dtypes, rtol);
     later calls cost a look-up. The first call ranks kernels by a cost model, or by times from
-    :func:`tune_matmul`. If rtol allows a coarser arithmetic, it also computes 8 rows and 256
-    columns in float64 to measure that arithmetic's error, which synchronises and cannot be captured
-    in a graph. Later data are assumed to be similar; to sample again, call
-    `cukit.gemm.forget_decisions()`.
+    :func:`tune_matmul`. With an rtol, it also computes 8 rows and 256 columns in float64 to measure
+    the error of lower precisions, which synchronises and cannot be captured in a graph. Later data
+    are assumed to be similar; to sample again, call `cukit.gemm.forget_decisions()`.
 
     On the GPU, float32 is not multiplied in TF32 unless `precision` allows it, and partial sums are
     never 16-bit. Runs on CuPy's current stream. CuPy cannot capture cuBLAS calls in a graph; the

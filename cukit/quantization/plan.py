@@ -142,7 +142,7 @@ def _plan_blocks(
         items = -(-vectors // team)
         units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
     else:
-        # Tiles use fewer vectors per thread than rows do.
+        # For tiles, threads hold fewer vectors than for rows.
         most = _MOST_VECTORS if matrices.block_rows == 1 else _VECTORS
         wanted = most if vectors <= most * 512 else _MOST_VECTORS
         threads = min(_MOST_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))

@@ -7,7 +7,7 @@
 //   expert * capacity + rank            with a capacity; -1 (dropped) if rank >= capacity
 //
 // First, each block counts the choices of one chunk of tokens, at most 65535 choices. The counts
-// [chunk, expert] have 16 bits, because every block reads all of them, which takes most of the
+// [chunk, expert] are 16-bit, because every block reads all of them and this takes most of the
 // time. Then each block adds up the counts of the chunks before its own and places its choices: the
 // result does not depend on the order in which blocks run.
 //
