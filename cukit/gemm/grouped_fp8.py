@@ -229,7 +229,7 @@ class GroupedFp8Launch:
             group=config.raster,
             groups=layout.groups,
             longest=layout.longest,
-            set_aside=layout.set_aside,
+            fixed_capacity=layout.fixed_capacity,
         )
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         of_rows, of_matrices = (tiling.tile_m, TILE_K), (tiling.tile_n, TILE_K)

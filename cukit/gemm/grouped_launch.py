@@ -58,7 +58,7 @@ class GroupedSm90:
             group=config.raster,
             groups=layout.groups,
             longest=layout.longest,
-            set_aside=layout.set_aside,
+            fixed_capacity=layout.fixed_capacity,
         )
         self.config = config
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
@@ -104,7 +104,7 @@ class GroupedSm80:
             k=0 if ragged == "k" else product.k,
             groups=layout.groups,
             longest=layout.longest,
-            set_aside=layout.set_aside,
+            fixed_capacity=layout.fixed_capacity,
         )
         self.config = config
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))

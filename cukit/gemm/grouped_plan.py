@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     groups: int
     rows: int  # of all groups together
     longest: int  # upper bound of a group's rows
-    set_aside: bool
+    fixed_capacity: bool
     """Whether each group has `longest` rows reserved; otherwise groups are contiguous."""
 
 

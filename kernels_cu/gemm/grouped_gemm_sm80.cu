@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_gemm_sm80(
     const cukit::GroupedDenseParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   __shared__ int starts[GROUPS + 1];
-  const cukit::Groups groups{ends, p.longest, p.set_aside != 0};
+  const cukit::Groups groups{ends, p.longest, p.fixed_capacity != 0};
   const long long n = p.n;
   const int tiles_n = DenseProduct::tiles_n(p.n);
   int index = static_cast<int>(blockIdx.x);

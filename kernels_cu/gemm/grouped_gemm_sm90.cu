@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   __shared__ cukit::Pipeline<STAGES> pipeline;
   __shared__ int starts[GROUPS + 1];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::Groups groups{ends, p.longest, p.set_aside != 0};
+  const cukit::Groups groups{ends, p.longest, p.fixed_capacity != 0};
   if (kRagged != Ragged::K && threadIdx.x < cukit::kWarpSize) {
     cukit::count_tiles<GROUPS>(starts, groups, p.groups, kRagged == Ragged::M ? TILE_M : TILE_N);
   }

@@ -113,9 +113,9 @@ template <typename Shape, typename T, Ragged kRagged, typename Transform>
 struct GroupedEpilogue {
   static constexpr bool kTransposed = kRagged == Ragged::N;
   using Plain = StagedEpilogue<Shape, T, Transform>;
-  using Turned = TransposedEpilogue<Shape, T, Transform>;
+  using Transposed = TransposedEpilogue<Shape, T, Transform>;
   static constexpr int kColumns = Plain::kColumns;
-  static constexpr int kBytes = kTransposed ? Turned::kBytes : Plain::kBytes;
+  static constexpr int kBytes = kTransposed ? Transposed::kBytes : Plain::kBytes;
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes [1, 64, kPieceColumns]; transposed: [1, kTileN, 64]
   const TensorMap* kept;   // kParts times as many columns
@@ -149,7 +149,7 @@ struct GroupedEpilogue {
   CUKIT_DEVICE void send(const float (&acc)[N], const TensorMap* map, const GroupTile& tile, int row,
                          int column, int columns) const {
     if constexpr (kTransposed) {
-      using Store = typename Turned::Store;
+      using Store = typename Transposed::Store;
       unsigned char* const buffer = buffers + group * Store::kBytes;
       Store::store_piece(acc, buffer, 1 + group, [&] {
         Store::Piece::store(map, buffer, row, tile.rows.below(tile.n), m);

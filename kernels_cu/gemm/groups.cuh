@@ -18,14 +18,16 @@ enum class Ragged { M, N, K };
 
 // Where the rows of the groups are stored.
 struct Groups {
-  const int* ends;  // offsets[groups + 1], or counts[groups] if set_aside
+  const int* ends;  // offsets[groups + 1], or counts[groups] if fixed_capacity
   int longest;
-  bool set_aside;
+  bool fixed_capacity;
 
   CUKIT_DEVICE int length(int group) const {
-    return set_aside ? min(ends[group], longest) : ends[group + 1] - ends[group];
+    return fixed_capacity ? min(ends[group], longest) : ends[group + 1] - ends[group];
   }
-  CUKIT_DEVICE int first_row(int group) const { return set_aside ? group * longest : ends[group]; }
+  CUKIT_DEVICE int first_row(int group) const {
+    return fixed_capacity ? group * longest : ends[group];
+  }
 };
 
 // Fills starts[groups + 1] with the first tile of each group, for tiles of `extent` rows. Called by

@@ -44,18 +44,18 @@ struct RowStrides {
 
 // Grouped products: each group of rows has its own matrix (grouped_gemm_sm90, grouped_fp8_sm90).
 struct GroupedParameters {
-  int m, n;       // extents that all groups share; 0 for the ragged one
-  int steps;      // ceil(k / TILE_K), at least 1; 0 if k is ragged
-  int group;      // tile rows of a rasterisation group
+  int m, n;            // extents that all groups share; 0 for the ragged one
+  int steps;           // ceil(k / TILE_K), at least 1; 0 if k is ragged
+  int group;           // tile rows of a rasterisation group
   int groups;
-  int longest;    // upper bound of a group's rows: the capacity, or the total number of rows
-  int set_aside;  // 1: each group has a capacity of `longest` rows; 0: groups are contiguous
+  int longest;         // upper bound of a group's rows: the capacity, or the total number of rows
+  int fixed_capacity;  // 1: each group has a capacity of `longest` rows; 0: groups are contiguous
 };
 
 // For kernels whose rasterisation is fixed (grouped_gemm_sm80): 0 for the ragged one of m and k.
 struct GroupedDenseParameters {
   int m, n, k;
-  int groups, longest, set_aside;
+  int groups, longest, fixed_capacity;
 };
 
 // Block-sparse products: out [m, n], inner extent k; one of the three matrices is sparse.

@@ -22,7 +22,7 @@ using cukit::Extremes;
 using cukit::kValues;
 using T = cukit::element_t;
 
-constexpr int kDeep = THREADS / COLS_THREADS;  // threads that divide the rows of a column
+constexpr int kRowThreads = THREADS / COLS_THREADS;  // threads that divide the rows of a column
 constexpr int kWidth = COLS_THREADS * kValues;
 
 }  // namespace
@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
     cukit::scale_t* __restrict__ scales,    // [num_matrices, blocks_down, cols]
     signed char* __restrict__ zero_points,  // like scales; null without ZERO_POINTS
     const __grid_constant__ cukit::BlockedMatrices at) {
-  __shared__ int shared[Extremes::kCount][kDeep][kWidth];
+  __shared__ int shared[Extremes::kCount][kRowThreads][kWidth];
   const int across = threadIdx.x % COLS_THREADS * kValues;
-  const int deep = threadIdx.x / COLS_THREADS;
+  const int row_thread = threadIdx.x / COLS_THREADS;
   const unsigned strips = static_cast<unsigned>((at.cols + kWidth - 1) / kWidth);
   const unsigned line = blockIdx.x / strips;  // block row, counted over all matrices
   const long long matrix = line / static_cast<unsigned>(at.blocks_down);
@@ -48,15 +48,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
 
   // Calls f(vector, its row) for every row of this thread, with ITEMS loads in flight.
   const auto sweep = [&](auto f) {
-    for (long long row = deep; row < rows; row += kDeep * ITEMS) {
+    for (long long row = row_thread; row < rows; row += kRowThreads * ITEMS) {
       cukit::Values values[ITEMS];
 #pragma unroll
       for (int j = 0; j < ITEMS; ++j) {
-        const long long at_row = row + j * kDeep;
+        const long long at_row = row + j * kRowThreads;
         values[j] = cukit::load_values(x + at_row * at.cols, at_row < rows ? count : 0);
       }
 #pragma unroll
-      for (int j = 0; j < ITEMS; ++j) f(values[j], row + j * kDeep);
+      for (int j = 0; j < ITEMS; ++j) f(values[j], row + j * kRowThreads);
     }
   };
 
@@ -68,7 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
 #pragma unroll
-    for (int j = 0; j < Extremes::kCount; ++j) shared[j][deep][across + i] = extremes[i].bits[j];
+    for (int j = 0; j < Extremes::kCount; ++j) {
+      shared[j][row_thread][across + i] = extremes[i].bits[j];
+    }
   }
   __syncthreads();
   // One thread per column combines them and writes the result to the first row.
@@ -76,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
 #pragma unroll
     for (int j = 0; j < Extremes::kCount; ++j) {
       int most = shared[j][0][column];
-      for (int d = 1; d < kDeep; ++d) most = max(most, shared[j][d][column]);
+      for (int d = 1; d < kRowThreads; ++d) most = max(most, shared[j][d][column]);
       shared[j][0][column] = most;
     }
   }
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
 #pragma unroll
     for (int j = 0; j < Extremes::kCount; ++j) extremes[i].bits[j] = shared[j][0][across + i];
     factors[i] = cukit::factors_of(extremes[i]);
-    if (deep == 0 && i < count) {
+    if (row_thread == 0 && i < count) {
       scales[scale + i] = factors[i].scale;
       if constexpr (ZERO_POINTS) {
         zero_points[scale + i] = static_cast<signed char>(factors[i].inverse.zero_point);

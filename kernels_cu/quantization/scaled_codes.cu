@@ -62,9 +62,9 @@ struct Place {
 };
 
 // The vectors of one thread, and the factors of their values.
-class Walk {
+class Places {
  public:
-  CUKIT_DEVICE Walk(const BlockedMatrices& at, const Scale* scales, const ZeroPoint* zero_points)
+  CUKIT_DEVICE Places(const BlockedMatrices& at, const Scale* scales, const ZeroPoint* zero_points)
       : at_(at),
         scales_(scales),
         zero_points_(zero_points),
@@ -130,18 +130,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize(
     const Scale* __restrict__ scales,           // [num_matrices, blocks_down, blocks_across], any strides
     const ZeroPoint* __restrict__ zero_points,  // with the strides of scales; null for none
     const __grid_constant__ BlockedMatrices at) {
-  const Walk walk(at, scales, zero_points);
+  const Places places(at, scales, zero_points);
   Codes codes[ITEMS];
 #pragma unroll
-  for (int j = 0; j < ITEMS; ++j) codes[j] = load_codes(storage + walk.byte(walk[j]), walk[j].count);
+  for (int j = 0; j < ITEMS; ++j) {
+    codes[j] = load_codes(storage + places.byte(places[j]), places[j].count);
+  }
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
-    const Place place = walk[j];
+    const Place place = places[j];
     if (place.count <= 0) continue;
     float x[kValues];
     decode_values(x, codes[j]);
-    walk.each(place, [&](int i, const Factors& factors, float) { x[i] = factors.value(x[i]); });
-    store_values(values + walk.value(place), x, place.count);
+    places.each(place, [&](int i, const Factors& factors, float) { x[i] = factors.value(x[i]); });
+    store_values(values + places.value(place), x, place.count);
   }
 }
 
@@ -151,20 +153,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode_scaled(
     const Scale* __restrict__ scales,           // [num_matrices, blocks_down, blocks_across], any strides
     const ZeroPoint* __restrict__ zero_points,  // with the strides of scales; null for none
     const __grid_constant__ BlockedMatrices at) {
-  const Walk walk(at, scales, zero_points);
+  const Places places(at, scales, zero_points);
   Values vectors[ITEMS];
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
-    vectors[j] = load_values(values + walk.value(walk[j]), walk[j].count);
+    vectors[j] = load_values(values + places.value(places[j]), places[j].count);
   }
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
-    const Place place = walk[j];
+    const Place place = places[j];
     if (place.count <= 0) continue;
     float x[kValues] = {};
-    walk.each(place, [&](int i, const Factors& factors, float inverse) {
+    places.each(place, [&](int i, const Factors& factors, float inverse) {
       x[i] = factors.scaled(to_float(vectors[j][i]), inverse);
     });
-    store_codes(storage + walk.byte(place), encode_values(x), place.count);
+    store_codes(storage + places.byte(place), encode_values(x), place.count);
   }
 }
