@@ -76,7 +76,7 @@ INDPTR, INDICES = np.array([0, 2, 3]), np.array([0, 2, 1])
     ("arguments", "error", "message"),
     [
         ({"indptr": INDPTR[:2]}, ArrayShapeError, "indptr of 2 block rows must have 3 elements"),
-        ({"indptr": INDPTR + 1}, ArrayError, "run from 0 to the number of indices, 3, got 1 to 4"),
+        ({"indptr": INDPTR + 1}, ArrayError, "end at the number of indices, 3, got 1 and 4"),
         ({"indptr": np.array([0, 4, 3])}, ArrayError, "must not decrease, got 4 followed by 3"),
         ({"indices": INDICES + 1}, ArrayError, "indices must be 0 to 2, got 1 to 3"),
         (

@@ -162,7 +162,7 @@ PLAIN = QuantizedArray(np.zeros((4, 16), np.int8), int8, (4, 16))
         (
             {"b": replace(B, scales=np.ones((4, 2), np.float32), axis=1, group_size=8)},
             ConfigError,
-            "b must have one scale for each row",
+            "b must have one scale per row",
         ),
     ],
 )
