@@ -96,7 +96,7 @@ PLAIN = {
     "misaligned_vector_load": Bug(
         1028,
         0,
-        r"misaligned: .*float4.* needs a multiple of 16 bytes, the address is one of 4",
+        r"misaligned: .*float4.* needs 16-byte alignment, the address has 4-byte alignment",
         X[:1024:4],
     ),
     "missing_copy_wait": Bug(
@@ -209,7 +209,7 @@ HOPPER = {
     ),
     "wrong_swizzle": (
         with_map(),
-        r"wrong swizzle[\s\S]*reads swizzled by 64 bytes what was written swizzled by 128",
+        r"wrong swizzle[\s\S]*reads with a swizzle of 64 bytes what was written with a swizzle of 128",
     ),
     "operand_reused_too_early": (with_map(), r"race: write[\s\S]*after the read by\n  wgmma"),
     "missing_proxy_fence": (only_map, "missing fence.proxy.async: read"),

@@ -11,12 +11,12 @@ namespace cukit::emulator {
 
 namespace {
 
-// An access of a thread, and what orders earlier ones before it.
+// An access of a thread to an element; finds an earlier access that it races with.
 struct ElementJudge {
   const Actor& actor;
   const Cluster& cluster;
   Access access;
-  bool same_values;  // may be written by several threads
+  bool same_values;  // several threads may write the same value
 
   bool ordered(const Past& past) const {
     if (past.cluster == cluster.number) {
@@ -29,20 +29,28 @@ struct ElementJudge {
     return past.epoch != 0 && (past.bytes & bytes) != 0 && !ordered(past);
   }
 
-  // Two atomics of different blocks, one of which is atomic within its block alone.
+  // Whether both are atomics, of different blocks, and one of them has block scope.
   bool out_of_scope(const Past& past) const {
     if (!is_atomic(access) || !is_atomic(past.mark)) return false;
     if (access != Access::BlockAtomic && past.mark != Mark::BlockAtomic) return false;
     return past.cluster != cluster.number || past.agent / cluster.threads != actor.agent / cluster.threads;
   }
 
-  // The earlier access that this one is in a race with, or null.
+  // The earlier access that this one races with, or null.
   const Past* clash(const GlobalCell& cell, std::uint8_t bytes) const {
     if (clashes(cell.write, bytes)) return &cell.write;
     for (const Past& read : cell.reads) {
       if ((conflict(access, read.mark) || out_of_scope(read)) && clashes(read, bytes)) return &read;
     }
     return nullptr;
+  }
+
+  // How to order the access after the earlier one.
+  const char* remedy(const Past& past) const {
+    if (out_of_scope(past)) return "use an atomic of device scope, without _block";
+    const bool same_block = past.cluster == cluster.number &&
+                            past.agent / cluster.threads == actor.agent / cluster.threads;
+    return same_block ? kBlockRemedy : kGridRemedy;
   }
 
   void note(GlobalCell& cell, std::uint8_t bytes) const {
@@ -87,7 +95,7 @@ void GlobalShadow::watch(const Launch& launch, const Module& module) {
   }
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return a.low < b.low; });
-  // Arrays may overlap: one region for both, in the smaller elements.
+  // Overlapping arrays share a region with the smaller granule.
   std::vector<Extent> joined;
   for (const Extent& extent : extents) {
     if (joined.empty() || extent.low >= joined.back().high) {
@@ -143,7 +151,8 @@ void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t by
       return report_race(
           actor, bytes, access, describe_global(*cluster.launch, std::max(low, address)),
           write ? Mark::Plain : earlier.mark, write,
-          name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call);
+          name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call,
+          judge.remedy(earlier));
     };
     if (!write && may_guess(actor, bytes, access, earlier.mark)) {
       const bool reads = access == Access::Read;

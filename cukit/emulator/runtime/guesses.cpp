@@ -35,7 +35,7 @@ void check_compare(const void* pointer, std::size_t bytes, Access access) {
   Cluster& cluster = *me.block->cluster;
   Guesses& guesses = cluster.run->guesses;
   if (me.guess.pointer == pointer && me.guess.epoch == me.epoch) guesses.confirm(me.guess.call);
-  // A read that was in no race may be met by others' atomics later.
+  // The atomics of other threads may come after a read that was not in a race.
   const CellPlace place = cells_of(*me.block, pointer, bytes);
   if (place.cells != nullptr) {
     place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t) {

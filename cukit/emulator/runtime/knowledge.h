@@ -1,5 +1,5 @@
-// What a thread knows of other clusters, and what it publishes: through fences and atomics, the only way
-// from one cluster to another.
+// The accesses of other clusters that a thread is ordered after, and those that it publishes. They
+// pass from one cluster to another only through fences and atomics.
 #pragma once
 
 #include <cstdint>
@@ -8,25 +8,26 @@
 
 namespace cukit::emulator {
 
-// The epochs of a cluster's agents up to which their accesses have happened.
+// For each agent of a cluster, the epoch up to which its accesses have happened.
 struct Part {
   std::uint32_t cluster;
   std::shared_ptr<const std::vector<std::uint32_t>> seen;
 };
 
-// Parts of several clusters in order of their numbers; null where nothing is known.
+// Parts of several clusters in order of their numbers; null if there are none.
 using Knowledge = std::shared_ptr<const std::vector<Part>>;
 
-// What was published at one address: to everybody, and to the threads of each block.
+// What was published at one address: to all threads, and to threads of the publisher's block or
+// cluster.
 struct Published {
   Knowledge everywhere;
   Knowledge in_block;
 };
 
-// What either knows. One of the two as it is, if it knows everything that the other does.
+// The union. Returns one of the arguments unchanged if it covers the other.
 Knowledge merged(const Knowledge& a, const Knowledge& b);
 Knowledge knowledge_of(std::uint32_t cluster, const std::uint32_t* seen, unsigned agents);
-// The epochs that are known of a cluster, or null.
+// The epochs of a cluster's agents, or null if there are none.
 const std::vector<std::uint32_t>* part_of(const Knowledge& knowledge, std::uint32_t cluster);
 
 }  // namespace cukit::emulator

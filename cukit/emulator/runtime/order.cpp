@@ -16,7 +16,7 @@ bool knows(const Fiber& me, const std::vector<std::uint32_t>& part) {
   return true;
 }
 
-// The thread knows what was published at an address.
+// Orders the thread after what was published at an address.
 void take_in(Fiber& me, const Published& there) {
   Cluster& cluster = *me.block->cluster;
   const auto mine = static_cast<std::uint32_t>(cluster.number);
@@ -43,8 +43,8 @@ void hand_out(const Fiber& me, Published& there) {
   there.in_block = merged(there.in_block, me.seen->published_in_block);
 }
 
-// Calls visit(Published&) for an address, alone. Shared memory belongs to one thread of the operating
-// system.
+// Calls visit(Published&) for an address, under a lock. Shared memory needs none: one OS thread
+// runs the whole cluster.
 template <typename Visit>
 void visit_published(Fiber& me, const void* address, const Visit& visit) {
   const auto key = reinterpret_cast<std::uintptr_t>(address);
@@ -57,7 +57,7 @@ void visit_published(Fiber& me, const void* address, const Visit& visit) {
   visit(stripe.places[key]);
 }
 
-// No thread of the launch has executed a fence.
+// Whether no thread of the launch has executed a fence yet.
 bool nothing_published(const Fiber& me) {
   return !me.block->cluster->run->any_published.load(std::memory_order_acquire);
 }
@@ -92,7 +92,7 @@ void learn(Fiber& me, const void* from) {
 }
 
 void count_poll(Fiber& me, const void* address) {
-  constexpr unsigned kSame = 32;  // reads of one address one after the other look like a spin
+  constexpr unsigned kSame = 32;  // consecutive reads of one address look like a spin loop
   constexpr unsigned kAny = 1024;
   const bool same = me.polled == address;
   me.polled = address;
@@ -143,7 +143,7 @@ std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uin
     });
   } else {
     old = compare_exchange(to, expected, value, bytes);
-    if (checked()) learn(me, to);  // somebody may have published first, just now
+    if (checked()) learn(me, to);  // another thread may just have published for the first time
   }
   if (old == expected && value != expected) ++me.block->cluster->steps;
   return old;
