@@ -1,4 +1,4 @@
-"""Tensor maps for the emulated copy engine."""
+"""Tensor maps for the emulated TMA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_AXES = 5
 def pack_tensor_map(
     view: TensorView, box: Sequence[int], swizzle_bytes: int
 ) -> np.ndarray[Any, Any]:
-    """The 128 bytes that runtime/tensor_map.cpp reads: axes innermost first, as the hardware's."""
+    """The 128 bytes that runtime/tensor_map.cpp reads; the innermost axis is first, as for TMA."""
     array, axes = view.array, len(view.shape)
     low = address_of(array)
     steps = zip(array.shape, array.strides, strict=True)

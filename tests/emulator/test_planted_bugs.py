@@ -209,7 +209,7 @@ HOPPER = {
     ),
     "wrong_swizzle": (
         with_map(),
-        r"wrong swizzle[\s\S]*reads with a swizzle of 64 bytes what was written with a swizzle of 128",
+        r"wrong swizzle[\s\S]*with a swizzle of 64 bytes what was written with a swizzle of 128",
     ),
     "operand_reused_too_early": (with_map(), r"race: write[\s\S]*after the read by\n  wgmma"),
     "missing_proxy_fence": (only_map, "missing fence.proxy.async: read"),

@@ -55,12 +55,14 @@ BUGS = {
     + r"[\s\S]*no progress: a thread polls",
     "waits_differ": r"divergent warpgroup: wgmma.wait_group 1 by one thread and 0 by the first\n  "
     r"block \(0, 0, 0\), thread \(224, 0, 0\)",
-    "descriptors_differ": r"wgmma.mma_async: all threads of a warpgroup give the same.*\n  block "
+    "descriptors_differ": r"wgmma.mma_async: all threads of a warpgroup must give.*\n  block "
     r"\(0, 0, 0\), thread \(224, 0, 0\)",
-    "misplaced_warpgroup": MISSING.format("wgmma.fence", r"0-127 .* and threads 0-95 do not reach it")
-    + r" to it\n"
+    "misplaced_warpgroup": MISSING.format(
+        "wgmma.fence", r"0-127 .* and threads 0-95 do not reach it"
+    )
+    + r"\n"
     + MISSING.format("wgmma.fence", r"128-255 .* and threads 224-255 do not reach it"),
-    "missing_proxy_fence": r"missing fence.proxy.async: read of 16[\s\S]*the ordinary write by",
+    "missing_proxy_fence": r"missing fence.proxy.async: read of 16[\s\S]*the write is by",
 }
 
 
