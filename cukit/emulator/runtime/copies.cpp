@@ -100,7 +100,7 @@ void check_initialisation(const Fiber& me, const Mbarrier& barrier, std::uint32_
   fault(format("missing fence_mbarrier_init: %s uses the mbarrier at shared address %u",
                by_engine ? "TMA" : "another block of the cluster", local_address(address)) +
         "\n  " + name_of(me) + " " + where(me.call) +
-        "\n  call fence_mbarrier_init() before the barrier that follows the initialisation by\n  " +
+        "\n  call fence_mbarrier_init() before the barrier that follows its initialisation by\n  " +
         name_of(initialiser) + " " + where(barrier.initialised_call));
 }
 
