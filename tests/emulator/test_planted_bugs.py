@@ -213,7 +213,7 @@ HOPPER = {
     ),
     "operand_reused_too_early": (with_map(), r"race: write[\s\S]*after the read by\n  wgmma"),
     "missing_proxy_fence": (only_map, "missing fence.proxy.async: read"),
-    "exit_before_the_store_has_read": (only_map, "exits before its bulk copies until its bulk copies"),
+    "exit_before_the_store_has_read": (only_map, "exits before its bulk copies have"),
     "mbarrier_never_completes": (
         with_map(), r"deadlock[\s\S]*threads 0-127 wait at the mbarrier at shared address \d+",
     ),

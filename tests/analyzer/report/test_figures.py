@@ -207,7 +207,7 @@ def test_points_above_a_measured_ceiling_are_explained() -> None:
     )
     _, words, fold = roofline_blocks(found)
     assert isinstance(words, Paragraph)
-    assert words.text.startswith("3 points stand above a measured ceiling, by 41.9% at most.")
+    assert words.text.startswith("3 points are above a measured ceiling, by 41.9% at most.")
     assert isinstance(fold, Fold)
     (table,) = fold.blocks
     assert isinstance(table, Table)
