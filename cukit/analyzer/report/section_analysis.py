@@ -191,7 +191,7 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
         rows = tuple(
             (Cell(name), Cell(why, tone="prose")) for name, why in analysis.missing.items()
         )
-        columns = (Column("not measured"), Column("reason"))
+        columns = (Column("field"), Column("reason"))
         blocks.append(Table(columns, rows, "Not measured"))
     return blocks or [Paragraph("There are no results for this kernel.")]
 
