@@ -31,7 +31,7 @@ struct Warp;
 enum class State : std::uint8_t { Ready, Waiting, Exited };
 
 // A write that is a race unless it stores the value that is already there; judged after the store.
-struct Suspect {
+struct RacingStore {
   const unsigned char* pointer;
   unsigned bytes;  // 0 if there is none
   unsigned char before[16];
@@ -39,8 +39,8 @@ struct Suspect {
 
 // Work deferred until the load or store being checked has executed.
 struct Deferred {
-  const void* learn_from = nullptr;
-  Suspect suspect{};
+  const void* acquire_address = nullptr;
+  RacingStore store{};
   std::string report;
 };
 
@@ -250,13 +250,13 @@ inline Fiber& current() { return *static_cast<Fiber*>(cukit_emulator_thread); }
 // The first statement of every function that a kernel calls: records the call site.
 #define CUKIT_ENTER(name)                                     \
   ::cukit::emulator::Fiber& name = ::cukit::emulator::current(); \
-  ::cukit::emulator::settle(name);                            \
+  ::cukit::emulator::run_deferred(name);                            \
   name.call = __builtin_return_address(0)
 
 // Does the work that the thread has deferred until after its last load or store.
-void settle_now(Fiber& me);
-inline void settle(Fiber& me) {
-  if (__builtin_expect(me.has_deferred, false)) settle_now(me);
+void run_deferred_now(Fiber& me);
+inline void run_deferred(Fiber& me) {
+  if (__builtin_expect(me.has_deferred, false)) run_deferred_now(me);
 }
 
 // Blocks the running fiber until make_ready is called for it. `what` describes the wait in a
@@ -303,7 +303,7 @@ std::string missing_threads(const Cluster& cluster);
 std::string waiting_threads(const Cluster& cluster);
 
 // Abandons the cluster's threads: execute() returns.
-[[noreturn]] void leave(Cluster& cluster);
+[[noreturn]] void abandon(Cluster& cluster);
 
 // Does the work that the late mode has deferred and threads wait for. False if there is none.
 bool finish_late_work(Cluster& cluster);
@@ -328,11 +328,11 @@ struct Archs {
 constexpr Archs kSinceAda{890, ~0u};
 constexpr Archs kSinceHopper{900, ~0u};
 constexpr Archs kOnlyHopper{900, 900};
-[[noreturn]] void lacks(const Fiber& me, Archs archs, const char* instruction);
+[[noreturn]] void missing_instruction(const Fiber& me, Archs archs, const char* instruction);
 // Ends the launch if the emulated GPU lacks the instruction.
 inline void require(const Fiber& me, Archs archs, const char* instruction) {
   const std::uint32_t arch = me.block->cluster->launch->arch;
-  if (arch < archs.first || arch > archs.last) lacks(me, archs, instruction);
+  if (arch < archs.first || arch > archs.last) missing_instruction(me, archs, instruction);
 }
 
 // The block and the pointer of a shared::cluster address. Ends the launch unless all `bytes` are

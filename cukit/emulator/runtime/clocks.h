@@ -9,18 +9,18 @@
 #include <cstdint>
 #include <vector>
 
-#include "knowledge.h"
+#include "foreign_epochs.h"
 
 namespace cukit::emulator {
 
 struct Clock {
   unsigned references;
   std::uint32_t* seen;
-  Knowledge foreign;  // of other clusters
+  ForeignEpochs foreign;  // of other clusters
   // What the last fences have made visible to readers of a later atomic write: to all of them, and,
   // after a fence of the block, to threads of the block.
-  Knowledge published;
-  Knowledge published_in_block;
+  ForeignEpochs published;
+  ForeignEpochs published_in_block;
 };
 
 class ClockPool {

@@ -121,7 +121,7 @@ Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use, bool by
 }
 
 // Completes the phase if every thread has arrived and every byte has been copied.
-void settle(Cluster& cluster, Mbarrier& barrier) {
+void complete_phase(Cluster& cluster, Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.transactions != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
@@ -159,7 +159,7 @@ void arrive_once(Fiber& me, Mbarrier& barrier, bool relaxed) {
   }
   --barrier.pending;
   barrier.arrivals.push_back(me.agent);
-  settle(*me.block->cluster, barrier);
+  complete_phase(*me.block->cluster, barrier);
 }
 
 }  // namespace
@@ -223,7 +223,7 @@ void mbarrier_wait(std::uint32_t address, unsigned parity) {
   barrier.landings.resize(kept);
 }
 
-void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
+void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
                 unsigned bytes, unsigned swizzle, Work work) {
   Mbarrier& barrier = mbarrier_at(
       me, target.rank == me.block->rank ? local_address(barrier_address)
@@ -242,7 +242,7 @@ void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigne
   Work finish = [&cluster, &barrier, bytes, work = std::move(work)] {
     work();
     barrier.transactions -= bytes;
-    settle(cluster, barrier);
+    complete_phase(cluster, barrier);
   };
   if (late(me)) {
     require_steady(me, target, to);
@@ -263,7 +263,7 @@ void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::ui
   if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
   if (checked()) check(thread_actor(me), global, bytes, Access::Read);
   unsigned char* const to = place_in(me, *me.block, shared, bytes);
-  land_later(me, *me.block, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
+  start_inbound_copy(me, *me.block, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
 }
 
 namespace {
@@ -299,7 +299,7 @@ void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "cp.async.bulk");
   const Place place = bulk_source(me, global, shared, bytes, Access::Write);
-  read_later(me, place, bytes, [from = place.pointer, global, bytes] {
+  start_outbound_copy(me, place, bytes, [from = place.pointer, global, bytes] {
     std::memcpy(global, from, bytes);
   });
 }
@@ -308,7 +308,7 @@ void bulk_add(float* global, std::uint32_t shared, unsigned bytes) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "cp.reduce.async.bulk");
   const Place place = bulk_source(me, global, shared, bytes, Access::Atomic);
-  read_later(me, place, bytes, [from = place.pointer, global, bytes] {
+  start_outbound_copy(me, place, bytes, [from = place.pointer, global, bytes] {
     for (unsigned i = 0; i < bytes / sizeof(float); ++i) {
       float value;
       std::memcpy(&value, from + i * sizeof(float), sizeof(float));
@@ -317,7 +317,7 @@ void bulk_add(float* global, std::uint32_t shared, unsigned bytes) {
   });
 }
 
-void read_later(Fiber& me, const Place& place, unsigned bytes, Work work) {
+void start_outbound_copy(Fiber& me, const Place& place, unsigned bytes, Work work) {
   const unsigned engine = kMbarrierEngines + me.index % kStoreEngines;
   std::uint32_t epoch = 0;
   if (checked()) {
@@ -346,12 +346,12 @@ void bulk_wait(unsigned pending) {
   while (done < items.size() && items[done].group + pending < me.bulk.open) {
     BulkGroups::Item& item = items[done++];
     if (item.work) item.work();
-    if (checked()) learn_of_engine(me, item.engine, item.epoch);
+    if (checked()) order_after_engine(me, item.engine, item.epoch);
   }
   items.erase(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
+void order_after_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
   Cluster& cluster = *me.block->cluster;
   const unsigned agent = cluster.first_engine() + engine;
   if (me.seen->seen[agent] >= epoch) return;
@@ -404,7 +404,7 @@ void store_async(std::uint32_t address, const void* value, std::uint32_t barrier
   const Place place = place_of(me, address, kBytes);
   std::array<unsigned char, kBytes> bytes;
   std::memcpy(bytes.data(), value, kBytes);
-  land_later(me, *place.block, barrier, place.pointer, kBytes, 0,
+  start_inbound_copy(me, *place.block, barrier, place.pointer, kBytes, 0,
              [to = place.pointer, bytes] { std::memcpy(to, bytes.data(), kBytes); });
 }
 

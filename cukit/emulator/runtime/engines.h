@@ -21,12 +21,12 @@ inline std::string name_of_engine(unsigned number) {
 
 // Starts a copy of `bytes` to `to`, in the shared memory of `target`, that completes on that
 // block's mbarrier.
-void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
+void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
                 unsigned bytes, unsigned swizzle, Work work);
 // Starts a copy out of shared memory, in the thread's open bulk group.
-void read_later(Fiber& me, const Place& place, unsigned bytes, Work work);
+void start_outbound_copy(Fiber& me, const Place& place, unsigned bytes, Work work);
 // The thread has waited for everything that the engine did up to this epoch.
-void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch);
+void order_after_engine(Fiber& me, unsigned engine, std::uint32_t epoch);
 // Ends the launch: ordinary code accesses registers of a wgmma in flight.
 [[noreturn]] void touched_in_flight(const Fiber& me, const void* pointer, std::size_t bytes,
                                     Access access);

@@ -124,7 +124,7 @@ struct Step {
 // Element i advances the generator by 2^i steps.
 const std::vector<Step>& xorwow_steps() {
   static const std::vector<Step> steps = [] {
-    constexpr unsigned kMostBits = 64 + 67;
+    constexpr unsigned kMaxBits = 64 + 67;
     Step one;
     for (unsigned i = 0; i < 160; ++i) {
       Bits160 v{};
@@ -133,7 +133,7 @@ const std::vector<Step>& xorwow_steps() {
       one.columns[i] = {v[1], v[2], v[3], v[4], (v[4] ^ (v[4] << 4)) ^ (t ^ (t << 1))};
     }
     std::vector<Step> all{one};
-    while (all.size() < kMostBits) all.push_back(all.back().twice());
+    while (all.size() < kMaxBits) all.push_back(all.back().twice());
     return all;
   }();
   return steps;

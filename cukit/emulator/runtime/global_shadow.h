@@ -16,7 +16,7 @@ struct Launch;
 struct Module;
 
 // An access to some of the bytes of a granule.
-struct Past {
+struct PastAccess {
   std::uint32_t cluster;
   std::uint32_t epoch;  // 0 if there was none
   std::uint32_t call;   // offset in the kernel's code
@@ -28,8 +28,8 @@ struct Past {
 // A granule is an element of up to four bytes. Accesses to parts of it are told apart by their
 // bytes, but only the last of each kind is recorded.
 struct GlobalCell {
-  Past write;
-  Past reads[2];
+  PastAccess write;
+  PastAccess reads[2];
 };
 
 class GlobalShadow {

@@ -98,7 +98,7 @@ std::string describe(const Fiber& me) {
 [[noreturn]] void leave_kernel() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
-  if (reason.signal == kTick && cluster.run->stopped()) leave(cluster);
+  if (reason.signal == kTick && cluster.run->stopped()) abandon(cluster);
   // In code outside the kernel's library, the best known place is the kernel's last call to the
   // emulator.
   const void* call = me.call;

@@ -19,8 +19,9 @@ std::string Guesses::remaining() const {
 }
 
 bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier) {
-  constexpr std::size_t kMost = 8;  // bytes that atomicCAS exchanges
-  if (actor.engine || bytes > kMost || actor.issuer->block->cluster->launch->cas_guesses != 0) return false;
+  constexpr std::size_t kMaxBytes = 8;  // bytes that atomicCAS exchanges
+  const bool reported = actor.issuer->block->cluster->launch->cas_guesses != 0;
+  if (actor.engine || bytes > kMaxBytes || reported) return false;
   return (access == Access::Read && is_atomic(earlier)) || (is_atomic(access) && earlier == Mark::Plain);
 }
 

@@ -20,8 +20,9 @@ namespace {
 
 // Below the frame of this function the stack is unused, and above the kernel's frames is the Fiber,
 // of which kernels may only read threadIdx and the like.
-inline __attribute__((always_inline)) void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
-                        const void* frame) {
+inline __attribute__((always_inline)) void check_stack(const Fiber& me, const void* pointer,
+                                                       std::size_t bytes, Access access,
+                                                       const void* frame) {
   const auto* const at = static_cast<const unsigned char*>(pointer);
   const bool above = access != Access::Read && at + bytes > reinterpret_cast<const unsigned char*>(&me);
   if (!above && pointer >= frame) return;
@@ -30,10 +31,11 @@ inline __attribute__((always_inline)) void check_stack(const Fiber& me, const vo
         name_of(me) + " " + where(me.call));
 }
 
-inline __attribute__((always_inline)) void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void check_plain(void* pointer, std::size_t bytes,
+                                                       Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
-  settle(me);
+  run_deferred(me);
   me.call = call;
   if (on_stack(me, pointer)) {
     check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
@@ -44,10 +46,11 @@ inline __attribute__((always_inline)) void judge(void* pointer, std::size_t byte
 }
 
 // Volatile: a load may observe what another thread publishes, and a store after a fence publishes.
-inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void check_volatile(void* pointer, std::size_t bytes,
+                                                          Access access, const void* call) {
   if (cukit_emulator_thread == nullptr) return;
   Fiber& me = current();
-  settle(me);
+  run_deferred(me);
   me.call = call;
   if (on_stack(me, pointer)) {
     check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
@@ -55,7 +58,7 @@ inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::si
   } else if (access == Access::Read) {
     count_poll(me, pointer);
     check(thread_actor(me), pointer, bytes, Access::StrongRead);
-    learn_later(me, pointer);
+    acquire_later(me, pointer);
   } else {
     // The first store to shared memory initialises it, whatever its kind.
     const bool strong = publishes(me) && !uninitialised(*me.block, pointer);
@@ -77,41 +80,41 @@ inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::si
 
 // For accesses that the compiler takes to be aligned to their size. It places local variables as it
 // likes.
-inline __attribute__((always_inline)) void judge_aligned(void* pointer, std::size_t bytes, Access access,
-                                                         const void* call) {
+inline __attribute__((always_inline)) void check_aligned(void* pointer, std::size_t bytes,
+                                                         Access access, const void* call) {
   if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false) &&
       cukit_emulator_thread != nullptr && !on_stack(current(), pointer)) {
     misaligned(pointer, bytes, access, call);
   }
-  judge(pointer, bytes, access, call);
+  check_plain(pointer, bytes, access, call);
 }
 
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes, judged)                               \
-  extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
-    judged(pointer, bytes, Access::Read, __builtin_return_address(0));      \
-  }                                                                         \
-  extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
-    judged(pointer, bytes, Access::Write, __builtin_return_address(0));     \
+#define CUKIT_INSTRUMENT(name, bytes, checker)                           \
+  extern "C" void __tsan_##name##read##bytes(void* pointer) {            \
+    checker(pointer, bytes, Access::Read, __builtin_return_address(0));  \
+  }                                                                      \
+  extern "C" void __tsan_##name##write##bytes(void* pointer) {           \
+    checker(pointer, bytes, Access::Write, __builtin_return_address(0)); \
   }
-CUKIT_INSTRUMENT(, 1, judge)
-CUKIT_INSTRUMENT(, 2, judge_aligned)
-CUKIT_INSTRUMENT(, 4, judge_aligned)
-CUKIT_INSTRUMENT(, 8, judge_aligned)
-CUKIT_INSTRUMENT(, 16, judge_aligned)
-CUKIT_INSTRUMENT(unaligned_, 2, judge)
-CUKIT_INSTRUMENT(unaligned_, 4, judge)
-CUKIT_INSTRUMENT(unaligned_, 8, judge)
-CUKIT_INSTRUMENT(unaligned_, 16, judge)
+CUKIT_INSTRUMENT(, 1, check_plain)
+CUKIT_INSTRUMENT(, 2, check_aligned)
+CUKIT_INSTRUMENT(, 4, check_aligned)
+CUKIT_INSTRUMENT(, 8, check_aligned)
+CUKIT_INSTRUMENT(, 16, check_aligned)
+CUKIT_INSTRUMENT(unaligned_, 2, check_plain)
+CUKIT_INSTRUMENT(unaligned_, 4, check_plain)
+CUKIT_INSTRUMENT(unaligned_, 8, check_plain)
+CUKIT_INSTRUMENT(unaligned_, 16, check_plain)
 #undef CUKIT_INSTRUMENT
 
 #define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \
   extern "C" void __tsan_volatile_read##bytes(void* pointer) {                  \
-    judge_volatile(pointer, bytes, Access::Read, __builtin_return_address(0));  \
+    check_volatile(pointer, bytes, Access::Read, __builtin_return_address(0));  \
   }                                                                             \
   extern "C" void __tsan_volatile_write##bytes(void* pointer) {                 \
-    judge_volatile(pointer, bytes, Access::Write, __builtin_return_address(0)); \
+    check_volatile(pointer, bytes, Access::Write, __builtin_return_address(0)); \
   }
 CUKIT_INSTRUMENT_VOLATILE(1)
 CUKIT_INSTRUMENT_VOLATILE(2)
@@ -121,28 +124,28 @@ CUKIT_INSTRUMENT_VOLATILE(16)
 #undef CUKIT_INSTRUMENT_VOLATILE
 
 extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
-  judge(pointer, bytes, Access::Read, __builtin_return_address(0));
+  check_plain(pointer, bytes, Access::Read, __builtin_return_address(0));
 }
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
-  judge(pointer, bytes, Access::Write, __builtin_return_address(0));
+  check_plain(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
 // Calls that the kernel makes (builder.py has the linker rename them) and, under the thread
 // sanitizer's names, those that clang makes to copy structures.
 extern "C" void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
-  judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  check_plain(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
+  check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
 extern "C" void* __wrap_memmove(void* to, const void* from, std::size_t bytes) {
-  judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  check_plain(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
+  check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
 extern "C" void* __wrap_memset(void* to, int value, std::size_t bytes) {
   // On the stack, the compiler may have added it to fill a variable without an initialiser: not an
   // access.
   if (cukit_emulator_thread == nullptr || !on_stack(current(), to)) {
-    judge(to, bytes, Access::Write, __builtin_return_address(0));
+    check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   }
   return std::memset(to, value, bytes);
 }

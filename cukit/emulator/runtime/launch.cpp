@@ -144,7 +144,7 @@ void Cluster::prepare(std::uint64_t number) {
     while (std::gcd(step, run->clusters) != 1) step += 2;
     number = (number * step + launch->seed) % run->clusters;
   }
-  if (register_events > Registers::kMostEvents) {
+  if (register_events > Registers::kMaxEvents) {
     register_events = 0;
     for (const auto& stack : stacks) fiber_of(*stack).registers.clear();
   }
@@ -280,7 +280,7 @@ bool Run::start_worker() {
 void fault(const std::string& text) {
   Cluster& cluster = *current().block->cluster;
   cluster.run->record(text);
-  leave(cluster);
+  abandon(cluster);
 }
 
 std::string where(const void* call) {
@@ -318,7 +318,7 @@ void not_emulated(const char* instruction) {
   fault(std::string("not emulated: ") + instruction + "\n  " + name_of(me) + " " + where(me.call));
 }
 
-void lacks(const Fiber& me, Archs archs, const char* instruction) {
+void missing_instruction(const Fiber& me, Archs archs, const char* instruction) {
   const std::uint32_t arch = me.block->cluster->launch->arch;
   fault(format("missing instruction: sm_%u has no %s, which %s sm_%u%s\n  ", arch / 10, instruction,
                archs.last == archs.first ? "exists only on" : "exists from",

@@ -9,13 +9,13 @@
 namespace cukit::emulator {
 
 constexpr unsigned kRows = 16;
-constexpr unsigned kMostColumns = 256;
-constexpr unsigned kMostDepth = 32;
+constexpr unsigned kMaxColumns = 256;
+constexpr unsigned kMaxDepth = 32;
 
 // a[row][k] and b[k][column], as floats.
 struct Operands {
-  float a[kRows][kMostDepth];
-  float b[kMostDepth][kMostColumns];
+  float a[kRows][kMaxDepth];
+  float b[kMaxDepth][kMaxColumns];
 };
 
 // Unpacks the four (or fewer) registers of operand A that a lane holds: register r has elements of

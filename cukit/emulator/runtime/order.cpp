@@ -9,7 +9,7 @@ namespace cukit::emulator {
 
 namespace {
 
-bool knows(const Fiber& me, const std::vector<std::uint32_t>& part) {
+bool covers(const Fiber& me, const std::vector<std::uint32_t>& part) {
   for (std::size_t i = 0; i < part.size(); ++i) {
     if (part[i] > me.seen->seen[i] && i != me.agent) return false;
   }
@@ -17,14 +17,14 @@ bool knows(const Fiber& me, const std::vector<std::uint32_t>& part) {
 }
 
 // Orders the thread after what was published at an address.
-void take_in(Fiber& me, const Published& there) {
+void acquire_from_published(Fiber& me, const Published& there) {
   Cluster& cluster = *me.block->cluster;
   const auto mine = static_cast<std::uint32_t>(cluster.number);
-  const auto* const own = part_of(there.everywhere, mine);
-  const auto* const own_in_block = part_of(there.in_block, mine);
-  Knowledge foreign = merged(me.seen->foreign, there.everywhere);
-  if (foreign == me.seen->foreign && (own == nullptr || knows(me, *own)) &&
-      (own_in_block == nullptr || knows(me, *own_in_block))) {
+  const auto* const own = epochs_of(there.everywhere, mine);
+  const auto* const own_in_block = epochs_of(there.in_block, mine);
+  ForeignEpochs foreign = merged(me.seen->foreign, there.everywhere);
+  if (foreign == me.seen->foreign && (own == nullptr || covers(me, *own)) &&
+      (own_in_block == nullptr || covers(me, *own_in_block))) {
     return;
   }
   Clock* clock = cluster.clocks.copy(me.seen);
@@ -38,7 +38,7 @@ void take_in(Fiber& me, const Published& there) {
   me.seen = clock;
 }
 
-void hand_out(const Fiber& me, Published& there) {
+void add_to_published(const Fiber& me, Published& there) {
   there.everywhere = merged(there.everywhere, me.seen->published);
   there.in_block = merged(there.in_block, me.seen->published_in_block);
 }
@@ -71,8 +71,9 @@ void fence(FenceScope scope) {
   Cluster& cluster = *me.block->cluster;
   Clock* clock = cluster.clocks.copy(me.seen);
   clock->seen[me.agent] = me.epoch;
-  const Knowledge own = knowledge_of(static_cast<std::uint32_t>(cluster.number), clock->seen,
-                                     cluster.first_engine() + kEngines);
+  const ForeignEpochs own =
+      foreign_epochs_of(static_cast<std::uint32_t>(cluster.number), clock->seen,
+                        cluster.first_engine() + kEngines);
   clock->published_in_block = own;
   if (scope == FenceScope::Device) clock->published = merged(clock->foreign, own);
   cluster.clocks.release(me.seen);
@@ -83,12 +84,12 @@ void fence(FenceScope scope) {
 
 void publish(Fiber& me, const void* to) {
   if (!publishes(me)) return;
-  visit_published(me, to, [&](Published& there) { hand_out(me, there); });
+  visit_published(me, to, [&](Published& there) { add_to_published(me, there); });
 }
 
-void learn(Fiber& me, const void* from) {
+void acquire_published(Fiber& me, const void* from) {
   if (nothing_published(me)) return;
-  visit_published(me, from, [&](const Published& there) { take_in(me, there); });
+  visit_published(me, from, [&](const Published& there) { acquire_from_published(me, there); });
 }
 
 void count_poll(Fiber& me, const void* address) {
@@ -138,12 +139,12 @@ std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uin
   if (checked() && !nothing_published(me)) {
     visit_published(me, to, [&](Published& there) {
       old = compare_exchange(to, expected, value, bytes);
-      take_in(me, there);
-      if (old == expected) hand_out(me, there);
+      acquire_from_published(me, there);
+      if (old == expected) add_to_published(me, there);
     });
   } else {
     old = compare_exchange(to, expected, value, bytes);
-    if (checked()) learn(me, to);  // another thread may just have published for the first time
+    if (checked()) acquire_published(me, to);  // a first publication may have come in between
   }
   if (old == expected && value != expected) ++me.block->cluster->steps;
   return old;
@@ -152,7 +153,7 @@ std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uin
 std::uint64_t atomic_load(const void* from, std::size_t bytes) {
   CUKIT_ENTER(me);
   const std::uint64_t value = load(from, bytes);
-  if (checked()) learn(me, from);
+  if (checked()) acquire_published(me, from);
   return value;
 }
 

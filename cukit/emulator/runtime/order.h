@@ -18,13 +18,13 @@ namespace cukit::emulator {
 inline bool publishes(const Fiber& me) {
   return me.seen->published_in_block != nullptr;
 }
-// publish: before the value is written. learn: after the value has been read.
+// publish: to be called before the value is written; acquire_published: after it has been read.
 void publish(Fiber& me, const void* to);
-void learn(Fiber& me, const void* from);
+void acquire_published(Fiber& me, const void* from);
 
-// Defers learn() to the thread's next access or call: the load from the address has yet to execute.
-inline void learn_later(Fiber& me, const void* from) {
-  me.deferred.learn_from = from;
+// Defers acquire_published() to the thread's next access or call: the load has yet to execute.
+inline void acquire_later(Fiber& me, const void* from) {
+  me.deferred.acquire_address = from;
   me.has_deferred = true;
 }
 

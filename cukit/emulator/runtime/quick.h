@@ -12,7 +12,7 @@
 namespace cukit::emulator {
 
 // The state of the accessing thread.
-struct QuickJudge {
+struct QuickCheck {
   const std::uint32_t* seen;
   std::uint32_t base_epoch, epoch, call;
   std::uint16_t agent;
@@ -78,13 +78,14 @@ inline __attribute__((always_inline)) bool quick(Fiber& me, const void* pointer,
     if (byte >= limit) return quick_global(me, at, bytes, write);
   }
   if ((byte | bytes) % Cells::kWord != 0 || byte + bytes > limit) return false;
-  const QuickJudge judge{me.seen->seen, block.base_epoch, me.epoch,
+  const QuickCheck quick_check{me.seen->seen, block.base_epoch, me.epoch,
                          static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(me.call) -
                                                     block.code_base),
                          static_cast<std::uint16_t>(me.agent)};
   for (std::size_t i = 0; i < bytes; i += Cells::kWord) {
     Cells::Word& word = cells->word(byte + i);
-    if (word.split != 0 || !(write ? judge.write(word.cell, dynamic) : judge.read(word.cell))) return false;
+    if (word.split != 0) return false;
+    if (!(write ? quick_check.write(word.cell, dynamic) : quick_check.read(word.cell))) return false;
   }
   if (write) ++block.cluster->steps;
   return true;

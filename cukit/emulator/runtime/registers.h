@@ -19,7 +19,7 @@ class Registers {
  public:
   static constexpr std::uint32_t kProduct = 1u << 31;
   static constexpr std::uint32_t kAccumulator = 1;
-  static constexpr std::uint32_t kMostEvents = 1u << 29;
+  static constexpr std::uint32_t kMaxEvents = 1u << 29;
 
   Registers() = default;
   ~Registers() { std::free(words_); }

@@ -80,7 +80,7 @@ Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
 
 }  // namespace
 
-void leave(Cluster& cluster) {
+void abandon(Cluster& cluster) {
   void* abandoned;
   cukit_emulator_switch(&abandoned, cluster.main_stack);
   __builtin_unreachable();
@@ -90,7 +90,7 @@ namespace {
 
 void switch_from(Fiber& from, Fiber& to) {
   Cluster& cluster = *from.block->cluster;
-  if (cluster.run->stopped()) leave(cluster);
+  if (cluster.run->stopped()) abandon(cluster);
   to.state = State::Ready;
   if (&from == &to) return;
   install(to);
@@ -221,7 +221,7 @@ void complete_without(Block& block, Warp& warp) {
 }
 
 [[noreturn]] void exit_fiber(Fiber& me) {
-  settle(me);
+  run_deferred(me);
   Cluster& cluster = *me.block->cluster;
   if (!me.bulk.items.empty()) {
     fault("a thread exits before its bulk copies have read shared memory: call bulk_wait "
@@ -237,7 +237,7 @@ void complete_without(Block& block, Warp& warp) {
   --me.block->live;
   complete_without(*me.block, *me.warp);
   if (me.block->live > 0) open_block_barriers(*me.block);
-  if (--cluster.live == 0) leave(cluster);
+  if (--cluster.live == 0) abandon(cluster);
   // The exit counts as an arrival, so the thread's own arrival is taken back.
   if (me.cluster_arrived && me.cluster_generation == cluster.generation) --cluster.arrived;
   if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);

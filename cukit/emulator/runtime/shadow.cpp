@@ -37,7 +37,7 @@ std::string tail(const Actor& actor) {
   return "\n  " + name_of(*actor.issuer) + " " + where(actor.call);
 }
 
-struct Judge {
+struct SharedCheck {
   const Actor& actor;
   Block& block;
   const unsigned char* pointer;
@@ -49,9 +49,9 @@ struct Judge {
   const CellPlace place;
 
   // Whether the race is judged only once the value has been written (same_value_writes).
-  bool suspected(const std::string& report) const {
+  bool judged_later(const std::string& report) const {
     return block.cluster->launch->same_value_writes != 0 &&
-           suspect(actor, pointer, bytes, access, report);
+           defer_judgement(actor, pointer, bytes, access, report);
   }
 
   bool ordered(unsigned agent, std::uint32_t epoch) const {
@@ -63,7 +63,7 @@ struct Judge {
   // Nothing orders the access after the cell's last write.
   __attribute__((cold, noinline)) void after_write(const Cell& cell, std::size_t i) const {
     const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
-    if (!suspected(report)) fault(report);
+    if (!judged_later(report)) fault(report);
   }
 
   // Nothing orders the access after a read or an atomic.
@@ -94,7 +94,7 @@ struct Judge {
     return kBlockRemedy;
   }
 
-  [[noreturn]] __attribute__((cold, noinline)) void early(std::size_t i, const char* what,
+  [[noreturn]] __attribute__((cold, noinline)) void fault_at(std::size_t i, const char* what,
                                                           const char* remedy) const {
     fault(head(actor, what, bytes, access) + " at " + describe_shared(block, pointer + i) +
           tail(actor) + remedy);
@@ -117,7 +117,7 @@ struct Judge {
           tail(actor));
   }
 
-  void one(Cell& cell, std::size_t i) const {
+  void check_cell(Cell& cell, std::size_t i) const {
     const bool written = cell.write_epoch > base_epoch;
     if (cell.pending && written) {
       fault(head(actor, "asynchronous copy not waited for", bytes, access) + " at " +
@@ -127,7 +127,7 @@ struct Judge {
     }
     if (!written && is_static()) check_variable(i);
     if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
-      early(i, "uninitialised shared memory",
+      fault_at(i, "uninitialised shared memory",
             "\n  no thread has written it yet: a store is missing, or a barrier after the store");
     }
     if (!ordered(cell.writer, cell.write_epoch)) after_write(cell, i);
@@ -316,10 +316,10 @@ std::string report_race(const Actor& actor, std::size_t bytes, Access access, co
          where_offset(*actor.issuer->block, call) + "\n  fix: " + remedy;
 }
 
-bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+bool defer_judgement(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report) {
   Fiber& me = current();
-  Suspect& it = me.deferred.suspect;
+  RacingStore& it = me.deferred.store;
   if (actor.engine || access != Access::Write || bytes > sizeof it.before) return false;
   it.pointer = static_cast<const unsigned char*>(pointer);
   it.bytes = static_cast<unsigned>(bytes);
@@ -329,13 +329,13 @@ bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access 
   return true;
 }
 
-void settle_now(Fiber& me) {
+void run_deferred_now(Fiber& me) {
   me.has_deferred = false;
-  if (me.deferred.learn_from != nullptr) {
-    learn(me, me.deferred.learn_from);
-    me.deferred.learn_from = nullptr;
+  if (me.deferred.acquire_address != nullptr) {
+    acquire_published(me, me.deferred.acquire_address);
+    me.deferred.acquire_address = nullptr;
   }
-  Suspect& it = me.deferred.suspect;
+  RacingStore& it = me.deferred.store;
   if (it.bytes == 0) return;
   const bool same = std::memcmp(it.pointer, it.before, it.bytes) == 0;
   it.bytes = 0;
@@ -418,7 +418,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
           tail(actor));
   }
   if (access == Access::Write) ++block.cluster->steps;
-  const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
+  const SharedCheck shared{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
                     actor.issuer->seen->seen, block.cluster->base_epoch, swizzle, place};
   // Equal cells change equally, and neighbouring cells mostly are equal.
   Cell before, after;
@@ -429,7 +429,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
       return;
     }
     before = cell;
-    judge.one(cell, at - place.byte);
+    shared.check_cell(cell, at - place.byte);
     after = cell;
     any = true;
   });

@@ -196,7 +196,7 @@ constexpr const char* kGridRemedy =
     "order the blocks by __threadfence() and an atomic, or launch a second kernel";
 // Defers the judgement until the value has been written, if the access is a store of up to 16
 // bytes. False if it is not.
-bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+bool defer_judgement(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report);
 // Whether the bytes are in one allocation made by malloc or new in kernels.
 bool in_heap(std::uintptr_t address, std::size_t bytes);

@@ -15,7 +15,7 @@ namespace cukit::emulator {
 
 namespace {
 
-constexpr unsigned kMostAxes = 5;
+constexpr unsigned kMaxAxes = 5;
 constexpr std::uint64_t kMagic = 0x63756B6974746D61ull;
 
 // The layout packed by cukit/emulator/tensor_map.py; axes run from the innermost outwards.
@@ -23,9 +23,9 @@ struct __attribute__((packed)) TensorMap {
   std::uint64_t magic;
   std::uint64_t address;
   std::uint64_t low, high;  // of the array that the map was made from
-  std::uint32_t extent[kMostAxes];
-  std::int64_t stride[kMostAxes];  // bytes
-  std::uint16_t box[kMostAxes];
+  std::uint32_t extent[kMaxAxes];
+  std::int64_t stride[kMaxAxes];  // bytes
+  std::uint16_t box[kMaxAxes];
   std::uint8_t axes;
   std::uint8_t itemsize;
   std::uint8_t swizzle_chunks;  // width of the swizzle in 16-byte chunks: 0 (none), 2, 4 or 8
@@ -210,13 +210,14 @@ void tensor_load(std::uint32_t shared, const void* map_pointer, const int* posit
   check_target(me, map, local);
   if (checked()) check_box(me, map, position);
   struct Position {
-    int at[kMostAxes];
+    int at[kMaxAxes];
   } copied{};
   std::copy_n(position, axes, copied.at);
   look_for_races(me, map, position, Access::Read);
   for_targets(me, blocks, [&](Block& target) {
     unsigned char* const to = place_in(me, target, shared, bytes);
-    land_later(me, target, barrier, to, bytes, std::max<unsigned>(1, map.swizzle_chunks), [=] {
+    const unsigned swizzle = std::max<unsigned>(1, map.swizzle_chunks);
+    start_inbound_copy(me, target, barrier, to, bytes, swizzle, [=] {
       for_rows(map, copied.at, [&](unsigned at, const unsigned char* row, unsigned first,
                                    unsigned count) {
         const unsigned low = first * map.itemsize;
@@ -247,11 +248,11 @@ void tensor_store(const void* map_pointer, std::uint32_t shared, const int* posi
   if (checked()) check_box(me, map, position);
   const Place place = place_of(me, shared, bytes);
   struct Position {
-    int at[kMostAxes];
+    int at[kMaxAxes];
   } copied{};
   std::copy_n(position, axes, copied.at);
   look_for_races(me, map, position, add ? Access::Atomic : Access::Write);
-  read_later(me, place, bytes, [=, from = place.pointer] {
+  start_outbound_copy(me, place, bytes, [=, from = place.pointer] {
     std::unique_lock<std::mutex> lock(reduction_mutex, std::defer_lock);
     if (add) lock.lock();
     for_rows(map, copied.at, [&](unsigned at, unsigned char* row, unsigned first, unsigned count) {

@@ -132,7 +132,7 @@ struct GroupProduct {
 
 // In the late mode accumulators are NaN until they are waited for; their values are kept in
 // `hidden`.
-Work put_off(WarpGroup& group, const GroupProduct& product) {
+Work defer(WarpGroup& group, const GroupProduct& product) {
   const unsigned count = product.product.n / 2;
   WarpGroup::Hidden& hidden = group.hidden[product.d[0]];
   if (hidden.products > 0 && hidden.values.size() != kThreads * static_cast<std::size_t>(count)) {
@@ -291,7 +291,7 @@ void complete_multiply(Block& block, unsigned number) {
     }
   }
   if (block.cluster->launch->late) {
-    record.work = put_off(group, mine);
+    record.work = defer(group, mine);
   } else {
     mine.run(mine.d);
     if (!checked()) return;
@@ -329,7 +329,7 @@ void complete_wait(Block& block, unsigned number) {
     for (unsigned i = 0; i < kThreads; ++i) {
       const unsigned warp = i / kLanes;
       fibers[i]->registers.land(last.number);
-      learn_of_engine(*fibers[i], product_engine(number * WarpGroup::kWarps + warp),
+      order_after_engine(*fibers[i], product_engine(number * WarpGroup::kWarps + warp),
                       last.epochs[warp]);
     }
   }

@@ -9,25 +9,25 @@
 namespace cukit::emulator {
 
 // For each agent of a cluster, the epoch up to which its accesses have happened.
-struct Part {
+struct ClusterEpochs {
   std::uint32_t cluster;
   std::shared_ptr<const std::vector<std::uint32_t>> seen;
 };
 
 // Parts of several clusters in order of their numbers; null if there are none.
-using Knowledge = std::shared_ptr<const std::vector<Part>>;
+using ForeignEpochs = std::shared_ptr<const std::vector<ClusterEpochs>>;
 
 // What was published at one address: to all threads, and to threads of the publisher's block or
 // cluster.
 struct Published {
-  Knowledge everywhere;
-  Knowledge in_block;
+  ForeignEpochs everywhere;
+  ForeignEpochs in_block;
 };
 
 // The union. Returns one of the arguments unchanged if it covers the other.
-Knowledge merged(const Knowledge& a, const Knowledge& b);
-Knowledge knowledge_of(std::uint32_t cluster, const std::uint32_t* seen, unsigned agents);
+ForeignEpochs merged(const ForeignEpochs& a, const ForeignEpochs& b);
+ForeignEpochs foreign_epochs_of(std::uint32_t cluster, const std::uint32_t* seen, unsigned agents);
 // The epochs of a cluster's agents, or null if there are none.
-const std::vector<std::uint32_t>* part_of(const Knowledge& knowledge, std::uint32_t cluster);
+const std::vector<std::uint32_t>* epochs_of(const ForeignEpochs& epochs, std::uint32_t cluster);
 
 }  // namespace cukit::emulator
