@@ -78,14 +78,16 @@ inline __attribute__((always_inline)) bool quick(Fiber& me, const void* pointer,
     if (byte >= limit) return quick_global(me, at, bytes, write);
   }
   if ((byte | bytes) % Cells::kWord != 0 || byte + bytes > limit) return false;
+  const auto call = reinterpret_cast<std::uintptr_t>(me.call) - block.code_base;
   const QuickCheck quick_check{me.seen->seen, block.base_epoch, me.epoch,
-                         static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(me.call) -
-                                                    block.code_base),
-                         static_cast<std::uint16_t>(me.agent)};
+                               static_cast<std::uint32_t>(call),
+                               static_cast<std::uint16_t>(me.agent)};
   for (std::size_t i = 0; i < bytes; i += Cells::kWord) {
     Cells::Word& word = cells->word(byte + i);
     if (word.split != 0) return false;
-    if (!(write ? quick_check.write(word.cell, dynamic) : quick_check.read(word.cell))) return false;
+    const bool correct =
+        write ? quick_check.write(word.cell, dynamic) : quick_check.read(word.cell);
+    if (!correct) return false;
   }
   if (write) ++block.cluster->steps;
   return true;
