@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelAnalyzer", "KernelBenchmark"]
 
-_HOMES = {"KernelAnalyzer": "kernel_analyzer", "KernelBenchmark": "benchmark"}
+_MODULES = {"KernelAnalyzer": "kernel_analyzer", "KernelBenchmark": "benchmark"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: most commands need only one small module of this package.
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from cukit.core.files import read_text
 from cukit.errors import DataError
 
-_MOST_DIGITS = 19
+_MAX_DIGITS = 19
 """Digits of an integer that fits in 64 bits."""
 
 
@@ -32,7 +32,7 @@ def read_json(path: Path) -> Any:
 
 
 def _integer(text: str) -> int:
-    if len(text.lstrip("-")) > _MOST_DIGITS:
+    if len(text.lstrip("-")) > _MAX_DIGITS:
         _refuse(text)
     return int(text)
 

@@ -134,7 +134,7 @@ class GraphTimer:
     name = "graph replay"
     TARGET_US = 2000.0
     """Intended length of one replay."""
-    MOST_CALLS = 200
+    MAX_CALLS = 200
 
     def __init__(self) -> None:
         self._cupy = require_cupy("timing on a GPU")
@@ -165,7 +165,7 @@ class GraphTimer:
         """
         once = self._capture(call, 1)
         once_us = min(self._replay_us(once, 1) for _ in range(2))
-        calls = max(1, min(self.MOST_CALLS, int(self.TARGET_US / max(once_us, 0.1))))
+        calls = max(1, min(self.MAX_CALLS, int(self.TARGET_US / max(once_us, 0.1))))
         return self._capture(call, calls), calls
 
     def _capture(self, call: Call, calls: int) -> Any:

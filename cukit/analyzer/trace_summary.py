@@ -18,7 +18,7 @@ KIND = "traced kernel"
 MAX_LAUNCHES = 50_000
 """More launches would make files of many megabytes that viewers cannot draw."""
 
-NOT_HERE = "a traced kernel runs only as often as the script launches it"
+NOT_IN_TRACES = "a traced kernel runs only as often as the script launches it"
 
 
 def analyses_of(
@@ -67,7 +67,7 @@ def _analysis(
 ) -> KernelAnalysis:
     durations = [record.duration_us for record in records]
     times = summarize(durations, timer="cupti", cache="as the script left it")
-    missing = dict.fromkeys(("cold", "energy", "conditions", "roofline"), NOT_HERE)
+    missing = dict.fromkeys(("cold", "energy", "conditions", "roofline"), NOT_IN_TRACES)
     moved = None
     if counters is None:
         missing["counters"] = (

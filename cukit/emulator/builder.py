@@ -44,7 +44,7 @@ from cukit.emulator.toolchain import (
 
 _GAP_BYTES = 256
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
-_MOST_RUNTIME_UNITS = 4
+_MAX_RUNTIME_UNITS = 4
 _FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
 _HOST_LIBRARY = "#define CUKIT_EMULATOR_HOST_LIBRARY\n"
 _HOST_HEADER = re.compile(r"^\s*#\s*include\s*<(\w+|cupy/.*)>", re.MULTILINE)
@@ -151,7 +151,7 @@ def _say(what: str) -> None:
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
     _say("compiling the emulator itself, once; this takes about ten seconds on two cores")
     flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
-    units = runtime_units(min(len(os.sched_getaffinity(0)), _MOST_RUNTIME_UNITS))
+    units = runtime_units(min(len(os.sched_getaffinity(0)), _MAX_RUNTIME_UNITS))
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{i}.o") for i in range(len(units))]
 

@@ -15,7 +15,7 @@ from cukit.emulator.program import Program, Source, as_argument, only_kernel, pa
 from cukit.emulator.settings import settings_from
 from cukit.errors import ConfigError, LaunchError
 
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 
 
 def check_kernel(
@@ -65,8 +65,8 @@ def check_kernel(
     chosen = settings_from(**settings)
     program_source = source_of(source, options, include, defines or {})
     blocks, threads = extents("grid", grid), extents("block", block)
-    if math.prod(threads) > _MOST_THREADS:
-        raise ConfigError(f"block: at most {_MOST_THREADS} threads, got {math.prod(threads)}")
+    if math.prod(threads) > _MAX_THREADS:
+        raise ConfigError(f"block: at most {_MAX_THREADS} threads, got {math.prod(threads)}")
     check_integer("check_kernel", "shared_bytes", shared_bytes, least=0, most=232448)
     if entry is None:
         entry = only_kernel(scan(program_source), program_source.name)

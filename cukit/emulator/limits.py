@@ -6,7 +6,7 @@ import math
 
 from cukit.core.device import Device
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 _BLOCK_EXTENTS = (1024, 1024, 64)
 _GRID_EXTENTS = (2**31 - 1, 65535, 65535)
 _CLUSTER_BLOCKS = 8  # the portable cluster size
@@ -28,13 +28,13 @@ def refusal(
     `__shared__` variables.
     """
     threads = math.prod(block)
-    bound = most_threads or MOST_THREADS
+    bound = most_threads or MAX_THREADS
     for what, extents, most in (("block", block, _BLOCK_EXTENTS), ("grid", grid, _GRID_EXTENTS)):
         for extent, limit, axis in zip(extents, most, "xyz", strict=False):
             if not 1 <= extent <= limit:
                 return f"{what} {extents}: {extent} along {axis}, allowed are 1 to {limit}"
-    if threads > MOST_THREADS:
-        return f"block {block} has {threads} threads, the limit is {MOST_THREADS}"
+    if threads > MAX_THREADS:
+        return f"block {block} has {threads} threads, the limit is {MAX_THREADS}"
     if threads > bound:
         return f"block {block} has {threads} threads, the kernel's __launch_bounds__ allow {bound}"
     blocks = math.prod(cluster)

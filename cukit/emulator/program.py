@@ -38,8 +38,8 @@ _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(["<])([^">\n]+)[">]', re.M
 _STANDARDS = ("c++11", "c++14", "c++17", "c++20")
 _STAND_IN_FOLDER = Path("common") / "emulator" / "cuda"
 
-MOST_BLOCKS_AT_ONCE = 255
-MOST_THREADS_AT_ONCE = 32768
+MAX_BLOCKS_AT_ONCE = 255
+MAX_THREADS_AT_ONCE = 32768
 """Limits for grids whose blocks wait for each other (`grid.sync()`)."""
 
 
@@ -139,8 +139,8 @@ class Program:
         blocks, threads = math.prod(grid), math.prod(grid) * math.prod(shape)
         together = (
             self._cooperative
-            and 1 < blocks <= MOST_BLOCKS_AT_ONCE
-            and threads <= MOST_THREADS_AT_ONCE
+            and 1 < blocks <= MAX_BLOCKS_AT_ONCE
+            and threads <= MAX_THREADS_AT_ONCE
         )
         if together:
             cluster = (*grid, 1, 1)[:3]

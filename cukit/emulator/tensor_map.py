@@ -12,7 +12,7 @@ from cukit.core.arrays import address_of
 from cukit.core.tensor_map import TensorView
 
 _MAGIC = 0x63756B6974746D61
-_MOST_AXES = 5
+_MAX_AXES = 5
 
 
 def pack_tensor_map(
@@ -23,9 +23,9 @@ def pack_tensor_map(
     low = address_of(array)
     steps = zip(array.shape, array.strides, strict=True)
     high = low + sum((extent - 1) * stride for extent, stride in steps) + array.itemsize
-    extents = [*reversed(view.shape)] + [1] * (_MOST_AXES - axes)
-    strides = [*reversed(view.strides)] + [0] * (_MOST_AXES - axes)
-    boxes = [*reversed(tuple(box))] + [1] * (_MOST_AXES - axes)
+    extents = [*reversed(view.shape)] + [1] * (_MAX_AXES - axes)
+    strides = [*reversed(view.strides)] + [0] * (_MAX_AXES - axes)
+    boxes = [*reversed(tuple(box))] + [1] * (_MAX_AXES - axes)
     kind = {"f": 1, "V": 2}.get(array.dtype.kind, 0)
     packed = struct.pack(
         "<QQQQ5I5q5H3BBBx",

@@ -10,7 +10,7 @@ from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Tabl
 from cukit.analyzer.report.lines import Curve, line_chart
 from cukit.analyzer.schema import AccessPoint, AnalysisReport, TracedLaunch
 
-MOST_KERNELS = 24
+MAX_KERNELS = 24
 """More bars add nothing to the table below them."""
 
 LONGEST_NAME = 48
@@ -33,7 +33,7 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
         busy, span = _busy_us(report.timeline)
         tiles.append(Tile(numbers.percent(busy / span), "of the time, a kernel was running"))
     groups = []
-    for name, (total, samples) in list(totals.items())[:MOST_KERNELS]:
+    for name, (total, samples) in list(totals.items())[:MAX_KERNELS]:
         note = f"{numbers.microseconds(total)}, {total / whole:.1%}"
         calls = f"{samples:,} {'launch' if samples == 1 else 'launches'}"
         groups.append(Group(shortened(name), calls, (Bar(0, total, note, f"{name}: {note}"),)))
@@ -41,9 +41,7 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
     figure = Figure(
         title,
         lambda width: bar_chart(groups, title=title, unit="µs", width=width),
-        ""
-        if len(totals) <= MOST_KERNELS
-        else f"The first {MOST_KERNELS} of {len(totals)} kernels.",
+        "" if len(totals) <= MAX_KERNELS else f"The first {MAX_KERNELS} of {len(totals)} kernels.",
     )
     return [Tiles(tuple(tiles)), figure]
 

@@ -82,7 +82,7 @@ WIDTHS = (8, 16, 32, 64, 128)
 GLOBAL = ("load", "store", "async copy")
 """Operations of `AccessWidth` on global memory."""
 
-MOST_SPILLING = 10
+MAX_SPILLING = 10
 
 
 @dataclass(frozen=True)
@@ -302,14 +302,14 @@ def _spill_figure(variants: Sequence[Variant]) -> Figure:
                 worst[name] = variant
     ranked = sorted(worst.items(), key=lambda item: -item[1].record["spill_bytes"])
     groups = []
-    for name, variant in ranked[:MOST_SPILLING]:
+    for name, variant in ranked[:MAX_SPILLING]:
         spilled = variant.record["spill_bytes"]
         note = numbers.num_bytes(spilled)
         about = f"{name}, {variant.record['arch']} {variant.defines}: {note}"
         bar = Bar(0, spilled, note, about)
         groups.append(Group(name, f"{counts[name]} spill", (bar,)))
     title = "Bytes spilled per thread, worst variant"
-    more = len(ranked) - MOST_SPILLING
+    more = len(ranked) - MAX_SPILLING
     return Figure(
         title,
         lambda width: bar_chart(groups, title=title, unit="bytes per thread", width=width),

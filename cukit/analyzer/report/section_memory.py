@@ -39,7 +39,7 @@ ACTIONS = {"free_requested": "free"}
 LARGEST_PAGE = 2 << 20
 """The page size of GPUs: for snapshots that do not give one, whose segments are multiples of it."""
 
-MOST_CALL_SITES = 20
+MAX_CALL_SITES = 20
 
 
 def memory_section(content: Mapping[str, Any]) -> Section:
@@ -127,7 +127,7 @@ def _call_sites(ranges: Sequence[Range]) -> Table | None:
             held[block.call_site[0]] = size + block.size, count + 1
     if not held:
         return None
-    largest = sorted(held.items(), key=lambda item: -item[1][0])[:MOST_CALL_SITES]
+    largest = sorted(held.items(), key=lambda item: -item[1][0])[:MAX_CALL_SITES]
     rows = tuple(
         (
             Cell(f"{frame.filename}:{frame.line} {frame.name}", tone="code"),

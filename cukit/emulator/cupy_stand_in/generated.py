@@ -22,9 +22,9 @@ from cukit.emulator.cupy_stand_in.raw import compiled_by
 from cukit.emulator.program import Program, Source
 from cukit.emulator.settings import Settings
 
-_MOST_AXES = 16
+_MAX_AXES = 16
 _THREADS = 128
-_MOST_BLOCKS = 1024
+_MAX_BLOCKS = 1024
 _C_TYPES = {
     "bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
     "uint16": "unsigned short", "int32": "int", "uint32": "unsigned", "int64": "long long",
@@ -39,7 +39,7 @@ struct CArray {{
   T* data_;
   long long size_;
   long long ndim_;
-  long long shape_[{_MOST_AXES}], strides_[{_MOST_AXES}];
+  long long shape_[{_MAX_AXES}], strides_[{_MAX_AXES}];
   __device__ ptrdiff_t size() const {{ return size_; }}
   __device__ const long long* shape() const {{ return shape_; }}
   __device__ const long long* strides() const {{ return strides_; }}
@@ -232,7 +232,7 @@ class ElementwiseKernel(_Generated):
         ]
         count = math.prod(shape)
         if count:
-            blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
+            blocks = min(-(-count // _THREADS), _MAX_BLOCKS)
             self._launch(self._code(types), [*spread, *outs], blocks, [count])
         if self.no_return:
             return None
@@ -322,7 +322,7 @@ class ReductionKernel(_Generated):
         results, count = math.prod(out_shape), math.prod(shape)
         if results:
             flat = [np.asarray(each).reshape(out_shape) for each in outs]
-            blocks = min(results, _MOST_BLOCKS)
+            blocks = min(results, _MAX_BLOCKS)
             self._launch(
                 self._code(types), [*spread, *flat], blocks, [results, count // results, count]
             )
@@ -418,11 +418,11 @@ def _c_type(dtype: np.dtype[Any]) -> str:
 
 def _array_argument(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A CArray: address, size, number of axes, shape, and strides in bytes."""
-    if array.ndim > _MOST_AXES:
-        raise ValueError(f"at most {_MOST_AXES} axes, got {array.ndim}")
+    if array.ndim > _MAX_AXES:
+        raise ValueError(f"at most {_MAX_AXES} axes, got {array.ndim}")
     numbers = [array.ctypes.data, array.size, array.ndim]
     for extents in (array.shape, array.strides):
-        numbers += itertools.islice(itertools.chain(extents, itertools.repeat(0)), _MOST_AXES)
+        numbers += itertools.islice(itertools.chain(extents, itertools.repeat(0)), _MAX_AXES)
     packed = np.array(numbers, np.int64)
     return packed.view(np.dtype((np.void, packed.nbytes)))
 

@@ -16,7 +16,7 @@ from cukit.emulator.settings import Settings
 from cukit.errors import LaunchError
 
 _SHARED_WITHOUT_OPTING_IN = 48 * 1024
-_MOST_SHARED = 227 * 1024
+_MAX_SHARED = 227 * 1024
 
 
 class RawModule:
@@ -141,11 +141,11 @@ class RawKernel:
         """Runs the kernel to its end. Raises EmulatorError at a mistake in it."""
         program = self._module.program(self.name)
         blocks, threads = _extents("grid", grid), _extents("block", block)
-        limit = min(self.max_dynamic_shared_size_bytes, _MOST_SHARED)
+        limit = min(self.max_dynamic_shared_size_bytes, _MAX_SHARED)
         if shared_mem > limit:
             raise LaunchError(
                 f"{self.name}: {shared_mem} bytes of dynamic shared memory, the limit is {limit}: "
-                f"raise max_dynamic_shared_size_bytes (up to {_MOST_SHARED})"
+                f"raise max_dynamic_shared_size_bytes (up to {_MAX_SHARED})"
             )
         kernel = program.kernel(self.name, threads, shared_mem, blocks)
         sizes = kernel.parameter_bytes
