@@ -32,7 +32,7 @@ void acquire_from(Fiber& fiber, const Clock* from) {
 
 namespace {
 
-// Every fiber is ordered after all of them: they share one clock from now on.
+// Orders each fiber of a group after all others: they share one clock from now on.
 template <typename ForEach>
 void join(Cluster& cluster, const ForEach& for_each, Clock* joined) {
   const Clock* last = nullptr;

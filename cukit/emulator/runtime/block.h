@@ -85,7 +85,7 @@ struct Fiber : Thread {
   Clock* fenced = nullptr;         // `seen` at its last proxy fence
   std::uint32_t epoch = 0;
   std::uint32_t fence_epoch = 0;   // its own accesses up to here are visible to the async proxy
-  std::uint32_t mbarrier_fence_epoch = 0;  // mbarriers it initialised up to here: to the cluster
+  std::uint32_t mbarrier_fence_epoch = 0;  // its mbarriers up to here are visible to the cluster
   Registers registers;
 
   CopyGroups copies;               // cp.async

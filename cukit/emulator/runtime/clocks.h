@@ -2,8 +2,8 @@
 // that agent's accesses.
 //
 // Agents are the threads of a cluster and its engines, which copy and multiply asynchronously.
-// Agent i is at epoch e_i; an access by agent i in epoch e happened before one by agent j iff e <=
-// seen_j[i]. Threads that met at a barrier share one array, which is never changed afterwards.
+// Agent i is at epoch e_i; an access by agent i in epoch e happened before one by agent j iff
+// e <= seen_j[i]. Threads that met at a barrier share one array, which is never changed afterwards.
 #pragma once
 
 #include <cstdint>

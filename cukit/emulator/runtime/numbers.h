@@ -18,8 +18,8 @@ inline float as_float(std::uint32_t bits) {
   return value;
 }
 
-// A small float of `exponent_bits` and `mantissa_bits`, without its sign. Subnormals are computed from
-// integers, since the CPU is set to flush its own.
+// A small float of `exponent_bits` and `mantissa_bits`, without its sign. Subnormals are computed
+// from integers, since the CPU is set to flush its own.
 inline float small_float(unsigned bits, int exponent_bits, int mantissa_bits) {
   const unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
   const unsigned exponent = bits >> mantissa_bits;

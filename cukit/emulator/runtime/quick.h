@@ -20,7 +20,7 @@ struct QuickCheck {
   bool ordered(unsigned earlier, std::uint32_t at) const {
     return at <= base_epoch || earlier == agent || at <= seen[earlier];
   }
-  // Only ordinary reads, and a write that is ordered before, came before.
+  // Whether the cell has only ordinary reads, and a write that is ordered before this access.
   bool plain(const Cell& cell) const {
     return (static_cast<unsigned>(cell.mark[0]) | static_cast<unsigned>(cell.mark[1]) | cell.pending) == 0 &&
            ordered(cell.writer, cell.write_epoch);

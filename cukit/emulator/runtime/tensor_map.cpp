@@ -56,7 +56,7 @@ unsigned box_bytes(const TensorMap& map) {
 }
 
 void check_target(const Fiber& me, const TensorMap& map, std::uint32_t shared) {
-  // With every swizzle: the pattern is a function of the address, not of the box's first byte.
+  // The same for every swizzle, since the pattern is a function of the address alone.
   const std::uint32_t alignment = 128;
   if (shared % alignment != 0) {
     fault(format("misaligned: cp.async.bulk.tensor needs a shared address that is a multiple of %u "
