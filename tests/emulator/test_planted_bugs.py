@@ -108,7 +108,7 @@ PLAIN = {
     "mismatched_barrier": Bug(
         64,
         0,
-        r"mismatched barrier: (32|64) threads are expected here, (64|32) by",
+        r"mismatched barrier: (32|64) threads are expected here, and (64|32) by",
         X[:64][::-1],
     ),
     "divergent_barrier": Bug(
