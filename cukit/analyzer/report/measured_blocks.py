@@ -31,7 +31,7 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
     ]
     if len(report.timeline) == launches:
         busy, span = _busy_us(report.timeline)
-        tiles.append(Tile(numbers.percent(busy / span), "of the time, a kernel was running"))
+        tiles.append(Tile(numbers.percent(busy / span), "of the time a kernel was running"))
     groups = []
     for name, (total, samples) in list(totals.items())[:MAX_KERNELS]:
         note = f"{numbers.microseconds(total)}, {total / whole:.1%}"
