@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
-from cukit.core import backend
 from cukit.errors import ConfigError, MissingDependencyError, UnsupportedDeviceError
 
 KIB = 1024
@@ -117,13 +117,33 @@ def gpu_available() -> bool:
     return module is not None and bool(module.cuda.is_available())
 
 
-def current_device() -> Device:
-    """Facts of CuPy's current device, or of the active backend's.
+class DeviceSource(Protocol):
+    """Replaces the GPU of this machine as the device that plans are made for."""
 
-    Raises UnsupportedDeviceError where there is no GPU.
+    @property
+    def device(self) -> Device:
+        """The device to plan for."""
+
+
+_source: DeviceSource | None = None
+
+
+def set_device_source(source: DeviceSource | None) -> None:
+    """Makes `current_device` return `source.device`; None restores CuPy's current device.
+
+    Called by :func:`cukit.core.backend.activate` only.
     """
-    if backend.active is not None:
-        return backend.active.device
+    global _source
+    _source = source
+
+
+def current_device() -> Device:
+    """Properties of CuPy's current device, or of the active backend's device.
+
+    Raises UnsupportedDeviceError if there is no GPU.
+    """
+    if _source is not None:
+        return _source.device
     if not gpu_available():
         raise UnsupportedDeviceError("no CUDA device found; `cukit doctor` says what is missing")
     cupy = require_cupy("a GPU")

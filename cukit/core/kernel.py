@@ -112,7 +112,8 @@ def _bytes_of(spec: KernelSpec, index: int, argument: Argument) -> int:
 def load_kernel(spec: KernelSpec) -> Kernel:
     """The kernel for the current device: from memory, from disk, or compiled on first use."""
     if backend.active is not None:
-        return backend.active.load_kernel(spec)
+        kernel: Kernel = backend.active.load_kernel(spec)
+        return kernel
     device_id = int(require_cupy("launching kernels").cuda.runtime.getDevice())
     return _load_on(spec, device_id)
 

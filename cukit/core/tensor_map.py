@@ -26,16 +26,6 @@ _DESCRIPTOR = np.dtype((np.void, 128))
 Box = tuple[int, ...]
 
 
-class TensorView(NamedTuple):
-    """What a map describes: elements at `address` + position * strides, in bytes, which belong to
-    `array`."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    array: Array
-
-
 class TensorMapCache:
     """Tensor maps of arrays of one description, by address.
 
@@ -123,7 +113,7 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
     shape, steps = layout.shape, layout.steps
     given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
-        view = TensorView(address, shape, steps, array)
+        view = backend.TensorView(address, shape, steps, array)
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
     room: Any = _Room()
     begin = ctypes.addressof(room)

@@ -25,8 +25,8 @@ from cukit.errors import ConfigError
 from cukit.reference import sampling as reference
 from cukit.reference.sampling import Sample
 from cukit.registry import register
-from cukit.sampling.options import RequestOptions
-from cukit.sampling.plan import (
+from cukit.sampling._options import RequestOptions
+from cukit.sampling._plan import (
     MOST_BEST,
     MOST_LISTED,
     MOST_TOKENS,

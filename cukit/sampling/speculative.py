@@ -23,8 +23,8 @@ from cukit.core.parameters import parameter_structs
 from cukit.reference import sampling as reference
 from cukit.reference.sampling import Verified
 from cukit.registry import register
-from cukit.sampling.options import RequestOptions
-from cukit.sampling.plan import SampleConfig, plan_sample
+from cukit.sampling._options import RequestOptions
+from cukit.sampling._plan import SampleConfig, plan_sample
 from cukit.sampling.sample import check_limits, check_vocabulary, pack_options
 
 _COLLECT = parameter_structs("sampling/parameters.cuh")["CollectParameters"]

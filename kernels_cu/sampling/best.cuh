@@ -16,7 +16,7 @@
 
 namespace cukit {
 
-constexpr int kMostBest = 128;  // tokens; as cukit/sampling/plan.py has it
+constexpr int kMostBest = 128;  // tokens; as cukit/sampling/_plan.py has it
 constexpr int kStreamed = 2 * kBins * sizeof(unsigned) / sizeof(uint64);  // entries of the list: the bins' memory
 static_assert(ATOM * VEC <= 32, "a bit for each logit of a lane");
 static_assert(kMostBest * CLUSTER <= kMost, "block 0's list has a place for every block's");

@@ -31,7 +31,7 @@ struct Workspace {
   unsigned limit;           // best.cuh
 };
 constexpr int kWorkspaceBytes = 26 * 1024;
-static_assert(sizeof(Workspace) <= kWorkspaceBytes, "as cukit/sampling/plan.py has it");
+static_assert(sizeof(Workspace) <= kWorkspaceBytes, "as cukit/sampling/_plan.py has it");
 
 // The last token that is kept.
 struct Cut {
