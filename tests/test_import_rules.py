@@ -121,7 +121,7 @@ def module_imports(path: Path) -> set[Path]:
 
 
 def test_modules_do_not_import_one_another_in_cycles() -> None:
-    """Once modules that import no remaining one are taken away, again and again, none is left."""
+    """Removing modules without remaining imports, repeatedly, empties the graph."""
     left = {
         path: module_imports(path)
         for path in MODULES
