@@ -32,7 +32,7 @@ _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 
 
 def end_on_interrupt_while_starting() -> None:
-    """In the `cukit` command, makes Ctrl-C end the process at once until `interruptible` is entered."""
+    """In the `cukit` command, makes Ctrl-C exit at once until `interruptible` is entered."""
     if _is_the_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

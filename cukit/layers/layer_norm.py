@@ -1,4 +1,4 @@
-"""Layer normalisation with the residual addition fused in."""
+"""Layer normalisation with a fused residual addition."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def layer_norm(
 ) -> Array | tuple[Array, Array]:
     """Layer normalisation: `y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias`.
 
-    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype
-    of `x`, is what is normalised and is returned beside `y`.
+    `s` is `x`, or with `residual` the sum `x + residual` rounded to the dtype of `x`, which is also
+    returned.
 
     Args:
         x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
@@ -58,14 +58,15 @@ def layer_norm(
         bias: dtype of `x`, [hidden].
         eps: added to the variance.
         residual: dtype and shape of `x`.
-        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+        out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
-            for float32 or rows that are not 16-byte aligned).
+        ArrayError: invalid dtype, shape, layout or device of an argument; more than 65536 columns
+            (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ConfigError: `eps` is negative or not a number.
 
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
     Paper: Ba, Kiros and Hinton, arXiv:1607.06450.
@@ -106,15 +107,15 @@ def layer_norm_backward(
 
     Args:
         grad_out: gradient of `y`; dtype and shape of `x`.
-        x: what was normalised: `x` of the forward, or its second result where a residual was added.
+        x: the normalised input `s`: `x` of the forward, or its second result with `residual`.
         weight: [hidden], dtype of `x`.
         eps: as in the forward.
-        has_bias: whether the gradient of a bias is wanted.
-        grad_residual: gradient that arrives at the residual stream from elsewhere; added to
-            `grad_x`, so that the sum flows on to both `x` and `residual` of the forward.
+        has_bias: compute `grad_bias`.
+        grad_residual: gradient of the forward's second result, dtype and shape of `x`; added to
+            `grad_x`, which is then the gradient of both `x` and `residual`.
 
     Returns:
-        `(grad_x, grad_weight, grad_bias)`, dtype of `x`; `grad_bias` is None without `has_bias`.
+        `(grad_x, grad_weight, grad_bias)`, dtype of `x`; `grad_bias` is None unless `has_bias`.
 
     Raises:
         ArrayError: as :func:`layer_norm`.
@@ -150,10 +151,10 @@ def plan_layer_norm(
     *,
     split: RowSplit | None = None,
 ) -> NormConfig:
-    """A block for every pass. Small blocks: two reductions wait less for four warps than for
-    sixteen.
+    """The launch configuration of the forward: one pass per block.
 
-    split: to try another one.
+    Blocks are smaller than those of rms_norm, because two reductions synchronise the block. split:
+    for tuning.
     """
     split = split or split_row("layer_norm", cols, itemsize, vec, 4, short_rows_per_thread=2)
     loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
@@ -174,9 +175,10 @@ def plan_layer_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> NormConfig:
-    """A quarter of the threads of the GPU, or half of them: their sums take registers.
+    """The launch configuration of the backward.
 
-    split, feed: to try others.
+    Grids of a fixed size fill a quarter to a half of the GPU's thread slots, because the column
+    sums take registers. split, feed: for tuning.
     """
     sums = 2 if bias else 1
     split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with the residual addition fused in."""
+"""Root-mean-square normalisation with a fused residual addition."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def rms_norm(
 ) -> Array | tuple[Array, Array]:
     """Root-mean-square normalisation: `y = s / sqrt(mean(s^2) + eps) * weight`.
 
-    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype
-    of `x`, is what is normalised and is returned beside `y`.
+    `s` is `x`, or with `residual` the sum `x + residual` rounded to the dtype of `x`, which is also
+    returned.
 
     Args:
         x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
         weight: dtype of `x`, [hidden].
         eps: added to the mean square.
         residual: dtype and shape of `x`.
-        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+        out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
-            for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
-        ConfigError: `eps` is negative or no number.
+        ArrayError: invalid dtype, shape, layout or device of an argument; more than 65536 columns
+            (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ConfigError: `eps` is negative or not a number.
 
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
     Paper: Zhang and Sennrich, arXiv:1910.07467.
@@ -104,11 +104,11 @@ def rms_norm_backward(
 
     Args:
         grad_out: gradient of `y`; dtype and shape of `x`.
-        x: what was normalised: `x` of the forward, or its second result where a residual was added.
+        x: the normalised input `s`: `x` of the forward, or its second result with `residual`.
         weight: [hidden], dtype of `x`.
         eps: as in the forward.
-        grad_residual: gradient that arrives at the residual stream from elsewhere; added to
-            `grad_x`, so that the sum flows on to both `x` and `residual` of the forward.
+        grad_residual: gradient of the forward's second result, dtype and shape of `x`; added to
+            `grad_x`, which is then the gradient of both `x` and `residual`.
 
     Returns:
         `(grad_x, grad_weight)`, dtypes of `x` and `weight`.
@@ -143,9 +143,9 @@ def plan_rms_norm(
     *,
     split: RowSplit | None = None,
 ) -> NormConfig:
-    """A block for every pass: enough blocks in flight hide latency, and none waits for another.
+    """The launch configuration of the forward: one pass per block.
 
-    split: to try another one.
+    split: for tuning.
     """
     split = split or split_row("rms_norm", cols, itemsize, vec)
     loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
@@ -165,9 +165,10 @@ def plan_rms_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> NormConfig:
-    """A quarter of the threads of the GPU, or half of them: their sums take registers.
+    """The launch configuration of the backward.
 
-    split, feed: to try others.
+    Grids of a fixed size fill a quarter to a half of the GPU's thread slots, because the column
+    sums take registers. split, feed: for tuning.
     """
     sums = 1
     split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)

@@ -214,7 +214,7 @@ def test_slices_that_split_a_group_are_refused():
     for index in (slice(2, 6), slice(None, None, 2), slice(0, 8, 4)):
         with pytest.raises(ArrayShapeError, match="a slice across groups of 4"):
             array[index]
-    with pytest.raises(ArrayError, match="index must be an int or a slice of the first axis, got tuple"):
+    with pytest.raises(ArrayError, match="must be an int or a slice of the first axis, got tuple"):
         array[1, 2]
 
 
