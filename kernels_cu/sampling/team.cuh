@@ -1,8 +1,8 @@
-// The blocks that work on one row: a cluster, or a single block.
+// Reductions over the blocks of a row: a cluster, or a single block.
 //
-// Results are pushed into the others' shared memory. Slots alternate: a block that writes the slots of an
-// exchange has passed the barrier of the one before, so that everyone has read those of the one before
-// that.
+// Blocks push their values into the shared memory of the others. Slots are double-buffered: a block that
+// writes the slots of an exchange has passed the barrier of the previous one, so all blocks have read the
+// slots of the one before that.
 //
 // Macros: THREADS; CLUSTER 1|2|4|8 (above 1: sm_90).
 #pragma once
@@ -52,7 +52,7 @@ class Team {
 
   struct Sum {
     uint64 total;   // over the row
-    uint64 before;  // over the warps before this one, those of the blocks before included
+    uint64 before;  // over the warps before this one, in earlier blocks too
     unsigned count;
   };
 
@@ -61,7 +61,7 @@ class Team {
     bool failed;
   };
 
-  // Others may write here from now on: what they write to has to be initialised before.
+  // After this, other blocks may write to this block's shared memory, which must be initialised before.
   CUKIT_DEVICE Team(Shared& shared) : shared_(shared) {
     rank_ = CLUSTER > 1 ? cluster_rank() : 0;
     if constexpr (CLUSTER > 1) {
@@ -71,7 +71,7 @@ class Team {
     }
   }
 
-  // Once, before anything else that concerns other blocks.
+  // Must be called once, before any access to other blocks.
   CUKIT_DEVICE void wait_for_start() const {
     if constexpr (CLUSTER > 1) cluster_wait();
   }
@@ -79,7 +79,7 @@ class Team {
   CUKIT_DEVICE int rank() const { return rank_; }
   CUKIT_DEVICE bool leads() const { return rank_ == 0; }
 
-  // A barrier over the threads of the row.
+  // Barrier over all threads of the row.
   CUKIT_DEVICE void sync() const {
     if constexpr (CLUSTER > 1) {
       cluster_arrive();
@@ -89,7 +89,7 @@ class Team {
     }
   }
 
-  // Sums over the row of a 64-bit value and a count, for every thread.
+  // Sums a 64-bit value and a count over the row; all threads get the result.
   CUKIT_DEVICE Sum sum(uint64 value, unsigned count = 0) {
     turn_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -123,10 +123,10 @@ class Team {
     return sum;
   }
 
-  // The least over the row, for every thread.
+  // Minimum over the row; all threads get the result.
   CUKIT_DEVICE unsigned least(unsigned value) { return gather(value, 0, false).least; }
 
-  // The least over the row's threads, the sum over its blocks of `count`, and whether any block failed.
+  // Minimum of `value` over the threads, sum of `count` over the blocks, and whether any block failed.
   CUKIT_DEVICE Gathered gather(unsigned value, unsigned count, bool failed) {
     turn_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -151,7 +151,7 @@ class Team {
     return all;
   }
 
-  // Every thread gets the message of one thread of block 0, the one where `speaks`.
+  // Broadcasts the message of the one thread of block 0 with `speaks` to all threads.
   CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool speaks) {
     turn_ ^= 1;
     if (speaks) {
@@ -163,7 +163,7 @@ class Team {
     for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[turn_][0][w];
   }
 
-  // atomicAdd on the place that a counter has in block 0.
+  // atomicAdd on block 0's copy of `counter`.
   CUKIT_DEVICE unsigned add_to_leader(unsigned* counter, unsigned value) const {
     if constexpr (CLUSTER > 1) {
       return fetch_add_remote(counter, 0, value);
