@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
   const int lane = threadIdx.x % LANES;
   const int row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
   const int column = p.first + (blockIdx.y * LANES + lane) * VEC;
-  const bool works = row < p.num_rows && column < p.dim;
+  const bool active = row < p.num_rows && column < p.dim;
   const int begin = row < p.num_rows ? offsets[row] : 0;
   const int degree = row < p.num_rows ? offsets[row + 1] - begin : 0;
   int longest = degree;  // largest degree among this warp's rows
@@ -70,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
       for (int j = 0; j < kAhead; ++j) {
         const int from_row = __shfl_sync(cukit::kFullMask, own_column, batch + j, LANES);
         weights[j] = __shfl_sync(cukit::kFullMask, own_value, batch + j, LANES);
-        if (works && base + batch + j < degree) {
+        if (active && base + batch + j < degree) {
           cukit::load(gathered[j], from + static_cast<long long>(from_row) * p.dim);
         }
       }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        if (works && base + batch + j < degree) {
+        if (active && base + batch + j < degree) {
           float part[VEC];
           cukit::to_floats(part, gathered[j]);
 #pragma unroll
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
       }
     }
   }
-  if (works) {
+  if (active) {
     const long long place = static_cast<long long>(row) * p.dim + column;
     float result[VEC];
 #pragma unroll

@@ -254,7 +254,7 @@ class Selection {
       }
     }
     team_.sync();
-    bool speaks = false;
+    bool sends = false;
     unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
     if (team_.leads()) {
       uint64 own[kPer], sum = 0;
@@ -273,8 +273,8 @@ class Selection {
       uint64 total;
       uint64 before = block_scan(sum, total, space_.scans);
       if (by == By::Weight && part >= 0.0f) target = part_of(total, part);
-      speaks = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
-      if (speaks && total >= target) {
+      sends = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
+      if (sends && total >= target) {
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
           if (before < target && target <= before + own[j]) {
@@ -286,14 +286,14 @@ class Selection {
         }
       }
     }
-    team_.broadcast(message, speaks);
+    team_.broadcast(message, sends);
     return {message[0], static_cast<uint64>(message[2]) << 32 | message[1]};
   }
 
   // The token among the first `count` of the list, sorted, at which the prefix sum reaches `target`.
   template <By by>
   CUKIT_DEVICE Cut last_of(int count, uint64 target) {
-    bool speaks = false;
+    bool sends = false;
     unsigned message[kMessage] = {};
     if (team_.leads()) {
       sort_list(space_.list, count);
@@ -314,14 +314,14 @@ class Selection {
       for (int j = 0; j < kPer; ++j) {
         if (before < target && target <= before + own[j]) {
           const uint64 rank = space_.list[threadIdx.x * kPer + j];
-          speaks = true;
+          sends = true;
           message[0] = static_cast<unsigned>(rank >> 32);
           message[1] = static_cast<unsigned>(rank);
         }
         before += own[j];
       }
     }
-    team_.broadcast(message, speaks);
+    team_.broadcast(message, sends);
     return {logit_of(message[0]), static_cast<int>(message[1])};
   }
 

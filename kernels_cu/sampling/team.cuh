@@ -91,20 +91,20 @@ class Team {
 
   // Sums a 64-bit value and a count over the row; all threads get the result.
   CUKIT_DEVICE Sum sum(uint64 value, unsigned count = 0) {
-    turn_ ^= 1;
+    buffer_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const uint64 of_warp = warp_sum(value);
     const unsigned count_of_warp = __reduce_add_sync(kFullMask, count);
     if (lane == 0) {
-      shared_.warps[turn_][warp] = of_warp;
-      shared_.counts[turn_][warp] = count_of_warp;
+      shared_.warps[buffer_][warp] = of_warp;
+      shared_.counts[buffer_][warp] = count_of_warp;
     }
     __syncthreads();
-    const uint64 other = lane < kWarps ? shared_.warps[turn_][lane] : 0;
+    const uint64 other = lane < kWarps ? shared_.warps[buffer_][lane] : 0;
     Sum sum;
     sum.total = warp_sum(other);
     sum.before = warp_sum(lane < warp ? other : 0);
-    sum.count = __reduce_add_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : 0u);
+    sum.count = __reduce_add_sync(kFullMask, lane < kWarps ? shared_.counts[buffer_][lane] : 0u);
     if constexpr (CLUSTER > 1) {
       const unsigned message[kMessage] = {static_cast<unsigned>(sum.total),
                                           static_cast<unsigned>(sum.total >> 32), sum.count, 0};
@@ -113,7 +113,7 @@ class Team {
       sum.total = sum.count = 0;
 #pragma unroll
       for (int i = 0; i < CLUSTER; ++i) {
-        const unsigned* slot = shared_.slots[turn_][i];
+        const unsigned* slot = shared_.slots[buffer_][i];
         const uint64 part = static_cast<uint64>(slot[1]) << 32 | slot[0];
         sum.total += part;
         if (i < rank_) sum.before += part;
@@ -128,12 +128,12 @@ class Team {
 
   // Minimum of `value` over the threads, sum of `count` over the blocks, and whether any block failed.
   CUKIT_DEVICE Gathered gather(unsigned value, unsigned count, bool failed) {
-    turn_ ^= 1;
+    buffer_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     value = __reduce_min_sync(kFullMask, value);
-    if (lane == 0) shared_.counts[turn_][warp] = value;
+    if (lane == 0) shared_.counts[buffer_][warp] = value;
     __syncthreads();
-    value = __reduce_min_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : ~0u);
+    value = __reduce_min_sync(kFullMask, lane < kWarps ? shared_.counts[buffer_][lane] : ~0u);
     Gathered all{value, count, failed};
     if constexpr (CLUSTER > 1) {
       const unsigned message[kMessage] = {value, count, failed, 0};
@@ -142,7 +142,7 @@ class Team {
       all.count = 0;
 #pragma unroll
       for (int i = 0; i < CLUSTER; ++i) {
-        const unsigned* slot = shared_.slots[turn_][i];
+        const unsigned* slot = shared_.slots[buffer_][i];
         all.least = min(all.least, slot[0]);
         all.count += slot[1];
         all.failed = all.failed || slot[2] != 0;
@@ -151,16 +151,16 @@ class Team {
     return all;
   }
 
-  // Broadcasts the message of the one thread of block 0 with `speaks` to all threads.
-  CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool speaks) {
-    turn_ ^= 1;
-    if (speaks) {
+  // Broadcasts the message of the one thread of block 0 with `sends` to all threads.
+  CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool sends) {
+    buffer_ ^= 1;
+    if (sends) {
 #pragma unroll
       for (int i = 0; i < CLUSTER; ++i) push(message, i, 0);
     }
     sync();
 #pragma unroll
-    for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[turn_][0][w];
+    for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[buffer_][0][w];
   }
 
   // atomicAdd on block 0's copy of `counter`.
@@ -186,7 +186,7 @@ class Team {
   CUKIT_DEVICE void push(const unsigned (&message)[kMessage], int to, int slot) {
 #pragma unroll
     for (int w = 0; w < kMessage; ++w) {
-      unsigned* place = &shared_.slots[turn_][slot][w];
+      unsigned* place = &shared_.slots[buffer_][slot][w];
       if constexpr (CLUSTER > 1) {
         store_remote(reinterpret_cast<float*>(place), to, __uint_as_float(message[w]));
       } else {
@@ -197,7 +197,7 @@ class Team {
 
   Shared& shared_;
   int rank_;
-  int turn_ = 0;
+  int buffer_ = 0;
 };
 
 }  // namespace cukit

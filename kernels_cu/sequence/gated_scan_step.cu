@@ -48,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
   const int row = thread / width;
   for (int first = 0; first < vecs; first += width) {
     const int vec = first + thread % width;
-    const bool works = row < rows && vec < vecs;
+    const bool active = row < rows && vec < vecs;
     float sum[VEC] = {};
-    if (works) {
+    if (active) {
       float own[VEC];
 #pragma unroll
       for (int j = 0; j < VEC; ++j) own[j] = cukit::to_float(value[vec * VEC + j]);
