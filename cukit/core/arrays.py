@@ -106,7 +106,7 @@ _DLPACK_CUDA = 2
 
 
 def foreign_namespace(array: Any) -> Any:
-    """The array-API namespace of a CPU array of another library, which results are converted to.
+    """The array-API namespace to which results are converted, for CPU arrays of other libraries.
 
     None for NumPy and CuPy arrays, for arrays on a CUDA device (whose results are CuPy arrays), and
     for objects without an array-API namespace.

@@ -1,4 +1,4 @@
-"""Second stage of gradients summed over rows: reduces the partial sums that blocks have written."""
+"""Second stage of gradients summed over rows: reduces the partial sums of the thread blocks."""
 
 from __future__ import annotations
 

@@ -173,5 +173,5 @@ def _explained() -> Iterator[None]:
         yield
     except OSError as error:
         raise CacheError(
-            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
+            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a writable folder"
         ) from error

@@ -1,7 +1,7 @@
 """Reads and writes user files: one clear error on failure, atomic writes.
 
 A file is written under a temporary name in the same folder, flushed to disk and renamed, so that
-readers, and the disk after a power loss, have either the old or the new file. Named arrays are
+readers see either the old or the new file, also after a power loss. Named arrays are
 safetensors files with a description and a checksum in the header.
 """
 

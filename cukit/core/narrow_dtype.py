@@ -33,7 +33,7 @@ class NarrowDtype:
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """int8 for int8, else uint8."""
+        """dtype of the storage: int8 for int8 codes, else uint8."""
         return _INT8 if self.integer and self.bits == 8 else _UINT8
 
     def storage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

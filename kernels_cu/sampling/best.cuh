@@ -23,7 +23,7 @@ static_assert(kMostBest * CLUSTER <= kMost, "block 0's list holds the lists of a
 
 class Best {
  public:
-  // parts: shared memory for rounds() * THREADS elements.
+  // parts: shared memory for rounds_ * THREADS elements.
   CUKIT_DEVICE Best(Team& team, const Row& row, Workspace& space, Part* parts)
       : team_(team), row_(row), space_(space), parts_(parts) {
     const int atoms = (row.columns() + kAtomTokens - 1) / kAtomTokens;

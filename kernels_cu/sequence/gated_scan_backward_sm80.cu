@@ -77,7 +77,7 @@ CUKIT_DEVICE void pair_at(float (&to)[2], const unsigned char* tile, int row, in
 
 // Stores a warp's accumulators: MT x 16 rows from `first_row` on, NT x 8 columns from `first_column` on.
 template <int MT, int NT>
-CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&sums)[MT][NT][4], int first_row,
+CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&acc)[MT][NT][4], int first_row,
                              int rows, int first_column, int columns) {
   static_assert(NT % 4 == 0, "a quad stores 32 columns of a row");
   const int lane = threadIdx.x % kWarpSize;
@@ -91,7 +91,7 @@ CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&sums)[MT][NT
         unsigned chunk[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          const float* pair = &sums[m][4 * four + n][2 * half];
+          const float* pair = &acc[m][4 * four + n][2 * half];
           chunk[n] = cukit::pack<T>(pair[0], pair[1]);
         }
         cukit::transpose_quad(chunk);
@@ -106,7 +106,7 @@ CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&sums)[MT][NT
 
 // Scales rows of accumulators by factor(row); `first_row` is the first row of the warp.
 template <int MT, int NT, typename Factor>
-CUKIT_DEVICE void scale_rows(float (&sums)[MT][NT][4], int first_row, const Factor& factor) {
+CUKIT_DEVICE void scale_rows(float (&acc)[MT][NT][4], int first_row, const Factor& factor) {
 #pragma unroll
   for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -114,15 +114,15 @@ CUKIT_DEVICE void scale_rows(float (&sums)[MT][NT][4], int first_row, const Fact
       const float by = factor(first_row + 16 * m + 8 * half + static_cast<int>(threadIdx.x % kWarpSize) / 4);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        sums[m][n][2 * half] *= by;
-        sums[m][n][2 * half + 1] *= by;
+        acc[m][n][2 * half] *= by;
+        acc[m][n][2 * half + 1] *= by;
       }
     }
 }
 
 // Stores to to[row] (`more`: adds) the dot product of a warp's rows of accumulators with the rows of a tile.
 template <int MT, int NT>
-CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[MT][NT][4], const unsigned char* tile,
+CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[MT][NT][4], const unsigned char* tile,
                            int first_row, int first_column) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
@@ -135,8 +135,8 @@ CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[MT][NT][4],
       for (int n = 0; n < NT; ++n) {
         float pair[2];
         pair_at<STATE_TILE>(pair, tile, row, first_column + 8 * n + 2 * (lane % 4));
-        sum = fmaf(sums[m][n][2 * half], pair[0], sum);
-        sum = fmaf(sums[m][n][2 * half + 1], pair[1], sum);
+        sum = fmaf(acc[m][n][2 * half], pair[0], sum);
+        sum = fmaf(acc[m][n][2 * half + 1], pair[1], sum);
       }
       sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
       if (lane % 4 == 0) to[row] = more ? to[row] + sum : sum;

@@ -52,8 +52,8 @@ using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using ScoreTile = cukit::SharedTile<T, kChunk, kChunk>;
 using Rows = cukit::StateRows<STATE_TILE>;
 
-constexpr int kKeySums = 32;  // accumulators of 64 x 64
-constexpr int kValueSums = kColumns / 2;
+constexpr int kKeyAccumulators = 32;  // per thread, of 64 x 64
+constexpr int kValueAccumulators = kColumns / 2;
 
 // Sums of a chunk's products per token, and <g, h>: the terms of the decays' gradients.
 struct Sums {
@@ -89,14 +89,14 @@ CUKIT_DEVICE void pair_at(float (&to)[2], const unsigned char* tile, int row, in
 
 // Scales a lane's two rows of accumulators.
 template <int N>
-CUKIT_DEVICE void scale_rows(float (&sums)[N], const float (&by)[2]) {
+CUKIT_DEVICE void scale_rows(float (&acc)[N], const float (&by)[2]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[i] *= by[i / 2 % 2];
+  for (int i = 0; i < N; ++i) acc[i] *= by[i / 2 % 2];
 }
 
 // Stores to to[row] (`more`: adds) the dot product of rows of accumulators with 64 columns of keys or queries.
 template <int N>
-CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[N], const unsigned char* tile) {
+CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[N], const unsigned char* tile) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = cukit::accumulator_row() + 8 * half;
@@ -105,8 +105,8 @@ CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[N], const u
     for (int n = 0; n < N / 4; ++n) {
       float pair[2];
       pair_at<kChunk>(pair, tile, row, 8 * n + cukit::accumulator_column());
-      sum = fmaf(sums[4 * n + 2 * half], pair[0], sum);
-      sum = fmaf(sums[4 * n + 2 * half + 1], pair[1], sum);
+      sum = fmaf(acc[4 * n + 2 * half], pair[0], sum);
+      sum = fmaf(acc[4 * n + 2 * half + 1], pair[1], sum);
     }
     sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
     if (threadIdx.x % 4 == 0) to[row] = more ? to[row] + sum : sum;
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                   columns);
   };
 
-  float g[Rows::kTiles][kValueSums];
+  float g[Rows::kTiles][kValueAccumulators];
 #pragma unroll
   for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const long long key_row = part_at + (token + row) * part_stride;
 #pragma unroll 1
     for (int part = 0; part < KeyTile::kParts; ++part) {
-      float of_queries[kKeySums], of_keys[kKeySums];
+      float of_queries[kKeyAccumulators], of_keys[kKeyAccumulators];
       const unsigned long long states = part * StateTile::rows(64), keys = part * KeyTile::kPart;
       cukit::wgmma_fence();
 #pragma unroll
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::write_rows<PADDED>(of_keys, target);
     }
 
-    float of_values[kValueSums];
+    float of_values[kValueAccumulators];
     cukit::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KeyTile::kSteps; ++k) {
