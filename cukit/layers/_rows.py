@@ -1,11 +1,14 @@
-"""Launch configurations of kernels that hold rows in the registers of a warp or block."""
+"""Shared by the norms: checks, and launch configurations of kernels that hold rows in registers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from cukit.core.arrays import FLOAT_DTYPES, Array, check_array, check_same_dtype
 from cukit.core.compiler import KernelSpec, MacroValue
 from cukit.core.device import KIB, Device
+from cukit.core.scalars import check_number
 from cukit.errors import ArrayShapeError
 
 _MOST_THREADS = 1024
@@ -28,6 +31,34 @@ _FEWEST_AHEAD_THREADS = 128
 
 REPRESENTATIVE_COLS = (128, 4096)
 """One row length for each split: several rows per block, one row per block."""
+
+
+def check_norm(
+    op: str,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    like_x: dict[str, Array | None],
+    eps: float,
+) -> None:
+    """Checks the arguments of a normalisation or its backward.
+
+    like_x: arrays by name, with the shape and dtype of `x`; None is skipped, except for grad_out.
+    """
+    check_number(op, "eps", eps, least=0)
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    check_array(op, "weight", weight, shape=x.shape[-1:])
+    if bias is not None:
+        check_array(op, "bias", bias, shape=x.shape[-1:])
+    for name, array in like_x.items():
+        if array is not None or name == "grad_out":
+            check_array(op, name, array, shape=x.shape)
+    check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
+
+
+def rows_and_cols(x: Array) -> tuple[int, int]:
+    """Number of rows and row length of `x` [..., cols]."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 @dataclass(frozen=True)

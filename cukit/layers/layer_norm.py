@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import numpy as np
 
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
     access_width,
     adopt,
     check_array,
-    check_same_dtype,
     empty,
     runs_kernel,
     write_out,
@@ -23,14 +20,16 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_flag, check_number
+from cukit.core.scalars import check_flag
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
     PassFeed,
     RowSplit,
+    check_norm,
     input_cache,
     plan_feed,
+    rows_and_cols,
     split_feed_row,
     split_row,
 )
@@ -197,7 +196,7 @@ def _check(
     out: Array | None,
     eps: float,
 ) -> None:
-    _check_rows("layer_norm", x, weight, bias, {"residual": residual, "out": out}, eps)
+    check_norm("layer_norm", x, weight, bias, {"residual": residual, "out": out}, eps)
 
 
 def _check_backward(
@@ -210,30 +209,7 @@ def _check_backward(
 ) -> None:
     check_flag("layer_norm_backward", "has_bias", has_bias)
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
-    _check_rows("layer_norm_backward", x, weight, None, others, eps)
-
-
-def _check_rows(
-    op: str,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    like_x: dict[str, Array | None],
-    eps: float,
-) -> None:
-    check_number(op, "eps", eps, least=0)
-    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
-    check_array(op, "weight", weight, shape=x.shape[-1:])
-    if bias is not None:
-        check_array(op, "bias", bias, shape=x.shape[-1:])
-    for name, array in like_x.items():
-        if array is not None or name == "grad_out":
-            check_array(op, name, array, shape=x.shape)
-    check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
-
-
-def _rows_and_cols(x: Array) -> tuple[int, int]:
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    check_norm("layer_norm_backward", x, weight, None, others, eps)
 
 
 @launch_plan
@@ -247,7 +223,7 @@ def _prepare(
 ) -> Launch:
     _check(x, weight, bias, residual, out, eps)
     check_array("layer_norm", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, x, weight, bias, residual, out)
     config = plan_layer_norm(
         rows,
@@ -274,7 +250,7 @@ def _prepare_backward(
 ) -> Launch:
     _check_backward(grad_out, x, weight, grad_residual, eps, has_bias)
     check_array("layer_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)
     config = plan_layer_norm_backward(
         rows,

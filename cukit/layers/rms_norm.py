@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import numpy as np
 
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
     access_width,
     adopt,
     check_array,
-    check_same_dtype,
     empty,
     runs_kernel,
     write_out,
@@ -23,14 +20,15 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_number
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
     PassFeed,
     RowSplit,
+    check_norm,
     input_cache,
     plan_feed,
+    rows_and_cols,
     split_feed_row,
     split_row,
 )
@@ -178,30 +176,14 @@ def plan_rms_norm_backward(
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float) -> None:
-    _check_rows("rms_norm", x, weight, {"residual": residual, "out": out}, eps)
+    check_norm("rms_norm", x, weight, None, {"residual": residual, "out": out}, eps)
 
 
 def _check_backward(
     grad_out: Array, x: Array, weight: Array, grad_residual: Array | None, eps: float
 ) -> None:
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
-    _check_rows("rms_norm_backward", x, weight, others, eps)
-
-
-def _check_rows(
-    op: str, x: Array, weight: Array, like_x: dict[str, Array | None], eps: float
-) -> None:
-    check_number(op, "eps", eps, least=0)
-    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
-    check_array(op, "weight", weight, shape=x.shape[-1:])
-    for name, array in like_x.items():
-        if array is not None or name == "grad_out":
-            check_array(op, name, array, shape=x.shape)
-    check_same_dtype(op, x=x, weight=weight, **like_x)
-
-
-def _rows_and_cols(x: Array) -> tuple[int, int]:
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    check_norm("rms_norm_backward", x, weight, None, others, eps)
 
 
 @launch_plan
@@ -210,7 +192,7 @@ def _prepare(
 ) -> Launch:
     _check(x, weight, residual, out, eps)
     check_array("rms_norm", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, x, weight, residual, out)
     config = plan_rms_norm(
         rows, cols, x.dtype.name, x.itemsize, vec, residual is not None, current_device()
@@ -225,7 +207,7 @@ def _prepare_backward(
 ) -> Launch:
     _check_backward(grad_out, x, weight, grad_residual, eps)
     check_array("rms_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)
     config = plan_rms_norm_backward(
         rows, cols, x.dtype.name, x.itemsize, vec, grad_residual is not None, current_device()
