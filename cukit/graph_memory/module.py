@@ -42,8 +42,8 @@ class GraphDiffusionMemory:
             raise ArrayError(f"{op}: transition must be a Transition, got {kind}")
         if len(transition.row_offsets) != len(memory) + 1:
             raise ArrayShapeError(
-                f"{op}: transition.row_offsets must have one element more than memory has rows "
-                f"({len(memory)}), got {len(transition.row_offsets)}"
+                f"{op}: transition.row_offsets must have num_nodes + 1 = {len(memory) + 1} "
+                f"elements, got {len(transition.row_offsets)}"
             )
         self.memory, self.transition, self.diffusion = memory, transition, diffusion
         self._diffused: Array | None = None

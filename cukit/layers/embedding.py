@@ -52,7 +52,7 @@ def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps an input.
 
-    Runs on CuPy's current stream, is deterministic.
+    Runs on CuPy's current stream; deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.embedding(np.array([2, 0]), np.array([[0.0], [1.0], [2.0]], np.float32))

@@ -42,7 +42,7 @@ def gelu(x: Array, *, approximate: str = "none", out: Array | None = None) -> Ar
         ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps `x`.
         ConfigError: `approximate` is neither `"none"` nor `"tanh"`.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream; computes in float32; deterministic.
     Paper: Hendrycks and Gimpel, arXiv:1606.08415.
 
     >>> import numpy as np, cukit as ck

@@ -36,7 +36,7 @@ def gelu_and_mul(x: Array, *, approximate: str = "tanh", out: Array | None = Non
         ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps `x`.
         ConfigError: `approximate` is neither `"none"` nor `"tanh"`.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream; computes in float32; deterministic.
     Paper: Shazeer, arXiv:2002.05202.
 
     >>> import numpy as np, cukit as ck

@@ -56,7 +56,7 @@ def layer_norm(
         weight: dtype of `x`, [hidden].
         bias: dtype of `x`, [hidden].
         eps: added to the variance.
-        residual: dtype and shape of `x`.
+        residual: added to `x` before the normalisation; dtype and shape of `x`.
         out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
@@ -67,7 +67,7 @@ def layer_norm(
             (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
         ConfigError: `eps` is negative or not a number.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream; accumulates in float32; deterministic.
     Paper: Ba, Kiros and Hinton, arXiv:1607.06450.
 
     >>> import numpy as np, cukit as ck

@@ -53,7 +53,7 @@ def rms_norm(
         x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
         weight: dtype of `x`, [hidden].
         eps: added to the mean square.
-        residual: dtype and shape of `x`.
+        residual: added to `x` before the normalisation; dtype and shape of `x`.
         out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
@@ -64,7 +64,7 @@ def rms_norm(
             (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
         ConfigError: `eps` is negative or not a number.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream; accumulates in float32; deterministic.
     Paper: Zhang and Sennrich, arXiv:1910.07467.
 
     >>> import numpy as np, cukit as ck

@@ -75,8 +75,7 @@ def rope(
             `seq_len` exceeds max_positions.
         ConfigError: `inplace` together with `out`.
 
-    Runs on CuPy's current stream, one launch for `q` and `k`; computes in float32, is
-    deterministic.
+    Runs on CuPy's current stream, in one launch; computes in float32; deterministic.
     Paper: Su et al., arXiv:2104.09864.
 
     >>> import numpy as np, cukit as ck

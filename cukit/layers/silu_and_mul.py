@@ -33,7 +33,7 @@ def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps `x`.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream; computes in float32; deterministic.
     Paper: Shazeer, arXiv:2002.05202.
 
     >>> import numpy as np, cukit as ck

@@ -210,8 +210,8 @@ class _Prepared(NamedTuple):
 
 
 def _needs_few(options: RequestOptions, top_n: int) -> bool:
-    """Whether rows need at most their first MOST_BEST tokens, as far as the host can tell: rows of
-    which the kernel finds that they need more are read again."""
+    """Whether rows need at most their first MOST_BEST tokens, as far as the host can tell; the
+    kernel reads rows that need more a second time."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
     listed = not options.is_number("top_k") or 0 < options.number("top_k") <= MOST_BEST
     return (greedy or listed) and top_n <= MOST_BEST

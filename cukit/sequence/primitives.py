@@ -40,7 +40,7 @@ def parallel_scan(
         An array with shape and dtype of `x`; float16 is accumulated in float32.
 
     Raises:
-        ArrayError: dtype or shape of `x`.
+        ArrayError: invalid dtype or shape of `x`.
         ConfigError: an option out of range.
 
     Calls `cumsum` or `cumprod` of NumPy or CuPy; CuPy uses CUB.
@@ -75,7 +75,7 @@ def parallel_sort(
         indices int64. NaN is the largest value.
 
     Raises:
-        ArrayError: dtype or shape of `x`.
+        ArrayError: invalid dtype or shape of `x`.
         ConfigError: an option out of range.
 
     Calls `argsort` of NumPy or CuPy.
@@ -114,8 +114,8 @@ def strided_reduction(
         float64 for their means.
 
     Raises:
-        ArrayError: dtype or shape of `x`; no elements along the axes, unless the operation is
-            `"sum"` or `"product"`.
+        ArrayError: invalid dtype or shape of `x`; no elements along the axes for an operation other
+            than `"sum"` and `"product"`.
         ConfigError: an option out of range.
 
     Calls the reduction of NumPy or CuPy; CuPy uses CUB if the axes allow it.
@@ -153,7 +153,7 @@ def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
         int64 [bins].
 
     Raises:
-        ArrayError: dtype of `x`.
+        ArrayError: invalid dtype of `x`.
         ConfigError: `bins`, `low` or `high` out of range.
 
     Calls `bincount` of NumPy or CuPy, which synchronises on the GPU. Deterministic.
