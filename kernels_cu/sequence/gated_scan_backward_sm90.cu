@@ -1,12 +1,12 @@
-// Gradients of a gated linear recurrence, chunk by chunk from the last to the first on Hopper's tensor cores. Equations:
-// see gated_scan_backward_sm80.cu.
+// Gradients of a gated linear recurrence, chunk by chunk from the last to the first on Hopper's tensor cores.
+// Equations: see gated_scan_backward_sm80.cu.
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
 // Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which iterates
-//   over the chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a chunk,
-//   stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk, with D the
-//   gradients of outputs, e the decay between two tokens, 64 columns of dc and db at a time:
+//   over the chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a
+//   chunk, stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk,
+//   with D the gradients of outputs, e the decay between two tokens, 64 columns of dc and db at a time:
 //
 //     S  = C B^T,  V = D X^T              e S and e V rounded to shared memory; sums for the decays
 //     dc = exp(s) (D h^T) + (e V) B
@@ -15,9 +15,9 @@
 //     g  = exp(s_last) g + C^T D',        D'_i = exp(s_i) d_i
 //
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 64 x STATE_TILE keys and as many queries, 64 x 64
-//   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64 each,
-//   all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: copies of one
-//   block overlap the products of another on the same SM.
+//   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
+//   each, all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: copies of one block overlap the products of
+//   another on the same SM.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim or head_dim is not a
 //   multiple of its tile (both are of 8); THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.

@@ -87,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
     cukit::start_parts<STATE_TILE, THREADS, PADDED>(at, b + key_at + token * key_stride, key_stride, rows, p.state_dim);
     Values::start(at + KeyTile::kBytes, x + value_at + token * value_stride, value_stride, rows, columns);
     if constexpr (!STATES) {
-      cukit::start_parts<STATE_TILE, THREADS, PADDED>(at + KeyTile::kBytes + ValueTile::kBytes, c + key_at + token * key_stride, key_stride, rows,
-                 p.state_dim);
+      cukit::start_parts<STATE_TILE, THREADS, PADDED>(at + KeyTile::kBytes + ValueTile::kBytes,
+                                                      c + key_at + token * key_stride, key_stride, rows, p.state_dim);
     }
   };
 
