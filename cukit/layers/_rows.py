@@ -23,8 +23,8 @@ _SHORT_ROW_THREADS = 128
 _COPY_BYTES = 16
 """Size of an asynchronous copy to shared memory that bypasses L1."""
 _FEED_THREADS = 1024
-"""Threads per SM of kernels with column sums, to be divided by the sums per column: the sums take
-registers."""
+"""Thread budget per SM of kernels that keep one sum per column in registers; with several sums per
+column it is divided by their number."""
 _SHORT_FEED_THREADS = 256
 _FEWEST_AHEAD_THREADS = 128
 
@@ -81,7 +81,7 @@ class RowSplit:
         return self.threads // self.lanes * self.rows_per_thread
 
     def passes(self, rows: int) -> int:
-        """Passes, of one block each, over `rows` rows."""
+        """Number of block passes over `rows` rows."""
         return -(-rows // self.rows_per_pass)
 
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -158,8 +158,11 @@ def _split_long_row(
 
 
 def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> RowSplit:
-    """The split of a row over a power of two of lanes within a warp: of those with the fewest idle
-    slots the one closest to two accesses per lane. Fewer lanes need fewer shuffles to reduce."""
+    """The split of a row over a power of two of lanes within a warp.
+
+    Minimises idle lane slots first, then the distance from two accesses per lane. Fewer lanes need
+    fewer shuffles for a reduction.
+    """
 
     def lanes_for(per_thread: int) -> int:
         return 1 << (-(-num_vecs // per_thread) - 1).bit_length()
