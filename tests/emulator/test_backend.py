@@ -91,7 +91,7 @@ def test_the_environment_switches_it_on():
     ("name", "options", "message"),
     [
         ("cpu", {}, "expected 'emulator' or 'gpu'"),
-        ("emulator", {"arch": "sm_12"}, "'sm_12' is not known"),
+        ("emulator", {"arch": "sm_12"}, "unknown architecture 'sm_12'"),
         ("emulator", {"sede": 1}, "no option 'sede'"),
         ("emulator", {"seed": -1}, "0 or more"),
     ],

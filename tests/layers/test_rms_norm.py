@@ -185,5 +185,5 @@ def test_plan_covers_every_column(cols):
 
 
 def test_plan_refuses_rows_that_do_not_fit():
-    with pytest.raises(ArrayShapeError, match="takes up to 65536"):
+    with pytest.raises(ArrayShapeError, match="supports up to 65536"):
         plan_rms_norm(1, 65536 * 2, "bfloat16", 2, 8, False, TYPICAL_DEVICES["sm_90"])
