@@ -104,10 +104,6 @@ def test_a_module_imports_only_what_stands_below_it(path: Path) -> None:
     assert not forbidden, f"{name(path)} may not import {', '.join(sorted(forbidden))}"
 
 
-CYCLIC = {"memory", "gemm", "attention"}
-"""Families whose modules still import one another in cycles."""
-
-
 def module_imports(path: Path) -> set[Path]:
     """The modules of the package that a module imports, in functions and for typing too."""
     found = set()
@@ -123,11 +119,7 @@ def module_imports(path: Path) -> set[Path]:
 
 def test_modules_do_not_import_one_another_in_cycles() -> None:
     """Removing modules without remaining imports, repeatedly, empties the graph."""
-    left = {
-        path: module_imports(path)
-        for path in MODULES
-        if path.relative_to(PACKAGE).parts[0] not in CYCLIC
-    }
+    left = {path: module_imports(path) for path in MODULES}
     while leaves := [path for path, needs in left.items() if not needs & left.keys()]:
         for path in leaves:
             del left[path]
