@@ -16,7 +16,7 @@ from cukit.analyzer.report import generate_report
 from cukit.analyzer.report.numbers import printable
 from cukit.analyzer.report.terminal import print_report
 from cukit.commands._console import stdout
-from cukit.commands.distill_display import ProgressDisplay, show_plan, show_report
+from cukit.commands._distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
 from cukit.core.interrupts import INTERRUPTED
 from cukit.distill.data import VOCAB_SIZE, read_corpus

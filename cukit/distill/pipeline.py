@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from cukit.core.files import read_arrays, write_json
 from cukit.core.interrupts import StopRequest
+from cukit.distill._host_workers import keep_freed_memory, one_thread_each
+from cukit.distill._op_timer import time_by_op
+from cukit.distill._quantized_student import check_formats, evaluate_quantized
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
-from cukit.distill.host_workers import keep_freed_memory, one_thread_each
-from cukit.distill.op_timer import time_by_op
-from cukit.distill.quantized_student import check_formats, evaluate_quantized
 from cukit.distill.report import DistillReport, TrainingRecord, phases_of
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
 from cukit.distill.run_memory import POOLS, RunMemory

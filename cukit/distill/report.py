@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cukit.distill._op_timer import OpTime
+from cukit.distill._quantized_student import QuantizedEvaluation
 from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, Gain, Share, gain_of, share_of_gap
-from cukit.distill.op_timer import OpTime
-from cukit.distill.quantized_student import QuantizedEvaluation
 from cukit.distill.settings import DistillSettings
 from cukit.memory import PoolStatistics
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from cukit.distill._host_workers import available_cores
 from cukit.distill.data import VOCAB_SIZE
-from cukit.distill.host_workers import available_cores
 from cukit.errors import ConfigError
 from cukit.models import TransformerConfig
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import Array, address_of, namespace
+from cukit.distill._gradient_reducer import GradientReducer
 from cukit.distill.adamw import AdamWState, adamw
 from cukit.distill.data import BatchSource
 from cukit.distill.distiller import IGNORE_INDEX, Objective
 from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
-from cukit.distill.gradient_reducer import GradientReducer
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.distributed import Alone, Communicator
 from cukit.errors import ConfigError, DataError

@@ -200,7 +200,7 @@ def test_other_ways_to_train_resume_too(
             if at.get(name) == statistics.step:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr("cukit.commands.distill_display.ProgressDisplay.step_done", stop)
+        monkeypatch.setattr("cukit.commands._distill_display.ProgressDisplay.step_done", stop)
         code = run(["distill", "-o", str(folder), "--text", str(text), *TINY, *options])
         assert code == (130 if folder is broken else 0)
     monkeypatch.undo()
@@ -225,7 +225,7 @@ def test_resumed_run_is_the_unbroken_run(
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("cukit.commands.distill_display.ProgressDisplay.step_done", kill)
+        patch.setattr("cukit.commands._distill_display.ProgressDisplay.step_done", kill)
         with pytest.raises(Killed):
             run(["distill", "-o", str(folder), "--text", str(text), *TINY])
     assert not (folder / "report.json").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.commands.distill_display import pool_line
+from cukit.commands._distill_display import pool_line
 from cukit.distill.run_memory import RunMemory
 from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
