@@ -1,7 +1,7 @@
 """The `cukit` command: doctor, list, compile, bench, check, analyze, compare, report, replay,
 distill, generate.
 
-Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
+Bad input ends with one clear line on stderr and exit code 2; a traceback means a bug in cukit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cukit.errors import ConfigError, CukitError
 BAD_INPUT = 2
 _LONG_WORD = re.compile(r"\S{400,}")
 BROKEN_PIPE = 141
-"""As shells have it for a program that SIGPIPE ended."""
+"""The exit code that shells report for a program ended by SIGPIPE."""
 
 app = typer.Typer(
     name="cukit",
@@ -92,10 +92,10 @@ def run(arguments: Sequence[str]) -> int:
     except (CukitError, OSError) as error:
         return _complain(str(error), BAD_INPUT)
     except MemoryError as error:
-        return _complain(f"not enough memory: {error or 'no more to be had'}", BAD_INPUT)
+        return _complain(f"not enough memory: {error or 'allocation failed'}", BAD_INPUT)
     except Exception as error:
-        # Which exceptions the command line's own errors derive from differs between releases of
-        # typer; that they format themselves does not.
+        # The base class of the command line's own errors differs between releases of typer;
+        # all of them have format_message.
         if hasattr(error, "format_message"):
             return _complain(error.format_message(), BAD_INPUT)
         raise
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_values(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for an empty argument: to the shell, a variable that is not set."""
+    """Raises ConfigError for an empty argument, such as an unset shell variable."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         name, is_assignment, value = argument.partition("=")
         if not argument or (name.startswith("--") and is_assignment and not value):
@@ -118,17 +118,17 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
-    # A shell may close them (`>&-`); what is written then goes nowhere.
+    # A shell may have closed them (`>&-`): discard what is written.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 loses no result
+        sys.stdout.reconfigure(errors="replace")  # print results on terminals without UTF-8, too
     with in_time():
         code = run(sys.argv[1:])
         try:
             sys.stdout.flush()
-        except OSError:  # it has been said; Python would say it again
+        except OSError:  # already reported; a normal exit would report it again
             os._exit(code)
         if code == INTERRUPTED:
-            os._exit(code)  # threads that still work are not waited for
+            os._exit(code)  # do not wait for threads that still run
     sys.exit(code)

@@ -127,7 +127,7 @@ def test_an_ablation_shows_what_each_term_adds(
 ) -> None:
     folder = tmp_path / "run"
     assert run(["distill", "-o", str(folder), "--text", str(text), *TINY, "--ablation"]) == 0
-    assert "what distillation gains, and each term with it" in capsys.readouterr().out
+    assert "gain from distillation, and with each term" in capsys.readouterr().out
     assert evaluations(folder) == evaluations(finished)
     report = json.loads((folder / "report.json").read_text())
     ways = {each["model"]: each for each in report["ways"]}
@@ -279,7 +279,7 @@ def test_ctrl_c_saves_says_so_and_loses_nothing(text: Path, tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert output.rstrip().endswith(f"`cukit distill -o {folder} --resume` goes on")
+    assert output.rstrip().endswith(f"continue with `cukit distill -o {folder} --resume`")
     assert "Traceback" not in output
     _, description = files.read_arrays(folder / "checkpoint.safetensors")
     assert description["phase"] == "teacher"
