@@ -175,12 +175,12 @@ def vocabulary_parallel_distillation_loss(
         logit_scale, softcap, teacher_logit_scale, teacher_softcap,
     )  # fmt: skip
     rows = RowOptions(targets, token_weights, ignore_index, None, reduction, normalizer, grad_loss)
-    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes)
-    student, teacher, wanted = student.adopt(op), teacher.adopt(op), wanted.adopt(op)
+    head_options = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes)
+    student, teacher, head_options = student.adopt(op), teacher.adopt(op), head_options.adopt(op)
     rows = rows.adopt(op)
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *student, *teacher, *wanted.arrays, *rows.arrays)
-    _check(op, student, rows, wanted, shard, options.hard)
+    on_gpu = runs_kernel(op, *student, *teacher, *head_options.arrays, *rows.arrays)
+    _check(op, student, rows, head_options, shard, options.hard)
     teacher.check(op, "teacher_", math.prod(student.hidden.shape[:-1]))
     check_same_dtype(op, hidden=student.hidden, teacher_hidden=teacher.hidden)
     _check_size(op, "teacher_weight", teacher.weight, shard)
@@ -191,7 +191,7 @@ def vocabulary_parallel_distillation_loss(
             student.hidden, whole[0], teacher.hidden, whole[2], bias=whole[1],
             teacher_bias=whole[3], **given,
         )  # fmt: skip
-        grads = _own_part(shard, result.grad_weight, result.grad_bias, wanted)
+        grads = _own_part(shard, result.grad_weight, result.grad_bias, head_options)
         return LinearKlResult(*result[:4], *grads)
     check_array(op, "hidden", student.hidden, dtypes=KERNEL_DTYPES)
     flat = teacher.flat(shard.size)
@@ -216,7 +216,7 @@ def vocabulary_parallel_distillation_loss(
         return of_chunk
 
     losses, gradients = evaluate_heads(
-        op, student, shard.size, rows, options, wanted, row_launch, tensors=2,
+        op, student, shard.size, rows, options, head_options, row_launch, tensors=2,
         communicator=shard.communicator,
     )  # fmt: skip
     return linear_result(losses, gradients, student.hidden)
@@ -248,19 +248,19 @@ def vocabulary_parallel_cross_entropy(
     """
     op = "vocabulary_parallel_cross_entropy"
     head = Head(hidden, weight, bias).adopt(op)
-    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(op)
+    head_options = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(op)
     rows = RowOptions(targets, token_weights, ignore_index, None, reduction, normalizer, grad_loss)
     rows = rows.adopt(op)
     options = _cross_entropy_rows.OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *head, *wanted.arrays, *rows.arrays)
-    _check(op, head, rows, wanted, shard, True)
+    on_gpu = runs_kernel(op, *head, *head_options.arrays, *rows.arrays)
+    _check(op, head, rows, head_options, shard, True)
     if not on_gpu:
         whole, whole_bias = (_gathered(shard, array) for array in head[1:])
         given = {**rows._asdict(), "vocab_size": shard.vocab_size, "bias": whole_bias}
         given |= {"logit_scale": logit_scale, "softcap": softcap}
         result = reference.linear_cross_entropy(head.hidden, whole, **given)
-        grads = _own_part(shard, result.grad_weight, result.grad_bias, wanted)
+        grads = _own_part(shard, result.grad_weight, result.grad_bias, head_options)
         return LinearCrossEntropyResult(*result[:2], *grads)
     check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
 
@@ -272,7 +272,7 @@ def vocabulary_parallel_cross_entropy(
 
     spread = _SpreadRows(shard.communicator, phase, False)
     losses, gradients = evaluate_heads(
-        op, head, shard.size, rows, options, wanted,
+        op, head, shard.size, rows, options, head_options,
         lambda config: lambda chunk, logits: (spread, (logits,)), soft=False,
         communicator=shard.communicator,
     )  # fmt: skip
@@ -346,14 +346,19 @@ def _rows(array: Any, rows: slice) -> Any:
 
 
 def _check(
-    op: str, head: Head, rows: RowOptions, wanted: HeadOptions, shard: VocabularyShard, hard: bool
+    op: str,
+    head: Head,
+    rows: RowOptions,
+    head_options: HeadOptions,
+    shard: VocabularyShard,
+    hard: bool,
 ) -> None:
     if not isinstance(shard, VocabularyShard):
         raise ConfigError(f"{op}: shard must be a VocabularyShard, got {type(shard).__name__}")
     head.check(op, "", None)
     _check_size(op, "weight", head.weight, shard)
     rows.check(op, head.hidden.shape[:-1], shard.vocab_size if hard else None, required=hard)
-    wanted.check(op, head)
+    head_options.check(op, head)
 
 
 def _check_size(op: str, name: str, weight: Array, shard: VocabularyShard) -> None:
@@ -376,11 +381,14 @@ def _gathered(shard: VocabularyShard, part: Array | None) -> Array | None:
 
 
 def _own_part(
-    shard: VocabularyShard, grad_weight: Array, grad_bias: Array | None, wanted: HeadOptions
+    shard: VocabularyShard, grad_weight: Array, grad_bias: Array | None, head_options: HeadOptions
 ) -> tuple[Array, Array | None]:
     """This process's gradients of the head, added to those that are given."""
     found = []
-    for grad, into in ((grad_weight, wanted.grad_weight), (grad_bias, wanted.grad_bias)):
+    for grad, into in (
+        (grad_weight, head_options.grad_weight),
+        (grad_bias, head_options.grad_bias),
+    ):
         part = None if grad is None else shard.part(grad)
         if part is not None and into is not None:
             into += part.astype(into.dtype)

@@ -66,7 +66,7 @@ def test_views_that_are_not_aligned(device, rng):
         (([np.ones(2, np.float32)], [np.ones(2, np.float32)], 1.5), ConfigError, "decay"),
         (([np.ones(2, np.float16)], [np.ones(2, np.float32)], 0.5), ArrayDtypeError, "averages"),
         (([np.ones(2, np.float32)], [np.ones(3, np.float32)], 0.5), ArrayShapeError, "values"),
-        (([np.ones(2, np.float32)], [], 0.5), ArrayShapeError, "of one length"),
+        (([np.ones(2, np.float32)], [], 0.5), ArrayShapeError, "the same length"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):

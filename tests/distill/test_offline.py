@@ -201,7 +201,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     del held
     batches = OfflineBatches(folder, accumulate=2)
     for options, message in (
-        ({"divergence": "jsd"}, "divergence: of an offline teacher"),
+        ({"divergence": "jsd"}, "divergence: must be 'forward_kl' with an offline teacher"),
         ({"teacher_softcap": 3.0}, "teacher_softcap"),
         ({"terms": [HiddenStateTerm({1: 1}, small_model().config, teacher.config)]}, "terms: an"),
     ):
