@@ -1,4 +1,4 @@
-"""A language-model head fused with a loss, in chunks of tokens: the full logits are never stored."""
+"""A language-model head fused with a loss, in chunks of tokens: no array holds all logits."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def adamw(
     lists = (params, grads, state.master, state.exp_avg, state.exp_avg_sq)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
-            f"{_OP}: params, grads and state must have the same length, got {[len(x) for x in lists]}"
+            f"{_OP}: params, grads and state must have the same length, got "
+            f"{[len(column) for column in lists]}"
         )
     arrays = [array for column in lists for array in column]
     if not runs_kernel(_OP, *arrays, *arrays_among(grad_scale)):

@@ -56,7 +56,7 @@ def _to_stderr(line: str) -> None:
 
 
 class Checkpoints:
-    """Saves the trainer every so many steps and at the end, and restores what is there.
+    """Saves the trainer every `every` steps, and restores it; call `save` for a last checkpoint.
 
     Args:
         path: the file, replaced atomically.

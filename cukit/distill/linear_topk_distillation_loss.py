@@ -126,7 +126,7 @@ def linear_sampled_distillation_loss(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
-    """:func:`sampled_distillation_loss` of the logits `hidden @ weight^T + bias`, never fully stored.
+    """:func:`sampled_distillation_loss` of logits `hidden @ weight^T + bias`, never fully stored.
 
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.

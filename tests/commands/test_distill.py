@@ -314,7 +314,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--device", "tpu"], "--device"),
         (["--pool", "jemalloc"], "--pool: expected cukit or cupy"),
         (["--quantize", "int2"], "--quantize: expected one of int8, int4, fp8"),
-        (["--quantize", "fp8", "--quantize", "fp8"], "a format is named twice"),
+        (["--quantize", "fp8", "--quantize", "fp8"], "formats must differ"),
         (["--seq-len", "100000"], "too short for windows of 100000"),
         (["--resume", "--overwrite"], "exclude each other"),
         (["--steps", "many"], "--steps"),
@@ -413,7 +413,7 @@ def test_a_folder_with_a_run_is_not_overwritten_unasked(
     assert "This run is finished" in shown
     assert "bits per byte" in shown
     other = complaint(capsys, "distill", *arguments, "--seed", "3")
-    assert "--resume goes on with it" in other
+    assert "--resume continues it" in other
     assert model_bytes(folder) == before
     assert run(["distill", *arguments, "--overwrite", "--seed", "3"]) == 0
     assert model_bytes(folder) != before
@@ -463,7 +463,7 @@ def test_resume_with_other_settings_or_text(
     assert "other settings: --lr (" in complaint(capsys, *resume, "--lr", "0.5")
     (tmp_path / "other.txt").write_text("another text " * 100)
     other_text = str(tmp_path / "other.txt")
-    assert "is not the one that its run began with" in complaint(
+    assert "is not the one that the run started with" in complaint(
         capsys, *resume, "--text", other_text
     )
     assert "no run to resume" in complaint(
