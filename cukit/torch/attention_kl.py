@@ -157,7 +157,7 @@ def indexer_kl(
     Args:
         q_t, k_t, lse_t: attention's queries and keys, [batch, seq, heads, head_dim], and the
             log-sum-exps that :func:`flash_attention` returns.
-        q_s, k_s: the indexer's queries, [batch, seq, heads, head_dim], and its single head of keys,
+        q_s, k_s: the indexer's queries, [batch, seq, heads, head_dim], and its single key head,
             [batch, seq, head_dim].
         weights: of the indexer's heads, float32 [batch, seq, heads].
         return_statistics: also return the log-sum-exps of the indexer's scores and the attention's
