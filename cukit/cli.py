@@ -54,8 +54,8 @@ app.command("distill")(distill)
 app.command("generate")(generate)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(cukit.__version__)
         raise typer.Exit
 

@@ -64,8 +64,8 @@ def compile_kernels(
     Fills the cache that launches read, so that first calls are quick. Exit code 1 if a kernel does
     not compile.
     """
-    wanted = variants(devices(arch), op)
-    compiled, errors = build(wanted, jobs, quiet=as_json)
+    requested = variants(devices(arch), op)
+    compiled, errors = build(requested, jobs, quiet=as_json)
     if as_json:
         print_json(facts(compiled, errors))
     else:
@@ -74,19 +74,19 @@ def compile_kernels(
 
 
 def build(
-    wanted: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
+    requested: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
 ) -> tuple[dict[Variant, CompiledKernel], dict[Variant, str]]:
-    """Compiles with progress on stderr; returns the kernels in the order of `wanted`, and NVRTC's
-    log for each variant that does not compile."""
+    """Compiles with progress on stderr; returns the kernels in the order of `requested`, and the
+    NVRTC log of each variant that does not compile."""
     # In random order, so that the finished variants predict the time of the rest.
-    order = random.Random(0).sample(wanted, len(wanted))
-    doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in wanted))}"
-    progress = tracked(compile_all(order, jobs), len(wanted), doing, quiet=quiet)
+    order = random.Random(0).sample(requested, len(requested))
+    doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in requested))}"
+    progress = tracked(compile_all(order, jobs), len(requested), doing, quiet=quiet)
     with contextlib.closing(progress):  # on Ctrl-C, too: remove the bar before any message
         results = dict(progress)
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
-    for variant in wanted:
+    for variant in requested:
         result = results[variant]
         if isinstance(result, CompileError):
             errors[variant] = str(result)
@@ -139,10 +139,10 @@ def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[V
 
 
 def compile_all(
-    wanted: Iterable[Variant], jobs: int | None = None
+    requested: Iterable[Variant], jobs: int | None = None
 ) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
     """Compiles in parallel processes; yields results as they complete."""
-    tasks = list(wanted)
+    tasks = list(requested)
     workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if workers <= 1:
         yield from map(compile_variant, tasks)

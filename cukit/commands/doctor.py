@@ -79,27 +79,27 @@ def doctor(
 def examine() -> list[Finding]:
     """Examines every component, GPU first. Never raises: a failure becomes a finding."""
     driver = find_driver()
-    gpu_wanted = driver.version is not None
+    gpu_required = driver.version is not None
     packages = PACKAGES[_cuda_major(driver)]
 
-    def part(name: str, package: str, look: Callable[[], str], *, wanted: bool) -> Finding:
+    def part(name: str, package: str, look: Callable[[], str], *, required: bool) -> Finding:
         remedy = f"python -m pip install {packages[package]}"
-        return _look(name, look, remedy, wanted=wanted)
+        return _look(name, look, remedy, required=required)
 
     return [
         Finding("cukit", Status.OK, _own_version()),
         _driver_finding(driver),
-        part("CuPy", "cupy", _cupy, wanted=gpu_wanted),
+        part("CuPy", "cupy", _cupy, required=gpu_required),
         _gpu_finding(driver),
-        part("NVRTC", "nvrtc", _nvrtc, wanted=gpu_wanted),
-        part("CUDA headers", "headers", _headers, wanted=gpu_wanted),
-        part("cuBLAS", "cublas", _cublas, wanted=gpu_wanted),
-        part("cuda-bindings", "bindings", _bindings, wanted=gpu_wanted),
+        part("NVRTC", "nvrtc", _nvrtc, required=gpu_required),
+        part("CUDA headers", "headers", _headers, required=gpu_required),
+        part("cuBLAS", "cublas", _cublas, required=gpu_required),
+        part("cuda-bindings", "bindings", _bindings, required=gpu_required),
         _cache_finding(),
-        _compiler_finding(wanted=gpu_wanted),
-        _look("emulator", _emulator, INSTALL_COMPILER, wanted=False),
+        _compiler_finding(required=gpu_required),
+        _look("emulator", _emulator, INSTALL_COMPILER, required=False),
         _numpy_finding(),
-        _kernels_finding(wanted=gpu_wanted),
+        _kernels_finding(required=gpu_required),
     ]
 
 
@@ -123,14 +123,14 @@ def _cuda_major(driver: Driver) -> int:
     return min(max(major or 12, min(PACKAGES)), max(PACKAGES))
 
 
-def _look(name: str, look: Callable[[], str], remedy: str, *, wanted: bool) -> Finding:
-    """The finding of `look()`; if it raises, broken where it is wanted, else absent."""
+def _look(name: str, look: Callable[[], str], remedy: str, *, required: bool) -> Finding:
+    """The finding of `look()`; if it raises, broken if required, else absent."""
     try:
         return Finding(name, Status.OK, look())
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         reason = reason.partition(f": {INSTALL_GPU_EXTRA}")[0]  # the remedy is more specific
-        return Finding(name, Status.BROKEN if wanted else Status.ABSENT, reason, remedy)
+        return Finding(name, Status.BROKEN if required else Status.ABSENT, reason, remedy)
 
 
 def _own_version() -> str:
@@ -169,8 +169,8 @@ def _gpu_finding(driver: Driver) -> Finding:
 
     if driver.version is None:
         return Finding("GPU", Status.ABSENT, "none")
-    remedy = "fix what is broken above; a container needs the GPU passed in (docker run --gpus all)"
-    return _look("GPU", look, remedy, wanted=True)
+    remedy = "fix the parts above; a container needs access to the GPU (docker run --gpus all)"
+    return _look("GPU", look, remedy, required=True)
 
 
 def _nvrtc() -> str:
@@ -242,7 +242,7 @@ def _cache_finding() -> Finding:
     return Finding("kernel cache", Status.BROKEN, f"{folder} is not writable", remedy)
 
 
-def _compiler_finding(*, wanted: bool) -> Finding:
+def _compiler_finding(*, required: bool) -> Finding:
     """Compiles a small kernel: components that are all present may still be incompatible."""
 
     def look() -> str:
@@ -255,11 +255,11 @@ def _compiler_finding(*, wanted: bool) -> Finding:
         source = "from the cache" if compiled.cached else f"in {compiled.compile_ms:.0f} ms"
         return f"{SPIN.source} for {arch} {source}"
 
-    remedy = "python -m pip install 'cukit[compile]'" if not wanted else "fix the parts above"
-    return _look("compiling", look, remedy, wanted=wanted)
+    remedy = "python -m pip install 'cukit[compile]'" if not required else "fix the parts above"
+    return _look("compiling", look, remedy, required=required)
 
 
-def _kernels_finding(*, wanted: bool) -> Finding:
+def _kernels_finding(*, required: bool) -> Finding:
     """Runs an op on the GPU and compares it with its reference."""
 
     def look() -> str:
@@ -277,9 +277,9 @@ def _kernels_finding(*, wanted: bool) -> Finding:
             raise ArithmeticError(f"rms_norm on {device.name} disagrees with its reference")
         return f"run kernels on {device.name} ({device.compile_arch}); checked with rms_norm"
 
-    if not wanted:
+    if not required:
         return Finding("CuPy arrays", Status.ABSENT, "need a GPU")
-    return _look("CuPy arrays", look, "fix the parts above", wanted=True)
+    return _look("CuPy arrays", look, "fix the parts above", required=True)
 
 
 MARKS = {
@@ -307,6 +307,6 @@ def _show(findings: list[Finding]) -> None:
         for finding in broken:
             console.print(f"  {finding.name}: {escape(remedies[finding.name])}")
     elif remedies:
-        console.print("\n[dim]This machine needs none of what is absent. To install it anyway:[/]")
+        console.print("\n[dim]Nothing on this machine needs the absent parts. To install them:[/]")
         for name, remedy in remedies.items():
             console.print(f"  [dim]{name}: {escape(remedy)}[/]")

@@ -1,4 +1,4 @@
-"""A language-model head fused with a loss, in chunks of tokens: no array holds all logits."""
+"""A language-model head fused with a loss, in chunks of tokens, without storing all logits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_linear_loss(
     chunk_tokens: int | None = None,
     most: int | None = None,
 ) -> LinearLossConfig:
-    """Chunks of equal size: about `hidden_size` tokens, but at least 1024 and at most 2048.
+    """Chunks of nearly equal size, of at most `hidden_size` tokens clamped to 1024..2048.
 
     The GEMM for the weight's gradient has k = chunk_tokens, the one for the logits k = hidden_size:
     neither k is small. A chunk of logits takes about as much memory as the weight, and grad_weight

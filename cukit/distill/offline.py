@@ -61,7 +61,7 @@ class SignalWriter:
 
     Raises:
         ConfigError: an option outside its range.
-        DataError: the folder cannot be written to, or holds signals of other settings.
+        DataError: the folder cannot be written to, or contains signals with other settings.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SignalWriter:
             for name, value in self._settings.items():
                 if index[name] != value:
                     raise DataError(
-                        f"{folder}: holds signals with {name}={index[name]}, not {value}; use "
+                        f"{folder}: contains signals with {name}={index[name]}, not {value}; use "
                         "another folder"
                     )
             self._shards, self._ignored = index["shards"], index["ignored_targets"]

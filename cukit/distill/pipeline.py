@@ -43,7 +43,7 @@ CURVE_POINTS = 100
 
 
 class Interrupted(Exception):  # noqa: N818 (a request, not an error)
-    """The user asked to stop; everything done so far is in the checkpoint."""
+    """A stop was requested; the checkpoint contains all finished steps."""
 
 
 class Observer(Protocol):

@@ -135,12 +135,12 @@ def stored_run(folder: Path) -> tuple[DistillSettings, list[Path], dict[str, Any
 def check_resumable(
     folder: Path,
     stored: DistillSettings,
-    wanted: DistillSettings,
+    requested: DistillSettings,
     stored_corpus: dict[str, Any],
     corpus: Corpus,
 ) -> None:
     """Raise ConfigError or DataError unless a resumed run would equal an uninterrupted one."""
-    if changes := stored.changed(wanted):
+    if changes := stored.changed(requested):
         raise ConfigError(
             f"{folder}: the run there has other settings: {', '.join(changes)}; "
             "omit them to resume, or use another folder"

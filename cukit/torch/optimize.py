@@ -230,7 +230,9 @@ def _try_swaps(
     accepted: list[Swap] = []
     handles = []
 
-    def judge(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], _: Any) -> None:
+    def try_here(
+        module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], _: Any
+    ) -> None:
         for alternatives in places.pop(module, ()):
             swap, row = _best(
                 alternatives, inputs, options, tolerance, only_faster, on_gpu, repeats
@@ -242,7 +244,7 @@ def _try_swaps(
             result.report.append(row)
 
     for module in list(places):
-        handles.append(module.register_forward_hook(judge, with_kwargs=True))
+        handles.append(module.register_forward_hook(try_here, with_kwargs=True))
     try:
         before = model(*args, **_without_cache(kwargs))
     finally:

@@ -185,9 +185,9 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"index\.json: no such file"):
         OfflineBatches(folder)
     teacher = record(folder, k=4)
-    with pytest.raises(DataError, match="holds signals with k=4, not 5"):
+    with pytest.raises(DataError, match="contains signals with k=4, not 5"):
         record(folder, k=5)
-    with pytest.raises(DataError, match="holds signals with source=parameters of crc32"):
+    with pytest.raises(DataError, match="contains signals with source=parameters of crc32"):
         record_teacher(folder, small_model(2, **TEACHER), windows(), steps=4, k=4, temperature=2.0)
     source = json.loads((folder / "index.json").read_text())["source"]
     writer: dict[str, Any] = {"k": 4, "temperature": 2.0, "vocab_size": VOCAB, "source": source}
