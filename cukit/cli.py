@@ -6,12 +6,13 @@ Bad input ends with one clear line on stderr and exit code 2; a traceback means 
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -41,17 +42,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("doctor")(doctor)
-app.command("list")(list_ops)
-app.command("compile")(compile_kernels)
-app.command("bench")(bench)
-app.command("check")(check)
-app.command("analyze")(analyze)
-app.command("compare")(compare)
-app.command("report")(report)
-app.command("replay")(replay)
-app.command("distill")(distill)
-app.command("generate")(generate)
+
+
+def _help(command: Callable[..., Any]) -> str:
+    """The command's docstring with one line per paragraph, which the terminal's width wraps."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "doctor": doctor,
+    "list": list_ops,
+    "compile": compile_kernels,
+    "bench": bench,
+    "check": check,
+    "analyze": analyze,
+    "compare": compare,
+    "report": report,
+    "replay": replay,
+    "distill": distill,
+    "generate": generate,
+}
+for _name, _command in COMMANDS.items():
+    app.command(_name, help=_help(_command))(_command)
 
 
 def _print_version(requested: bool) -> None:

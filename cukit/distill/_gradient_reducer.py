@@ -60,8 +60,8 @@ class GradientReducer:
                 self._reduce(bucket.gradients)
 
     def finish(self, *more: Array) -> None:
-        """Reduce the remaining buckets and the arrays `more`; later work on the current stream waits
-        for all of them."""
+        """Reduce the remaining buckets and the arrays `more`. Later work on the current stream
+        waits for all of them."""
         watched = self._first.on_finished is not None
         self._first.on_finished = None
         for bucket in self._buckets:
