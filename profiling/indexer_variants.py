@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from cukit.attention import indexer_plan
-from cukit.attention.indexer_plan import IndexerTiling
+from cukit.attention import _indexer_plan
+from cukit.attention._indexer_plan import IndexerTiling
 from profiling.case import Call, Case, Workload
 from profiling.cases.indexer_kl import Shape, backward_case, forward_case
 from profiling.run import Runner, run_cases
@@ -60,7 +60,7 @@ def _arm(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
     def prepare(op: str, *args: Any) -> Any:
         backward = op.endswith("backward")
         if backward not in memory:
-            with mock.patch.dict(indexer_plan.WARPGROUP_TILINGS, {128: tiling}):
+            with mock.patch.dict(_indexer_plan.WARPGROUP_INDEXER_TILINGS, {128: tiling}):
                 memory[backward] = original.__wrapped__(op, *args)
         return memory[backward]
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from cukit.attention import paged
-from cukit.attention.paged_plan import PagedConfig, plan_paged_attention
+from cukit.attention._paged_plan import PagedConfig, plan_paged_attention
 from profiling.case import Call, Case, Workload
 from profiling.cases.attention_paged import GROUP_ROWS, Shape, paged_case
 from profiling.run import Runner, run_cases

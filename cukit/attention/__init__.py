@@ -1,4 +1,4 @@
-"""Attention."""
+"""Attention: exact, block-sparse, paged and latent, and KL divergences between attentions."""
 
 from cukit.attention.append_kv import append_kv
 from cukit.attention.attention_kl import attention_kl
@@ -11,9 +11,13 @@ from cukit.attention.flash_backward import flash_attention_backward
 from cukit.attention.indexer_kl import indexer_kl
 from cukit.attention.indexer_kl_backward import indexer_kl_backward
 from cukit.attention.merge_states import merge_attention_states
-from cukit.attention.mla import MlaMetadata, mla_attention, mla_metadata
-from cukit.attention.mla_latents import encode_mla_latents
-from cukit.attention.mla_projections import absorb_mla_projections
+from cukit.attention.mla import (
+    MlaMetadata,
+    absorb_mla_projections,
+    encode_mla_latents,
+    mla_attention,
+    mla_metadata,
+)
 from cukit.attention.pack_kv import pack_kv
 from cukit.attention.paged import paged_attention
 from cukit.attention.paged_steps import PagedAttention

@@ -1,4 +1,4 @@
-"""New keys and values into the blocks of a cache, with RoPE and quantisation on their way."""
+"""Appending keys and values to a paged cache, with fused RoPE and quantisation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cukit.attention._arguments import ATTENTION_DTYPES, PARAMETERS, check_kernel_layout
 from cukit.attention.cache_arrays import CODES, cache_parts, check_code_layout, scale_strides
-from cukit.attention.flash_arguments import ATTENTION_DTYPES, check_kernel_layout
-from cukit.attention.flash_options import PARAMETERS
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -48,7 +47,7 @@ _LAUNCHED = (
 
 
 class AppendArrays(NamedTuple):
-    """The arrays of a call; a cache is its storage and, where it holds codes, their scales."""
+    """The arrays of a call. A cache is its storage and, if quantised, its scales."""
 
     k: Array
     v: Array
@@ -81,9 +80,9 @@ def append_kv(
     """Writes keys and values of new tokens into a paged cache, in place.
 
     Row `slots[i] % block_size` of block `slots[i] // block_size` becomes `k[i]` and `v[i]`. With
-    `cos` and `sin`, k and q turn by their positions first, as :func:`rope` turns them. Caches of
-    codes get a scale for each key of a head and each of its values, as `quantize(x, dtype)` has
-    them; keys that turn are rounded once.
+    `cos` and `sin`, k and q are first rotated by their positions as in :func:`rope`. Quantised
+    caches get one scale per token and head, for keys and for values, as `quantize(x, dtype)`
+    computes them; rotated keys are rounded only once.
 
     Args:
         k: float16|bfloat16 [num_tokens, num_heads_kv, head_dim], any strides with a contiguous last
@@ -93,22 +92,22 @@ def append_kv(
             `KVCacheManager.keys(layer)`; or a QuantizedArray of float8_e4m3 or int8 with float32
             scales [num_blocks, block_size, num_heads_kv, 1], any strides.
         v_cache: as k_cache, with value_dim.
-        slots: int32|int64 [num_tokens], e.g. from `KVCacheManager.slots`; each at most once. Tokens
-            whose slot is below 0, or not in the cache, are left out.
-        q: [num_tokens, num_heads_q, head_dim], dtype of k: turned with the keys.
+        slots: int32|int64 [num_tokens], e.g. from `KVCacheManager.slots`, without duplicates.
+            Tokens with a slot below 0 or outside the cache are skipped.
+        q: [num_tokens, num_heads_q, head_dim], dtype of k: rotated like the keys.
         cos, sin: float32 [max_positions, rotary_dim / 2], C-contiguous; rotary_dim <= head_dim, on
             the GPU a multiple of 16.
         position_ids: int32|int64 [num_tokens], with cos and sin. A position outside the tables
             gives NaN on the GPU and an ArrayError on the CPU.
-        interleaved: pairs are neighbours, see :func:`rope`.
-        out: where turned queries go; as q, and may be q itself.
+        interleaved: rotate pairs of neighbouring columns, see :func:`rope`.
+        out: output array of the rotated queries; as q, and may be q itself.
 
     Returns:
-        The turned queries, `out` or a new array; None without q.
+        The rotated queries, `out` or a new array; None without q.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: some of q, cos, sin, position_ids and out without those they need.
+        ConfigError: some of q, cos, sin, position_ids and out without the others they require.
 
     One launch on CuPy's current stream; computes in float32, is deterministic.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Su et al., RoFormer, arXiv:2104.09864.
@@ -158,14 +157,14 @@ def append_kv(
 
 
 def _check_presence(arrays: AppendArrays) -> None:
-    """Which arguments go together."""
-    turning = [arrays.cos, arrays.sin, arrays.position_ids]
-    if any(each is None for each in turning) and not all(each is None for each in turning):
+    """Checks which optional arguments are given together."""
+    rotary = [arrays.cos, arrays.sin, arrays.position_ids]
+    if any(each is None for each in rotary) and not all(each is None for each in rotary):
         raise ConfigError(f"{_OP}: cos, sin and position_ids go together")
     if arrays.q is not None and arrays.cos is None:
-        raise ConfigError(f"{_OP}: q is only for turning; give cos, sin and position_ids too")
+        raise ConfigError(f"{_OP}: q requires cos, sin and position_ids")
     if arrays.out is not None and arrays.q is None:
-        raise ConfigError(f"{_OP}: out is where queries go; give q too")
+        raise ConfigError(f"{_OP}: out requires q")
 
 
 def _check_overlaps(arrays: AppendArrays) -> None:
@@ -182,7 +181,7 @@ def _check_overlaps(arrays: AppendArrays) -> None:
 
 
 def _check(arrays: AppendArrays, codes: str) -> None:
-    """Everything but the contents of the arrays."""
+    """Checks everything but the contents of the arrays."""
     k, v, k_cache, v_cache, k_scales, v_scales, slots, q, cos, sin, position_ids, out = arrays
     check_array(_OP, "k", k, dtypes=FLOAT_DTYPES, ndim=3, contiguous=False)
     tokens, heads, head_dim = k.shape
@@ -212,9 +211,9 @@ def _check(arrays: AppendArrays, codes: str) -> None:
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """Which kernel runs.
+    """The configuration of a call.
 
-    team: threads that share a head of a token.
+    team: threads per head of a token.
     """
 
     dtype: str
@@ -230,7 +229,7 @@ class AppendConfig:
     team: int
 
     def spec(self) -> KernelSpec:
-        """What is launched."""
+        """The kernel variant that this configuration launches."""
         scales = (
             ("FORMAT", "E4M3" if self.codes == "float8_e4m3" else "INT8"),
             ("SCALE", "float32"),
@@ -255,7 +254,7 @@ class AppendConfig:
         return KernelSpec("attention/append_kv.cu", _OP, defines, _THREADS)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Of threads."""
+        """The grid size."""
         heads = num_tokens * (self.heads_q + 2 * self.heads_kv)
         return -(-heads * self.team // _THREADS)
 
@@ -274,7 +273,7 @@ def plan_append_kv(
     slot: str = "int64",
     position: str = "int32",
 ) -> AppendConfig:
-    """The smallest team, a power of two, whose threads hold two chunks of a head each."""
+    """The configuration with the smallest power-of-two team whose threads hold two chunks each."""
     pairs = -(-max(head_dim, value_dim) // (2 * _CHUNK))
     team = 1 << (pairs - 1).bit_length()
     return AppendConfig(
@@ -285,7 +284,7 @@ def plan_append_kv(
 
 @launch_plan
 def _prepare(codes: str, interleaved: bool, *given: Array | None) -> Launch:
-    """Checks, plan and kernel of a call."""
+    """Checks and plans a call, and loads its kernel."""
     arrays = AppendArrays(*given)
     _check(arrays, codes)
     k, v, k_cache, v_cache, k_scales, v_scales, slots, q, cos, _, position_ids, out = arrays
@@ -339,13 +338,13 @@ def _prepare(codes: str, interleaved: bool, *given: Array | None) -> Launch:
 
 
 def _strides(x: Array) -> tuple[int, int, int]:
-    """Of [tokens, heads, columns], in elements, as HeadStrides of one batch."""
+    """Strides of [tokens, heads, columns] in elements, as HeadStrides of a single batch."""
     token, head = (stride // x.itemsize for stride in x.strides[:2])
     return 0, token, head
 
 
 def _row(q: Array | None) -> int:
-    """Elements of a token in a new array as q."""
+    """The token stride of a new array like q, in elements."""
     return 0 if q is None else q.shape[1] * q.shape[2]
 
 
@@ -355,7 +354,7 @@ def _cache_strides(x: Array) -> tuple[int, int, int]:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Each kind of cache, with and without turning."""
+    """A representative set of variants: each cache format, with and without rotation."""
     specs = []
     for codes in ("", "float8_e4m3", "int8"):
         for rotary_dim, heads_q in ((0, 0), (128, 32)):

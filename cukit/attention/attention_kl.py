@@ -1,27 +1,36 @@
-"""Divergence between the attention distributions of a teacher and a student."""
+"""KL divergence between the attention distributions of a teacher and a student."""
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
     check_kernel_layout,
     check_sequence_ends,
     fits_tensor_maps,
     lse_shape,
+    scales_of,
+    score_settings,
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
-from cukit.attention.flash_options import PARAMETERS, Window, scales_of, score_settings
-from cukit.attention.flash_plan_sm90 import covers, sequences_plan_size
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import GROUP_ROWS, PART
+from cukit.attention._flash_launch_sm90 import Prologue, encoder, launches_of
+from cukit.attention._flash_plan_sm90 import covers, sequences_plan_size
+from cukit.attention._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS
+from cukit.attention._kl_plan import (
+    KnownLse,
+    WarpgroupKlConfig,
+    plan_attention_kl,
+    plan_attention_kl_sm90,
+    representative_pairs,
+)
+from cukit.attention._kl_reduction import reduced, sum_spec, total_spec
+from cukit.attention._problem import AttentionProblem, Window
 from cukit.attention.kl_pairs import (
     KlOptions,
     RowArrays,
@@ -31,16 +40,7 @@ from cukit.attention.kl_pairs import (
     kl_options,
     mapped_teacher,
     problem_of_pairs,
-)
-from cukit.attention.kl_plan import (
-    Knowledge,
-    WarpgroupKlConfig,
-    plan_attention_kl,
-    plan_attention_kl_sm90,
-    representative_pairs,
-    sum_spec,
-    total_blocks,
-    total_spec,
+    teacher_settings,
 )
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
@@ -52,7 +52,6 @@ from cukit.reference import attention_kl as reference
 from cukit.registry import register
 
 _OP = "attention_kl"
-_LOG2_E = 1.0 / math.log(2.0)
 
 
 def attention_kl(
@@ -80,13 +79,13 @@ def attention_kl(
     precise: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL of a teacher's attention distribution from a student's, without writing either:
+    """KL(teacher || student) of attention distributions, without materialising either of them:
 
         P = softmax(scale_t q_t k_t^T / T),  Q = softmax(scale_s q_s k_s^T / T)
         KL(b, h, i) = sum_j P_ij (ln P_ij - ln Q_ij)
 
-    Masks hide the same keys from both models. A query that sees no key has a divergence of 0.
-    Memory is O(seq_len): scores are made and used tile by tile.
+    Both models have the same mask. A fully masked query has a divergence of 0. Memory is
+    O(seq_len): scores are computed and reduced tile by tile.
 
     Args:
         q_t: the teacher's queries, float16|bfloat16 [batch, seq_len_q, num_heads_t, head_dim_t];
@@ -97,31 +96,33 @@ def attention_kl(
         causal, window_size: as in flash_attention.
         temperature: T, above 0.
         scale_by_temperature_squared: multiply the loss by T^2.
-        scale_t, scale_s: factors of the scores; 1 / sqrt(head_dim) where omitted.
-        head_map: for each of the student's heads the teacher's that it learns from; where omitted,
-            head `h * num_heads_t // num_heads_s`. Heads at equal distances are read where they are,
-            other maps copy the teacher's arrays.
-        row_weights: float32 [batch, seq_len_q], at least 0, factors of the queries' divergences; 0
-            leaves a query out, whatever it holds.
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: sequences of any lengths one
-            behind the other, as in flash_attention; q_t and q_s are then
-            [total_q, heads, head_dim], row_weights [total_q].
+        scale_t, scale_s: factors of the scores; default 1 / sqrt(head_dim).
+        head_map: the teacher's head for each of the student's heads; default
+            `h * num_heads_t // num_heads_s`. Equally spaced heads are read in place; other maps
+            copy the teacher's arrays.
+        row_weights: float32 [batch, seq_len_q], non-negative weights of the queries; 0 excludes a
+            query, whatever its values.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed variable-length sequences,
+            as in flash_attention; q_t and q_s are then [total_q, heads, head_dim], row_weights
+            [total_q].
         lse_t: float32 [batch, num_heads_s, seq_len_q] (with cu_seqlens [num_heads_s, total_q]), the
-            log-sum-exps of the teacher's scores under T, by the student's heads: what an earlier
-            call, or at T = 1 flash_attention, returned. Saves the teacher's online softmax.
+            log-sum-exps of the teacher's scores at temperature T, one per head of the student, as
+            an earlier call or, at T = 1, flash_attention returned. Saves the teacher's online
+            softmax.
         lse_s: the same of the student.
-        reduction: "mean" over heads and queries, by weight, "sum", or "none".
-        normalizer: what "mean" divides by in place of the queries' weight (their number): a number
-            or a float32 0-d array, such as the queries in all batches that a step accumulates. The
-            heads are averaged as well.
-        precise: sum terms of which none is negative: the error stays small beside the divergence
-            however close the models come, in place of an absolute one of about 1e-6. Computes the
-            scores twice where an lse is missing, and two exponentials a pair.
-        return_lse: return both log-sum-exps too, which the backward needs.
+        reduction: "mean" over heads and weighted queries, "sum", or "none".
+        normalizer: the divisor of "mean", in place of the total weight (or number) of queries: a
+            number or a float32 0-d array, such as the query count of all batches that a step
+            accumulates. "mean" still averages over heads.
+        precise: sum only non-negative terms. The relative error then stays small however close the
+            models are; otherwise there is an absolute error of about 1e-6. Computes the scores
+            twice where an lse is missing, and two exponentials per score.
+        return_lse: also return both log-sum-exps, which the backward needs.
 
     Returns:
-        The loss, float32 0-d (float64 of float64 inputs); of "none" [batch, num_heads_s, seq_len_q]
-        or [num_heads_s, total_q]. With `return_lse`, `(loss, lse_t, lse_s)`, shapes as above.
+        The loss, float32 0-d (float64 for float64 inputs); for "none" [batch, num_heads_s,
+        seq_len_q] or [num_heads_s, total_q]. With `return_lse`, `(loss, lse_t, lse_s)`, shapes as
+        above.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
@@ -187,16 +188,16 @@ def divergence_rows(
     precise: bool,
     keep_lse: bool,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The rows of the divergence on the GPU, float32, and both lse; those that are neither given
-    nor kept may be None. The teacher's heads are mapped."""
+    """The divergence of each row on the GPU, float32, and both lse, which may be None where neither
+    given nor requested. The teacher's heads are mapped already."""
     lse_t, lse_s = arrays.lse_t, arrays.lse_s
     shape = lse_shape(q_s)
     inputs = (q_s, k_s, q_t, k_t)
     ends = (arrays.cu_seqlens_q, arrays.cu_seqlens_kv)
-    known = Knowledge(lse_t is not None, lse_s is not None)
+    known = KnownLse(lse_t is not None, lse_s is not None)
     sweeps = [(known, not precise)]
     if precise:
-        ready = Knowledge(True, True, True)
+        ready = KnownLse(True, True, True)
         sweeps = (
             [(ready, True)] if known.teacher and known.student else [(known, False), (ready, True)]
         )
@@ -224,7 +225,7 @@ def _prepare_sweep(
     q_t: Array,
     k_t: Array,
     options: KlOptions,
-    known: Knowledge,
+    known: KnownLse,
     *given: Array | None,
 ) -> Launch | MappedSweep:
     arrays = RowArrays(*given)
@@ -261,7 +262,7 @@ def _prepare_sweep(
         rows_per_head=0,
         head_dim=problem.head_dim,
         value_dim=problem.head_dim_v,
-        section=config.section,
+        section=config.raster_group,
         scale=scale,
         scale_log2=scale_log2,
         **teacher_settings(options, problem),
@@ -272,7 +273,7 @@ def _prepare_sweep(
 
 
 class MappedSweep:
-    """A launch of `attention_kl_sm90`, for arrays of one description."""
+    """A launch of `attention_kl_sm90`, for arrays of the same shapes, strides and dtypes."""
 
     __slots__ = ("_launch", "_maps", "_plan")
 
@@ -281,14 +282,14 @@ class MappedSweep:
         problem = config.problem
         blocks = config.num_blocks(problem.seq_len_q)
         self._launch = Launch(load_kernel(config.spec()), (blocks,), (parameters,))
-        boxes = ((1, rows, 1, PART) for rows in (GROUP_ROWS, config.tiling.tile_n) * 2)
+        boxes = ((1, rows, 1, BOX_COLUMNS) for rows in (WARPGROUP_ROWS, config.tiling.tile_n) * 2)
         self._maps = tuple(TensorMapCache(encoder(box)) for box in boxes)
-        self._plan: PlannedWork | None = None
+        self._plan: Prologue | None = None
         sort = launches_of(config.plan_spec())
         if sort is not None:
-            facts = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
-            launch = sort((1,), tuple(map(np.int32, facts)))
-            self._plan = PlannedWork(launch, sequences_plan_size(problem.batch))
+            scalars = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
+            launch = sort((1,), tuple(map(np.int32, scalars)))
+            self._plan = Prologue(launch, sequences_plan_size(problem.batch))
 
     def __call__(self, q_s: Array, k_s: Array, q_t: Array, k_t: Array, *rows: Any) -> None:
         """Launches on the current stream. rows: KlRowArrays, then both cu_seqlens."""
@@ -298,92 +299,12 @@ class MappedSweep:
         self._launch(*maps, *rows, plan)
 
 
-def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str, float]:
-    """What kernels take of the second model."""
-    return {
-        "teacher_group": problem.teacher_group or 1,
-        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * _LOG2_E,
-    }
-
-
-class Divisor(NamedTuple):
-    """What the sum of the rows is multiplied by: a number, and on the device the inverse of
-    `normalizer` or, if `weighed`, of the sum of the weights."""
-
-    factor: float
-    normalizer: Array | None
-    weighed: bool
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the number is all of it."""
-        return self.normalizer is None and not self.weighed
-
-
-def divisor_of(
-    shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
-) -> Divisor:
-    """shape: of the rows, [batch, heads, seq] or [heads, total]."""
-    factor = options.loss_factor
-    if options.reduction != "mean":
-        return Divisor(factor, None, False)
-    factor /= max(1, shape[-2])
-    if normalizer is None:
-        if weights is not None:
-            return Divisor(factor, None, True)
-        normalizer = max(1, math.prod(shape) // max(1, shape[-2]))
-    if isinstance(normalizer, numbers.Real):
-        return Divisor(factor / float(normalizer), None, False)
-    return Divisor(factor, normalizer, False)
-
-
-def totals(
-    like: Array,
-    rows: Array | None,
-    shape: tuple[int, ...],
-    weights: Array | None,
-    divisor: Divisor,
-    grad: Array | None = None,
-) -> Array:
-    """float32 [2] on the GPU: the sum of the weighted rows, times the divisor; and the gradient of
-    a row of weight 1, `grad` (0-d, or None for 1) times the divisor."""
-    count, heads = math.prod(shape), shape[-2]
-    blocks = total_blocks(count)
-    partials = empty(like, (2, blocks), np.float32)
-    add, end = _total_launches(blocks, divisor.weighed)
-    add(rows, weights, partials, then=(np.int64(count), np.int32(heads), np.int64(shape[-1])))
-    both = empty(like, (2,), np.float32)
-    scalars = (np.int32(blocks), np.float32(divisor.factor), np.int32(heads))
-    end(partials, divisor.normalizer, grad, both, then=scalars)
-    return both
-
-
-@launch_plan
-def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
-    return Launch(load_kernel(sum_spec()), (blocks,)), Launch(
-        load_kernel(total_spec(weighed)), (1,)
-    )
-
-
-def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
-    weights = arrays.row_weights
-    if options.reduction != "none":
-        divisor = divisor_of(rows.shape, options, weights, normalizer)
-        return totals(rows, rows, rows.shape, weights, divisor)[0]
-    if weights is not None:
-        by_rows = weights[None] if arrays.varlen else weights[:, None]
-        rows *= by_rows
-    if options.loss_factor != 1.0:
-        rows *= np.float32(options.loss_factor)
-    return rows
-
-
 def _sweep_specs(device: Device) -> list[KernelSpec]:
     def specs(problem: AttentionProblem) -> list[KernelSpec]:
-        everything = Knowledge(True, True)
-        chosen = [Knowledge(), everything]
+        both = KnownLse(True, True)
+        chosen = [KnownLse(), both]
         if problem.head_dim == 128 and not problem.causal:
-            chosen += [Knowledge(True, False), Knowledge(False, True), Knowledge(True, True, True)]
+            chosen += [KnownLse(True, False), KnownLse(False, True), KnownLse(True, True, True)]
         found = [plan_attention_kl(problem, known, device).spec() for known in chosen]
         if covers(problem, device):
             for known in chosen:

@@ -1,4 +1,4 @@
-"""Gradients of the divergence between two models' attention distributions."""
+"""Gradients of the KL divergence between two models' attention distributions."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.attention_kl import divisor_of, teacher_settings, totals
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
     check_kernel_layout,
     check_sequence_ends,
     fits_tensor_maps,
     lse_shape,
+    scales_of,
+    score_settings,
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_backward import sum_launch
-from cukit.attention.flash_backward_sm90 import (
-    MappedKernels,
-    MappedKeys,
+from cukit.attention._flash_launch_sm90 import MappedKernels, MappedKeys
+from cukit.attention._flash_plan import FlashAttentionBackwardConfig, plan_flash_attention_backward
+from cukit.attention._flash_plan_sm90 import (
     WarpgroupBackwardConfig,
     covers,
     plan_flash_attention_backward_sm90,
 )
-from cukit.attention.flash_options import PARAMETERS, Window, scales_of, score_settings
-from cukit.attention.flash_plan import FlashAttentionBackwardConfig, plan_flash_attention_backward
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._kl_plan import representative_pairs
+from cukit.attention._kl_reduction import divisor_of, totals
+from cukit.attention._problem import AttentionProblem, Window
+from cukit.attention.flash_backward import sum_launch
 from cukit.attention.kl_pairs import (
     KlOptions,
     RowArrays,
@@ -37,8 +39,8 @@ from cukit.attention.kl_pairs import (
     kl_options,
     mapped_teacher,
     problem_of_pairs,
+    teacher_settings,
 )
-from cukit.attention.kl_plan import representative_pairs
 from cukit.core.arrays import Array, adopt, check_array, empty, float32, float64, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
@@ -82,7 +84,7 @@ def attention_kl_backward(
 
         dS = w (Q - P),   dq_s = scale_s / T dS k_s,   dk_s = scale_s / T dS^T q_s
 
-    Four matrix products a tile, where the backward of attention takes five. The teacher gets no
+    Four matrix products per tile; the backward of attention needs five. The teacher gets no
     gradient.
 
     Args:
@@ -90,12 +92,12 @@ def attention_kl_backward(
         k_t: as in the forward.
         q_s: as in the forward.
         k_s: as in the forward.
-        lse_t: what the forward returned with return_lse, or was given.
+        lse_t: returned by the forward with return_lse, or passed to it.
         lse_s: as lse_t.
         grad_loss: upstream gradient, a number or a float32 0-d array; for "none" float32, of the
-            loss's shape, at least 0.
-        deterministic: sum grad_q_s in a fixed order, as in flash_attention_backward. grad_k_s is
-            always summed in one.
+            shape of the loss, non-negative.
+        deterministic: sum grad_q_s in a fixed order, as in flash_attention_backward. grad_k_s
+            always is.
 
     Returns:
         `(grad_q_s, grad_k_s)`, C-contiguous, dtypes and shapes of q_s and k_s.
@@ -104,8 +106,8 @@ def attention_kl_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
 
-    Runs on CuPy's current stream and accumulates in float32. Scratch as of
-    :func:`~cukit.attention.flash_backward.flash_attention_backward`, without what grad_v takes.
+    Runs on CuPy's current stream and accumulates in float32. Scratch memory as for
+    :func:`~cukit.attention.flash_backward.flash_attention_backward`, without that for grad_v.
     """
     options = kl_options(
         _OP, causal, window_size, temperature, scale_by_temperature_squared, scale_t, scale_s,
@@ -151,12 +153,12 @@ def attention_kl_backward(
     if divisor.on_host and (each_row or grad_loss is None or isinstance(grad_loss, numbers.Real)):
         factor = divisor.factor * (1.0 if each_row or grad_loss is None else float(grad_loss))
     else:
-        # The sign of a gradient on the device is known there alone: it is a factor at the end.
+        # A gradient on the device may be negative, which the host cannot know: it is applied last.
         number = isinstance(grad_loss, numbers.Real)
         factor = float(grad_loss) if number else 1.0
-        of_loss = None if number or each_row else grad_loss
+        grad = None if number or each_row else grad_loss
         shape = lse_shape(q_s)
-        upstream = totals(q_s, None, shape, arrays.row_weights, divisor, of_loss)[1:]
+        upstream = totals(q_s, None, shape, arrays.row_weights, divisor, grad)[1:]
     return _gradients(
         q_t, k_t, q_s, k_s, rows, upstream, options, factor, bool(deterministic), arrays
     )
@@ -174,14 +176,14 @@ def _gradients(
     deterministic: bool,
     arrays: RowArrays,
 ) -> tuple[Array, Array]:
-    """factor: of the gradients, in all; upstream: another one, on the device. row_weights: of every
-    head's queries."""
+    """Launches the backward. factor, upstream: factors of the gradients, on the host and on the
+    device. row_weights: one weight per head and query."""
     steps = _prepare_backward(q_t, k_t, q_s, k_s, options, factor, deterministic, *arrays)
     ends_q, ends = arrays.cu_seqlens_q, (arrays.cu_seqlens_q, arrays.cu_seqlens_kv)
     statistics = empty(q_s, (2, *steps.scratch_rows), np.float32)
     lse_s, lse_t = statistics[0], statistics[1]
     total: Any = NULL
-    if steps.adds:
+    if steps.accumulates_grad_q:
         total = empty(q_s, (*steps.scratch_rows, steps.width), np.float32)
     counters: Any = empty(q_s, (steps.counters,), np.int32) if steps.counters else NULL
     grad_q, grad_k = empty(q_s, q_s.shape), empty(k_s, k_s.shape)
@@ -198,7 +200,7 @@ def _gradients(
     steps.keys(*inputs, *scratch, sums, *no_values, *no_options, *ends, upstream)
     if steps.sums is not None:
         steps.sums(sums, grad_k)
-    if steps.adds:
+    if steps.accumulates_grad_q:
         steps.queries(total, counters, grad_q, ends_q, upstream)
     else:
         steps.queries(*inputs, grad_q, *no_options, *ends, upstream)
@@ -206,13 +208,13 @@ def _gradients(
 
 
 class _Steps(NamedTuple):
-    """The launches of a backward, and the extents of its scratch."""
+    """The launches of a backward, and the extents of its scratch arrays."""
 
     prepare: Launch
     keys: Launch | MappedKeys
     sums: Launch | None
     queries: Launch
-    adds: bool
+    accumulates_grad_q: bool
     scratch_rows: tuple[int, int]
     counters: int
     width: int
@@ -291,11 +293,11 @@ def _prepare_backward(
             heads=problem.num_heads_kv * config.splits,
             group=problem.group // config.splits,
             splits=config.splits,
-            section=config.key_section,
+            section=config.key_raster_group,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
-    if config.sums_queries:
+    if config.accumulates_grad_q:
         summed = structs["QuerySumParameters"].pack(
             **rows_of, head_dim=problem.head_dim, scale=scale * factor
         )
@@ -307,7 +309,7 @@ def _prepare_backward(
             **common,
             heads_q=problem.num_heads_q,
             group=problem.group,
-            section=config.query_section,
+            section=config.query_raster_group,
         )
         spec = config.queries_spec()
         queries = Launch(load_kernel(spec), (config.query_blocks,), (parameters,))
@@ -315,24 +317,25 @@ def _prepare_backward(
     if config.splits > 1:
         sums = sum_launch(Launches(load_kernel(config.sum_spec())), config, k_s)
     return _Steps(
-        prepare, keys, sums, queries, config.sums_queries, rows,
+        prepare, keys, sums, queries, config.accumulates_grad_q, rows,
         config.counters(total_q), config.width, config.splits,
     )  # fmt: skip
 
 
 def _covers(problem: AttentionProblem, device: Device) -> bool:
-    """Whether class sm90 has a backward of two models for this problem.
+    """Whether class sm90 has an attention KL backward for this problem.
 
-    Of a student with up to 64 columns and a wider teacher the compiler runs all wgmmas one by one.
+    With a student of up to 64 columns and a wider teacher, the compiler serialises all wgmmas.
     """
     widest = max(problem.head_dim, problem.head_dim_v)
-    one_by_one = problem.head_dim <= _NARROW < problem.head_dim_v
-    return widest <= _WIDEST_SM90 and not one_by_one and covers(problem, device)
+    serialised = problem.head_dim <= _NARROW < problem.head_dim_v
+    return widest <= _WIDEST_SM90 and not serialised and covers(problem, device)
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:
     def specs(problem: AttentionProblem) -> list[KernelSpec]:
-        ways = (False, True) if problem.head_dim == 128 else (False,)  # deterministic: of one width
+        # Deterministic variants of one width are enough.
+        ways = (False, True) if problem.head_dim == 128 else (False,)
         configs = [plan_flash_attention_backward(problem, each, device) for each in ways]
         if _covers(problem, device):
             configs += [plan_flash_attention_backward_sm90(problem, each, device) for each in ways]

@@ -1,4 +1,4 @@
-"""Attention that leaves out whole blocks of queries and keys."""
+"""Attention with a block mask."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash import flash_attention
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    ScoreArrays,
+    ScoreOptions,
     check_forward,
     check_kernel_layout,
     fits_tensor_maps,
     lse_shape,
     problem_of,
+    score_options,
 )
-from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
-from cukit.attention.flash_options import ScoreArrays, ScoreOptions, Window, score_options
-from cukit.attention.flash_plan import plan_flash_attention
-from cukit.attention.flash_plan_sm90 import BlockSize, covers, plan_flash_attention_sm90
-from cukit.attention.flash_problem import AttentionProblem, ceil_div
+from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention._flash_plan import plan_flash_attention
+from cukit.attention._flash_plan_sm90 import BlockSize, covers, plan_flash_attention_sm90
+from cukit.attention._problem import AttentionProblem, Window, ceil_div
+from cukit.attention.flash import flash_attention
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan
@@ -49,7 +51,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """:func:`flash_attention` in which a query block sees a key block where `block_mask` is True.
+    """:func:`flash_attention` of the query and key blocks that `block_mask` marks as visible.
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim], as in flash_attention, also
@@ -57,23 +59,23 @@ def block_sparse_attention(
         k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
         v: as k; its head_dim may differ.
         block_mask: bool [query blocks, key blocks], or [1 or num_heads_q, query blocks, key
-            blocks], C-contiguous. Blocks lie from the start of the sequences; the last of a
-            sequence may be cut short.
-        block_size: queries and keys of a block, one number or two.
+            blocks], C-contiguous. Blocks are counted from the start of the sequences; the last one
+            may be partial.
+        block_size: queries and keys per block, one number or two.
         causal, window_size, softcap, alibi_slopes, sinks, bias, scale, return_lse, out: as in
-            flash_attention; they hide and change scores inside the blocks.
+            flash_attention; they apply within the visible blocks.
 
     Returns:
-        `out`, or the pair `(out, lse)`, as flash_attention. A query that sees no key gets zeros.
+        `out`, or the pair `(out, lse)`, as flash_attention. A fully masked query gets zeros.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
 
-    On Hopper, hidden blocks cost nothing where they fill tiles of 128 queries and 128 keys (64 for
-    blocks of fewer keys than 128, or v's head_dim above 192; else 112 for v's head_dim above 128,
-    80 for q's above 192); a tile that holds a visible block costs as if it were visible. Elsewhere
-    blocks are expanded to a mask, which saves no time.
+    On Hopper, fully masked tiles of 128 queries and 128 keys are skipped (64 keys for blocks of
+    fewer keys than 128, or v's head_dim above 192; else 112 for v's head_dim above 128, 80 for q's
+    above 192); a tile with any visible block is computed in full. Other GPUs expand the blocks to a
+    mask, which saves no time.
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
 
     >>> import numpy as np, cukit as ck
@@ -115,7 +117,7 @@ def block_sparse_attention(
 
 
 def _named(options: ScoreOptions, arrays: ScoreArrays) -> dict[str, Any]:
-    """What flash_attention and its reference are given beside the mask."""
+    """The keyword arguments of flash_attention and its reference, without the mask."""
     values = options._asdict() | arrays._asdict()
     return {name: value for name, value in values.items() if name != "mask"}
 

@@ -1,4 +1,4 @@
-"""What ops on a paged cache share: its storage, codes and scales."""
+"""The parts of a paged KV cache, shared by its ops: storage, codes and scales."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 CODES = {"": 0, "float8_e4m3": 1, "int8": 2, "int4": 3}
-"""What a cache may hold, by its number in the kernels; "" is q's dtype."""
+"""Element formats of a cache and their numbers in the kernels; "" is q's dtype."""
 
 GROUP_ROWS = (32, 64)
-"""Keys of an int4 cache that may share a channel's scale."""
+"""Supported group sizes: keys of an int4 cache that share a channel's scale."""
 
 
 @dataclass(frozen=True)
 class RecentKV:
-    """The newest keys and values of requests whose older ones are int4 codes, as they were.
+    """The unquantised newest keys and values of requests whose older ones are int4 codes.
 
     Keys of request `b` from `packed_lens[b]` on are not in the blocks of the cache: key `j` is row
-    `j % num_rows` of ring `rings[b]`. `append_kv` writes them there, at slot
-    `rings[b] * num_rows + j % num_rows`; `pack_kv` turns whole groups of them into codes.
+    `j % num_rows` of ring buffer `rings[b]`. `append_kv` writes them there, at slot
+    `rings[b] * num_rows + j % num_rows`; `pack_kv` quantises whole groups of them.
 
     k: dtype of q, [num_rings, num_rows, num_heads_kv, head_dim], any strides with a contiguous last
         axis.
-    v: the same, with value_dim.
-    rings: int32 [batch]; no two requests share one.
-    packed_lens: int32 [batch], multiples of the group size of k_cache; at most num_rows below the
-        request's length.
+    v: as k, with value_dim.
+    rings: int32 [batch], the ring buffer of each request; all different.
+    packed_lens: int32 [batch], multiples of the group size of k_cache, at least the request's
+        length minus num_rows.
     """
 
     k: Array
@@ -45,7 +45,7 @@ class RecentKV:
     packed_lens: Array
 
     def check(self, op: str, q: Array, k_width: int, v_width: int, heads: int, batch: int) -> None:
-        """Everything but the contents of rings and packed_lens."""
+        """Checks everything but the contents of rings and packed_lens."""
         shape: tuple[int | None, ...] = (None, None, heads, k_width)
         check_array(op, "recent.k", self.k, dtypes=(q.dtype,), shape=shape, contiguous=False)
         shape = (*self.k.shape[:3], v_width)
@@ -57,7 +57,7 @@ class RecentKV:
 
 
 def recent_arrays(op: str, recent: RecentKV | None) -> tuple[Any, Any, Any, Any]:
-    """Its arrays, or None for each."""
+    """The four arrays of `recent`, or four times None."""
     if recent is None:
         return None, None, None, None
     if not isinstance(recent, RecentKV):
@@ -66,10 +66,10 @@ def recent_arrays(op: str, recent: RecentKV | None) -> tuple[Any, Any, Any, Any]
 
 
 class CacheParts(NamedTuple):
-    """What caches of keys and values consist of.
+    """The arrays of a key and a value cache.
 
-    codes: what they hold; "" for elements of a float dtype. k, v: storage. Scales and zero points
-    (int4): None where there are none.
+    codes: the element format; "" for a float dtype. k, v: storage. Scales and zero points (int4)
+    are None where absent.
     """
 
     codes: str
@@ -82,7 +82,7 @@ class CacheParts(NamedTuple):
 
 
 def stored_parts(op: str, k_cache: Any, v_cache: Any) -> CacheParts:
-    """The parts of caches of any kind."""
+    """The parts of caches of any format."""
     groups = group_parts(op, k_cache, v_cache)
     if groups is None:
         return CacheParts(*cache_parts(op, k_cache, v_cache))
@@ -91,14 +91,14 @@ def stored_parts(op: str, k_cache: Any, v_cache: Any) -> CacheParts:
 
 
 def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
-    """What codes both caches hold ("" for none), and their storage and scales; no int4."""
+    """The format of both caches ("" for a float dtype), their storage and scales; not for int4."""
     quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
     if not any(quantized):
         return "", k_cache, None, v_cache, None
     names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
     if all(quantized) and names == ["int4", "int4"]:
         raise ArrayDtypeError(
-            f"{op}: caches of int4 are read by paged_attention and written by pack_kv alone"
+            f"{op}: int4 caches are supported by paged_attention and pack_kv only"
         )
     if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
         raise ArrayDtypeError(
@@ -107,7 +107,7 @@ def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.zero_points is not None:
-            raise ArrayError(f"{op}: {name} has zero points, which no kernel takes")
+            raise ArrayError(f"{op}: {name} has zero points, which are supported for int4 only")
         if cache.scales is not None and cache.scales.shape[-1] != 1:
             raise ArrayShapeError(
                 f"{op}: the scales of {name} must be shared along head_dim, got shape "
@@ -117,15 +117,17 @@ def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any
 
 
 def group_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[Any, ...] | None:
-    """Storage, scales and zero points of keys, then of values, where both caches hold int4; else
-    None. Keys share a scale along the rows of a group, values along head_dim (KIVI)."""
+    """Storage, scales and zero points of keys, then of values, if both caches are int4; else None.
+
+    Keys share a scale along the rows of a group, values along head_dim (KIVI).
+    """
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     if any(getattr(getattr(c, "dtype", None), "name", "") != "int4" for c in caches.values()):
         return None
     for (name, cache), axis in zip(caches.items(), (1, 3), strict=True):
         if cache.scales is None or cache.zero_points is None or cache.axis != (axis,):
             raise ArrayError(
-                f"{op}: {name} of int4 must have scales and zero points shared along axis {axis}, "
+                f"{op}: int4 {name} must have scales and zero points shared along axis {axis}, "
                 f"got {cache!r}"
             )
         if {cache.scales.dtype, cache.zero_points.dtype} != {float16}:
@@ -135,12 +137,12 @@ def group_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[Any, ...] | None:
             )
     if k_cache.group_size[0] not in GROUP_ROWS or k_cache.shape[1] % k_cache.group_size[0]:
         raise ArrayShapeError(
-            f"{op}: k_cache of int4 must have groups of {' or '.join(map(str, GROUP_ROWS))} rows "
+            f"{op}: int4 k_cache must have groups of {' or '.join(map(str, GROUP_ROWS))} rows "
             f"that divide block_size, got {k_cache.group_size[0]} of {k_cache.shape[1]}"
         )
     if v_cache.scales.shape[-1] != 1:
         raise ArrayShapeError(
-            f"{op}: v_cache of int4 must have one scale a row and head, got {v_cache!r}"
+            f"{op}: int4 v_cache must have one scale per row and head, got {v_cache!r}"
         )
     return (
         *(k_cache.storage, k_cache.scales, k_cache.zero_points),
@@ -149,8 +151,8 @@ def group_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[Any, ...] | None:
 
 
 def check_group_layout(op: str, **arrays: Array) -> None:
-    """What the kernel asks of factors of int4 caches: 16-byte access along their contiguous axis,
-    head_dim for keys, rows for values."""
+    """Checks the layout of the scales and zero points of int4 caches: contiguous along head_dim for
+    keys and along rows for values, and 16-byte aligned."""
     for name, array in arrays.items():
         axis = 1 if name.startswith("v_cache") else 3
         extents = enumerate(zip(array.strides[:3], array.shape[:3], strict=True))
@@ -165,7 +167,7 @@ def check_group_layout(op: str, **arrays: Array) -> None:
 
 
 def check_code_layout(op: str, k_cache: Array, v_cache: Array) -> None:
-    """What kernels ask of storage of codes, in bytes."""
+    """Checks the size and alignment of the storage of codes."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[-1] % ACCESS_BYTES:
             raise ArrayShapeError(
@@ -180,7 +182,7 @@ def check_code_layout(op: str, k_cache: Array, v_cache: Array) -> None:
 
 
 def scale_strides(scales: Array | None) -> tuple[int, int, int]:
-    """Over blocks, rows and heads, in elements; 0 along axes that share a scale."""
+    """Strides of blocks, rows and heads, in elements; 0 along axes that share a scale."""
     if scales is None:
         return 0, 0, 0
     block, row, head = (

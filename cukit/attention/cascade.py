@@ -1,4 +1,4 @@
-"""Attention of requests that share the beginning of their keys, which is read once for all."""
+"""Cascade attention: keys that requests share as a prefix are read once for all of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention._cascade_plan import Pass, Prefix, plan_cascade
+from cukit.attention._paged_arguments import check_table, is_checked
+from cukit.attention._problem import AttentionProblem
 from cukit.attention.cache_arrays import cache_parts
-from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
-from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.merge_states import merge_shared_states, merge_specs
 from cukit.attention.paged import paged_attention
-from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -53,12 +53,12 @@ def cascade_attention(
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """:func:`paged_attention` of requests whose first keys lie in the same blocks: a system prompt,
-    the samples of one prompt, beams.
+    """:func:`paged_attention` of requests whose first keys are in the same blocks: a system prompt,
+    several samples of one prompt, beams.
 
-    The keys that requests share are read once, for the queries of all of them; the others request
-    by request; both are merged by their log-sum-exps. Where that would not be faster, the call is
-    one of `paged_attention`. Shapes alone decide.
+    Shared keys are read once for the queries of all requests, the others per request, and the two
+    results are merged by their log-sum-exps. Where this would not be faster, the call falls back to
+    `paged_attention`; the decision depends only on shapes.
 
     Args:
         q: as in `paged_attention`, [batch, seq_len_q, num_heads_q, head_dim].
@@ -66,33 +66,33 @@ def cascade_attention(
         v_cache: as in `paged_attention`.
         block_table: int32 [batch, max_blocks], the blocks of each request, the shared ones first,
             as `KVCacheManager.block_table` returns it.
-        seq_lens: int32 [batch], the keys of each request, the shared ones and the queries included;
-            0 for an unused row, whose output then has no meaning. Never read on the host.
-        prefixes: how many keys all requests share. Or pairs `(keys, requests)`, the first for the
-            beginning of all: each `requests` neighbours share their first `keys` keys. `keys` rises
-            and is a multiple of block_size; `requests` divides the one before, the first the batch:
-            [(4096, 32), (4608, 4)] is a system prompt with eight prompts of 512 behind it, of which
-            four samples each are taken.
-        causal: as in `paged_attention`. A request's queries see all shared keys: it has at least
-            `keys + seq_len_q` keys.
+        seq_lens: int32 [batch], the keys of each request, including shared keys and queries; 0 for
+            an unused row, whose output is undefined. Never read on the host.
+        prefixes: the number of keys that all requests share. Or pairs `(keys, requests)`, shortest
+            prefix first: each group of `requests` neighbours shares its first `keys` keys. `keys`
+            increases and is a multiple of block_size; `requests` divides the previous one, the
+            first divides the batch. For instance [(4096, 32), (4608, 4)] is a system prompt of 4096
+            keys followed by eight prompts of 512, with four samples each.
+        causal: as in `paged_attention`. All shared keys are visible to a request's queries: it has
+            at least `keys + seq_len_q` keys.
         softcap: as in `paged_attention`.
         sinks: as in `paged_attention`.
         scale: as in `paged_attention`.
         checked: as in `paged_attention`.
-        return_lse: return the log-sum-exp too.
-        out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
+        return_lse: also return the log-sum-exp.
+        out: output array; as q with v_cache's head_dim. It must not overlap the inputs.
 
     Returns:
-        `out`, or `(out, lse)`, as `paged_attention` up to rounding: parts are merged from outputs
-        of q's dtype.
+        `out`, or `(out, lse)`, as `paged_attention` up to rounding: the merged partial outputs have
+        q's dtype.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value; on the CPU or where `checked` also as `paged_attention`, and
-            requests that do not share what `prefixes` says, or have too few keys.
+            requests that do not share the blocks of `prefixes`, or have too few keys.
 
     Runs on CuPy's current stream; deterministic; a captured graph replays with other lengths and
-    tables, as long as the prefixes keep theirs.
+    tables while the lengths of the prefixes stay the same.
     Papers: Ye et al., FlashInfer, arXiv:2501.01005; Juravsky et al., Hydragen, arXiv:2402.05099.
 
     >>> import numpy as np, cukit as ck
@@ -158,7 +158,7 @@ def cascade_attention(
 def _check(
     q: Array, k_cache: Any, v_cache: Any, block_table: Array, seq_lens: Array, out: Array | None
 ) -> None:
-    """What is taken for granted before paged_attention checks its arguments."""
+    """Checks what is used before paged_attention checks its arguments."""
     _, k_storage, _, v_storage, _ = cache_parts(_OP, k_cache, v_cache)
     for name, array in (("q", q), ("k_cache", k_storage), ("v_cache", v_storage)):
         check_array(_OP, name, array, dtypes=_DTYPES, ndim=4, contiguous=False)
@@ -173,7 +173,7 @@ def _check(
 def _prefixes(
     q: Array, k_cache: Any, block_table: Array, prefixes: int | Sequence[tuple[int, int]]
 ) -> tuple[Prefix, ...]:
-    """What the call says of shared keys, checked against its shapes."""
+    """`prefixes` as a tuple of Prefix, checked against the shapes of the call."""
     try:
         pairs = prefixes if isinstance(prefixes, Sequence) else ((prefixes, len(q)),)
         levels = tuple(Prefix(*map(operator.index, pair)) for pair in pairs)
@@ -186,18 +186,18 @@ def _prefixes(
     for level in levels:
         if level.keys < before.keys or level.keys % max(1, block_size):
             raise ConfigError(
-                f"{_OP}: the keys of prefixes must rise and be multiples of block_size = "
+                f"{_OP}: the keys of prefixes must increase and be multiples of block_size = "
                 f"{block_size}, got {prefixes}"
             )
         if level.keys > block_table.shape[1] * block_size:
             raise ConfigError(
-                f"{_OP}: prefixes must lie in the {block_table.shape[1]} blocks of a row of "
+                f"{_OP}: prefixes must fit in the {block_table.shape[1]} blocks of a row of "
                 f"block_table, got {prefixes}"
             )
         if len(q) and (level.requests < 1 or before.requests % level.requests):
             raise ConfigError(
-                f"{_OP}: the requests of prefixes must divide those before, the first the batch "
-                f"of {len(q)}, got {prefixes}"
+                f"{_OP}: the requests of prefixes must divide those of the previous one, the first "
+                f"the batch of {len(q)}, got {prefixes}"
             )
         before = level
     return levels
@@ -216,22 +216,22 @@ def _passes(q: Array, k_cache: Any, v_cache: Any, levels: tuple[Prefix, ...]) ->
     return plan_cascade(levels, problem, item_bytes, current_device())
 
 
-_known_lengths: dict[tuple[int | None, int, int], Array] = {}
+_cached_lengths: dict[tuple[int | None, int, int], Array] = {}
 
 
 def _lengths(like: Array, count: int, length: int) -> Array:
-    """int32 [count], each `length`: made once, so that a captured graph does not fill it."""
+    """int32 [count], each `length`; cached, so that a captured graph does not fill it again."""
     key = like.device.id if is_gpu_array(like) else None, count, length
-    found = _known_lengths.get(key)
+    found = _cached_lengths.get(key)
     if found is None:
-        found = _known_lengths[key] = namespace(like).full(count, length, np.int32)
+        found = _cached_lengths[key] = namespace(like).full(count, length, np.int32)
     return found
 
 
 def _check_sharing(
     block_table: Array, seq_lens: Array, levels: tuple[Prefix, ...], block_size: int, seq_q: int
 ) -> None:
-    """Contents of tables and lengths."""
+    """Checks that requests share the blocks of the prefixes, and have enough keys."""
     if not len(seq_lens):
         return
     keys = max((level.keys for level in levels), default=0)
@@ -239,7 +239,7 @@ def _check_sharing(
     if short.any():
         b = int(short.argmax())
         raise ConfigError(
-            f"{_OP}: a request has the shared keys and its queries, {keys} and {seq_q}, but "
+            f"{_OP}: a request must have at least the {keys} shared keys and {seq_q} queries, but "
             f"seq_lens[{b}] is {int(seq_lens[b])}"
         )
     for level in levels:
@@ -248,8 +248,8 @@ def _check_sharing(
         used = (seq_lens != 0).reshape(-1, level.requests, 1)
         if (used & (rows != rows[:, :1])).any():
             raise ConfigError(
-                f"{_OP}: {level.requests} neighbours must have the same blocks for their first "
-                f"{level.keys} keys in block_table"
+                f"{_OP}: each {level.requests} neighbouring rows of block_table must have the same "
+                f"blocks for their first {level.keys} keys"
             )
 
 

@@ -1,4 +1,4 @@
-"""Exact attention that never writes the score matrix."""
+"""Exact attention without materialising the score matrix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
     check_forward,
     check_kernel_layout,
     check_sequence_ends,
@@ -15,28 +18,22 @@ from cukit.attention.flash_arguments import (
     fits_tensor_maps,
     lse_shape,
     problem_of,
-    score_shape,
-    strides_of,
-)
-from cukit.attention.flash_fp8 import attend_float8, decode_inputs
-from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
-from cukit.attention.flash_options import (
-    PARAMETERS,
-    ScoreArrays,
-    ScoreOptions,
-    Window,
     refuse_dropout,
     scales_of,
     score_options,
     score_settings,
+    score_shape,
+    strides_of,
 )
-from cukit.attention.flash_plan import (
+from cukit.attention._flash_fp8 import attend_float8, decode_inputs
+from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention._flash_plan import (
     FlashAttentionConfig,
     plan_flash_attention,
     representative_specs,
 )
-from cukit.attention.flash_plan_sm90 import covers, float8_specs, specs_of
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._flash_plan_sm90 import covers, float8_specs, specs_of
+from cukit.attention._problem import AttentionProblem, Window
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, Kernel, KernelSpec, Launch, launch_plan, load_kernel
@@ -78,55 +75,54 @@ def flash_attention(
 ) -> Array | tuple[Array, Array]:
     """Attention: `out = softmax(score) v` for every head, with, in this order,
 
-        score = scale * q k^T;  softcap * tanh(score / softcap);  - slope * |i + past - j|;
-        + bias;  -inf where key j is hidden from query i      (past = seq_len_kv - seq_len_q)
+        score = scale * q k^T;  softcap * tanh(score / softcap);  - slope * |i + offset - j|;
+        + bias;  -inf where key j is masked for query i      (offset = seq_len_kv - seq_len_q)
 
-    Query head `h` uses key head `h // (num_heads_q // num_heads_kv)` (MHA, GQA, MQA). Masks are
-    aligned bottom right: query `i` lies opposite key `i + past`. A query that sees no key gets
+    Query head `h` uses KV head `h // (num_heads_q // num_heads_kv)` (MHA, GQA, MQA). Masks are
+    aligned bottom right: the diagonal key of query `i` is `i + offset`. A fully masked query gets
     zeros, and -inf as its lse (with sinks, the sink's score).
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
             too. Any strides with a contiguous last axis, e.g. a transposed view of
             [batch, heads, seq, head_dim] or a slice of a fused projection; on the GPU, strides and
-            start are multiples of 16 bytes, and positions lie less than 2^26 elements apart.
+            start address are multiples of 16 bytes, and the row stride is below 2^26 elements.
         k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
         v: as k; its head_dim may differ.
-        causal: hide the future: keys right of the one opposite the query.
-        window_size: (left, right), how many keys on each side of the one opposite a query sees;
-            None for all of a side.
-        softcap: positive bound of the scores' size.
+        causal: mask keys right of the diagonal.
+        window_size: (left, right), visible keys on each side of the diagonal key; None: all.
+        softcap: positive bound on the magnitude of the scores.
         alibi_slopes: float32 [num_heads_q] or [batch, num_heads_q].
-        sinks: float32 [num_heads_q], a score a head that joins the softmax's denominator.
+        sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
         bias: dtype of q or float32, broadcastable to [batch, num_heads_q, seq_len_q, seq_len_kv],
             any strides.
         mask: bool, as bias; True is visible.
-        cu_seqlens_q: int32 [num_sequences + 1], for sequences of any lengths, also 0, one behind
-            the other: sequence b has rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
+        cu_seqlens_q: int32 [num_sequences + 1], for packed variable-length sequences, possibly
+            empty: sequence b is rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
             q [total_q, num_heads_q, head_dim]. For bias, mask and slopes the batch is
             num_sequences, and seq_len_q, seq_len_kv are max_seqlen_q, max_seqlen_kv.
         cu_seqlens_kv: the same for k and v [total_kv, num_heads_kv, head_dim]; both or neither.
         max_seqlen_q: at least the longest sequence of q; needed with cu_seqlens.
         max_seqlen_kv: the same for k and v.
-        q_descale: factor of float8 inputs: a positive number, or float32 [], [num_heads_kv] or
+        q_descale: factor of FP8 inputs: a positive number, or float32 [], [num_heads_kv] or
             [batch, num_heads_kv]; with cu_seqlens the batch is num_sequences.
         k_descale: as q_descale.
         v_descale: as q_descale; any sign.
-        precise: keep the probabilities of float8 inputs at sixteen bits.
-        scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
-        return_lse: return the log-sum-exp too, which the backward needs.
-        out: where to write; dtype of q, shape of q with v's head_dim, strides as for q. It must not
+        precise: with FP8 inputs, keep the probabilities in 16 bits.
+        scale: positive factor of the scores; default 1 / sqrt(head_dim).
+        return_lse: also return the log-sum-exp, which the backward needs.
+        out: output array; dtype of q, shape of q with v's head_dim, strides as for q. It must not
             overlap the inputs.
-        dropout: only 0: dropout is out of scope.
+        dropout: must be 0: attention dropout is not supported.
 
-    head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128, 192, 256 run without padding, on
-    Hopper every multiple of 16.
+    On the GPU, head_dim is a multiple of 8 up to 256; 64, 96, 128, 192 and 256 run without padding,
+    on Hopper every multiple of 16.
 
     q, k and v may be QuantizedArrays of float8_e4m3 without scales (storage with any strides as
-    above); out is then bfloat16, or what `out` is. On Hopper they are multiplied as they are where
-    head_dim and v's are multiples of 16. Probabilities are rounded to float8 too, which alone is an
-    error of 2 to 3 %; with `precise` to float16, which leaves the rounding of out and is slower.
-    Anything else is decoded first, and as exact as out's dtype allows.
+    above); out is then bfloat16, or has the dtype of `out`. On Hopper they are multiplied in FP8 if
+    head_dim and v's are multiples of 16. The probabilities are then rounded to FP8 too, which alone
+    causes an error of 2 to 3 %; `precise` rounds them to float16, which is slower and leaves only
+    the rounding of out. In all other cases the inputs are decoded first, to out's dtype.
 
     Returns:
         `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32
@@ -137,10 +133,9 @@ def flash_attention(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. On Hopper, arrays whose
-    strides are positive are read by the copy engine; a set of addresses seen for the first time
-    costs the host about 25 us more, for three tensor maps, and lengths that were not seen before
-    about 55 us.
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. On Hopper, arrays with
+    positive strides are read by TMA; the first call with new addresses takes about 25 us more on
+    the host, to encode three tensor maps, and the first with new lengths about 55 us.
     Papers: Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3,
     arXiv:2407.08608; Press et al., ALiBi, arXiv:2108.12409; Xiao et al., attention sinks,
     arXiv:2309.17453.
@@ -222,7 +217,7 @@ def _prepare_forward(
         seq_kv=seq_len_kv,
         head_dim=config.problem.head_dim,
         value_dim=config.problem.head_dim_v,
-        section=config.section,
+        section=config.raster_group,
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, arrays, shape),
     )
@@ -233,7 +228,7 @@ def _prepare_forward(
 def _planned_forward(
     q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
 ) -> MappedForward | tuple[FlashAttentionConfig, Kernel]:
-    """What calls share that differ in their lengths alone, once one of them has been checked."""
+    """Checks a call and plans it; cached for calls that differ only in lengths."""
     arrays = ScoreArrays(*given)
     check_forward(q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)

@@ -1,4 +1,4 @@
-"""The gradients of exact attention."""
+"""Gradients of exact attention."""
 
 from __future__ import annotations
 
@@ -7,43 +7,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    NO_TEACHER,
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
     check_backward,
     check_kernel_layout,
     check_sequence_ends,
     describe_backward,
     fits_tensor_maps,
     problem_of,
-    score_shape,
-    strides_of,
-)
-from cukit.attention.flash_backward_sm90 import (
-    MappedKernels,
-    MappedKeys,
-    MappedQueries,
-    WarpgroupBackwardConfig,
-    covers,
-    plan_flash_attention_backward_sm90,
-)
-from cukit.attention.flash_fp8 import refuse_float8
-from cukit.attention.flash_maps import launches_of
-from cukit.attention.flash_options import (
-    NO_TEACHER,
-    PARAMETERS,
-    ScoreArrays,
-    ScoreOptions,
-    Window,
     refuse_dropout,
     scales_of,
     score_options,
     score_settings,
+    score_shape,
+    strides_of,
 )
-from cukit.attention.flash_plan import (
+from cukit.attention._flash_fp8 import refuse_float8
+from cukit.attention._flash_launch_sm90 import MappedKernels, MappedKeys, MappedQueries, launches_of
+from cukit.attention._flash_plan import (
     FlashAttentionBackwardConfig,
     plan_flash_attention_backward,
     representative_specs,
 )
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._flash_plan_sm90 import (
+    WarpgroupBackwardConfig,
+    covers,
+    plan_flash_attention_backward_sm90,
+)
+from cukit.attention._problem import AttentionProblem, Window
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
@@ -88,7 +82,7 @@ def flash_attention_backward(
         out: what the forward returned; strides as for q.
         lse: what the forward returned, C-contiguous.
         causal: as in the forward, and so are all options down to `scale`. Slopes, bias and mask
-            count as constants: they get no gradient.
+            are constants: they get no gradient.
         window_size: as in the forward.
         softcap: as in the forward.
         alibi_slopes: as in the forward.
@@ -100,24 +94,24 @@ def flash_attention_backward(
         max_seqlen_q: as in the forward.
         max_seqlen_kv: as in the forward.
         scale: as in the forward.
-        deterministic: sum grad_q in a fixed order: on Hopper blocks then take turns, elsewhere
-            there are two more matrix products (about 30 % more time). Otherwise its last bits vary
-            from run to run, because blocks add to it in float32 in the order in which they happen
-            to finish. On Hopper heads of more than 128 columns are deterministic in any case.
-        dropout: only 0: dropout is out of scope.
+        deterministic: sum grad_q in a fixed order. On Hopper blocks then add one after another; on
+            other GPUs two more matrix products are computed (about 30 % more time). Otherwise
+            blocks add to grad_q in float32 in the order in which they finish, and its last bits
+            vary from run to run. On Hopper, head_dims above 128 are always deterministic.
+        dropout: must be 0: attention dropout is not supported.
 
     Returns:
         `(grad_q, grad_k, grad_v)`, C-contiguous, dtypes and shapes of q, k and v; with sinks a
-        fourth, grad_sinks, like sinks. All but grad_q are summed in a fixed order, always.
+        fourth, grad_sinks, like sinks. All but grad_q are always summed in a fixed order.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head;
-    a float32 copy of grad_q, on Hopper for heads of up to 128 columns, elsewhere unless
-    deterministic; where key heads are too few to fill the GPU, several float32 copies of grad_k and
-    grad_v.
+    Runs on CuPy's current stream and accumulates in float32. Scratch memory: two float32 per query
+    and head; a float32 copy of grad_q (on Hopper for head_dims up to 128, on other GPUs unless
+    deterministic); and, where there are too few KV heads to fill the GPU, several float32 copies of
+    grad_k and grad_v.
     Paper: Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck
@@ -152,7 +146,7 @@ def flash_attention_backward(
     lse_log2, delta = statistics[0], statistics[1]
     grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
     total: Any = NULL
-    if steps.adds:
+    if steps.accumulates_grad_q:
         total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
     counters: Any = empty(q, (steps.counters,), np.int32) if steps.counters else NULL
     sums = [grad_k, grad_v]
@@ -165,7 +159,7 @@ def flash_attention_backward(
     if steps.sums is not None:
         for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
             add(partial, gradient)
-    if steps.adds:
+    if steps.accumulates_grad_q:
         steps.queries(total, counters, grad_q, ends_q)
     else:
         steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
@@ -177,32 +171,32 @@ def flash_attention_backward(
 
 
 class _BackwardSteps(NamedTuple):
-    """The launches of a backward, and the extents of its scratch."""
+    """The launches of a backward, and the extents of its scratch arrays."""
 
     prepare: Launch
     keys: Launch | MappedKeys
     sums: tuple[Launch, Launch] | None
     queries: Launch | MappedQueries
     sinks: Launch | None
-    adds: bool
-    """Whether dQ is summed up in scratch."""
+    accumulates_grad_q: bool
+    """Whether `keys` accumulates dQ in scratch, which `queries` then converts."""
     scratch_rows: tuple[int, int]
     counters: int
-    """Of the sum (FlashAttentionBackwardConfig.counters)."""
+    """FlashAttentionBackwardConfig.counters."""
     width: int
     splits: int
 
 
 class _BackwardKernels(NamedTuple):
-    """The kernels of calls that differ in their lengths alone, loaded once."""
+    """The loaded kernels, shared by calls that differ only in lengths."""
 
     config: FlashAttentionBackwardConfig
-    """Of the lengths rounded."""
+    """For the rounded lengths."""
     prepare: Launches
     keys: Launches | MappedKernels
     sums: Launches | None
     queries: Launches | None
-    """Of dQ, from its sum or alone; None where `keys` has it."""
+    """finish or the dQ kernel; None where `keys` includes the latter."""
     sinks: Launches | None
 
 
@@ -272,19 +266,19 @@ def _prepare_backward(
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
-            section=config.key_section,
+            section=config.key_raster_group,
             **NO_TEACHER,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = kernels.keys((config.key_blocks,), (parameters,))
-        if not config.sums_queries:
+        if not config.accumulates_grad_q:
             assert kernels.queries is not None
             parameters = structs["QueryGradientParameters"].pack(
                 **strides,
                 **common,
                 heads_q=problem.num_heads_q,
                 group=problem.group,
-                section=config.query_section,
+                section=config.query_raster_group,
                 **NO_TEACHER,
             )
             queries = kernels.queries((config.query_blocks,), (parameters,))
@@ -304,7 +298,7 @@ def _prepare_backward(
         sinks = kernels.sinks((problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
-        *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
+        *(config.accumulates_grad_q, rows, config.counters(total_q), config.width, splits),
     )
 
 
@@ -320,7 +314,7 @@ def _planned_backward(
     deterministic: bool,
     *given: Array | None,
 ) -> _BackwardKernels:
-    """What calls share that differ in their lengths alone, once one of them has been checked."""
+    """Checks a call and loads its kernels; cached for calls that differ only in lengths."""
     arrays = ScoreArrays(*given)
     check_backward(grad_out, q, k, v, out, lse, options, arrays)
     check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
@@ -332,11 +326,11 @@ def _planned_backward(
     if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
         config = plan_flash_attention_backward_sm90(problem, deterministic, device)
         keys = MappedKernels(config)
-        queries = config.finish_spec() if config.sums_queries else None
+        queries = config.finish_spec() if config.accumulates_grad_q else None
     else:
         config = plan_flash_attention_backward(problem, deterministic, device)
         keys = Launches(load_kernel(config.keys_spec()))
-        queries = config.finish_spec() if config.sums_queries else config.queries_spec()
+        queries = config.finish_spec() if config.accumulates_grad_q else config.queries_spec()
     return _BackwardKernels(
         config,
         Launches(load_kernel(config.prepare_spec())),
@@ -348,7 +342,7 @@ def _planned_backward(
 
 
 def sum_launch(launches: Launches, config: FlashAttentionBackwardConfig, x: Array) -> Launch:
-    """Adds the splits of the gradient of k or of v."""
+    """The launch that reduces the splits of the gradient of k or v."""
     rows, head_dim = x.size // x.shape[-1], x.shape[-1]
     scalars = (np.int64(rows), np.int32(config.splits), np.int32(head_dim))
     return launches((config.sum_blocks(rows, head_dim),), scalars)

@@ -1,4 +1,4 @@
-"""Divergence of a sparse-attention indexer from the attention that it is to predict."""
+"""KL divergence between attention and the sparse-attention indexer that predicts it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.attention_kl import reduced
-from cukit.attention.flash_arguments import (
+from cukit.attention._arguments import (
+    PARAMETERS,
     check_kernel_layout,
     check_sequence_ends,
     check_sequences,
     lse_shape,
+    score_settings,
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_options import PARAMETERS, score_settings
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.indexer_plan import IndexerConfig, plan_indexer_kl, representative_specs
+from cukit.attention._indexer_plan import IndexerConfig, indexer_specs, plan_indexer_kl
+from cukit.attention._kl_reduction import reduced, sum_spec, total_spec
+from cukit.attention._problem import AttentionProblem
 from cukit.attention.kl_pairs import KlOptions, RowArrays, check_scalar, kl_options
-from cukit.attention.kl_plan import sum_spec, total_spec
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -70,55 +70,55 @@ def indexer_kl(
     normalizer: Any = None,
     return_statistics: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL of attention, summed over its heads, from the scores of a sparse-attention indexer:
+    """KL(attention || indexer), of attention summed over its heads and a sparse-attention indexer:
 
         P_ij = sum_h exp(scale_t q_t[i,h] k_t[j] - lse_t[i,h]),   p_i = P_i / sum_j P_ij
         I_ij = scale_s sum_h weights[i,h] max(0, q_s[i,h] k_s[j])
         KL(b, i) = sum_j p_ij (ln p_ij - ln softmax(I_i)_j)
 
-    over the keys that a query sees and that `topk_indices` names. This is what trains the
-    lightning indexer of DeepSeek-V3.2: over all keys while attention is dense, over the selected
-    ones afterwards. No matrix of scores is written; a query without keys, or whose keys have no
-    attention, has a divergence of 0.
+    over the visible keys in `topk_indices`. This loss trains the lightning indexer of
+    DeepSeek-V3.2: over all keys while attention is dense, over the selected ones afterwards. No
+    score matrix is materialised. A query without keys, or whose keys have no attention, has a
+    divergence of 0.
 
     Args:
         q_t: the queries of attention, float16|bfloat16 [batch, seq_len_q, num_heads_t, head_dim_t];
             on the CPU float32|float64 too. Strides as for flash_attention.
         k_t: its keys, [batch, seq_len_kv, num_kv_heads_t, head_dim_t].
-        lse_t: its log-sum-exps, float32 [batch, num_heads_t, seq_len_q]: flash_attention returns
-            them. Those of sparse attention serve as well: heads then count alike on the selected
-            keys.
+        lse_t: its log-sum-exps, float32 [batch, num_heads_t, seq_len_q], as flash_attention returns
+            them. Those of sparse attention work as well: all heads then have equal weight on the
+            selected keys.
         q_s: the indexer's queries, [batch, seq_len_q, num_heads_s, head_dim_s]; dtype of q_t.
         k_s: its keys, one head, [batch, seq_len_kv, head_dim_s].
-        weights: of its heads, float32 [batch, seq_len_q, num_heads_s], of any sign.
+        weights: head weights, float32 [batch, seq_len_q, num_heads_s], of any sign.
         topk_indices: int32 [batch, seq_len_q, top_k], keys of the query's own sequence in any
-            order; numbers below 0 or from its length on name none, hidden keys stay hidden. All
-            keys are multiplied all the same: the time is that of dense scores.
+            order; values outside the sequence are ignored, masked keys stay masked. All scores are
+            computed all the same: the time is that of dense scores.
         causal: as in flash_attention.
-        scale_t: factor of the attention's scores; 1 / sqrt(head_dim_t) where omitted.
-        scale_s: factor of the indexer's, above 0.
-        row_weights: float32 [batch, seq_len_q], at least 0, factors of the queries' divergences; 0
-            leaves a query out.
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: sequences of any lengths one
-            behind the other, as in flash_attention; arrays then have no batch axis, lse_t is
+        scale_t: factor of the attention's scores; default 1 / sqrt(head_dim_t).
+        scale_s: factor of the indexer's scores, above 0.
+        row_weights: float32 [batch, seq_len_q], non-negative weights of the queries; 0 excludes a
+            query.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: packed variable-length sequences,
+            as in flash_attention; arrays then have no batch axis, and lse_t is
             [num_heads_t, total_q].
-        reduction: "mean" over queries, by weight, "sum", or "none".
-        normalizer: what "mean" divides by in place of the queries' weight, as in attention_kl.
-        return_statistics: return what the backward needs, too.
+        reduction: "mean" over weighted queries, "sum", or "none".
+        normalizer: the divisor of "mean", in place of the queries' weight, as in attention_kl.
+        return_statistics: also return what the backward needs.
 
     Returns:
-        The loss, float32 0-d (float64 of float64 inputs); of "none" [batch, seq_len_q] or
-        [total_q]. With `return_statistics`, `(loss, lse_s, mass_t)` of every query: the
-        log-sum-exp of the indexer's scores, and the share of attention, averaged over heads, that
-        the keys have: 1 without `topk_indices`, else the recall of the selection.
+        The loss, float32 0-d (float64 for float64 inputs); for "none" [batch, seq_len_q] or
+        [total_q]. With `return_statistics`, `(loss, lse_s, mass_t)`, the latter two per query: the
+        log-sum-exp of the indexer's scores, and the attention mass of the keys, averaged over
+        heads: 1 without `topk_indices`, else the recall of the selection.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. head_dim of each is a
-    multiple of 8 up to 256 on the GPU. Scratch: with topk_indices a bit a key and query, of as many
-    queries at a time as 128 MiB hold.
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. On the GPU both
+    head_dims are multiples of 8 up to 256. Scratch memory: with topk_indices one bit per query and
+    key, for as many queries at a time as fit in 128 MiB.
     Paper: DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
 
     >>> import numpy as np, cukit as ck
@@ -169,18 +169,18 @@ def indexer_kl(
 
 
 class IndexerCall(NamedTuple):
-    """Arguments of a forward or backward, adopted and checked."""
+    """The adopted and checked arguments of a forward or backward."""
 
     inputs: tuple[Any, ...]
     """q_t, k_t, lse_t, q_s, k_s, weights, topk_indices."""
     arrays: RowArrays
-    """lse_t, lse_s: of the backward, the indexer's statistics mass_t and lse_s."""
+    """In the backward, lse_t and lse_s hold the forward's statistics mass_t and lse_s."""
     options: KlOptions
     normalizer: Any
     on_gpu: bool
 
     def reference_options(self) -> dict[str, Any]:
-        """The options under the names of the reference."""
+        """The options as keyword arguments of the reference."""
         scores, arrays = self.options.scores, self.arrays
         return {
             "causal": scores.causal,
@@ -210,9 +210,12 @@ def indexer_call(
     normalizer: Any,
     *others: Any,
 ) -> IndexerCall:
-    """Adopts and checks the arguments. statistics: lse_s and mass_t of a backward. others: arrays
-    that must live where the rest does."""
-    check_number(op, "scale_s", scale_s, above=0)  # None would be attention's factor
+    """Adopts and checks the arguments.
+
+    statistics: lse_s and mass_t of a backward. others: further arrays that must be on the same
+    device.
+    """
+    check_number(op, "scale_s", scale_s, above=0)  # None would mean attention's default scale
     options = kl_options(
         op, causal, None, 1.0, False, scale_t, scale_s, reduction, normalizer, max_seqlen_q,
         max_seqlen_kv,
@@ -235,7 +238,7 @@ def indexer_call(
 def _check(
     op: str, inputs: tuple[Any, ...], arrays: RowArrays, options: KlOptions, backward: bool
 ) -> None:
-    """Shapes and dtypes, wherever the arrays live."""
+    """Checks shapes and dtypes, on either device."""
     q_t, k_t, lse_t, q_s, k_s, weights, indices = inputs
     check_sequences(op, options.scores, arrays.scores)
     axes = 3 if arrays.varlen else 4
@@ -277,7 +280,7 @@ def _check(
 
 
 class IndexerSteps(NamedTuple):
-    """The launches of a chunk of queries, and the last one."""
+    """The launches for each chunk of queries, and the final one, `sum`."""
 
     config: IndexerConfig
     mark: Launch | None
@@ -302,7 +305,7 @@ def prepare_indexer(
     factor: float,
     *given: Array | None,
 ) -> IndexerSteps:
-    """factor: of the gradients, in all."""
+    """The plan and launches of a call. factor: of the gradients."""
     arrays = RowArrays(*given)
     k_head = k_s[..., None, :]
     check_kernel_layout(op, q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_head)
@@ -367,12 +370,12 @@ def prepare_indexer(
 
 
 def heads_first(weights: Array) -> Array:
-    """[batch, heads, seq] of [batch, seq, heads], contiguous: what kernels read row by row."""
+    """weights [batch, seq, heads] as contiguous [batch, heads, seq], which the kernels read."""
     return namespace(weights).ascontiguousarray(weights.swapaxes(-1, -2))
 
 
 def selection_scratch(like: Array, steps: IndexerSteps) -> Any:
-    """Room for the selected keys of a chunk, or NULL where all are."""
+    """Memory for the selection bits of a chunk, or NULL without a selection."""
     if steps.mark is None:
         return NULL
     words = steps.config.scratch_row // _BITS
@@ -380,9 +383,7 @@ def selection_scratch(like: Array, steps: IndexerSteps) -> Any:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    return representative_specs(
-        device, False, lambda: [sum_spec(), total_spec(False), total_spec(True)]
-    )
+    return indexer_specs(device, False, lambda: [sum_spec(), total_spec(False), total_spec(True)])
 
 
 register(
@@ -392,13 +393,3 @@ register(
     reference=reference.indexer_kl,
     specs=_specs,
 )
-
-__all__ = [
-    "IndexerCall",
-    "IndexerSteps",
-    "heads_first",
-    "indexer_call",
-    "indexer_kl",
-    "prepare_indexer",
-    "selection_scratch",
-]

@@ -1,4 +1,4 @@
-"""Gradients of the divergence of a sparse-attention indexer."""
+"""Gradients of the KL divergence between attention and a sparse-attention indexer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.attention_kl import divisor_of, totals
-from cukit.attention.indexer_kl import (
-    heads_first,
-    indexer_call,
-    prepare_indexer,
-    selection_scratch,
-)
-from cukit.attention.indexer_plan import representative_specs
+from cukit.attention._indexer_plan import indexer_specs
+from cukit.attention._kl_reduction import divisor_of, totals
+from cukit.attention.indexer_kl import heads_first, indexer_call, prepare_indexer, selection_scratch
 from cukit.attention.kl_pairs import check_scalar
 from cukit.core.arrays import Array, adopt, empty
 from cukit.core.device import Device
@@ -56,19 +51,19 @@ def indexer_kl_backward(
         dq_s[i,h] = sum_j dx k_s[j],   dk_s[j] = sum_ih dx q_s[i,h]
         dw[i,h] = scale_s sum_j dI_ij max(0, q_s[i,h] k_s[j])
 
-    Attention gets no gradient.
+    The attention inputs get no gradient.
 
     Args:
-        q_t: as in the forward, and so are all arguments up to `normalizer` but two.
+        q_t: as in the forward, and so are all arguments up to `normalizer` except lse_s and mass_t.
         k_t: as in the forward.
         lse_t: as in the forward.
         q_s: as in the forward.
         k_s: as in the forward.
         weights: as in the forward.
-        lse_s: what the forward returned with return_statistics.
+        lse_s: returned by the forward with return_statistics.
         mass_t: as lse_s.
         grad_loss: upstream gradient, a number or a float32 0-d array; for "none" float32, of the
-            loss's shape.
+            shape of the loss.
 
     Returns:
         `(grad_q_s, grad_k_s, grad_weights)`, C-contiguous, dtypes and shapes of q_s, k_s, weights.
@@ -78,8 +73,8 @@ def indexer_kl_backward(
         ConfigError: an option's value.
 
     Runs on CuPy's current stream, accumulates in float32, is deterministic. dI is rounded to the
-    dtype of q_s, for grad_weights too. Scratch: dI in 16 bits,
-    of as many queries at a time as 128 MiB hold, float32 sums of grad_k_s, and the forward's.
+    dtype of q_s, for grad_weights too. Scratch memory: dI in 16 bits for as many queries at a time
+    as fit in 128 MiB, float32 partial sums of grad_k_s, and that of the forward.
     """
     if grad_loss is not None and not isinstance(grad_loss, numbers.Real):
         (grad_loss,) = adopt(_OP, grad_loss)
@@ -101,7 +96,7 @@ def indexer_kl_backward(
             q_t, k_t, lse_t, q_s, k_s, weights, arrays.lse_s, arrays.lse_t, topk_indices=indices,
             **call.reference_options(), grad_loss=grad_loss,
         )  # fmt: skip
-    # As in attention_kl, whose rows have heads.
+    # The reduction, shared with attention_kl, expects rows with a head axis.
     *batch, rows, _, _ = q_s.shape
     shape = (*batch, 1, rows)
     divisor = divisor_of(shape, call.options, arrays.row_weights, call.normalizer)
@@ -146,7 +141,7 @@ def indexer_kl_backward(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    return representative_specs(device, True)
+    return indexer_specs(device, True)
 
 
 register(

@@ -1,4 +1,4 @@
-"""Two models' queries and keys: what their divergence takes, and how their heads meet."""
+"""Arguments of the attention KL: queries and keys of a teacher and a student, and the head map."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_arguments import check_sequences, lse_shape, score_shape
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     ScoreArrays,
     ScoreOptions,
-    Window,
+    check_sequences,
+    lse_shape,
     score_options,
+    score_shape,
 )
-from cukit.attention.flash_problem import AttentionProblem, rounded_length
+from cukit.attention._problem import AttentionProblem, Window, rounded_length
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -32,13 +33,14 @@ from cukit.core.scalars import check_choice, check_flag, check_number
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
+_LOG2_E = 1.0 / math.log(2.0)
 
 
 class KlOptions(NamedTuple):
-    """Options of a call that are plain values, checked."""
+    """The scalar options of a call, checked."""
 
     scores: ScoreOptions
-    """Of both models, but for the scale."""
+    """Shared by both models, without a scale."""
     temperature: float
     squared: bool
     scale_t: float | None
@@ -46,16 +48,16 @@ class KlOptions(NamedTuple):
     reduction: str
 
     def factor_s(self, head_dim: int) -> float:
-        """What the student's products are multiplied by."""
+        """The student's score scale, temperature included."""
         return _factor(self.scale_s, head_dim) / self.temperature
 
     def factor_t(self, head_dim: int) -> float:
-        """What the teacher's products are multiplied by."""
+        """The teacher's score scale, temperature included."""
         return _factor(self.scale_t, head_dim) / self.temperature
 
     @property
     def loss_factor(self) -> float:
-        """T^2 where that is asked for."""
+        """T^2 if requested, else 1."""
         return self.temperature**2 if self.squared else 1.0
 
     def student(self, head_dim: int) -> ScoreOptions:
@@ -68,7 +70,7 @@ def _factor(scale: float | None, head_dim: int) -> float:
 
 
 class RowArrays(NamedTuple):
-    """Arrays beside queries and keys; None where they are not given."""
+    """The optional arrays of a call."""
 
     row_weights: Array | None
     cu_seqlens_q: Array | None
@@ -78,12 +80,12 @@ class RowArrays(NamedTuple):
 
     @property
     def scores(self) -> ScoreArrays:
-        """Those that attention takes too."""
+        """The arrays that attention takes too."""
         return ScoreArrays(None, None, None, None, self.cu_seqlens_q, self.cu_seqlens_kv)
 
     @property
     def varlen(self) -> bool:
-        """Whether the sequences lie one behind the other."""
+        """Whether sequences are packed (cu_seqlens)."""
         return self.cu_seqlens_q is not None
 
 
@@ -100,7 +102,7 @@ def kl_options(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
 ) -> KlOptions:
-    """The values of a call. Raises ConfigError."""
+    """The scalar options of a call. Raises ConfigError."""
     scores = score_options(op, causal, window_size, None, None, max_seqlen_q, max_seqlen_kv)
     scores.check(op)
     check_number(op, "temperature", temperature, above=0)
@@ -127,7 +129,7 @@ def kl_options(
 
 
 def check_scalar(op: str, name: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-    """`value` is None, a number, or a float32 array of `shape` (float64 on the CPU too)."""
+    """Checks that `value` is None, a number, or a float32 (on the CPU also float64) array."""
     if value is None:
         return
     if isinstance(value, numbers.Real) and shape == ():
@@ -146,7 +148,7 @@ def check_pairs(
     arrays: RowArrays,
     options: KlOptions,
 ) -> None:
-    """Shapes and dtypes, wherever the arrays live."""
+    """Checks shapes and dtypes, on either device."""
     check_sequences(op, options.scores, arrays.scores)
     axes = 3 if arrays.varlen else 4
     check_array(op, "q_s", q_s, dtypes=FLOAT_DTYPES, ndim=axes, contiguous=False)
@@ -182,7 +184,7 @@ def check_pairs(
 
 
 def head_map_of(op: str, head_map: Any, heads_t: int, heads_s: int) -> tuple[int, ...] | None:
-    """The teacher's head of each of the student's; None where each has its own, in order."""
+    """The teacher's head for each of the student's; None for the identity."""
     if head_map is None:
         if heads_t == heads_s:
             return None
@@ -200,20 +202,22 @@ def head_map_of(op: str, head_map: Any, heads_t: int, heads_s: int) -> tuple[int
 
 
 def mapped_teacher(q_t: Array, k_t: Array, head_map: tuple[int, ...] | None) -> tuple[Array, Array]:
-    """The teacher with the student's heads: head h of q is the one that h is mapped to, and as
-    many heads in a row share a head of k as can. Views where heads lie at equal distances, else
-    copies."""
+    """The teacher's arrays with one query head per head of the student.
+
+    Query head h is the one that h maps to; neighbouring heads share a KV head where they can. Views
+    where the mapped heads are equally spaced, otherwise copies.
+    """
     if head_map is None:
         return q_t, k_t
     group = q_t.shape[-2] // k_t.shape[-2]
-    of_keys = tuple(head // group for head in head_map)
-    shared = len(of_keys)
+    key_heads = tuple(head // group for head in head_map)
+    shared = len(key_heads)
     while shared > 1 and not (
-        len(of_keys) % shared == 0
-        and all(head == of_keys[h // shared * shared] for h, head in enumerate(of_keys))
+        len(key_heads) % shared == 0
+        and all(head == key_heads[h // shared * shared] for h, head in enumerate(key_heads))
     ):
         shared -= 1
-    return _heads(q_t, head_map), _heads(k_t, of_keys[::shared])
+    return _heads(q_t, head_map), _heads(k_t, key_heads[::shared])
 
 
 def _heads(array: Array, heads: Sequence[int]) -> Array:
@@ -229,7 +233,7 @@ def _heads(array: Array, heads: Sequence[int]) -> Array:
 def problem_of_pairs(
     k_t: Array, q_s: Array, k_s: Array, options: KlOptions, arrays: RowArrays, rounded: bool = False
 ) -> AttentionProblem:
-    """What plans need to know: the student's attention, with the teacher in place of v."""
+    """The problem of a call: the student's attention, with the teacher in place of v."""
     student = options.student(q_s.shape[-1])
     batch, heads, seq_q, seq_kv = score_shape(q_s, k_s, student, arrays.scores)
     if rounded:
@@ -245,14 +249,9 @@ def problem_of_pairs(
     )
 
 
-__all__ = [
-    "REDUCTIONS",
-    "KlOptions",
-    "RowArrays",
-    "check_pairs",
-    "check_scalar",
-    "head_map_of",
-    "kl_options",
-    "mapped_teacher",
-    "problem_of_pairs",
-]
+def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str, float]:
+    """The teacher's kernel parameters."""
+    return {
+        "teacher_group": problem.teacher_group or 1,
+        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * _LOG2_E,
+    }

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, from attention over each."""
+"""Merging attention over two disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VECS_PER_THREAD = 4
 def merge_attention_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
 ) -> tuple[Array, Array]:
-    """Attention over the keys of a and b together, from `(out, lse)` of each.
+    """Attention over two sets of keys, a and b, from the `(out, lse)` of each.
 
         lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -38,12 +38,12 @@ def merge_attention_states(
         out_a: float16|bfloat16 [batch, seq_len_q, num_heads, head_dim], C-contiguous, head_dim a
             multiple of 8; on the CPU float32|float64, any strides and head_dim too.
         lse_a: float32 [batch, num_heads, seq_len_q] (float64 for float64), natural logarithm, as
-            `return_lse` gives it; -inf where a query saw no key, and its output is ignored there.
+            `return_lse` returns it; -inf for a query without keys, whose output is then ignored.
         out_b: as out_a.
         lse_b: as lse_a.
 
     Returns:
-        `(out, lse)`; zeros and -inf where neither side saw a key.
+        `(out, lse)`; zeros and -inf where a query has no keys on either side.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
@@ -70,10 +70,10 @@ def merge_attention_states(
 def merge_shared_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array, shared: int
 ) -> None:
-    """The kernel of merge_attention_states where `a` is of keys that `shared` neighbouring requests
-    have in common: lse_a is [batch / shared, num_heads, shared * seq_len_q].
+    """merge_attention_states where `a` covers keys that `shared` neighbouring requests share: lse_a
+    is [batch / shared, num_heads, shared * seq_len_q].
 
-    out, lse: where to write, apart from the inputs.
+    out, lse: output arrays; they must not overlap the inputs.
     """
     _prepare(out_a, lse_a, out_b, lse_b, shared)(out_a, lse_a, out_b, lse_b, out, lse)
 
@@ -124,7 +124,7 @@ def _spec(dtype: str, shared: bool = False) -> KernelSpec:
 
 
 def merge_specs(device: Device) -> list[KernelSpec]:
-    """The variants of the kernel."""
+    """All variants of the kernel."""
     return [_spec(dtype.name, shared) for dtype in KERNEL_DTYPES[1:] for shared in (False, True)]
 
 

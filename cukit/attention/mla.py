@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a cache of latents."""
+"""Multi-head latent attention (MLA) over a paged cache of latents, and what prepares its inputs."""
 
 from __future__ import annotations
 
@@ -7,46 +7,53 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     scales_of,
     score_options,
     score_settings,
 )
-from cukit.attention.mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
-from cukit.attention.paged_contents import check_table
+from cukit.attention._mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
+from cukit.attention._paged_arguments import check_table
 from cukit.core.arrays import (
     FLOAT_DTYPES,
+    KERNEL_DTYPES,
     Array,
     adopt,
     bfloat16,
     check_array,
     check_same_dtype,
     empty,
+    float32,
     int32,
+    namespace,
     runs_kernel,
     write_out,
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
+from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag, check_integer
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import mla_attention as reference
-from cukit.reference.mla_attention import CODE_BYTES, LATENT_DIM, ROPE_DIM, SCALE
+from cukit.reference.mla_attention import CODE_BYTES, GROUP, LATENT_DIM, ROPE_DIM, SCALE
 from cukit.registry import register
 
 _OP = "mla_attention"
+_ENCODE = "encode_mla_latents"
+_ABSORB = "absorb_mla_projections"
 _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
 _CODES = np.dtype(np.uint8)
 _QUERY_BOX = (1, TILE_ROWS, BOX_COLUMNS)
-_MOST_HEADS = (1 << 15) - 1  # rows of a request are numbered in 32 bits
+_MOST_HEADS = (1 << 15) - 1  # row indices of a request are 32-bit
 
 
 def mla_attention(
@@ -66,44 +73,43 @@ def mla_attention(
         out = softmax(scale * q kv^T + mask) kv[..., :latent_dim]
 
     Multi-head latent attention with the up-projections absorbed
-    (:func:`absorb_mla_projections`): a token is one row of the cache, [latent, rotated key], that
-    all heads share as key and, but for the rotated part, as value. Row `j` of request `b` is
-    `kv_cache[block_table[b, j // 64], j % 64, 0]`.
+    (:func:`absorb_mla_projections`): a token is one row of the cache, [latent, rotated key], which
+    all heads share as the key and, without the rotated part, as the value. Row `j` of request `b`
+    is `kv_cache[block_table[b, j // 64], j % 64, 0]`.
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads, 576], C-contiguous, the first 512 columns
             multiplied by W_uk; on the CPU float32|float64 and other widths too. The queries of a
-            request are the last seq_len_q of its tokens: 1 in a decode step, a few when drafted
+            request are the last seq_len_q of its tokens: 1 in a decode step, a few when draft
             tokens are verified.
-        kv_cache: dtype of q, [num_blocks, 64, 1, 576], any block stride; on the CPU blocks of any
-            size. Or uint8 [num_blocks, 64, 1, 656], float8 latents as
-            :func:`encode_mla_latents` makes them; then q is bfloat16 on the GPU, and the tokens of
-            a block lie one behind the other.
-        block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key
+        kv_cache: dtype of q, [num_blocks, 64, 1, 576], any block stride; on the CPU any block size.
+            Or uint8 [num_blocks, 64, 1, 656], FP8 latents from :func:`encode_mla_latents`; then on
+            the GPU q is bfloat16, and the tokens of a block are contiguous.
+        block_table: int32 [batch, max_blocks], C-contiguous. Entries after a request's last key
             are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
             Never read on the host.
-        causal: hide the keys right of each query's own.
-        scale: positive factor of the scores; 1 / sqrt(192) where omitted, that of the heads before
-            absorption (128 + 64 columns).
+        causal: mask keys right of each query's own.
+        scale: positive factor of the scores; default 1 / sqrt(192), for heads of 128 + 64 columns
+            before absorption.
         latent_dim: columns of the cache that are values; 512 on the GPU.
-        return_lse: return the log-sum-exp too, for `merge_attention_states`.
-        out: where to write; dtype of q, [batch, seq_len_q, num_heads, latent_dim], C-contiguous. It
+        return_lse: also return the log-sum-exp, for `merge_attention_states`.
+        out: output array; dtype of q, [batch, seq_len_q, num_heads, latent_dim], C-contiguous. It
             must not overlap the inputs.
 
     Returns:
         `out`, or `(out, lse)` with lse float32 [batch, num_heads, seq_len_q], natural logarithm.
-        A query that sees no key gets zeros and -inf.
+        A query without keys gets zeros and -inf.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value; on the CPU also a length beyond the block table, or a block
             outside the cache.
 
-    The kernel needs Hopper (sm_90); other GPUs run the reference. Thread blocks get equal shares of
-    the batch's pages, found on the device from `seq_lens`, so a captured graph replays with other
-    lengths and tables. Pieces are added in a fixed order: repeated calls give the same bits. Runs
-    on CuPy's current stream.
+    The kernel requires Hopper (sm_90); other GPUs run the reference. The pages of the batch are
+    split evenly over the thread blocks, on the device, from `seq_lens`, so a captured graph replays
+    with other lengths and tables. Partial results are reduced in a fixed order: repeated calls give
+    the same bits. Runs on CuPy's current stream.
     Paper: DeepSeek-AI, DeepSeek-V2, arXiv:2405.04434.
 
     >>> import numpy as np, cukit as ck
@@ -143,12 +149,12 @@ def mla_attention(
 
 
 class MlaMetadata(NamedTuple):
-    """How :func:`mla_attention` cuts up calls of one shape.
+    """How :func:`mla_attention` partitions calls of one shape.
 
-    thread_blocks: of the launch, at most one on each multiprocessor.
+    thread_blocks: grid size, at most one block per SM.
     team: thread blocks that read the same pages at about the same time.
-    row_tiles: tiles of 64 heads of queries that a request has.
-    scratch_bytes: for the sums of pieces of requests; allocated by each call.
+    row_tiles: tiles of 64 rows (queries times heads) per request.
+    scratch_bytes: memory for partial results, allocated by each call.
     """
 
     thread_blocks: int
@@ -158,10 +164,10 @@ class MlaMetadata(NamedTuple):
 
 
 def mla_metadata(num_heads: int, seq_len_q: int = 1) -> MlaMetadata:
-    """What :func:`mla_attention` launches for requests of seq_len_q queries of num_heads heads.
+    """How :func:`mla_attention` launches for requests of seq_len_q queries with num_heads heads.
 
-    Nothing has to be prepared for a step or handed to the layers: it depends on shapes alone. The
-    share of each thread block follows from seq_lens, which every block reads by itself.
+    Informational: calls need no metadata. The partition depends only on shapes, and each thread
+    block computes its share from seq_lens.
 
     Returns:
         MlaMetadata of the current device.
@@ -181,6 +187,96 @@ def mla_metadata(num_heads: int, seq_len_q: int = 1) -> MlaMetadata:
     return MlaMetadata(config.num_blocks, config.team, config.row_tiles, 4 * config.scratch_floats)
 
 
+def encode_mla_latents(latents: Array) -> Array:
+    """Rows of a latent cache as FP8: 656 bytes per token instead of 1152.
+
+    A row is 512 codes (float8_e4m3), 4 float32 scales (each the largest magnitude of 128 columns
+    divided by 448) and the 64 rotated columns in bfloat16. The rows are to be stored in a uint8
+    cache [num_blocks, 64, 1, 656] for :func:`mla_attention`.
+
+    Args:
+        latents: float32|float16|bfloat16 [..., 576]: 512 columns of latent, 64 of rotated key.
+
+    Returns:
+        uint8 [..., 656].
+
+    Raises:
+        ArrayError: dtype or shape of the argument.
+
+    Runs on CuPy's current stream.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.encode_mla_latents(np.ones((3, 1, 576), np.float32)).shape
+    (3, 1, 656)
+    """
+    (latents,) = adopt(_ENCODE, latents)
+    check_array(_ENCODE, "latents", latents, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    *extents, _ = latents.shape
+    check_array(
+        _ENCODE, "latents", latents, shape=(*extents, LATENT_DIM + ROPE_DIM), contiguous=None
+    )
+    xp = namespace(latents)
+    rows = latents.reshape(-1, LATENT_DIM + ROPE_DIM)
+    values = xp.ascontiguousarray(rows[:, :LATENT_DIM], dtype=float32)
+    groups = abs(values).reshape(len(rows), LATENT_DIM // GROUP, GROUP)
+    scales = groups.max(axis=-1) / float32.type(float8_e4m3.most)
+    codes = QuantizedArray.encode(values, float8_e4m3, scales=scales, axis=1, group_size=GROUP)
+    rope = xp.ascontiguousarray(rows[:, LATENT_DIM:], dtype=bfloat16)
+    parts = codes.storage, scales.view(xp.uint8), rope.view(xp.uint8)
+    encoded: Array = xp.concatenate(parts, axis=1)
+    return encoded.reshape(*extents, encoded.shape[1])
+
+
+def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> tuple[Array, Array]:
+    """Query and output projections for attention over latents in place of keys and values.
+
+        score = (W_q x)^T (W_uk c) = (W_uk^T W_q x)^T c;    W_o (W_uv o) = (W_o W_uv) o
+
+    The rotated columns of the queries are unchanged. To be called once, when weights are loaded.
+
+    Args:
+        w_q: float32|float16|bfloat16 (float64 on the CPU) [num_heads * (nope_dim + rope_dim),
+            q_rank], C-contiguous; for each head the rows without rotation first.
+        w_o: dtype of w_q, [hidden, num_heads * value_dim], C-contiguous.
+        w_uk: dtype of w_q, [num_heads, nope_dim, latent_dim], keys from latents.
+        w_uv: dtype of w_q, [num_heads, value_dim, latent_dim], values from latents.
+
+    Returns:
+        w_q of [num_heads * (latent_dim + rope_dim), q_rank], whose queries
+        :func:`mla_attention` takes, and w_o of [hidden, num_heads * latent_dim] for its output.
+        They are latent_dim / nope_dim times as large: for many tokens at a time, applying W_q and
+        then W_uk per head is less work.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+
+    Products are computed in float32 (float64 for float64) on the arrays' device, and rounded once.
+    Paper: DeepSeek-AI, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+
+    >>> import numpy as np, cukit as ck
+    >>> rng = np.random.default_rng(0)
+    >>> shapes = (2 * (3 + 2), 7), (9, 2 * 4), (2, 3, 6), (2, 4, 6)
+    >>> w_q, w_o = ck.absorb_mla_projections(*(rng.standard_normal(shape) for shape in shapes))
+    >>> w_q.shape, w_o.shape
+    ((16, 7), (9, 12))
+    """
+    w_q, w_o, w_uk, w_uv = arrays = adopt(_ABSORB, w_q, w_o, w_uk, w_uv)
+    check_array(_ABSORB, "w_q", w_q, dtypes=FLOAT_DTYPES, ndim=2)
+    check_array(_ABSORB, "w_uk", w_uk, dtypes=FLOAT_DTYPES, ndim=3)
+    heads, nope, latent = w_uk.shape
+    check_array(_ABSORB, "w_uv", w_uv, dtypes=FLOAT_DTYPES, shape=(heads, None, latent))
+    check_array(_ABSORB, "w_o", w_o, dtypes=FLOAT_DTYPES, shape=(None, heads * w_uv.shape[1]))
+    check_same_dtype(_ABSORB, w_q=w_q, w_o=w_o, w_uk=w_uk, w_uv=w_uv)
+    if len({namespace(array) for array in arrays}) > 1:
+        raise ArrayLayoutError(f"{_ABSORB}: all arrays must be on one device")
+    if not heads or w_q.shape[0] % heads or w_q.shape[0] < heads * nope:
+        raise ArrayShapeError(
+            f"{_ABSORB}: w_q must have a multiple of num_heads = {heads} rows, at least nope_dim = "
+            f"{nope} a head, got {w_q.shape}"
+        )
+    return reference.absorb_mla_projections(*arrays)
+
+
 def _check(
     causal: bool,
     scale: float,
@@ -191,7 +287,7 @@ def _check(
     seq_lens: Array,
     out: Array | None,
 ) -> None:
-    """Everything but the contents of the arrays."""
+    """Checks everything but the contents of the arrays."""
     score_options(_OP, causal, None, None, scale, None, None).check(_OP)
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, _, heads, width = q.shape
@@ -207,7 +303,7 @@ def _check(
         )
     if not heads or not kv_cache.shape[0] or not kv_cache.shape[1]:
         raise ArrayShapeError(
-            f"{_OP}: the heads of q, and the blocks of kv_cache and their size must not be 0, got "
+            f"{_OP}: the heads of q, and the blocks of kv_cache and their size, must not be 0, got "
             f"{q.shape} and {kv_cache.shape}"
         )
     if latent_dim > width:
@@ -226,7 +322,7 @@ def _is_coded(kv_cache: Array) -> bool:
 
 
 class PreparedMla(NamedTuple):
-    """A checked call, for arrays of one description."""
+    """A checked and planned call, for arrays of the same shapes, strides and dtypes."""
 
     shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
@@ -259,7 +355,7 @@ class PreparedMla(NamedTuple):
 
 @launch_plan
 def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> PreparedMla:
-    """Checks, plan and kernels of a call."""
+    """Checks and plans a call, and loads its kernels."""
     _check(causal, scale, latent_dim, *arrays)
     q, kv_cache, block_table, _, out = arrays
     coded = _is_coded(kv_cache)
@@ -269,12 +365,12 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     batch, seq_q, heads, width = q.shape
     if (width, latent_dim, kv_cache.shape[1]) != (_WIDTH, LATENT_DIM, BLOCK_SIZE):
         raise ArrayShapeError(
-            f"{_OP}: on the GPU q has {_WIDTH} columns, latent_dim is {LATENT_DIM} and blocks have "
-            f"{BLOCK_SIZE} keys, got {q.shape}, {latent_dim} and {kv_cache.shape}"
+            f"{_OP}: on the GPU, q must have {_WIDTH} columns, latent_dim must be {LATENT_DIM} and "
+            f"blocks must have {BLOCK_SIZE} keys, got {q.shape}, {latent_dim} and {kv_cache.shape}"
         )
     if coded and kv_cache.strides[1] != CODE_BYTES:
         raise ArrayLayoutError(
-            f"{_OP}: the tokens of a block of kv_cache must lie one behind the other on the GPU, "
+            f"{_OP}: the tokens of a block of kv_cache must be contiguous on the GPU, "
             f"got strides {kv_cache.strides}"
         )
     config = plan_mla_attention(
@@ -311,17 +407,17 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
 
 
 def _query_map(q: Array) -> Any:
-    """Boxes of 64 rows [head of a query]; behind the last of a request they are zeros."""
+    """Boxes of 64 rows (queries times heads), zero-filled after the last row of a request."""
     return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _QUERY_BOX)
 
 
 def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:
-    """Boxes of a block's tokens."""
+    """Boxes of the tokens of a cache block."""
     return encode_tensor_map(kv_cache[:, :, 0], box)
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Each dtype, with and without a mask, each size of a team, float8 latents."""
+    """A representative set of variants: each dtype, mask and team size, and FP8 latents."""
     plans = [
         plan_mla_attention(heads, seq_q, dtype, device, coded=coded)
         for heads, seq_q, dtype, coded in (

@@ -1,4 +1,4 @@
-"""Whole groups of new keys and values become int4 codes of a cache."""
+"""Quantising whole groups of new keys and values to the int4 codes of a cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.attention._arguments import ATTENTION_DTYPES, PARAMETERS, check_kernel_layout, strides_of
 from cukit.attention.cache_arrays import (
     GROUP_ROWS,
     check_code_layout,
@@ -15,8 +16,6 @@ from cukit.attention.cache_arrays import (
     group_parts,
     scale_strides,
 )
-from cukit.attention.flash_arguments import ATTENTION_DTYPES, check_kernel_layout, strides_of
-from cukit.attention.flash_options import PARAMETERS
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -42,7 +41,7 @@ _STORED = (np.dtype(np.uint8),)
 
 
 class PackArrays(NamedTuple):
-    """The arrays of a call; a cache is its codes, scales and zero points."""
+    """The arrays of a call. A cache is its codes, scales and zero points."""
 
     k: Array
     v: Array
@@ -57,24 +56,24 @@ class PackArrays(NamedTuple):
 
 
 def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targets: Array) -> None:
-    """Turns groups of keys and values that have become full into int4 codes of a cache, in place.
+    """Quantises full groups of keys and values to int4 codes of a cache, in place.
 
-    Groups are runs of `group_size` rows, counted over all blocks of an array. Group `targets[i]` of
-    the caches becomes group `sources[i]` of k and v. A channel of keys gets a scale and a zero
-    point for each group, a token of values for all its columns; either covers its own range from
-    end to end.
+    Groups are runs of `group_size` rows, counted over all blocks of an array. Group `sources[i]` of
+    k and v is written to group `targets[i]` of the caches. Scales and zero points, of keys per
+    channel and group and of values per token and head, map the range from the minimum to the
+    maximum onto the codes.
 
     Args:
         k: float16|bfloat16 [num_source_blocks, source_rows, num_heads_kv, head_dim], any strides
-            with a contiguous last axis, e.g. the rings of a :class:`RecentKV`. source_rows is a
-            multiple of the group size. On the CPU float32|float64 too.
+            with a contiguous last axis, e.g. the ring buffers of a :class:`RecentKV`; source_rows
+            is a multiple of the group size. On the CPU float32|float64 too.
         v: as k, with value_dim.
         k_cache: QuantizedArray of int4 [num_blocks, block_size, num_heads_kv, head_dim] as
             :func:`paged_attention` reads it: float16 scales and zero points along axis 1 in groups
             of 32 or 64.
-        v_cache: as k_cache, its scales and zero points along axis 3, one a row and head.
-        sources: int32|int64 [num_groups]. Groups below 0 or not in k are left out.
-        targets: as sources; each group at most once.
+        v_cache: as k_cache, its scales and zero points along axis 3, one per row and head.
+        sources: int32|int64 [num_groups]. Groups below 0 or outside k are skipped.
+        targets: as sources, without duplicates.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
@@ -123,7 +122,7 @@ def _parts(k_cache: QuantizedArray, v_cache: QuantizedArray) -> tuple[Any, ...]:
 
 
 def _check(arrays: PackArrays) -> None:
-    """Everything but the contents of the arrays."""
+    """Checks everything but the contents of the arrays."""
     k, v, sources, targets, k_cache, v_cache, k_scales, *_ = arrays
     heads, k_bytes = k_cache.shape[2:]
     shape: tuple[int | None, ...] = (None, None, heads, 2 * k_bytes)
@@ -144,7 +143,7 @@ def _check(arrays: PackArrays) -> None:
 
 @dataclass(frozen=True)
 class PackConfig:
-    """Which kernel runs."""
+    """The configuration of a call."""
 
     dtype: str
     group: int
@@ -153,7 +152,7 @@ class PackConfig:
     index: str
 
     def spec(self) -> KernelSpec:
-        """What is launched."""
+        """The kernel variant that this configuration launches."""
         defines = (
             ("DTYPE", self.dtype),
             ("GROUP", self.group),
@@ -170,13 +169,13 @@ class PackConfig:
 def plan_pack_kv(
     dtype: str, group: int, head_dim: int, value_dim: int, index: str = "int64"
 ) -> PackConfig:
-    """The variant of a call."""
+    """The configuration of a call."""
     return PackConfig(dtype, group, head_dim, value_dim, index)
 
 
 @launch_plan
 def _prepare(*given: Array) -> Launch:
-    """Checks, plan and kernel of a call."""
+    """Checks and plans a call, and loads its kernel."""
     arrays = PackArrays(*given)
     _check(arrays)
     k, v, sources, _, k_cache, v_cache, k_scales, k_zeros, v_scales, v_zeros = arrays
@@ -218,7 +217,7 @@ def _prepare(*given: Array) -> Launch:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Each group size; heads of other widths."""
+    """A representative set of variants: each group size, and an unusual head_dim."""
     return [
         *(plan_pack_kv("bfloat16", size, 128, 128).spec() for size in GROUP_ROWS),
         plan_pack_kv("float16", 64, 96, 64, "int32").spec(),

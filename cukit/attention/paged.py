@@ -1,4 +1,4 @@
-"""Attention over keys and values in the blocks of a cache."""
+"""Attention over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -6,48 +6,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.cache_arrays import (
-    GROUP_ROWS,
-    RecentKV,
-    check_code_layout,
-    check_group_layout,
-    recent_arrays,
-    scale_strides,
-    stored_parts,
-)
-from cukit.attention.flash_arguments import (
-    check_kernel_layout,
-    dense_strides,
-    fits_tensor_maps,
-    strides_of,
-)
-from cukit.attention.flash_options import (
+from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
-    Window,
+    check_kernel_layout,
+    dense_strides,
     scales_of,
     score_options,
     score_settings,
+    strides_of,
 )
-from cukit.attention.paged_contents import check_contents, is_checked
-from cukit.attention.paged_plan import (
+from cukit.attention._paged_arguments import (
+    PagedArrays,
+    PagedScratch,
+    check_arrays,
+    check_contents,
+    check_layout,
+    is_checked,
+)
+from cukit.attention._paged_plan import (
     CODE_HEAD_DIMS,
     GROUP_HEAD_DIMS,
     HEAD_DIMS,
     plan_paged_attention,
 )
-from cukit.attention.paged_prefill import PreparedPrefill, problem_of_pages, serves
-from cukit.attention.paged_prefill_plan import prefill_specs
+from cukit.attention._paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention._paged_prefill_plan import prefill_specs
+from cukit.attention._problem import Window
+from cukit.attention.cache_arrays import (
+    GROUP_ROWS,
+    RecentKV,
+    check_group_layout,
+    recent_arrays,
+    scale_strides,
+    stored_parts,
+)
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
     Array,
     adopt,
-    check_array,
-    check_same_dtype,
     empty,
-    float16,
-    float32,
     int32,
     is_gpu_array,
     namespace,
@@ -62,63 +60,12 @@ from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
-from cukit.errors import (
-    ArrayDtypeError,
-    ArrayLayoutError,
-    ArrayShapeError,
-    ConfigError,
-)
+from cukit.errors import ArrayShapeError
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
 _OP = "paged_attention"
-_STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _FLOAT8_ARCH = (8, 9)
-
-
-class PagedArrays(NamedTuple):
-    """The arrays of a call; a cache is its storage and, where it holds codes, their scales."""
-
-    q: Array
-    k_cache: Array
-    v_cache: Array
-    k_scales: Array | None
-    v_scales: Array | None
-    block_table: Array
-    seq_lens: Array
-    sinks: Array | None
-    out: Array | None
-    cu_seqlens_q: Array | None = None
-    k_zeros: Array | None = None  # zero points, of int4
-    v_zeros: Array | None = None
-    recent_k: Array | None = None  # see RecentKV
-    recent_v: Array | None = None
-    rings: Array | None = None
-    packed_lens: Array | None = None
-
-    @property
-    def batch(self) -> int:
-        """Requests."""
-        return int(self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1)
-
-    @property
-    def recent(self) -> RecentKV | None:
-        """Keys that are not in the cache."""
-        if self.recent_k is None or self.recent_v is None:
-            return None
-        assert self.rings is not None
-        assert self.packed_lens is not None
-        return RecentKV(self.recent_k, self.recent_v, self.rings, self.packed_lens)
-
-
-class PagedScratch(NamedTuple):
-    """Memory that a launch works in.
-
-    sums: float32, of pieces. counters: int32 zeros, which every launch leaves as zeros.
-    """
-
-    sums: Array
-    counters: Array
 
 
 def paged_attention(
@@ -152,52 +99,52 @@ def paged_attention(
         k_cache: dtype of q, [num_blocks, block_size, num_heads_kv, head_dim], any block_size, any
             strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
             QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
-            along head_dim: one for the cache, a head, or each key of a head. Then head_dim is a
-            multiple of 16 on the GPU, and q's values fit float16. Or one of int4 (KIVI) with
-            float16 scales and zero points: of keys along axis 1 in groups of 32 or 64 that divide
-            block_size, of values along axis 3, one a row and head; on the GPU head_dim is then a
-            multiple of 32 up to 128, and values' scales are contiguous along rows.
+            along head_dim: one per cache, per head, or per key and head. Then head_dim is a
+            multiple of 16 on the GPU, and q must be within the range of float16. Or a
+            QuantizedArray of int4 (KIVI) with float16 scales and zero points: for keys along axis 1
+            in groups of 32 or 64 that divide block_size, for values along axis 3, one per row and
+            head; on the GPU head_dim is then a multiple of 32 up to 128, and the values' scales are
+            contiguous along rows.
         v_cache: as k_cache; its head_dim must not be larger.
-        block_table: int32 [batch, max_blocks], its last axis contiguous. Entries behind a
-            request's last key, or left of its window, are not read.
+        block_table: int32 [batch, max_blocks], its last axis contiguous. Entries after a request's
+            last key, or left of its window, are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
             Never read on the host.
-        causal: hide the keys right of each query's own.
-        window_size: (left, right), how many keys on each side of its own a query sees; None is all.
-        softcap: positive bound of the scores' size.
-        sinks: float32 [num_heads_q], a score a head that joins the softmax's denominator.
-        cu_seqlens_q: int32 [batch + 1], for any number of queries a request, also 0, one request
-            behind the other: those of request b are rows cu_seqlens_q[b] ..
-            cu_seqlens_q[b + 1] - 1 of q [total_q, num_heads_q, head_dim]. On the GPU caches then
-            hold q's dtype.
-        recent: with caches of int4, the newest keys and values, which are no codes yet. The same
-            launch reads both.
-        scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
-        batch_invariant: the bits of a request's result depend on its own length alone, not on what
-            else is in the batch. Costs a few percent where a request has many keys.
+        causal: mask keys right of the diagonal, which is each query's own key.
+        window_size: (left, right), visible keys on each side of the diagonal key; None: all.
+        softcap: positive bound on the magnitude of the scores.
+        sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
+        cu_seqlens_q: int32 [batch + 1], for packed queries, of which a request may have any number
+            or none: those of request b are rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
+            q [total_q, num_heads_q, head_dim]. On the GPU the caches then have q's dtype.
+        recent: with int4 caches, the newest keys and values, not quantised yet. One launch reads
+            both.
+        scale: positive factor of the scores; default 1 / sqrt(head_dim).
+        batch_invariant: the bits of a request's result depend on its own length only, not on the
+            rest of the batch. Costs a few percent for requests with many keys.
         checked: for debugging on the GPU: compare lengths and table entries with the cache before
-            the launch, which waits for the GPU. None: as CUKIT_CHECKED (0 or 1) was at import. On
-            the CPU they are always checked.
-        return_lse: return the log-sum-exp too, for `merge_attention_states`.
-        out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
+            the launch, which synchronises with the GPU. None: the value of CUKIT_CHECKED (0 or 1)
+            at import. On the CPU they are always checked.
+        return_lse: also return the log-sum-exp, for `merge_attention_states`.
+        out: output array; as q with v_cache's head_dim. It must not overlap the inputs.
 
     Returns:
         `out`, or `(out, lse)` with lse float32 [batch, num_heads_q, seq_len_q], with cu_seqlens_q
-        [num_heads_q, total_q], natural logarithm. A query that sees no key gets zeros and -inf.
+        [num_heads_q, total_q], natural logarithm. A fully masked query gets zeros and -inf.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value; on the CPU or where `checked` also a length beyond the block
-            table, a block outside the cache, with request, entry and value, or cu_seqlens_q that
-            does not rise from 0 to total_q.
+            table, a block outside the cache (with request, entry and value), or a cu_seqlens_q that
+            is not non-decreasing from 0 to total_q.
 
-    Few queries a request: all thread blocks get equal shares of the batch's keys, found on the
-    device from `seq_lens`. The block that finishes a request last adds up its parts in a fixed
-    order. Many queries a request, and cu_seqlens_q, on Hopper: tiles of queries of the forward of
-    :func:`flash_attention`, which a counter deals; blocks of a multiple of 8 keys are fetched by
-    TMA. cu_seqlens_q runs the reference on other GPUs. Either way lengths may differ by any factor,
-    a captured graph replays with other lengths and tables, and repeated calls give the same bits.
-    Runs on CuPy's current stream.
+    With few queries per request, the keys of the batch are split evenly over all thread blocks, on
+    the device, from `seq_lens`; the last block of a request to finish reduces its partial results
+    in a fixed order. With many queries per request, or cu_seqlens_q, Hopper runs the forward of
+    :func:`flash_attention` with a dynamic tile scheduler; cache blocks of a multiple of 8 keys are
+    loaded by TMA. With cu_seqlens_q other GPUs run the reference. In both cases lengths may differ
+    by any factor, a captured graph replays with other lengths and tables, and repeated calls give
+    the same bits. Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -238,9 +185,9 @@ def attend(
     return_lse: bool,
     scratch: PagedScratch | None = None,
 ) -> Array | tuple[Array, Array]:
-    """`paged_attention` of arrays and options in their normal form.
+    """`paged_attention` with adopted arrays and converted options.
 
-    scratch: memory of the caller's; taken where it is large enough.
+    scratch: memory of the caller, used if it is large enough.
     """
     if runs_kernel(_OP, *arrays) and not _too_old(codes, arrays.cu_seqlens_q is not None):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
@@ -248,7 +195,7 @@ def attend(
             check_contents(_OP, arrays, options, checked=True)
         attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
         return attended
-    _check(arrays, codes, options)
+    check_arrays(arrays, codes, options)
     check_contents(_OP, arrays, options, checked=checked)
     wide = np.float32 if codes else arrays.k_cache.dtype
     k, v = (
@@ -276,9 +223,9 @@ def attend(
 def scratch_for(
     arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
 ) -> PagedScratch | None:
-    """Checks a call, loads its kernel, allocates its scratch memory; None where it needs none."""
+    """Checks a call, loads its kernel and allocates its scratch memory; None if it needs none."""
     if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
-        _check(arrays, codes, options)
+        check_arrays(arrays, codes, options)
         return None
     prepared: PreparedPaged | PreparedPrefill = _prepare(codes, options, batch_invariant, *arrays)
     if isinstance(prepared, PreparedPrefill):
@@ -290,7 +237,7 @@ def scratch_for(
 def _decoded(
     storage: Array, scales: Array | None, zeros: Array | None, codes: str, axis: int
 ) -> Array:
-    """Values of a cache; those without codes as they are. axis: along which int4 has groups."""
+    """The dense values of a cache. axis: of the int4 groups."""
     if not codes:
         return storage
     dtype = next(each for each in NARROW_DTYPES if each.name == codes)
@@ -302,79 +249,16 @@ def _decoded(
     return values if scales is None else values * scales
 
 
-def _too_old(codes: str, ragged: bool) -> bool:
-    """Whether the device has no instructions for these codes, or no kernel for queries one request
-    behind the other."""
+def _too_old(codes: str, packed: bool) -> bool:
+    """Whether the device lacks instructions for these codes, or a kernel for packed queries."""
     device = current_device()
-    if ragged and device.arch != "sm_90":
+    if packed and device.arch != "sm_90":
         return True
     return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
 
 
-def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
-    """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
-    zeros = arrays.k_zeros, arrays.v_zeros
-    options.check(_OP)
-    ndim = 4 if ends is None else 3
-    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=ndim, contiguous=False)
-    *_, heads_q, head_dim = q.shape
-    if ends is not None:
-        check_array(_OP, "cu_seqlens_q", ends, dtypes=(int32,), ndim=1)
-        if not ends.size:
-            raise ArrayShapeError(
-                f"{_OP}: cu_seqlens_q must have batch + 1 entries, got shape {ends.shape}"
-            )
-    batch = arrays.batch
-    stored = _STORED if codes else FLOAT_DTYPES
-    per_byte = 2 if codes == "int4" else 1
-    if head_dim % per_byte:
-        raise ArrayShapeError(f"{_OP}: head_dim of q must be even for int4, got {head_dim}")
-    shape = (None, None, None, head_dim // per_byte)
-    check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
-    shape = (*k_cache.shape[:-1], None)
-    check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
-    if not codes:
-        check_same_dtype(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
-    for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
-        if scales is not None:
-            dtype = float16 if codes == "int4" else float32
-            check_array(_OP, name, scales, dtypes=(dtype,), ndim=4, contiguous=False)
-    for name, scales, points in (("k", k_scales, zeros[0]), ("v", v_scales, zeros[1])):
-        if points is not None and scales is not None and points.strides != scales.strides:
-            raise ArrayLayoutError(
-                f"{_OP}: scales and zero points of {name}_cache must have the same strides, got "
-                f"{scales.strides} and {points.strides}"
-            )
-    _, block_size, heads_kv, _ = k_cache.shape
-    if not heads_kv or not heads_q or heads_q % heads_kv:
-        raise ArrayShapeError(
-            f"{_OP}: the heads of k_cache (axis 2) must divide those of q, got {heads_kv} and "
-            f"{heads_q}"
-        )
-    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= k_cache.shape[-1]:
-        raise ArrayShapeError(
-            f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
-            f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
-        )
-    recent = arrays.recent
-    if recent is not None:
-        if codes != "int4":
-            raise ConfigError(f"{_OP}: recent is for caches of int4, got {codes or k_cache.dtype}")
-        recent.check(_OP, q, head_dim, per_byte * v_cache.shape[-1], heads_kv, batch)
-    rows = (batch, None)
-    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
-    check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
-    if sinks is not None:
-        wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-        check_array(_OP, "sinks", sinks, dtypes=(wide,), shape=(heads_q,))
-    if out is not None:
-        shape = (*q.shape[:-1], per_byte * v_cache.shape[-1])
-        check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
-
-
 class PreparedPaged(NamedTuple):
-    """A checked call, for arrays of one description."""
+    """A checked and planned call, for arrays of the same shapes, strides and dtypes."""
 
     shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
@@ -413,12 +297,12 @@ class PreparedPaged(NamedTuple):
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
 ) -> PreparedPaged | PreparedPrefill:
-    """Checks, plan and kernel of a call."""
+    """Checks and plans a call, and loads its kernel."""
     arrays = PagedArrays(*given)
-    _check(arrays, codes, options)
+    check_arrays(arrays, codes, options)
     q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
     recent_k, recent_v = arrays.recent_k, arrays.recent_v
-    _check_layout(arrays, codes)
+    check_layout(arrays, codes)
     group_rows = 0
     if codes == "int4" and k_scales is not None:
         factors = {
@@ -486,32 +370,11 @@ def _prepare(
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
 
 
-def _check_layout(arrays: PagedArrays, codes: str) -> None:
-    """What the kernel asks for beyond the reference."""
-    q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
-    if arrays.cu_seqlens_q is not None:
-        if codes:
-            raise ArrayDtypeError(
-                f"{_OP}: with cu_seqlens_q, k_cache and v_cache must hold q's dtype on the GPU, "
-                f"got {codes}"
-            )
-        if q.size and not fits_tensor_maps(q):
-            raise ArrayLayoutError(
-                f"{_OP}: with cu_seqlens_q, the strides of q must be positive on the GPU, got "
-                f"{q.strides}"
-            )
-    if not codes:
-        check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-        return
-    check_kernel_layout(_OP, q=q, out=out)
-    check_code_layout(_OP, k_cache, v_cache)
-
-
 _ones: dict[int | None, Array] = {}
 
 
 def _one(like: Array) -> Array:
-    """1, where a cache has no scales."""
+    """An array of 1, for a cache without scales; cached per device."""
     key = like.device.id if is_gpu_array(like) else None
     found = _ones.get(key)
     if found is None:
@@ -520,7 +383,7 @@ def _one(like: Array) -> Array:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Each width, tile of rows and option."""
+    """A representative set of variants: each width, query tile and option."""
 
     def spec(head_dim: int, rows: int = 4, **options: Any) -> KernelSpec:
         shape = head_dim, head_dim, 8, rows

@@ -1,4 +1,4 @@
-"""Paged attention of repeated steps: what does not change is decided once."""
+"""Paged attention for the repeated steps of a decode loop, planned once per step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention._arguments import score_options
+from cukit.attention._paged_arguments import PagedArrays, check_table, is_checked
+from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import RecentKV, stored_parts
-from cukit.attention.flash_options import Window, score_options
-from cukit.attention.paged import (
-    PagedArrays,
-    attend,
-    scratch_for,
-)
-from cukit.attention.paged_contents import check_table, is_checked
+from cukit.attention.paged import attend, scratch_for
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer
@@ -24,30 +21,30 @@ _OP = "PagedAttention"
 
 
 class PagedAttention:
-    """:func:`paged_attention` for the steps of a decode loop: `plan` once a step, `run` a layer.
+    """:func:`paged_attention` for a decode loop: `plan` once per step, `run` once per layer.
 
-    The block table and the lengths of a step lie in memory of this object, and so does the kernel's
-    scratch memory. A captured graph of `run`s therefore replays after any `plan` of as many
-    requests, and given `out` its replays write to no memory that others use.
+    This object owns the block table and the lengths of a step, and the kernel's scratch memory. A
+    captured graph of `run` calls therefore replays after any `plan` of as many requests, and with
+    `out` its replays write only to memory of the caller and of this object.
 
     Args:
         k_caches: the cache of each layer, as k_cache of :func:`paged_attention`: a sequence, or an
             array with layers along its first axis, e.g. `KVCacheManager.slab.array[0]`.
         v_caches: as k_caches.
-        num_heads_q: of the queries.
-        max_batch: most requests of a step.
-        max_blocks: most blocks of a request.
-        dtype: of the queries; that of the caches where omitted. Quantised caches need it.
-        recent: with caches of int4, the rings of each layer, k and v, each as k_caches; see
+        num_heads_q: number of query heads.
+        max_batch: maximum requests per step.
+        max_blocks: maximum blocks per request.
+        dtype: of the queries; default that of the caches. Required with quantised caches.
+        recent: with int4 caches, the ring buffers of each layer, k and v, each as k_caches; see
             :class:`RecentKV`.
         causal, window_size, softcap, sinks, scale, batch_invariant, checked: as for
             :func:`paged_attention`. Where `checked`, `plan` compares tables with the cache.
 
     Raises:
-        ArrayError, ConfigError: as :func:`paged_attention`, most of them here.
+        ArrayError, ConfigError: as :func:`paged_attention`, most of them in the constructor.
 
-    On the GPU the constructor compiles and loads the kernel; `plan` queues copies and `run` one
-    launch, on CuPy's current stream and without a synchronisation. One stream at a time.
+    On the GPU the constructor compiles and loads the kernel; `plan` enqueues copies and `run` one
+    launch, on CuPy's current stream, without synchronisation. Use one stream at a time.
 
     >>> import numpy as np, cukit as ck
     >>> k = np.zeros((1, 2, 4, 1, 8), np.float32)    # one layer, two blocks of four keys
@@ -82,8 +79,8 @@ class PagedAttention:
         check_flag(_OP, "batch_invariant", batch_invariant)
         if len(k_caches) != len(v_caches) or not len(k_caches):
             raise ArrayShapeError(
-                f"{_OP}: k_caches and v_caches must be of the same layers, at least one, got "
-                f"{len(k_caches)} and {len(v_caches)}"
+                f"{_OP}: k_caches and v_caches must have the same number of layers, at least one, "
+                f"got {len(k_caches)} and {len(v_caches)}"
             )
         self._checked = is_checked(_OP, checked)
         self._batch_invariant = bool(batch_invariant)
@@ -93,12 +90,12 @@ class PagedAttention:
         self._recent = None if recent is None else [*zip(*recent, strict=True)]
         if self._recent is not None and len(self._recent) != len(self._layers):
             raise ArrayShapeError(
-                f"{_OP}: recent must be of as many layers as k_caches, {len(self._layers)}, got "
+                f"{_OP}: recent must have as many layers as k_caches, {len(self._layers)}, got "
                 f"{len(self._recent)}"
             )
         (self._sinks,) = adopt(_OP, sinks)
         if dtype is None and codes:
-            raise ConfigError(f"{_OP}: quantised caches need the dtype of the queries")
+            raise ConfigError(f"{_OP}: quantised caches require the dtype of the queries")
         self.dtype = np.dtype(k_cache.dtype) if dtype is None else np.dtype(dtype)
         self.num_heads_q = int(num_heads_q)
         self._table: Array = namespace(k_cache).zeros((int(max_batch), int(max_blocks)), int32)
@@ -116,7 +113,7 @@ class PagedAttention:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have a cache."""
+        """Number of layers."""
         return len(self._layers)
 
     def plan(
@@ -128,19 +125,19 @@ class PagedAttention:
         rings: Any = None,
         packed_lens: Any = None,
     ) -> None:
-        """Sets the requests of the runs that follow.
+        """Sets the requests of the following runs.
 
         Args:
             block_table: int32 [batch, blocks], at most max_batch and max_blocks; on the host or on
                 the device.
-            seq_lens: int32 [batch], keys of each request, those of the step's queries included.
-            seq_len_q: queries of each request.
-            rings, packed_lens: int32 [batch], where there is `recent`.
+            seq_lens: int32 [batch], keys of each request, including those of the step's queries.
+            seq_len_q: queries per request.
+            rings, packed_lens: int32 [batch], with `recent`.
 
         Raises:
             ArrayError: dtype or shape.
-            ConfigError: where checked, and on the CPU: as :func:`paged_attention`; the step before
-                stays planned. Arrays on the host are checked without waiting for the GPU.
+            ConfigError: where checked, and on the CPU: as :func:`paged_attention`; the previous
+                plan stays valid. Arrays on the host are checked without synchronisation.
         """
         check_integer(_OP, "seq_len_q", seq_len_q, least=1)
         table, lengths = (_integers(array) for array in (block_table, seq_lens))
@@ -185,8 +182,8 @@ class PagedAttention:
     ) -> Array | tuple[Array, Array]:
         """Attention of a layer over the requests of the latest `plan`.
 
-        q: [batch, seq_len_q, num_heads_q, head_dim] of it. The rest and the result are those of
-        :func:`paged_attention`.
+        q: [batch, seq_len_q, num_heads_q, head_dim] as planned. The other arguments and the result
+        are those of :func:`paged_attention`.
         """
         check_integer(_OP, "layer", layer, least=0, most=self.num_layers - 1)
         check_flag(_OP, "return_lse", return_lse)
@@ -199,7 +196,7 @@ class PagedAttention:
             )
         arrays = self._arrays(q, layer, out)
         check_overlap(_OP, out, q=q, k_cache=arrays.k_cache, v_cache=arrays.v_cache)
-        flags = self._batch_invariant, False, bool(return_lse)  # checked by plan
+        flags = self._batch_invariant, False, bool(return_lse)  # `plan` has checked the contents
         return attend(arrays, self._layers[layer][0], self._options, *flags, self._scratch)
 
     def _arrays(self, q: Array, layer: int, out: Array | None = None) -> PagedArrays:
@@ -216,7 +213,7 @@ class PagedAttention:
 
 
 def _integers(array: Any) -> Array:
-    """Lists become int32; arrays stay as they are."""
+    """Converts lists to int32 arrays; arrays keep their dtype."""
     if isinstance(array, (list, tuple)):
         array = np.asarray(array, np.int32)
     (adopted,) = adopt(_OP, array)

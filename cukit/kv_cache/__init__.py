@@ -1,4 +1,4 @@
-"""The KV cache of a server: blocks, shared prefixes, forks, preemption.
+"""The KV cache of a server: paged blocks, shared prefixes, forks, preemption, compression.
 
 >>> from cukit.kv_cache import KVCacheManager
 >>> cache = KVCacheManager(num_blocks=64, block_size=16, num_heads_kv=2, head_dim=64)

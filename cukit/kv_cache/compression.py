@@ -1,4 +1,4 @@
-"""Smaller caches: fewer bits for each key and value, or fewer of them."""
+"""KV cache compression: fewer bits per key and value, or fewer keys and values."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from cukit.core.narrow_dtype import float8_e4m3, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_choice, check_integer
 from cukit.errors import ArrayShapeError, ConfigError
+from cukit.kv_cache._key_scores import attention_received, pooled, top_positions
 from cukit.kv_cache.group_codes import GroupCodes
-from cukit.kv_cache.key_scores import attention_received, pooled, top_positions
 from cukit.quantization import quantize
 
 _OP = "compress_kv"
 _MOST_ERROR_QUERIES = 16
-"""Of whose outputs the error is. Tokens that come later are what the cache is for; earlier queries
-look at neighbours that need not be kept."""
+"""Queries whose outputs define the error: the last ones. The cache serves later tokens; earlier
+queries attend to neighbours that need not be kept."""
 
 
 @dataclass(frozen=True)
 class CompressedKV:
     """Keys and values of one layer after :func:`compress_kv`.
 
-    strategy: what made it.
+    strategy: the strategy of :func:`compress_kv`.
     k, v: [batch, kept, num_heads_kv, head_dim]: arrays of the original dtype, or QuantizedArrays
-        with a scale for each token and head, or GroupCodes of the older tokens.
-    recent: with GroupCodes: k and v of the newest tokens as they were.
-    positions: int32 [batch, num_heads_kv, kept], ascending: where each key stood originally. Keys
-        keep the rotation of that position.
-    seq_len: tokens of the original; the next token's position.
+        with one scale per token and head, or GroupCodes of the older tokens.
+    recent: with GroupCodes, the unquantised k and v of the newest tokens.
+    positions: int32 [batch, num_heads_kv, kept], ascending: the original position of each key,
+        whose rotation the key keeps.
+    seq_len: tokens of the original; the position of the next token.
     dtype: of the original k and v. original_nbytes: of both.
     error: |out - exact| / |exact| of attention's outputs, in the 2-norm; None without queries.
     """
@@ -52,21 +52,21 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what attention reads: keys, values, their scales."""
+        """Bytes that attention reads: keys, values and their scales."""
         return sum(int(part.nbytes) for part in (self.k, self.v, *(self.recent or ())))
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than the original."""
+        """The compression ratio: original bytes divided by compressed bytes."""
         return self.original_nbytes / self.nbytes
 
     @property
     def num_kept(self) -> int:
-        """Keys of each head."""
+        """Kept keys per head."""
         return int(self.positions.shape[-1])
 
     def dense(self) -> tuple[Array, Array]:
-        """k and v as arrays, [batch, kept, num_heads_kv, head_dim]."""
+        """k and v as dense arrays, [batch, kept, num_heads_kv, head_dim]."""
         parts: tuple[Any, Any] = (self.k, self.v)
         k, v = (
             part.decode(self.dtype) if isinstance(part, (QuantizedArray, GroupCodes)) else part
@@ -78,8 +78,11 @@ class CompressedKV:
         return k, v
 
     def paged(self) -> tuple[Any, Any, Array, Array]:
-        """k_cache, v_cache, block_table and seq_lens for :func:`paged_attention`: one block of all
-        kept tokens a request. GroupCodes are decoded; all else is read as it lies."""
+        """k_cache, v_cache, block_table and seq_lens for :func:`paged_attention`.
+
+        Each request has one block of all its kept tokens. GroupCodes are decoded; other formats are
+        read in place.
+        """
         xp = namespace(self.positions)
         k, v = self.dense() if self.recent is not None else (self.k, self.v)
         batch = self.positions.shape[0]
@@ -94,12 +97,12 @@ class CompressedKV:
         scale: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attention of queries over what was kept; a query sees keys up to its own position.
+        """Attention of queries over the kept keys, causal by original positions.
 
         Args:
             q: [batch, seq_len_q, num_heads_q, head_dim], as for :func:`flash_attention`.
-            first_position: of q; omitted: they are the last of the seq_len tokens. From seq_len on
-                they are new tokens, whose own keys `merge_attention_states` adds.
+            first_position: of q; by default q are the last of the seq_len tokens. Positions from
+                seq_len on are new tokens, whose own keys `merge_attention_states` can add.
             scale, return_lse: as for :func:`flash_attention`.
 
         Returns:
@@ -107,15 +110,15 @@ class CompressedKV:
         """
         seq_q = q.shape[1]
         first = self.seq_len - seq_q if first_position is None else first_position
-        hides = first + 1 < self.seq_len
+        masked = first + 1 < self.seq_len
         aligned = self.num_kept == self.seq_len and first == self.seq_len - seq_q
         options: dict[str, Any] = {
-            "causal": hides and aligned, "scale": scale, "return_lse": return_lse
+            "causal": masked and aligned, "scale": scale, "return_lse": return_lse
         }  # fmt: skip
-        if isinstance(self.k, QuantizedArray) and (aligned or not hides):
+        if isinstance(self.k, QuantizedArray) and (aligned or not masked):
             return paged_attention(q, *self.paged(), **options)
         k, v = self.dense()
-        if hides and not aligned:
+        if masked and not aligned:
             xp = namespace(self.positions)
             own = xp.arange(first, first + seq_q)[:, None]
             mask = xp.repeat(self.positions, q.shape[2] // k.shape[2], axis=1)[:, :, None] <= own
@@ -123,8 +126,8 @@ class CompressedKV:
         return flash_attention(q, k, v, **options)
 
 
-class _Asked(NamedTuple):
-    """Arguments of a call, checked."""
+class _Call(NamedTuple):
+    """The checked arguments of a call."""
 
     k: Array
     v: Array
@@ -137,10 +140,10 @@ class _Asked(NamedTuple):
     scale: float | None
 
     def kept(self, positions: Array) -> dict[str, Any]:
-        """The parts of a result that holds these positions, int [batch, heads, kept]."""
+        """The fields of a result with these positions, int [batch, heads, kept]."""
         xp = namespace(self.k)
         rows = positions.swapaxes(1, 2)[..., None]
-        bits = f"u{self.k.itemsize}"  # a copy of bits, whatever the dtype
+        bits = f"u{self.k.itemsize}"  # gather as unsigned integers, for any dtype
         k, v = (
             xp.take_along_axis(part.view(bits), rows, axis=1).view(part.dtype)
             for part in (self.k, self.v)
@@ -148,7 +151,7 @@ class _Asked(NamedTuple):
         return {"k": k, "v": v, "positions": positions}
 
     def newest(self, default: int) -> int:
-        """The tokens at the end that are kept as they are."""
+        """The number of newest tokens to keep unquantised."""
         return default if self.window is None else self.window
 
 
@@ -165,37 +168,38 @@ def compress_kv(
     pool_size: int = 7,
     scale: float | None = None,
 ) -> CompressedKV:
-    """A smaller cache of the same tokens, which attention reads: see :class:`CompressedKV`.
+    """Compresses the keys and values of one layer; :class:`CompressedKV` computes attention on them.
 
     | strategy | what is stored |
     | --- | --- |
-    | `"int8"`, `"float8"` | all tokens, 8 bits, a float32 scale for each token and head |
-    | `"kivi4"`, `"kivi2"` | 4 or 2 bits: keys in groups of `group_size` tokens of a channel, values in groups of `group_size` channels of a token; the `window` newest tokens (128) as they are |
-    | `"sink_window"` | the first `sinks` tokens and the newest of a `budget` |
-    | `"heavy_hitters"` | of a `budget` the `window` newest (half), and those that the `queries` attended to most |
-    | `"snapkv"` | of a `budget` the `window` newest (32, at most half), and those that their queries attended to most, after a maximum over `pool_size` neighbours |
+    | `"int8"`, `"float8"` | all tokens in 8 bits, one float32 scale per token and head |
+    | `"kivi4"`, `"kivi2"` | 4 or 2 bits: keys in groups of `group_size` tokens per channel, values in groups of `group_size` channels per token; the `window` newest tokens (default 128) unquantised |
+    | `"sink_window"` | the first `sinks` tokens, and the newest up to `budget` tokens in total |
+    | `"heavy_hitters"` | `budget` tokens: the `window` newest (default half), and those with the most attention from `queries` |
+    | `"snapkv"` | `budget` tokens: the `window` newest (default 32, at most half), and those with the most attention from the queries of these, max-pooled over `pool_size` neighbours |
 
     Args:
         k: float32|float16|bfloat16 [batch, seq_len, num_heads_kv, head_dim], rotated already.
         v: as k; its head_dim may differ.
         strategy: see above.
         queries: dtype of k, [batch, seq_len_q, num_heads_q, head_dim], of the last seq_len_q tokens.
-            They rank keys for heavy_hitters (give it all) and snapkv, and measure the error.
+            They rank the keys for heavy_hitters (pass all queries) and snapkv, and measure the
+            error.
         budget: tokens to keep, for the last three strategies.
-        window: see above; with kivi up to group_size - 1 more, so that groups are whole.
+        window: see above; kivi keeps up to group_size - 1 more, so that groups are whole.
         sinks, group_size, pool_size: see above.
-        scale: factor of the scores; 1 / sqrt(head_dim) where omitted.
+        scale: factor of the scores; default 1 / sqrt(head_dim).
 
     Returns:
-        CompressedKV. Its error is measured with the last 16 of the queries at most; measuring it
-        waits for the GPU, nothing else does.
+        CompressedKV. Its error is measured with the last 16 queries at most; this measurement is
+        the only synchronisation with the GPU.
 
     Raises:
         ArrayError: dtype, shape or device of an argument.
-        ConfigError: an option outside its range, or one that the strategy needs and lacks.
+        ConfigError: an option outside its range, or a missing one that the strategy requires.
 
-    Attention that keys received comes from the kernels of flash attention's backward, without a
-    matrix of scores. Runs on CuPy's current stream.
+    The attention that keys receive is computed by the backward of flash attention, without a score
+    matrix. Runs on CuPy's current stream.
     Papers: Liu et al., KIVI, arXiv:2402.02750; Xiao et al., StreamingLLM, arXiv:2309.17453; Zhang
     et al., H2O, arXiv:2306.14048; Li et al., SnapKV, arXiv:2404.14469.
 
@@ -214,7 +218,7 @@ def compress_kv(
     check_array(_OP, "v", v, dtypes=KERNEL_DTYPES, shape=shape, contiguous=None)
     check_same_dtype(_OP, k=k, v=v)
     if not k.size or not v.size:
-        raise ArrayShapeError(f"{_OP}: there is nothing to compress in {k.shape} and {v.shape}")
+        raise ArrayShapeError(f"{_OP}: k and v must not be empty, got {k.shape} and {v.shape}")
     k, v = (namespace(k).ascontiguousarray(part) for part in (k, v))
     options = {
         "budget": budget, "window": window, "sinks": sinks, "group_size": group_size,
@@ -226,16 +230,16 @@ def compress_kv(
     if queries is not None:
         _check_queries(queries, k)
     if strategy in _SELECTING and budget is None:
-        raise ConfigError(f"{_OP}: {strategy} needs a budget, the tokens to keep")
+        raise ConfigError(f"{_OP}: {strategy} requires a budget, the number of tokens to keep")
     if strategy in _RANKING and queries is None:
-        raise ConfigError(f"{_OP}: {strategy} needs queries, which rank the keys")
+        raise ConfigError(f"{_OP}: {strategy} requires queries, which rank the keys")
     seq_len = k.shape[1]
     kept = seq_len if budget is None else min(budget, seq_len)
-    asked = _Asked(k, v, queries, kept, window, sinks, group_size, pool_size, scale)
+    call = _Call(k, v, queries, kept, window, sinks, group_size, pool_size, scale)
     if strategy in _SELECTING and kept == seq_len:
-        parts = asked.kept(_every_position(k))
+        parts = call.kept(_every_position(k))
     else:
-        parts = _STRATEGIES[strategy](asked)
+        parts = _STRATEGIES[strategy](call)
     positions = parts.pop("positions").astype(np.int32)
     compressed = CompressedKV(
         strategy=strategy, positions=positions, seq_len=seq_len, dtype=k.dtype,
@@ -243,7 +247,7 @@ def compress_kv(
     )  # fmt: skip
     if queries is None:
         return compressed
-    return replace(compressed, error=_error(compressed, asked))
+    return replace(compressed, error=_error(compressed, call))
 
 
 def _check_queries(queries: Array, k: Array) -> None:
@@ -252,21 +256,21 @@ def _check_queries(queries: Array, k: Array) -> None:
     _, seq_q, heads_q, _ = queries.shape
     if not 1 <= seq_q <= k.shape[1] or not heads_q or heads_q % k.shape[2]:
         raise ArrayShapeError(
-            f"{_OP}: queries must be of 1 to {k.shape[1]} tokens, with a multiple of k's "
+            f"{_OP}: queries must have 1 to {k.shape[1]} tokens and a multiple of k's "
             f"{k.shape[2]} heads, got {queries.shape}"
         )
 
 
-def _error(compressed: CompressedKV, asked: _Asked) -> float:
-    """Of the outputs of the last queries."""
-    assert asked.queries is not None
-    queries = asked.queries[:, -_MOST_ERROR_QUERIES:]
-    exact: Any = flash_attention(queries, asked.k, asked.v, causal=True, scale=asked.scale)
+def _error(compressed: CompressedKV, call: _Call) -> float:
+    """The relative error of the outputs of the last queries."""
+    assert call.queries is not None
+    queries = call.queries[:, -_MOST_ERROR_QUERIES:]
+    exact: Any = flash_attention(queries, call.k, call.v, causal=True, scale=call.scale)
     exact = exact.astype(np.float32)
-    difference = compressed.attend(queries, scale=asked.scale).astype(np.float32) - exact
-    size = float((exact * exact).sum())
+    difference = compressed.attend(queries, scale=call.scale).astype(np.float32) - exact
+    norm = float((exact * exact).sum())
     error = float((difference * difference).sum())
-    return math.sqrt(error / size) if size else math.sqrt(error)
+    return math.sqrt(error / norm) if norm else math.sqrt(error)
 
 
 def _every_position(k: Array) -> Array:
@@ -275,54 +279,54 @@ def _every_position(k: Array) -> Array:
     return xp.broadcast_to(xp.arange(seq_len), (batch, heads, seq_len))
 
 
-def _quantized(asked: _Asked, dtype: Any) -> dict[str, Any]:
-    k, v = (quantize(part, dtype) for part in (asked.k, asked.v))
-    return {"k": k, "v": v, "positions": _every_position(asked.k)}
+def _quantized(call: _Call, dtype: Any) -> dict[str, Any]:
+    k, v = (quantize(part, dtype) for part in (call.k, call.v))
+    return {"k": k, "v": v, "positions": _every_position(call.k)}
 
 
-def _kivi(asked: _Asked, bits: int) -> dict[str, Any]:
-    size = asked.group_size
-    value_size = min(size, asked.v.shape[-1])
-    old = max(0, asked.k.shape[1] - asked.newest(128)) // size * size
+def _kivi(call: _Call, bits: int) -> dict[str, Any]:
+    size = call.group_size
+    value_size = min(size, call.v.shape[-1])
+    old = max(0, call.k.shape[1] - call.newest(128)) // size * size
     return {
-        "k": GroupCodes.encode(asked.k[:, :old], bits, axis=1, group_size=size),
-        "v": GroupCodes.encode(asked.v[:, :old], bits, axis=3, group_size=value_size),
-        # Copies: a view would keep all of the original alive.
-        "recent": (asked.k[:, old:].copy(), asked.v[:, old:].copy()),
-        "positions": _every_position(asked.k),
+        "k": GroupCodes.encode(call.k[:, :old], bits, axis=1, group_size=size),
+        "v": GroupCodes.encode(call.v[:, :old], bits, axis=3, group_size=value_size),
+        # Copies, because a view would keep the whole original alive.
+        "recent": (call.k[:, old:].copy(), call.v[:, old:].copy()),
+        "positions": _every_position(call.k),
     }
 
 
-def _sink_window(asked: _Asked) -> dict[str, Any]:
-    every = _every_position(asked.k)
-    sinks = min(asked.sinks, asked.budget)
-    newest = asked.k.shape[1] - (asked.budget - sinks)
+def _sink_window(call: _Call) -> dict[str, Any]:
+    every = _every_position(call.k)
+    sinks = min(call.sinks, call.budget)
+    newest = call.k.shape[1] - (call.budget - sinks)
     xp = namespace(every)
-    return asked.kept(xp.concatenate([every[..., :sinks], every[..., newest:]], axis=-1))
+    return call.kept(xp.concatenate([every[..., :sinks], every[..., newest:]], axis=-1))
 
 
-def _heavy_hitters(asked: _Asked) -> dict[str, Any]:
-    newest = min(asked.newest(asked.budget // 2), asked.budget)
-    received = attention_received(asked.queries, asked.k, scale=asked.scale)
-    seq_len = asked.k.shape[1]
-    return asked.kept(top_positions(received[..., : seq_len - newest], seq_len, asked.budget))
+def _heavy_hitters(call: _Call) -> dict[str, Any]:
+    newest = min(call.newest(call.budget // 2), call.budget)
+    received = attention_received(call.queries, call.k, scale=call.scale)
+    seq_len = call.k.shape[1]
+    return call.kept(top_positions(received[..., : seq_len - newest], seq_len, call.budget))
 
 
-def _snapkv(asked: _Asked) -> dict[str, Any]:
-    assert asked.queries is not None
-    newest = min(asked.newest(min(32, asked.budget // 2)), asked.budget)
-    observing = asked.queries[:, -max(1, newest) :]
-    received = attention_received(observing, asked.k, scale=asked.scale)
-    seq_len = asked.k.shape[1]
-    scores = pooled(received[..., : seq_len - newest], asked.pool_size)
-    return asked.kept(top_positions(scores, seq_len, asked.budget))
+def _snapkv(call: _Call) -> dict[str, Any]:
+    assert call.queries is not None
+    newest = min(call.newest(min(32, call.budget // 2)), call.budget)
+    observed = call.queries[:, -max(1, newest) :]
+    received = attention_received(observed, call.k, scale=call.scale)
+    seq_len = call.k.shape[1]
+    scores = pooled(received[..., : seq_len - newest], call.pool_size)
+    return call.kept(top_positions(scores, seq_len, call.budget))
 
 
-_STRATEGIES: dict[str, Callable[[_Asked], dict[str, Any]]] = {
-    "int8": lambda asked: _quantized(asked, int8),
-    "float8": lambda asked: _quantized(asked, float8_e4m3),
-    "kivi4": lambda asked: _kivi(asked, 4),
-    "kivi2": lambda asked: _kivi(asked, 2),
+_STRATEGIES: dict[str, Callable[[_Call], dict[str, Any]]] = {
+    "int8": lambda call: _quantized(call, int8),
+    "float8": lambda call: _quantized(call, float8_e4m3),
+    "kivi4": lambda call: _kivi(call, 4),
+    "kivi2": lambda call: _kivi(call, 2),
     "sink_window": _sink_window,
     "heavy_hitters": _heavy_hitters,
     "snapkv": _snapkv,

@@ -1,4 +1,4 @@
-"""Codes of two or four bits in groups that share a range, as KIVI stores keys and values."""
+"""2-bit and 4-bit codes in groups that share a range, as KIVI stores keys and values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from cukit.errors import ArrayShapeError
 class GroupCodes:
     """value = code * step + least, where `group_size` values along `axis` share step and least.
 
-    A group covers its own range from end to end, wherever that lies: channels of keys are far from
-    zero. (A QuantizedArray with integer zero points has to cover zero too, and has no two bits.)
+    The codes span a group's range from minimum to maximum, which need not include zero: channels
+    of keys are often far from it. (A QuantizedArray with integer zero points always spans zero, and
+    does not support 2 bits.)
 
-    codes: uint8, the values' shape with 8 / bits values a byte of the last axis, the first lowest.
-    steps, least: the dtype of 16-bit values, else float32; the values' shape with one element a
+    codes: uint8, the values' shape with 8 / bits values per byte along the last axis, the first in
+        the lowest bits.
+    steps, least: the values' dtype if 16-bit, else float32; the values' shape with one element per
         group along `axis`.
 
     Plain array code on NumPy and CuPy arrays.
@@ -35,9 +37,9 @@ class GroupCodes:
 
     @classmethod
     def encode(cls, x: Array, bits: int, *, axis: int, group_size: int) -> GroupCodes:
-        """The nearest codes of `x`, ties to even.
+        """Quantises `x` to the nearest codes, ties to even.
 
-        Raises ArrayShapeError where groups do not divide the axis or bytes the last one.
+        Raises ArrayShapeError if group_size does not divide the axis, or 8 / bits the last axis.
         """
         per_byte = 8 // bits
         if x.shape[axis] % group_size or x.shape[-1] % per_byte:
@@ -51,19 +53,19 @@ class GroupCodes:
         low, high = grouped.min(axis=axis + 1), grouped.max(axis=axis + 1)
         least = low.astype(stored)
         steps = ((high - low) / np.float32(2**bits - 1)).astype(stored)
-        # Codes for the rounded factors; a group of equal values has the step 0.
+        # Codes are computed with the rounded factors; a group of equal values has a step of 0.
         step, offset = (
             xp.expand_dims(factors.astype(np.float32), axis + 1) for factors in (steps, least)
         )
         levels = xp.rint((grouped - offset) / xp.where(step == 0, 1, step))
         codes = xp.clip(levels, 0, 2**bits - 1).astype(np.uint8).reshape(x.shape)
         packed = codes[..., ::per_byte]
-        for place in range(1, per_byte):
-            packed = packed | (codes[..., place::per_byte] << np.uint8(bits * place))
+        for i in range(1, per_byte):
+            packed = packed | (codes[..., i::per_byte] << np.uint8(bits * i))
         return cls(packed, steps, least, bits, axis, group_size)
 
     def decode(self, dtype: Any = float32) -> Array:
-        """The values."""
+        """The dequantised values."""
         xp = namespace(self.codes)
         shifts = xp.arange(0, 8, self.bits, dtype=np.uint8)
         codes = (self.codes[..., None] >> shifts) & np.uint8(2**self.bits - 1)
@@ -77,11 +79,11 @@ class GroupCodes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, steps and least values."""
+        """Bytes of codes, steps and minima."""
         return int(self.codes.nbytes + self.steps.nbytes + self.least.nbytes)
 
 
 def _grouped(x: Array, axis: int, group_size: int) -> Array:
-    """`axis` as two: groups, and what is in them."""
+    """x with `axis` split in two: groups, and positions within a group."""
     shape = (*x.shape[:axis], x.shape[axis] // group_size, group_size, *x.shape[axis + 1 :])
     return x.reshape(shape)

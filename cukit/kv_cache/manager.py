@@ -1,4 +1,4 @@
-"""Which blocks of a KV cache hold the tokens of which request."""
+"""The KV cache manager: assigns cache blocks to requests, shares prefixes, evicts and swaps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cukit.core.arrays import Array, bfloat16, float16, float32
 from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int4, int8
 from cukit.core.scalars import check_choice, check_flag, check_integer
 from cukit.errors import ArrayDtypeError, ConfigError, OutOfMemoryError
+from cukit.kv_cache._slab import HostBlocks, KVCacheSlab
 from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
-from cukit.kv_cache.slab import HostBlocks, KVCacheSlab
 from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
 from cukit.memory import MemoryPool
-from cukit.memory.interrupts import Uninterrupted
+from cukit.memory.uninterrupted import Uninterrupted
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -27,7 +27,7 @@ _OP = "KVCacheManager"
 
 
 class _Sequence:
-    """A request: its tokens, its blocks, and the node of the tree that it locks."""
+    """The state of a request: its tokens, its blocks, and the tree node that it locks."""
 
     __slots__ = ("blocks", "host", "node", "priority", "salt", "tokens")
 
@@ -41,33 +41,34 @@ class _Sequence:
 
     @property
     def running(self) -> bool:
-        """Whether it has blocks; a preempted one has none."""
+        """Whether the request has blocks; a preempted one has none."""
         return self.node is not None
 
 
 class KVCacheManager:
     """Keys and values of many requests in blocks of one slab, with shared prefixes.
 
-    A request holds `block_size` tokens in each block. Requests with the same first tokens share
-    those blocks: `publish` and `free` leave full blocks in a radix tree, `allocate` finds them
-    there, and blocks that no request holds are evicted when others are needed. Forks share all
-    blocks; the first to write into a shared block gets a copy.
+    Each block holds `block_size` tokens of a request. Requests with a common prefix share its
+    blocks: `publish` and `free` keep full blocks in a radix tree, `allocate` finds them there, and
+    blocks that no request holds are evicted when new ones are needed. Forks share all blocks; the
+    first fork to write to a shared block gets a copy.
 
-    The manager hands out places and never looks at keys or values, except to copy blocks. Every
-    call either succeeds or changes nothing. Not thread-safe.
+    The manager assigns blocks and never reads keys or values, except to copy blocks. Every call
+    either succeeds or changes nothing. Not thread-safe.
 
     Args:
-        num_blocks: blocks in the slab.
-        block_size: tokens in a block.
+        num_blocks: number of blocks in the slab.
+        block_size: tokens per block.
         num_layers, num_heads_kv, head_dim: of the model.
-        dtype: float16, bfloat16 or float32; or int8 or float8_e4m3 (`ck.int8`), with a float32
-            scale for each key of a head and each of its values, which `append_kv` writes; or int4
+        dtype: float16, bfloat16 or float32; or int8 or float8_e4m3 (`ck.int8`), with one float32
+            scale per token and head, for keys and for values, which `append_kv` writes; or int4
             (`ck.int4`, KIVI), see `pack`. Blocks of int4 have 32 or 64 tokens.
-        num_rings: with int4, most blocks at once that are not full: requests that run.
-        recent_dtype: with int4, float16 or bfloat16, of keys and values in rings.
-        policy: what is evicted first: "lru" the least recently used, "lfu" the least often used,
-            "priority" the lowest priority.
-        pool: where the slab is allocated; None: the default pool of the current device, or host
+        num_rings: with int4, the number of 16-bit ring buffers, one for each partly filled block,
+            which limits how many requests run at once.
+        recent_dtype: with int4, float16 or bfloat16, the dtype of the ring buffers.
+        policy: eviction order: "lru" least recently used first, "lfu" least frequently used first,
+            "priority" lowest priority first.
+        pool: the memory pool of the slab; None: the default pool of the current device, or host
             memory without a GPU.
 
     Raises:
@@ -78,9 +79,9 @@ class KVCacheManager:
     Zheng et al. 2024 (SGLang, arXiv:2312.07104) for the radix tree.
 
     >>> cache = KVCacheManager(num_blocks=8, block_size=4, num_heads_kv=1, head_dim=8)
-    >>> cache.allocate("a", [1, 2, 3, 4, 5])   # tokens whose keys and values are there already
+    >>> cache.allocate("a", [1, 2, 3, 4, 5])   # number of cached tokens
     0
-    >>> cache.slots("a").tolist()              # where those of the others go
+    >>> cache.slots("a").tolist()              # where the keys and values are to be written
     [0, 1, 2, 3, 4]
     >>> cache.free("a")
     >>> cache.allocate("b", [1, 2, 3, 4, 9, 9])
@@ -126,7 +127,7 @@ class KVCacheManager:
         )  # fmt: skip
         self._packs = dtype is int4
         self._open: dict[int, int] = {}
-        """Blocks whose tokens lie in rings, and which."""
+        """The ring buffer of each block that is not packed yet."""
         self._free_rings = deque(range(num_rings if dtype is int4 else 0))
         self.num_blocks, self.block_size = sizes[1], sizes[2]
         self._tree = RadixTree(self.block_size, policy)
@@ -134,7 +135,7 @@ class KVCacheManager:
         self._references = [0] * self.num_blocks
         self._sequences: dict[Hashable, _Sequence] = {}
         self._leaving: dict[int, HostBlocks] = {}
-        """Free blocks whose copy to the host may still be under way."""
+        """Free blocks whose copy to the host may still be in progress."""
         self._prompt_tokens = self._cached_tokens = self._evicted_blocks = 0
 
     # Requests -------------------------------------------------------------------------------------
@@ -142,11 +143,11 @@ class KVCacheManager:
     def allocate(
         self, request: Hashable, tokens: Tokens, *, salt: Hashable = None, priority: int = 0
     ) -> int:
-        """Begins a request, and returns how many of its first tokens have keys and values already.
+        """Starts a request; returns the length of its cached prefix in tokens.
 
-        At least one token is left to compute, for its output is needed. `salt`: only requests with
-        an equal one share blocks. `priority`: of its cached blocks, for the policy "priority".
-        With int4 the new full blocks are to be packed as they come (`pack_kv`).
+        At least one token is left to compute, because its output is needed. salt: only requests
+        with equal salts share blocks. priority: of its cached blocks, for the policy "priority".
+        With int4, the caller packs the new full blocks as they are computed (`pack_kv`).
         """
         if request in self._sequences:
             raise ConfigError(f"allocate: the request {request!r} exists already")
@@ -159,7 +160,7 @@ class KVCacheManager:
         return cached
 
     def append(self, request: Hashable, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Adds tokens to a request, and returns the slots of their keys and values.
+        """Appends tokens to a request; returns the slots of their keys and values.
 
         Slot s is row `s % block_size` of block `s // block_size`.
         """
@@ -167,22 +168,22 @@ class KVCacheManager:
         added = _tokens("append", tokens)
         if self._packs and len(added) > 1:
             raise ConfigError(
-                f"append: a cache of int4 takes one token at a time, got {len(added)}"
+                f"append: with int4, one token at a time can be appended, got {len(added)}"
             )
         self._extend([sequence], [added])
         return self._slots(sequence, len(sequence.tokens) - len(added))
 
     def append_each(self, requests: Sequence[Hashable], tokens: Tokens) -> npt.NDArray[np.int64]:
-        """A decode step: one token for each request; returns their slots, int64 [requests].
+        """A decode step: appends one token to each request; returns their slots, int64 [requests].
 
-        One launch copies the blocks that forks share, however many they are.
+        All blocks that forks share are copied by one launch.
         """
         sequences = [self._running("append_each", request) for request in requests]
         added = _tokens("append_each", tokens)
         if len(added) != len(sequences) or len(set(map(id, sequences))) != len(sequences):
             raise ConfigError(
-                f"append_each: got {len(added)} tokens for {len(sequences)} requests; each request "
-                "occurs once and has one token"
+                f"append_each: got {len(added)} tokens for {len(sequences)} requests, which must "
+                "be distinct and have one token each"
             )
         self._extend(sequences, [added[i : i + 1] for i in range(len(added))])
         size = self.block_size
@@ -193,13 +194,12 @@ class KVCacheManager:
         return np.asarray(blocks, np.int64) * size + np.asarray(last, np.int64) % size
 
     def pack(self) -> int:
-        """int4: turns blocks that have become full into codes, all layers in one launch; returns
-        how many. Call it once their keys and values have been queued for writing, and before a
-        token is appended behind them.
+        """int4: quantises newly filled blocks, all layers in one launch; returns their number.
 
-        The keys and values of a request's last block lie in a ring of 16 bits until it is full:
-        `slots` and `append` name rows of rings, in the caches `recent_keys` and `recent_values`,
-        `recent` is what :func:`paged_attention` reads.
+        To be called after the writes of their keys and values have been enqueued, and before the
+        next token is appended. Until a request's last block is full, its keys and values are in a
+        16-bit ring buffer: `slots` and `append` return rows of the ring buffers `recent_keys` and
+        `recent_values`, and `recent` returns the arguments of :func:`paged_attention`.
         """
         full = dict.fromkeys(
             sequence.blocks[-1]
@@ -215,16 +215,16 @@ class KVCacheManager:
         return len(full)
 
     def publish(self, request: Hashable) -> int:
-        """Makes the full blocks of a request available to others; returns how many there are.
+        """Makes the full blocks of a request available to others; returns their number.
 
-        Call it once keys and values of all its tokens have been queued for writing. Blocks that
-        other requests published before stay as they are, and so do those that a fork shares until
-        one of them is left.
+        To be called after the writes of its keys and values have been enqueued. Blocks that other
+        requests have published are kept; blocks shared with a fork are published by the last of
+        the forks.
         """
         return self._publish(self._running("publish", request))
 
     def fork(self, request: Hashable, new_request: Hashable) -> None:
-        """A second request with the same tokens and blocks. Nothing is copied until one writes."""
+        """Starts a request with the same tokens and blocks, which are copied on write."""
         sequence = self._running("fork", request)
         if new_request in self._sequences:
             raise ConfigError(f"fork: the request {new_request!r} exists already")
@@ -234,7 +234,7 @@ class KVCacheManager:
         self._sequences[new_request] = twin
 
     def free(self, request: Hashable, *, keep: bool = True) -> None:
-        """Ends a request, running or preempted. `keep`: publish its full blocks first."""
+        """Ends a request, running or preempted. keep: publish its full blocks first."""
         check_flag("free", "keep", keep)
         sequence = self._known("free", request)
         if sequence.running:
@@ -244,10 +244,10 @@ class KVCacheManager:
     # Preemption -----------------------------------------------------------------------------------
 
     def preempt(self, request: Hashable, by: str = "swap") -> None:
-        """Takes a request's blocks for others until `resume`.
+        """Releases a request's blocks until `resume`.
 
-        by: "swap" copies its keys and values to host memory, "recompute" forgets them, except for
-            the full blocks that stay cached for as long as nobody else needs them.
+        by: "swap" copies its keys and values to host memory; "recompute" discards them, except that
+            full blocks stay cached until they are evicted.
         """
         check_choice("preempt", "by", by, ("swap", "recompute"))
         if by == "swap":
@@ -256,8 +256,8 @@ class KVCacheManager:
             self._stop(self._running("preempt", request), keep=True)
 
     def resume(self, request: Hashable) -> int:
-        """Gives a preempted request blocks again; returns how many of its first tokens have keys
-        and values there: all after a swap."""
+        """Assigns blocks to a preempted request again; returns how many of its first tokens have
+        keys and values: all of them after a swap."""
         sequence = self._known("resume", request)
         if sequence.host is not None:
             self.swap_blocks_from_cpu(request)
@@ -267,10 +267,10 @@ class KVCacheManager:
         return self._start(sequence)
 
     def swap_blocks_to_cpu(self, request: Hashable) -> int:
-        """Copies a request's blocks to host memory and gives them up; returns the bytes.
+        """Copies a request's blocks to host memory and releases them; returns the bytes copied.
 
-        Copies run on a stream of their own. Blocks that others share stay theirs. Whatever ends the
-        call early, Ctrl-C included, leaves the request running or swapped.
+        Copies run on a separate stream. Shared blocks stay with the other requests. After any
+        exception, Ctrl-C included, the request is either running or swapped.
         """
         sequence = self._running("swap_blocks_to_cpu", request)
         last = sequence.blocks[-1] if sequence.blocks else -1
@@ -283,9 +283,9 @@ class KVCacheManager:
         return host.nbytes
 
     def swap_blocks_from_cpu(self, request: Hashable) -> int:
-        """Copies a swapped request's blocks back, bit for bit; returns the bytes.
+        """Copies a swapped request's blocks back, bit for bit; returns the bytes copied.
 
-        Whatever ends the call early leaves the request swapped or running.
+        After any exception the request is either swapped or running.
         """
         sequence = self._known("swap_blocks_from_cpu", request)
         host = sequence.host
@@ -310,24 +310,25 @@ class KVCacheManager:
             raise
         return host.nbytes
 
-    # What attention reads -------------------------------------------------------------------------
+    # Arguments of attention -----------------------------------------------------------------------
 
     def keys(self, layer: int) -> Any:
-        """[num_blocks, block_size, num_heads_kv, head_dim] of a layer, a view of the slab: an
-        array, or a QuantizedArray of codes."""
+        """The keys of a layer, [num_blocks, block_size, num_heads_kv, head_dim], as a view of the
+        slab: an array, or a QuantizedArray."""
         return self.slab.part(0, layer)
 
     def values(self, layer: int) -> Any:
-        """As `keys`."""
+        """The values of a layer, as `keys`."""
         return self.slab.part(1, layer)
 
     def recent_keys(self, layer: int) -> Array:
-        """int4: [num_rings, block_size, num_heads_kv, head_dim] of a layer, a view; see `pack`."""
+        """int4: a layer's ring buffers of keys, [num_rings, block_size, num_heads_kv, head_dim], a
+        view; see `pack`."""
         assert self.slab.recent is not None
         return self.slab.recent[0, layer]
 
     def recent_values(self, layer: int) -> Array:
-        """As `recent_keys`."""
+        """int4: a layer's ring buffers of values, as `recent_keys`."""
         assert self.slab.recent is not None
         return self.slab.recent[1, layer]
 
@@ -341,16 +342,16 @@ class KVCacheManager:
         return np.asarray(rings, np.int32), np.asarray(packed, np.int32)
 
     def slots(self, request: Hashable, begin: int = 0) -> npt.NDArray[np.int64]:
-        """Slots of the request's tokens from number `begin` on; see `append`. With int4 those of
-        tokens that are not in a ring are -1."""
+        """The slots of a request's tokens from index `begin` on; see `append`. With int4, -1 for
+        tokens that are not in a ring buffer."""
         check_integer("slots", "begin", begin, least=0)
         return self._slots(self._running("slots", request), int(begin))
 
     def block_table(
         self, requests: Sequence[Hashable], fill: int = -1
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Blocks of each request, int32 [requests, longest] filled up with `fill`, and how many
-        tokens each has, int32 [requests]; on the host."""
+        """The blocks of each request, int32 [requests, most blocks], padded with `fill`, and the
+        token counts, int32 [requests]; both on the host."""
         sequences = [self._running("block_table", request) for request in requests]
         longest = max((len(sequence.blocks) for sequence in sequences), default=0)
         table = np.full((len(sequences), longest), fill, np.int32)
@@ -359,29 +360,29 @@ class KVCacheManager:
         lengths = [len(sequence.tokens) for sequence in sequences]
         return table, np.asarray(lengths, np.int32)
 
-    # Books ----------------------------------------------------------------------------------------
+    # Statistics -----------------------------------------------------------------------------------
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free or can be evicted."""
+        """The number of blocks that are free or evictable."""
         return len(self._free) + self._tree.evictable_blocks
 
     def num_tokens(self, request: Hashable) -> int:
-        """Tokens of a request, running or preempted."""
+        """The number of tokens of a request, running or preempted."""
         return len(self._known("num_tokens", request).tokens)
 
     def lookup(self, tokens: Tokens, *, salt: Hashable = None) -> int:
-        """How many of the first `tokens` are cached; changes nothing."""
+        """The number of leading `tokens` that are cached; changes nothing."""
         return self._tree.peek(_tokens("lookup", tokens).tobytes(), salt) * self.block_size
 
     def block(self, number: int) -> KVCacheBlock:
-        """The block of a number."""
+        """The state of block `number`."""
         check_integer("block", "number", number, least=0, most=self.num_blocks - 1)
         cached = any(number in node.blocks for node in self._tree.nodes())
         return KVCacheBlock(int(number), self._references[number], cached)
 
     def statistics(self) -> KVCacheStatistics:
-        """Counts of this moment."""
+        """The current statistics."""
         swapped = (sequence.host for sequence in self._sequences.values())
         return KVCacheStatistics(
             num_blocks=self.num_blocks,
@@ -396,7 +397,7 @@ class KVCacheManager:
         )
 
     def check_invariants(self) -> None:
-        """Counts every reference anew. Raises AssertionError where the books are wrong."""
+        """Recounts every reference. Raises AssertionError if the bookkeeping is inconsistent."""
         self._tree.check_invariants()
         references = [0] * self.num_blocks
         locks: dict[int, int] = {}
@@ -413,7 +414,7 @@ class KVCacheManager:
         for node in self._tree.nodes():
             assert node.locks == locks.get(id(node), 0)
             for block in node.blocks:
-                assert node.locks or not references[block], "held, but free to be evicted"
+                assert node.locks or not references[block], "a held block is evictable"
                 references[block] += 1
         assert references == self._references
         assert sorted(self._free) == [b for b, count in enumerate(references) if not count]
@@ -423,7 +424,7 @@ class KVCacheManager:
         num_rings = 0 if self.slab.recent is None else self.slab.recent.shape[2]
         assert sorted([*self._free_rings, *self._open.values()]) == list(range(num_rings))
 
-    # Inside ---------------------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------
 
     def _known(self, op: str, request: Hashable) -> _Sequence:
         sequence = self._sequences.get(request)
@@ -441,17 +442,17 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _slots(self, sequence: _Sequence, begin: int) -> npt.NDArray[np.int64]:
-        places = np.arange(begin, len(sequence.tokens))
+        positions = np.arange(begin, len(sequence.tokens))
         blocks = np.array(sequence.blocks, np.int64)
         if self._packs:
             packed = self._packed_tokens(sequence)
             ring = self._open.get(sequence.blocks[-1], 0) if sequence.blocks else 0
-            slots = ring * self.block_size + places % self.block_size
-            return np.where(places < packed, -1, slots)
-        return blocks[places // self.block_size] * self.block_size + places % self.block_size
+            slots = ring * self.block_size + positions % self.block_size
+            return np.where(positions < packed, -1, slots)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def _start(self, sequence: _Sequence) -> int:
-        """Finds blocks for all tokens of a sequence; returns how many tokens were cached."""
+        """Assigns blocks to all tokens of a sequence; returns how many tokens were cached."""
         num_tokens = len(sequence.tokens)
         most = max(0, num_tokens - 1) // self.block_size
         prefix = sequence.tokens[: most * self.block_size].tobytes()
@@ -492,7 +493,7 @@ class KVCacheManager:
         tokens = sequence.tokens[: num_full * self.block_size].tobytes()
         blocks = sequence.blocks[:num_full].tolist()
         known = self._tree.peek(tokens, sequence.salt)
-        # A fork that shares a block would not lock the node, so its last owner publishes it.
+        # A block shared with a fork is published by its last owner: the fork holds no lock on it.
         end = next((i for i in range(known, num_full) if self._references[blocks[i]] > 1), num_full)
         step = self.block_size * TOKEN_BYTES
         node, known = self._tree.insert(
@@ -507,7 +508,7 @@ class KVCacheManager:
         return num_full
 
     def _extend(self, sequences: Sequence[_Sequence], added: Sequence[array[int]]) -> None:
-        """Appends tokens to sequences, with blocks for them and copies of blocks they share."""
+        """Appends tokens to sequences: takes new blocks, copies shared ones (copy on write)."""
         size, references = self.block_size, self._references
         needed = 0
         opened = 0
@@ -518,10 +519,12 @@ class KVCacheManager:
             if self._packs and tokens and used % size == 0:
                 opened += 1
                 if sequence.blocks and sequence.blocks[-1] in self._open:
-                    raise ConfigError("append: a full block is not packed yet; call pack first")
+                    raise ConfigError(
+                        "append: the last block is full but not packed; call pack first"
+                    )
             if used % size and tokens and references[last := sequence.blocks[-1]] > 1:
                 writers.setdefault(last, []).append(sequence)
-        # All holders of a shared block may write in this step; then one of them keeps it.
+        # If all holders of a shared block write in this step, one of them keeps the original.
         copying = [
             (sequence, block)
             for block, sharing in writers.items()
@@ -554,14 +557,14 @@ class KVCacheManager:
                     self._open_blocks("append", sequence.blocks[-1:])
 
     def _take(self, op: str, count: int) -> list[int]:
-        """Free blocks with one reference each, evicting cached ones where there are too few."""
+        """Takes free blocks, with one reference each; evicts cached ones if there are too few."""
         if not count:
             return []
         if count > self.available_blocks:
             raise OutOfMemoryError(
                 f"{op}: {count} blocks are needed, but only {len(self._free)} are free and "
                 f"{self._tree.evictable_blocks} evictable of {self.num_blocks}; running requests "
-                "hold the others: free or preempt one"
+                "hold the others, free or preempt one"
             )
         missing = count - len(self._free)
         if missing > 0:
@@ -585,10 +588,10 @@ class KVCacheManager:
                 if block in self._open:
                     self._free_rings.append(self._open.pop(block))
 
-    # Rings ----------------------------------------------------------------------------------------
+    # Ring buffers (int4) --------------------------------------------------------------------------
 
     def _packed_tokens(self, sequence: _Sequence) -> int:
-        """int4: of the request's first tokens those that no ring holds."""
+        """int4: the number of leading tokens that are not in a ring buffer."""
         if sequence.blocks and sequence.blocks[-1] in self._open:
             return (len(sequence.blocks) - 1) * self.block_size
         return len(sequence.tokens)
@@ -597,12 +600,12 @@ class KVCacheManager:
         if count > len(self._free_rings):
             assert self.slab.recent is not None
             raise OutOfMemoryError(
-                f"{op}: {count} rings are needed, but only {len(self._free_rings)} of "
-                f"{self.slab.recent.shape[2]} are free; a larger num_rings lets more requests run"
+                f"{op}: ring buffers needed: {count}, free: {len(self._free_rings)} of "
+                f"{self.slab.recent.shape[2]}; a larger num_rings allows more running requests"
             )
 
     def _open_blocks(self, op: str, blocks: Iterable[int]) -> None:
-        """Gives each block a ring."""
+        """Assigns a ring buffer to each block."""
         blocks = [*blocks]
         self._check_rings(op, len(blocks))
         for block in blocks:
@@ -612,11 +615,11 @@ class KVCacheManager:
     def _check_groups(
         block_size: int, head_dim: int, num_rings: int, recent_dtype: np.dtype[Any]
     ) -> None:
-        """What int4 asks for."""
+        """Checks the requirements of int4."""
         check_integer(_OP, "num_rings", num_rings, least=1, most=2**31 - 1)
         if block_size not in GROUP_ROWS or head_dim % 32:
             raise ConfigError(
-                f"{_OP}: blocks of int4 must have {' or '.join(map(str, GROUP_ROWS))} tokens, and "
+                f"{_OP}: int4 blocks must have {' or '.join(map(str, GROUP_ROWS))} tokens, and "
                 f"head_dim must be a multiple of 32, got {block_size} and {head_dim}"
             )
         if recent_dtype not in (float16, bfloat16):
@@ -630,17 +633,17 @@ def _tokens(op: str, tokens: Tokens) -> array[int]:
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ArrayDtypeError(
-                f"{op}: tokens must be integers along one axis, got {tokens.dtype} with "
+                f"{op}: tokens must be a 1-d array of integers, got {tokens.dtype} with "
                 f"{tokens.ndim} axes"
             )
         if tokens.size and not -(2**31) <= int(tokens.min()) <= int(tokens.max()) < 2**31:
             raise ConfigError(
-                f"{op}: tokens must fit 32 bits, got {tokens.min()} to {tokens.max()}"
+                f"{op}: tokens must fit in 32 bits, got {tokens.min()} to {tokens.max()}"
             )
         return array("i", np.ascontiguousarray(tokens, np.int32).tobytes())
     try:
         return array("i", tokens)
     except OverflowError:
-        raise ConfigError(f"{op}: tokens must fit 32 bits") from None
+        raise ConfigError(f"{op}: tokens must fit in 32 bits") from None
     except TypeError:
         raise ArrayDtypeError(f"{op}: tokens must be integers, got {tokens!r:.80}") from None

@@ -1,4 +1,4 @@
-"""Attention over a KVCacheManager: shared prefixes are found, new keys and values stored."""
+"""Attention over a KVCacheManager: finds shared prefixes, stores new keys and values."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ _OP = "RadixAttention"
 
 
 class RadixAttention:
-    """Attention of many requests over one cache, which computes a shared prefix once.
+    """Attention of many requests over one cache, in which shared prefixes are computed once.
 
-    Every forward pass of a model is a step: `add`, `append` or `resume` begins it, `attend` stores
-    the new keys and values of a layer and attends to all of them, `advance` ends it. The cache's
-    manager keeps all books; its other calls (`fork`, `preempt`, `statistics`) are made on `cache`
-    between steps.
+    Each forward pass of a model is a step: `add`, `append` or `resume` starts it, `attend` stores
+    the new keys and values of a layer and computes its attention, `advance` ends it. Other calls of
+    the manager (`fork`, `preempt`, `statistics`) are made on `cache` between steps.
 
     Args:
-        cache: where keys and values lie.
-        num_heads_q: of the queries.
-        max_batch: most requests of a step.
-        max_blocks: most blocks of a request; all of the cache where omitted.
+        cache: the manager of keys and values.
+        num_heads_q: number of query heads.
+        max_batch: maximum requests per step.
+        max_blocks: maximum blocks per request; default all of the cache.
         window_size, softcap, sinks, scale, batch_invariant, checked: as for
             :func:`paged_attention`. Attention is causal.
 
     Raises:
-        ConfigError: a step that is begun before the last one has ended, or as the manager.
-        OutOfMemoryError: as the manager. The call has changed nothing then.
+        ConfigError: a step is started before the last one has ended, or as the manager.
+        OutOfMemoryError: as the manager. The call then has changed nothing.
 
-    Tables, slots and positions of a step lie in memory of this object wherever it has at most
-    max_batch tokens, so a captured decode step replays after each `append` for as many requests.
+    This object owns the tables, slots and positions of steps of at most max_batch tokens, so a
+    captured decode step replays after each `append` for as many requests.
     Paper: Zheng et al., SGLang (RadixAttention), arXiv:2312.07104.
 
     >>> import numpy as np, cukit as ck
@@ -47,7 +46,7 @@ class RadixAttention:
     >>> def attend(num_tokens):
     ...     ones = np.ones((1, num_tokens, 1, 8), np.float32)
     ...     return attention.attend(ones, ones, ones, 0)[0].shape
-    >>> attention.add("a", [1, 2, 3, 4, 5])     # tokens that need no computation
+    >>> attention.add("a", [1, 2, 3, 4, 5])     # number of cached tokens
     0
     >>> attend(5), attention.advance()
     ((1, 5, 1, 8), None)
@@ -72,14 +71,14 @@ class RadixAttention:
         self._max_blocks = cache.num_blocks if max_blocks is None else max_blocks
         layers = range(slab.shape[1])
         self._caches = [(cache.keys(layer), cache.values(layer)) for layer in layers]
-        """Of each layer; its rows have `slots`, but for int4."""
+        """Per layer; `slots` index its rows, except with int4."""
         rings = cache.slab.recent
         if rings is not None:
             options.setdefault("dtype", rings.dtype)
             options["recent"] = rings[0], rings[1]
         self._rings = None if rings is None else [(rings[0, i], rings[1, i]) for i in layers]
         self._prompt: dict[str, Any] | None = None
-        """Of a step whose new keys are read before they become int4: see `_prompt_step`."""
+        """With int4, the arguments that the layers of a prompt step share; see `_prompt_step`."""
         self._options = {
             name: options[name]
             for name in ("window_size", "softcap", "sinks", "scale", "batch_invariant")
@@ -92,22 +91,22 @@ class RadixAttention:
         xp = namespace(slab)
         self._memory = xp.zeros(max_batch, np.int64), xp.zeros(max_batch, np.int32)
         self._requests: tuple[Hashable, ...] = ()
-        """Of the step under way; none between steps."""
+        """The requests of the current step; none between steps."""
         self._publishes = False
         self._slots: Array = self._memory[0][:0]
         self.positions: Array = self._memory[1][:0]
-        """Of the step's tokens, int32 [requests, tokens]: what `rope` turns them by."""
+        """Positions of the step's tokens, int32 [requests, tokens], for `rope`."""
         self.length = 0
-        """Tokens of the longest request before the step."""
+        """Length of the longest request before the step."""
 
     # Steps ----------------------------------------------------------------------------------------
 
     def add(
         self, request: Hashable, tokens: Tokens, *, salt: Hashable = None, priority: int = 0
     ) -> int:
-        """Begins a request, and the step that computes those of its tokens that are not cached.
+        """Starts a request, and the step that computes its uncached tokens.
 
-        Returns how many are: `tokens[cached:]`, at least one, are the step's.
+        Returns the number of cached tokens; the step computes `tokens[cached:]`, at least one.
         """
         self._check_between("add")
         self._check_room("add", 1, len(tokens))
@@ -116,7 +115,7 @@ class RadixAttention:
         return cached
 
     def append(self, requests: Sequence[Hashable], tokens: Tokens) -> None:
-        """Begins a decode step: one more token for each of `requests`."""
+        """Starts a decode step: appends one token to each of `requests`."""
         self._check_between("append")
         longest = max(map(self.cache.num_tokens, requests), default=0)
         self._check_room("append", len(requests), longest + 1)
@@ -124,8 +123,8 @@ class RadixAttention:
         self._begin(requests, slots, publishes=False)
 
     def resume(self, request: Hashable) -> int:
-        """Gives a preempted request blocks again, and returns how many of its first tokens have
-        keys and values. If these are not all, it begins the step that computes the others."""
+        """Assigns blocks to a preempted request again; returns how many of its first tokens have
+        keys and values. If not all have them, the call starts the step that computes the others."""
         self._check_between("resume")
         ready = self.cache.resume(request)
         slots = self.cache.slots(request, ready)
@@ -144,21 +143,23 @@ class RadixAttention:
         sin: Array | None = None,
         interleaved: bool = False,
     ) -> tuple[Array, Array]:
-        """Stores a layer's keys and values of the step, and attends to all of its requests'.
+        """Stores the step's keys and values of a layer, and computes the layer's attention.
 
         Args:
             q: [requests, tokens, num_heads_q, head_dim] of the step's tokens, in the dtype of the
-                cache or, where it holds codes, in that of the queries.
+                cache or, if it is quantised, in the `dtype` of the constructor.
             k, v: as q, with num_heads_kv.
-            layer: each once, in any order.
-            cos, sin, interleaved: as for :func:`append_kv`, which then turns q and k by
-                `positions`. Without them positions, if any, are part of q and k already.
+            layer: each layer once per step, in any order.
+            cos, sin, interleaved: as for :func:`append_kv`, which then rotates q and k by
+                `positions`. Without them q and k are expected to be rotated already, if at all.
 
         Returns:
             `(out, lse)` as :func:`paged_attention`.
         """
         if not self._requests:
-            raise ConfigError(f"{_OP}.attend: no step is under way; add, append or resume first")
+            raise ConfigError(
+                f"{_OP}.attend: no step has been started; add, append or resume first"
+            )
         check_integer(f"{_OP}.attend", "layer", layer, least=0, most=len(self._caches) - 1)
         q, k, v = adopt(_OP, q, k, v)
         shape = (*self.positions.shape, *self._caches[layer][0].shape[2:])
@@ -166,32 +167,32 @@ class RadixAttention:
             dtypes = (self._attention.dtype,)
             check_array(_OP, name, array, dtypes=dtypes, shape=shape, contiguous=False)
         rows = tuple(array.reshape(-1, *array.shape[2:]) for array in (k, v))
-        turning: dict[str, Any] = {}
+        rotary: dict[str, Any] = {}
         if cos is not None:
-            turning = {
+            rotary = {
                 "q": q.reshape(-1, *q.shape[2:]), "cos": cos, "sin": sin,
                 "position_ids": self.positions.reshape(-1), "interleaved": interleaved,
             }  # fmt: skip
         if self._prompt is not None:
-            return self._attend_prompt(q, rows, layer, turning)
+            return self._attend_prompt(q, rows, layer, rotary)
         k_cache, v_cache = (self._caches if self._rings is None else self._rings)[layer]
-        turned = append_kv(rows[0], rows[1], k_cache, v_cache, self._slots.reshape(-1), **turning)
-        if turned is not None:
-            q = turned.reshape(q.shape)
+        rotated = append_kv(rows[0], rows[1], k_cache, v_cache, self._slots.reshape(-1), **rotary)
+        if rotated is not None:
+            q = rotated.reshape(q.shape)
         attended: tuple[Array, Array] = self._attention.run(q, layer, return_lse=True)
         return attended
 
     def advance(self, num_tokens: int | None = None) -> None:
-        """Ends a step whose keys and values have been stored in all layers.
+        """Ends a step, after `attend` of all layers.
 
-        The full blocks of an added request become available to others. num_tokens: of the step,
-        checked where given.
+        The full blocks of an added request become available to others. num_tokens: expected tokens
+        per request of the step, checked if given.
         """
         if not self._requests:
-            raise ConfigError(f"{_OP}.advance: no step is under way")
+            raise ConfigError(f"{_OP}.advance: no step has been started")
         if num_tokens is not None and num_tokens != self.positions.shape[1]:
             raise ConfigError(
-                f"{_OP}.advance: the step has {self.positions.shape[1]} tokens a request, got "
+                f"{_OP}.advance: the step has {self.positions.shape[1]} tokens per request, got "
                 f"{num_tokens}"
             )
         if self._rings is not None:
@@ -202,9 +203,9 @@ class RadixAttention:
         self._requests = ()
 
     def free(self, request: Hashable, *, keep: bool = True) -> None:
-        """Ends a request. `keep`: its full blocks stay cached until others need them.
+        """Ends a request. keep: its full blocks stay cached until they are evicted.
 
-        In the middle of a step of this request alone, the step ends and nothing is kept.
+        During a step of this request alone, the step is aborted and nothing is kept.
         """
         if request in self._requests:
             if len(self._requests) > 1:
@@ -217,7 +218,7 @@ class RadixAttention:
         if request in self._requests:
             self._requests = ()
 
-    # Inside ---------------------------------------------------------------------------------------
+    # Implementation -------------------------------------------------------------------------------
 
     def _begin(
         self, requests: Sequence[Hashable], slots: npt.NDArray[np.int64], *, publishes: bool
@@ -242,8 +243,11 @@ class RadixAttention:
     def _prompt_step(
         self, table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], num_tokens: int
     ) -> dict[str, Any]:
-        """What the layers of a prompt share. Its new keys and values are read as they are, from
-        memory that serves as the request's ring, before full blocks of them become int4."""
+        """The arguments that the layers of a prompt step share.
+
+        Its new keys and values are read unquantised, from an array that serves as the request's
+        ring buffer, before its full blocks are quantised to int4.
+        """
         xp = namespace(self.cache.slab.array)
         size, first = self.cache.block_size, int(lengths[0]) - num_tokens
         num_rows = -(-num_tokens // size) * size
@@ -263,16 +267,16 @@ class RadixAttention:
         }
 
     def _attend_prompt(
-        self, q: Array, rows: tuple[Array, ...], layer: int, turning: dict[str, Any]
+        self, q: Array, rows: tuple[Array, ...], layer: int, rotary: dict[str, Any]
     ) -> tuple[Array, Array]:
-        """`attend` of such a step: its only request is new or resumed."""
+        """`attend` of a prompt step, whose only request is new or resumed."""
         assert self._prompt is not None
         assert self._rings is not None
         step = self._prompt
         new_k, new_v = (empty(x, (1, step["num_rows"], *x.shape[1:])) for x in rows)
-        turned = append_kv(rows[0], rows[1], new_k, new_v, step["slots"], **turning)
-        if turned is not None:
-            q = turned.reshape(q.shape)
+        rotated = append_kv(rows[0], rows[1], new_k, new_v, step["slots"], **rotary)
+        if rotated is not None:
+            q = rotated.reshape(q.shape)
         k_cache, v_cache = self._caches[layer]
         attended: tuple[Array, Array] = paged_attention(
             *(q, k_cache, v_cache, step["table"], step["lengths"]),
@@ -290,22 +294,25 @@ class RadixAttention:
     def _check_between(self, name: str) -> None:
         if self._requests:
             raise ConfigError(
-                f"{_OP}.{name}: the step of {', '.join(map(repr, self._requests))} is under way; "
+                f"{_OP}.{name}: the step of {', '.join(map(repr, self._requests))} has not ended; "
                 "attend in all layers and advance first"
             )
 
     def _check_room(self, name: str, num_requests: int, num_tokens: int) -> None:
         if not 1 <= num_requests <= self._max_batch:
             raise ConfigError(
-                f"{_OP}.{name}: a step has 1 to {self._max_batch} requests, got {num_requests}"
+                f"{_OP}.{name}: a step must have 1 to {self._max_batch} requests, "
+                f"got {num_requests}"
             )
         most = self._max_blocks * self.cache.block_size
         if not 1 <= num_tokens <= most:
-            raise ConfigError(f"{_OP}.{name}: a request has 1 to {most} tokens, got {num_tokens}")
+            raise ConfigError(
+                f"{_OP}.{name}: a request must have 1 to {most} tokens, got {num_tokens}"
+            )
 
 
 def _placed(memory: Array, host: npt.NDArray[Any]) -> Array:
-    """`host` at the start of `memory`, or in new memory where that is too small."""
+    """A copy of `host` at the start of `memory`, or in new memory if that is too small."""
     if host.size > memory.size:
         return namespace(memory).asarray(host)
     part = memory[: host.size]

@@ -1,13 +1,13 @@
-"""A radix tree over tokens: which blocks of the cache hold the keys and values of a prefix.
+"""A radix tree over tokens that maps prefixes to the cache blocks of their keys and values.
 
-An edge holds whole blocks of tokens, at least one, and splits between blocks where two sequences
-part. Nodes on the path of a running sequence are locked; eviction takes blocks from the ends of
+An edge holds one or more whole blocks of tokens, and is split between blocks where two sequences
+diverge. Nodes on the path of a running sequence are locked; eviction takes blocks from the ends of
 unlocked leaves, in the order of a policy.
 
-Invariants, between any two calls:
+Invariants between calls:
     a node's locks >= the sum of its children's locks
     evictable_blocks = blocks of all nodes without locks
-    every unlocked leaf has an entry in the queue of candidates
+    every unlocked leaf has an entry in the eviction queue
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 TOKEN_BYTES = 4
-"""Tokens are int32, and a run of tokens is the bytes of its array: equal runs compare at the speed
-of memcmp and hash without a tuple of integers."""
+"""Tokens are int32, and runs of tokens are `bytes`: they compare at the speed of memcmp and hash
+without a tuple of integers."""
 
 
 class Node:
@@ -36,7 +36,7 @@ class Node:
         self.tokens = tokens
         self.blocks = blocks
         self.children: dict[bytes, Node] = {}
-        """By the tokens of their first block."""
+        """Keyed by the tokens of their first block."""
         self.locks = 0
         self.last_use = 0
         self.uses = 0
@@ -45,7 +45,7 @@ class Node:
 
 
 class Root(Node):
-    """Where the sequences of one salt begin; holds no tokens."""
+    """The root of all sequences with one salt; holds no tokens."""
 
     __slots__ = ("salt",)
 
@@ -59,11 +59,11 @@ POLICIES: dict[str, Callable[[Node], tuple[int, ...]]] = {
     "lfu": lambda node: (node.uses, node.last_use),
     "priority": lambda node: (node.priority, node.last_use),
 }
-"""What is evicted first: the smallest of these. None of them falls while a node is cached."""
+"""Eviction ranks: the smallest is evicted first. A rank never decreases while a node is cached."""
 
 
 class RadixTree:
-    """Prefixes of token sequences, for each salt apart. `block_size`: tokens in a block."""
+    """Prefixes of token sequences, separate for each salt. block_size: tokens per block."""
 
     def __init__(self, block_size: int, policy: str = "lru") -> None:
         self.num_blocks = 0
@@ -78,7 +78,7 @@ class RadixTree:
     def match(self, tokens: bytes, salt: Hashable = None) -> tuple[Node, list[int]]:
         """The longest cached prefix in whole blocks: the node where it ends, and its blocks.
 
-        A node that the prefix leaves midway is split, so that a lock covers the prefix alone.
+        If the prefix ends within a node, the node is split, so that a lock covers only the prefix.
         """
         now, step = next(self._clock), self._block_bytes
         node: Node = self._roots.get(salt) or Root(salt)
@@ -95,7 +95,7 @@ class RadixTree:
         return node, blocks
 
     def peek(self, tokens: bytes, salt: Hashable = None) -> int:
-        """How many blocks `match` would find; changes nothing."""
+        """The number of blocks that `match` would find; changes nothing."""
         node: Node = self._roots.get(salt) or Root(salt)
         begin, step = 0, self._block_bytes
         while child := node.children.get(tokens[begin : begin + step]):
@@ -108,9 +108,10 @@ class RadixTree:
     def insert(
         self, tokens: bytes, blocks: list[int], salt: Hashable = None, priority: int = 0
     ) -> tuple[Node, int]:
-        """Adds a sequence of whole blocks: the node where it ends, and how many were there before.
+        """Adds a sequence of whole blocks; returns the node where it ends, and how many of its
+        blocks were cached before.
 
-        The tree adopts `blocks` from that number on; what it had stays as it is.
+        The tree takes over `blocks` from that number on, and keeps its own for the rest.
         """
         node, found = self.match(tokens, salt)
         known = len(found)
@@ -130,13 +131,14 @@ class RadixTree:
         return node, known
 
     def lock(self, node: Node) -> None:
-        """Keeps a node and all before it until as many `unlock`s."""
+        """Protects a node and its ancestors from eviction until the matching `unlock`."""
         for each in self._path(node):
             if not each.locks:
                 self.evictable_blocks -= len(each.blocks)
             each.locks += 1
 
     def unlock(self, node: Node) -> None:
+        """Reverts one `lock`."""
         for each in self._path(node):
             each.locks -= 1
             if not each.locks:
@@ -144,13 +146,13 @@ class RadixTree:
         self._enqueue(node)
 
     def evict(self, count: int) -> list[int]:
-        """Forgets up to `count` blocks that no lock keeps, and returns them."""
+        """Removes up to `count` unlocked blocks from the tree, and returns them."""
         evicted: list[int] = []
         while len(evicted) < count and self._candidates:
             rank, _, node = heapq.heappop(self._candidates)
             node.queued = False
             if rank != self._rank(node):
-                self._enqueue(node)  # used since; its turn comes later
+                self._enqueue(node)  # used in the meantime: back into the queue
                 continue
             if node.locks or node.children or not node.parent:
                 continue
@@ -167,15 +169,15 @@ class RadixTree:
         return evicted
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots."""
-        waiting = [child for root in self._roots.values() for child in root.children.values()]
-        while waiting:
-            node = waiting.pop()
-            waiting += node.children.values()
+        """All nodes except the roots."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
             yield node
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless the equations above hold."""
+        """Raises AssertionError if an invariant of the module docstring does not hold."""
         queued = {id(node) for _, _, node in self._candidates}
         blocks: list[int] = []
         evictable = 0
@@ -189,11 +191,11 @@ class RadixTree:
             if not node.locks:
                 evictable += len(node.blocks)
                 assert node.children or id(node) in queued, "an unlocked leaf is not a candidate"
-        assert len(blocks) == len(set(blocks)) == self.num_blocks, "a block twice in the tree"
+        assert len(blocks) == len(set(blocks)) == self.num_blocks, "a block is in the tree twice"
         assert evictable == self.evictable_blocks
 
     def _path(self, node: Node) -> Iterator[Node]:
-        """A node and those before it, without the root."""
+        """A node and its ancestors, without the root."""
         while node.parent:
             yield node
             node = node.parent
@@ -207,9 +209,9 @@ class RadixTree:
         return int(first) * TOKEN_BYTES // self._block_bytes
 
     def _split(self, lower: Node, count: int) -> Node:
-        """Gives the first `count` blocks of a node to a new parent, and returns that.
+        """Moves the first `count` blocks of a node to a new parent, and returns the parent.
 
-        The old node keeps the end, so what refers to it goes on covering the whole path.
+        The old node keeps the rest, so references to it still cover the whole path.
         """
         step, cut = self._block_bytes, count * self._block_bytes
         assert lower.parent is not None
@@ -222,7 +224,7 @@ class RadixTree:
         return upper
 
     def _enqueue(self, node: Node) -> None:
-        """Makes an unlocked leaf a candidate for eviction, once."""
+        """Adds an unlocked leaf to the eviction queue, unless it is there already."""
         if node.parent and not (node.locks or node.children or node.queued):
             node.queued = True
             heapq.heappush(self._candidates, (self._rank(node), next(self._order), node))

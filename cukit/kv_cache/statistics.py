@@ -1,4 +1,4 @@
-"""What a KV cache tells about its blocks."""
+"""Block states and statistics of a KV cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVCacheBlock:
-    """One block as the books have it.
+    """The state of one block.
 
-    number: along axis 2 of the slab.
-    references: requests that hold it, and one for the prefix tree.
+    number: its index along axis 2 of the slab.
+    references: requests that hold it, plus one for the prefix tree.
     cached: whether the prefix tree holds it.
     """
 
@@ -21,7 +21,8 @@ class KVCacheBlock:
 
 @dataclass(frozen=True)
 class KVCacheStatistics:
-    """Blocks: free + evictable + held = all. Tokens: of all prompts, and those found cached."""
+    """Block counts (free + evictable + held = all), and tokens of all prompts and those found
+    cached."""
 
     num_blocks: int
     free_blocks: int
@@ -35,5 +36,5 @@ class KVCacheStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompts' tokens, those whose keys and values were cached."""
+        """The fraction of prompt tokens whose keys and values were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,4 +1,4 @@
-"""Fixtures that choose the class of kernels as well as the device."""
+"""Fixtures that select the kernel class as well as the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 import cukit
-from cukit.attention import flash, flash_backward, indexer_plan
+from cukit.attention import _indexer_plan, flash, flash_backward
 
 KL = import_module("cukit.attention.attention_kl")
 KL_BACKWARD = import_module("cukit.attention.attention_kl_backward")
@@ -25,7 +25,7 @@ INDEXER_BACKWARD = import_module("cukit.attention.indexer_kl_backward")
     ]
 )
 def place(request, monkeypatch) -> Iterator[str]:
-    """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" what the GPU would choose."""
+    """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" the class that is planned."""
     if request.param == "emulator":
         monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
         with cukit.backend("emulator", arch="sm_80"):
@@ -43,19 +43,19 @@ def gpu(request, monkeypatch) -> str:
 
 
 def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "gpu sm80": class sm80 serves what the GPU would give to a newer one."""
+    """Makes class sm80 run every call if `place` is "gpu sm80"."""
     if place == "gpu sm80":
         monkeypatch.setattr(flash, "mapped_forward", lambda problem: None)
-        for remembered in ("_planned_forward", "_prepare_forward"):
-            monkeypatch.setattr(flash, remembered, getattr(flash, remembered).__wrapped__)
+        for cached in ("_planned_forward", "_prepare_forward"):
+            monkeypatch.setattr(flash, cached, getattr(flash, cached).__wrapped__)
         monkeypatch.setattr(flash_backward, "covers", lambda problem, device: False)
-        for remembered in ("_planned_backward", "_prepare_backward"):
-            bare = getattr(flash_backward, remembered).__wrapped__
-            monkeypatch.setattr(flash_backward, remembered, bare)
-        monkeypatch.setattr(indexer_plan, "has_wgmma", lambda device: False)
+        for cached in ("_planned_backward", "_prepare_backward"):
+            bare = getattr(flash_backward, cached).__wrapped__
+            monkeypatch.setattr(flash_backward, cached, bare)
+        monkeypatch.setattr(_indexer_plan, "has_wgmma", lambda device: False)
         bare = INDEXER.prepare_indexer.__wrapped__
         for module in (INDEXER, INDEXER_BACKWARD):
             monkeypatch.setattr(module, "prepare_indexer", bare)
-        for module, remembered in ((KL, "_prepare_sweep"), (KL_BACKWARD, "_prepare_backward")):
+        for module, cached in ((KL, "_prepare_sweep"), (KL_BACKWARD, "_prepare_backward")):
             monkeypatch.setattr(module, "covers", lambda problem, device: False)
-            monkeypatch.setattr(module, remembered, getattr(module, remembered).__wrapped__)
+            monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)

@@ -1,4 +1,4 @@
-"""Options of attention for tests: what to ask for, how to run it, how to judge it."""
+"""Attention options for tests: the cases, how to run them and how to check the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.contract import (
 
 LSE_ATOL = 1e-5
 
-# What a test asks for: "bias" and "mask" by the axes that are not broadcast, as in [b, h, q, k].
+# "bias" and "mask" name the axes that are not broadcast, of [b, h, q, k].
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (30, 20)},
     "window right": {"window_size": (None, 7)},
@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_of(rng, asked, batch, heads, lengths, dtype):
-    """Numbers for what `asked` describes."""
+    """Option values as described by `asked`."""
     extents = dict(zip("bhqk", (batch, heads, *lengths), strict=True))
     options = dict(asked)
     bias_dtype = options.pop("bias_dtype", dtype)
@@ -77,7 +77,7 @@ def widened(value: Any) -> Any:
 
 
 def run(place, q, k, v, grad_out, options, names=("grad_q", "grad_k", "grad_v", "grad_sinks")):
-    """(out, lse), and the gradients both ways."""
+    """(out, lse), and the gradients, default and deterministic."""
     (q, k, v, grad_out) = to_device(place, q, k, v, grad_out)
     options = {
         name: to_device(place, value)[0] if isinstance(value, np.ndarray) else value
@@ -100,7 +100,7 @@ def run(place, q, k, v, grad_out, options, names=("grad_q", "grad_k", "grad_v", 
 
 
 def judge(results, q, k, v, grad_out, options, low):
-    """Results of `run` beside float64; `low` is plain's forward and backward."""
+    """Compares the results of `run` with float64; `low` is plain's forward and backward."""
     out, lse, both = results
     q, k, v, grad_out = (x.astype(np.float64) for x in (q, k, v, grad_out))
     options = {name: widened(value) for name, value in options.items()}
@@ -113,6 +113,6 @@ def judge(results, q, k, v, grad_out, options, low):
         for (name, got), low_one, wide in zip(
             gradients.items(), low_gradients, expected, strict=True
         ):
-            # A sum over all queries of what bfloat16 has rounded.
+            # A sum over all queries, of values rounded to bfloat16.
             atol = 2e-2 if name == "grad_sinks" else None
             assert_close(f"{name} ({way})", got, low_one, wide, atol)

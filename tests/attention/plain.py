@@ -1,6 +1,6 @@
-"""Attention as plain low-precision code would do it: every matrix that it materialises is rounded.
+"""Attention in plain low-precision array code, which rounds every matrix that it materialises.
 
-The yardstick of the kernels' error, for outputs and gradients alike.
+Its error is the scale of the tolerance for the kernels, for outputs and gradients alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def scores_of(
     bias: Array | None = None,
     mask: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The scores, and their derivative by the scaled product."""
+    """The scores, and their derivative with respect to the scaled product."""
     dtype = q.dtype
 
     def rounded(x: Array) -> Array:
@@ -77,7 +77,7 @@ def _probabilities(scores: Array, dtype: Any, sinks: Array | None = None) -> tup
 def forward(
     q: Array, k: Array, v: Array, causal: bool, *, sinks: Array | None = None, **options: Any
 ) -> tuple[Array, Array]:
-    """(out, lse)"""
+    """(out, lse)."""
     scores, _ = scores_of(q, k, causal, **options)
     weights, lse = _probabilities(scores, q.dtype, sinks)
     out = weights @ _heads(v, q.shape[2] // k.shape[2])
@@ -94,7 +94,7 @@ def backward(
     sinks: Array | None = None,
     **options: Any,
 ) -> tuple[Array, ...]:
-    """(grad_q, grad_k, grad_v), and grad_sinks if there are sinks"""
+    """(grad_q, grad_k, grad_v), and grad_sinks if there are sinks."""
     dtype, (batch, seq_kv, heads_kv, width) = q.dtype, k.shape
     group = q.shape[2] // heads_kv
     scores, slope = scores_of(q, k, causal, **options)
@@ -106,16 +106,16 @@ def backward(
     grad_scores /= math.sqrt(width)
     grad_q = (grad_scores @ _heads(k, group)).transpose(0, 2, 1, 3)
 
-    def of_keys(x: Array) -> Array:
+    def sum_groups(x: Array) -> Array:
         """[batch, heads_q, seq_kv, d] -> [batch, seq_kv, heads_kv, d], groups summed."""
         groups = x.reshape(batch, heads_kv, group, seq_kv, x.shape[-1])
         return groups.sum(axis=2).transpose(0, 2, 1, 3)
 
-    grad_k = of_keys(grad_scores.swapaxes(-1, -2) @ _heads(q, 1))
-    grad_v = of_keys(weights.swapaxes(-1, -2) @ g)
+    grad_k = sum_groups(grad_scores.swapaxes(-1, -2) @ _heads(q, 1))
+    grad_v = sum_groups(weights.swapaxes(-1, -2) @ g)
     gradients = tuple(x.astype(dtype) for x in (grad_q, grad_k, grad_v))
     if sinks is None:
         return gradients
-    of_sink = np.exp(sinks[:, None] - np.where(lse == -np.inf, np.inf, lse))
-    grad_sinks = -(of_sink * delta[..., 0]).sum(axis=(0, 2))
+    sink_weights = np.exp(sinks[:, None] - np.where(lse == -np.inf, np.inf, lse))
+    grad_sinks = -(sink_weights * delta[..., 0]).sum(axis=(0, 2))
     return *gradients, grad_sinks.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: both classes, all widths, options, sequences, blocks, float8."""
+"""Cases for `tests.sanitize`: both kernel classes, all widths, options, varlen, caches and FP8."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
     RecentKV,
+    _cascade_plan,
     append_kv,
     attention_kl,
     attention_kl_backward,
     block_sparse_attention,
     cascade_attention,
-    cascade_plan,
     encode_mla_latents,
     flash_attention,
     indexer_kl,
@@ -70,7 +70,7 @@ def with_options(dims: Dims, names: tuple[str, ...]) -> None:
 
 
 def sequences(dims: Dims) -> None:
-    """Many, of different lengths, none among them; without options, and with all of them."""
+    """Many packed sequences of different lengths, some empty; without options and with all."""
     rng = _rng()
     ends = [np.cumsum([0, *each]).astype(np.int32) for each in SEQUENCES]
     most = [max(each) + 5 for each in SEQUENCES]
@@ -101,7 +101,7 @@ def whole_blocks(head_dim: int) -> None:
 
 
 def float8(head_dim: int) -> None:
-    """Values prepared by every block for itself, and by a kernel before."""
+    """FP8 with V prepared by each block, and by a separate kernel."""
     rng = _rng()
     for length in (130, 1200):
         arrays = [
@@ -116,7 +116,7 @@ def float8(head_dim: int) -> None:
 
 
 def paged(head_dim: int, **options: Any) -> None:
-    """Requests of unlike lengths, one of them empty, that share thread blocks."""
+    """Requests of different lengths, one of them empty, that share thread blocks."""
     rng = _rng()
     q = random(rng, (4, 2, 6, head_dim), "bfloat16")
     k = random(rng, (60, 16, 2, head_dim), "bfloat16")
@@ -129,7 +129,7 @@ def paged(head_dim: int, **options: Any) -> None:
 
 
 def paged_codes(codes: Any) -> None:
-    """The same over codes, with a scale for each key of a head."""
+    """The same over 8-bit caches, with one scale per key and head."""
     rng = _rng()
     q = random(rng, (2, 1, 6, 128), "bfloat16")
     storage = rng.integers(0, 100, (30, 16, 2, 128)).astype(np.int8).view(codes.storage_dtype)
@@ -144,7 +144,7 @@ def paged_codes(codes: Any) -> None:
 
 
 def paged_groups() -> None:
-    """The same over int4, whose groups end inside the last block."""
+    """The same over int4, with groups that end within the last block."""
     rng = _rng()
     q = random(rng, (2, 1, 6, 128), "bfloat16")
     storage = rng.integers(0, 256, (6, 128, 2, 64)).astype(np.uint8)
@@ -162,7 +162,7 @@ def paged_groups() -> None:
 
 
 def recent_groups() -> None:
-    """Keys in rings are packed into int4, then both kinds are read."""
+    """Keys in ring buffers are packed to int4, then both formats are read."""
     rng = _rng()
     q, k, v = (
         random(rng, (2, rows, heads, 128), "bfloat16")
@@ -188,7 +188,7 @@ def recent_groups() -> None:
 
 
 def append(codes: Any) -> None:
-    """Rows of a cache, some of them left out, with turned queries; an odd number of heads."""
+    """Rows of a cache, some of them skipped, with rotated queries; an odd number of heads."""
     rng = _rng()
     q, k, v = (random(rng, (9, heads, 80), "bfloat16") for heads in (3, 2, 2))
     slots, positions = np.arange(-1, 17, 2), np.arange(9, dtype=np.int32)
@@ -230,12 +230,12 @@ def cascade(head_dim: int) -> None:
     lengths = np.array([70, 66, 100, 112, 80, 81, 82, 83], np.int32)
     placed = to_device("gpu", q, k, k, table, lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+        patch.setattr(_cascade_plan, "_PASS_TIME", -1e30)
         to_host(cascade_attention(*placed, prefixes=((48, 8), (64, 4))))
 
 
 def latents(heads: int, seq_q: int, coded: bool = False) -> None:
-    """Requests of unlike lengths, one of them empty, that share thread blocks."""
+    """Requests of different lengths, one of them empty, that share thread blocks."""
     rng = _rng()
     q = random(rng, (4, seq_q, heads, 576), "bfloat16")
     cache = random(rng, (60, 64, 1, 576), "bfloat16")
@@ -248,7 +248,7 @@ def latents(heads: int, seq_q: int, coded: bool = False) -> None:
 
 
 def divergence(dims: Dims) -> None:
-    """Of two models, with and without known lse, both ways to the gradients; sequences."""
+    """The attention KL with and without known lse, both backwards; varlen."""
     rng = _rng()
     q_t, k_t, q_s, k_s = (
         random(rng, (1, length, heads, width), "bfloat16")
@@ -277,7 +277,7 @@ def divergence(dims: Dims) -> None:
 
 
 def indexer(dims: Dims) -> None:
-    """Over all keys and selected ones; sequences."""
+    """The indexer KL over all keys and selected ones; varlen."""
     rng = _rng()
     q_t, k_t, q_s, k_s = (
         random(rng, shape, "bfloat16")
@@ -313,7 +313,7 @@ _NAMES = tuple(OPTIONS)
 
 
 def _of_class(name: str) -> dict[str, Group]:
-    """The kernels of one class."""
+    """Runs the cases with the kernels of one class."""
 
     def group(run: Callable[..., None], *arguments: Any, **marks: bool) -> Group:
         return Group(partial(_as_class, name, partial(run, *arguments)), **marks)

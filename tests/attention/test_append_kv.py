@@ -1,4 +1,4 @@
-"""New keys and values in a cache: every row that was not named stays as it was."""
+"""append_kv: new rows of a cache; all other rows must stay unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = {"int8": 1 / 127, "float8_e4m3": 1 / 14}
 
 
 class Step:
-    """New tokens in a strided projection, and a cache whose rows all hold something."""
+    """New tokens in a strided projection, and a cache with random contents."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Step:
             }
 
     def expected(self, **options: Any) -> tuple[Any, list[Any]]:
-        """Queries and caches, decoded, with rows that stay."""
+        """The expected queries and decoded caches, unchanged rows included."""
         exact = {n: a.astype(np.float64) if n == "q" else a for n, a in self.turning.items()}
         caches = [np.array(cache.astype(np.float64)) for cache in self.values()]
         q = reference(
@@ -82,17 +82,17 @@ class Step:
         return q, caches
 
     def values(self) -> list[Any]:
-        """What the caches hold, in float32."""
+        """The decoded caches, in float32."""
         return [self.decoded(storage, scales) for storage, scales in self.caches]
 
     def decoded(self, storage: Any, scales: Any) -> Any:
-        """Codes times scales, or what is stored."""
+        """Codes times scales, or the storage of a float cache."""
         if scales is None:
             return storage.astype(np.float32)
         return narrow.decode(storage, self.codes, storage.shape[-1]) * scales
 
     def check(self, device: str, **options: Any) -> None:
-        """Rows to within their rounding, all others bit for bit."""
+        """Checks new rows to within rounding, all others bit for bit."""
         xp = pytest.importorskip("cupy") if device == "gpu" else np
         host = np.asarray if xp is np else xp.asnumpy
         q_want, want = self.expected(**options)
@@ -176,11 +176,11 @@ def test_codes_are_those_of_quantize(device: str, codes: str) -> None:
 
 
 def test_a_step_of_the_manager(device: str) -> None:
-    """Queries in place; what paged_attention then reads is the whole sequence."""
+    """Queries rotated in place; paged_attention then reads the whole sequence."""
     cache = ck.KVCacheManager(16, 4, num_heads_kv=2, head_dim=64)
     xp = namespace(cache.slab.array)
     if (device == "gpu") != (xp is not np):
-        pytest.skip("the slab lies on the GPU where there is one")
+        pytest.skip("with a GPU, the slab is in GPU memory")
     generator = np.random.default_rng(0)
     shape = 11, 2, 64
     k, v, q = (
@@ -206,11 +206,11 @@ def test_a_step_of_the_manager(device: str) -> None:
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3"])
 def test_codes_in_the_managers_slab(device: str, codes: str) -> None:
-    """Written, swapped out and back, shared by a fork that writes on, and attended over."""
+    """Codes are written, swapped out and back, shared by a fork that appends, and attended to."""
     cache = ck.KVCacheManager(8, 4, num_layers=2, num_heads_kv=2, head_dim=64, dtype=CODES[codes])
     xp = namespace(cache.slab.array)
     if (device == "gpu") != (xp is not np):
-        pytest.skip("the slab lies on the GPU where there is one")
+        pytest.skip("with a GPU, the slab is in GPU memory")
     assert cache.slab.block_bytes == 2 * 2 * 4 * 2 * (64 + 4)
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((2, 11, 2, 64), np.float32).astype(np.float16)
@@ -241,9 +241,9 @@ def test_codes_in_the_managers_slab(device: str, codes: str) -> None:
         ({"k_cache": np.zeros((2, 4, 2, 8), np.float16)}, ArrayShapeError, "k_cache"),
         ({"slots": np.zeros(3, np.int64)}, ArrayShapeError, "slots"),
         ({"slots": np.zeros(2, np.float32)}, ArrayDtypeError, "slots"),
-        ({"q": np.zeros((2, 1, 8), np.float16)}, ConfigError, "q is only for turning"),
+        ({"q": np.zeros((2, 1, 8), np.float16)}, ConfigError, "q requires cos"),
         ({"cos": np.zeros((4, 4), np.float32)}, ConfigError, "go together"),
-        ({"out": np.zeros((2, 1, 8), np.float16)}, ConfigError, "give q too"),
+        ({"out": np.zeros((2, 1, 8), np.float16)}, ConfigError, "out requires q"),
         ({"interleaved": 1}, ConfigError, "interleaved"),
     ],
     ids=str,

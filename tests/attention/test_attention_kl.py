@@ -32,7 +32,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def inputs_of(rng, heads, dims, lengths, dtype="bfloat16", batch=1, closeness=None):
-    """q_t, k_t, q_s, k_s; `closeness`: the student is the teacher but for noise of this size."""
+    """q_t, k_t, q_s, k_s. closeness: the student is the teacher plus noise of this size."""
     ((heads_t, keys_t), (heads_s, keys_s)), (seq_q, seq_kv) = heads, lengths
     q_t = random(rng, (batch, seq_q, heads_t, dims[0]), dtype)
     k_t = random(rng, (batch, seq_kv, keys_t, dims[0]), dtype)
@@ -57,7 +57,7 @@ def placed_options(device, options):
 
 
 def widened(options):
-    """float32 arrays among the options in float64."""
+    """The options, float32 arrays converted to float64."""
     return {
         name: value.astype(np.float64)
         if isinstance(value, np.ndarray) and value.dtype.kind == "f"
@@ -67,7 +67,7 @@ def widened(options):
 
 
 def check(device, arrays, ways=("none", "both", "teacher", "student", "precise"), **options):
-    """Rows, lse and gradients beside float64; every way of knowing log-sum-exps."""
+    """Compares rows, lse and gradients with float64, for all combinations of given lse."""
     exact = wide(*arrays)
     rows, lse_t, lse_s = reference.attention_kl(
         *exact, **widened(options), reduction="none", return_lse=True
@@ -94,7 +94,7 @@ def check(device, arrays, ways=("none", "both", "teacher", "student", "precise")
     low = reference.attention_kl_backward(
         *arrays, lse_t.astype(np.float32), lse_s.astype(np.float32), **options
     )
-    # One key alone has no gradient: what float32 leaves of 1 - 1 is no error.
+    # A single key has no gradient; float32 leaves a residue of 1 - 1.
     scale = [max(abs(x).max(), 1e-3 / rows.size) for x in expected]
     for deterministic in (False, True):
         poison_pool(device)
@@ -105,7 +105,7 @@ def check(device, arrays, ways=("none", "both", "teacher", "student", "precise")
             ("grad_q", "grad_k"), gradients, low, expected, scale, strict=True
         ):
             assert gradient.dtype == arrays[2].dtype
-            # Relative to the largest: a mean over many rows is small.
+            # Relative to the largest, because a mean over many rows is small.
             assert_close(
                 f"{name} (deterministic={deterministic})",
                 to_host(gradient).astype(np.float64) / size,
@@ -139,7 +139,7 @@ def test_head_dims(place, rng, dims, dtype, causal):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (72, 128), (256, 192)])
 @emulated(lambda dims, mask: mask == "all" or dims == (64, 64))
 def test_class_sm90(device, rng, dims, mask):
-    """What the GPU would choose: blocks that walk over several tiles."""
+    """The planned class: persistent blocks that process several tiles."""
     lengths = (300, 400) if device == "gpu" else (150, 290)
     ways = ("none", "both", "precise") if device == "gpu" else ("both",)
     check(device, inputs_of(rng, ((4, 1), (2, 2)), dims, lengths), ways, **MASKS[mask])
@@ -179,7 +179,7 @@ def test_sequences_of_any_lengths(place, rng):
 
 
 def check_sequences(place, rng):
-    """None, one, many rows; queries without keys."""
+    """Sequences of zero, one and many rows; queries without keys."""
     ends = np.array([0, 0, 37, 101, 101, 160], np.int32)
     ends_kv = np.array([0, 9, 90, 100, 100, 230], np.int32)
     heads_s, heads_t = 4, 2

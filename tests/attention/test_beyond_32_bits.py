@@ -1,6 +1,6 @@
-"""Arrays of more than 2^31 elements: what matters lies behind them, all before it is NaN.
+"""Arrays of more than 2^31 elements, NaN except for the last sequences or heads, which are checked.
 
-An offset that wraps reads NaN, or leaves the NaN that was to be overwritten.
+A wrapped 32-bit offset reads NaN, or leaves NaN in the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 MOST = 1 << 31
 GIB = 1 << 30
-LAST = 3  # sequences that are looked at
+LAST = 3  # sequences that are checked
 HEADS, WIDTH = 2, 64
 FLOAT8_NAN = 0x7F
 FLOAT8_ERROR = 3e-2  # probabilities have three bits of mantissa
@@ -33,7 +33,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def room():
-    """The whole GPU: what other tests left in the pool is given back, and what this one took."""
+    """Frees the memory pool before and after the test, which needs most of the GPU's memory."""
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
@@ -59,7 +59,7 @@ def nans(shape, dtype=BFLOAT16):
 
 
 def ends_with(tail):
-    """More than 2^31 elements, the last of which are `tail`, a NumPy array [sequences, ...]."""
+    """An array of more than 2^31 elements that ends with `tail`, a NumPy array [sequences, ...]."""
     import cupy
 
     count = MOST // tail[0].size + 1 + len(tail)
@@ -77,7 +77,7 @@ def wide(*arrays):
 
 
 def check_forward(out, lse, q, k, v, **options):
-    """Results for the last sequences beside float64."""
+    """Compares the results for the last sequences with float64."""
     exact, exact_lse = reference.flash_attention(*wide(q, k, v), return_lse=True, **options)
     low, low_lse = reference.flash_attention(q, k, v, return_lse=True, **options)
     assert_close("out", out[-len(q) :], low, exact)
@@ -117,7 +117,7 @@ def test_backward(gpu, rng, name, deterministic):
 
 @pytest.mark.parametrize("axis", ["batch", "row", "head"])
 def test_strides(gpu, rng, axis):
-    """Sequences, rows or heads that end 2^31 elements away, in all inputs and in the output."""
+    """Batch, row or head strides that span 2^31 elements, in all inputs and in the output."""
     import cupy
 
     need(20)
@@ -125,7 +125,7 @@ def test_strides(gpu, rng, axis):
     at = ("batch", "row", "head").index(axis)
     steps = [np.prod(shape[i + 1 :]) for i in range(4)]
     steps[at] = -(-(MOST + 1024) // (shape[at] - 1) // 64) * 64
-    if axis == "head":  # rows lie within a head
+    if axis == "head":  # rows are contiguous within a head
         steps[0], steps[1] = 64 * 40, 64
 
     def spread():
@@ -154,7 +154,7 @@ def test_strides(gpu, rng, axis):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences(gpu, rng, causal):
-    """One behind the other, with heads enough that the last ones begin beyond 2^31."""
+    """Packed sequences with enough heads that the last ones start beyond 2^31."""
     import cupy
 
     need(60)
@@ -185,7 +185,7 @@ def test_sequences(gpu, rng, causal):
 
 @pytest.mark.parametrize("name", ["bias", "float32 bias", "mask"])
 def test_bias_and_mask(gpu, rng, name):
-    """A matrix for every head; the last head's lies behind 2^31 elements."""
+    """One matrix per head; that of the last head starts beyond 2^31 elements."""
     import cupy
 
     need(40)
@@ -221,7 +221,7 @@ def test_bias_and_mask(gpu, rng, name):
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("length", [384, 1152])
 def test_float8(rng, length, precise):
-    """Values that every block prepares by itself, and those that a kernel prepares before."""
+    """V prepared by each block, and by a separate kernel."""
     need(20)
     last = [
         random(rng, (LAST, length, HEADS, WIDTH), "float32").astype(ml_dtypes.float8_e4m3fn)

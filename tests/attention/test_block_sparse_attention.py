@@ -1,4 +1,4 @@
-"""Attention under block masks: values, lists of tiles, options inside the blocks, errors."""
+"""Attention with block masks: values, tile lists, options within the blocks, errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 import cukit
 from cukit.attention import block_sparse_attention, flash_attention
-from cukit.attention.flash_options import PARAMETERS
-from cukit.attention.flash_plan_sm90 import plan_flash_attention_sm90
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention._arguments import PARAMETERS
+from cukit.attention._flash_plan_sm90 import plan_flash_attention_sm90
+from cukit.attention._problem import AttentionProblem
 from cukit.core.device import typical_device
 from cukit.core.kernel import load_kernel
 from cukit.core.parameters import parameter_structs
@@ -20,12 +20,12 @@ from cukit.reference import block_sparse_attention as reference
 from tests.contract import assert_close, poison_pool, poisoned, random, to_device, to_host
 
 LSE_ATOL = 1e-5
-OUT_ATOL = 2e-2  # of outputs of size 1 in bfloat16, probabilities rounded too
+OUT_ATOL = 2e-2  # for outputs of magnitude 1 in bfloat16, with rounded probabilities
 
 
 @pytest.fixture
 def late_emulator(request, monkeypatch) -> Iterator[str]:
-    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
@@ -33,7 +33,7 @@ def late_emulator(request, monkeypatch) -> Iterator[str]:
 
 @pytest.fixture
 def emulated_ampere(request, monkeypatch) -> Iterator[str]:
-    """A GPU whose kernels know masks of single scores alone."""
+    """An emulated GPU whose kernels support per-score masks only."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_80"):
         yield "emulator"
@@ -76,7 +76,7 @@ def _placed(device, value):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_blocks_of_128(device, rng, head_dim):
-    """Tiles that are wholly visible or wholly hidden, but for head_dim 256; each head its own."""
+    """Unmasked and fully masked tiles (except at head_dim 256), different for each head."""
     size = (128, 128)
     check(device, inputs_of(rng, (300, 520), (2, 1), head_dim, size, 0.4, mask_heads=2), size)
 
@@ -173,7 +173,7 @@ def test_lists_name_every_visible_tile_once(device, rng):
         if not wanted:
             assert (count, entries[0]) == (1, 1), "one tile, all of it hidden"
             continue
-        # A tile whose keys the diagonal hides may be listed, as one that is not wholly visible.
+        # A tile that the causal mask hides completely may be listed, as a partially masked one.
         listed = entries[:count]
         assert [each // 2 for each in listed] == sorted({each // 2 for each in listed})
         assert set(wanted) <= set(listed)

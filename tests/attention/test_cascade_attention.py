@@ -1,4 +1,4 @@
-"""Attention of requests that share their first keys, against attention over all keys of each."""
+"""Cascade attention of shared prefixes, against attention over all keys of each request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import cascade, cascade_plan
-from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention import _cascade_plan, cascade
+from cukit.attention._cascade_plan import Pass, Prefix, plan_cascade
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import current_device, typical_device
 from cukit.errors import ArrayShapeError, ConfigError
@@ -21,7 +21,7 @@ H200 = typical_device("sm_90")
 
 
 class SharedCache(Cache):
-    """A cache whose requests have the blocks of the first of their neighbours for shared keys."""
+    """A cache in which neighbouring requests share the blocks of their common prefixes."""
 
     def __init__(
         self, lengths: list[int], prefixes: tuple[tuple[int, int], ...], **shape: Any
@@ -35,7 +35,7 @@ class SharedCache(Cache):
         self.prefixes = prefixes
 
     def check_shared(self, device: str, **options: Any) -> None:
-        """Result and lse, and the same bits again."""
+        """Checks result and lse, and that a second call gives the same bits."""
         xp = array_module(device)
         arrays = [xp.asarray(a) for a in (self.q, self.k, self.v, self.table, self.lengths)]
         given = {n: xp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
@@ -49,7 +49,7 @@ class SharedCache(Cache):
         got = host(out)[used].astype(np.float64)
         assert host(again)[used].tobytes() == host(out)[used].tobytes()
         assert namespace(out) is xp
-        # Of every part P and the output are rounded, and then the sum.
+        # P and the output of each part are rounded, then the merged output.
         bound = 3.0 * ROUNDING[np.dtype(self.q.dtype)] * (np.abs(want).max(initial=0) + 0.1)
         assert np.isfinite(got).all()
         assert np.abs(got - want[used]).max(initial=0) <= bound
@@ -58,8 +58,8 @@ class SharedCache(Cache):
 
 @pytest.fixture
 def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`device`, where every prefix gets a pass."""
-    monkeypatch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+    """`device`, with a separate pass for every prefix."""
+    monkeypatch.setattr(_cascade_plan, "_PASS_TIME", -1e30)
     return device
 
 
@@ -68,7 +68,7 @@ def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("seq_q", [1, 3])
 @emulated(lambda dtype, block_size, seq_q: (dtype == float16) == (block_size in (7, 64)))
 def test_one_prefix(shared: str, dtype: Any, block_size: int, seq_q: int) -> None:
-    """Shuffled blocks, unequal lengths, one that is all prefix, an unused row; the rest is NaN."""
+    """Shuffled blocks, unequal lengths, a request that is all prefix, an unused row."""
     keys = -(-90 // block_size) * block_size
     lengths = [keys + seq_q, keys + 40, 0, keys + 7, keys + 65, keys + seq_q]
     cache = SharedCache(
@@ -81,7 +81,7 @@ def test_one_prefix(shared: str, dtype: Any, block_size: int, seq_q: int) -> Non
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(4, 4), (6, 2), (8, 1)])
 @emulated(lambda head_dim, heads_q: head_dim == {4: 64, 6: 128, 8: 256}[heads_q])
 def test_levels(shared: str, head_dim: int, heads_q: int, heads_kv: int) -> None:
-    """A prompt for all, one for every four requests, one for every two."""
+    """A prefix of all requests, one of every four, and one of every two."""
     prefixes = ((64, 8), (96, 4), (112, 2))
     lengths = [120, 113, 114, 200, 150, 113, 160, 180]
     shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim}
@@ -104,11 +104,11 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
 
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of all requests in tiles of the Hopper forward."""
-    from cukit.attention import paged, paged_prefill
+    from cukit.attention import _paged_prefill, paged
 
     if shared == "gpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
     paged._prepare.forget()  # type: ignore[attr-defined]
     try:
         SharedCache([150, 100, 66, 130] * 2, ((64, 8),), heads_q=2).check_shared(shared)
@@ -141,7 +141,7 @@ def test_without_a_gain_it_is_paged_attention(device: str) -> None:
 def test_a_graph_replays_with_other_suffixes(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    monkeypatch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+    monkeypatch.setattr(_cascade_plan, "_PASS_TIME", -1e30)
     cache = SharedCache([700, 900, 650, 800], ((640, 4),), seed=3)
     arrays = [cupy.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
     out = cupy.empty_like(arrays[0])
@@ -162,12 +162,12 @@ def test_a_graph_replays_with_other_suffixes(monkeypatch: pytest.MonkeyPatch) ->
     ("change", "error", "message"),
     [
         ({"prefixes": 20}, ConfigError, "multiples of block_size = 16"),
-        ({"prefixes": 64}, ConfigError, "lie in the 3 blocks"),
-        ({"prefixes": -16}, ConfigError, "must rise"),
+        ({"prefixes": 64}, ConfigError, "fit in the 3 blocks"),
+        ({"prefixes": -16}, ConfigError, "must increase"),
         ({"prefixes": 1.5}, ConfigError, "integer or pairs"),
-        ({"prefixes": ((16, 3),)}, ConfigError, "divide those before"),
-        ({"prefixes": ((16, 2), (32, 4))}, ConfigError, "divide those before"),
-        ({"prefixes": ((32, 4), (16, 2))}, ConfigError, "must rise"),
+        ({"prefixes": ((16, 3),)}, ConfigError, "divide those of the previous"),
+        ({"prefixes": ((16, 2), (32, 4))}, ConfigError, "divide those of the previous"),
+        ({"prefixes": ((32, 4), (16, 2))}, ConfigError, "must increase"),
         ({"prefixes": 32}, ConfigError, "the same blocks"),
         ({"seq_lens": np.array([16, 20, 20, 20], np.int32)}, ConfigError, r"seq_lens\[0\] is 16"),
         ({"q": np.zeros((4, 4, 64), np.float32)}, ArrayShapeError, "q must have 4 axes"),

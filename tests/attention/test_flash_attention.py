@@ -22,7 +22,7 @@ from tests.contract import (
 )
 from tests.quick_run import emulated
 
-# (seq_len_q, seq_len_kv): one key, queries without keys, ends inside a tile, whole tiles.
+# (seq_len_q, seq_len_kv): one key, queries without keys, partial tiles, whole tiles.
 LENGTHS = [(1, 1), (239, 1), (1, 239), (113, 203), (203, 113)]
 LONG = [(799, 3), (512, 512), (1023, 1024)]  # slow where a CPU computes both sides
 HEADS = [(4, 4), (6, 2), (5, 1)]  # MHA, GQA, MQA
@@ -44,7 +44,7 @@ def wide(*arrays):
 
 
 def check(device, rng, lengths, heads, head_dim, dtype, causal, batch=2):
-    """Forward, and backward both ways, against float64; the plain computation sets the scale."""
+    """Checks forward and both backwards against float64; plain code sets the tolerance."""
     q, k, v, grad_out = inputs_of(rng, lengths, heads, head_dim, dtype, batch)
     placed = to_device(device, q, k, v)
     (gpu_grad_out,) = to_device(device, grad_out)
@@ -75,7 +75,7 @@ def check(device, rng, lengths, heads, head_dim, dtype, causal, batch=2):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@emulated(lambda heads: heads == (6, 2))  # one kind of group covers the kernels
+@emulated(lambda heads: heads == (6, 2))  # one GQA group size covers the kernels
 def test_ragged_lengths(device, rng, lengths, heads, causal):
     check(device, rng, lengths, heads, 64, "bfloat16", causal, batch=2 if device == "gpu" else 1)
 
@@ -134,13 +134,13 @@ def test_reference_equals_a_softmax_written_out(rng):
 
 
 def test_rows_without_keys(device, rng):
-    """Bottom-right alignment: the first 5 of 8 queries see none of 3 keys."""
+    """Bottom-right alignment: the first 5 of 8 queries have none of 3 keys."""
     q, k, v, grad_out = to_device(device, *inputs_of(rng, (8, 3), (2, 2), 64, "float16"))
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
     assert (to_host(out)[:, :5] == 0).all()
     assert np.isneginf(to_host(lse)[:, :, :5]).all()
     assert np.isfinite(to_host(lse)[:, :, 5:]).all()
-    # Query 5 sees key 0 alone.
+    # Query 5 has key 0 only.
     np.testing.assert_array_equal(to_host(out)[:, 5], to_host(v)[:, 0])
     for deterministic in (False, True):
         grad_q, _, grad_v = flash_attention_backward(
@@ -168,7 +168,7 @@ def test_empty_sequences(device, rng, lengths):
 
 
 def test_large_scores_do_not_overflow(device, rng):
-    """Maxima that grow from tile to tile, far past what exp can hold."""
+    """Maxima that grow from tile to tile, far beyond the range of exp."""
     q, k, v, _ = inputs_of(rng, (130, 700), (1, 1), 64, "bfloat16", batch=1)
     k = (k * np.linspace(100, 0.01, 700)[None, :, None, None]).astype(k.dtype)
     exact, exact_lse = reference.flash_attention(*wide(q, k, v), return_lse=True)
@@ -179,7 +179,7 @@ def test_large_scores_do_not_overflow(device, rng):
 
 
 def test_strided_views_need_no_copy(device, rng):
-    """[batch, heads, seq, d] seen as [batch, seq, heads, d], and slices of a fused projection."""
+    """[batch, heads, seq, d] viewed as [batch, seq, heads, d], and slices of a fused projection."""
     q, k, v, grad_out = inputs_of(rng, (70, 90), (4, 2), 64, "float16")
     dense = to_device(device, q, k, v, grad_out)
     transposed = [
@@ -217,7 +217,7 @@ def test_strided_views_need_no_copy(device, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", HEADS)
 def test_reruns_agree_to_the_bit(rng, heads):
-    """Everything but the grad_q of the default backward, which atomics sum."""
+    """Everything except the grad_q of the default backward, which is summed by atomics."""
     q, k, v, grad_out = to_device("gpu", *inputs_of(rng, (600, 777), heads, 128, "bfloat16"))
     first: list[bytes] = []
     for _ in range(20):
@@ -233,7 +233,7 @@ def test_reruns_agree_to_the_bit(rng, heads):
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits(rng):
-    """A view whose batches lie more than 2^31 elements apart."""
+    """A view with a batch stride of more than 2^31 elements."""
     import cupy
 
     room = cupy.zeros((1 << 31) + (1 << 20), dtype=np.float16)

@@ -1,7 +1,7 @@
-"""Attention of float8 inputs: the kernel, the decoded way around it, and what both must keep.
+"""Attention of FP8 inputs: the kernel, and the fallback that decodes the inputs.
 
-The oracle is the reference in float64 on the decoded inputs. The yardstick of the error is the same
-computation with probabilities rounded to float8, which is what the kernel's products are given.
+The oracle is the reference in float64 on the decoded inputs. The tolerance is the error of the same
+computation with probabilities rounded to FP8, as the kernel rounds them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 
 import cukit
 from cukit.array_api import NarrowArray, float8_e4m3, float8_e5m2
-from cukit.attention import flash_attention, flash_attention_backward, flash_maps
-from cukit.attention import flash_plan_sm90 as plan
-from cukit.attention.flash_problem import FLOAT8, AttentionProblem
-from cukit.attention.flash_tilings import Float8Tiling
+from cukit.attention import _flash_launch_sm90, flash_attention, flash_attention_backward
+from cukit.attention import _flash_plan_sm90 as plan
+from cukit.attention._flash_tilings import Float8Tiling
+from cukit.attention._problem import FLOAT8, AttentionProblem
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import attention as reference
@@ -46,7 +46,7 @@ another power of two than the yardstick, nothing else."""
 
 @pytest.fixture
 def hopper(request, device, monkeypatch) -> Iterator[str]:
-    """The `device`; the emulator as a Hopper GPU, since no other has a kernel for float8."""
+    """The `device`; the emulator as a Hopper GPU, the only one with an FP8 kernel."""
     if device != "emulator":
         yield device
         return
@@ -55,7 +55,7 @@ def hopper(request, device, monkeypatch) -> Iterator[str]:
 
 
 def encode(values):
-    """A NarrowArray of NumPy values."""
+    """NumPy values as a NarrowArray."""
     return NarrowArray(values.astype(E4M3).view(np.uint8), float8_e4m3, values.shape)
 
 
@@ -87,7 +87,7 @@ def decoded(arrays, descales=(None, None, None)):
 
 
 def yardstick(wide, causal=False, sinks=None, scale=None, **options):
-    """Attention whose probabilities, up to 256, are rounded to float8, all else nearly exact."""
+    """Attention with probabilities (scaled to at most 256) rounded to FP8, otherwise float64."""
     q, k, v = wide
     if scale is not None:
         q = q * (scale * np.sqrt(q.shape[-1]))
@@ -183,8 +183,7 @@ def test_ragged_lengths_on_the_gpu(rng, lengths, head_dim, causal, heads):
 @pytest.mark.parametrize("lengths", [(70, 333), *LONG])
 @emulated(lambda lengths, head_dim, causal: lengths == (70, 333) and causal != (head_dim < 128))
 def test_precise(hopper, rng, lengths, head_dim, causal):
-    """Values that every block widens by itself and, from nine tiles of queries on, those of a pass
-    before."""
+    """V widened by each block and, from nine query tiles on, by a separate kernel."""
     if hopper == "cpu" and lengths != (70, 333):
         pytest.skip("slow where a CPU computes both sides")
     for heads in (2, 10) if head_dim == 64 else (2,) if head_dim == 80 else (10,):
@@ -200,8 +199,8 @@ def test_padded_heads(hopper, rng, head_dim):
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(hopper, rng, name, precise):
-    """What changes scores or hides them, with values that every block prepares by itself and, for
-    ten heads that share one, values of a pass before."""
+    """Per-score options, with V prepared by each block and, for ten heads per KV head, by a
+    separate kernel."""
     if hopper == "emulator" and precise and name not in ("causal window, sinks", "everything"):
         pytest.skip("the same code but for the second product")
     shapes = [((70, 333), (2, 1), 64)]
@@ -216,7 +215,7 @@ def test_options(hopper, rng, name, precise):
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"window_size": (20, 3)}])
 def test_descales_with_options(hopper, rng, options):
-    """A softcap bounds products that have been descaled."""
+    """The softcap applies to the descaled products."""
     descales = [np.float32([0.4, 2.5]), np.float32(1.7), None]
     check(hopper, random_heads(rng, (40, 70), (4, 2), 64), descales=descales, options=options)
 
@@ -232,8 +231,8 @@ def test_values_of_another_width(hopper, rng, widths):
 @pytest.mark.parametrize("asked", [{}, {"causal": True}, {"window_size": (60, 9), "sinks": True}])
 @pytest.mark.parametrize("group", [1, 9])
 def test_sequences(hopper, rng, group, asked, precise):
-    """One behind the other, some without queries, without keys, or both. Keys and values that no
-    query may see are NaN: those of sequences without queries, where the tiles of others reach."""
+    """Packed sequences, some without queries, without keys, or both. Keys and values of sequences
+    without queries are NaN; tiles of other sequences overlap them."""
     if hopper == "emulator" and precise and not asked:
         pytest.skip("the same code but for the second product")
     lengths_q, lengths_kv = [30, 0, 110, 64, 0, 1, 0], [100, 41, 0, 230, 0, 7, 60]
@@ -250,7 +249,7 @@ def test_sequences(hopper, rng, group, asked, precise):
     for array, other in zip(arrays[1:], zeroed[1:], strict=True):
         array.storage[unseen] = 0x7F  # NaN
         other[unseen] = 0
-    # Powers of two: on the CPU inputs times their descales are rounded.
+    # Powers of two, because on the CPU inputs times descales are rounded.
     descales = [np.float32(2.0 ** rng.integers(-1, 2, (len(lengths_q), 2))) for _ in range(3)]
     options = options_of(rng, asked, len(lengths_q), 2 * group, (1, 1), "bfloat16") | {
         "cu_seqlens_q": ends[0],
@@ -281,7 +280,7 @@ def test_sequences(hopper, rng, group, asked, precise):
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 2)])
 def test_descales(hopper, rng, shape):
-    """A factor for all, for each key head, for each sequence and key head."""
+    """One descale for all, per KV head, and per sequence and KV head."""
     arrays = random_heads(rng, (40, 70), (4, 2), 64, batch=2)
     descales = [np.asarray(rng.uniform(0.3, 3, shape), np.float32) for _ in range(3)]
     check(hopper, arrays, True, descales)
@@ -304,16 +303,16 @@ def test_float16_out_and_a_scale(hopper, rng):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, head_dim):
-    """After every tile of 32 keys here, so that few tiles show it. Tiles come last keys first: the
-    first ones weigh most, so that what was kept is rescaled. Lengths that no other test has: what
-    is prepared for them is remembered."""
+def test_partial_outputs(hopper, rng, monkeypatch, head_dim):
+    """Promotion after every tile of 32 keys, so that few tiles suffice. Tiles are processed from
+    the last key to the first; the first keys have the largest weights, so that partial
+    outputs are rescaled. No other test uses these lengths, whose plans are cached."""
 
     def small(problem, device, block_size):
         config = plan.plan_flash_attention_sm90(problem, device, block_size)
-        return replace(config, tiling=replace(config.tiling, tile_n=32, kept_tiles=1))
+        return replace(config, tiling=replace(config.tiling, tile_n=32, promotion_interval=1))
 
-    monkeypatch.setattr(flash_maps, "plan_flash_attention_sm90", small)
+    monkeypatch.setattr(_flash_launch_sm90, "plan_flash_attention_sm90", small)
     arrays = random_heads(rng, (41, 131), (1, 1), head_dim)
     k = arrays[1].storage.view(E4M3).astype(np.float32)
     arrays[1] = encode(k * np.linspace(6, 1, 131)[None, :, None, None])
@@ -325,8 +324,8 @@ def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, he
 @pytest.mark.parametrize("group", [1, 9])
 @emulated(lambda precise: not precise)  # its sums are exact
 def test_values_of_one_sign(hopper, rng, group, causal, precise):
-    """Errors of one sign would add up: the tensor core's sums are cut, not rounded. Values
-    that one head reads, and that so many read that a pass over them comes first."""
+    """The tensor core truncates its FP8 sums, so errors of one sign accumulate. V prepared by each
+    block, and by a separate kernel where many query tiles read it."""
     lengths = (700, 9000) if hopper == "gpu" else (20, 500)
     arrays = random_heads(rng, lengths, (group, 1), 128)
     values = np.abs(arrays[2].storage.view(E4M3).astype(np.float32))
@@ -338,7 +337,7 @@ def test_values_of_one_sign(hopper, rng, group, causal, precise):
 
 
 def test_strided_storage(hopper, rng):
-    """[batch, heads, seq, d] seen as [batch, seq, heads, d], and keys and values of one array."""
+    """[batch, heads, seq, d] viewed as [batch, seq, heads, d], and k and v slices of one array."""
     arrays = [place(hopper, x) for x in random_heads(rng, (70, 100), (2, 2), 64, batch=2)]
     expected = to_host(flash_attention(*arrays, causal=True))
 
@@ -370,8 +369,8 @@ def test_reruns_agree_to_the_bit(hopper, rng, causal, precise):
         assert bits == first
 
 
-def test_heads_that_the_kernel_does_not_serve_are_decoded(hopper, rng):
-    """24 bytes a row are no whole chunks for the copy engine."""
+def test_heads_that_the_kernel_does_not_cover_are_decoded(hopper, rng):
+    """Rows of 24 bytes are not multiples of TMA's 16 bytes."""
     check(hopper, random_heads(rng, (30, 40), (2, 1), 24), True)
 
 
@@ -395,7 +394,7 @@ def test_refusals(rng):
         flash_attention(q, k, v, q_descale=np.ones(3, np.float32))
     with pytest.raises(ArrayDtypeError, match="k_descale must be float32"):
         flash_attention(q, k, v, k_descale=np.ones(1))
-    with pytest.raises(ArrayDtypeError, match="forward only"):
+    with pytest.raises(ArrayDtypeError, match="have only a forward"):
         flash_attention_backward(dense, q, k, v, dense, dense)
 
 
@@ -414,7 +413,7 @@ def test_class_sm90_serves_whole_chunks():
 @pytest.mark.parametrize("option", [{}, {"varlen": True}, {"bias": "float32"}, {"mask": True}])
 @pytest.mark.parametrize("length", [100, 5000])
 def test_plans_fit_an_sm(length, option, precise):
-    static = 1024  # barriers, and what the producer says of every stage
+    static = 1024  # barriers, and the producer's notes on each stage
     for widths in itertools.product(range(16, 257, 16), repeat=2):
         problem = replace(PROBLEM, seq_len_q=length, seq_len_kv=length, precise=precise, **option)
         config = plan.plan_flash_attention_sm90(
@@ -444,7 +443,7 @@ def test_few_readers_prepare_values_themselves():
 
 
 def test_every_sequence_has_tiles_of_its_own():
-    """Enough for any lengths that add up to the same number of keys."""
+    """The number of tiles suffices for all lengths with the same total."""
     problem = replace(PROBLEM, batch=7, varlen=True)
     config = plan.plan_flash_attention_sm90(problem, HOPPER)
     tile = config.tiling.tile_n

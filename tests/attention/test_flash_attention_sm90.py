@@ -1,4 +1,4 @@
-"""Class sm90 of the forward: blocks that walk over many tiles, layouts, maps kept by address."""
+"""Class sm90 of the forward: persistent blocks with many tiles, layouts, cached tensor maps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(device, q, k, v, causal):
 
 @pytest.fixture
 def late_emulator(request, monkeypatch) -> Iterator[str]:
-    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
@@ -47,15 +47,15 @@ def late_emulator(request, monkeypatch) -> Iterator[str]:
 
 @pytest.fixture
 def emulated_ampere(request, monkeypatch) -> Iterator[str]:
-    """A GPU that has class sm80 alone."""
+    """An emulated GPU that has class sm80 only."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_80"):
         yield "emulator"
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_walk_over_several_tiles(device, rng, causal):
-    """140 tiles of three tiles of keys each: more than there are SMs, and rings that wrap."""
+def test_blocks_process_several_tiles(device, rng, causal):
+    """140 query tiles of three key tiles each: more than SMs, and pipelines that wrap around."""
     check(device, *inputs_of(rng, (20, 300), (70, 70), 64, batch=2), causal)
 
 
@@ -78,8 +78,8 @@ def test_ampere_runs_the_other_class(emulated_ampere, rng, head_dim):
     check(emulated_ampere, *inputs_of(rng, (70, 135), (2, 1), head_dim), True)
 
 
-def test_a_layout_that_the_copy_engine_cannot_walk(device, rng):
-    """One key head seen as two, a stride of 0, runs as well."""
+def test_a_layout_that_tma_cannot_read(device, rng):
+    """One KV head viewed as two, with a stride of 0, falls back to class sm80."""
     q, k, v = inputs_of(rng, (20, 70), (2, 1), 64)
     placed = to_device(device, q, k, v)
     module = np if device != "gpu" else pytest.importorskip("cupy")
@@ -90,7 +90,7 @@ def test_a_layout_that_the_copy_engine_cannot_walk(device, rng):
 
 
 def test_new_contents_at_an_old_address(device, rng):
-    """Maps are kept by address; what lies there is read anew."""
+    """Tensor maps are cached by address; the contents are read each time."""
     q, k, v = to_device(device, *inputs_of(rng, (20, 70), (2, 1), 64))
     first = to_host(flash_attention(q, k, v))
     q[...] = q[:, ::-1].copy()

@@ -1,4 +1,4 @@
-"""Class sm90 of the forward: every option, widths of any kind, sequences of any lengths."""
+"""Class sm90 of the forward: every option, head_dim and varlen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EMULATED = ("window", "causal window, sinks", "bias, mask", "bias of aligned row
 
 @pytest.fixture
 def hopper(device) -> str:
-    """A place where class sm90 runs."""
+    """A `device` that runs class sm90."""
     if device == "cpu":
         pytest.skip("the class needs a GPU, or the emulator")
     return device
@@ -42,7 +42,7 @@ def hopper(device) -> str:
 
 @pytest.fixture
 def late_emulator(request, monkeypatch) -> Iterator[str]:
-    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
@@ -78,7 +78,7 @@ def check(place, q, k, v, options: dict[str, Any]):
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: name in EMULATED and head_dim != 256)
 def test_options(hopper, rng, name, head_dim):
-    """Lengths that end inside tiles, and tiles that end before the keys do."""
+    """Lengths that are not multiples of the tiles, and masks that end before the last key."""
     lengths = (70, 304) if hopper == "emulator" else (300, 528)
     heads, batch = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 2)
     q, k, v = inputs_of(rng, lengths, heads, head_dim, batch=batch)
@@ -97,7 +97,7 @@ def test_widths(hopper, rng, head_dim, value_dim, causal):
     check(hopper, *inputs_of(rng, lengths, (2, 1), head_dim, value_dim), {"causal": causal})
 
 
-# Queries and keys of each sequence: none, one, ends inside a tile, whole tiles, fewer keys.
+# Queries and keys per sequence: none, one, partial tiles, whole tiles, fewer keys.
 SEQUENCES = [(70, 70), (0, 9), (13, 0), (1, 200), (128, 128), (150, 64), (64, 135)]
 
 
@@ -116,7 +116,7 @@ def sequences_of(rng, heads, head_dim, repeat=1):
 
 
 def check_sequences(place, arrays, lengths, **options):
-    """Every sequence by itself must give what the call of all gives."""
+    """Compares a packed call with a separate call for each sequence."""
     q, k, v = arrays
     (placed_q, placed_k, placed_v, *ends) = to_device(
         place, q, k, v, lengths["cu_seqlens_q"], lengths["cu_seqlens_kv"]
@@ -168,7 +168,7 @@ def test_whatever_finishes_late(late_emulator, rng):
 
 
 def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng):
-    """Its rows lie in the tiles of the sequence before it, and are multiplied by zeros."""
+    """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
     broken = [x.copy() for x in (q, k, v)]
     for x, ends in zip(broken, ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv"), strict=True):
@@ -194,7 +194,7 @@ def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng):
 
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 2)), ((3, 2), (0, 0)), ((0, 0), (0, 0))])
 def test_nothing_but_empty_sequences(hopper, rng, lengths):
-    """On either side, though the longest might have had some rows."""
+    """Only empty queries or keys, although max_seqlen is above 0."""
     ends = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
     q, k = (random(rng, (int(each[-1]), 2, 64), "bfloat16") for each in ends)
     q, k, *ends = to_device(hopper, q, k, *ends)
@@ -214,7 +214,7 @@ def test_nothing_but_empty_sequences(hopper, rng, lengths):
 
 
 def test_outputs_between_other_rows(hopper, rng):
-    """Rows of the next sequence, and columns beside the head's, are not written."""
+    """Rows of the next sequence, and columns beyond head_dim, are not written."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
     ends = to_device(hopper, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
     wide = poisoned(hopper, (q.shape[0] + 40, 6, 64), "bfloat16")
@@ -234,7 +234,7 @@ def test_outputs_between_other_rows(hopper, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"window_size": (99, 50)}, {"causal": True}])
 def test_reruns_agree_to_the_bit(rng, options):
-    """Whichever block a tile of queries is dealt to."""
+    """Whichever block a query tile is assigned to."""
     arrays, lengths = sequences_of(rng, (8, 2), 128, repeat=20)
     placed = to_device("gpu", *arrays)
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
@@ -250,7 +250,7 @@ def test_reruns_agree_to_the_bit(rng, options):
 
 @pytest.mark.gpu
 def test_more_elements_than_32_bits_count(rng):
-    """Sequences and heads that begin beyond 2^31 elements, of inputs and of the output."""
+    """Sequences and heads that start beyond 2^31 elements, of inputs and output."""
     import cupy
 
     total, heads, width = (1 << 16) + 300, 512, 64

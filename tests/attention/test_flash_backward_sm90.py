@@ -1,4 +1,4 @@
-"""Class sm90 of the backward: many tiles either way, shared key heads, layouts, what it covers."""
+"""Class sm90 of the backward: many tiles, GQA, layouts, coverage."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash_attention, flash_attention_backward, flash_backward_sm90
-from cukit.attention.flash_backward_sm90 import covers, plan_flash_attention_backward_sm90
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import (
+from cukit.attention import _flash_plan_sm90, flash_attention, flash_attention_backward
+from cukit.attention._flash_plan_sm90 import covers, plan_flash_attention_backward_sm90
+from cukit.attention._flash_tilings import (
     LONG_KEY_TILING,
     LONG_KEY_WIDTH,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
 )
+from cukit.attention._problem import AttentionProblem
 from cukit.core.device import KIB, typical_device
 from cukit.reference import attention as reference
 from tests.attention import plain
@@ -60,7 +60,7 @@ def check(device, q, k, v, grad_out, causal, deterministic=False):
 
 @pytest.fixture
 def late_emulator(request, monkeypatch) -> Iterator[str]:
-    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=7, late=True):
         yield "emulator"
@@ -69,20 +69,20 @@ def late_emulator(request, monkeypatch) -> Iterator[str]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_many_tiles_both_ways(device, rng, head_dim, causal):
-    """Rings that wrap, dS handed over again and again, tiles of queries that go round."""
+    """Pipelines that wrap around, dS exchanged repeatedly, query tiles in cyclic order."""
     check(device, *inputs_of(rng, (270, 150), (1, 1), head_dim), causal)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_long_tiles_of_queries_with_a_causal_mask(device, rng, monkeypatch, deterministic):
-    monkeypatch.setattr(flash_backward_sm90, "_LONG", 0)
+    monkeypatch.setattr(_flash_plan_sm90, "_LONG", 0)
     check(device, *inputs_of(rng, (271, 151), (2, 1), 128), True, deterministic)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_blocks_take_turns(device, rng, head_dim, causal):
-    """Blocks of keys wait for one another, and for two heads."""
+    """Key blocks add to dQ one after another, for two heads."""
     check(device, *inputs_of(rng, (150, 270), (2, 1), head_dim), causal, deterministic=True)
 
 
@@ -95,7 +95,7 @@ def test_whatever_finishes_late(late_emulator, rng, head_dim):
 
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_queries_without_keys_get_zeros(device, rng, head_dim):
-    """Where dQ is summed up no block comes to their tiles, which nothing has filled with zeros."""
+    """No block accumulates into their dQ tiles, which are not zero-filled."""
     q, k, v, grad_out = inputs_of(rng, (400, 100), (1, 1), head_dim)
     placed = to_device(device, grad_out, q, k, v)
     out, lse = flash_attention(*placed[1:], causal=True, return_lse=True)
@@ -109,15 +109,15 @@ def test_queries_without_keys_get_zeros(device, rng, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_query_heads_are_split_where_key_heads_are_few(device, rng, head_dim):
-    """Four blocks share a key head and write sums of their own."""
+    """Four blocks share a KV head and write separate partial sums."""
     problem = AttentionProblem(1, 70, 140, 4, 1, head_dim, "float16", True)
     assert plan_flash_attention_backward_sm90(problem, False, H200).splits == 4
     check(device, *inputs_of(rng, (70, 140), (4, 1), head_dim, dtype="float16"), True)
 
 
 @pytest.mark.parametrize("head_dim", [40, 200])
-def test_strided_inputs_are_read_as_they_lie(device, rng, head_dim):
-    """[batch, heads, seq, head_dim] seen as [batch, seq, heads, head_dim], and a fused k and v."""
+def test_strided_inputs_are_read_in_place(device, rng, head_dim):
+    """[batch, heads, seq, head_dim] viewed as [batch, seq, heads, head_dim], and fused k and v."""
     arrays = inputs_of(rng, (70, 130), (2, 2), head_dim)
     q, k, v, grad_out = to_device(device, *arrays)
     out, lse = flash_attention(q, k, v, return_lse=True)
@@ -141,7 +141,7 @@ def test_strided_inputs_are_read_as_they_lie(device, rng, head_dim):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_are_the_same_bits_each_time(rng, head_dim, causal, deterministic):
-    """Those of keys and values always."""
+    """grad_k and grad_v in every call."""
     q, k, v, grad_out = to_device("gpu", *inputs_of(rng, (1777, 1600), (8, 2), head_dim, batch=2))
     out, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
     first = None
@@ -168,12 +168,12 @@ def test_what_the_class_covers():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_plan_says_whether_it_is_deterministic(deterministic):
     config = plan_flash_attention_backward_sm90(PROBLEM, deterministic, H200)
-    assert config.deterministic == config.keys.in_turn == deterministic
-    assert config.sums_queries
+    assert config.deterministic == config.keys.ordered == deterministic
+    assert config.accumulates_grad_q
     wide = plan_flash_attention_backward_sm90(replace(PROBLEM, head_dim=192), deterministic, H200)
     assert wide.deterministic == deterministic
-    assert not wide.keys.in_turn
-    assert not wide.sums_queries
+    assert not wide.keys.ordered
+    assert not wide.accumulates_grad_q
 
 
 def test_long_calls_get_longer_tiles_of_queries():

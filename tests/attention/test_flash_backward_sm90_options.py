@@ -1,4 +1,4 @@
-"""Class sm90 of the backward: what changes scores, who sees whom."""
+"""Class sm90 of the backward: score options and masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.contract import assert_close, poison_pool, random, to_device, to_host
 from tests.quick_run import emulated
 
 NAMES = ("grad_q", "grad_k", "grad_v")
-# What users combine, beside tests/attention/options.py.
+# Common combinations, in addition to tests/attention/options.py.
 EVERY_OPTION: dict[str, dict[str, Any]] = {
     **OPTIONS,
     "window, sinks": {"window_size": (40, 9), "sinks": True},
@@ -26,7 +26,7 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
     "bias of floats, softcap": {"bias": "hqk", "bias_dtype": "float32", "softcap": 2.0},
     "mask causal": {"causal": True, "mask": "bk"},
 }
-# What differs most: whether dQ is added in turn.
+# The main difference: whether blocks add to dQ in a fixed order.
 EMULATED = {
     ("window, sinks", 64): True,
     ("window causal", 128): False,
@@ -40,7 +40,7 @@ EMULATED = {
 
 @pytest.fixture
 def hopper(device) -> str:
-    """A place where class sm90 runs."""
+    """A `device` that runs class sm90."""
     if device == "cpu":
         pytest.skip("the class needs a GPU, or the emulator")
     return device
@@ -55,7 +55,7 @@ def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16", value_di
 
 
 def gradients(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
-    """The kernel's, given what an exact forward returns, and the exact ones."""
+    """The kernel's gradients, given the results of an exact forward, and the exact ones."""
     wide_options = {name: widened(value) for name, value in options.items()}
     wide = [x.astype(np.float64) for x in (grad_out, q, k, v)]
     exact, exact_lse = reference.flash_attention(*wide[1:], return_lse=True, **wide_options)
@@ -72,7 +72,7 @@ def gradients(place, q, k, v, grad_out, options: dict[str, Any], deterministic=F
 
 
 def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
-    """Gradients beside float64."""
+    """Compares gradients with float64."""
     grads, expected = gradients(place, q, k, v, grad_out, options, deterministic)
     low = plain.backward(grad_out, q, k, v, **{"causal": False, **options})
     for name, *of_input in zip(NAMES, grads, low, expected, strict=False):
@@ -83,7 +83,7 @@ def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: (name, head_dim) in EMULATED)
 def test_options(hopper, rng, name, head_dim):
-    """Several tiles both ways, keys that end inside one, and blocks that see no query."""
+    """Several query and key tiles, a partial key tile, and blocks whose keys are fully masked."""
     if hopper == "emulator":
         lengths, heads, batch = (150, 272), (2, 1), 1
         ways: tuple[bool, ...] = (EMULATED[name, head_dim],)
@@ -96,14 +96,14 @@ def test_options(hopper, rng, name, head_dim):
         check(hopper, *inputs, options, deterministic)
 
 
-# Heads of q and k, and of v.
+# head_dim of q and k, and of v.
 WIDTHS = [(96, 96), (192, 128), (64, 256), (128, 64), (40, 72), (192, 192), (8, 16), (256, 8)]
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
 @emulated(lambda head_dim, value_dim: (head_dim, value_dim) in WIDTHS[:3])
 def test_widths(hopper, rng, head_dim, value_dim):
-    """Columns of a tile that are not multiplied, and those of each warpgroup."""
+    """Padding columns that are skipped, and the columns of each warpgroup."""
     if hopper == "emulator":
         lengths, heads, ways = (150, 150), (2, 1), (head_dim == 192,)
     else:
@@ -114,7 +114,7 @@ def test_widths(hopper, rng, head_dim, value_dim):
 
 
 def sequences_of(rng, lengths, heads, head_dim):
-    """Inputs, and where their sequences end."""
+    """Packed inputs and their cu_seqlens."""
     ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in lengths]
     totals = int(ends[0][-1]), int(ends[1][-1])
     arrays = [x[0] for x in inputs_of(rng, totals, heads, head_dim)]
@@ -154,7 +154,7 @@ def test_sequences_of_any_lengths(hopper, rng, head_dim, name, deterministic):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @emulated(lambda head_dim: head_dim == 64)
 def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
-    """Its rows lie in the tiles of the sequence before it, and are multiplied by zeros."""
+    """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
     lengths = [20, 25, 15, 140, 9], [20, 25, 15, 40, 200]
     arrays, where = sequences_of(rng, lengths, (2, 1), head_dim)
     broken = [x.copy() for x in arrays]
@@ -176,7 +176,7 @@ def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_order_of_threads_does_not_matter(request, monkeypatch, rng, head_dim):
-    """To the bit, whatever runs first and whether or not engines finish only when awaited."""
+    """Bitwise equal for every thread order, and with late completion of copies and wgmmas."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     arrays, where = sequences_of(rng, ([150, 3, 70], [140, 9, 75]), (2, 1), head_dim)
     options = {"softcap": 2.0, "window_size": (100, 30), **where}

@@ -1,4 +1,4 @@
-"""Options of flash_attention and its backward: what changes scores, and who sees whom."""
+"""Options of flash_attention and its backward: scores and masks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def check(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@emulated(lambda name: name in EMULATED)  # a case compiles four kernels: three show every option
+@emulated(
+    lambda name: name in EMULATED
+)  # a case compiles four kernels; three cases cover every option
 def test_options(place, rng, name):
     if place == "gpu":
         check(place, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
         check(place, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2)
         return
-    # Rows of 144 elements begin at multiples of sixteen bytes, rows of 135 do not.
+    # Rows of 144 elements start at multiples of 16 bytes, rows of 135 do not.
     lengths = (70, 144) if name == "bias, mask" else (70, 135)
     check(place, rng, OPTIONS[name], lengths, batch=1 if place == "emulator" else 2)
 
@@ -84,7 +86,7 @@ def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
 @pytest.mark.parametrize("sinks", [False, True])
 @emulated(lambda sinks: sinks)
 def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
-    """Zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
+    """Fully masked rows: zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
     q, k, v, grad_out = (random(rng, (1, 40, 2, 64), "bfloat16") for _ in range(4))
     mask = rng.random((40, 40)) < 0.5
     mask[5:30] = False
@@ -111,7 +113,7 @@ def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_reruns_agree_to_the_bit(gpu, rng, name):
-    """Everything but the grad_q of the default backward, which atomics sum."""
+    """Everything except the grad_q of the default backward, which is summed by atomics."""
     q = random(rng, (2, 300, 4, 128), "bfloat16")
     k, v = (random(rng, (2, 333, 2, 128), "bfloat16") for _ in range(2))
     options = options_of(rng, OPTIONS[name], 2, 4, (300, 333), "bfloat16")
@@ -192,7 +194,7 @@ def test_errors_name_the_option(place, rng):
         with pytest.raises(error, match=match):
             flash_attention(*(inputs or (q, k, v)), **options)
 
-    refuse(ConfigError, "dropout is out of scope, got dropout=0.1", dropout=0.1)
+    refuse(ConfigError, "attention dropout is not supported, got dropout=0.1", dropout=0.1)
     refuse(ConfigError, "softcap must be positive", softcap=0.0)
     refuse(ConfigError, r"window_size must be .* at least 0, got \(-1, 3\)", window_size=(-1, 3))
     refuse(ConfigError, "window_size must be a pair of integers", window_size=(1.5, 3))
@@ -221,13 +223,15 @@ def test_errors_name_the_option(place, rng):
             (bad,) = to_device(place, np.array(wrong, np.int32))
             refuse(
                 ConfigError,
-                "cu_seqlens_q must rise from 0 to 8",
+                "cu_seqlens_q must be non-decreasing from 0 to 8",
                 *flat,
                 **both | {"cu_seqlens_q": bad},
             )
         refuse(ConfigError, "more than max_seqlen_kv=7", *flat, **both | {"max_seqlen_kv": 7})
     out, lse = flash_attention(q, k, v, return_lse=True)
-    with pytest.raises(ConfigError, match="flash_attention_backward: dropout is out of scope"):
+    with pytest.raises(
+        ConfigError, match="flash_attention_backward: attention dropout is not supported"
+    ):
         flash_attention_backward(out, q, k, v, out, lse, dropout=0.5)
     with pytest.raises(ArrayShapeError, match="flash_attention_backward: sinks must have shape"):
         flash_attention_backward(out, q, k, v, out, lse, sinks=three)
@@ -237,7 +241,9 @@ def test_a_bias_of_bytes_is_refused(rng):
     q = random(rng, (1, 4, 1, 8), "float32")
     packed = np.zeros(4 * 6, np.uint8)[1:21].view(np.float32)
     uneven = np.lib.stride_tricks.as_strided(packed, (4,), (5,))
-    with pytest.raises(ArrayLayoutError, match="strides of bias must be whole elements"):
+    with pytest.raises(
+        ArrayLayoutError, match="strides of bias must be multiples of its element size"
+    ):
         flash_attention(q, q, q, bias=uneven)
 
 

@@ -8,15 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cukit.attention.flash_arguments import fits_tensor_maps
-from cukit.attention.flash_plan import (
-    AttentionProblem,
-    choose_section,
+from cukit.attention._arguments import fits_tensor_maps
+from cukit.attention._flash_plan import (
+    choose_raster_group,
     kernel_class,
     plan_flash_attention,
     plan_flash_attention_backward,
 )
-from cukit.attention.flash_tilings import (
+from cukit.attention._flash_tilings import (
     FORWARD_TILINGS,
     HEAD_WIDTHS,
     KEY_TILINGS,
@@ -24,6 +23,7 @@ from cukit.attention.flash_tilings import (
     QUERY_TILINGS,
     first_fit,
 )
+from cukit.attention._problem import AttentionProblem
 from cukit.core.device import KIB, TYPICAL_DEVICES, typical_device
 from cukit.errors import ArrayShapeError, UnsupportedDeviceError
 
@@ -31,7 +31,7 @@ H200 = typical_device("sm_90")
 PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
 
 
-# What there is for every width of a tile.
+# The tilings of every tile width.
 TABLES = [
     *((FORWARD_TILINGS[width], width) for width in HEAD_WIDTHS),
     *((tilings[width], width) for tilings in (KEY_TILINGS, QUERY_TILINGS) for width in KEY_WIDTHS),
@@ -59,7 +59,7 @@ def test_every_tiling_is_some_architecture_s(tilings, width):
 
 @pytest.mark.parametrize("arch", TYPICAL_DEVICES)
 def test_heads_of_k_and_v_may_differ(arch):
-    """Every pair of widths has tilings that fit, whose warps cut columns by powers of two."""
+    """Every pair of widths has tilings that fit, whose warps split columns by powers of two."""
     device = TYPICAL_DEVICES[arch]
     pairs = product((8, 64, 72, 128, 192, 256), repeat=2)
     options = ({}, {"varlen": True}, {"bias": "bfloat16"})
@@ -132,8 +132,8 @@ def test_scratch_has_whole_tiles_for_every_sequence():
 
 
 @pytest.mark.parametrize("width", KEY_WIDTHS)
-def test_warps_of_a_key_tiling_cut_whole_blocks(width):
-    """The equations that the kernel asserts, and the column spans that its swizzle allows."""
+def test_warps_of_a_key_tiling_split_whole_blocks(width):
+    """The equations that the kernel asserts, and the column ranges that its swizzle supports."""
     for tiling in KEY_TILINGS[width]:
         for rows, cols, along in (
             (tiling.tile_m, tiling.tile_n, tiling.score_warps),
@@ -200,21 +200,21 @@ def test_groups_are_split_only_to_fill_the_gpu():
     assert many.sum_spec() not in many.specs()
 
 
-def test_sections():
-    """As many heads as half of L2 holds; more where their tiles are too few to fill the GPU."""
+def test_raster_groups():
+    """As many heads as fit in half of L2; more where their tiles are too few to fill the GPU."""
     half = H200.l2_bytes // 2
-    assert choose_section(64, 8, half // 16, 264, H200) == 16
-    assert choose_section(64, 8, half // 15, 264, H200) == 16, "sections of one size"
-    assert choose_section(16, 128, half, 264, H200) == 16, "four waves are nine heads: all of two"
-    assert choose_section(64, 32, half, 264, H200) == 16, "sixteen blocks share what a head reads"
-    assert choose_section(53, 8, half // 15, 264, H200) == 18, "a prime: nearly one size"
-    assert choose_section(3, 8, half // 16, 264, H200) == 3
-    assert choose_section(0, 0, 0, 264, H200) == 1
-    assert plan_flash_attention(replace(PROBLEM, causal=False), H200).section == 1
-    assert plan_flash_attention(PROBLEM, H200).section > 1
+    assert choose_raster_group(64, 8, half // 16, 264, H200) == 16
+    assert choose_raster_group(64, 8, half // 15, 264, H200) == 16, "groups of equal size"
+    assert choose_raster_group(16, 128, half, 264, H200) == 16, "nine heads make four waves"
+    assert choose_raster_group(64, 32, half, 264, H200) == 16, "16 blocks share a head's reads"
+    assert choose_raster_group(53, 8, half // 15, 264, H200) == 18, "a prime: nearly equal groups"
+    assert choose_raster_group(3, 8, half // 16, 264, H200) == 3
+    assert choose_raster_group(0, 0, 0, 264, H200) == 1
+    assert plan_flash_attention(replace(PROBLEM, causal=False), H200).raster_group == 1
+    assert plan_flash_attention(PROBLEM, H200).raster_group > 1
 
 
-def test_what_the_copy_engine_can_walk():
+def test_what_fits_tensor_maps():
     dense = np.zeros((2, 8, 4, 64), np.float16)
     assert fits_tensor_maps(dense, dense.swapaxes(1, 2), dense[:, :, 1:3])
     assert not fits_tensor_maps(dense, dense[:, ::-1])
@@ -225,7 +225,7 @@ def test_what_the_copy_engine_can_walk():
 
 def test_a_config_at_other_lengths_is_the_one_replaced():
     problem = AttentionProblem(2, 1024, 2048, 8, 2, 128, "bfloat16", True, varlen=True)
-    assert problem.features  # known already, and the same at other lengths
+    assert problem.features  # cached already, and independent of lengths
     config = plan_flash_attention_backward(problem, False, typical_device("sm_80"))
     there = replace(problem, seq_len_q=1000, seq_len_kv=2000)
     assert problem.at_lengths(1000, 2000) == there

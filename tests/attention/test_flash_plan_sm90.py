@@ -1,4 +1,4 @@
-"""Plans of attention on Hopper: tilings, grids, and the order of sequences of different lengths."""
+"""Plans of attention on Hopper: tilings, grids, and the schedule of variable-length sequences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cukit.attention.flash_plan_sm90 import (
+from cukit.attention._flash_plan_sm90 import (
     covers,
     plan_flash_attention_sm90,
     specs_of,
     tilings_of,
 )
-from cukit.attention.flash_problem import AttentionProblem, rounded_length
-from cukit.attention.flash_tilings import WARPGROUP_TILINGS, warpgroup_tilings
+from cukit.attention._flash_tilings import WARPGROUP_TILINGS, warpgroup_tilings
+from cukit.attention._problem import AttentionProblem, rounded_length
 from cukit.core.device import KIB, typical_device
 from cukit.core.kernel import load_kernel
 from tests.contract import to_device, to_host
@@ -35,9 +35,9 @@ def test_class_sm90_is_for_hopper():
 @pytest.mark.parametrize("widths", WARPGROUP_TILINGS)
 def test_tilings_of_warpgroups_fit_an_sm(widths):
     for tiling in WARPGROUP_TILINGS[widths]:
-        static = KIB  # barriers, and what the producer says of every stage
+        static = KIB  # barriers, and the producer's notes on each stage
         assert tiling.shared_bytes(*widths) + static <= H200.shared_bytes_per_block
-        # Scores, probabilities and outputs of a thread, once the producer has given registers away.
+        # Scores, probabilities and outputs of a thread, after the producer has released registers.
         at_start = H200.registers_per_sm // tiling.threads // 8 * 8
         later = (at_start * (tiling.consumers + 1) - 40) // tiling.consumers // 8 * 8
         assert later >= (widths[1] + 1.5 * tiling.tile_n) / 2
@@ -109,7 +109,7 @@ def test_what_is_planned_on_the_gpu():
 
 
 def plan_sequences(device, lengths_q, lengths_kv, heads, tile_m=128):
-    """(starts, order) as the kernel leaves them."""
+    """(starts, order) as the kernel writes them."""
     count = len(lengths_q)
     problem = replace(PROBLEM, batch=count, num_heads_q=heads, varlen=True)
     config = plan_flash_attention_sm90(problem, H200)

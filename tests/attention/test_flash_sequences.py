@@ -1,4 +1,4 @@
-"""Sequences of different lengths, one behind the other."""
+"""Packed variable-length sequences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_sequences(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value
 
 
 def plain_sequences(q, k, v, grad_out, options, ends):
-    """plain, one sequence after the other."""
+    """plain, for each sequence separately."""
     out, gradients = np.zeros_like(grad_out), [np.zeros_like(x) for x in (q, k, v)]
     if "sinks" in options:
         gradients.append(np.zeros_like(options["sinks"]))
@@ -79,8 +79,8 @@ def test_sequences_of_any_lengths(place, rng, name, causal):
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (72, 40)])
 def test_tiles_wider_than_the_heads(device, rng, head_dim, value_dim):
-    """Parts of a tile beyond the last column are not fetched: TMA would touch the map's base
-    address, which is not the array's. A GPU notices if it is not mapped, the emulator always."""
+    """Boxes wholly beyond the last column are not loaded: TMA would access the base address of the
+    map, outside the array. A GPU faults if that is unmapped; the emulator always reports it."""
     lengths = ([5, 0, 70, 130], [9, 4, 135, 140])
     check_sequences(device, rng, {"causal": True}, lengths, (2, 1), head_dim, value_dim, room=5)
 
@@ -106,7 +106,7 @@ def test_many_sequences(gpu, rng, head_dim, value_dim, name):
 
 
 def test_a_sequence_does_not_see_its_neighbours(place, rng):
-    """NaN in the keys and values of one sequence reaches no other."""
+    """NaN in the keys and values of one sequence does not affect another."""
     ends = np.array([0, 20, 45, 60], np.int32)
     q, k, v, grad_out = (random(rng, (60, 2, 64), "bfloat16") for _ in range(4))
     options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 25, "max_seqlen_kv": 25}
@@ -124,7 +124,7 @@ def test_a_sequence_does_not_see_its_neighbours(place, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
-    """Nobody but the kernels reads the ends: a replay finds what has been written there since."""
+    """Only the kernels read cu_seqlens, so a replay uses its current contents."""
     import cupy
 
     total, lengths = 900, [[100, 0, 500, 300], [300, 299, 1, 300], [0, 0, 512, 388]]
@@ -142,10 +142,10 @@ def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
         ends.set(np.cumsum([0, *each]).astype(np.int32))
 
     write(lengths[0])
-    cupy.cuda.Device().synchronize()  # inputs have come: the stream does not wait for others
+    cupy.cuda.Device().synchronize()  # wait for the inputs: the other stream does not
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        attend()  # memory for the capture
+        attend()  # allocate memory before the capture
         stream.synchronize()
         stream.begin_capture()
         captured = attend()
@@ -159,7 +159,7 @@ def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
 
 
 def test_sequences_equal_a_batch(place, rng):
-    """Sequences of one length are a batch, to the bit."""
+    """Sequences of equal length give the bits of a batch."""
     if place != "cpu":
         pytest.skip("kernels sum such sequences in another order; each has been judged")
     q, k, v, grad_out = (random(rng, (2, 40, 2, 64), "bfloat16") for _ in range(4))

@@ -1,4 +1,4 @@
-"""Every tiling of class sm90's forward, with keys that some warpgroups see and others don't."""
+"""Every tiling of class sm90's forward, with keys that only some warpgroups need."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash, flash_attention, flash_maps
-from cukit.attention.flash_plan_sm90 import WarpgroupForwardConfig
-from cukit.attention.flash_tilings import WARPGROUP_TILINGS
+from cukit.attention import _flash_launch_sm90, flash, flash_attention
+from cukit.attention._flash_plan_sm90 import WarpgroupForwardConfig
+from cukit.attention._flash_tilings import WARPGROUP_TILINGS
 from cukit.reference import attention as reference
 from tests.attention import plain
 from tests.contract import assert_close, random, to_device, to_host
@@ -25,16 +25,16 @@ TILINGS = [
 
 @pytest.fixture
 def force(monkeypatch):
-    """Makes attention run a given tiling in three blocks, whatever its plan says."""
+    """Replaces the plan of attention by a given tiling with three blocks."""
 
     def choose(tiling):
         monkeypatch.setattr(
-            flash_maps,
+            _flash_launch_sm90,
             "plan_flash_attention_sm90",
             lambda problem, *_: WarpgroupForwardConfig(problem, tiling, _BLOCKS),
         )
-        for remembered in ("mapped_forward", "_planned_forward", "_prepare_forward"):
-            monkeypatch.setattr(flash, remembered, getattr(flash, remembered).__wrapped__)
+        for cached in ("mapped_forward", "_planned_forward", "_prepare_forward"):
+            monkeypatch.setattr(flash, cached, getattr(flash, cached).__wrapped__)
 
     return choose
 
@@ -64,8 +64,8 @@ def check(device, force, rng, tiling, widths, lengths, options):
 
 
 @pytest.mark.parametrize(("widths", "tiling"), TILINGS)
-def test_warpgroups_go_as_far_as_they_see(device, force, rng, widths, tiling):
-    """Eight tiles of queries for three blocks, two of them with a warpgroup that has none."""
+def test_warpgroups_stop_at_their_last_visible_key(device, force, rng, widths, tiling):
+    """Eight query tiles for three blocks, two of them with a warpgroup without queries."""
     if device == "cpu":
         pytest.skip("the class needs a GPU, or the emulator")
     rows = 3 * tiling.tile_m + tiling.tile_m // 2 - 10

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cukit.attention import (
+    _indexer_plan,
     attention_kl,
     indexer_kl,
     indexer_kl_backward,
-    indexer_plan,
 )
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import indexer_kl as reference
@@ -21,17 +21,17 @@ from tests.contract import another_order, assert_close, poison_pool, random, to_
 from tests.quick_run import emulated
 
 ATOL = 1e-5
-"""Of a row: sums over heads and keys in float32."""
+"""Tolerance of a row: float32 sums over heads and keys."""
 
 HEADS = [(2, 2, 2), (4, 1, 3), (6, 2, 1)]
-"""Query heads and key heads of attention, heads of the indexer."""
+"""Query and KV heads of attention, heads of the indexer."""
 DIMS = [(64, 64), (128, 128), (192, 128), (96, 40), (64, 256)]
 """head_dim of attention and indexer."""
 LENGTHS = [(1, 1), (70, 135), (135, 70), (150, 280)]
 
 
 def log_sum_exps(q, k, causal=False, scale=None):
-    """Of attention, in float64: [batch, heads, seq_q]."""
+    """The log-sum-exps of attention in float64, [batch, heads, seq_q]."""
     q, k = (x.astype(np.float64) for x in (q, k))
     _, lse = flash_attention(q, k, k, causal=causal, scale=scale, return_lse=True)
     return lse
@@ -51,7 +51,7 @@ def inputs_of(rng, heads, dims, lengths, dtype="bfloat16", batch=1, causal=False
 
 
 def selection(rng, lengths, top_k, batch=1):
-    """Keys in no order, some of them twice, some of no sequence."""
+    """Unordered keys, some of them duplicates, some outside the sequence."""
     return rng.integers(-2, lengths[1] + 2, (batch, lengths[0], top_k)).astype(np.int32)
 
 
@@ -67,7 +67,7 @@ def placed_options(device, options):
 
 
 def check(device, arrays, **options):
-    """Rows, statistics and gradients beside float64, twice, to the bit."""
+    """Compares rows, statistics and gradients with float64; a second call gives the same bits."""
     exact = tuple(map(widened, arrays))
     wide = {name: widened(value) for name, value in options.items()}
     rows = reference.indexer_kl(*exact, **wide, reduction="none", return_statistics=True)
@@ -91,7 +91,7 @@ def check(device, arrays, **options):
         ("grad_q", "grad_k", "grad_weights"), gradients, plain, expected, arrays[3:], strict=True
     ):
         assert got.dtype == like.dtype
-        # Relative to the largest: a mean over many rows is small.
+        # Relative to the largest, because a mean over many rows is small.
         size = max(abs(wanted).max(initial=0.0), 1e-3 / rows[0].size)
         assert_close(
             name,
@@ -119,7 +119,7 @@ def test_heads_and_lengths(place, rng, heads, lengths, causal, top_k):
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims, dtype: (dtype == "float16") == (dims == (96, 40)))
 def test_head_dims(place, rng, dims, dtype):
-    """Of class sm80 in the emulator."""
+    """Class sm80 in the emulator."""
     lengths = (150, 215) if place == "gpu" else (40, 70)
     check(place, inputs_of(rng, (2, 1, 2), dims, lengths, dtype, causal=True), causal=True)
 
@@ -127,20 +127,20 @@ def test_head_dims(place, rng, dims, dtype):
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims: dims in ((128, 128), (96, 40), (64, 256)))
 def test_warpgroups(device, rng, dims):
-    """What a Hopper GPU would choose, in the emulator too."""
+    """The plan for a Hopper GPU, in the emulator too."""
     lengths = (150, 280) if device == "gpu" else (70, 140)
     check(device, inputs_of(rng, (2, 1, 2), dims, lengths, causal=True), causal=True)
 
 
 @pytest.mark.parametrize("selected", [False, True])
 def test_chunks_of_queries(device, rng, monkeypatch, selected):
-    """A scratch of one tile of queries: the keys' gradient is added up over launches."""
-    monkeypatch.setattr(indexer_plan, "_SCRATCH_BYTES", 1)
+    """Scratch memory of one query tile: the key gradient is accumulated over several launches."""
+    monkeypatch.setattr(_indexer_plan, "_SCRATCH_BYTES", 1)
     lengths, batch = ((300, 300), 2) if device == "gpu" else ((140, 130), 2)
     options: dict[str, Any] = {"causal": True}
     if selected:
         options["topk_indices"] = selection(rng, lengths, 30, batch)
-    # Scales tell these plans from those of the other tests.
+    # A different scale, so that cached plans of other tests are not used.
     options |= {"scale_t": 0.11, "scale_s": 0.5 + 0.25 * selected}
     arrays = inputs_of(rng, (2, 2, 2), (64, 64), lengths, batch=batch, causal=True, scale=0.11)
     check(device, arrays, **options)
@@ -148,7 +148,7 @@ def test_chunks_of_queries(device, rng, monkeypatch, selected):
 
 @pytest.mark.parametrize("top_k", [None, 20])
 def test_sequences_of_any_lengths(device, rng, top_k):
-    """None, one, many rows; queries without keys."""
+    """Sequences of zero, one and many rows; queries without keys."""
     ends = np.array([0, 0, 37, 101, 101, 160], np.int32)
     ends_kv = np.array([0, 9, 90, 100, 100, 230], np.int32)
     options: dict[str, Any] = {
@@ -189,7 +189,7 @@ def test_reductions(device, rng, reduction, weighted):
 
 
 def test_one_head_without_relu_is_attention(device, rng):
-    """Positive scores of one head: the divergence of two attentions."""
+    """Positive scores of one head: the result is that of attention_kl."""
     q_t, k_t, lse, q_s, k_s, _ = inputs_of(rng, (1, 1, 1), (64, 64), (40, 70))
     q_s, k_s = abs(q_s), abs(k_s)
     weights = np.ones((1, 40, 1), np.float32)

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, merged, against attention over all of them."""
+"""Merged attention over two parts of the keys, against attention over all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCES = {float16: 2.0**-9, bfloat16: 2.0**-6, np.dtype(np.float32): 1e-5}
 
 
 def parts(dtype: Any, seed: int = 0) -> tuple[list[Any], Any, Any]:
-    """Both states, of 30 and 50 keys, and what attention over all gives."""
+    """Two states, of 30 and 50 keys, and the result of attention over all keys."""
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((2, n, 4, 64)) for n in (5, 80, 80))
     states: list[Any] = []
@@ -36,7 +36,7 @@ def test_parts_make_the_whole(device: str, dtype: Any) -> None:
 
 
 def test_a_side_without_keys_is_ignored(device: str) -> None:
-    """Even where its output is NaN; without keys on both sides zeros are left."""
+    """Even where its output is NaN; without keys on both sides the result is zeros."""
     (a, lse_a, b, lse_b), *_ = parts(bfloat16)
     lse_b[0, 1], b[0, :, 1] = -np.inf, np.nan
     lse_a[1, 2], a[1, :, 2] = -np.inf, np.nan

@@ -1,4 +1,4 @@
-"""Latent attention over a cache in blocks, with everything that may not be read poisoned."""
+"""Latent attention over a paged cache, with NaN in everything that must not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import cukit as ck
 from cukit.attention import mla
-from cukit.attention.mla_plan import plan_mla_attention
+from cukit.attention._mla_plan import plan_mla_attention
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
@@ -24,14 +24,14 @@ HUGE = 2**30
 
 
 class Latents:
-    """A cache whose blocks lie in any order; what no request's rows are is NaN."""
+    """A cache with shuffled blocks; rows of no request are NaN."""
 
     def __init__(
         self, lengths: list[int], *, heads: int = 16, seq_q: int = 1, dtype: Any = bfloat16,
         spread: float = 1.0, coded: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`coded`: float8 latents of unlike magnitudes. `spread`: standard deviation of the
-        queries; large ones renew maxima often."""
+        """coded: FP8 latents of different magnitudes. spread: standard deviation of the queries;
+        large values update the row maxima often."""
         generator = np.random.default_rng(seed)
         counts = [-(-length // BLOCK) for length in lengths]
         order = generator.permutation(sum(counts) + 2).astype(np.int32)
@@ -58,14 +58,14 @@ class Latents:
         return [xp.asarray(a) for a in (self.q, self.cache, self.table, self.lengths)]
 
     def rows(self, device: str) -> Any:
-        """The cache in float64, zeros for NaN."""
+        """The cache in float64, with zeros for NaN."""
         rows = self.cache
         if rows.dtype == np.uint8:
             rows = reference.decode_latents(rows)
         return np.nan_to_num(rows.astype(np.float64))
 
     def check(self, device: str, **options: Any) -> None:
-        """Result and lse, and the same bits again."""
+        """Checks result and lse, and that a second call gives the same bits."""
         xp = pytest.importorskip("cupy") if device == "gpu" else np
         arrays = self.arrays(xp)
         out, lse = ck.mla_attention(*arrays, return_lse=True, **options)
@@ -88,7 +88,7 @@ class Latents:
         assert np.abs(got - want).max(initial=0) <= bound
         empty = np.isneginf(want_lse)
         assert (np.isneginf(host(lse)) == empty).all()
-        # Float8 latents times their scales are rounded to float16.
+        # FP8 latents times their scales are rounded to float16.
         error = 1e-3 * self.spread if self.cache.dtype == np.uint8 and device != "cpu" else 5e-5
         np.testing.assert_allclose(host(lse)[~empty], want_lse[~empty], atol=error, rtol=5e-5)
 
@@ -106,19 +106,19 @@ def test_any_lengths(device: str, dtype: Any, lengths: list[int]) -> None:
 @pytest.mark.parametrize("heads", [1, 16, 24, 64, 128])
 @emulated(lambda heads, seq_q: (heads, seq_q) in ((24, 4), (64, 3), (128, 1)))
 def test_any_heads_and_queries(device: str, heads: int, seq_q: int) -> None:
-    """Rows of a tile belong to several queries, tiles to one; one request has fewer keys."""
+    """A tile holds several queries, or a query several tiles; one request has fewer keys."""
     Latents([70, seq_q - 1, 0, 130], heads=heads, seq_q=seq_q).check(device)
 
 
 @pytest.mark.parametrize(("heads", "seq_q"), [(16, 1), (64, 3), (128, 2)])
 @emulated(lambda heads: heads != 128)
 def test_float8_latents(device: str, heads: int, seq_q: int) -> None:
-    """Scales of a token and its neighbours far apart; NaN wherever no token is."""
+    """FP8 latents with very different scales of neighbouring tokens; NaN in unused rows."""
     Latents([200, 0, 65, 3], heads=heads, seq_q=seq_q, coded=True).check(device)
 
 
 def test_latents_are_encoded(device: str, rng: np.random.Generator) -> None:
-    """Within half a step of a code, rotated columns to the nearest bfloat16; zeros stay zeros."""
+    """Latents within half a step, rotated columns to the nearest bfloat16; exact zeros."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     rows = rng.standard_normal((5, 2, WIDTH)).astype(np.float32)
     rows[1, 0, :300] = 0
@@ -145,8 +145,8 @@ def test_options(device: str, options: dict[str, Any]) -> None:
 def test_a_few_thread_blocks_share_requests(
     num_blocks: int, heads: int, seq_q: int, coded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that begin and end inside requests, and hold whole ones; maxima that grow; threads in
-    other orders."""
+    """Shares that start and end within requests or hold whole ones; growing maxima; other thread
+    orders."""
 
     def planned(*args: Any, **options: Any) -> Any:
         config = plan_mla_attention(*args, **options)
@@ -170,8 +170,8 @@ def test_a_few_thread_blocks_share_requests(
 
 
 def test_projections_are_absorbed_and_prefill_is_flash_attention(device: str) -> None:
-    """A prompt by flash_attention on heads of 192 and 128 columns, its last queries by
-    mla_attention on latents: the same outputs."""
+    """flash_attention of a prompt with head_dims 192 and 128, and mla_attention of its last queries
+    on latents, give the same outputs."""
     rng = np.random.default_rng(2)
     heads, seq, last, hidden, q_rank = 3, 70, 2, 40, 24
     shapes = {
@@ -207,7 +207,7 @@ def test_projections_are_absorbed_and_prefill_is_flash_attention(device: str) ->
 
 
 def test_the_plan() -> None:
-    """Teams divide the tiles of a request and the grid; a merge has enough thread blocks."""
+    """Teams divide the tiles of a request and the grid; the merge kernel has enough blocks."""
     h200 = typical_device("sm_90")
     for heads, seq_q, tiles in ((16, 1, 1), (128, 1, 2), (64, 3, 3), (128, 4, 8), (5, 1, 1)):
         config = plan_mla_attention(heads, seq_q, "bfloat16", h200)
@@ -254,7 +254,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block": 32}, "blocks have 64 keys"),
+        ({"block": 32}, "blocks must have 64 keys"),
         ({"width": 512}, "576 columns"),
         ({"dtype": np.float32}, "float16, bfloat16"),
         ({"columns": 656, "cache": np.uint8}, "bfloat16"),
@@ -313,5 +313,5 @@ def test_large_batches_of_unequal_lengths(heads: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [132, 128, 66])
 def test_requests_of_one_length(batch: int) -> None:
-    """Left whole, so that nothing is added up."""
+    """Requests that are not split, so that nothing is merged."""
     Latents([300] * batch, heads=64).check("gpu")

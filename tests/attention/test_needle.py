@@ -1,4 +1,4 @@
-"""One key among many, for caches of fewer bits: found as often as with 16."""
+"""One key among many: low-bit caches find it as often as 16-bit caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_needles_among_few_keys() -> None:
 
 @pytest.mark.gpu
 def test_needles_among_128k_keys() -> None:
-    """Others' float8 probabilities lose most of them, where sums have 14 bits."""
+    """Plain FP8 attention misses most of them, because the tensor core accumulates with 14 bits."""
     check(131072, 512, 0.75, 0.03)
 
 

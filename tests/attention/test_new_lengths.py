@@ -1,4 +1,4 @@
-"""Calls whose lengths differ from those before: what they plan, load and launch."""
+"""Calls with new lengths: what they plan, load and launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import flash, flash_backward, flash_fp8
+from cukit.attention import _flash_fp8, flash, flash_backward
 from cukit.core import backend
 from cukit.core.device import typical_device
 from cukit.core.quantized_array import QuantizedArray
@@ -21,7 +21,7 @@ MOST_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1
 
 
 class Recorder:
-    """A backend that runs nothing: it remembers the kernels it was asked for, and launches."""
+    """A backend that runs nothing and records the loaded kernels and the launches."""
 
     def __init__(self, arch):
         self.device = typical_device(arch)
@@ -110,7 +110,7 @@ def test_a_new_length_repeats_no_check(recorder, monkeypatch):
     checked = []
     for module, name in (
         (flash, "check_forward"),
-        (flash_fp8, "check_forward"),
+        (_flash_fp8, "check_forward"),
         (flash_backward, "check_backward"),
     ):
         bare = getattr(module, name)
@@ -133,7 +133,7 @@ def test_a_new_length_repeats_no_check(recorder, monkeypatch):
 
 
 def wrong_lengths():
-    """Calls that differ from right ones in their lengths alone, and what they raise."""
+    """Calls that differ from valid ones only in their lengths, and the errors they raise."""
     keys, part = cache(), cache()[:, :1100]
     lse = np.zeros((2, 2, 1100), np.float32)
     uneven = np.zeros((2, 1100 * 2 * 64 + 4), keys.dtype)[:, :-4].reshape(2, 1100, 2, 64)

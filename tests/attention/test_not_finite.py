@@ -1,4 +1,4 @@
-"""Infinities and NaN: they reach what they must and nothing else, hidden ones nothing at all."""
+"""Infinities and NaN propagate to the results that depend on them only; masked ones to none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LSE_ATOL = 1e-5
     ]
 )
 def anywhere(request, monkeypatch) -> Iterator[str]:
-    """Both classes of kernels, in the emulator too."""
+    """Both kernel classes, in the emulator too."""
     kind, _, name = request.param.partition(" ")
     if kind != "emulator":
         choose_class(request.param, monkeypatch)
@@ -57,7 +57,7 @@ def check(place, q, k, v, grad_out, **options):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @emulated(lambda dtype: dtype == "bfloat16")
 def test_a_bias_of_minus_infinity_hides(anywhere, rng, dtype):
-    """As a mask does; some queries see no key then, some tiles are hidden altogether."""
+    """Like a mask; some queries and some tiles are then fully masked."""
     bias = random(rng, (70, 150), dtype)
     bias[rng.random(bias.shape) < 0.4] = -np.inf
     bias[5:20] = -np.inf
@@ -67,7 +67,7 @@ def test_a_bias_of_minus_infinity_hides(anywhere, rng, dtype):
 
 @emulated(lambda anywhere: anywhere != "emulator sm_80")
 def test_nan_of_a_query_stays_in_its_row(anywhere, rng):
-    """In grad_k and grad_v it reaches all keys that the query sees."""
+    """In grad_k and grad_v it reaches all keys that are visible to the query."""
     q, k, v, grad_out = inputs_of(rng)
     q[0, 7, 1, 3] = np.nan
     check(anywhere, q, k, v, grad_out)
@@ -86,7 +86,7 @@ def test_a_value_stays_in_its_column(anywhere, rng, value):
 
 
 def test_infinite_scores_are_nan(anywhere, rng):
-    """Infinity less infinity, in the row of that query alone."""
+    """Infinity minus infinity, only in the row of that query."""
     q, k, v, _ = inputs_of(rng)
     q[0, 9, 0, 2] = np.inf
     with np.errstate(invalid="ignore"):

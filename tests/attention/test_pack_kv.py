@@ -1,4 +1,4 @@
-"""Groups of new keys and values as int4 codes: the reference's bits, wherever groups lie."""
+"""pack_kv: the bits of the reference, for any source and target groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def array_module(device: str) -> Any:
 
 
 def int4_cache(xp: Any, shape: tuple[int, ...], axis: int, size: int) -> ck.QuantizedArray:
-    """Codes and factors that no call has written: 0xCC and NaN."""
+    """A cache with poisoned codes (0xCC) and factors (NaN)."""
     blocks, rows, heads, width = shape
     codes = xp.full((*shape[:3], width // 2), 0xCC, xp.uint8)
     if axis == 1:
@@ -43,7 +43,7 @@ def on_host(cache: ck.QuantizedArray) -> list[Any]:
 def test_groups_of_any_source(
     device: str, dtype: Any, size: int, head_dim: int, value_dim: int, index: Any
 ) -> None:
-    """Far from zero, constant, tiny and huge channels; NaN makes a scale NaN, and only its own."""
+    """Channels far from zero, constant, tiny and huge; NaN affects only the scale of its group."""
     xp = array_module(device)
     rng = np.random.default_rng(0)
     heads = 3
@@ -72,7 +72,7 @@ def test_groups_of_any_source(
                 assert (a == b).all()
             else:
                 np.testing.assert_array_equal(a, b)
-    # Whoever reads them finds the values within half a step.
+    # Decoded values are within half a quantisation step.
     rows = k.astype(dtype).astype(np.float64).reshape(-1, size, heads, head_dim)[2]
     scales = on_host(caches[0])[1].reshape(-1, 1, heads, head_dim)[5].astype(np.float64)
     host = ck.QuantizedArray(on_host(caches[0])[0], ck.int4, caches[0].shape,

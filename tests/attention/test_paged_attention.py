@@ -1,4 +1,4 @@
-"""Attention over a cache in blocks, with everything that may not be read poisoned."""
+"""Attention over a paged cache, with NaN in everything that must not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged, paged_contents
+from cukit.attention import _paged_arguments, paged
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
@@ -25,7 +25,7 @@ def array_module(device: str) -> Any:
 
 
 class Cache:
-    """A cache whose blocks lie in any order; what no request's keys are is NaN."""
+    """A cache with shuffled blocks; rows of no request are NaN."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Cache:
         hidden: int = 0,
         seed: int = 0,
     ) -> None:
-        """`hidden`: of each request, keys at the start that are NaN too."""
+        """hidden: leading keys of each request that are NaN too."""
         generator = np.random.default_rng(seed)
         value_dim = value_dim or head_dim
         counts = [-(-length // block_size) for length in lengths]
@@ -66,7 +66,7 @@ class Cache:
         self.q = generator.standard_normal(shape, np.float32).astype(dtype)
 
     def expected(self, **options: Any) -> Any:
-        """With what is hidden at zero, in float64."""
+        """The result in float64, with zeros for NaN."""
         k, v = (np.nan_to_num(array.astype(np.float64)) for array in (self.k, self.v))
         table = np.where(self.table == 2**30, 0, self.table)
         sinks = options.pop("sinks", None)
@@ -78,7 +78,7 @@ class Cache:
         )  # fmt: skip
 
     def check(self, device: str, tolerance: float = 2.0, **options: Any) -> None:
-        """Result and lse, and the same bits again."""
+        """Checks result and lse, and that a second call gives the same bits."""
         xp = array_module(device)
         arrays = [xp.asarray(a) for a in (self.q, self.k, self.v, self.table, self.lengths)]
         given = {n: xp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
@@ -147,7 +147,7 @@ def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) ->
 
 
 def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
-    """Scales a thousandfold apart, in poisoned caches; against the decoded values in float64."""
+    """Scales that differ by a factor of 1000; against float64 on decoded values."""
     xp = array_module(device)
     cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
     generator = np.random.default_rng(1)
@@ -193,8 +193,8 @@ def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
 def grouped(
     values: Any, axis: int, group_size: int, unused: Any, xp: Any
 ) -> tuple[ck.QuantizedArray, Any]:
-    """An int4 cache (KIVI) and what it holds, far from zero; factors of rows that are not used are
-    NaN where a group has no other."""
+    """An int4 cache (KIVI) of values far from zero, and the values; factors of groups with only
+    unused rows are NaN."""
     shape = values.shape
     spread = np.random.default_rng(2).uniform(-20, 20, (1, 1, *shape[2:]))
     values = np.nan_to_num(values) + (spread if axis == 1 else 0)
@@ -232,7 +232,7 @@ def grouped(
 def test_caches_of_int4(
     device: str, head_dim: int, heads_q: int, seq_q: int, options: dict[str, Any], group_rows: int
 ) -> None:
-    """Channels of keys far from zero; against the decoded values in float64."""
+    """Key channels far from zero; against float64 on decoded values."""
     xp = array_module(device)
     cache = Cache(
         [70, 2, 0, 129, 700], heads_q=heads_q, heads_kv=2, head_dim=head_dim, seq_q=seq_q,
@@ -276,7 +276,7 @@ def test_recent_keys_are_not_quantised(
     options: dict[str, Any],
     group_rows: int,
 ) -> None:
-    """Codes and rings in one launch; what lies behind a request's codes and ring is NaN."""
+    """Codes and ring buffers in one launch; NaN after a request's codes and in unused ring rows."""
     xp = array_module(device)
     lengths, packed = [70, 2, 0, 129, 700, 300, 128], [64, 0, 0, 64, 640, 192, 128]
     cache = Cache(
@@ -334,7 +334,7 @@ def test_recent_keys_are_not_quantised(
 def test_other_tilings(
     device: str, codes: str, step: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that profiling/paged_variants.py times."""
+    """The tilings that profiling/paged_variants.py measures."""
     plan = paged.plan_paged_attention
     tiling = {"step": step, "warps": warps, "stages": stages, "blocks_per_sm": 1}
     monkeypatch.setattr(
@@ -356,8 +356,8 @@ def test_values_may_be_narrower(device: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
 @emulated(lambda length: length == 1025)
-def test_a_request_does_not_feel_the_batch(device: str, length: int) -> None:
-    """Bit for bit, alone and among others, in another place of another cache."""
+def test_a_request_does_not_depend_on_the_batch(device: str, length: int) -> None:
+    """The same bits, alone and in a batch, at other positions of another cache."""
     xp = array_module(device)
     alone = Cache([length], seed=1)
     among = Cache([7, length, 2600 if device == "gpu" else 70, 0], seed=2)
@@ -377,11 +377,11 @@ def test_a_request_does_not_feel_the_batch(device: str, length: int) -> None:
 
 
 def test_a_slab_of_the_manager(device: str) -> None:
-    """Views of a slab that holds two layers, written at the manager's slots."""
+    """Views of a slab with two layers, written at the manager's slots."""
     cache = ck.KVCacheManager(32, 16, num_layers=2, num_heads_kv=2, head_dim=64)
     xp = namespace(cache.slab.array)
     if (device == "gpu") != (xp is not np):
-        pytest.skip("the slab lies on the GPU where there is one")
+        pytest.skip("with a GPU, the slab is in GPU memory")
     generator = np.random.default_rng(0)
     rows = xp.asarray(generator.standard_normal((2, 50, 2, 64), np.float32).astype(np.float16))
     cache.allocate("a", range(50))
@@ -443,7 +443,7 @@ def test_checked_calls_report_what_they_would_follow(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the CPU every call is checked; elsewhere the kernel must not run with such tables."""
+    """On the CPU every call is checked; on the GPU the kernel must not run with such tables."""
     xp = array_module(device)
     table = np.array([[0, 1], [2, 3], [1, 1]], np.int32)
     for place, block in entries.items():
@@ -455,7 +455,7 @@ def test_checked_calls_report_what_they_would_follow(
         return
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments, checked=True)
-    monkeypatch.setattr(paged_contents, "_CHECKED", True)  # CUKIT_CHECKED=1
+    monkeypatch.setattr(_paged_arguments, "_CHECKED", True)  # CUKIT_CHECKED=1
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments)
 
@@ -484,7 +484,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
 def test_a_few_thread_blocks_share_problems(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that begin and end inside problems, and hold whole ones."""
+    """Shares that start and end within problems, or hold whole ones."""
     plan = paged.plan_paged_attention
     monkeypatch.setattr(
         paged,

@@ -1,4 +1,4 @@
-"""Attention of many queries a request over a cache in blocks, on the Hopper forward."""
+"""Paged attention with many queries per request, on the Hopper forward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged, paged_prefill
-from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention import _paged_prefill, paged
+from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import bfloat16, float16
 from cukit.core.device import KIB, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
@@ -25,10 +25,10 @@ PROBLEM = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
 
 @pytest.fixture
 def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """`device`, where the forward serves every call that it can."""
+    """`device`, with every supported call on the Hopper forward."""
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
     paged._prepare.forget()  # type: ignore[attr-defined]
     yield device
     paged._prepare.forget()  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     )
 )
 def test_any_blocks(prefill: str, dtype: Any, block_size: int, lengths: list[int]) -> None:
-    """Requests without keys, and with fewer keys than queries, too."""
+    """Any block size; also requests without keys, and with fewer keys than queries."""
     Cache(lengths, block_size=block_size, dtype=dtype, seq_q=70).check(prefill)
 
 
@@ -81,15 +81,15 @@ def test_values_may_be_narrower(prefill: str) -> None:
 )
 @emulated(lambda block_size, hidden: (block_size == 7) == (hidden == 51))
 def test_options(prefill: str, options: dict[str, Any], hidden: int, block_size: int) -> None:
-    """Keys left of a request's window are NaN, also where a block holds some inside it too."""
+    """Keys left of a request's window are NaN, also in blocks that are partly within the window."""
     cache = Cache([152, 300, 0], seq_q=70, hidden=hidden, block_size=block_size)
     cache.check(prefill, **options)
 
 
 @pytest.mark.parametrize("block_size", [7, 16])
 @pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
-def test_queries_one_request_behind_the_other(prefill: str, block_size: int, window: Any) -> None:
-    """Whole prompts, a chunk of one, decode steps, and requests without queries or keys."""
+def test_packed_queries(prefill: str, block_size: int, window: Any) -> None:
+    """Whole prompts, a chunk of a prompt, decode steps, and requests without queries or keys."""
     counts = [70, 1, 0, 130, 1, 5]
     cache = Cache([70, 200, 40, 333, 1, 0], block_size=block_size, dtype=float16)
     ends = np.cumsum([0, *counts]).astype(np.int32)
@@ -108,8 +108,8 @@ def test_no_queries(prefill: str) -> None:
     assert lse.shape == (4, 0)
 
 
-def test_a_request_does_not_feel_the_batch(prefill: str) -> None:
-    """Bit for bit, alone and among others, in other blocks."""
+def test_a_request_does_not_depend_on_the_batch(prefill: str) -> None:
+    """The same bits, alone and in a batch, in other blocks."""
     xp = array_module(prefill)
     alone = Cache([210], seq_q=70, seed=1)
     among = Cache([90, 210, 0], seq_q=70, seed=2)
@@ -159,7 +159,7 @@ def test_a_graph_replays_with_other_lengths(ragged: bool) -> None:
 
 @pytest.mark.gpu
 def test_a_slab_beyond_32_bits() -> None:
-    """Blocks at either end of caches of more than 2^31 elements."""
+    """Blocks at both ends of caches of more than 2^31 elements."""
     import cupy
 
     if current_device().arch != "sm_90":

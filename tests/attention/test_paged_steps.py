@@ -1,4 +1,4 @@
-"""PagedAttention: the same bits as paged_attention, from memory of its own."""
+"""PagedAttention: the same bits as paged_attention, with its own memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def steps(device: str, cache: Cache, **options: Any) -> ck.PagedAttention:
     ids=str,
 )
 def test_steps_have_the_bits_of_single_calls(device: str, options: dict[str, Any]) -> None:
-    """Other requests in every step, tables on the host and on the device, one and two queries."""
+    """Different requests in each step, tables on host and device, one and two queries."""
     xp = array_module(device)
     cache = Cache([90, 0, 200, 7], seq_q=2, heads_q=4, heads_kv=2)
     attention = steps(device, cache, **options)
@@ -94,13 +94,13 @@ def test_what_is_refused() -> None:
         ck.PagedAttention(cache.k[None], cache.v[None], num_heads_q=0, max_batch=1, max_blocks=1)
     with pytest.raises(ArrayShapeError, match="must divide those of q"):
         ck.PagedAttention(cache.k[None], cache.v[None], num_heads_q=3, max_batch=1, max_blocks=1)
-    with pytest.raises(ArrayShapeError, match="of the same layers"):
+    with pytest.raises(ArrayShapeError, match="the same number of layers"):
         ck.PagedAttention(cache.k[None], [], num_heads_q=2, max_batch=1, max_blocks=1)
 
 
 @pytest.mark.gpu
 def test_a_graph_of_runs_replays_after_other_plans() -> None:
-    """Memory that is allocated after the capture stays as it is."""
+    """Replays do not write to memory that was allocated after the capture."""
     import cupy
 
     cache = Cache([100, 250, 3], seed=3)

@@ -1,8 +1,8 @@
-"""What a prefix cache must find and evict, block by block: an exact model of its policies.
+"""An exact model of a prefix cache's policies: which blocks it must find and evict.
 
-Knows nothing of trees, slots or locks: a cached block is a key (all tokens up to its end) with its
-own times and counts, and blocks that begin requests hold are counted. A few lines, so that they can
-be checked by reading.
+It has no tree, slots or locks: a cached block is a key (all tokens up to its end) with its own
+times and counts, and the blocks held by running requests are counted. It is short enough to be
+verified by reading.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[int, ...]
 
 @dataclass
 class CachedBlock:
-    """Times and counts of one block, as the policies rank them."""
+    """The times and counts of a block, by which the policies rank it."""
 
     last_use: int
     uses: int
@@ -40,7 +40,7 @@ class _Request:
 
 
 class PrefixCacheSimulator:
-    """Requests that begin, grow and end over `num_blocks` blocks of `block_size` tokens."""
+    """Requests that start, grow and end in `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -51,7 +51,7 @@ class PrefixCacheSimulator:
         self._time = 0
 
     def begin(self, name: int, tokens: Sequence[int], priority: int) -> bool:
-        """Whether there was room. The last token always has to be computed."""
+        """Starts a request; returns whether there was room. The last token is always computed."""
         found = self._touch(tokens, (len(tokens) - 1) // self.block_size)
         self._requests[name] = _Request(list(tokens), priority, found)
         if not self._make_room():
@@ -62,7 +62,7 @@ class PrefixCacheSimulator:
         return True
 
     def append(self, name: int, token: int) -> bool:
-        """Whether there was room."""
+        """Appends tokens; returns whether there was room."""
         request = self._requests[name]
         request.tokens.append(token)
         if not self._make_room():
@@ -72,7 +72,7 @@ class PrefixCacheSimulator:
         return True
 
     def end(self, name: int) -> None:
-        """The full blocks stay cached."""
+        """Ends a request; its full blocks stay cached."""
         request = self._requests.pop(name)
         num_full = len(request.tokens) // self.block_size
         known = self._touch(request.tokens, num_full)
@@ -89,7 +89,7 @@ class PrefixCacheSimulator:
         return [tuple(tokens[: (i + 1) * self.block_size]) for i in range(num_blocks)]
 
     def _touch(self, tokens: Sequence[int], most: int) -> int:
-        """Uses the cached blocks among the first `most`; returns how many there are."""
+        """Marks the cached blocks among the first `most` as used; returns their number."""
         self._time += 1
         found = 0
         for key in self._keys(tokens, most):
@@ -126,7 +126,7 @@ class PrefixCacheSimulator:
 
 @dataclass(frozen=True)
 class Turn:
-    """A request of a conversation: what it asks and what is answered to it."""
+    """A turn of a conversation: question and answer."""
 
     conversation: int
     prompt: tuple[int, ...]
@@ -137,10 +137,10 @@ class Turn:
 def conversations(
     seed: int, num_turns: int, *, num_prompts: int = 8, block_size: int = 4
 ) -> list[Turn]:
-    """A trace of multi-turn conversations over shared system prompts, whose popularity is Zipf's.
+    """A trace of multi-turn conversations over shared system prompts with Zipf popularity.
 
-    A turn's prompt is the system prompt, all earlier questions and answers, and a question. Tokens
-    stand for the hashes of a block trace: equal numbers, equal text.
+    The prompt of a turn is the system prompt, all earlier questions and answers, and a question.
+    Tokens stand for the hashes of a block trace: equal numbers are equal text.
     """
     generator = np.random.default_rng(seed)
     popularity = 1 / np.arange(1, num_prompts + 1)

@@ -1,4 +1,4 @@
-"""compress_kv: what is kept, what it costs in bits and in error, and attention over it."""
+"""compress_kv: kept keys, size, error, and attention over the result."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import cukit as ck
 from cukit.core.arrays import bfloat16, float16
 from cukit.errors import ArrayError, ConfigError
+from cukit.kv_cache._key_scores import attention_received, pooled, top_positions
 from cukit.kv_cache.group_codes import GroupCodes
-from cukit.kv_cache.key_scores import attention_received, pooled, top_positions
 from cukit.reference import attention as reference
 from tests.quick_run import emulated
 
@@ -41,13 +41,13 @@ def tokens(device: str, seq_len: int = 150, seed: int = 0, head_dim: int = 64) -
 
 
 def host(array: Any) -> Any:
-    """In NumPy, as float64 where it holds numbers of another float."""
+    """As a NumPy array; floats as float64."""
     array = array.get() if hasattr(array, "get") else np.asarray(array)
     return array.astype(np.float64) if array.dtype.kind not in "iub" else array
 
 
 def probabilities(q: Any, k: Any) -> Any:
-    """Causal, of the last queries: [batch, heads_kv, group, queries, keys], float64."""
+    """Causal probabilities of the last queries: [batch, heads_kv, group, queries, keys]."""
     q, k = host(q), host(k)
     batch, seq_q, _, head_dim = q.shape
     grouped = q.reshape(batch, seq_q, k.shape[2], -1, head_dim)
@@ -62,8 +62,8 @@ def probabilities(q: Any, k: Any) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @emulated(lambda strategy: strategy == "snapkv")
 def test_attention_over_what_is_kept(strategy: str, device: str) -> None:
-    """Against dense attention over the kept keys under a mask of their original positions: the
-    tokens' own queries, the next token's, and queries in the middle."""
+    """Against dense attention over the kept keys with a mask from their original positions: for
+    the last tokens' queries, the next token's, and queries in the middle."""
     q, k, v = tokens(device)
     small = ck.compress_kv(k, v, strategy, queries=q, **STRATEGIES[strategy])
     assert small.error is not None
@@ -93,7 +93,7 @@ def test_attention_over_what_is_kept(strategy: str, device: str) -> None:
 
 
 def test_bytes() -> None:
-    """Of 16-bit keys and values with heads of 64."""
+    """Compression ratios of 16-bit keys and values with head_dim 64."""
     q, k, v = (array.astype(float16) for array in tokens("cpu", 256))
     ratios = {
         name: ck.compress_kv(k, v, name, queries=queries, budget=40, window=0).ratio
@@ -121,7 +121,7 @@ def test_a_value_is_half_a_step_from_its_code(bits: int, dtype: Any) -> None:
         values = stored.decode(np.float64)
         steps = np.repeat(stored.steps.astype(np.float64), 16, axis=axis)
         least = np.repeat(stored.least.astype(np.float64), 16, axis=axis)
-        # 16-bit factors are rounded: the range ends a little early, or begins late.
+        # 16-bit factors are rounded, so the codes' range may be slightly too short at either end.
         slack = 1e-6 if dtype == np.float32 else 0.01
         assert (np.abs(values - x) <= 0.5 * steps + slack * (2**bits * steps + abs(least))).all()
     assert (stored.decode()[..., 5] != 0).all()
@@ -138,7 +138,7 @@ def test_attention_received_is_the_sum_of_columns(device: str, seq_q: int, head_
 
 
 def test_large_sums_of_attention_fit_float16() -> None:
-    """One key that 80,000 rows attend to with all their weight."""
+    """One key that receives the whole attention of 80,000 rows."""
     q = np.ones((1, 20000, 4, 8), float16)
     k = np.zeros((1, 20000, 1, 8), float16)
     with pytest.MonkeyPatch.context() as patch:
@@ -148,14 +148,14 @@ def test_large_sums_of_attention_fit_float16() -> None:
             taken["weight"] = float(grad_out[0, 0, 0, 0])
             return None, None, np.full((1, 20000, 1, 8), 80000 * taken["weight"], float16)
 
-        patch.setattr("cukit.kv_cache.key_scores.flash_attention_backward", backward)
-        patch.setattr("cukit.kv_cache.key_scores.flash_attention", lambda *_, **__: (None, None))
+        patch.setattr("cukit.kv_cache._key_scores.flash_attention_backward", backward)
+        patch.setattr("cukit.kv_cache._key_scores.flash_attention", lambda *_, **__: (None, None))
         np.testing.assert_allclose(attention_received(q, k), 80000, rtol=1e-3)
     assert taken["weight"] == 0.25
 
 
 def test_the_keys_of_a_budget() -> None:
-    """Each strategy against its definition, written out."""
+    """Each strategy against a plain implementation of its definition."""
     q, k, v = tokens("cpu", seed=3)
     weights = probabilities(q, k)
     few = ck.compress_kv(k, v, "sink_window", budget=10, sinks=3).positions
@@ -246,8 +246,8 @@ def test_parts_of_the_ranking() -> None:
     ("change", "error", "message"),
     [
         ({"strategy": "int3"}, ConfigError, "strategy must be one of 'int8', 'float8'"),
-        ({"strategy": "snapkv", "budget": None}, ConfigError, "snapkv needs a budget"),
-        ({"strategy": "snapkv", "queries": None}, ConfigError, "snapkv needs queries"),
+        ({"strategy": "snapkv", "budget": None}, ConfigError, "snapkv requires a budget"),
+        ({"strategy": "snapkv", "queries": None}, ConfigError, "snapkv requires queries"),
         ({"strategy": "sink_window", "budget": 0}, ConfigError, "budget"),
         ({"window": -1}, ConfigError, "window"),
         ({"group_size": 0}, ConfigError, "group_size"),
@@ -255,7 +255,7 @@ def test_parts_of_the_ranking() -> None:
         ({"v": np.zeros((1, 99, 2, 64), np.float32)}, ArrayError, "v must have shape"),
         ({"v": np.zeros((1, 100, 2, 64), np.float16)}, ArrayError, "v"),
         ({"k": np.zeros((1, 100, 128), np.float32)}, ArrayError, "k"),
-        ({"queries": np.zeros((1, 101, 2, 64), np.float32)}, ArrayError, "of 1 to 100 tokens"),
+        ({"queries": np.zeros((1, 101, 2, 64), np.float32)}, ArrayError, "have 1 to 100 tokens"),
         ({"queries": np.zeros((1, 3, 3, 64), np.float32)}, ArrayError, "multiple of k's 2 heads"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""KVCacheManager: what callers see, what it refuses, and random use checked by the slab's bytes."""
+"""KVCacheManager: results, errors, and random use verified by the contents of the slab."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_preempted_requests_come_back(by: str, device: str) -> None:
         cache.append("a", [1])
     assert cache.available_blocks == 4
     if by == "swap":
-        cache.allocate("b", range(50, 66))  # every block: they are b's to write
+        cache.allocate("b", range(50, 66))  # every block, for b to write
         cache.slab.array[...] = 0
         cache.free("b", keep=False)
         assert cache.resume("a") == 10
@@ -125,7 +125,7 @@ def test_preempted_requests_come_back(by: str, device: str) -> None:
 
 
 class Swapping:
-    """A request that shares blocks with another, in a slab whose copies take several pieces."""
+    """A request that shares blocks with another, in a slab that is copied in several chunks."""
 
     def __init__(self, device: str) -> None:
         self.cache = manager(9, num_layers=2, head_dim=4, dtype=np.float32, device=device)
@@ -138,7 +138,7 @@ class Swapping:
             self.cache.publish(request)
 
     def check(self, *, swapped: bool) -> None:
-        """The books agree, nothing is lost, and the request goes on."""
+        """Checks the invariants, that no data is lost, and that the request can continue."""
         self.cache.check_invariants()
         self.writer.check("other")
         if swapped:
@@ -178,7 +178,7 @@ def test_a_swap_that_fails_after_some_pieces_loses_nothing(
 
 @pytest.mark.parametrize("way", ["preempt", "resume"])
 def test_an_interrupt_at_any_line_of_a_swap_loses_nothing(way: str) -> None:
-    """SIGINT before each line of the cache's code that a swap runs, one run for each."""
+    """SIGINT before each line of the cache's code that a swap executes, one run per line."""
     for line in itertools.count():
         swapping = Swapping("cpu")
         cache = swapping.cache
@@ -230,7 +230,7 @@ def test_a_slab_of_a_pool_is_given_back() -> None:
         (lambda c: c.append("a", 3), ArrayDtypeError, "must be integers"),
         (lambda c: c.append("a", [2**31]), ConfigError, "32 bits"),
         (lambda c: c.append("a", np.array([2**31])), ConfigError, "32 bits"),
-        (lambda c: c.append_each(["a", "a"], [1, 2]), ConfigError, "occurs once"),
+        (lambda c: c.append_each(["a", "a"], [1, 2]), ConfigError, "be distinct"),
         (lambda c: c.append_each(["a"], [1, 2]), ConfigError, "2 tokens for 1"),
         (lambda c: c.resume("a"), ConfigError, "is running"),
         (lambda c: c.swap_blocks_from_cpu("a"), ConfigError, "was not swapped"),
@@ -256,7 +256,7 @@ def test_what_is_refused_changes_nothing(call: Any, error: type[CukitError], mes
 
 
 class Writer:
-    """Writes what each token's keys and values would be: a function of all tokens up to there."""
+    """Writes stand-ins for keys and values: a function of all tokens up to each position."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self.cache = cache
@@ -290,7 +290,7 @@ class Writer:
 @pytest.mark.parametrize("seed", range(6))
 @emulated(lambda policy, seed: (policy, seed) == ("lru", 0))
 def test_random_requests_read_what_they_wrote(policy: str, seed: int, device: str) -> None:
-    """Prompts that share beginnings, forks, swaps and a slab that is always too small."""
+    """Prompts with common prefixes, forks, swaps, and a slab that is always too small."""
     random_ = random.Random(f"{policy} {seed}")
     cache = manager(
         random_.choice([6, 12, 24]), random_.choice([1, 3, 4]), num_layers=2,
@@ -359,7 +359,7 @@ def test_random_requests_read_what_they_wrote(policy: str, seed: int, device: st
 
 @pytest.mark.gpu
 def test_swapped_blocks_are_reused_only_after_their_copy() -> None:
-    """The next request overwrites the blocks while half a gigabyte of them leaves."""
+    """The next request overwrites the blocks while half a gigabyte is being copied out."""
     import cupy
 
     cache = manager(64, 64, num_layers=32, num_heads_kv=8, head_dim=128, device="gpu")
@@ -378,7 +378,7 @@ def test_swapped_blocks_are_reused_only_after_their_copy() -> None:
 
 @pytest.mark.gpu
 def test_host_memory_of_a_swap_is_kept_until_its_copies_are_through() -> None:
-    """Right after the calls, pinned memory of the same size is taken and overwritten."""
+    """Right after the calls, pinned memory of the same size is allocated and overwritten."""
     import cupy
     import cupyx
 

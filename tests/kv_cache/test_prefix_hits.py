@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def replay(turns: list[Turn], num_blocks: int, policy: str, concurrent: int) -> tuple[int, ...]:
-    """Manager and simulator side by side; hits and evictions are compared after every request."""
+    """Runs manager and simulator together, comparing hits and evictions after every request."""
     cache = KVCacheManager(
         num_blocks, BLOCK_SIZE, num_heads_kv=1, head_dim=4, policy=policy,
         pool=MemoryPool(provider=HostProvider()),
@@ -67,7 +67,7 @@ def test_the_curve_of_hits_is_that_of_an_exact_simulator(policy: str, concurrent
 
 
 def test_with_room_for_everything_all_that_was_said_before_is_found() -> None:
-    """One request at a time: the hits are the whole blocks of the longest text said before."""
+    """One request at a time: the hits are the whole blocks of the longest earlier prefix."""
     turns = conversations(seed=9, num_turns=200)
     said: set[tuple[int, ...]] = set()
     expected = 0

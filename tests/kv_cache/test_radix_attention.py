@@ -1,4 +1,4 @@
-"""RadixAttention: whatever is shared, forked, swapped or evicted, as if all were computed anew."""
+"""RadixAttention: with sharing, forks, swaps and evictions, the results of uncached computation."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GROUP = 32
 
 @lru_cache(maxsize=4096)
 def row_of(layer: int, state: int) -> Any:
-    """All heads of one token; `state` stands for it and the tokens before it."""
+    """All heads of one token; `state` encodes the token and all before it."""
     shape = HEADS_Q + 2 * HEADS_KV, HEAD_DIM
     return np.random.default_rng([layer, state]).standard_normal(shape, np.float32)
 
 
 class Model:
-    """Rows of queries, keys and values that depend on every token before their own."""
+    """Queries, keys and values that depend on all tokens up to their own."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -44,8 +44,8 @@ class Model:
         return np.split(both, [HEADS_Q, HEADS_Q + HEADS_KV], axis=2)
 
     def uncached(self, tokens: list[int], layer: int, packed: int = 0) -> Any:
-        """Attention of all tokens, without a cache, in float64. The first `packed` keys and values
-        are those of int4 in groups of GROUP tokens."""
+        """Uncached attention of all tokens in float64. The first `packed` keys and values are
+        rounded to int4 in groups of GROUP tokens."""
         q, k, v = self.rows(tokens, layer)
         wide = [array.astype(np.float64) for array in (q, k, v)]
         for begin in range(0, packed, GROUP):
@@ -88,13 +88,13 @@ class Server:
         self.step([*chosen], -1)
 
     def step(self, requests: list[Hashable], begin: int) -> None:
-        """All layers of the tokens from number `begin` on."""
+        """Runs all layers for the tokens from index `begin` on."""
         lengths = [len(self.tokens[request]) for request in requests]
         positions = np.stack([np.arange(length)[begin:] for length in lengths])
         assert (self.attention.positions == self.xp.asarray(positions)).all()
         assert self.attention.length == max(lengths) - positions.shape[1]
         packed = [0] * len(requests)
-        if self.packs:  # a prompt's own keys are read as they are
+        if self.packs:  # a prompt reads its own keys unquantised
             packed = [begin] if begin >= 0 else self.cache.recent(requests)[1].tolist()
         for layer in range(LAYERS):
             parts = [self.model.rows(self.tokens[request], layer) for request in requests]
@@ -114,7 +114,7 @@ class Server:
 def server(device: str, num_blocks: int, block_size: int, **options: Any) -> Server:
     made = Server(num_blocks, block_size, np.float32 if device == "cpu" else bfloat16, **options)
     if (device == "gpu") != (made.xp is not np):
-        pytest.skip("the slab lies on the GPU where there is one")
+        pytest.skip("with a GPU, the slab is in GPU memory")
     return made
 
 
@@ -134,12 +134,12 @@ def int4_server(device: str, num_blocks: int, num_rings: int = 6) -> Server:
         num_blocks, GROUP, bfloat16, stored=ck.int4, recent_dtype=bfloat16, num_rings=num_rings
     )
     if (device == "gpu") != (made.xp is not np):
-        pytest.skip("the slab lies on the GPU where there is one")
+        pytest.skip("with a GPU, the slab is in GPU memory")
     return made
 
 
 def test_int4_keeps_blocks_exact_until_they_are_full(device: str) -> None:
-    """Prompts with and without a cached prefix, forks of a ring, blocks that become full, swaps."""
+    """Prompts with and without a cached prefix, forks of a ring buffer, filled blocks, swaps."""
     served = int4_server(device, 16)
     prompt = [*range(60)]
     assert served.add("a", prompt) == 0
@@ -166,11 +166,11 @@ def test_int4_keeps_blocks_exact_until_they_are_full(device: str) -> None:
 def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
     served = int4_server(device, 16, num_rings=1)
     served.add("a", [1, 2, 3])
-    with pytest.raises(OutOfMemoryError, match="allocate: 1 rings are needed, but only 0 of 1"):
+    with pytest.raises(OutOfMemoryError, match="allocate: ring buffers needed: 1, free: 0 of 1"):
         served.attention.add("b", [1, 2])
     served.cache.check_invariants()
     assert served.add("full", [*range(GROUP)]) == 0
-    with pytest.raises(OutOfMemoryError, match="append: 1 rings"):
+    with pytest.raises(OutOfMemoryError, match="append: ring buffers needed: 1"):
         served.attention.append(["full"], [3])
     served.cache.check_invariants()
     served.append({"a": 4})
@@ -182,7 +182,7 @@ def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
 def test_codes_of_8_bits(device: str, stored: Any) -> None:
     made = Server(16, 4, bfloat16, stored=stored)
     if (device == "gpu") != (made.xp is not np):
-        pytest.skip("the slab lies on the GPU where there is one")
+        pytest.skip("with a GPU, the slab is in GPU memory")
     made.tolerance = 0.15
     assert made.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
     assert made.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1]) == 8
@@ -190,7 +190,7 @@ def test_codes_of_8_bits(device: str, stored: Any) -> None:
 
 
 def test_attend_turns_queries_and_keys(device: str) -> None:
-    """With the tables of `rope` as without them, where the rows are turned before."""
+    """With rotary tables, the same results as for rows rotated beforehand."""
     outs = []
     for fused in (False, True):
         made = int4_server(device, 16)
@@ -210,8 +210,8 @@ def test_attend_turns_queries_and_keys(device: str) -> None:
 
 
 def test_beams_equal_an_uncached_recomputation(device: str) -> None:
-    """Each step keeps the best of the beams' continuations, as beam search does: some beams are
-    forked and others end."""
+    """Each step keeps the best continuations, as in beam search: some beams are forked, others
+    end."""
     served = server(device, 24, 4)
     random_ = random.Random(1)
     served.add(0, [3, 1, 4, 1, 5, 9])
@@ -238,7 +238,7 @@ def test_beams_equal_an_uncached_recomputation(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_requests_equal_an_uncached_recomputation(seed: int) -> None:
-    """Shared prompts, forks, both kinds of preemption, and a cache that is too small."""
+    """Shared prompts, forks, both kinds of preemption, and too small a cache."""
     random_ = random.Random(seed)
     served = Server(14, 3, np.float32, policy=["lru", "lfu", "priority"][seed])
     attention, running, waiting = served.attention, list[int](), list[int]()
@@ -282,7 +282,7 @@ def test_steps_follow_one_another() -> None:
     attention, cache = served.attention, served.cache
     rows = np.ones((1, 3, HEADS_KV, HEAD_DIM), np.float32)
     for call in (lambda: attention.attend(rows, rows, rows, 0), attention.advance):
-        with pytest.raises(ConfigError, match="no step is under way"):
+        with pytest.raises(ConfigError, match="no step has been started"):
             call()
     attention.add("a", [1, 2, 3])
     for call in (
@@ -290,13 +290,13 @@ def test_steps_follow_one_another() -> None:
         lambda: attention.append(["a"], [1]),
         lambda: attention.resume("a"),
     ):
-        with pytest.raises(ConfigError, match="the step of 'a' is under way"):
+        with pytest.raises(ConfigError, match="the step of 'a' has not ended"):
             call()
     with pytest.raises(ArrayError, match="k must have shape"):
         attention.attend(rows, rows[:, :2], rows, 0)
     with pytest.raises(ConfigError, match="layer"):
         attention.attend(rows, rows, rows, 2)
-    with pytest.raises(ConfigError, match="3 tokens a request, got 1"):
+    with pytest.raises(ConfigError, match="3 tokens per request, got 1"):
         attention.advance(1)
     attention.free("a")
     assert cache.statistics().cached_blocks == 0, "what was never written is not kept"
@@ -356,7 +356,7 @@ def test_a_captured_decode_step_replays_after_each_append() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     graph, states = None, []
     with stream:
-        for token in range(6):  # the first requests' blocks fill up, and others are taken
+        for token in range(6):  # the first requests fill their blocks and take new ones
             attention.append(["a", "b"], [token, token])
             for request in ("a", "b"):
                 served.tokens[request].append(token)

@@ -1,4 +1,4 @@
-"""The prefix tree against a plain dictionary, and what its policies evict."""
+"""The prefix tree against a plain dictionary, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_policy_chooses_what_goes_first(policy: str, first: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_use_against_a_dictionary(policy: str, seed: int) -> None:
-    """Every prefix of whole blocks that the dictionary knows, the tree finds, and no other."""
+    """The tree finds exactly the prefixes of whole blocks that are in the dictionary."""
     random_ = random.Random(seed)
     size = random_.choice([1, 2, 3])
     tree = RadixTree(size, policy)
@@ -116,8 +116,8 @@ def test_random_use_against_a_dictionary(policy: str, seed: int) -> None:
 
 
 def test_a_long_prompt_is_found_quickly_in_a_large_tree() -> None:
-    """4096 tokens, 256 blocks that branch everywhere, among 100,000 blocks: 0.2 ms are wished for;
-    the bound is five times that, for machines that do other work as well."""
+    """4096 tokens, 256 blocks with a branch at each, among 100,000 blocks: the target is 0.2 ms,
+    the bound five times that, for machines under load."""
     size, generator = 16, np.random.default_rng(0)
     tree = RadixTree(size)
     prompt = generator.integers(0, 1000, 4096, np.int32)

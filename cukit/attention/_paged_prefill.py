@@ -1,0 +1,116 @@
+"""Launches of the Hopper forward over a paged cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cukit.attention._arguments import (
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
+    dense_strides,
+    fits_tensor_maps,
+    scales_of,
+    score_settings,
+    strides_of,
+)
+from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, Prologue, encoder
+from cukit.attention._flash_tilings import WARPGROUP_ROWS
+from cukit.attention._paged_arguments import PagedArrays, PagedScratch
+from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._problem import AttentionProblem
+from cukit.core.arrays import Array, empty
+from cukit.core.device import current_device
+from cukit.core.kernel import NULL, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
+
+
+def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
+    """The attention problem of a call; the host does not know its number of keys."""
+    q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
+    head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
+    causal, window = options.visible
+    return AttentionProblem(
+        len(arrays.seq_lens), q.shape[-3], 1, q.shape[-2], k_cache.shape[2], head_dim,
+        q.dtype.name, causal, value_dim=None if value_dim == head_dim else value_dim,
+        window=window, softcap=options.softcap is not None, sinks=arrays.sinks is not None,
+        varlen=arrays.cu_seqlens_q is not None,
+    )  # fmt: skip
+
+
+def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: bool) -> bool:
+    """Whether a call runs on the Hopper forward."""
+    if problem.varlen:
+        return True
+    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
+    device = current_device()
+    return plain and prefers_prefill(problem, device, batch_invariant=batch_invariant)
+
+
+class PreparedPrefill:
+    """A planned call of the Hopper forward, for arrays of the same shapes, strides and dtypes."""
+
+    __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
+
+    def __init__(
+        self, problem: AttentionProblem, options: ScoreOptions, arrays: PagedArrays
+    ) -> None:
+        q, k_cache, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
+        *_, block_size, _, value_dim = v_cache.shape
+        mapped = fits_tensor_maps(k_cache, v_cache)
+        config = plan_paged_prefill(problem, block_size, mapped, current_device())
+        given = ScoreArrays(None, sinks, None, None, cu_seqlens_q, None)
+        most_keys = block_table.shape[1] * block_size
+        seq_q = 0 if cu_seqlens_q is not None else problem.seq_len_q
+        batch, heads_q = problem.batch, problem.num_heads_q
+        *rows, _, _ = q.shape
+        self._shape = (*q.shape[:-1], value_dim)
+        self._lse_shape = (*rows[:-1], heads_q, rows[-1])
+        self._boxes = config.page_rows > 0
+        structs = parameter_structs(PARAMETERS)
+        keys = structs["PagedKeys"].pack(
+            k=strides_of(k_cache),
+            v=strides_of(v_cache),
+            block_size=block_size,
+            table_row=block_table.strides[0] // block_table.itemsize,
+            head_dim=problem.head_dim,
+        )
+        parameters = structs["MappedForwardParameters"].pack(
+            out=dense_strides(self._shape) if out is None else strides_of(out),
+            batch=batch,
+            heads_q=heads_q,
+            group=problem.group,
+            seq_q=seq_q,
+            seq_kv=most_keys,
+            value_dim=value_dim,
+            mask_heads=1,
+            scale_log2=scales_of(q, options)[1],
+            settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
+            float8=NO_FLOAT8,
+        )
+        blocks = config.grid(int(np.prod(rows)))
+        launch = Launch(load_kernel(config.spec()), (blocks,), (keys, parameters))
+        scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, blocks))
+        plan = Launch(load_kernel(config.plan_spec()), (1,), tuple(scalars))
+        queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
+        box = 1, config.page_rows, 1, config.box_columns(config.width)
+        encoders = (queries, *(encoder(box) if self._boxes else queries for _ in range(2)))
+        self._launch = MappedLaunch(
+            launch, encoders, Prologue(plan, config.plan_size()), None, None
+        )
+
+    def __call__(
+        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
+    ) -> Array | tuple[Array, Array]:
+        """Launches the kernels. scratch: unused."""
+        q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q, *_ = arrays
+        if out is None:
+            out = empty(q, self._shape)
+        lse = empty(q, self._lse_shape, np.float32) if return_lse else NULL
+        options = ScoreArrays(None, sinks, None, None, cu_seqlens_q, seq_lens)
+        # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
+        maps = (k_cache, v_cache) if self._boxes else (q, q)
+        pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
+        if out.size:
+            self._launch(q, *maps, out, lse, *options, pages=pages)
+        return (out, lse) if return_lse else out

@@ -1,0 +1,125 @@
+"""Plans of paged attention with many queries per request (prefill) on Hopper, and the choice
+between this kernel and the decode kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cukit.attention._flash_plan_sm90 import (
+    WarpgroupForwardConfig,
+    covers,
+    sequences_plan_size,
+    sequences_spec,
+    tilings_of,
+)
+from cukit.attention._flash_tilings import WARPGROUP_ROWS
+from cukit.attention._problem import AttentionProblem, ceil_div
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec
+
+_SWIZZLE_ROWS = 8  # rows per swizzle period; TMA boxes hold whole periods
+_TILE_M = 2 * WARPGROUP_ROWS
+_NARROW = 64  # largest head_dim with three consumer warpgroups
+_DECODE_ROWS = 32  # query rows per tile of the decode kernel
+# Nanoseconds per key of 128 columns, measured on an H200.
+_DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
+_PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
+
+
+@dataclass(frozen=True)
+class PagedForwardConfig(WarpgroupForwardConfig):
+    """The configuration of the Hopper forward over a paged cache."""
+
+    page_rows: int = 0
+    """Rows of a cache block per TMA box; 0: warps copy row by row."""
+
+    def grid(self, rows: int) -> int:
+        """Grid size for `rows` queries of all requests; a counter assigns the tiles."""
+        problem = self.problem
+        tiles = rows // self.tiling.tile_m + problem.batch
+        return min(problem.num_heads_q * tiles, self.num_sms)
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether the consumers are scheduled ping-pong."""
+        return False
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        spec = super().spec()
+        paged = ("PAGED", True), ("PAGE_ROWS", self.page_rows)
+        return replace(spec, defines=(*spec.defines, *paged))
+
+    def plan_spec(self) -> KernelSpec:
+        """The scheduling kernel, which sorts requests by length."""
+        return sequences_spec(self.tiling.tile_m, paged=True)
+
+    def plan_size(self, seq_len_q: int = 0, seq_len_kv: int = 0, mask_heads: int = 1) -> int:
+        """int32 elements of the schedule."""
+        return sequences_plan_size(self.problem.batch)
+
+
+def plan_paged_prefill(
+    problem: AttentionProblem, block_size: int, mapped: bool, device: Device
+) -> PagedForwardConfig:
+    """The configuration of a problem that class sm90 covers (_flash_plan_sm90.covers).
+
+    It depends on neither lengths nor batch, so the bits of a request's result do not depend on the
+    rest of its batch. mapped: whether the cache's strides fit tensor maps.
+    """
+    mapped = mapped and block_size % _SWIZZLE_ROWS == 0
+    tilings = tilings_of(problem)
+    narrow = max(problem.head_dim, problem.head_dim_v) <= _NARROW and problem.window is None
+    if not (mapped and narrow):
+        # Otherwise three consumer warpgroups would leave too few registers.
+        tilings = tuple(each for each in tilings if each.consumers == 2)
+    rows = math.gcd(tilings[0].tile_n, block_size) if mapped else 0
+    return PagedForwardConfig(problem, tilings[0], device.num_sms, page_rows=rows)
+
+
+def prefers_prefill(problem: AttentionProblem, device: Device, *, batch_invariant: bool) -> bool:
+    """Whether the Hopper forward is faster than the decode kernel, for `batch` requests of
+    seq_len_q queries each.
+
+    The decode kernel splits the keys over all thread blocks, but reads them again for every 32 rows
+    of a KV head. The forward reads them once per 128 queries of a head, but without splitting them,
+    so few tiles leave SMs idle. The estimates are times per key of every request. With
+    batch_invariant the batch must not matter: it is assumed to be large.
+    """
+    if not covers(problem, device) or problem.group * problem.seq_len_q <= _DECODE_ROWS:
+        return False
+    if batch_invariant:
+        problem = replace(problem, batch=device.num_sms)  # whole waves of tiles
+    return decode_time(problem) > prefill_time(problem, device)
+
+
+def decode_time(problem: AttentionProblem) -> float:
+    """Nanoseconds of the decode kernel per key of every request, of 128 columns."""
+    tiles = ceil_div(problem.group * problem.seq_len_q, _DECODE_ROWS)
+    return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE
+
+
+def prefill_time(problem: AttentionProblem, device: Device) -> float:
+    """The same for the Hopper forward."""
+    tiles = problem.batch * problem.num_heads_q * ceil_div(problem.seq_len_q, _TILE_M)
+    return ceil_div(tiles, device.num_sms) * _PREFILL_TILE
+
+
+def prefill_specs(device: Device) -> list[KernelSpec]:
+    """A representative set of variants: common widths, TMA and row by row, and each option."""
+    many = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
+    if not covers(many, device):
+        return []
+    options = replace(many, window=(256, None), sinks=True, varlen=True)
+    problems = [
+        *((replace(many, head_dim=width), 16) for width in (64, 96, 128, 192, 256)),
+        *((replace(many, head_dim=width), 7) for width in (64, 128, 256)),
+        (replace(many, head_dim=192, value_dim=128), 64),
+        (replace(many, causal=False), 64),
+        (replace(many, head_dim=80, softcap=True), 8),
+        *((options, block_size) for block_size in (1, 16)),
+    ]
+    configs = [plan_paged_prefill(problem, size, True, device) for problem, size in problems]
+    specs = [each.spec() for each in configs] + [each.plan_spec() for each in configs]
+    return list(dict.fromkeys(specs))
