@@ -1,5 +1,7 @@
-"""Imported before everything else, which takes half a second: Ctrl-C of the `cukit` command ends in
-one line from here on. Does nothing in other programs."""
+"""Makes Ctrl-C end the `cukit` command with one line while the rest is still being imported.
+
+Imported first, since the other imports take half a second. Does nothing in other programs.
+"""
 
 from cukit.core.interrupts import end_on_interrupt_while_starting
 

@@ -1,17 +1,18 @@
 """The `cukit` command: doctor, list, compile, bench, check, analyze, compare, report, replay,
 distill, generate.
 
-Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
+Bad input ends with one clear line on stderr and exit code 2; a traceback means a bug in cukit.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +34,7 @@ from cukit.errors import ConfigError, CukitError
 BAD_INPUT = 2
 _LONG_WORD = re.compile(r"\S{400,}")
 BROKEN_PIPE = 141
-"""As shells have it for a program that SIGPIPE ended."""
+"""The exit code that shells report for a program ended by SIGPIPE."""
 
 app = typer.Typer(
     name="cukit",
@@ -41,21 +42,33 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("doctor")(doctor)
-app.command("list")(list_ops)
-app.command("compile")(compile_kernels)
-app.command("bench")(bench)
-app.command("check")(check)
-app.command("analyze")(analyze)
-app.command("compare")(compare)
-app.command("report")(report)
-app.command("replay")(replay)
-app.command("distill")(distill)
-app.command("generate")(generate)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _help(command: Callable[..., Any]) -> str:
+    """The command's docstring with one line per paragraph, which the terminal's width wraps."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "doctor": doctor,
+    "list": list_ops,
+    "compile": compile_kernels,
+    "bench": bench,
+    "check": check,
+    "analyze": analyze,
+    "compare": compare,
+    "report": report,
+    "replay": replay,
+    "distill": distill,
+    "generate": generate,
+}
+for _name, _command in COMMANDS.items():
+    app.command(_name, help=_help(_command))(_command)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
         print(cukit.__version__)
         raise typer.Exit
 
@@ -92,10 +105,10 @@ def run(arguments: Sequence[str]) -> int:
     except (CukitError, OSError) as error:
         return _complain(str(error), BAD_INPUT)
     except MemoryError as error:
-        return _complain(f"not enough memory: {error or 'no more to be had'}", BAD_INPUT)
+        return _complain(f"not enough memory: {error or 'allocation failed'}", BAD_INPUT)
     except Exception as error:
-        # Which exceptions the command line's own errors derive from differs between releases of
-        # typer; that they format themselves does not.
+        # The base class of the command line's own errors differs between releases of typer;
+        # all of them have format_message.
         if hasattr(error, "format_message"):
             return _complain(error.format_message(), BAD_INPUT)
         raise
@@ -103,7 +116,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_values(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for an empty argument: to the shell, a variable that is not set."""
+    """Raises ConfigError for an empty argument, such as an unset shell variable."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         name, is_assignment, value = argument.partition("=")
         if not argument or (name.startswith("--") and is_assignment and not value):
@@ -118,17 +131,17 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
-    # A shell may close them (`>&-`); what is written then goes nowhere.
+    # A shell may have closed them (`>&-`): discard what is written.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 loses no result
+        sys.stdout.reconfigure(errors="replace")  # print results on terminals without UTF-8, too
     with interruptible():
         code = run(sys.argv[1:])
         try:
             sys.stdout.flush()
-        except OSError:  # it has been said; Python would say it again
+        except OSError:  # already reported; a normal exit would report it again
             os._exit(code)
         if code == INTERRUPTED:
-            os._exit(code)  # threads that still work are not waited for
+            os._exit(code)  # do not wait for threads that still run
     sys.exit(code)

@@ -4,10 +4,10 @@
     python examples/distill_cupy.py --teacher runs/distill/teacher.safetensors --text corpus/
     torchrun --nproc-per-node 2 examples/distill_cupy.py              # two GPUs (or mpirun -n 2)
 
-Three students of one size start from the same numbers: one learns from the text alone, one from the
-teacher beside it, one from what the teacher left on disk, its 16 likeliest tokens at each position.
-Batches are per process. A run that is killed goes on where its last checkpoint was, if it is
-started with the same options. `cukit distill` adds a report.
+Three students of the same size start from the same weights: one is trained on the text alone, one
+with the teacher, one with the teacher's recorded signals, its 16 likeliest tokens at each position.
+Batches are per process. A run that was killed continues from its last checkpoint if it is started
+with the same options. `cukit distill` also writes a report.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ TEMPERATURE = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Trains, distils, compares; prints and returns bits per byte."""
+    """Trains, distils and compares models; prints and returns bits per byte."""
     parser = argparse.ArgumentParser(description="Distil a model with cukit alone.")
-    parser.add_argument("--teacher", type=Path, help="a model of `cukit distill`")
+    parser.add_argument("--teacher", type=Path, help="a model from `cukit distill`")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="files and folders")
     parser.add_argument("--output", type=Path, default=Path("runs/distill_cupy"))
     parser.add_argument("--steps", type=int, default=60)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     steps, output = options.steps, options.output
     output.mkdir(parents=True, exist_ok=True)
     xp = importlib.import_module("cupy" if ck.default_device() == "gpu" else "numpy")
-    processes = communicator(xp)  # this one alone, unless torchrun or mpirun started several
+    processes = communicator(xp)  # a single process unless started by torchrun or mpirun
     dtype = "float32" if xp is np else "bfloat16"
     corpus = read_corpus(options.text)
     windows = Windows(
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     else:
         teacher = load_model(options.teacher, xp, dtype=dtype)
 
-    # The teacher's signals: every process records those of the batches that it will train with.
+    # Every process records the teacher's signals for the batches that it will train on.
     folder = output / f"signals-{processes.rank}-of-{processes.size}"
     record_teacher(folder, teacher, windows, steps=steps, k=KNOWN_TOKENS, temperature=TEMPERATURE)
     offline = OfflineBatches(folder, xp=xp, ranks=processes, shared=False)

@@ -4,10 +4,10 @@
     python examples/distill_torch.py                                  # a teacher trained here
     python examples/distill_torch.py --teacher path/or/name --text corpus/
 
-Without --teacher a small one is trained first and saved as a checkpoint, from which the student's
-part begins. Tokens are bytes; with a teacher of your own its tokenizer's. The student is a smaller
-model of the teacher's family. `optimize` puts cukit's kernels into both models, and one fused loss
-runs both heads: the logits of neither model are ever stored.
+Without --teacher, a small teacher is trained first and saved as a checkpoint, from which the
+distillation starts. Tokens are bytes, or those of your teacher's tokenizer. The student is a
+smaller model of the teacher's family. `optimize` swaps cukit's kernels into both models, and one
+fused loss includes both heads, without storing all logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cukit.distill import Corpus, Windows, read_corpus, validation_batches
 
 
 def tokens_of(text: np.ndarray[Any, Any], tokenizer: Any) -> np.ndarray[Any, Any]:
-    """Ids of a text: its bytes where there is no tokenizer."""
+    """Token ids of a text; without a tokenizer, its bytes."""
     if tokenizer is None:
         return text
     return np.asarray(tokenizer(text.tobytes().decode("utf-8", "replace"))["input_ids"], np.int32)
@@ -39,7 +39,7 @@ def batch_on(device: str, batch: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def hidden_states(model: Any, tokens: Any) -> Any:
-    """What goes into the head, [tokens, hidden]."""
+    """The input of the head, [tokens, hidden]."""
     hidden = model.model(tokens, use_cache=False).last_hidden_state
     return hidden.reshape(-1, hidden.shape[-1])
 
@@ -48,7 +48,8 @@ def train(
     model: Any, windows: Windows, *, steps: int, lr: float, device: str, teacher: Any = None,
     alpha: float = 0.9, temperature: float = 2.0,
 ) -> list[float]:  # fmt: skip
-    """AdamW on alpha T^2 KL(teacher, student) + (1 - alpha) cross-entropy, or on that alone."""
+    """Minimise alpha T^2 KL(teacher, student) + (1 - alpha) cross-entropy with AdamW; without a
+    teacher, cross-entropy."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1)
     losses = []
@@ -70,7 +71,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        losses.append(loss.detach())  # nothing waits for the GPU
+        losses.append(loss.detach())  # does not wait for the GPU
     return [float(each) for each in losses]
 
 
@@ -87,7 +88,7 @@ def bits_per_token(model: Any, text: np.ndarray[Any, Any], seq_len: int, device:
 
 
 def smaller(config: Any, seq_len: int) -> Any:
-    """Half as many layers, half as wide: a config of the same family."""
+    """A config of the same family with half the layers and half the width."""
     values = config.to_dict()
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
         values[name] = max(1, values[name] // 2)
@@ -99,7 +100,7 @@ def smaller(config: Any, seq_len: int) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Trains, distils, compares; prints and returns bits per token."""
+    """Trains, distils and compares models; prints and returns bits per token."""
     parser = argparse.ArgumentParser(description="Distil a Hugging Face model with cukit.")
     parser.add_argument("--teacher", help="folder or name of a causal language model")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="files and folders")
@@ -133,13 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         teacher.save_pretrained(checkpoint)
 
     teacher = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
-    teacher.requires_grad_(False)  # a teacher that requires grad is refused
+    teacher.requires_grad_(False)  # losses raise an error for a teacher that requires grad
     config = smaller(AutoConfig.from_pretrained(checkpoint), options.seq)
     results = {"teacher": bits_per_token(teacher, held_out, options.seq, device)}
     sample = {"input_ids": batch_on(device, windows(0))[0], "use_cache": False}
     print(ckt.optimize(teacher, sample))
     for name in ("student alone", "student"):
-        torch.manual_seed(1)  # both start from the same numbers
+        torch.manual_seed(1)  # both start from the same weights
         student = AutoModelForCausalLM.from_config(config).to(device, dtype)
         ckt.optimize(student, sample)
         taught_by = teacher if name == "student" else None

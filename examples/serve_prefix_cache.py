@@ -3,9 +3,9 @@
     python examples/serve_prefix_cache.py                      # a small random model
     python examples/serve_prefix_cache.py --model runs/distill/student.safetensors
 
-Requests come with one of a few long prompts and a question of their own. A batch of them runs at a
-time: a new request computes only what the cache does not hold, then all running ones decode a token
-together. The same requests are served again with nothing shared, and must give the same text.
+Each request has one of a few long prompts and a question of its own. A batch of requests runs at a
+time: a new request computes only the tokens that are not cached, then all running requests decode a
+token together. The same requests are served again without sharing, and must give the same text.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of all requests gave."""
+    """The results of serving all requests."""
 
     answers: list[list[int]]
     seconds: float
     hit_rate: float
     computed_tokens: int
-    """Of the prompts."""
+    """Prompt tokens that were computed, not cached."""
     peak_bytes: int
-    """Of keys and values that running requests held."""
+    """Peak size of the running requests' keys and values."""
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens, prompts' time included."""
+        """New tokens per second, including the time for prompts."""
         return sum(map(len, self.answers)) / self.seconds
 
 
 def serve(
     model: Transformer, prompts: list[list[int]], *, num_new: int, batch: int, share: bool
 ) -> Outcome:
-    """Answers all prompts, `batch` at a time, the most likely token each time."""
+    """Answers all prompts, `batch` at a time, with greedy decoding."""
     config = model.config
     longest = max(map(len, prompts)) + num_new
     blocks = -(-longest // BLOCK_SIZE) * batch
@@ -59,7 +59,7 @@ def serve(
     attention = ck.RadixAttention(cache, num_heads_q=config.num_heads_q, max_batch=batch)
 
     def next_tokens(tokens: Any) -> list[int]:
-        """After each row of tokens [requests, tokens]."""
+        """The next token after each row of tokens [requests, tokens]."""
         rows = model.xp.asarray(np.asarray(tokens, np.int32))
         hidden = model.forward(rows, keep=False, cache=attention).hidden
         last = hidden.reshape(*rows.shape, -1)[:, -1]
@@ -72,7 +72,7 @@ def serve(
     while waiting or running:
         while waiting and len(running) < batch:
             request = waiting.pop(0)
-            # Requests of different salts share nothing.
+            # Requests with different salts share nothing.
             cached = attention.add(request, prompts[request], salt=None if share else request)
             answers[request] += next_tokens([prompts[request][cached:]])
             running.append(request)
@@ -99,7 +99,7 @@ def serve(
 def shared_prompts(
     text: np.ndarray[Any, Any], num_requests: int, num_prompts: int, shared: int, own: int
 ) -> list[list[int]]:
-    """Requests over a few beginnings of `shared` bytes, the first the most popular (Zipf)."""
+    """Requests with a few common prefixes of `shared` bytes, of Zipf-distributed popularity."""
     generator = np.random.default_rng(0)
     popularity = 1 / np.arange(1, num_prompts + 1)
     chosen = generator.choice(num_prompts, num_requests, p=popularity / popularity.sum())
@@ -113,11 +113,11 @@ def shared_prompts(
 def main(arguments: Sequence[str] | None = None) -> tuple[Outcome, Outcome]:
     """Serves the requests with a shared cache and without one; prints and returns both."""
     parser = argparse.ArgumentParser(description="Serve requests that share prompts.")
-    parser.add_argument("--model", type=Path, help="a student of `cukit distill`")
+    parser.add_argument("--model", type=Path, help="a student from `cukit distill`")
     parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--prompts", type=int, default=4, help="different shared beginnings")
+    parser.add_argument("--prompts", type=int, default=4, help="number of shared prefixes")
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=8, help="requests at a time")
+    parser.add_argument("--batch", type=int, default=8, help="concurrent requests")
     options = parser.parse_args(arguments)
     xp = importlib.import_module("cupy" if ck.default_device() == "gpu" else "numpy")
     dtype = "float32" if xp is np else "bfloat16"
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Outcome, Outcome]:
         model = load_model(options.model, xp, dtype=dtype)
     room = model.config.max_positions - options.new_tokens
     if room < 8:
-        parser.error(f"--new-tokens: the model holds {model.config.max_positions} tokens in all")
+        parser.error(f"--new-tokens: the model supports {model.config.max_positions} tokens in all")
     own = room // 8
     prompts = shared_prompts(
         read_corpus().validation, options.requests, options.prompts, room - own, own

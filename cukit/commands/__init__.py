@@ -1,1 +1,1 @@
-"""The commands of `cukit`, one module each. They print; what they print is computed elsewhere."""
+"""The commands of `cukit`, one module each: options and output; other packages do the work."""

@@ -1,6 +1,6 @@
-"""Where commands print: tables to stdout, progress to stderr, JSON for programs.
+"""Output of the commands: tables and JSON on stdout, progress on stderr.
 
-What is printed may come from files of others: control characters never reach the terminal.
+Printed text may come from untrusted files, so control characters never reach the terminal.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 WIDE = 200
 
 FIRST_LINE_SECONDS, NEXT_LINE_SECONDS = 3.0, 15.0
-"""When progress is told of where every line stays: what takes less says nothing."""
+"""Seconds to the first and between later progress lines when stderr is not a terminal."""
 
 
 class PrintableConsole(Console):
-    """Writes no control characters but its own, whatever it is given."""
+    """A console that replaces control characters in the text it prints."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -44,7 +44,7 @@ class PrintableConsole(Console):
 
 
 def stdout() -> Console:
-    """A console that does not break table rows when its output goes to a file or a pipe."""
+    """A console that does not wrap table rows when stdout is a file or a pipe."""
     return PrintableConsole(width=None if sys.stdout.isatty() else WIDE, soft_wrap=False)
 
 
@@ -54,7 +54,7 @@ def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table in the house style; columns named in `right` are aligned to the right."""
+    """An empty table; columns named in `right` are right-aligned."""
     result = Table(box=None, header_style="bold", pad_edge=False)
     for name in columns:
         result.add_column(name, justify="right" if name in right else "left")
@@ -64,10 +64,10 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 def tracked(
     results: Iterable[T], total: int, doing: str, *, quiet: bool = False
 ) -> Generator[T, None, None]:
-    """`results` as they come, with progress on stderr and the time that the rest will take.
+    """Yields `results` as they come, with progress and the estimated time left on stderr.
 
-    A bar on a terminal, a line now and then elsewhere. The estimate takes what is left to be like
-    what is done.
+    A bar on a terminal, occasional lines otherwise. The estimate assumes that the remaining items
+    take as long as the finished ones.
     """
     console = PrintableConsole(stderr=True)
     if quiet:
@@ -86,7 +86,7 @@ def _bar(console: Console) -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
-        # One estimate from all that is done: work comes in no order.
+        # An estimate over all finished items: their costs are in no order.
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, transient=True, speed_estimate_period=3600.0)

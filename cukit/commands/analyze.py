@@ -1,4 +1,4 @@
-"""`cukit analyze`: every kernel that a script launches, or one kernel as the compiler left it."""
+"""`cukit analyze`: profiles the kernels that a script launches, or analyses one compiled kernel."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def analyze(
         str,
         typer.Argument(
             help="FILE.py (run as a program), FILE.py:function (called without arguments), or one "
-            "kernel: FILE.py:kernel, FILE.cu, FILE.cubin."
+            "kernel: FILE.py:kernel, FILE.cu or FILE.cubin."
         ),
     ],
     repeat: Annotated[
-        int, typer.Option(min=1, help="Calls of a function, after one that is not counted.")
+        int, typer.Option(min=1, help="Profiled calls of a function, after one warm-up call.")
     ] = 1,
     counters: Annotated[
-        bool, typer.Option(help="Run it under ncu too: bytes moved, achieved occupancy.")
+        bool, typer.Option(help="Also run it under ncu: bytes moved, achieved occupancy.")
     ] = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option("--output", "-o", help="A report to write: .html, .txt, .json, .trace.json."),
+        typer.Option("--output", "-o", help="Report to write: .html, .txt, .json or .trace.json."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Analysis to write, for `cukit compare` and `cukit report`.")
@@ -65,25 +65,32 @@ def analyze(
     as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
     arch: Annotated[
         str | None,
-        typer.Option(help="One kernel: for this architecture; else this GPU's, or sm_90."),
+        typer.Option(help="One kernel: its architecture. Default: this GPU's, or sm_90 without."),
     ] = None,
-    entry: Annotated[str | None, typer.Option(help="One kernel: which of the file.")] = None,
-    block: Annotated[int, typer.Option(min=1, max=1024, help="One kernel: threads a block.")] = 256,
+    entry: Annotated[
+        str | None, typer.Option(help="One kernel: its name, if the file has several.")
+    ] = None,
+    block: Annotated[
+        int, typer.Option(min=1, max=1024, help="One kernel: threads per block.")
+    ] = 256,
     grid: Annotated[
-        int | None, typer.Option(min=1, max=2**31 - 1, help="One kernel: blocks.")
+        int | None, typer.Option(min=1, max=2**31 - 1, help="One kernel: blocks in the grid.")
     ] = None,
     shared: Annotated[
         int,
-        typer.Option(min=0, max=2**20, help="One kernel: bytes of dynamic shared memory a block."),
+        typer.Option(
+            min=0, max=2**20, help="One kernel: bytes of dynamic shared memory per block."
+        ),
     ] = 0,
     option: Annotated[
-        list[str] | None, typer.Option(help="FILE.cu: an option for NVRTC; may be repeated.")
+        list[str] | None, typer.Option(help="FILE.cu: an NVRTC option; may be repeated.")
     ] = None,
 ) -> None:
-    """Say what the kernels of a script do: how often, how long, how full they keep the GPU.
+    """Profile the kernels that a script launches: calls, times, occupancy, advice.
 
-    Every kernel that runs is seen, whoever launches it: raw kernels, CuPy's own, cuBLAS. A single
-    kernel is described from its code, which needs no GPU. Exit code 1 if the script raises.
+    Records every kernel that runs: raw kernels, CuPy's own, library kernels such as cuBLAS's. A
+    single kernel is analysed from its compiled code, which needs no GPU. Exit code 1 if the script
+    raises.
     """
     try:
         specs = [] if option else _own_variants(Path(target), entry, arch)
@@ -113,24 +120,24 @@ def analyze(
 
 
 def _find(target: str, entry: str | None, options: Sequence[str]) -> Any:
-    """What `target` names: a kernel, or something to call."""
+    """The kernel or callable that `target` names."""
     path = Path(target)
     if path.suffix not in (".cu", ".cubin"):
         return _run(Script(target).load)
     check_file(path)
     if path.suffix == ".cubin":
         if entry is None:
-            raise ConfigError("a cubin may hold several kernels: name one with --entry")
+            raise ConfigError("a cubin may contain several kernels: name one with --entry")
         return path
     code = read_text(path)
-    # Quoted includes: beside the file, as for any compiler, and cukit's own headers.
+    # Quoted includes: from the file's folder, as with any compiler, then cukit's own headers.
     folders = (path.resolve().parent, kernels_root())
     includes = (f"-I{folder}" for folder in folders)
     return KernelSource(entry or find_entry(code, target), code, (*options, *includes))
 
 
 def _own_variants(path: Path, entry: str | None, arch: str | None) -> list[KernelSpec]:
-    """What cukit compiles of one of its own sources; nothing for another file."""
+    """The variants that cukit compiles from one of its own sources; [] for any other file."""
     if path.suffix != ".cu" or not path.resolve().is_relative_to(kernels_root()):
         return []
     source = path.resolve().relative_to(kernels_root()).as_posix()
@@ -140,8 +147,8 @@ def _own_variants(path: Path, entry: str | None, arch: str | None) -> list[Kerne
     if not found and path.exists():
         names = ", ".join(dict.fromkeys(spec.entry for spec in specs)) or "none"
         raise ConfigError(
-            f"{path}: cukit compiles no such kernel of it for {device.arch}, but {names}; --option "
-            "compiles it as a file of yours"
+            f"{path}: no such kernel for {device.arch}; cukit compiles {names} from this file. "
+            "With --option it is compiled like a file of your own"
         )
     return found
 
@@ -153,7 +160,7 @@ def _is_kernel(found: Any) -> bool:
 
 
 def find_entry(code: str, place: str) -> str:
-    """The one kernel in CUDA source. Raises ConfigError where there is none, or several."""
+    """The name of the only kernel in CUDA source. Raises ConfigError for none or several."""
     names = list(dict.fromkeys(_ENTRY.findall(_BOUNDS.sub("", _COMMENT.sub("", code)))))
     if len(names) != 1:
         found = f"it has {', '.join(names)}" if names else "it has none"
@@ -183,7 +190,7 @@ def _trace(target: str, call: Any, repeat: int, *, counters: bool) -> AnalysisRe
 
 
 def _run(function: Callable[[], Any]) -> Any:
-    """Calls the user's code, its output on stderr; its exception is shown as its own."""
+    """Calls the user's code with stdout redirected to stderr; prints the traceback if it raises."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return function()
@@ -199,7 +206,7 @@ def _run(function: Callable[[], Any]) -> Any:
 
 
 def show_trace(analyses: Sequence[KernelAnalysis]) -> None:
-    """The kernels of a trace, the most time first, and advice on the first of them."""
+    """Prints the kernels of a trace, ordered by total time, and advice on the first."""
     numbers = ("calls", "total us", "share", "median us", "regs", "occupancy", "GB/s")
     result = table("kernel", *numbers, "limited by", right=numbers)
     altogether = sum(total_us(analysis) for analysis in analyses)

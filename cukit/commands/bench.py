@@ -1,4 +1,4 @@
-"""`cukit bench`: the benchmark cases of the repository, on this machine's GPU."""
+"""`cukit bench`: runs the repository's benchmark cases on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def bench(
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes; needs no GPU.")] = False,
     peers: Annotated[
-        str | None, typer.Option(help="Time only these beside ours, by comma: torch,liger.")
+        str | None, typer.Option(help="Peers to time, separated by commas: torch,liger.")
     ] = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Time ours alone.")] = False,
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Time cukit alone.")] = False,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
-    """Time kernels beside their peers: cold L2, medians, every result checked."""
+    """Time kernels beside their peers: cold L2, median times, every result checked."""
     try:
         from profiling import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"the benchmark cases live in cukit's repository, not in the package ({error}); "
+            f"the benchmark cases are in cukit's repository, not in the package ({error}); "
             "run this from a clone"
         ) from None
     families = run.families()
     if family is not None and family not in families:
-        raise ConfigError(f"no family {family[:60]!r}; there are {', '.join(families)}")
+        raise ConfigError(f"no family {family[:60]!r}; expected one of {', '.join(families)}")
     chosen = list(only or ())
     if target in families:
         family = target

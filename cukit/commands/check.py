@@ -1,4 +1,4 @@
-"""`cukit check`: any CUDA kernel on the CPU, with every access checked."""
+"""`cukit check`: runs any CUDA kernel on the CPU with every access checked."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def check(
         str | None,
         typer.Option(help="The kernel, or an instance of a template: 'scale<float, 4>'."),
     ] = None,
-    grid: Annotated[str, typer.Option(help="Blocks: 4, or 4,2 or 4,2,1.")] = "1",
-    block: Annotated[str, typer.Option(help="Threads of a block: 128, or 32,4 or 8,8,4.")] = "32",
+    grid: Annotated[str, typer.Option(help="Grid size in blocks: 4, or 4,2 or 4,2,1.")] = "1",
+    block: Annotated[
+        str, typer.Option(help="Block size in threads: 128, or 32,4 or 8,8,4.")
+    ] = "32",
     arg: Annotated[
         list[str] | None,
         typer.Option(
-            help="An argument of the kernel, in order: an array float32:1024 or "
-            "float32:64x64:zeros (random, zeros, ones, arange, empty or a number), a scalar "
-            "int32=1024, a file x.npy, or null."
+            help="A kernel argument; repeat in order. An array float32:1024 or float32:64x64:zeros "
+            "(fill: random, zeros, ones, arange, empty or a number), a scalar int32=1024, a file "
+            "x.npy, or null."
         ),
     ] = None,
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory.")] = 0,
@@ -52,17 +54,21 @@ def check(
         list[str] | None,
         typer.Option(help="Any other option of nvcc or NVRTC, such as -std=c++20."),
     ] = None,
-    arch: Annotated[str, typer.Option(help="The GPU whose instructions exist.")] = "sm_90",
-    seed: Annotated[int, typer.Option(help="0: threads in order; else an order of its own.")] = 0,
+    arch: Annotated[
+        str, typer.Option(help="Architecture whose instructions are available.")
+    ] = "sm_90",
+    seed: Annotated[
+        int, typer.Option(help="0 runs threads in order; another seed, in another order.")
+    ] = 0,
     late: Annotated[
         bool, typer.Option("--late", help="Finish asynchronous copies as late as possible.")
     ] = False,
 ) -> None:
-    """Compile a CUDA kernel for the CPU, run it, and report what it does wrong.
+    """Compile a CUDA kernel for the CPU, run it, and report its errors.
 
-    Bounds, alignment, initialisation, data races and barriers are checked; no GPU is needed. Host
-    code in the file is left out. Random arguments are the same in every run. Exit code 1 if the
-    kernel is caught at a mistake, 2 if it cannot be run.
+    Checks bounds, alignment, initialisation, data races and barriers; needs no GPU. Host code in
+    the file is ignored. Random arguments are the same in every run. Exit code 1 if a check fails,
+    2 if the kernel cannot be run.
     """
     rng = np.random.default_rng(0)
     values = [argument(text, rng) for text in arg or []]
@@ -92,11 +98,11 @@ def check(
         raise typer.Exit(FOUND) from None
     except CompileError as error:
         raise ConfigError(first_error(str(error))) from None
-    print(f"{source}: nothing found")
+    print(f"{source}: no errors found")
 
 
 def argument(text: str, rng: np.random.Generator) -> Any:
-    """What one --arg describes. Raises ConfigError."""
+    """The value that one --arg describes. Raises ConfigError."""
     if text in ("null", "NULL", "nullptr"):
         return None
     if text.endswith(".npy"):
@@ -112,7 +118,7 @@ def argument(text: str, rng: np.random.Generator) -> Any:
             exact = int(value, 0) if dtype.kind in "iub" else number
             return np.array(exact).astype(dtype)[()] if dtype.kind == "V" else dtype.type(exact)
         except (ValueError, OverflowError):
-            raise ConfigError(f"--arg {text}: {value!r} is no {dtype}") from None
+            raise ConfigError(f"--arg {text}: {value!r} is not a valid {dtype}") from None
     name, _, rest = text.partition(":")
     dtype = _dtype(name, text)
     shape_text, _, fill = rest.partition(":")
@@ -129,14 +135,14 @@ def argument(text: str, rng: np.random.Generator) -> Any:
 def _filled(
     text: str, dtype: np.dtype[Any], shape: tuple[int, ...], fill: str, rng: np.random.Generator
 ) -> np.ndarray[Any, Any]:
-    """random: of floats standard normal, of integers 0 to 99."""
+    """A filled array; "random" is standard normal for floats, 0 to 99 for integers."""
     if fill == "random":
         if dtype.kind in "iub":
             return rng.integers(0, 2 if dtype.kind == "b" else 100, shape).astype(dtype)
         return rng.standard_normal(shape).astype(dtype)
     if fill == "arange":
         return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    if fill == "empty":  # every bit set, NaN in floats, so that what is not written is seen
+    if fill == "empty":  # all bits set, NaN for floats, so that unwritten elements stand out
         array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8).fill(0xFF)
         return array
@@ -164,14 +170,14 @@ def _dtype(name: str, text: str) -> np.dtype[Any]:
 
 
 def extents_of(option: str, text: str) -> tuple[int, ...]:
-    """`4`, `4,2` or `4x2x1`. Raises ConfigError."""
+    """The extents in `4`, `4,2` or `4x2x1`. Raises ConfigError."""
     if not re.fullmatch(r"\d+([,x]\d+){0,2}", text):
         raise ConfigError(f"{option}: expected one to three extents such as 4,2,1, got {text!r}")
     return tuple(int(extent) for extent in re.split("[,x]", text))
 
 
 def first_error(log: str) -> str:
-    """One line of a compiler's messages: where the first error is, and how many follow."""
+    """The first error of a compiler's log, in one line, with the number of further errors."""
     errors = [line.strip() for line in log.split("\n") if re.search(r"\b(fatal )?error:", line)]
     notes = [line for line in log.split("\n") if line.startswith("not found, and left out")]
     if not errors:

@@ -1,4 +1,4 @@
-"""`cukit compare`: did anything get slower?"""
+"""`cukit compare`: compares two results files, case by case."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ COLOURS = {
 
 
 def compare(
-    base: Annotated[Path, typer.Argument(help="Results to compare with.")],
-    new: Annotated[Path, typer.Argument(help="Results to judge.")],
+    base: Annotated[Path, typer.Argument(help="Earlier results.")],
+    new: Annotated[Path, typer.Argument(help="Results to compare with them.")],
     tolerance: Annotated[
         float,
         typer.Option(
-            min=0.0, help="A difference below this share is none; 10% at least on the host's clock."
+            min=0.0, help="Smaller relative differences are ignored; at least 0.1 for host times."
         ),
     ] = TOLERANCE,
-    impl: Annotated[str, typer.Option(help="Whose times, among those in the files.")] = OURS,
+    impl: Annotated[str, typer.Option(help="The implementation to compare.")] = OURS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare two results files of `cukit bench` or `cukit analyze`, case by case.
 
-    SLOWER and FASTER are said only where the whole range of both times lies beyond the tolerance;
-    UNCERTAIN where more samples are needed. Exit code 1 if any case is slower, or wrong where it
-    was right; else 0.
+    A case is SLOWER or FASTER if the whole interval of the ratio of times is beyond the tolerance,
+    UNCERTAIN if more samples are needed. Exit code 1 if any case is slower, or is wrong and was
+    right before; else 0.
     """
     if not math.isfinite(tolerance):
         raise ConfigError(f"--tolerance: expected a finite number, got {tolerance}")

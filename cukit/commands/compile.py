@@ -1,4 +1,4 @@
-"""`cukit compile`: every kernel for any architecture, without a GPU, into the cache of launches."""
+"""`cukit compile`: compiles every kernel into the kernel cache, for any architecture."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Variant:
     spec: KernelSpec
     device: Device
     op: str = field(default="", compare=False)
-    """The first op that launches it; others may."""
+    """The first op that launches it; others may, too."""
 
     @property
     def arch(self) -> str:
-        """The target that launches on this GPU load."""
+        """The compilation target of launches on this GPU."""
         return self.device.compile_arch
 
 
@@ -55,17 +55,17 @@ def compile_kernels(
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, max=256, help="Processes at once. Default: one for each core."),
+        typer.Option(min=1, max=256, help="Parallel processes. Default: one per core."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Compile every kernel variant, with or without a GPU, and show what it takes of the GPU.
+    """Compile every kernel variant, with or without a GPU, and show registers, spills, occupancy.
 
     Fills the cache that launches read, so that first calls are quick. Exit code 1 if a kernel does
     not compile.
     """
-    wanted = variants(devices(arch), op)
-    compiled, errors = build(wanted, jobs, quiet=as_json)
+    requested = variants(devices(arch), op)
+    compiled, errors = build(requested, jobs, quiet=as_json)
     if as_json:
         print_json(facts(compiled, errors))
     else:
@@ -74,19 +74,19 @@ def compile_kernels(
 
 
 def build(
-    wanted: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
+    requested: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
 ) -> tuple[dict[Variant, CompiledKernel], dict[Variant, str]]:
-    """Compiles with progress on stderr; the kernels in the order of `wanted`, and what NVRTC said
-    of those that do not compile."""
-    # In random order, so that the time of those that are done tells that of the rest.
-    order = random.Random(0).sample(wanted, len(wanted))
-    doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in wanted))}"
-    progress = tracked(compile_all(order, jobs), len(wanted), doing, quiet=quiet)
-    with contextlib.closing(progress):  # on Ctrl-C too: the bar goes before anything is said
+    """Compiles with progress on stderr; returns the kernels in the order of `requested`, and the
+    NVRTC log of each variant that does not compile."""
+    # In random order, so that the finished variants predict the time of the rest.
+    order = random.Random(0).sample(requested, len(requested))
+    doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in requested))}"
+    progress = tracked(compile_all(order, jobs), len(requested), doing, quiet=quiet)
+    with contextlib.closing(progress):  # on Ctrl-C, too: remove the bar before any message
         results = dict(progress)
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
-    for variant in wanted:
+    for variant in requested:
         result = results[variant]
         if isinstance(result, CompileError):
             errors[variant] = str(result)
@@ -98,7 +98,7 @@ def build(
 def facts(
     compiled: Mapping[Variant, CompiledKernel], errors: Mapping[Variant, str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """What `--json` prints, and a report is made from."""
+    """The content of `--json`, which is also the source of a report."""
     return {
         "kernels": [_record(variant, kernel) for variant, kernel in compiled.items()],
         "errors": [
@@ -109,7 +109,7 @@ def facts(
 
 
 def devices(arch: str | None) -> list[Device]:
-    """GPUs to plan for: those that `arch` names, else the one that is here, else the usual."""
+    """GPUs to plan for: those of `arch`, else this machine's, else one per default architecture."""
     if arch is None:
         if gpu_available():
             return [current_device()]
@@ -125,7 +125,7 @@ def devices(arch: str | None) -> list[Device]:
 
 
 def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[Variant]:
-    """Every distinct kernel variant of the ops called `names` (of all ops without), per GPU."""
+    """Every distinct kernel variant of the named ops, by default of all ops, for each GPU."""
     chosen = [get_op(name) for name in names] if names else list(ops())
     return list(
         dict.fromkeys(
@@ -139,10 +139,10 @@ def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[V
 
 
 def compile_all(
-    wanted: Iterable[Variant], jobs: int | None = None
+    requested: Iterable[Variant], jobs: int | None = None
 ) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
-    """Compiles in parallel processes; yields results as they come."""
-    tasks = list(wanted)
+    """Compiles in parallel processes; yields results as they complete."""
+    tasks = list(requested)
     workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if workers <= 1:
         yield from map(compile_variant, tasks)
@@ -151,7 +151,7 @@ def compile_all(
 
 
 def compile_variant(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:
-    """One variant, into the cache of launches. A kernel that does not compile is a result, too."""
+    """Compiles one variant into the kernel cache; a CompileError is returned, not raised."""
     try:
         return variant, compile_kernel(variant.spec, variant.arch)
     except CompileError as error:

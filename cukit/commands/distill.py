@@ -1,4 +1,5 @@
-"""`cukit distill`: teacher, distilled student and honest comparison; `cukit generate`: its text."""
+"""`cukit distill` trains a teacher, distils a student and compares it with the same student trained
+alone; `cukit generate` continues a prompt with one of the models."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cukit.analyzer.report import generate_report
 from cukit.analyzer.report.numbers import printable
 from cukit.analyzer.report.terminal import print_report
 from cukit.commands._console import stdout
-from cukit.commands.distill_display import ProgressDisplay, show_plan, show_report
+from cukit.commands._distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
 from cukit.core.interrupts import INTERRUPTED
 from cukit.distill.data import VOCAB_SIZE, read_corpus
@@ -46,14 +47,16 @@ def distill(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A file or folder to train on; repeat for more. "
+            help="A file or folder to train on; may be repeated. "
             "Default: the Python standard library's source."
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu or auto.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output folder.")
+    ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew where OUTPUT holds a run.")
+        bool, typer.Option("--overwrite", help="Replace a run in the output folder.")
     ] = False,
     steps: Annotated[
         int | None, typer.Option(help="Training steps of both students.", rich_help_panel=_TRAINING)
@@ -62,16 +65,17 @@ def distill(
         int | None, typer.Option(help="Training steps of the teacher.", rich_help_panel=_TRAINING)
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Windows in a batch.", rich_help_panel=_TRAINING)
+        int | None, typer.Option(help="Windows per batch.", rich_help_panel=_TRAINING)
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(help="Bytes in a window.", rich_help_panel=_TRAINING)
+        int | None, typer.Option(help="Bytes per window.", rich_help_panel=_TRAINING)
     ] = None,
     accumulate: Annotated[
-        int | None, typer.Option(help="Batches summed into a step.", rich_help_panel=_TRAINING)
+        int | None,
+        typer.Option(help="Batches accumulated per step.", rich_help_panel=_TRAINING),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Threads on the CPU.", rich_help_panel=_TRAINING)
+        int | None, typer.Option(help="CPU threads.", rich_help_panel=_TRAINING)
     ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Students' learning rate.", rich_help_panel=_TRAINING)
@@ -80,24 +84,25 @@ def distill(
         float | None, typer.Option(help="Teacher's learning rate.", rich_help_panel=_TRAINING)
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the soft loss.", rich_help_panel=_TRAINING)
+        float | None, typer.Option(help="Temperature of the soft loss.", rich_help_panel=_TRAINING)
     ] = None,
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="Share of the soft loss; the rest is cross-entropy.", rich_help_panel=_TRAINING
+            help="Weight of the soft loss; cross-entropy has 1 - alpha.",
+            rich_help_panel=_TRAINING,
         ),
     ] = None,
     hidden_weight: Annotated[
         float | None,
         typer.Option(
-            help="Weight of matching hidden states; 0 for none.", rich_help_panel=_TRAINING
+            help="Weight of the loss on hidden states; 0 for none.", rich_help_panel=_TRAINING
         ),
     ] = None,
     attention_weight: Annotated[
         float | None,
         typer.Option(
-            help="Weight of matching attention distributions; 0 for none.",
+            help="Weight of the loss on attention distributions; 0 for none.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -105,7 +110,7 @@ def distill(
         bool | None,
         typer.Option(
             "--ablation/--no-ablation",
-            help="Distil the student with hidden states and with attention, too.",
+            help="Also distil students with the loss on hidden states and with that on attention.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -113,49 +118,54 @@ def distill(
         bool | None,
         typer.Option(
             "--packages/--no-packages",
-            help="Without --text: train on the source of installed packages, too.",
+            help="Without --text: also train on the source of installed packages.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed, the same result.", rich_help_panel=_TRAINING)
+        int | None,
+        typer.Option(help="The same seed gives the same result.", rich_help_panel=_TRAINING),
     ] = None,
     teacher_hidden: Annotated[
-        int | None, typer.Option(help="Teacher's width.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="Teacher's hidden size.", rich_help_panel=_SIZES)
     ] = None,
     teacher_layers: Annotated[
-        int | None, typer.Option(help="Teacher's depth.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="Teacher's layers.", rich_help_panel=_SIZES)
     ] = None,
     student_hidden: Annotated[
-        int | None, typer.Option(help="Student's width.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="Student's hidden size.", rich_help_panel=_SIZES)
     ] = None,
     student_layers: Annotated[
-        int | None, typer.Option(help="Student's depth.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="Student's layers.", rich_help_panel=_SIZES)
     ] = None,
     head_dim: Annotated[
-        int | None, typer.Option(help="Width of an attention head.", rich_help_panel=_SIZES)
+        int | None, typer.Option(help="Size of an attention head.", rich_help_panel=_SIZES)
     ] = None,
     tie_embeddings: Annotated[
         bool | None,
-        typer.Option("--tied/--untied", help="Head shares the embedding.", rich_help_panel=_SIZES),
+        typer.Option(
+            "--tied/--untied",
+            help="Share the embedding with the output head.",
+            rich_help_panel=_SIZES,
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32 on the CPU (or float64), bfloat16 on the GPU.", rich_help_panel=_SIZES
+            help="On the CPU float32 or float64, on the GPU bfloat16.", rich_help_panel=_SIZES
         ),
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=_RUN)
     ] = None,
     eval_windows: Annotated[
-        int | None, typer.Option(help="Validation windows at most.", rich_help_panel=_RUN)
+        int | None, typer.Option(help="Most validation windows.", rich_help_panel=_RUN)
     ] = None,
     quantize: Annotated[
         list[str] | None,
         typer.Option(
-            help="Judge the student with weights in this format too: int8, int4 or fp8; repeat "
-            "for more. A finished run is judged with --resume.",
+            help="Also evaluate the student with weights in this format: int8, int4 or fp8; may be "
+            "repeated. For a finished run, add --resume.",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -164,11 +174,11 @@ def distill(
         typer.Option(help="Memory pool on the GPU: cukit or cupy.", rich_help_panel=_RUN),
     ] = POOLS[0],
 ) -> None:
-    """Train a teacher on real text, distil a small student from it, and judge the gain.
+    """Train a teacher on real text, distil a small student from it, and measure the gain.
 
-    The same student is trained without the teacher too, on the same batches from the same start;
-    the report says how much the teacher helped, or that it did not. Ctrl-C saves and stops;
-    --resume goes on from the last checkpoint with the same result as an unbroken run.
+    The same student is also trained without the teacher, from the same initial weights on the same
+    batches; the report states whether distillation helped, and how much. Ctrl-C saves and stops;
+    --resume continues from the last checkpoint, with the same result as an uninterrupted run.
     """
     options: dict[str, Any] = {
         "steps": steps, "teacher_steps": teacher_steps, "batch": batch, "seq_len": seq_len,
@@ -206,7 +216,7 @@ def distill(
         except (Interrupted, KeyboardInterrupt):
             display.close()
             command = f"cukit distill -o {quote(str(output))} --resume"
-            print(f"stopped; `{command}` goes on", file=sys.stderr)
+            print(f"stopped; continue with `{command}`", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
         finally:
             display.close()
@@ -215,7 +225,7 @@ def distill(
 
 
 def _show_finished(folder: Path) -> None:
-    """The result that is already there, and how to get another."""
+    """Prints the result of a finished run, and how to run it again."""
     made = generate_report([folder / REPORT], title="cukit distill")
     print_report(stdout(), made.title, made.sections)
     stdout().print(
@@ -227,14 +237,14 @@ def _show_finished(folder: Path) -> None:
 
 
 def _write_page(folder: Path) -> None:
-    """The report as a page beside report.json, or a word on why there is none."""
+    """Writes report.html beside report.json, or prints why it cannot."""
     page = folder / "report.html"
     try:
         generate_report([folder / REPORT], [page], title="cukit distill")
     except MissingDependencyError as error:
         stdout().print(f"no report.html: {error}", markup=False)
     else:
-        stdout().print(f"The curves and tables of this run: {page}", markup=False, soft_wrap=True)
+        stdout().print(f"Curves and tables of this run: {page}", markup=False, soft_wrap=True)
 
 
 def generate(
@@ -242,17 +252,20 @@ def generate(
         Path, typer.Argument(help="A .safetensors file of `cukit distill`, or its folder.")
     ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(help="Bytes to add.")] = 400,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte each time.")] = 0.7,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest bytes only.")] = None,
+    tokens: Annotated[int, typer.Option(help="Bytes to generate.")] = 400,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest byte.")] = 0.7,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k likeliest bytes only.")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest bytes with so much probability.")
+        float | None,
+        typer.Option(help="Sample from the likeliest bytes with this total probability."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Draw from bytes at least this part as likely as the first."),
+        typer.Option(help="Sample from bytes at least this fraction as likely as the likeliest."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed, the same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, gpu or auto.")] = "auto",
 ) -> None:
     """Continue a prompt with a model that `cukit distill` trained."""
@@ -262,7 +275,7 @@ def generate(
         raise ConfigError("--prompt: expected at least one character")
     if seed < 0:
         raise ConfigError(f"--seed: expected 0 or more, got {seed}")
-    # What was trained in bfloat16 on a GPU runs in float32 here.
+    # On the CPU, models that were trained in BF16 on a GPU run in FP32.
     model = load_model(path, namespace_for(place), dtype="float32" if place == "cpu" else None)
     if model.config.vocab_size != VOCAB_SIZE:
         raise DataError(f"{path}: its tokens are not bytes")
@@ -281,7 +294,7 @@ def generate(
 
 
 def _place(device: str) -> str:
-    """ "cpu" or "gpu" for an option's value. Raises where there is no GPU to be had."""
+    """ "cpu" or "gpu" for an option's value. Raises if a GPU is requested and there is none."""
     if device == "auto":
         return "gpu" if gpu_available() else "cpu"
     if device == "gpu":

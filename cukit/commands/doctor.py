@@ -1,4 +1,4 @@
-"""`cukit doctor`: what this machine has, what will run where, and what mends what is missing."""
+"""`cukit doctor`: what this machine has, what runs where, and how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.core.driver import Driver, find_driver
 from cukit.errors import ConfigError, MissingDependencyError
 
-# What each part of GPU work is installed from, for each CUDA major version.
+# The packages that install each component of GPU work, by CUDA major version.
 PACKAGES = {
     12: {
         "cupy": "cupy-cuda12x",
@@ -37,17 +37,17 @@ PACKAGES = {
     },
 }
 
-INSTALL_COMPILER = "apt-get install g++, or the like of this system; or set CXX"
+INSTALL_COMPILER = "apt-get install g++, or this system's equivalent; or set CXX"
 
 
 class Status(str, Enum):
-    """How a finding is to be read."""
+    """The state of a component."""
 
     OK = "ok"
     ABSENT = "absent"
-    """Not here, and nothing on this machine needs it."""
+    """Missing, but nothing on this machine needs it."""
     BROKEN = "broken"
-    """Needed here; `remedy` mends it."""
+    """Needed on this machine; `remedy` fixes it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what was found here, what will run where, and how to mend what is missing.
+    """Show what was found, what runs where, and how to fix what is missing.
 
-    Exit code 0 on a sane machine, with or without a GPU; 1 if something that is needed is broken.
+    Exit code 0 if everything that this machine needs works, with or without a GPU; else 1.
     """
     findings = examine()
     broken = any(finding.status is Status.BROKEN for finding in findings)
@@ -77,29 +77,29 @@ def doctor(
 
 
 def examine() -> list[Finding]:
-    """Looks at everything, GPU first. Never raises: what fails becomes a finding."""
+    """Examines every component, GPU first. Never raises: a failure becomes a finding."""
     driver = find_driver()
-    gpu_wanted = driver.version is not None
+    gpu_required = driver.version is not None
     packages = PACKAGES[_cuda_major(driver)]
 
-    def part(name: str, package: str, look: Callable[[], str], *, wanted: bool) -> Finding:
+    def part(name: str, package: str, look: Callable[[], str], *, required: bool) -> Finding:
         remedy = f"python -m pip install {packages[package]}"
-        return _look(name, look, remedy, wanted=wanted)
+        return _look(name, look, remedy, required=required)
 
     return [
         Finding("cukit", Status.OK, _own_version()),
         _driver_finding(driver),
-        part("CuPy", "cupy", _cupy, wanted=gpu_wanted),
+        part("CuPy", "cupy", _cupy, required=gpu_required),
         _gpu_finding(driver),
-        part("NVRTC", "nvrtc", _nvrtc, wanted=gpu_wanted),
-        part("CUDA headers", "headers", _headers, wanted=gpu_wanted),
-        part("cuBLAS", "cublas", _cublas, wanted=gpu_wanted),
-        part("cuda-bindings", "bindings", _bindings, wanted=gpu_wanted),
+        part("NVRTC", "nvrtc", _nvrtc, required=gpu_required),
+        part("CUDA headers", "headers", _headers, required=gpu_required),
+        part("cuBLAS", "cublas", _cublas, required=gpu_required),
+        part("cuda-bindings", "bindings", _bindings, required=gpu_required),
         _cache_finding(),
-        _compiler_finding(wanted=gpu_wanted),
-        _look("emulator", _emulator, INSTALL_COMPILER, wanted=False),
+        _compiler_finding(required=gpu_required),
+        _look("emulator", _emulator, INSTALL_COMPILER, required=False),
         _numpy_finding(),
-        _kernels_finding(wanted=gpu_wanted),
+        _kernels_finding(required=gpu_required),
     ]
 
 
@@ -115,7 +115,7 @@ def _numpy_finding() -> Finding:
 
 
 def _cuda_major(driver: Driver) -> int:
-    """Which packages fit: those of the CuPy that is here, else of the driver, else CUDA 12's."""
+    """The CUDA major version of the packages: the installed CuPy's, else the driver's, else 12."""
     from cukit.core.device import cupy_module
 
     cupy = cupy_module()
@@ -123,14 +123,14 @@ def _cuda_major(driver: Driver) -> int:
     return min(max(major or 12, min(PACKAGES)), max(PACKAGES))
 
 
-def _look(name: str, look: Callable[[], str], remedy: str, *, wanted: bool) -> Finding:
-    """`look()`, or why it failed: broken where it is wanted, else merely absent."""
+def _look(name: str, look: Callable[[], str], remedy: str, *, required: bool) -> Finding:
+    """The finding of `look()`; if it raises, broken if required, else absent."""
     try:
         return Finding(name, Status.OK, look())
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        reason = reason.partition(f": {INSTALL_GPU_EXTRA}")[0]  # the remedy says it more exactly
-        return Finding(name, Status.BROKEN if wanted else Status.ABSENT, reason, remedy)
+        reason = reason.partition(f": {INSTALL_GPU_EXTRA}")[0]  # the remedy is more specific
+        return Finding(name, Status.BROKEN if required else Status.ABSENT, reason, remedy)
 
 
 def _own_version() -> str:
@@ -169,8 +169,8 @@ def _gpu_finding(driver: Driver) -> Finding:
 
     if driver.version is None:
         return Finding("GPU", Status.ABSENT, "none")
-    remedy = "mend what is broken here; a container must be given the GPU (docker run --gpus all)"
-    return _look("GPU", look, remedy, wanted=True)
+    remedy = "fix the parts above; a container needs access to the GPU (docker run --gpus all)"
+    return _look("GPU", look, remedy, required=True)
 
 
 def _nvrtc() -> str:
@@ -191,12 +191,12 @@ def _cublas() -> str:
     require_cupy("cuBLAS")
     try:
         from cupy_backends.cuda.libs import cublas
-    except (ImportError, RuntimeError):  # CuPy's own words name every file that it tried
+    except (ImportError, RuntimeError):  # CuPy's message lists every file that it tried
         raise MissingDependencyError("the library was not found") from None
     try:
         handle = cublas.create()
     except cublas.CUBLASError:
-        return "loaded"  # the library is there; only the GPU is not
+        return "loaded"  # the library is present; only the GPU is missing
     try:
         return str(cublas.getVersion(handle))
     finally:
@@ -204,7 +204,7 @@ def _cublas() -> str:
 
 
 def _bindings() -> str:
-    import cuda.bindings.driver  # noqa: F401 - that it loads is the finding
+    import cuda.bindings.driver  # noqa: F401 - the import is the test
 
     return importlib.metadata.version("cuda-bindings")
 
@@ -228,7 +228,7 @@ def _cache_finding() -> Finding:
         try:
             check_folder(below)
         except CacheError as error:
-            remedy = "export CUKIT_CACHE_DIR=<a folder in one that is your own>"
+            remedy = "export CUKIT_CACHE_DIR=<a folder inside one that you own>"
             return Finding("kernel cache", Status.BROKEN, str(error), remedy)
     kernels = list(folder.glob("kernels/*.cubin"))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -238,12 +238,12 @@ def _cache_finding() -> Finding:
         nearest = nearest.parent
     if nearest.is_dir() and os.access(nearest, os.W_OK):
         return Finding("kernel cache", Status.OK, value)
-    remedy = "export CUKIT_CACHE_DIR=<a folder that you may write>"
-    return Finding("kernel cache", Status.BROKEN, f"{folder} cannot be written", remedy)
+    remedy = "export CUKIT_CACHE_DIR=<a folder that you can write to>"
+    return Finding("kernel cache", Status.BROKEN, f"{folder} is not writable", remedy)
 
 
-def _compiler_finding(*, wanted: bool) -> Finding:
-    """Compiles a small kernel for real: every part above may be there and still not fit."""
+def _compiler_finding(*, required: bool) -> Finding:
+    """Compiles a small kernel: components that are all present may still be incompatible."""
 
     def look() -> str:
         from cukit.analyzer.timing import SPIN
@@ -255,11 +255,11 @@ def _compiler_finding(*, wanted: bool) -> Finding:
         source = "from the cache" if compiled.cached else f"in {compiled.compile_ms:.0f} ms"
         return f"{SPIN.source} for {arch} {source}"
 
-    remedy = "python -m pip install 'cukit[compile]'" if not wanted else "mend the parts above"
-    return _look("compiling", look, remedy, wanted=wanted)
+    remedy = "python -m pip install 'cukit[compile]'" if not required else "fix the parts above"
+    return _look("compiling", look, remedy, required=required)
 
 
-def _kernels_finding(*, wanted: bool) -> Finding:
+def _kernels_finding(*, required: bool) -> Finding:
     """Runs an op on the GPU and compares it with its reference."""
 
     def look() -> str:
@@ -277,9 +277,9 @@ def _kernels_finding(*, wanted: bool) -> Finding:
             raise ArithmeticError(f"rms_norm on {device.name} disagrees with its reference")
         return f"run kernels on {device.name} ({device.compile_arch}); checked with rms_norm"
 
-    if not wanted:
+    if not required:
         return Finding("CuPy arrays", Status.ABSENT, "need a GPU")
-    return _look("CuPy arrays", look, "mend the parts above", wanted=True)
+    return _look("CuPy arrays", look, "fix the parts above", required=True)
 
 
 MARKS = {
@@ -303,10 +303,10 @@ def _show(findings: list[Finding]) -> None:
     }
     broken = [finding for finding in findings if finding.status is Status.BROKEN]
     if broken:
-        console.print("\n[bold red]To mend:[/]")
+        console.print("\n[bold red]How to fix:[/]")
         for finding in broken:
             console.print(f"  {finding.name}: {escape(remedies[finding.name])}")
     elif remedies:
-        console.print("\n[dim]Nothing here needs what is absent. To have it all the same:[/]")
+        console.print("\n[dim]Nothing on this machine needs the absent parts. To install them:[/]")
         for name, remedy in remedies.items():
             console.print(f"  [dim]{name}: {escape(remedy)}[/]")

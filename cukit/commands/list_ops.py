@@ -1,4 +1,4 @@
-"""`cukit list`: every op, what it has, and what it would run on here."""
+"""`cukit list`: every op, its implementation, and what runs it on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Row:
     family: str
     name: str
     status: str
-    """"kernel" or "vendor library"; every op has a reference besides."""
+    """"kernel" or "vendor library"; every op has a reference, too."""
     minimum_arch: str
     dtypes: tuple[str, ...]
     here: str
@@ -29,11 +29,11 @@ def list_ops(
     family: Annotated[str | None, typer.Option(help="Only this family.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show every op: its family, what implements it, dtypes, and what it runs on here."""
+    """Show every op: family, implementation, dtypes, and what runs it on this machine."""
     rows = [describe(op) for op in ops() if family in (None, op.family)]
     if not rows:
         known = ", ".join(sorted({op.family for op in ops()}))
-        raise typer.BadParameter(f"no family {family!r}; there are {known}")
+        raise typer.BadParameter(f"no family {family!r}; expected one of {known}")
     if as_json:
         print_json([asdict(row) for row in rows])
         return
@@ -45,7 +45,7 @@ def list_ops(
 
 
 def describe(op: Op) -> Row:
-    """What there is to say about an op on this machine."""
+    """The table row of an op on this machine."""
     device = current_device() if gpu_available() else None
     return Row(
         family=op.family,

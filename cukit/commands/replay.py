@@ -1,4 +1,4 @@
-"""`cukit replay`: one allocation log on several memory pools."""
+"""`cukit replay`: replays an allocation log on several memory pools."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def replay(
     log: Annotated[
         str,
         typer.Argument(
-            help="A log in RMM's columns (.csv, .csv.gz), or a mix: random-N-M (N allocations of "
-            "at most M MiB), serving, streams, torture."
+            help="A log with RMM's columns (.csv, .csv.gz), or a synthetic mix: random-N-M (N "
+            "allocations of at most M MiB), serving, streams or torture."
         ),
     ],
-    pools: Annotated[str, typer.Option(help="Which pools, by comma, in this order.")] = ",".join(
-        POOLS
-    ),
+    pools: Annotated[
+        str, typer.Option(help="Pools to run, in order, separated by commas.")
+    ] = ",".join(POOLS),
     limit: Annotated[
         str | None,
         typer.Option(
-            help="What a pool may hold: bytes, 12GiB, or tight: 1.05 of the log's peak and a page "
-            "a stream."
+            help="Memory limit of a pool: bytes, a size such as 12GiB, or tight (1.05 times the "
+            "log's peak plus one page per stream)."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of a mix.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a synthetic mix.")] = 0,
     write_to: Annotated[
         Path | None, typer.Option("--write", help="Write the mix as a log to this file.")
     ] = None,
@@ -51,16 +51,16 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Replay an allocation log on memory pools: who completes it, in how much memory, how fast.
+    """Replay an allocation log on memory pools: whether each completes it, its memory, its times.
 
-    Each pool runs in a process of its own. Without a GPU ours runs on simulated pages, and the
-    others cannot. Exit code 1 if cukit's pool does not complete the log.
+    Each pool runs in its own process. Without a GPU only cukit's pool runs, on simulated pages.
+    Exit code 1 if cukit's pool does not complete the log.
     """
     names = [name.strip() for name in pools.split(",") if name.strip()]
     if unknown := [name for name in names if name not in POOLS]:
         raise ConfigError(f"no pool is called {unknown[0]!r}: expected {', '.join(POOLS)}")
     if not names:
-        raise ConfigError(f"--pools names none: expected some of {', '.join(POOLS)}")
+        raise ConfigError(f"--pools is empty: expected some of {', '.join(POOLS)}")
     request = Request(log, limit_of(limit), seed)
     script = request.script()
     if write_to is not None:
@@ -143,4 +143,4 @@ def _show(log: str, script: Script, results: list[ReplayResult], missing: dict[s
         if result.failure:
             console.print(f"{result.pool}: {result.failure}", markup=False, highlight=False)
     for name, reason in missing.items():
-        console.print(f"{name}: not here, {reason}", markup=False, highlight=False)
+        console.print(f"{name}: not available, {reason}", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""`cukit report`: results of any kind as a page, as JSON, as a trace, and here."""
+"""`cukit report`: shows results of any kind as an HTML page, text, JSON or a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def report(
         typer.Argument(
             help="Files of `cukit bench`, `cukit distill` (report.json), `cukit compile --json`, "
             "analyses, snapshots of a memory pool, or earlier reports. Without any, every kernel "
-            "is compiled and described."
+            "is compiled and analysed."
         ),
     ] = None,
     output: Annotated[
@@ -32,7 +32,7 @@ def report(
             "May be repeated.",
         ),
     ] = None,
-    title: Annotated[str, typer.Option(help="What the report is called.")] = DEFAULT_TITLE,
+    title: Annotated[str, typer.Option(help="Title of the report.")] = DEFAULT_TITLE,
     arch: Annotated[
         str | None, typer.Option(help="Without results: architectures, as for `cukit compile`.")
     ] = None,
@@ -40,20 +40,20 @@ def report(
         list[str] | None, typer.Option(help="Without results: only this op; may be repeated.")
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only what was written.")
+        bool, typer.Option("--quiet", "-q", help="Print only the names of written files.")
     ] = False,
 ) -> None:
-    """Make a report from measured results; without any, of the kernels themselves.
+    """Make a report of measured results or, without any, of the compiled kernels.
 
-    Needs no GPU. The page is one file that fetches nothing; its tables sort by a click and can be
-    searched. With --output only the figures that matter are printed, without it the tables too.
+    Needs no GPU. The HTML page is one self-contained file; its tables can be sorted and searched.
+    With --output the terminal shows only the key figures, otherwise the tables, too.
     """
     if results and (arch or op):
         raise ConfigError(
-            "--arch and --op choose kernels to describe; with results they mean nothing"
+            "--arch and --op choose kernels to compile; with results they have no effect"
         )
     for path in output or ():
-        check_suffix(path)  # before every kernel is compiled
+        check_suffix(path)  # before minutes of compiling
     sources: list[Source] = list(results or [])
     if not sources:
         sources.append(facts(*build(variants(devices(arch), op), quiet=quiet)))

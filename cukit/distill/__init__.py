@@ -1,4 +1,4 @@
-"""Knowledge distillation: losses, optimiser, and the loop that puts them together."""
+"""Knowledge distillation: losses, optimiser, and the training loop."""
 
 from cukit.distill.adamw import AdamWState, adamw
 from cukit.distill.attention import (

@@ -1,4 +1,4 @@
-"""The kernel over rows of logits: configuration, plan, launch."""
+"""The cross-entropy kernel over rows of logits: configuration, plan, launch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CrossEntropyConfig:
     transform: bool
     split: VocabularySplit
     phase: int = 0
-    """Of rows that are spread over processes, see distill/row_shard.cuh; 0: whole rows."""
+    """The phase over sharded rows, see distill/row_shard.cuh; 0: whole rows."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -67,8 +67,8 @@ def plan_cross_entropy(
 ) -> CrossEntropyConfig:
     """The loss alone takes one sweep over the row, the gradient a second one.
 
-    phase: of rows that are spread over processes: each is a sweep of its own, which keeps nothing.
-    choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
+    phase: over sharded rows; each phase is a single sweep and caches nothing.
+    choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
     """
     sweeps = 2 if grad or phase else 1
     if phase:
@@ -83,8 +83,8 @@ def cross_entropy_specs(
     rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
     phase: int = 0,
 ) -> list[KernelSpec]:
-    """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with a
-    transform)."""
+    """Kernels for `rows` of (dtype, vocabulary size), of each kind: (with gradient, with a
+    transform of the logits)."""
     return [
         plan_cross_entropy(
             size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device, phase
@@ -98,7 +98,7 @@ def cross_entropy_specs(
 def prepare_rows(
     logits: Array, targets: Array, grad_loss: Array | None, transform: bool, ignore_index: int
 ) -> Launch:
-    """The launch over rows that may have gaps between them, the gradient in place; not checked."""
+    """The launch over rows with any stride, the gradient in place. Arguments are not checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     options = (logits.shape[-1], logits.strides[0] // logits.itemsize)
     return plan_launch(logits, logits, grad_loss, rows, transform, *options)
@@ -114,7 +114,7 @@ def prepare_phase(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """`prepare_rows` for a phase over this process's part of the rows; see row_shard.cuh."""
+    """`prepare_rows` for one phase over this process's shard of the rows; see row_shard.cuh."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     sizes = (logits.shape[-1], logits.strides[0] // logits.itemsize)
     grad = logits if phase == 3 else None
@@ -152,4 +152,4 @@ def plan_launch(
 
 
 OPTIONS = LossOptions(soft_weight=0.0, hard_weight=1.0)
-"""Of a cross-entropy alone."""
+"""The options of a cross-entropy without a divergence."""

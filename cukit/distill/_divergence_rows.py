@@ -1,4 +1,4 @@
-"""The kernel over rows of student and teacher logits: configuration, plan, launch."""
+"""The divergence kernel over rows of student and teacher logits: configuration, plan, launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DivergenceConfig:
     transform: bool
     split: VocabularySplit
     phase: int = 0
-    """Of rows that are spread over processes, see distill/row_shard.cuh; 0: whole rows."""
+    """The phase over sharded rows, see distill/row_shard.cuh; 0: whole rows."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -71,11 +71,11 @@ def plan_divergence(
     phase: int = 0,
     **choice: Any,
 ) -> DivergenceConfig:
-    """Both rows are swept twice: their masses first, then loss and gradient; three times where the
-    gradient needs a sum that needs the masses.
+    """Both rows are swept twice: for their softmax statistics, then for loss and gradient; three
+    times if the gradient needs a sum that depends on the statistics.
 
-    phase: of rows that are spread over processes: each is a sweep of its own, which keeps nothing.
-    choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
+    phase: over sharded rows; each phase is a single sweep and caches nothing.
+    choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
     """
     sweeps = 2 if divergence == "forward_kl" else 3
     if phase:
@@ -91,7 +91,7 @@ def divergence_specs(
     rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
     phase: int = 0,
 ) -> list[KernelSpec]:
-    """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with
+    """Kernels for `rows` of (dtype, vocabulary size), of each kind: (with gradient, with
     cross-entropy, with a transform of the logits)."""
     return [
         plan_divergence(
@@ -114,8 +114,8 @@ def prepare_rows(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """The launch over rows that may have gaps between them, the same in both arrays; the gradient
-    in place. Not checked."""
+    """The launch over rows with any stride, the same in both arrays; the gradient in place.
+    Arguments are not checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     stride = student_logits.strides[0] // student_logits.itemsize
     arrays = (student_logits, teacher_logits, student_logits, grad_loss, rows)
@@ -136,7 +136,7 @@ def prepare_phase(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """`prepare_rows` for a phase over this process's part of the rows; see row_shard.cuh."""
+    """`prepare_rows` for one phase over this process's shard of the rows; see row_shard.cuh."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     stride = student_logits.strides[0] // student_logits.itemsize
     grad = student_logits if phase == 3 else None
@@ -159,7 +159,7 @@ def plan_launch(
     phase: int = 0,
     shard: RowShard | None = None,
 ) -> Launch:
-    """strides: of the student's rows and the teacher's, in elements."""
+    """The launch. strides: of the student's and the teacher's rows, in elements."""
     config = plan_divergence(
         columns,
         student_logits.dtype.name,

@@ -1,4 +1,4 @@
-"""The language-model head fused with a loss: chunks of tokens, so that the logits never exist."""
+"""A language-model head fused with a loss, in chunks of tokens, without storing all logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class LinearLossConfig:
-    """How a batch goes through the head: `chunk_tokens` tokens at once."""
+    """The chunks of a batch: `chunk_tokens` tokens go through the head at once."""
 
     tokens: int
     chunk_tokens: int
@@ -56,38 +56,38 @@ def plan_linear_loss(
     chunk_tokens: int | None = None,
     most: int | None = None,
 ) -> LinearLossConfig:
-    """About as many tokens as the hidden size, 1024 to 2048, in chunks of one size.
+    """Chunks of nearly equal size, of at most `hidden_size` tokens clamped to 1024..2048.
 
-    The product for the weight's gradient has the chunk as its inner extent, where those for the
-    logits have the hidden size: so none is starved. A chunk of logits takes about the memory of the
-    weight, and grad_weight is rounded to its dtype once a chunk, that is a handful of times.
+    The GEMM for the weight's gradient has k = chunk_tokens, the one for the logits k = hidden_size:
+    neither k is small. A chunk of logits takes about as much memory as the weight, and grad_weight
+    is rounded to its dtype once per chunk, a few times in all.
 
-    most: tokens for which there is memory.
+    most: tokens whose logits fit the workspace; None: no limit.
     """
     if chunk_tokens is None:
-        wanted = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
-        if most is not None and most < wanted:
-            wanted = most // _TILE_TOKENS * _TILE_TOKENS or most
-        num_chunks = max(1, -(-tokens // wanted))
+        preferred = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
+        if most is not None and most < preferred:
+            preferred = most // _TILE_TOKENS * _TILE_TOKENS or most
+        num_chunks = max(1, -(-tokens // preferred))
         share = -(-tokens // num_chunks)
-        chunk_tokens = min(wanted, -(-share // _TILE_TOKENS) * _TILE_TOKENS)
+        chunk_tokens = min(preferred, -(-share // _TILE_TOKENS) * _TILE_TOKENS)
     return LinearLossConfig(tokens, max(1, min(chunk_tokens, tokens)))
 
 
 class Head(NamedTuple):
-    """A language-model head and what goes into it: logits = hidden @ weight^T + bias."""
+    """A language-model head and its input: logits = hidden @ weight^T + bias."""
 
     hidden: Array
     weight: Array
     bias: Array | None
 
     def adopt(self, op: str) -> Head:
-        """With the arrays of other libraries as NumPy's or CuPy's."""
+        """The same with other libraries' arrays adopted as NumPy or CuPy arrays."""
         return Head(*adopt(op, *self))
 
     def check(self, op: str, prefix: str, rows: int | None) -> None:
-        """hidden [..., hidden_size], weight [classes, hidden_size] and bias [classes] of one dtype,
-        as many rows as given."""
+        """Raises ArrayError unless hidden [..., hidden_size], weight [classes, hidden_size] and
+        bias [classes] have one dtype, and hidden `rows` rows if given."""
         hidden, weight, bias = self
         check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, least_ndim=1)
         check_array(op, f"{prefix}weight", weight, shape=(None, hidden.shape[-1]))
@@ -102,13 +102,13 @@ class Head(NamedTuple):
             )
 
     def flat(self, columns: int) -> Head:
-        """With hidden [rows, hidden_size], and the first `columns` of the vocabulary."""
+        """The same with hidden [rows, hidden_size] and the first `columns` of the vocabulary."""
         bias = None if self.bias is None else self.bias[:columns]
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return Head(hidden, self.weight[:columns], bias)
 
     def project(self, chunk: slice, logits: Array) -> Array:
-        """Writes the first rows of `logits`; returns them."""
+        """Writes the chunk's logits to the first rows of `logits`; returns these rows."""
         part = logits[: chunk.stop - chunk.start]
         if self.bias is not None:
             part[...] = self.bias
@@ -118,7 +118,7 @@ class Head(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """Where gradients of a head's parameters are added to, and how many tokens go at once."""
+    """Arrays that accumulate the gradients of a head's parameters, and the size of a chunk."""
 
     grad_weight: Array | None = None
     grad_bias: Array | None = None
@@ -130,19 +130,24 @@ class HeadOptions(NamedTuple):
         return self.grad_weight, self.grad_bias
 
     def adopt(self, op: str) -> HeadOptions:
-        """With the arrays of other libraries as NumPy's or CuPy's."""
+        """The same with other libraries' arrays adopted as NumPy or CuPy arrays."""
         grad_weight, grad_bias = adopt(op, *self.arrays)
         return self._replace(grad_weight=grad_weight, grad_bias=grad_bias)
 
     def check(self, op: str, head: Head) -> None:
-        """Gradients to accumulate into have their parameter's shape, and its dtype or float32."""
+        """Raises unless the gradients have their parameter's shape and an allowed dtype, and the
+        sizes are in range.
+
+        grad_weight: dtype of the weight or float32. grad_bias: float32, or float64 for a float64
+        bias.
+        """
         dtypes = (head.weight.dtype, float32)
         if self.grad_weight is not None:
             shape = head.weight.shape
             check_array(op, "grad_weight", self.grad_weight, dtypes=dtypes, shape=shape)
         if self.grad_bias is not None:
             if head.bias is None:
-                raise ConfigError(f"{op}: grad_bias goes with a bias, got none")
+                raise ConfigError(f"{op}: grad_bias needs a bias, got none")
             wide = (float64,) if head.bias.dtype == float64 else (float32,)
             shape = head.bias.shape
             check_array(op, "grad_bias", self.grad_bias, dtypes=wide, shape=shape)
@@ -151,12 +156,12 @@ class HeadOptions(NamedTuple):
         if self.workspace_bytes is not None:
             check_integer(op, "workspace_bytes", self.workspace_bytes, least=1)
             if self.chunk_tokens is not None:
-                raise ConfigError(f"{op}: chunk_tokens and workspace_bytes exclude each other")
+                raise ConfigError(f"{op}: chunk_tokens and workspace_bytes are mutually exclusive")
 
     def plan(self, op: str, head: Head, tensors: int) -> LinearLossConfig:
-        """How the rows go through the head. tensors: of logits in a chunk.
+        """The chunks of the head's rows. tensors: tensors of logits per chunk.
 
-        Raises ConfigError where not even the logits of one row fit the workspace.
+        Raises ConfigError if the workspace cannot hold the logits of one row.
         """
         tokens, hidden_size = head.hidden.shape
         if self.workspace_bytes is None:
@@ -171,7 +176,7 @@ class HeadOptions(NamedTuple):
 
 
 RowLaunch = Callable[[slice, Array], tuple[Callable[..., None], tuple[Array | None, ...]]]
-"""From a chunk of tokens and its logits to a launch and its first arguments."""
+"""Maps a chunk of tokens and its logits to a launch and its first arguments."""
 
 
 def evaluate_heads(
@@ -180,7 +185,7 @@ def evaluate_heads(
     columns: int,
     rows: RowOptions,
     options: LossOptions,
-    wanted: HeadOptions,
+    head_options: HeadOptions,
     row_launch: Callable[[LinearLossConfig], RowLaunch],
     *,
     tensors: int = 1,
@@ -189,22 +194,22 @@ def evaluate_heads(
 ) -> tuple[Losses, HeadGradients]:
     """A loss over the logits of a head, chunk by chunk, and the gradients of the head.
 
-    columns: of the vocabulary, that count. row_launch: what the kernel over a chunk's rows gets,
-    given the plan. tensors: of logits that a chunk needs, memory for all but the first is
-    row_launch's. soft: whether the kernel computes a divergence. communicator: of processes that
-    each have a part of the vocabulary, whose row losses and gradients of `hidden` are summed.
+    columns: vocabulary columns in use. row_launch: maps the plan to the function that prepares the
+    row kernel for a chunk. tensors: tensors of logits per chunk; row_launch allocates all but the
+    first. soft: whether the kernel computes a divergence. communicator: of processes that each have
+    a shard of the vocabulary; row losses and gradients of `hidden` are summed over them.
     """
     flat = head.flat(columns)
     tokens = flat.hidden.shape[0]
-    config = wanted.plan(op, flat, tensors)
+    config = head_options.plan(op, flat, tensors)
     launches = row_launch(config)
     factor, grad_loss = rows.upstream()
     divisor, count = normalizer_of(rows, tokens)
     size = 1.0 if rows.reduction in ("sum", "none") else divisor
-    boost = exact_boost(flat.hidden.dtype, size, tokens, divisor_on_gpu=count is not None)
-    factors = factors_of(options, factor * boost / divisor)
+    scale = exact_scale(flat.hidden.dtype, size, tokens, divisor_on_gpu=count is not None)
+    factors = factors_of(options, factor * scale / divisor)
 
-    gradients = HeadGradients(head, flat, wanted, boost, communicator, config.chunk_tokens)
+    gradients = HeadGradients(head, flat, head_options, scale, communicator, config.chunk_tokens)
     logits = empty_logits(flat.hidden, config.chunk_tokens, columns)
     row_losses = empty_rows(flat.hidden, tokens, options, soft)
     for chunk in config.chunks():
@@ -225,7 +230,7 @@ def evaluate_heads(
 
 
 def linear_result(losses: Losses, gradients: HeadGradients, hidden: Array) -> LinearKlResult:
-    """What the losses fused with a head return."""
+    """The result of the losses fused with a head."""
     hard = losses.hard
     if hard is None:
         hard = empty(losses.loss, losses.loss.shape)
@@ -236,11 +241,11 @@ def linear_result(losses: Losses, gradients: HeadGradients, hidden: Array) -> Li
     )  # fmt: skip
 
 
-def exact_boost(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
-    """What gradients of logits are multiplied by until they are used: 1, but for float16.
+def exact_scale(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
+    """The scale of gradients of logits until the GEMMs consume them: 1 except for FP16.
 
-    Divided by a large token count they would sink below float16's smallest number. There it is a
-    power of two near the divisor, and the products that consume them scale them back, exactly.
+    In FP16, gradients divided by a large token count would underflow. Their scale is a power of two
+    near the divisor, and the GEMMs that consume them undo it exactly.
     """
     if dtype != float16:
         return 1.0
@@ -249,7 +254,7 @@ def exact_boost(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -
 
 
 def empty_logits(hidden: Array, chunk_tokens: int, vocab_size: int) -> Array:
-    """[chunk_tokens, vocab_size], with rows that begin on 16 bytes, as cuBLAS likes them."""
+    """[chunk_tokens, vocab_size], with rows padded to the alignment that cuBLAS prefers."""
     return empty(hidden, (chunk_tokens, _padded(vocab_size)))[:, :vocab_size]
 
 
@@ -258,45 +263,45 @@ def _padded(vocab_size: int) -> int:
 
 
 class HeadGradients:
-    """Gradients of a head, filled chunk by chunk from those of the logits."""
+    """Gradients of a head, accumulated chunk by chunk from those of the logits."""
 
     def __init__(
         self,
         head: Head,
         flat: Head,
-        wanted: HeadOptions,
-        boost: float,
+        head_options: HeadOptions,
+        scale: float,
         communicator: Communicator | None,
         chunk_tokens: int,
     ) -> None:
-        """flat: the part of `head` that counts. communicator: as in :func:`evaluate_heads`."""
+        """flat: `head` with the columns in use. communicator: as in :func:`evaluate_heads`."""
         self._communicator = communicator
         if communicator is not None:
-            self._share = empty(flat.hidden, (chunk_tokens, flat.hidden.shape[1]), np.float32)
+            self._partials = empty(flat.hidden, (chunk_tokens, flat.hidden.shape[1]), np.float32)
         self._head = flat
         self._columns = flat.weight.shape[0]
-        self._accumulates = wanted.grad_weight is not None
-        self._factor = 1.0 / boost
+        self._accumulates = head_options.grad_weight is not None
+        self._factor = 1.0 / scale
         self.grad_hidden = empty(flat.hidden, flat.hidden.shape)
-        grad_weight = wanted.grad_weight
+        grad_weight = head_options.grad_weight
         if grad_weight is None:
             grad_weight = empty(head.weight, head.weight.shape)
             grad_weight[self._columns if flat.hidden.size else 0 :].fill(0)
         self.grad_weight: Array = grad_weight
         self.grad_bias: Array | None = None
         if head.bias is not None:
-            self.grad_bias = wanted.grad_bias
+            self.grad_bias = head_options.grad_bias
             if self.grad_bias is None:
                 self.grad_bias = empty(head.bias, head.bias.shape, np.float32)
                 self.grad_bias.fill(0)
 
     def add(self, chunk: slice, grad_logits: Array) -> None:
-        """Writes grad_hidden[chunk], adds the chunk's part to the parameters' gradients."""
+        """Writes grad_hidden[chunk] and adds to the parameters' gradients."""
         hidden, weight, _ = self._head
         if self._communicator is None:
             _multiply(grad_logits, weight, self.grad_hidden[chunk], factor=self._factor)
         else:
-            self._add_shares(self._communicator, chunk, grad_logits, weight)
+            self._add_partials(self._communicator, chunk, grad_logits, weight)
         _multiply(
             grad_logits,
             hidden[chunk],
@@ -312,18 +317,19 @@ class HeadGradients:
             _multiply(ones, grad_logits, out, factor=self._factor, accumulate=True)
         self._accumulates = True
 
-    def _add_shares(
+    def _add_partials(
         self, communicator: Communicator, chunk: slice, grad_logits: Array, weight: Array
     ) -> None:
-        """grad_hidden[chunk] as the sum over processes, taken in float32 beside what comes next.
+        """grad_hidden[chunk] as the float32 sum over processes, overlapped with what follows.
 
-        The chunk before has been joined by the exchange of this one's rows: its share may go.
+        The exchange of this chunk's rows has joined the previous all-reduce, so its partial sums
+        may be overwritten.
         """
-        share = self._share[: chunk.stop - chunk.start]
-        _multiply(grad_logits, weight, share, factor=self._factor)
+        partials = self._partials[: chunk.stop - chunk.start]
+        _multiply(grad_logits, weight, partials, factor=self._factor)
         with communicator.beside():
-            communicator.all_reduce(share)
-            self.grad_hidden[chunk] = share.astype(self.grad_hidden.dtype, copy=False)
+            communicator.all_reduce(partials)
+            self.grad_hidden[chunk] = partials.astype(self.grad_hidden.dtype, copy=False)
 
 
 def _multiply(
@@ -338,7 +344,7 @@ def _multiply(
 ) -> None:
     """out = factor * op(a) @ op(b), plus out with `accumulate`.
 
-    Without a factor the kernel is `matmul`'s choice; cuBLAS alone has one.
+    Without a factor `matmul` chooses the kernel; only cuBLAS supports a factor.
     """
     if factor == 1.0:
         options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
@@ -350,6 +356,6 @@ def _multiply(
 
 def _layout(array: Array, transposed: bool = False) -> Matrix:
     rows, columns = array.shape
-    # A single row has no step to the next one: CuPy's strides of a new axis are 0.
+    # The stride of a single row is not meaningful: CuPy gives a new axis stride 0.
     leading = array.strides[0] // array.itemsize if rows > 1 else columns
     return Matrix(rows, columns, leading, transposed)

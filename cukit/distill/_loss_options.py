@@ -1,4 +1,4 @@
-"""Options of the losses on logits, their checks, and how kernels take them."""
+"""Options of the losses on logits: checks, and packing into the kernels' parameter structs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 DIVERGENCES = (
     "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation",
 )  # fmt: skip
-"""By their number in the kernel."""
+"""In the order of the kernel macro DIVERGENCE."""
 
 REDUCTIONS = ("mean", "tokens", "sum", "none")
 
@@ -41,8 +41,8 @@ _STRUCTS = parameter_structs("distill/parameters.cuh")
 
 
 class LossOptions(NamedTuple):
-    """soft_weight * divergence at a temperature + hard_weight * cross-entropy, of logits that are
-    scaled and capped."""
+    """soft_weight * divergence at a temperature + hard_weight * cross-entropy, of scaled and
+    capped logits."""
 
     divergence: str = "forward_kl"
     beta: float = 0.5
@@ -57,7 +57,7 @@ class LossOptions(NamedTuple):
 
     @property
     def square(self) -> float:
-        """What the divergence and its gradient are multiplied by."""
+        """The factor on the divergence and its gradient: T^2 or 1."""
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
 
     @property
@@ -66,12 +66,12 @@ class LossOptions(NamedTuple):
 
     @property
     def transforms(self) -> bool:
-        """Whether logits differ from what is passed."""
+        """Whether logits are scaled or capped."""
         return self[6:] != (1.0, None, 1.0, None)
 
     def check(self, op: str, targets: Array | None) -> LossOptions:
-        """Raises ConfigError for a value outside its range; returns the options with limits of
-        `beta` written as the KL divergence that they stand for."""
+        """Raises ConfigError for a value outside its range; returns the options, where a limit of
+        `beta` is replaced by the KL divergence it equals."""
         check_choice(op, "divergence", self.divergence, DIVERGENCES)
         check_flag(op, "scale_by_temperature_squared", self.scale_by_temperature_squared)
         check_number(op, "temperature", self.temperature, above=0)
@@ -91,7 +91,7 @@ class LossOptions(NamedTuple):
         return self._replace(divergence=limits.get(self.beta, self.divergence))
 
     def of_student(self) -> dict[str, Any]:
-        """What a loss takes that knows its teacher by tokens, or none."""
+        """The options without those of a teacher's logits."""
         known = self._asdict()
         for name in ("divergence", "beta", "teacher_logit_scale", "teacher_softcap"):
             del known[name]
@@ -99,7 +99,7 @@ class LossOptions(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Which rows count how much, which columns count, and what becomes of the rows' losses."""
+    """Targets, weights and columns of the rows, and the reduction of their losses."""
 
     targets: Array | None = None
     token_weights: Array | None = None
@@ -111,11 +111,11 @@ class RowOptions(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Those among the options."""
+        """The options that are arrays."""
         return arrays_among(self.targets, self.token_weights, self.normalizer, self.grad_loss)
 
     def adopt(self, op: str) -> RowOptions:
-        """With the arrays of other libraries as NumPy's or CuPy's; scalar options checked."""
+        """The same with other libraries' arrays adopted, after a check of the scalar options."""
         targets, token_weights = adopt(op, self.targets, self.token_weights)
         normalizer, grad_loss = adopt_scalars(op, self.normalizer, self.grad_loss)
         rows = self._replace(
@@ -136,7 +136,7 @@ class RowOptions(NamedTuple):
             return
         if self.reduction not in _MEANS:
             raise ConfigError(
-                f"{op}: normalizer goes with reduction='mean' or 'tokens', got {self.reduction!r}"
+                f"{op}: normalizer needs reduction='mean' or 'tokens', got {self.reduction!r}"
             )
         check_scalar(op, "normalizer", self.normalizer)
         if isinstance(self.normalizer, numbers.Real) and not float(self.normalizer) > 0:
@@ -147,9 +147,9 @@ class RowOptions(NamedTuple):
     ) -> None:
         """Raises ArrayError unless the arrays fit rows of this shape.
 
-        classes: how many there are, where targets name them; None where they only mark rows.
-        required: targets must be given. What lies on the GPU is not read: a kernel makes a row with
-        a bad target NaN.
+        classes: number of classes if targets are class indices, None if they only mark ignored
+        rows. required: targets must be given. Arrays on the GPU are not read: the kernel makes a
+        row with an invalid target NaN.
         """
         if self.targets is not None or required:
             check_array(op, "targets", self.targets, dtypes=INDEX_DTYPES, shape=row_shape)
@@ -176,7 +176,7 @@ class RowOptions(NamedTuple):
             check_array(op, "grad_loss", self.grad_loss, dtypes=dtypes, shape=shape)
 
     def upstream(self) -> tuple[float, Array | None]:
-        """The upstream gradient as a number, and an array where it is one."""
+        """The upstream gradient as (number, None) or (1.0, array)."""
         if self.grad_loss is None:
             return 1.0, None
         if isinstance(self.grad_loss, numbers.Real):
@@ -184,33 +184,33 @@ class RowOptions(NamedTuple):
         return 1.0, self.grad_loss
 
     def part(self, rows: slice) -> tuple[Array | None, Array | None]:
-        """Targets and upstream gradient of some rows, as arrays."""
+        """Targets and upstream gradient of the given rows, as arrays."""
         return part_of(self.targets, rows), part_of(self.upstream()[1], rows)
 
 
 def part_of(array: Array | None, rows: slice) -> Array | None:
-    """Some of an array [..., ] of rows; of scalars and None themselves."""
+    """The given rows of an array; scalars and None are returned unchanged."""
     return array if array is None or array.ndim == 0 else array.reshape(-1)[rows]
 
 
 def common_vocabulary(op: str, vocab_size: int | None, **sizes: int) -> int:
-    """How many columns count, given those of each argument.
+    """The number of columns in use, given those of each argument.
 
-    Raises ArrayShapeError where arguments differ without `vocab_size`, or one has fewer.
+    Raises ArrayShapeError if arguments differ without `vocab_size`, or one has fewer columns.
     """
     fewest = min(sizes.values())
     if vocab_size is None and len(set(sizes.values())) > 1:
         found = " and ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ArrayShapeError(
-            f"{op}: one vocabulary is needed, but {found} tokens; if those from {fewest} on are "
-            f"padding, pass vocab_size={fewest}, else map the tokens of one to the other's first"
+            f"{op}: vocabularies must be the same, but {found} tokens; if those from {fewest} on "
+            f"are padding, pass vocab_size={fewest}, else first map one vocabulary to the other"
         )
     if vocab_size is None:
         return fewest
     for name, size in sizes.items():
         if vocab_size > size:
             raise ArrayShapeError(
-                f"{op}: vocab_size must be at most {size}, what {name} has, got {vocab_size}"
+                f"{op}: vocab_size must be at most {size}, the size of {name}, got {vocab_size}"
             )
     return int(vocab_size)
 
@@ -250,7 +250,7 @@ def pack_rows(
     teacher_stride: int = 0,
     grad_loss: Array | None = None,
 ) -> Any:
-    """The kernels' description of their rows; strides in elements."""
+    """The kernels' struct LogitRows; strides in elements."""
     return _STRUCTS["LogitRows"].pack(
         ignore_index=rows.ignore_index,
         row_stride=row_stride,
@@ -262,7 +262,7 @@ def pack_rows(
 
 
 class RowShard(NamedTuple):
-    """The columns of each row that this process has: `first` and those behind it, of `columns`."""
+    """This process's shard of each row, which starts at column `first` of `columns`."""
 
     first: int
     columns: int
@@ -270,7 +270,7 @@ class RowShard(NamedTuple):
     size: int
 
     def pack(self, rows: int) -> Any:
-        """As the kernels take it, for a launch over so many rows."""
+        """The kernels' struct RowShard, for a launch over `rows` rows."""
         return _STRUCTS["RowShard"].pack(
             first_column=self.first, columns=self.columns, rows=rows, rank=self.rank, size=self.size
         )
@@ -278,7 +278,7 @@ class RowShard(NamedTuple):
 
 @launch_plan
 def factors_of(options: LossOptions, factor: float) -> Any:
-    """What a kernel multiplies logits, losses and gradients by, as its parameter."""
+    """The kernels' struct LossFactors: the factors on logits, losses and gradients."""
     soft_factor = options.soft_weight * options.square * factor
     return by_value(
         _STRUCTS["LossFactors"].pack(

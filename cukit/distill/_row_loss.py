@@ -1,4 +1,4 @@
-"""What the losses on logits share: the split of a row over a cluster, and the totals."""
+"""Shared by the losses on logits: the split of a row over a cluster, and the reductions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ _TOTAL_THREADS = 1024
 
 
 def row_access_width(*arrays: Array | None, strides: tuple[int, int] = (0, 0)) -> int:
-    """Elements of an access. Rows may begin anywhere: kernels align down, only bases count here.
+    """Elements per vector access. Only base addresses matter: kernels align row starts down.
 
-    strides: of the student's rows and the teacher's, which must begin in the same place of an
-    access.
+    strides: of the student's and the teacher's rows; a row must have the same misalignment in both.
     """
     itemsize = next(array.itemsize for array in arrays if array is not None)
     return math.gcd(access_width(ACCESS_BYTES // itemsize, *arrays), strides[0] - strides[1])
@@ -39,11 +38,11 @@ def row_access_width(*arrays: Array | None, strides: tuple[int, int] = (0, 0)) -
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """How the kernels go over one row of logits.
+    """The split of one row of logits over threads and blocks.
 
     cluster: thread blocks that share a row.
-    cached: as many of its accesses a thread keeps in shared memory for the second sweep; the others
-        are read again, out of L2 as long as few rows are in flight.
+    cached: accesses that a thread keeps in shared memory for the second sweep; the others are read
+        again, from L2 while few rows are in flight.
     """
 
     threads: int
@@ -53,7 +52,7 @@ class VocabularySplit:
     shared_bytes: int
 
     def defines(self) -> tuple[tuple[str, int], ...]:
-        """The macros that the row kernels share."""
+        """The macros shared by the row kernels."""
         return (
             ("THREADS", self.threads),
             ("VEC", self.vec),
@@ -75,13 +74,13 @@ def split_vocabulary(
     threads: int | None = None,
     reserved: int = 0,
 ) -> VocabularySplit:
-    """The split for rows of `vocab_size` of `num_tensors` tensors; None lets it choose.
+    """The split for rows of `vocab_size` columns of `num_tensors` tensors; None: chosen here.
 
     reserved: bytes of shared memory that a block needs for something else.
 
-    Three blocks on a multiprocessor overlap one's loads with another's arithmetic: a row goes over
-    as many blocks as bring its share below a third of the shared memory. Where eight do not, three
-    larger ones keep what they can and read the rest again.
+    Three blocks per SM overlap one block's loads with another's arithmetic. A row is split over as
+    many blocks as bring the share of each below a third of the shared memory. If eight are not
+    enough, larger blocks cache what fits and read the rest again.
     """
     vecs = -(-vocab_size // vec)
     vec_bytes = vec * itemsize * num_tensors
@@ -102,7 +101,8 @@ def split_vocabulary(
 
 
 def _share_of_shared_memory(device: Device, blocks: int) -> int:
-    """Dynamic shared memory of each of `blocks` blocks; 2 KiB static, 1 KiB the system's."""
+    """Dynamic shared memory of each of `blocks` blocks, less 2 KiB static and 1 KiB reserved by
+    the system."""
     share = device.shared_bytes_per_sm // blocks - 3 * KIB
     return min(share, device.shared_bytes_per_block - 2 * KIB)
 
@@ -114,15 +114,15 @@ REPRESENTATIVE_ROWS = (
     (float16, 32768),
     (float32, 32768),
 )
-"""Dtypes, and sizes that reach every kind of split: one warp; a block or cluster that caches; two
-readings."""
+"""Dtypes and vocabulary sizes that cover every kind of split: one warp; a block or cluster that
+caches the row; a row that is read twice."""
 
-SPREAD_ROWS = ((bfloat16, 128000),)
-"""Likewise, of vocabularies that are spread over processes."""
+SHARDED_ROWS = ((bfloat16, 128000),)
+"""The same for vocabularies that are sharded over processes."""
 
 
 def normalizer_of(rows: RowOptions, num_rows: int) -> tuple[float, Array | None]:
-    """What the sum of rows is divided by: a number, or 1.0 and a 0-d float32 array on the GPU."""
+    """The divisor of the sum over rows: a number, or 1.0 and a 0-d float32 array on the GPU."""
     if rows.reduction in ("sum", "none"):
         return 1.0, None
     if rows.normalizer is not None:
@@ -158,7 +158,7 @@ class Losses(NamedTuple):
     loss: Array
     """soft_weight * soft + hard_weight * hard."""
     soft: Array | None
-    """None where that part is not computed, likewise `hard`; with a reduction 0."""
+    """If not computed, None for reduction "none", else 0; the same for `hard`."""
     hard: Array | None
 
 
@@ -172,9 +172,9 @@ def evaluate_rows(
     soft: bool = True,
     return_loss: bool = True,
 ) -> Losses | None:
-    """Runs a kernel over rows of logits, the first of its `inputs`, and reduces their losses.
+    """Launches a row kernel, whose first input is the logits, and reduces the rows' losses.
 
-    soft: whether it computes a divergence. Without `return_loss` nothing is reduced.
+    soft: whether the kernel computes a divergence. Without `return_loss` nothing is reduced.
     """
     logits = inputs[0]
     assert logits is not None
@@ -190,7 +190,7 @@ def evaluate_rows(
 
 
 def empty_gradient(op: str, name: str, logits: Array, inplace: bool) -> Array:
-    """Where a kernel writes the gradient of `logits`."""
+    """The output array for the gradient of `logits`."""
     if inplace:
         return logits
     check_array(op, name, logits, contiguous=None)
@@ -200,7 +200,7 @@ def empty_gradient(op: str, name: str, logits: Array, inplace: bool) -> Array:
 def empty_rows(
     like: Array, num_rows: int, options: LossOptions, soft: bool
 ) -> tuple[Array | None, Array | None]:
-    """Where a kernel writes the rows' divergences and cross-entropies."""
+    """The output arrays for the rows' divergences and cross-entropies."""
     return (
         empty(like, (num_rows,), np.float32) if soft else None,
         empty(like, (num_rows,), np.float32) if options.hard else None,
@@ -215,7 +215,7 @@ def reduce_rows(
     divisor: float,
     normalizer: Array | None,
 ) -> Losses:
-    """The losses of the whole, each divided by the count."""
+    """The losses reduced over rows, each divided by the divisor."""
     weights = (options.soft_weight, options.hard_weight)
     like = hard_rows if soft_rows is None else soft_rows
     if rows.reduction == "none":

@@ -1,4 +1,4 @@
-"""Tables on the GPU that let one launch work on many tensors."""
+"""Tables on the GPU for kernels that process many tensors in one launch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of, namespace
 
 CHUNK = 16384
-"""Elements of a tensor that one block works on."""
+"""Elements of a tensor per block."""
 
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The tensors' descriptors, and which tensor each block works on."""
+    """The tensors' descriptors, and the tensor of each block."""
 
     tensors: Array
     """int64 [num_tensors, ...]: addresses, number of elements, first block, whether aligned."""
@@ -28,7 +28,8 @@ class TensorTable:
 
 
 def build_table(arrays: Sequence[tuple[Array, ...]]) -> TensorTable:
-    """arrays: those of each tensor, of one size, in the order of the kernel's descriptor."""
+    """Builds the table. arrays: for each tensor its arrays, of one size, in the order of the
+    kernel's descriptor."""
     pointers = np.array([[address_of(array) for array in row] for row in arrays], np.int64)
     size = np.array([row[0].size for row in arrays], np.int64)
     blocks = -(-size // CHUNK)

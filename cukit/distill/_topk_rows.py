@@ -1,4 +1,4 @@
-"""Rows of logits with some tokens of a teacher: checks, configuration, plan, launch."""
+"""The kernel over rows of logits and a few teacher tokens: checks, configuration, plan, launch."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TAILS = ("renormalise", "bucket")
 SAMPLED = "sampled"
 _BY_NUMBER = (*TAILS, SAMPLED)
 MOST_KNOWN = 1024
-"""Tokens of a row."""
+"""Most teacher tokens per row."""
 
 
 class KnownTokens(NamedTuple):
-    """Tokens of a teacher for each row, and what is known of them: arrays [..., k].
+    """A teacher's tokens for each row, with log-probabilities or weights: arrays [..., k].
 
-    The likeliest have log_probs and no weights; samples have either, both or none.
+    Top-k tokens have log_probs and no weights; samples may have either, both or neither.
     """
 
     ids: Array
@@ -55,7 +55,7 @@ class KnownTokens(NamedTuple):
     log_probs: Array | None
 
     def named(self, tail: str) -> dict[str, Array | None]:
-        """By the names that arguments have."""
+        """The arrays by argument name."""
         if tail == SAMPLED:
             return {
                 "sample_ids": self.ids,
@@ -69,8 +69,8 @@ class KnownTokens(NamedTuple):
     ) -> None:
         """Raises ArrayError unless the arrays fit. wide: whether values may be float64.
 
-        Samples may repeat, so that there may be more than there are classes, and a sample of weight
-        0 may be any number.
+        Samples may repeat, so there may be more of them than classes; a sample of weight 0 may have
+        any id.
         """
         sampled = tail == SAMPLED
         named, tokens = self.named(tail), self.ids
@@ -140,8 +140,8 @@ def plan_topk_divergence(
     device: Device,
     **choice: Any,
 ) -> TopkConfig:
-    """The loss alone takes one sweep over the row, the gradient a second one. The known tokens take
-    shared memory of a cached access."""
+    """The loss alone takes one sweep over the row, the gradient a second one. Shared memory for the
+    teacher's tokens reduces the cache."""
     sweeps = 2 if grad else 1
     split = split_vocabulary(
         vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MOST_KNOWN, **choice
@@ -151,7 +151,7 @@ def plan_topk_divergence(
 
 def topk_specs(device: Device, kinds: Sequence[tuple[str, bool, bool, bool]]) -> list[KernelSpec]:
     """Kernels for every kind of split, of each kind: (tail, with gradient, with cross-entropy, with
-    a transform)."""
+    a transform of the logits)."""
     return [
         plan_topk_divergence(
             size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device
@@ -172,7 +172,7 @@ def prepare_rows(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """The launch over rows that may have gaps between them, the gradient in place; not checked."""
+    """The launch over rows with any stride, the gradient in place. Arguments are not checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     sizes = (student_logits.shape[-1], student_logits.strides[0] // student_logits.itemsize)
     arrays = (student_logits, teacher_ids, student_logits, grad_loss, rows)
@@ -221,7 +221,7 @@ def evaluate_known(
     return_grad: bool,
     inplace: bool,
 ) -> Any:
-    """A loss on logits, or `(loss, grad)`. reference: called with the arguments of `op`."""
+    """The loss, or `(loss, grad)`. reference: the CPU implementation of `op`."""
     student_logits, *arrays = adopt(op, student_logits, *known)
     known = KnownTokens(*arrays)
     check_flag(op, "return_grad", return_grad)
@@ -283,7 +283,7 @@ def _check(
     rows: RowOptions,
     hard: bool,
 ) -> int:
-    """How many columns count."""
+    """Checks the arrays; returns the number of columns in use."""
     check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
     *row_shape, width = student_logits.shape
     columns = common_vocabulary(op, rows.vocab_size, student_logits=width)

@@ -42,7 +42,7 @@ _OP = "adamw"
 
 @dataclass(frozen=True)
 class AdamWState:
-    """What AdamW remembers of each parameter, float32 (float64 for float64 parameters).
+    """Master copy and moments of each parameter, float32 (float64 for float64 parameters).
 
     A float32 parameter is its own master: `master[i] is params[i]`.
     """
@@ -53,7 +53,7 @@ class AdamWState:
 
     @classmethod
     def for_params(cls, params: Sequence[Array]) -> AdamWState:
-        """Master copies of `params`, moments of zero."""
+        """Master copies of `params`, and moments of zero."""
         wide = [float64 if param.dtype == float64 else float32 for param in params]
         return cls(
             [p.astype(dtype, copy=False) for p, dtype in zip(params, wide, strict=True)],
@@ -82,13 +82,13 @@ def adamw(
 
     Args:
         params: float32|float16|bfloat16 arrays [...], C-contiguous; float64 on the CPU only.
-            Each becomes its master, rounded.
+            Each is set to its master, rounded.
         grads: as many, of the same shapes; float32|float16|bfloat16.
         state: :meth:`AdamWState.for_params` of the same parameters; updated.
         lr, beta1, beta2, eps, weight_decay: as in the equations.
         step: number of this step, from 1.
-        grad_scale: multiplies every gradient: a number or a float32 0-d array, such as
-            :func:`clip_scale` gives.
+        grad_scale: factor on every gradient: a number or a float32 0-d array, such as the result of
+            :func:`clip_scale`.
 
     Returns:
         Nothing.
@@ -97,8 +97,8 @@ def adamw(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option outside its range.
 
-    One launch for each combination of dtypes. Addresses go to the GPU in a table that is kept for
-    the next call with the same arrays. Runs on CuPy's current stream, is deterministic.
+    One launch for each combination of dtypes. The table of addresses on the GPU is cached for later
+    calls with the same arrays. Runs on CuPy's current stream, is deterministic.
     Paper: Loshchilov and Hutter, arXiv:1711.05101.
 
     >>> import numpy as np
@@ -122,7 +122,8 @@ def adamw(
     lists = (params, grads, state.master, state.exp_avg, state.exp_avg_sq)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
-            f"{_OP}: params, grads and state must be of one length, got {[len(x) for x in lists]}"
+            f"{_OP}: params, grads and state must have the same length, got "
+            f"{[len(column) for column in lists]}"
         )
     arrays = [array for column in lists for array in column]
     if not runs_kernel(_OP, *arrays, *arrays_among(grad_scale)):
@@ -171,7 +172,7 @@ _known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
 def _tables(lists: _Lists) -> _Tables:
-    """Checked arrays as tables, one for each kernel variant; kept while their addresses stay."""
+    """Tables of the checked arrays, one per kernel variant, cached by the arrays' addresses."""
     key = identify(*(array for column in lists for array in column))
     tables = _known_tables.get(key)
     if tables is None:

@@ -1,4 +1,4 @@
-"""A student's attention beside a teacher's: outputs, divergences, relations, gradients."""
+"""Attention distillation: a student's attention, its divergence from a teacher's, relations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Window = tuple[int | None, int | None]
 
 
 class DistillationAttention(NamedTuple):
-    """What `distillation_attention` returns."""
+    """The result of `distillation_attention`."""
 
     out: Array
     """The student's attention, as flash_attention returns it."""
@@ -30,11 +30,11 @@ class DistillationAttention(NamedTuple):
     out_t: Array | None
     """The teacher's attention; None without v_t."""
     lse: Array
-    """Log-sum-exps of the student's own scores: what its backward needs."""
+    """Log-sum-exps of the student's scores, for its backward."""
     lse_t: Array
-    """Log-sum-exps of the teacher's scores under the temperature, by the student's heads."""
+    """Log-sum-exps of the teacher's scores at the temperature, one for each student head."""
     lse_s: Array
-    """The same of the student; `lse` at a temperature of 1."""
+    """The same for the student's scores; equals `lse` at a temperature of 1."""
 
 
 def distillation_attention(
@@ -62,18 +62,18 @@ def distillation_attention(
     normalizer: Any = None,
     precise: bool = False,
 ) -> DistillationAttention:
-    """A student's attention, and its distribution's divergence from a teacher's, in O(seq_len).
+    """A student's attention, and its divergence from a teacher's, in O(seq_len) memory.
 
         out = softmax(scale_s q_s k_s^T) v_s
         loss = KL(softmax(scale_t q_t k_t^T / T) || softmax(scale_s q_s k_s^T / T))
 
-    The student's attention runs first. At T = 1 its log-sum-exps, and the teacher's if `v_t` or
-    `lse_t` is given, serve the divergence, which then takes one exponential a pair.
+    The student's attention runs first. At T = 1 the divergence reuses its log-sum-exps, and the
+    teacher's if `v_t` or `lse_t` is given, and then takes one exponential per pair.
 
     Args:
         q_t: the teacher's queries, [batch, seq_len_q, num_heads_t, head_dim_t].
         k_t: the teacher's keys, [batch, seq_len_kv, num_kv_heads_t, head_dim_t].
-        v_t: the teacher's values, as k_t, for its output; None if that is not wanted.
+        v_t: the teacher's values, as k_t, for the teacher's output; None for no such output.
         q_s: the student's queries, [batch, seq_len_q, num_heads_s, head_dim_s].
         k_s: the student's keys, [batch, seq_len_kv, num_kv_heads_s, head_dim_s].
         v_s: the student's values, as k_s; their head_dim may differ.
@@ -150,8 +150,8 @@ def distillation_attention_backward(
     All other arguments as in the forward.
 
     Returns:
-        `(grad_q_s, grad_k_s, grad_v_s)`, C-contiguous, like the student's arrays. The two parts of
-        the first two are rounded to their dtype, then added in float32.
+        `(grad_q_s, grad_k_s, grad_v_s)`, C-contiguous, like the student's arrays. The first two are
+        sums of an attention and a divergence gradient, each rounded to its dtype, added in float32.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
@@ -199,17 +199,17 @@ def relation_kl(
 
         KL(softmax(x_t x_t^T / (sqrt(d_t) T)) || softmax(x_s x_s^T / (sqrt(d_s) T)))
 
-    of queries, keys or values, each with themselves. It is the attention_kl of x with itself.
+    where x are queries, keys or values. This is attention_kl with x as queries and as keys.
 
     Args:
         x_t: the teacher's queries, keys or values, [batch, seq_len, num_heads_t, head_dim_t].
         x_s: the student's, [batch, seq_len, num_heads_s, head_dim_s]; dtype of x_t.
-        relation_heads: into how many heads both models' columns are cut (MiniLMv2), whatever their
-            own number; it divides num_heads * head_dim of both, in parts of at most 256 columns on
-            the GPU. None: each model's own heads, whose numbers must agree.
+        relation_heads: number of heads into which the columns of both models are regrouped
+            (MiniLMv2). It divides num_heads * head_dim of both; on the GPU a head has at most 256
+            columns. None: each model's own heads, of which both must have the same number.
         causal, window_size, temperature, row_weights: as in attention_kl.
         reduction, normalizer, precise: as in attention_kl.
-        return_grad: return the gradient of x_s too.
+        return_grad: also return the gradient of x_s.
         grad_loss, deterministic: as in attention_kl_backward.
 
     Returns:
@@ -235,7 +235,7 @@ def relation_kl(
     )
     if teacher.shape[2] != student.shape[2]:
         raise ArrayShapeError(
-            f"{op}: without relation_heads both models need as many heads, "
+            f"{op}: without relation_heads both models need the same number of heads, "
             f"got {teacher.shape[2]} and {student.shape[2]}"
         )
     options: dict[str, Any] = {
@@ -259,7 +259,7 @@ def relation_kl(
 
 
 def _relation_view(op: str, name: str, x: Array, relation_heads: int | None) -> Array:
-    """[batch, seq, heads, head_dim] cut into other heads; a copy where columns do not adjoin."""
+    """x with its columns regrouped into `relation_heads` heads; a copy if they are not adjacent."""
     if relation_heads is None:
         return x
     check_integer(op, "relation_heads", relation_heads, least=1)

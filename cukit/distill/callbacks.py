@@ -1,4 +1,4 @@
-"""What `Trainer.fit` may call after every step: progress, checkpoints, a stop in good order."""
+"""Callbacks of `Trainer.fit`: progress, checkpoints, a clean stop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cukit.errors import ConfigError
 
 
 class Progress:
-    """Tells step, statistics and tokens a second, every so many steps, from rank 0.
+    """Writes step, statistics and tokens per second on rank 0, every `every` steps.
 
-    Reading the statistics waits for the GPU; the steps between are not waited for.
+    Reading the statistics waits for the GPU; the steps in between do not.
 
     Args:
-        steps: of the whole run.
-        every: steps from one line to the next.
-        write: what takes a line; by default stderr.
+        steps: steps of the whole run.
+        every: steps between lines.
+        write: function that receives each line; by default writes to stderr.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ def _to_stderr(line: str) -> None:
 
 
 class Checkpoints:
-    """Saves the trainer every so many steps and at the end, and restores what is there.
+    """Saves the trainer every `every` steps, and restores it; call `save` for a last checkpoint.
 
     Args:
-        path: of the file; replaced whole or not at all.
-        every: steps from one to the next.
-        extra: kept beside, see `save_checkpoint`.
+        path: the file, replaced atomically.
+        every: steps between checkpoints.
+        extra: stored with the state, see `save_checkpoint`.
     """
 
     def __init__(self, path: Path, *, every: int = 1000, **extra: Any) -> None:
@@ -70,7 +70,7 @@ class Checkpoints:
         self._path, self._every, self._extra = path, every, extra
 
     def restore(self, trainer: Trainer) -> bool:
-        """Put the trainer where the file says, if there is one; whether there is."""
+        """Restore the trainer from the file; returns False if there is none."""
         if not self._path.exists():
             return False
         restore_checkpoint(self._path, trainer)
@@ -82,13 +82,13 @@ class Checkpoints:
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Now."""
+        """Save the trainer now."""
         save_checkpoint(self._path, trainer, **self._extra)
 
 
 def stop_on_request(stop: StopRequest) -> Callable[[Trainer, StepStatistics], None]:
-    """Raises KeyboardInterrupt after the step in which Ctrl-C came to any of the processes, so that
-    all stop at the same one. With several processes it asks the others in every step."""
+    """A callback that raises KeyboardInterrupt after the step in which any process received Ctrl-C,
+    so that all stop after the same step. Several processes exchange a flag in every step."""
 
     def check(trainer: Trainer, statistics: StepStatistics) -> None:
         if b"1" in trainer.communicator.exchange(b"1" if stop.requested else b"0"):

@@ -1,4 +1,4 @@
-"""Training state on disk: everything the next step depends on, in one file, all or nothing."""
+"""Training state on disk: everything the next step depends on, in one file, written atomically."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cukit.errors import DataError
 
 
 def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
-    """Parameters, optimizer state and position of `trainer`; `extra` is kept beside them.
+    """Save parameters, optimizer state and position of `trainer`, and `extra` with them.
 
-    The position is the step alone: batches and schedules are functions of it (and of the seed,
+    The position is only the step: batches and schedules are functions of it (and of the seed,
     which is part of the settings). The model in the file can be read with `load_model`.
 
-    Of several processes, which all hold the same, rank 0 writes; all return when it has.
+    With several processes, whose states are the same, rank 0 writes; all return once it has.
     """
     communicator = trainer.communicator
     if communicator.rank:
@@ -32,15 +32,15 @@ def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
 
 
 def restore_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
-    """Put `trainer` where it was when `path` was saved, bit for bit; returns the description.
+    """Restore `trainer` to the saved state, bit for bit; returns the description.
 
     Raises DataError, with the trainer unchanged, if the file is absent, damaged or another model's.
     """
     arrays, description = read_arrays(path)
     if description.get("config") != trainer.objective.model.config.to_dict():
-        raise DataError(f"{path}: holds a model of another shape")
+        raise DataError(f"{path}: contains a model of another shape")
     step = description.get("step")
     if not isinstance(step, int) or step < 0:
-        raise DataError(f"{path}: names no step to go on from")
+        raise DataError(f"{path}: contains no step to resume from")
     trainer.restore(arrays, step, str(path))
     return description

@@ -43,21 +43,22 @@ def cross_entropy(
     Args:
         logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU only.
         targets: int32|int64 [...]. Rows whose target is `ignore_index` have zero loss and gradient,
-            as have rows without any mass (every logit -inf).
-        ignore_index: the target that says so.
-        token_weights: float32 [...], 0 or more: what each row's loss is multiplied by.
-        vocab_size: the first columns, which count; the others are padding, whatever they hold, and
-            get zero gradient.
-        logit_scale, softcap: the logits are `softcap * tanh(logit_scale * x / softcap)` of what is
-            passed, without a softcap `logit_scale * x`; both above 0. The gradient is that for x.
-        reduction: "mean", the sum over the rows divided by that of their weights (without weights:
-            by the number of rows that are not ignored); "tokens", divided by that number in any
-            case; "sum"; or "none".
-        normalizer: what "mean" and "tokens" divide by instead: a number or a float32 0-d array,
-            such as the number of tokens in all batches that a step accumulates, on all GPUs.
+            as do rows whose logits are all -inf.
+        ignore_index: target of the rows to ignore.
+        token_weights: float32 [...], 0 or more: the weight of each row's loss.
+        vocab_size: number of leading columns in use; the others are padding: their values are
+            ignored, their gradient is zero.
+        logit_scale, softcap: for given logits x, the loss uses `softcap * tanh(logit_scale * x /
+            softcap)`, or `logit_scale * x` without a softcap; both above 0. The gradient is with
+            respect to x.
+        reduction: "mean", the sum over rows divided by that of their weights (without weights, by
+            the number of rows that are not ignored); "tokens", divided by that number even with
+            weights; "sum"; or "none".
+        normalizer: divisor for "mean" and "tokens" in place of these: a number or a float32 0-d
+            array, such as the token count of all batches that a step accumulates, on all GPUs.
         return_grad: also return the gradient for `logits`.
         grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
-        inplace: let the gradient overwrite `logits`.
+        inplace: overwrite `logits` with the gradient.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
@@ -67,7 +68,7 @@ def cross_entropy(
             the GPU such a target makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Rows are read from device memory once where they fit the shared memory of a block or cluster.
+    Rows that fit the shared memory of a block or cluster are read from device memory once.
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
 
     >>> import numpy as np, cukit as ck
@@ -110,7 +111,7 @@ def cross_entropy_backward(
     Raises:
         ArrayError, ConfigError: as :func:`cross_entropy`.
 
-    `cross_entropy(..., return_grad=True)` gives loss and gradient for the price of this.
+    `cross_entropy(..., return_grad=True)` gives loss and gradient at the cost of this call.
     """
     options = OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
     rows = RowOptions(
@@ -178,7 +179,7 @@ def _prepare(
 
 
 def _check(op: str, logits: Array, rows: RowOptions) -> int:
-    """How many columns count."""
+    """Checks the arrays; returns the number of columns in use."""
     check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, least_ndim=1)
     columns = common_vocabulary(op, rows.vocab_size, logits=logits.shape[-1])
     rows.check(op, logits.shape[:-1], columns, required=True)

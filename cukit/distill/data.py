@@ -1,9 +1,9 @@
 """Text as training data: bytes as tokens, split into training and validation by file.
 
-Nothing is downloaded. Without a text of the user's own, the corpus is the source code of the
-running Python's standard library: a few megabytes of real, human-written text on every machine.
-Models that have read that often enough to know it by heart may train on the sources of installed
-packages as well; they are judged on the standard library all the same.
+Nothing is downloaded. By default the corpus is the source code of the running Python's standard
+library: a few megabytes of real, human-written text on every machine. Longer runs, which would
+overfit it, may also train on the sources of installed packages; validation text is still from the
+standard library.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cukit.errors import DataError
 
 VOCAB_SIZE = 256
 SEPARATOR = b"\0"
-"""Stands between files. No text holds this byte: a file that does is taken for binary."""
+"""Separates files. A file that contains this byte is treated as binary."""
 
 VALIDATION_SHARE = 0.05
-"""Of the bytes, at least; whole files."""
+"""Least share of the bytes for validation, in whole files."""
 
-# Byte-order marks; UTF-32's first, for it begins with that of UTF-16.
+# Byte-order marks, UTF-32's first, because UTF-32LE's begins with UTF-16LE's.
 _WIDE_ENCODINGS = (
     (codecs.BOM_UTF32_LE, "UTF-32LE"),
     (codecs.BOM_UTF32_BE, "UTF-32BE"),
@@ -41,18 +41,18 @@ _WIDE_ENCODINGS = (
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "encodings"}  # tables and fixtures, not prose
-# Copies of the standard library are among the latter: its text is what models are judged on.
+# These include copies of the standard library, which must not leak the validation text.
 _SKIPPED_IN_PACKAGES = {*_SKIPPED_IN_STDLIB, "testing", "_vendor", "_vendored", "_distutils"}
 _COPIES_OF_STDLIB = {"typing_extensions.py", "six.py"}
-_LONGEST_SOURCE = 1 << 18  # bytes: what is longer has been generated
+_LONGEST_SOURCE = 1 << 18  # bytes; longer files are taken to be generated
 
 MOST_TEXT = 64 << 20
-"""Bytes of training text at most, where packages belong to it."""
+"""Most bytes of training text when it includes packages."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two byte strings as uint8 arrays, and where they came from."""
+    """Training and validation text as uint8 arrays, and their origin."""
 
     description: str
     train: np.ndarray[Any, Any]
@@ -70,7 +70,7 @@ class Corpus:
         return digest.hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """What a report says about the text."""
+        """The description of the text in a report."""
         return {
             "text": self.description,
             "train_bytes": len(self.train),
@@ -82,14 +82,14 @@ class Corpus:
 
 
 def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus:
-    """The text in files and folders (searched all the way down), or the standard library's.
+    """The text in files and folders (searched recursively), or the standard library's.
 
-    packages: without paths, train on the sources of installed packages too, as many as MOST_TEXT
-    has room for. The validation text stays the same.
+    packages: without paths, also train on the sources of installed packages, up to MOST_TEXT bytes
+    of training text. The validation text stays the same.
 
-    Whole files go to training or to validation, by a hash of their content: the split depends on
-    nothing but the text, and a duplicate cannot stand on both sides. A single file is cut instead:
-    its end is the validation text.
+    Whole files go to training or to validation, by a hash of their content: the split depends only
+    on the text, and duplicates cannot be on both sides. A single file is cut instead: its end is
+    the validation text.
 
     Raises:
         DataError: a path is missing, unreadable or binary, or there is no text at all.
@@ -118,13 +118,13 @@ def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus
 
 
 def _more_texts(known: Collection[bytes], most: int) -> list[bytes]:
-    """Sources of packages that are not among the `known`, up to `most` bytes."""
+    """Sources of packages whose digests are not in `known`, up to `most` bytes."""
     found: dict[bytes, bytes] = {}
     for file in package_files():
         try:
             text = _read_text(file, False)
         except DataError:
-            continue  # other people's folders
+            continue  # not readable
         most -= len(text)
         if most < 0:
             break
@@ -136,7 +136,7 @@ def _more_texts(known: Collection[bytes], most: int) -> list[bytes]:
 
 def package_files() -> list[Path]:
     """The .py files of installed packages, without tests, generated tables and copies of the
-    standard library. The order depends on their names alone, and mixes packages."""
+    standard library. The order depends only on file names and mixes packages."""
     roots = [sysconfig.get_paths()[name] for name in ("purelib", "platlib")]
     found: dict[bytes, Path] = {}
     for root in map(Path, dict.fromkeys([*roots, *site.getsitepackages()])):
@@ -155,7 +155,7 @@ def package_files() -> list[Path]:
 
 
 def _is_written(file: Path) -> bool:
-    """By hand, as far as the length tells."""
+    """Whether a file is short enough to be hand-written."""
     try:
         return file.stat().st_size <= _LONGEST_SOURCE
     except OSError:
@@ -173,7 +173,7 @@ def standard_library_files() -> list[Path]:
 
 
 class AnyRanks(Protocol):
-    """Anything that knows its place among processes."""
+    """Anything with a rank and the number of processes."""
 
     @property
     def rank(self) -> int: ...
@@ -183,10 +183,11 @@ class AnyRanks(Protocol):
 
 
 class BatchSource(Protocol):
-    """What `Trainer` takes its batches from: `Windows`, `OfflineBatches` or your own.
+    """The source of `Trainer`'s batches: `Windows`, `OfflineBatches` or your own.
 
-    Where it has `rank` and `num_ranks`, they must be the trainer's. Where `every_target_counts` is
-    there and true, no target is `ignore_index`; else the trainer counts them on the device.
+    Attributes `rank` and `num_ranks`, if present, must be the trainer's. If `every_target_counts`
+    is present and true, no target is `ignore_index`; otherwise the trainer counts the targets on
+    the device.
     """
 
     batch: int
@@ -194,26 +195,27 @@ class BatchSource(Protocol):
     xp: ModuleType
 
     def __call__(self, step: int, part: int = 0) -> tuple[Any, ...]:
-        """(tokens, targets), int32 [batch, seq_len], or (tokens, targets, signals): the same for
-        the same step and part, whenever it is asked."""
+        """(tokens, targets), int32 [batch, seq_len], or (tokens, targets, signals): a pure function
+        of step and part."""
         ...
 
 
 class Windows:
     """Random windows of a text, the same for the same seed and step.
 
-    Every window is drawn from (seed, step, part) alone, without any state: a resumed run, or the
-    same student trained twice, reads exactly the same tokens.
+    A window depends only on (seed, step, part), without any state: a resumed run, or the same
+    student trained twice, reads exactly the same tokens.
 
     Args:
         text: uint8 [length], longer than seq_len.
-        xp: numpy or cupy; the text is moved there once, and windows are cut there.
-        ranks: who this process is, a `Communicator` say: rank r of n takes windows r * batch ..
-            (r + 1) * batch - 1 of the n * batch that one process with so large a batch would take.
+        xp: numpy or cupy; the text is copied there once, and windows are cut there.
+        ranks: rank and number of processes, such as a `Communicator`: rank r of n takes windows
+            r * batch .. (r + 1) * batch - 1 of those that one process with a batch of n * batch
+            would take.
     """
 
     every_target_counts = True
-    """No target is `ignore_index`, so that nobody needs to count them."""
+    """No target is `ignore_index`, so targets need not be counted."""
 
     def __init__(
         self,
@@ -243,7 +245,7 @@ class Windows:
 def validation_batches(
     text: np.ndarray[Any, Any], *, batch: int, seq_len: int, max_windows: int, xp: ModuleType = np
 ) -> Iterator[tuple[Any, Any]]:
-    """Windows spread evenly over a text, side by side where they fill it: always the same ones."""
+    """Windows spread evenly over a text, adjacent where they fill it; the same on every call."""
     check_length(text, seq_len, "validation text")
     count = max(1, min(max_windows, (len(text) - 1) // seq_len))
     starts = np.linspace(0, len(text) - seq_len - 1, count).astype(np.int64)
@@ -260,21 +262,21 @@ def cut(text: Any, positions: Any, xp: ModuleType) -> tuple[Any, Any]:
 
 
 def check_length(text: np.ndarray[Any, Any], seq_len: int, name: str) -> None:
-    """Raise DataError unless there is room for at least one window."""
+    """Raise DataError if the text is shorter than one window."""
     if len(text) < seq_len + 1:
         raise DataError(
             f"{name}: {len(text)} bytes are too short for windows of {seq_len} tokens; "
-            "give more text or a smaller --seq-len"
+            "use more text or a smaller --seq-len"
         )
 
 
 def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Every file of `paths`, and whether it was named itself (and so must be readable text)."""
+    """Every file of `paths`, and whether `paths` names it, so that it must be readable text."""
     for path in paths:
         if path.is_dir():
             found = list(_walk(path))
             if not found:
-                raise DataError(f"{path}: an empty folder")
+                raise DataError(f"{path}: is an empty folder")
             yield from ((file, False) for file in found)
         elif not path.exists():
             raise DataError(f"{path}: no such file or folder")
@@ -285,7 +287,7 @@ def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below, in sorted order, but hidden ones and other people's packages."""
+    """All files below, in sorted order, except hidden ones and installed packages."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
@@ -300,7 +302,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _read_text(file: Path, named: bool) -> bytes:
-    """The file's bytes; b"" for a binary file met in a folder, an error for one asked for."""
+    """The file's bytes; for a binary file b"", or DataError if it was named explicitly."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -316,7 +318,7 @@ def _read_text(file: Path, named: bool) -> bytes:
                     f"{file}: is text in {encoding}; convert it first: "
                     f"iconv -f {encoding} -t UTF-8 {quote(str(file))} > converted.txt"
                 )
-        raise DataError(f"{file}: is not a text file (it holds NUL bytes)")
+        raise DataError(f"{file}: is not a text file (it contains NUL bytes)")
     return content
 
 

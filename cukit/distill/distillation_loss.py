@@ -61,8 +61,8 @@ def distillation_loss(
     `p = softmax(teacher / T)`, `q = softmax(student / T)`, for each row of logits:
 
     ===================  ========================================================================
-    forward_kl           KL(p, q): covers all that the teacher finds likely
-    reverse_kl           KL(q, p): avoids what the teacher finds unlikely
+    forward_kl           KL(p, q): covers every token that is likely for the teacher
+    reverse_kl           KL(q, p): avoids tokens that are unlikely for the teacher
     jsd                  beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q; the forward
                          KL at beta = 0, the reverse KL at 1
     skewed_forward_kl    KL(p, m), m = beta p + (1 - beta) q
@@ -70,8 +70,8 @@ def distillation_loss(
     total_variation      sum |p - q| / 2
     ===================  ========================================================================
 
-    Each is a sum of terms that are never negative, accurate to float32 however close the student
-    comes. `forward_kl` reads the logits twice, the others three times, mostly from shared memory.
+    Each is a sum of non-negative terms, accurate to float32 even where student and teacher nearly
+    agree. `forward_kl` reads the logits twice, the others three times, mostly from shared memory.
 
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
@@ -83,33 +83,33 @@ def distillation_loss(
         temperature: T of the divergence, above 0; the cross-entropy always has 1.
         scale_by_temperature_squared: multiply the divergence and its gradient by T^2 (Hinton et
             al., arXiv:1503.02531).
-        soft_weight, hard_weight: of divergence and cross-entropy.
-        targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows equal to
-            `ignore_index`, and rows without any mass (every logit of either model -inf), have zero
-            loss and gradient.
-        token_weights: float32 [...], 0 or more: what each row's loss is multiplied by.
-        ignore_index: the target that says so.
-        vocab_size: the first columns, which count; the others are padding, whatever they hold, and
-            get zero gradient.
-        logit_scale, softcap: the logits of the student are `softcap * tanh(logit_scale * x /
-            softcap)` of what is passed, without a softcap `logit_scale * x`; both above 0. The
-            gradient is that for x.
-        teacher_logit_scale, teacher_softcap: likewise of the teacher.
-        reduction: "mean", the sum over the rows divided by that of their weights (without weights:
-            by the number of rows that are not ignored); "tokens", divided by that number in any
-            case; "sum"; or "none".
-        normalizer: what "mean" and "tokens" divide by instead: a number or a float32 0-d array,
-            such as the number of tokens in all batches that a step accumulates, on all GPUs.
+        soft_weight, hard_weight: weights of divergence and cross-entropy.
+        targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows whose target
+            is `ignore_index` have zero loss and gradient, as do rows in which all logits of either
+            model are -inf.
+        token_weights: float32 [...], 0 or more: the weight of each row's loss.
+        ignore_index: target of the rows to ignore.
+        vocab_size: number of leading columns in use; the others are padding: their values are
+            ignored, their gradient is zero.
+        logit_scale, softcap: for given student logits x, the loss uses `softcap * tanh(logit_scale
+            * x / softcap)`, or `logit_scale * x` without a softcap; both above 0. The gradient is
+            with respect to x.
+        teacher_logit_scale, teacher_softcap: the same for the teacher's logits.
+        reduction: "mean", the sum over rows divided by that of their weights (without weights, by
+            the number of rows that are not ignored); "tokens", divided by that number even with
+            weights; "sum"; or "none".
+        normalizer: divisor for "mean" and "tokens" in place of these: a number or a float32 0-d
+            array, such as the token count of all batches that a step accumulates, on all GPUs.
         return_grad: also return the gradient for `student_logits`.
         grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
-        inplace: let the gradient overwrite `student_logits`.
+        inplace: overwrite `student_logits` with the gradient.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`. The
         reverse KL of a row is infinite, its gradient NaN, where the teacher alone masks a token.
 
     Raises:
-        ArrayError: dtype, shape, layout or device; vocabularies of two sizes.
+        ArrayError: dtype, shape, layout or device; vocabularies of different sizes.
         ConfigError: an option outside its range, or `hard_weight` without `targets`.
 
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
@@ -145,8 +145,8 @@ def evaluate(
     inplace: bool,
     return_loss: bool = True,
 ) -> tuple[Array, Array | None]:
-    """Loss and gradient of :func:`distillation_loss`, in the name of `op`. Without `return_loss`
-    the losses of the rows are not added up on the GPU."""
+    """Loss and gradient of :func:`distillation_loss`; errors name `op`. Without `return_loss` the
+    rows' losses are not reduced on the GPU."""
     student_logits, teacher_logits = adopt(op, student_logits, teacher_logits)
     check_flag(op, "return_grad", return_grad)
     check_flag(op, "inplace", inplace)
@@ -200,7 +200,7 @@ def _prepare(
 def _check(
     op: str, student_logits: Array, teacher_logits: Array, rows: RowOptions, hard: bool
 ) -> int:
-    """How many columns count."""
+    """Checks the arrays; returns the number of columns in use."""
     check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
     row_shape = student_logits.shape[:-1]
     check_array(op, "teacher_logits", teacher_logits, shape=(*row_shape, None))
@@ -212,7 +212,7 @@ def _check(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """One of them for every kind of split, the others for one."""
+    """One divergence for every kind of split, the others for one kind."""
     rows = [
         spec
         for name in DIVERGENCES[1:]

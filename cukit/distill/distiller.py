@@ -1,4 +1,4 @@
-"""What a training step minimises: cross-entropy alone, or a teacher's terms mixed with it."""
+"""Training objectives: cross-entropy alone, or mixed with losses against a teacher."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ IGNORE_INDEX = -100
 
 
 class Objective(Protocol):
-    """A loss over a model that knows its own gradients. `Trainer` minimises any of them."""
+    """A loss over a model, with its gradients: what `Trainer` minimises."""
 
     model: Transformer
 
     def trained(self) -> list[Parameters]:
-        """What the optimizer is to change: the model's parameters first."""
+        """The parameters that the optimizer updates, the model's first."""
         ...
 
     def loss_and_gradients(
@@ -43,16 +43,17 @@ class Objective(Protocol):
         """Add the gradients on one batch to `gradients`, one entry for each of `trained()`.
 
         Args:
-            tokens, targets: int32 [batch, seq_len]; targets of -100 do not count.
-            step: of the run, for the schedules.
-            normalizer: targets that count in the whole step, over all its batches and processes:
-                the mean is taken over them. A number, or float32 without axes on the device.
+            tokens, targets: int32 [batch, seq_len]; targets of -100 are ignored.
+            step: number of the step, for the schedules.
+            normalizer: divisor of the mean: the number of targets that are not ignored in the whole
+                step, over all its batches and processes. A number, or a float32 0-d array on the
+                device.
 
-        Batches that bring a teacher's signals pass them as `signals`.
+        Batches with a teacher's signals pass them as `signals`.
 
         Returns:
-            Statistics by name, "loss" first, as float32 arrays without axes on the device: reading
-            one waits for the GPU, so the caller reads them only to show them.
+            Statistics by name, "loss" first, as float32 0-d arrays on the device. Reading one waits
+            for the GPU, so callers read them only to show them.
         """
         ...
 
@@ -91,29 +92,30 @@ class LanguageModelling:
 
 
 class Distiller:
-    """Teaches a student with a teacher's probabilities, and more of the teacher where asked.
+    """Trains a student on a teacher's probabilities and, with `terms`, on its internal states.
 
         loss = alpha T^2 divergence(teacher, student at temperature T) + (1 - alpha) cross-entropy
              + sum of weight * term over `terms`
 
     (Hinton et al. 2015). The factor T^2 keeps the size of the soft gradient independent of T.
-    Logits of neither model are stored: `linear_distillation_loss` processes the tokens in chunks.
+    The full logits are never stored: `linear_distillation_loss` processes the tokens in chunks.
 
     Args:
         student, teacher: models over the same vocabulary on the same device. Only the student
-            changes. In place of a teacher, its signals on disk: `OfflineBatches.teacher()`, with
-            `OfflineBatches` as the trainer's windows. Then the divergence is the forward KL from
-            the teacher's likeliest tokens, and `terms` have nothing to look at.
-        alpha: share of the soft loss, 0..1, a number or a schedule over steps.
+            is trained. The teacher may be a recorded one, `OfflineBatches.teacher()`, with
+            `OfflineBatches` as the trainer's windows. Then the divergence is the forward KL over
+            the teacher's top-k tokens, and there can be no `terms`.
+        alpha: weight of the soft loss, 0..1, a number or a schedule over steps.
         temperature: above 0, a number or a schedule over steps.
         divergence: "forward_kl" or another of :func:`distillation_loss`.
         beta: its parameter, a number or a schedule over steps.
-        token_weights: a function of tokens and targets, int32 [batch, seq_len], to what the losses
-            of their positions are multiplied by, float32 [batch, seq_len], 0 or more.
-        vocab_size: the tokens that count; needed where one vocabulary is padded further.
+        token_weights: a function from tokens and targets, int32 [batch, seq_len], to the weights of
+            the losses at their positions, float32 [batch, seq_len], 0 or more.
+        vocab_size: number of leading tokens in use; needed if the models' vocabularies are padded
+            to different sizes.
         logit_scale, softcap, teacher_logit_scale, teacher_softcap: of both models' logits, as in
             :func:`distillation_loss`.
-        terms: further losses on the inside of the models; see `StateTerm`.
+        terms: further losses on internal states of the models; see `StateTerm`.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Distiller:
         if isinstance(teacher, OfflineTeacher):
             _check_offline(divergence, terms, teacher_logit_scale, teacher_softcap)
         elif student.xp is not teacher.xp:
-            raise ConfigError("teacher: must live on the same device as the student")
+            raise ConfigError("teacher: must be on the same device as the student")
         self.model, self.teacher = student, teacher
         self.alpha, self.temperature = as_schedule(alpha), as_schedule(temperature)
         self.divergence, self.beta = divergence, as_schedule(beta)
@@ -229,10 +231,10 @@ class Distiller:
     def _from_signals(
         self, activations: Activations, signals: TeacherSignals | None, options: dict[str, Any]
     ) -> LinearKlResult:
-        """The loss from what a teacher left on disk."""
+        """The loss from a recorded teacher's signals."""
         assert isinstance(self.teacher, OfflineTeacher)
         if signals is None:
-            raise ConfigError("Distiller: an offline teacher needs OfflineBatches as windows")
+            raise ConfigError("Distiller: an offline teacher needs OfflineBatches as the windows")
         k = signals.ids.shape[-1]
         return linear_topk_distillation_loss(
             activations.hidden,
@@ -249,15 +251,14 @@ class Distiller:
 def _check_offline(
     divergence: str, terms: Sequence[StateTerm], logit_scale: float, softcap: float | None
 ) -> None:
-    """Raises ConfigError for options that an offline teacher cannot serve."""
+    """Raises ConfigError for options that need a running teacher."""
     if divergence != "forward_kl":
         raise ConfigError(
-            f"divergence: of an offline teacher it must be 'forward_kl', got {divergence!r}"
+            f"divergence: must be 'forward_kl' with an offline teacher, got {divergence!r}"
         )
     if terms:
-        raise ConfigError("terms: an offline teacher has no activations for them to compare")
+        raise ConfigError("terms: an offline teacher has no activations to compare with")
     if logit_scale != 1.0 or softcap is not None:
         raise ConfigError(
-            "teacher_logit_scale, teacher_softcap: an offline teacher's signals are recorded after "
-            "them"
+            "teacher_logit_scale, teacher_softcap: apply them when recording an offline teacher"
         )

@@ -40,11 +40,11 @@ def ema_update(
     """`average += (1 - decay) (value - average)` for many tensors, in place, in one launch.
 
     Args:
-        averages: float32 arrays [...], C-contiguous; float64 on the CPU too.
+        averages: float32 arrays [...], C-contiguous; on the CPU float64, too.
         values: as many, of the same shapes; float32|float16|bfloat16.
-        decay: 0..1. 0 takes the values over.
-        copies: as many, of the same shapes; float32|float16|bfloat16: the averages, rounded, for a
-            model to compute with.
+        decay: 0..1. 0 copies the values.
+        copies: as many, of the same shapes; float32|float16|bfloat16: receive the averages,
+            rounded, as a model's parameters.
 
     Returns:
         Nothing.
@@ -53,8 +53,8 @@ def ema_update(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: decay.
 
-    One launch for each combination of dtypes. Addresses go to the GPU in a table that is kept for
-    the next call with the same arrays. Runs on CuPy's current stream, is deterministic.
+    One launch for each combination of dtypes. The table of addresses on the GPU is cached for later
+    calls with the same arrays. Runs on CuPy's current stream, is deterministic.
     Paper: Polyak and Juditsky 1992; as a teacher: Tarvainen and Valpola, arXiv:1703.01780.
 
     >>> import numpy as np
@@ -70,7 +70,7 @@ def ema_update(
     lists = (averages, values) if copies is None else (averages, values, copies)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
-            f"{_OP}: averages, values and copies must be of one length, got "
+            f"{_OP}: averages, values and copies must have the same length, got "
             f"{[len(column) for column in lists]}"
         )
     arrays = [array for column in lists for array in column]
@@ -93,7 +93,7 @@ _known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
 def _tables(lists: Sequence[Sequence[Array]]) -> _Tables:
-    """Checked arrays as tables, one for each kernel variant; kept while their addresses stay."""
+    """Tables of the checked arrays, one per kernel variant, cached by the arrays' addresses."""
     key = identify(*(array for column in lists for array in column)), len(lists)
     tables = _known_tables.get(key)
     if tables is None:

@@ -1,4 +1,4 @@
-"""How good a model is on text it has not seen, alone and beside its teacher."""
+"""Quality of a model on validation text, alone and compared with its teacher."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Evaluation:
 
     bits_per_byte: float
     accuracy: float
-    """Share of tokens that the model's first choice gets right."""
+    """Share of tokens where the model's top-1 token is the target."""
     teacher_kl_bits: float | None
     """KL(teacher || model) in bits per token; None without a teacher."""
     teacher_agreement: float | None
-    """Share of tokens where the model's first choice is the teacher's."""
+    """Share of tokens where the model's top-1 token is the teacher's."""
     window_bits: tuple[float, ...] = ()
     """Bits per byte of each window."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many bits per byte a model saves beside another on the same text; negative: it wastes."""
+    """Bits per byte that a model saves over another on the same text; negative: a loss."""
 
     bits_per_byte: float
     low: float
@@ -46,8 +46,8 @@ class Gain:
 def gain_of(model: Evaluation, other: Evaluation) -> Gain:
     """The mean difference over validation windows, with its interval by Student's t.
 
-    Differences of the same window are paired: that some text is harder than other does not count.
-    Windows are taken as independent. Fewer than FEWEST_WINDOWS have no interval (infinite ends).
+    Differences are paired by window, so the varying difficulty of windows cancels. Windows are
+    assumed independent. Fewer than FEWEST_WINDOWS have no interval (infinite ends).
     """
     differences = np.subtract(other.window_bits, model.window_bits)
     mean, count = float(differences.mean()), len(differences)
@@ -59,7 +59,7 @@ def gain_of(model: Evaluation, other: Evaluation) -> Gain:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the distance to a teacher a model has come."""
+    """The share of the gap to a teacher that a model closes."""
 
     share: float
     low: float
@@ -68,11 +68,11 @@ class Share:
 
 
 def share_of_gap(model: Evaluation, other: Evaluation, teacher: Evaluation) -> Share | None:
-    """How much of the gap between `other` and a better `teacher` the model closes; None where the
-    teacher is not better.
+    """The share of the gap between `other` and `teacher` that the model closes; None if the teacher
+    is not better.
 
-    A ratio of means over the same windows, with its interval from the differences that the ratio
-    leaves in each of them (the delta method).
+    A ratio of means over the same windows; its interval comes from the windows' residuals (delta
+    method).
     """
     gains = np.subtract(other.window_bits, model.window_bits)
     gaps = np.subtract(other.window_bits, teacher.window_bits)
@@ -91,7 +91,7 @@ FEWEST_WINDOWS = 8
 
 
 def _student_t(degrees: int) -> float:
-    """The quantile of 97.5% (Cornish-Fisher; Abramowitz and Stegun, 26.7.5), exact to 0.001 from 7
+    """The 97.5% quantile (Cornish-Fisher; Abramowitz and Stegun, 26.7.5), accurate to 0.001 from 7
     degrees of freedom on."""
     z = 1.959964
     terms = (
@@ -110,15 +110,15 @@ def evaluate(
     *,
     workers: int = 1,
 ) -> Evaluation:
-    """Run `model` over `batches` of (tokens, targets); the sums stay on the device to the end.
+    """Evaluate `model` on `batches` of (tokens, targets); sums stay on the device until the end.
 
-    workers: batches that are looked at at once, on threads; for the CPU.
+    workers: threads, each of which evaluates one batch at a time; for the CPU.
     """
     sums: dict[str, Array] = {}
     windows: list[Array] = []
     num_tokens = 0
 
-    def judge(batch: tuple[Array, Array]) -> tuple[Array, dict[str, Array]]:
+    def score(batch: tuple[Array, Array]) -> tuple[Array, dict[str, Array]]:
         tokens, targets = batch
         flat = targets.reshape(-1)
         logits = model.logits(model.forward(tokens, keep=False).hidden)
@@ -134,9 +134,9 @@ def evaluate(
         return rows, found
 
     with ThreadPoolExecutor(workers) as pool:
-        # A GPU's current stream belongs to its thread, so one worker is this thread itself.
-        judged = map(judge, batches) if workers == 1 else pool.map(judge, batches)
-        for rows, found in judged:
+        # CuPy's current stream is per thread, so one worker is this thread itself.
+        scored = map(score, batches) if workers == 1 else pool.map(score, batches)
+        for rows, found in scored:
             num_tokens += rows.size
             windows.append(rows.mean(axis=-1))
             for name, value in found.items():

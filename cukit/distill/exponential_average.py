@@ -1,5 +1,4 @@
-"""A model that is the moving average of another, as its training goes: a teacher that follows its
-student, or simply a better student."""
+"""The moving average of a model during its training, for use as a teacher or as the result."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ class ExponentialAverage:
 
         average += (1 - decay(step)) (parameters - average)    after every step
 
-    Kept in float32 and rounded into `model`, in one launch for all parameters. It begins at the
-    parameters as they are now. Give it to `Trainer(average=...)`, which updates it, and whose
-    checkpoints hold it; give its `model` to `Distiller` as the teacher.
+    Kept in float32 and rounded into `model`, in one launch for all parameters. It starts from the
+    current parameters. Pass it to `Trainer(average=...)`, which updates it and stores it in
+    checkpoints; pass its `model` to `Distiller` as the teacher.
 
     Args:
-        model: what is averaged.
-        decay: 0..1, a number or a schedule over steps: `Constant`, or `WarmupDecay`, under which
-            the average forgets its beginning sooner.
+        model: the model to average.
+        decay: 0..1, a number or a schedule over steps: `Constant`, or `WarmupDecay`, with which the
+            initial parameters are forgotten sooner.
     """
 
     def __init__(self, model: Transformer, decay: float | Schedule = 0.999) -> None:
@@ -42,7 +41,7 @@ class ExponentialAverage:
 
     @property
     def flat(self) -> Array:
-        """The average, float32 or wider: what a checkpoint holds."""
+        """The average, float32 or wider, as stored in a checkpoint."""
         return self._average.flat
 
     def update(self, values: Sequence[Array], step: int) -> None:
@@ -58,7 +57,7 @@ class ExponentialAverage:
         )
 
     def load(self, flat: Array) -> None:
-        """Take over an average that was saved."""
+        """Replace the average by a saved one."""
         self.flat[...] = flat
         if self._average is not self.model.parameters:
             parameters = self.model.parameters.flat

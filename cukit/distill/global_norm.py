@@ -1,4 +1,4 @@
-"""The norm of a list of arrays, and the factor that clips it, without leaving the GPU."""
+"""The norm of a list of arrays and its clipping factor, computed on the GPU."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def global_norm(grads: Sequence[Array]) -> Array:
     Raises:
         ArrayError: no array, or dtype, layout or device of one.
 
-    Two launches (one more for each further dtype), nothing waits. Deterministic: sums in a fixed
-    order, in float32.
+    Two launches, one more for each further dtype, without synchronising. Deterministic: sums in a
+    fixed order, in float32.
 
     >>> import numpy as np
     >>> float(global_norm([np.full(4, 1.0, np.float32), np.full(5, 1.0, np.float32)]))
@@ -75,10 +75,10 @@ def global_norm(grads: Sequence[Array]) -> Array:
 
 
 def clip_scale(norm: Array, max_norm: float) -> Array:
-    """What gradients of norm `norm` are multiplied by so that it becomes at most `max_norm`.
+    """The factor that scales gradients of norm `norm` to a norm of at most `max_norm`.
 
     Args:
-        norm: float32 0-d array, of :func:`global_norm`.
+        norm: float32 0-d array, the result of :func:`global_norm`.
         max_norm: above 0.
 
     Returns:
@@ -101,7 +101,7 @@ _known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
 def _tables(grads: Sequence[Array]) -> _Tables:
-    """Checked arrays as tables, one for each dtype; kept while their addresses stay."""
+    """Tables of the checked arrays, one per dtype, cached by the arrays' addresses."""
     key = identify(*grads)
     tables = _known_tables.get(key)
     if tables is None:

@@ -38,8 +38,8 @@ def kl_divergence(
     """KL divergence of rows of logits: `loss = sum_v p_v (log p_v - log q_v)`.
 
     `p = softmax(teacher / T)`, `q = softmax(student / T)`. Summed as `p (expm1(-d) + d)` with
-    `d = log p - log q`, whose terms are never negative: accurate to float32 however close the
-    student comes, where the usual form has lost every digit at a divergence of 1e-6.
+    `d = log p - log q`, whose terms are non-negative: accurate to float32 even where student and
+    teacher nearly agree. The usual form loses every digit at a divergence of 1e-6.
 
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
@@ -49,16 +49,15 @@ def kl_divergence(
         temperature: T, above 0.
         scale_by_temperature_squared: multiply loss and gradient by T^2, which keeps the size of the
             gradient independent of T (Hinton et al., arXiv:1503.02531).
-        targets: int32|int64 [...]; only says which rows to ignore: those equal to `ignore_index`,
-            whose loss and gradient are zero. So are those of rows without any mass (every logit of
-            either model -inf).
+        targets: int32|int64 [...]; only marks rows to ignore: rows whose target is `ignore_index`
+            have zero loss and gradient, as do rows in which all logits of either model are -inf.
         The others: as in :func:`distillation_loss`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`distillation_loss`.
 
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
 
@@ -113,7 +112,7 @@ def kl_divergence_backward(
     Raises:
         ArrayError, ConfigError: as :func:`kl_divergence`.
 
-    `kl_divergence(..., return_grad=True)` gives loss and gradient for the price of this.
+    `kl_divergence(..., return_grad=True)` gives loss and gradient at the cost of this call.
     """
     options = LossOptions(
         "forward_kl", 0.0, temperature, scale_by_temperature_squared, 1.0, 0.0,

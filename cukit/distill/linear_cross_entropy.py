@@ -16,7 +16,7 @@ from cukit.distill._linear_loss import (
     evaluate_heads,
 )
 from cukit.distill._loss_options import RowOptions, common_vocabulary
-from cukit.distill._row_loss import SPREAD_ROWS, count_spec, total_spec
+from cukit.distill._row_loss import SHARDED_ROWS, count_spec, total_spec
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearCrossEntropyResult
 from cukit.registry import register
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
-        targets: int32|int64 [...]. Rows equal to `ignore_index` have zero loss and gradient.
+        targets: int32|int64 [...]. Rows whose target is `ignore_index` have zero loss and gradient.
         token_weights, logit_scale, softcap, reduction, normalizer: as in :func:`cross_entropy`.
         The others: as in :func:`linear_distillation_loss`.
 
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     Raises:
         ArrayError, ConfigError: as :func:`linear_distillation_loss`.
 
-    Memory beside results: one chunk of logits. Rounding, streams and determinism as
+    Memory besides the results: one chunk of logits. Rounding, streams and determinism as
     :func:`linear_distillation_loss`.
 
     >>> import numpy as np, cukit as ck
@@ -70,19 +70,19 @@ def linear_cross_entropy(
     0.3133
     """
     head = Head(hidden, weight, bias).adopt(_OP)
-    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(_OP)
+    head_options = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(_OP)
     rows = RowOptions(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     ).adopt(_OP)
     options = OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
     options = options.check(_OP, rows.targets)
-    on_gpu = runs_kernel(_OP, *head, *wanted.arrays, *rows.arrays)
+    on_gpu = runs_kernel(_OP, *head, *head_options.arrays, *rows.arrays)
     head.check(_OP, "", None)
     columns = common_vocabulary(_OP, vocab_size, weight=head.weight.shape[0])
     rows.check(_OP, head.hidden.shape[:-1], columns, required=True)
-    wanted.check(_OP, head)
+    head_options.check(_OP, head)
     if not on_gpu:
-        given = {**rows._asdict(), **wanted._asdict(), "bias": head.bias}
+        given = {**rows._asdict(), **head_options._asdict(), "bias": head.bias}
         given |= {"logit_scale": logit_scale, "softcap": softcap}
         return reference.linear_cross_entropy(head.hidden, head.weight, **given)
     check_array(_OP, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
@@ -95,7 +95,7 @@ def linear_cross_entropy(
         return launch
 
     losses, gradients = evaluate_heads(
-        _OP, head, columns, rows, options, wanted, row_launch, soft=False
+        _OP, head, columns, rows, options, head_options, row_launch, soft=False
     )
     return LinearCrossEntropyResult(
         losses.loss,
@@ -107,8 +107,8 @@ def linear_cross_entropy(
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = cross_entropy_specs(device, ((True, False), (True, True)))
-    for phase in (1, 3):  # of vocabularies that are spread over processes
-        rows += cross_entropy_specs(device, ((phase == 3, False),), SPREAD_ROWS, phase)
+    for phase in (1, 3):  # vocabularies that are sharded over processes
+        rows += cross_entropy_specs(device, ((phase == 3, False),), SHARDED_ROWS, phase)
     return [*rows, count_spec("int32"), total_spec()]
 
 

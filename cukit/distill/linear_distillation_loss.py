@@ -25,7 +25,7 @@ from cukit.distill._linear_loss import (
     linear_result,
 )
 from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
-from cukit.distill._row_loss import SPREAD_ROWS, count_spec, total_spec
+from cukit.distill._row_loss import SHARDED_ROWS, count_spec, total_spec
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearKlResult
 from cukit.registry import register
@@ -63,10 +63,10 @@ def linear_distillation_loss(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
-    """Distillation loss of two language-model heads, with its gradients, logits never stored.
+    """Distillation loss of two language-model heads, with gradients, never storing the full logits.
 
     :func:`distillation_loss` of `hidden @ weight^T + bias` and `teacher_hidden @ teacher_weight^T +
-    teacher_bias`, with every option of it.
+    teacher_bias`, with all its options.
 
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
@@ -75,16 +75,16 @@ def linear_distillation_loss(
         teacher_weight: dtype of `hidden`, [vocab_size, teacher_hidden_size].
         bias, teacher_bias: dtype of `hidden`, [vocab_size]. Each costs a pass over the logits, as
             does the gradient of `bias`.
-        targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows equal to
-            `ignore_index` have zero loss and gradient.
-        vocab_size: the first rows of both weights, which count; the others are padding and get
-            zero gradient. Needed where one has more of them.
+        targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows whose target
+            is `ignore_index` have zero loss and gradient.
+        vocab_size: number of leading rows of both weights in use; the others are padding and get
+            zero gradient. Needed if the weights have different numbers of rows.
         grad_loss: upstream gradient: a number or float32 0-d array ([rows] for reduction "none").
-        grad_weight: dtype of `weight` or float32, shape of `weight`: added to, in place. Without it
-            a new one is written.
+        grad_weight: dtype of `weight` or float32, shape of `weight`: the gradient is added to it,
+            in place. None: a new array.
         grad_bias: float32 [vocab_size], likewise.
-        chunk_tokens: rows that go through the heads at once; None lets the plan choose.
-        workspace_bytes: most memory that logits may take, in place of that: fewer rows at once.
+        chunk_tokens: rows that go through the heads at once; None: the plan's choice.
+        workspace_bytes: alternative to chunk_tokens: a limit on the memory for logits.
         The others: as in :func:`distillation_loss`.
 
     Returns:
@@ -93,12 +93,12 @@ def linear_distillation_loss(
         The teacher gets no gradient.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; vocabularies of two sizes.
+        ArrayError: dtype, shape, layout or device of an argument; vocabularies of different sizes.
         ConfigError: an option outside its range, or `hard_weight` without `targets`.
 
-    Memory beside results: two chunks of logits, `2 * chunk_tokens * vocab_size` elements. Logits
-    and their gradient are rounded to the dtype of `hidden`; grad_weight is rounded to its own dtype
-    once a chunk (a float32 one is as good as exact). Runs on CuPy's current stream without
+    Memory besides the results: two chunks of logits, `2 * chunk_tokens * vocab_size` elements.
+    Logits and their gradient are rounded to the dtype of `hidden`; grad_weight is rounded to its
+    own dtype once per chunk, which in float32 is negligible. Runs on CuPy's current stream without
     synchronising, is deterministic. On the CPU all logits are computed at once.
 
     >>> import numpy as np, cukit as ck
@@ -129,16 +129,16 @@ def evaluate(
     teacher: Head,
     options: LossOptions,
     rows: RowOptions,
-    wanted: HeadOptions,
+    head_options: HeadOptions,
 ) -> LinearKlResult:
-    """:func:`linear_distillation_loss` in the name of `op`."""
-    student, teacher, wanted = student.adopt(op), teacher.adopt(op), wanted.adopt(op)
+    """:func:`linear_distillation_loss`; errors name `op`."""
+    student, teacher, head_options = student.adopt(op), teacher.adopt(op), head_options.adopt(op)
     rows = rows.adopt(op)
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *student, *teacher, *wanted.arrays, *rows.arrays)
-    columns = _check(op, student, teacher, rows, wanted, options.hard)
+    on_gpu = runs_kernel(op, *student, *teacher, *head_options.arrays, *rows.arrays)
+    columns = _check(op, student, teacher, rows, head_options, options.hard)
     if not on_gpu:
-        given = {**options._asdict(), **rows._asdict(), **wanted._asdict()}
+        given = {**options._asdict(), **rows._asdict(), **head_options._asdict()}
         given |= {"bias": student.bias, "teacher_bias": teacher.bias}
         return reference.linear_distillation_loss(
             student.hidden, student.weight, teacher.hidden, teacher.weight, **given
@@ -159,15 +159,15 @@ def evaluate(
         return launch
 
     losses, gradients = evaluate_heads(
-        op, student, columns, rows, options, wanted, row_launch, tensors=2
+        op, student, columns, rows, options, head_options, row_launch, tensors=2
     )
     return linear_result(losses, gradients, student.hidden)
 
 
 def _check(
-    op: str, student: Head, teacher: Head, rows: RowOptions, wanted: HeadOptions, hard: bool
+    op: str, student: Head, teacher: Head, rows: RowOptions, head_options: HeadOptions, hard: bool
 ) -> int:
-    """How many tokens of the vocabulary count."""
+    """Checks the arrays; returns the number of vocabulary columns in use."""
     student.check(op, "", None)
     row_shape = student.hidden.shape[:-1]
     teacher.check(op, "teacher_", math.prod(row_shape))
@@ -175,29 +175,29 @@ def _check(
     sizes = {"weight": student.weight.shape[0], "teacher_weight": teacher.weight.shape[0]}
     columns = common_vocabulary(op, rows.vocab_size, **sizes)
     rows.check(op, row_shape, columns if hard else None)
-    wanted.check(op, student)
+    head_options.check(op, student)
     return columns
 
 
 def specs_of(device: Device, divergence: str) -> list[KernelSpec]:
-    """Kernels for rows of every kind of split; the gradient is always written."""
+    """Row kernels for every kind of split; they always write the gradient."""
     kinds = ((True, False, False), (True, True, False), (True, True, True))
     rows = divergence_specs(device, divergence, kinds)
     return [*rows, count_spec("int32"), total_spec()]
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """And those for a part of each row, of vocabularies that are spread over processes."""
-    spread = [
+    """Also the kernels for vocabularies that are sharded over processes."""
+    sharded = [
         spec
         for phase in (1, 2, 3)
         for divergence in {1: ("forward_kl",), 2: ("jsd",), 3: ("forward_kl", "jsd")}[phase]
         for transform in (False, True)
         for spec in divergence_specs(
-            device, divergence, ((phase == 3, True, transform),), SPREAD_ROWS, phase
+            device, divergence, ((phase == 3, True, transform),), SHARDED_ROWS, phase
         )
     ]
-    return [*specs_of(device, "jsd"), *spread]
+    return [*specs_of(device, "jsd"), *sharded]
 
 
 register(

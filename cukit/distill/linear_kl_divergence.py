@@ -50,13 +50,13 @@ def linear_kl_divergence(
     Args:
         hidden, weight, teacher_hidden, teacher_weight: the student's and the teacher's last hidden
             states and heads.
-        The others: as there.
+        The others: as in :func:`linear_distillation_loss`.
 
     Returns:
-        :class:`LinearKlResult`, as there.
+        :class:`LinearKlResult`, as :func:`linear_distillation_loss`.
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`linear_distillation_loss`.
 
     >>> import numpy as np, cukit as ck
     >>> hidden, weight = np.eye(2, dtype=np.float32), np.eye(2, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Distillation from a teacher's likeliest tokens, fused with the student's head."""
+"""Distillation from a teacher's top-k or sampled tokens, fused with the student's head."""
 
 from __future__ import annotations
 
@@ -60,23 +60,24 @@ def linear_topk_distillation_loss(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
-    """:func:`topk_distillation_loss` of the logits `hidden @ weight^T + bias`, never stored.
+    """:func:`topk_distillation_loss` of the logits `hidden @ weight^T + bias`, never fully stored.
 
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         teacher_log_probs: float32 [..., k], C-contiguous, k up to 1024; see :func:`teacher_top_k`.
-        teacher_ids: int32 [..., k]: the tokens they belong to, all different in a row.
+        teacher_ids: int32 [..., k]: the ids of these tokens, distinct within a row.
         tail: "renormalise" or "bucket".
         The others: as in :func:`linear_distillation_loss`.
 
     Returns:
-        :class:`LinearKlResult`, as there.
+        :class:`LinearKlResult`, as :func:`linear_distillation_loss`.
 
     Raises:
-        ArrayError, ConfigError: as there, and as :func:`topk_distillation_loss`.
+        ArrayError, ConfigError: as :func:`linear_distillation_loss` and
+            :func:`topk_distillation_loss`.
 
-    Memory beside results: one chunk of logits.
+    Memory besides the results: one chunk of logits.
 
     >>> import numpy as np, cukit as ck
     >>> eye = np.eye(3, dtype=np.float32)
@@ -125,8 +126,7 @@ def linear_sampled_distillation_loss(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
-    """:func:`sampled_distillation_loss` of the logits `hidden @ weight^T + bias`, which are never
-    stored.
+    """:func:`sampled_distillation_loss` of logits `hidden @ weight^T + bias`, never fully stored.
 
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
@@ -135,12 +135,13 @@ def linear_sampled_distillation_loss(
         The others: as in :func:`linear_distillation_loss`.
 
     Returns:
-        :class:`LinearKlResult`, as there.
+        :class:`LinearKlResult`, as :func:`linear_distillation_loss`.
 
     Raises:
-        ArrayError, ConfigError: as there, and as :func:`sampled_distillation_loss`.
+        ArrayError, ConfigError: as :func:`linear_distillation_loss` and
+            :func:`sampled_distillation_loss`.
 
-    Memory beside results: one chunk of logits.
+    Memory besides the results: one chunk of logits.
 
     >>> import numpy as np, cukit as ck
     >>> eye, ids = np.eye(3, dtype=np.float32), np.array([[0], [1], [2]], np.int32)
@@ -167,20 +168,20 @@ def _evaluate(
     known: KnownTokens,
     options: LossOptions,
     rows: RowOptions,
-    wanted: HeadOptions,
+    head_options: HeadOptions,
     tail: str,
 ) -> LinearKlResult:
-    head, wanted, rows = head.adopt(op), wanted.adopt(op), rows.adopt(op)
+    head, head_options, rows = head.adopt(op), head_options.adopt(op), rows.adopt(op)
     known = KnownTokens(*adopt(op, *known))
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *head, *known, *wanted.arrays, *rows.arrays)
-    columns = _check(op, head, known, rows, wanted, options.hard, tail)
+    on_gpu = runs_kernel(op, *head, *known, *head_options.arrays, *rows.arrays)
+    columns = _check(op, head, known, rows, head_options, options.hard, tail)
     if not on_gpu:
         function: Callable[..., LinearKlResult] = getattr(reference, op)
         extra = {} if tail == SAMPLED else {"tail": tail}
         return function(
             *head[:2], bias=head.bias, **known.named(tail), **extra, **options.of_student(),
-            **rows._asdict(), **wanted._asdict(),
+            **rows._asdict(), **head_options._asdict(),
         )  # fmt: skip
     check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
     k = known.ids.shape[-1]
@@ -196,7 +197,7 @@ def _evaluate(
 
         return launch
 
-    losses, gradients = evaluate_heads(op, head, columns, rows, options, wanted, row_launch)
+    losses, gradients = evaluate_heads(op, head, columns, rows, options, head_options, row_launch)
     return linear_result(losses, gradients, head.hidden)
 
 
@@ -205,17 +206,17 @@ def _check(
     head: Head,
     known: KnownTokens,
     rows: RowOptions,
-    wanted: HeadOptions,
+    head_options: HeadOptions,
     hard: bool,
     tail: str,
 ) -> int:
-    """How many tokens of the vocabulary count."""
+    """Checks the arrays; returns the number of vocabulary columns in use."""
     head.check(op, "", None)
     row_shape = head.hidden.shape[:-1]
     columns = common_vocabulary(op, rows.vocab_size, weight=head.weight.shape[0])
     known.check(op, row_shape, columns, tail, wide=head.hidden.dtype == float64)
     rows.check(op, row_shape, columns if hard else None)
-    wanted.check(op, head)
+    head_options.check(op, head)
     return columns
 
 

@@ -1,12 +1,12 @@
-"""A teacher on disk: its likeliest tokens for every position of a run's batches, with the batches.
+"""A recorded teacher: its k likeliest tokens for every position of a run's batches, on disk.
 
-    folder/index.json                      settings, and which shard holds which batches
+    folder/index.json                      settings, and the number of batches in each shard
     folder/signals-000000.safetensors      tokens, targets, log_probs, ids of some batches
     ...
 
 A batch is stored with its tokens, so that it cannot be paired with another text. Shards and index
-are written whole or not at all: `record_teacher` goes on where it was killed. Reading is a function
-of step and part, like `Windows`: a resumed run needs to know nothing but its step.
+are written atomically, so `record_teacher` can continue after it was killed. Reading is a function
+of step and part, like `Windows`: a resumed run needs only its step.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _ROWS_AT_ONCE = 1024
 
 
 class SignalWriter:
-    """Writes signals to a folder, batch after batch; one at a time may.
+    """Writes signals to a folder, batch after batch; a folder has one writer at a time.
 
-    Opening a folder with a part of them goes on behind the last complete shard.
+    In a folder with signals of the same settings, it continues after the last complete shard.
 
     Args:
-        folder: made if it does not exist.
-        k: tokens of a row.
+        folder: created if it does not exist.
+        k: tokens per position.
         temperature: T of the log-probabilities.
         vocab_size: of the teacher.
-        batch, seq_len: of every batch.
-        batches_per_shard: what one file holds; what a kill loses at most.
-        dtype: "float32" or "float16" of the log-probabilities on disk.
-        source: anything that tells this teacher from another.
+        batch, seq_len: shape of every batch.
+        batches_per_shard: batches per file, and the most that are lost if the process is killed.
+        dtype: "float32" or "float16", of the log-probabilities on disk.
+        source: an identifier of the teacher.
 
     Attributes:
         position: batches that are on disk.
 
     Raises:
         ConfigError: an option outside its range.
-        DataError: the folder cannot be written to, or holds signals of other settings.
+        DataError: the folder cannot be written to, or contains signals with other settings.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SignalWriter:
             for name, value in self._settings.items():
                 if index[name] != value:
                     raise DataError(
-                        f"{folder}: holds signals with {name}={index[name]}, not {value}; use "
+                        f"{folder}: contains signals with {name}={index[name]}, not {value}; use "
                         "another folder"
                     )
             self._shards, self._ignored = index["shards"], index["ignored_targets"]
@@ -114,7 +114,7 @@ class SignalWriter:
         return sum(shard["batches"] for shard in self._shards)
 
     def write(self, tokens: Array, targets: Array, signals: TeacherSignals) -> None:
-        """Add a batch; every `batches_per_shard`-th ends a shard. Waits for the GPU."""
+        """Add a batch; `batches_per_shard` of them are written as a shard. Waits for the GPU."""
         settings = self._settings
         rows = (settings["batch"], settings["seq_len"])
         shapes = (rows, rows, (*rows, settings["k"]), (*rows, settings["k"]))
@@ -132,7 +132,7 @@ class SignalWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending as a shard, then the index."""
+        """Write pending batches as a shard, then the index."""
         if not self._pending:
             return
         columns = zip(*self._pending, strict=True)
@@ -164,15 +164,15 @@ def record_teacher(
     dtype: str = "float32",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the teacher's k likeliest tokens for the batches of `steps` steps, as far as they are
-    not there: a killed recording goes on.
+    """Write the teacher's k likeliest tokens for the batches of `steps` steps. Batches that are
+    already in the folder are skipped, so an interrupted recording continues.
 
     Args:
-        folder: see :class:`SignalWriter`, as for `k`, `temperature`, `batches_per_shard`, `dtype`.
-        teacher: asked for every position.
+        folder, k, temperature, batches_per_shard, dtype: as in :class:`SignalWriter`.
+        teacher: the model; it runs on every batch.
         windows: batches by step and part, on the teacher's device.
         steps, accumulate: of the run that will read them.
-        progress: called with batches done and in all, after each.
+        progress: called after each batch with the number of finished batches and the total.
 
     On disk a token takes 8 k + 8 bytes (6 k + 8 with dtype "float16").
     """
@@ -203,23 +203,23 @@ def record_teacher(
 
 
 class OfflineBatches:
-    """Batches with a teacher's signals, from a folder that `record_teacher` wrote: `Trainer`'s
+    """Batches with a teacher's signals, from a folder that `record_teacher` wrote, as `Trainer`'s
     windows.
 
-    Called with step and part it returns (tokens, targets, :class:`TeacherSignals`). Batch
-    (step * accumulate + part) * n + r is rank r's of n, or without `shared` simply
-    step * accumulate + part; behind the last the first follows, as another epoch. The next batches
-    are read by a thread; on a GPU they go through pinned memory on a stream of their own, so that a
-    step neither waits for the disk nor for the bus.
+    Called with step and part it returns (tokens, targets, :class:`TeacherSignals`). Rank r of n
+    reads batch (step * accumulate + part) * n + r, or without `shared` batch
+    step * accumulate + part; after the last batch, the first follows (the next epoch). A thread
+    prefetches batches; on a GPU they are copied through pinned memory on a separate stream, so that
+    a step waits for neither the disk nor the bus.
 
     Args:
-        folder: with an index.
-        accumulate: as the trainer's.
-        xp: numpy or cupy: where the batches go.
-        ranks: who this process is, a `Communicator` say.
-        shared: whether the folder is that of all ranks; False: each has recorded its own windows
-            into one of its own.
-        prefetch: batches that are read ahead; 0 reads when asked.
+        folder: a folder with an index.
+        accumulate: the trainer's.
+        xp: numpy or cupy: the device of the batches.
+        ranks: rank and number of processes, such as a `Communicator`.
+        shared: whether all ranks read the same folder; False: each rank has recorded its own
+            windows in its own folder.
+        prefetch: batches to read ahead; 0 reads synchronously.
 
     Raises:
         ConfigError: an option outside its range.
@@ -247,7 +247,7 @@ class OfflineBatches:
         self._shards = _Shards(folder, index["shards"])
         if self._shards.count < (self.num_ranks if shared else 1):
             raise DataError(
-                f"{folder}: holds {self._shards.count} batches for {self.num_ranks} ranks"
+                f"{folder}: contains {self._shards.count} batches for {self.num_ranks} ranks"
             )
         self._prefetch = prefetch
         self._load = _to_host if xp is np else _ToGpu(xp, prefetch + 1)
@@ -256,19 +256,19 @@ class OfflineBatches:
 
     @property
     def num_batches(self) -> int:
-        """On disk."""
+        """Batches on disk."""
         return self._shards.count
 
     def teacher(self, tail: str = "bucket") -> OfflineTeacher:
-        """For `Distiller`."""
+        """The teacher argument of `Distiller`."""
         return OfflineTeacher(self._index["temperature"], self._index["vocab_size"], tail)
 
     def __call__(self, step: int, part: int = 0) -> Batch:
-        """(tokens, targets, signals): int32 [batch, seq_len] twice, and what the teacher says."""
+        """(tokens, targets, signals): int32 [batch, seq_len] twice, and the teacher's signals."""
         number = step * self._accumulate + part
         ready = self._ahead.pop(number, None)
         if ready is None:
-            self._ahead.clear()  # another position than expected: a resumed run, say
+            self._ahead.clear()  # not the expected position: for example, a resumed run
             ready = self._start(number)
         for later in range(number + 1, number + 1 + self._prefetch):
             if later not in self._ahead:
@@ -277,7 +277,7 @@ class OfflineBatches:
         return tokens, targets, TeacherSignals(*signals)
 
     def _start(self, number: int) -> Callable[[], Sequence[Array]]:
-        """Begins to read a batch; what is returned gives it."""
+        """Starts to read a batch; returns a function that waits for it and returns it."""
         if self._shared:
             number = number * self.num_ranks + self.rank
         position = number % self._shards.count
@@ -295,7 +295,7 @@ _Read = Callable[[], HostBatch]
 
 
 class _Shards:
-    """Batches by number, of shards of which the last two are kept."""
+    """Batches by number; caches the two most recently used shards."""
 
     _KEPT = 2
 
@@ -326,7 +326,7 @@ class _Shards:
         count = int(self._ends[number]) - (int(self._ends[number - 1]) if number else 0)
         for name in _PARTS:
             if name not in arrays or len(arrays[name]) != count:
-                raise DataError(f"{path}: holds not the {count} batches that {INDEX} names")
+                raise DataError(f"{path}: does not contain {count} batches, as {INDEX} says")
         return arrays
 
 
@@ -342,8 +342,8 @@ def _to_host(
 class _ToGpu:
     """Copies batches to the GPU through pinned memory.
 
-    Arrays on the GPU are made on the stream that will use them, and written by a stream that waits
-    for what came before: memory that a kernel still reads is never written.
+    GPU arrays are allocated on the stream that will use them. The copy stream waits for the work
+    submitted to it before, so it never overwrites memory that a kernel still reads.
     """
 
     def __init__(self, xp: ModuleType, slots: int) -> None:
@@ -364,7 +364,7 @@ class _ToGpu:
 
         def copy() -> None:
             with self._device:
-                self._copied[slot].synchronize()  # what was in this slot has left it
+                self._copied[slot].synchronize()  # the previous copy from this slot is complete
                 for pinned, host in zip(self._pinned[slot], read(), strict=True):
                     pinned[...] = host
                 self._stream.wait_event(before)

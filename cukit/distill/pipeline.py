@@ -1,4 +1,5 @@
-"""The whole of `cukit distill`: teacher, student with it, student without it, comparison."""
+"""A run of `cukit distill`: trains a teacher, a distilled student and the same student alone, and
+compares them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from typing import Any, Protocol
 
 from cukit.core.files import read_arrays, write_json
 from cukit.core.interrupts import StopRequest
+from cukit.distill._host_workers import keep_freed_memory, one_thread_each
+from cukit.distill._op_timer import time_by_op
+from cukit.distill._quantized_student import check_formats, evaluate_quantized
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
-from cukit.distill.host_workers import keep_freed_memory, one_thread_each
-from cukit.distill.op_timer import time_by_op
-from cukit.distill.quantized_student import check_formats, evaluate_quantized
 from cukit.distill.report import DistillReport, TrainingRecord, phases_of
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
 from cukit.distill.run_memory import POOLS, RunMemory
@@ -35,18 +36,19 @@ SAMPLE_TOKENS = 320
 PROFILED_STEPS = 4
 
 ABLATION_HIDDEN_WEIGHT, ABLATION_ATTENTION_WEIGHT = 0.5, 0.1
-"""Of the term that an ablation adds, where the settings name no weight."""
+"""Weights of the terms that an ablation adds, if the settings have none."""
 
 CURVE_POINTS = 100
-"""Losses that are remembered of each training, about."""
+"""Approximate number of losses recorded per training."""
 
 
-class Interrupted(Exception):  # noqa: N818 (the user's wish, not an error)
-    """The user asked to stop; everything done so far is in the checkpoint."""
+class Interrupted(Exception):  # noqa: N818 (a request, not an error)
+    """A stop was requested; the checkpoint contains all finished steps."""
 
 
 class Observer(Protocol):
-    """Follows a run. Reading statistics waits for the GPU, so it is the observer's choice when."""
+    """Receives the events of a run. The observer chooses when to read statistics, which waits for
+    the GPU."""
 
     def phase_started(self, phase: str, first_step: int, trainer: Trainer, steps: int) -> None: ...
 
@@ -63,11 +65,11 @@ class DistillRun:
     Args:
         settings: see `DistillSettings`.
         corpus: the text.
-        output: the folder that `start_run` made ready, or one with a run to resume.
-        observer: told about every step.
-        pool: what the arrays come from on a GPU, one of `run_memory.POOLS`.
-        quantize: formats to judge the distilled student's weights in, of
-            `quantized_student.FORMATS`.
+        output: the folder that `start_run` prepared, or one with a run to resume.
+        observer: called after every step.
+        pool: the memory pool on a GPU, one of `run_memory.POOLS`.
+        quantize: formats to evaluate the distilled student's weights in, of
+            `_quantized_student.FORMATS`.
 
     Raises:
         ConfigError: `pool`, `quantize`.
@@ -106,8 +108,8 @@ class DistillRun:
         """Train what is not finished yet, compare, and write report.json.
 
         Raises:
-            Interrupted: Ctrl-C came while a model was in training; its state is saved.
-            ConfigError: the loss stopped being a number.
+            Interrupted: Ctrl-C during the training of a model, whose state is saved.
+            ConfigError: the loss became infinite or NaN.
             DataError: a file of the run is damaged, or cannot be written.
             OutOfMemoryError: the models or batches are too large for this machine.
         """
@@ -120,8 +122,8 @@ class DistillRun:
                 return self._run()
         except MemoryError as error:  # NumPy's, CuPy's and the pool's all derive from it
             explained = OutOfMemoryError(
-                "these sizes need more memory than there is; a smaller --batch with --accumulate "
-                f"takes less: {error}"
+                "these sizes need more memory than is available; a smaller --batch with "
+                f"--accumulate needs less: {error}"
             )
             explained.report = getattr(error, "report", None)
             raise explained from error
@@ -164,7 +166,7 @@ class DistillRun:
             seed=self.settings.seed,
         )
         self.observer.message("timing the ops of a distillation step")
-        # Last, because the steps that are timed go on training the student in memory.
+        # Last, because the timed steps continue to train the student in memory.
         objective = self._objective("student", models["student"], teacher)
         profiled = Trainer(
             objective, self._windows, lr=self.settings.lr, accumulate=self.settings.accumulate
@@ -229,7 +231,7 @@ class DistillRun:
             return None
         model = load_model(path, self.xp)
         if model.config != self._config(phase):
-            raise DataError(f"{path}: holds a model of another shape than this run's {phase}")
+            raise DataError(f"{path}: contains a model of another shape than this run's {phase}")
         return model, _record(path, read_arrays(path)[1])
 
     def _config(self, phase: str) -> TransformerConfig:
@@ -241,7 +243,7 @@ class DistillRun:
     ) -> tuple[Transformer, TrainingRecord]:
         s = self.settings
         is_teacher = phase == "teacher"
-        # Both students start from the same numbers and read the same batches.
+        # Both students start from the same weights and read the same batches.
         model = Transformer.initialise(
             self._config(phase),
             seed=s.seed if is_teacher else s.seed + 1,
@@ -287,7 +289,7 @@ class DistillRun:
                 if due or trainer.step % every == 0:
                     unread.append(statistics)
                 if due:
-                    # Reading the loss waits for the device, so the clock is honest.
+                    # Reading the loss waits for the device: the time is that of finished steps.
                     losses = [(each.step, each.read()["loss"]) for each in unread]
                     unread.clear()
                     step, loss = next((p for p in losses if not math.isfinite(p[1])), losses[-1])
@@ -308,7 +310,7 @@ class DistillRun:
 
 
 class _Clock:
-    """Adds training time, and the tokens it covers, to a record; checkpoints do not count."""
+    """Adds training time, without checkpoints, and the tokens it covers to a record."""
 
     def __init__(self, trainer: Trainer, record: TrainingRecord) -> None:
         self._trainer, self._record = trainer, record
@@ -329,4 +331,4 @@ def _record(path: Path, description: dict[str, Any]) -> TrainingRecord:
     try:
         return TrainingRecord(**description["training"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: holds no usable training record ({error})") from error
+        raise DataError(f"{path}: contains no valid training record ({error})") from error

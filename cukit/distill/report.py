@@ -1,4 +1,4 @@
-"""What a distillation run found, as data."""
+"""The results of a distillation run, as data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cukit.distill._op_timer import OpTime
+from cukit.distill._quantized_student import QuantizedEvaluation
 from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, Gain, Share, gain_of, share_of_gap
-from cukit.distill.op_timer import OpTime
-from cukit.distill.quantized_student import QuantizedEvaluation
 from cukit.distill.settings import DistillSettings
 from cukit.memory import PoolStatistics
 
@@ -16,7 +16,7 @@ PHASES = ("teacher", "student", "student-alone")
 """The models of a run, in the order of their training."""
 
 ABLATIONS = ("student-attention", "student-hidden")
-"""Distilled students with one more term, where they are asked for; trained last."""
+"""Students distilled with one more term, if the settings request them; trained last."""
 
 TITLES = {
     "teacher": "teacher",
@@ -34,15 +34,15 @@ def phases_of(settings: DistillSettings) -> tuple[str, ...]:
 
 @dataclass
 class TrainingRecord:
-    """What is remembered of one model's training, through interruptions too."""
+    """Progress and cost of one model's training, kept across interruptions."""
 
     steps: int = 0
     tokens: int = 0
     timed_tokens: int = 0
-    """Tokens that `seconds` covers: not those of a session's first step, which compiles."""
+    """Tokens processed in `seconds`, without the first step after each start, which compiles."""
     seconds: float = 0.0
     history: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss) at about a hundred steps, as of the last checkpoint."""
+    """(step, loss) at about a hundred steps, up to the last checkpoint."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,7 +51,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class DistillReport:
-    """The outcome of a run; report.json holds `to_dict`."""
+    """The results of a run; report.json contains `to_dict`."""
 
     settings: DistillSettings
     corpus: dict[str, Any]
@@ -63,9 +63,9 @@ class DistillReport:
     peak_memory_bytes: int
     seconds: float
     pool: PoolStatistics | None = None
-    """Of the memory pool that the run had for itself."""
+    """Statistics of the run's own memory pool, if it had one."""
     quantized: list[QuantizedEvaluation] = field(default_factory=list)
-    """The distilled student in the formats that were asked for."""
+    """The distilled student in the requested formats."""
 
     @property
     def gain(self) -> Gain:
@@ -74,18 +74,18 @@ class DistillReport:
 
     @property
     def helped(self) -> bool | None:
-        """None where the confidence interval of the gain holds zero."""
+        """Whether distillation helped; None if the gain's confidence interval includes zero."""
         gain = self.gain
         return None if gain.low <= 0 <= gain.high else gain.low > 0
 
     @property
     def verdict(self) -> str:
-        """One honest sentence."""
+        """The result in one sentence."""
         gain, helped = self.gain, self.helped
         if gain.num_windows < FEWEST_WINDOWS:
             return (
                 f"No difference seen: {gain.num_windows} windows of validation text are too few "
-                f"to compare the students, {FEWEST_WINDOWS} at least; give more text."
+                f"to compare the students; at least {FEWEST_WINDOWS} are needed. Use more text."
             )
         size = abs(gain.bits_per_byte)
         evidence = (
@@ -108,7 +108,7 @@ class DistillReport:
             beside = ""
         elif closed.share <= 1:
             beside = (
-                f"; that is {closed.share:.1%} ({closed.low:.1%} to {closed.high:.1%}) of the way "
+                f"; that is {closed.share:.1%} ({closed.low:.1%} to {closed.high:.1%}) of the gap "
                 "to the teacher"
             )
         else:
@@ -120,7 +120,7 @@ class DistillReport:
 
     @property
     def gap_closed(self) -> Share | None:
-        """Share of the distance from the student alone to the teacher that distillation closed."""
+        """Share of the gap between the student alone and the teacher that distillation closed."""
         return self._gap_closed_by("student")
 
     def _gap_closed_by(self, phase: str) -> Share | None:
@@ -129,7 +129,7 @@ class DistillReport:
 
     @property
     def ways(self) -> list[dict[str, Any]]:
-        """What each way to distil gains over the student alone, with 95% intervals."""
+        """The gain of each distilled student over the student alone, with 95% intervals."""
         found = []
         for phase in ("student", *ABLATIONS):
             if phase not in self.evaluations:
@@ -187,7 +187,7 @@ class DistillReport:
 
 
 def _interval(found: Gain | Share) -> list[float] | None:
-    """None where there are too few windows for one."""
+    """The interval, or None if there are too few windows for one."""
     return None if math.isinf(found.low) else [found.low, found.high]
 
 

@@ -1,11 +1,11 @@
-"""The output folder of a run, which tells at any moment how far it is.
+"""The output folder of a run, whose files show its progress.
 
-settings.json              written first; resuming checks against it
-checkpoint.safetensors     the model in training, replaced every few steps
+settings.json              written first; a resumed run is checked against it
+checkpoint.safetensors     the model in training, replaced at intervals
 teacher.safetensors        finished models
 student.safetensors
 student-alone.safetensors
-report.json                written last, by `cukit distill` as report.html too
+report.json                written last; `cukit distill` also writes report.html
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CHECKPOINT = "checkpoint.safetensors"
 REPORT = "report.json"
 
 _MOMENT_BYTES = 12
-"""A parameter's AdamW state: master copy and two moments, float32."""
+"""AdamW state per parameter: master copy and two moments, float32."""
 
 
 def model_file(folder: Path, phase: str) -> Path:
-    """Where a finished model lies."""
+    """The file of a finished model."""
     return folder / f"{phase}.safetensors"
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Within the block no other run writes into `folder`. Raises DataError where one does."""
+    """Locks `folder` against other runs within the block. Raises DataError if it is locked."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder}: is a file, not a folder")
     made = not folder.exists()
@@ -57,22 +57,22 @@ def exclusive(folder: Path) -> Iterator[None]:
                 f"{folder}: another run is writing there; wait for it, or use another folder"
             ) from None
         except OSError:
-            pass  # a network folder without locks
+            pass  # a network file system without locks
         yield
     finally:
         os.close(descriptor)
         if made:
-            with contextlib.suppress(OSError):  # unless something was written
+            with contextlib.suppress(OSError):  # not empty: keep it
                 folder.rmdir()
 
 
 def is_finished(folder: Path, settings: DistillSettings, corpus: Corpus) -> bool:
-    """Whether `folder` holds the result of a run with these settings on this text."""
+    """Whether `folder` contains the result of a run with these settings on this text."""
     if not (folder / REPORT).exists():
         return False
     try:
         stored, _, facts = stored_run(folder)
-    except DataError:  # not ours, or damaged: there is something, but no result to show
+    except DataError:  # another program's, or damaged: no result to show
         return False
     return not stored.changed(settings) and facts.get("fingerprint") == corpus.fingerprint
 
@@ -85,13 +85,14 @@ def start_run(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Make the folder ready for a new run, or raise DataError and leave everything as it was."""
+    """Prepare the folder for a new run. Raises DataError, before anything is changed, if a run is
+    there or the folder cannot be used."""
     own_files = [folder / name for name in (SETTINGS, CHECKPOINT, REPORT)]
     own_files += [model_file(folder, phase) for phase in (*PHASES, *ABLATIONS)]
     present = [file for file in own_files if file.exists()]
     if present and not overwrite:
         raise DataError(
-            f"{folder}: already holds a run; --resume goes on with it, --overwrite starts anew"
+            f"{folder}: already contains a run; --resume continues it, --overwrite replaces it"
         )
     ground = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
@@ -100,7 +101,7 @@ def start_run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error.strerror})") from error
+        raise DataError(f"{folder}: cannot be created ({error.strerror})") from error
     try:
         for file in present:
             file.unlink()
@@ -124,7 +125,7 @@ def stored_run(folder: Path) -> tuple[DistillSettings, list[Path], dict[str, Any
         settings = DistillSettings.from_dict(stored["settings"])
         return settings, [Path(text) for text in stored["text"]], dict(stored["corpus"])
     except FileNotFoundError:
-        raise DataError(f"{folder}: holds no run to resume") from None
+        raise DataError(f"{folder}: contains no run to resume") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -134,24 +135,25 @@ def stored_run(folder: Path) -> tuple[DistillSettings, list[Path], dict[str, Any
 def check_resumable(
     folder: Path,
     stored: DistillSettings,
-    wanted: DistillSettings,
+    requested: DistillSettings,
     stored_corpus: dict[str, Any],
     corpus: Corpus,
 ) -> None:
-    """Raise ConfigError or DataError unless going on would repeat an unbroken run."""
-    if changes := stored.changed(wanted):
+    """Raise ConfigError or DataError unless a resumed run would equal an uninterrupted one."""
+    if changes := stored.changed(requested):
         raise ConfigError(
             f"{folder}: the run there has other settings: {', '.join(changes)}; "
-            "leave them out to resume, or use another folder"
+            "omit them to resume, or use another folder"
         )
     if stored_corpus.get("fingerprint") != corpus.fingerprint:
         raise DataError(
-            f"{folder}: the text ({corpus.description}) is not the one that its run began with"
+            f"{folder}: the text ({corpus.description}) is not the one that the run started with"
         )
 
 
 def _check_space(folder: Path, ground: Path, settings: DistillSettings) -> None:
-    """A checkpoint is written beside the one it replaces; the finished models come to them."""
+    """Raise DataError unless there is space for two checkpoints (one is written before the other is
+    replaced) and the finished models."""
     teacher, student = settings.teacher_config(), settings.student_config()
     itemsize = teacher.array_dtype.itemsize
     largest = max(teacher.num_parameters, student.num_parameters)

@@ -40,20 +40,19 @@ def sampled_distillation_loss(
     grad_loss: Any = None,
     inplace: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """`sum_k w_k (log p_k - log q_k)` over k tokens of each row that were drawn from a teacher.
+    """`sum_k w_k (log p_k - log q_k)` over k tokens per row that were sampled from a teacher.
 
-    `q = softmax(student / T)`. For tokens drawn from the teacher `p` with weights 1 / k, or from
-    another distribution `r` with weights `p_k / (k r_k)`, this is an unbiased estimate of KL(p, q),
-    and so is its gradient, which the likeliest tokens alone do not give. Without
-    `teacher_log_probs` the teacher's entropy, which has no gradient, is left out. An estimate can
-    be negative where KL(p, q) cannot.
+    `q = softmax(student / T)`. For tokens sampled from the teacher `p` with weights 1 / k, or from
+    another distribution `r` with weights `p_k / (k r_k)`, loss and gradient are unbiased estimates
+    of those of KL(p, q); a top-k loss is biased. Without `teacher_log_probs` the teacher's entropy,
+    which has no gradient, is omitted. Unlike KL(p, q), an estimate can be negative.
 
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
             only.
         sample_ids: int32 [..., k], k up to 1024: tokens, which may occur several times in a row.
-        sample_weights: float32 [..., k]; None stands for 1 / k. Tokens of weight 0 are not looked
-            at: rows with fewer samples are filled up with them.
+        sample_weights: float32 [..., k]; None: 1 / k. Tokens of weight 0 are ignored: use them to
+            pad rows with fewer samples.
         teacher_log_probs: float32 [..., k]: of `softmax(teacher / T)` at these tokens.
         temperature: T, above 0.
         The others: as in :func:`distillation_loss`.
@@ -67,7 +66,7 @@ def sampled_distillation_loss(
         ConfigError: an option outside its range.
 
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
-    Each sample is compared with all others of its row: meant for tens to hundreds of them. Paper:
+    Each sample is compared with all others of its row, so k should be tens to hundreds. Paper:
     Anshumann et al., Sparse logit sampling, arXiv:2503.16870.
 
     >>> import numpy as np, cukit as ck

@@ -1,7 +1,7 @@
 """Numbers that change over the steps of a training run, as pure functions of the step.
 
-A schedule is any function from the step (0 for the first) to a float. It is evaluated on the host:
-no schedule ever waits for the GPU, and a resumed run needs only its step to go on.
+A schedule is any function from the step (0 for the first) to a float. It is evaluated on the host,
+never waits for the GPU, and has no state: a resumed run needs only its step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Linear:
-    """From `start` at step 0 to `end` at step `steps`, and `end` from there on."""
+    """From `start` at step 0 to `end` at step `steps`, then `end`."""
 
     start: float
     end: float
@@ -51,7 +51,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Up to `peak` in `warmup` equal strides, then half a cosine down to `floor * peak`."""
+    """Up to `peak` in `warmup` equal increments, then half a cosine down to `floor * peak`."""
 
     peak: float
     warmup: int
@@ -67,8 +67,8 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class WarmupDecay:
-    """(1 + step) / (10 + step) until that reaches `value`: a moving average that begins as the mean
-    of few steps."""
+    """(1 + step) / (10 + step) until that reaches `value`: a moving average that starts with a
+    short memory."""
 
     value: float
 
@@ -77,5 +77,5 @@ class WarmupDecay:
 
 
 def as_schedule(value: float | Schedule) -> Schedule:
-    """A number stands for itself at every step."""
+    """`value` if it is a schedule, else a constant one."""
     return value if callable(value) else Constant(value)

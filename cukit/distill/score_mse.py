@@ -12,7 +12,7 @@ from cukit.attention.kl_pairs import RowArrays, check_pairs, head_map_of, kl_opt
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_number
 
-_CHUNK = 256  # queries of a causal call that take their own keys pair by pair
+_CHUNK = 256  # queries of a causal call whose masked diagonal block is computed pair by pair
 
 
 def attention_score_mse(
@@ -29,14 +29,14 @@ def attention_score_mse(
     return_grad: bool = False,
     grad_loss: float = 1.0,
 ) -> Array | tuple[Array, Array, Array]:
-    """How far a student's raw attention scores are from a teacher's (TinyBERT):
+    """Mean squared difference of a student's and a teacher's raw attention scores (TinyBERT):
 
-        row(b, h, i) = mean over the keys j that i sees of (scale_t q_t k_t - scale_s q_s k_s)^2
+        row(b, h, i) = mean over unmasked keys j of (scale_t q_t k_t - scale_s q_s k_s)^2
 
-    and the mean of all rows. The difference of two scores is one product of longer vectors,
-    x_i y_j with x = [scale_t q_t, -scale_s q_s] and y = [k_t, k_s]. The sum over the keys is then
-    a quadratic form, x_i^T (sum_j y_j y_j^T) x_i: matrix products in float32, O(seq_len d^2), and
-    no score is made. With a causal mask queries take the keys before their own 256 that way.
+    and the mean over rows. The difference of two scores is a dot product of longer vectors,
+    x_i y_j with x = [scale_t q_t, -scale_s q_s] and y = [k_t, k_s]. The sum over keys is then the
+    quadratic form x_i^T (sum_j y_j y_j^T) x_i: matrix products in float32, O(seq_len d^2), without
+    any scores. With a causal mask it covers the keys unmasked for all of a block of 256 queries.
 
     Args:
         q_t: the teacher's queries, float16|bfloat16|float32|float64
@@ -46,7 +46,7 @@ def attention_score_mse(
         k_s: the student's keys, [batch, seq_len_kv, num_kv_heads_s, head_dim_s].
         causal, scale_t, scale_s, head_map, row_weights: as in attention_kl; the mean is over heads,
             and over queries by weight.
-        return_grad: return the gradients of q_s and k_s too.
+        return_grad: also return the gradients of q_s and k_s.
         grad_loss: upstream gradient, a number.
 
     Returns:
@@ -57,7 +57,7 @@ def attention_score_mse(
         ArrayError: dtype, shape or device of an argument.
         ConfigError: an option's value.
 
-    Rounded to float32, relative to the squares of the scores, not of their difference.
+    The float32 rounding error is relative to the squared scores, not to their squared difference.
     Paper: Jiao et al., TinyBERT, arXiv:1909.10351.
     """
     op = "attention_score_mse"
@@ -106,7 +106,7 @@ def attention_score_mse(
     grad_y, form = xp.zeros_like(y), xp.zeros_like(form)  # sum of x x^T of later queries
     until = seq_kv
     for rows, before, end in reversed(pieces):
-        # Keys from `before` to those of the piece behind are seen whole by what came until now.
+        # Keys before..until are unmasked for all queries of the pieces processed so far.
         grad_y[:, :, before:until] += y[:, :, before:until] @ form
         until = before
         form = form + weighted[:, :, rows].swapaxes(-1, -2) @ x[:, :, rows]
@@ -122,7 +122,7 @@ def attention_score_mse(
 
 
 def _by_heads(array: Array, heads: Sequence[int], dtype: Any) -> Array:
-    """[batch, seq, heads, d] -> [batch, heads, seq, d] of the heads named, wide."""
+    """[batch, seq, heads, d] -> [batch, heads, seq, d] of the given heads, as `dtype`."""
     xp = namespace(array)
     chosen = xp.take(array.transpose(0, 2, 1, 3), xp.asarray(list(heads)), axis=1)
     return chosen.astype(dtype)
@@ -138,20 +138,21 @@ def _key_heads(
 
 
 def _pieces(seq_q: int, seq_kv: int, causal: bool) -> list[tuple[slice, int, int]]:
-    """Queries; how many keys all of them see; the end of those that some of them see."""
+    """Blocks of queries, each with the number of keys unmasked for all of them, and for any."""
     if not causal:
         return [(slice(0, seq_q), seq_kv, seq_kv)]
-    past = seq_kv - seq_q
+    causal_offset = seq_kv - seq_q
     pieces = []
     for index in range(math.ceil(seq_q / _CHUNK)):
         first, last = index * _CHUNK, min((index + 1) * _CHUNK, seq_q)
-        before, end = (min(max(0, row + past), seq_kv) for row in (first + 1, last))
+        before, end = (min(max(0, row + causal_offset), seq_kv) for row in (first + 1, last))
         pieces.append((slice(first, last), before, end))
     return pieces
 
 
 def _differences(xp: Any, x: Array, y: Array, rows: slice, before: int, end: int) -> Array:
-    """The differences of scores of keys that only some of a piece's queries see, 0 where hidden."""
-    past = y.shape[2] - x.shape[2]
+    """Score differences for the keys that are masked for some of a block's queries, 0 if masked."""
+    causal_offset = y.shape[2] - x.shape[2]
     queries, keys = xp.arange(rows.start, rows.stop)[:, None], xp.arange(before, end)
-    return xp.where(keys <= queries + past, x[:, :, rows] @ y[:, :, before:end].swapaxes(-1, -2), 0)
+    differences = x[:, :, rows] @ y[:, :, before:end].swapaxes(-1, -2)
+    return xp.where(keys <= queries + causal_offset, differences, 0)

@@ -1,4 +1,4 @@
-"""What a whole distillation run is: sizes, steps, seeds. The same settings give the same result."""
+"""Settings of a distillation run: sizes, steps, seeds. The same settings give the same result."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from cukit.distill._host_workers import available_cores
 from cukit.distill.data import VOCAB_SIZE
-from cukit.distill.host_workers import available_cores
 from cukit.errors import ConfigError
 from cukit.models import TransformerConfig
 
 # Attention has no float32 kernel, and float16 gradients underflow without loss scaling.
 _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "gpu": ("bfloat16",)}
 
-# Beyond these the softened distributions are uniform, or one-hot, in float32.
+# Outside these limits the softened distributions are one-hot or uniform in float32.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 1000.0
 
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """Every choice that the outcome of `cukit distill` depends on, beside the text itself."""
+    """Everything that determines the result of `cukit distill`, except the text."""
 
     device: str
     dtype: str
@@ -29,7 +29,7 @@ class DistillSettings:
     seq_len: int
     accumulate: int
     workers: int
-    """Threads that share a batch on the CPU; part of the settings, as it decides the last bits."""
+    """Threads that share a batch on the CPU; a setting, because it affects rounding."""
 
     teacher_hidden: int
     teacher_layers: int
@@ -41,21 +41,21 @@ class DistillSettings:
     steps: int
     """Of both students."""
     lr: float
-    """Of both students, at its highest."""
+    """Of both students, at its peak."""
 
     head_dim: int
     tie_embeddings: bool
     temperature: float
     alpha: float
-    """Share of the soft loss; the rest is cross-entropy."""
+    """Weight of the soft loss; cross-entropy has 1 - alpha."""
     hidden_weight: float
-    """Of the hidden-state term; 0 leaves it out."""
+    """Weight of the hidden-state term; 0 for none."""
     attention_weight: float
-    """Of the attention term; 0 leaves it out."""
+    """Weight of the attention term; 0 for none."""
     ablation: bool
-    """Whether the student is distilled with each of these terms in addition, too."""
+    """Whether to distil further students, one with each of these terms."""
     packages: bool
-    """Whether the sources of installed packages are training text beside the standard library."""
+    """Whether the sources of installed packages are training text, too."""
 
     weight_decay: float
     max_grad_norm: float
@@ -82,7 +82,7 @@ class DistillSettings:
         if self.seed < 0:
             raise ConfigError(f"--seed: expected 0 or more, got {self.seed}")
         if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"--alpha: expected a share between 0 and 1, got {self.alpha}")
+            raise ConfigError(f"--alpha: expected a number between 0 and 1, got {self.alpha}")
         if not _LEAST_TEMPERATURE <= self.temperature <= _MOST_TEMPERATURE:
             raise ConfigError(
                 f"--temperature: expected {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE}, "
@@ -113,11 +113,11 @@ class DistillSettings:
         self.student_config()
 
     def teacher_config(self) -> TransformerConfig:
-        """The shape of the teacher."""
+        """The teacher's architecture."""
         return self._model_config(self.teacher_hidden, self.teacher_layers)
 
     def student_config(self) -> TransformerConfig:
-        """The shape of both students."""
+        """The architecture of both students."""
         return self._model_config(self.student_hidden, self.student_layers)
 
     def _model_config(self, hidden_size: int, num_layers: int) -> TransformerConfig:
@@ -127,10 +127,10 @@ class DistillSettings:
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads_q=num_heads,
-            # Two query heads share a key head where the count allows it.
+            # Two query heads share a KV head if the number of heads is even.
             num_heads_kv=num_heads // 2 if num_heads % 2 == 0 else num_heads,
             head_dim=self.head_dim,
-            # 8/3 of the width gives SwiGLU's three matrices the size of a plain MLP's two.
+            # At 8/3 of the hidden size, SwiGLU's three matrices equal a plain MLP's two in size.
             intermediate_size=-(-hidden_size * 8 // (3 * 32)) * 32,
             max_positions=self.seq_len,
             tie_embeddings=self.tie_embeddings,
@@ -138,7 +138,7 @@ class DistillSettings:
         )
 
     def changed(self, other: DistillSettings) -> list[str]:
-        """Options in which `other` differs, as "--lr (0.1, here 0.2)"."""
+        """The options in which `other` differs, as "--lr (0.1, here 0.2)"."""
         return [
             f"{_option(field.name)} ({getattr(self, field.name)}, "
             f"here {getattr(other, field.name)})"
@@ -147,7 +147,7 @@ class DistillSettings:
         ]
 
     def with_options(self, **options: Any) -> DistillSettings:
-        """A copy with every option that is not None. A smaller batch needs no more workers."""
+        """A copy with every option that is not None; workers are limited to the batch size."""
         given = {name: value for name, value in options.items() if value is not None}
         if "workers" not in given and isinstance(given.get("batch"), int):
             given["workers"] = max(1, min(self.workers, given["batch"]))
@@ -158,7 +158,7 @@ class DistillSettings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DistillSettings:
-        """What `to_dict` gave. Raises ConfigError where names are missing or unknown."""
+        """The settings from `to_dict`. Raises ConfigError if names are missing or unknown."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -201,8 +201,8 @@ DEFAULTS: dict[str, DistillSettings] = {
         checkpoint_every=100,
         eval_windows=256,
     ),
-    # One data-centre GPU, a few minutes. The teacher reads hardly anything twice, the student is
-    # too small to come near it.
+    # One data-centre GPU, a few minutes. The teacher reads hardly any text twice; the student is
+    # too small to match it.
     "gpu": DistillSettings(
         device="gpu",
         dtype="bfloat16",
@@ -234,4 +234,4 @@ DEFAULTS: dict[str, DistillSettings] = {
         eval_windows=256,
     ),
 }
-"""By device."""
+"""Default settings by device."""

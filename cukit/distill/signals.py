@@ -1,4 +1,4 @@
-"""What is known of a teacher that does not run beside its student."""
+"""Signals of a recorded teacher, which does not run beside its student."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from cukit.errors import ConfigError
 
 
 class TeacherSignals(NamedTuple):
-    """What a teacher says of a batch."""
+    """A teacher's k likeliest tokens at every position of a batch."""
 
     log_probs: Array
-    """float32 [batch, seq_len, k]: of softmax(teacher / T) over the whole vocabulary."""
+    """float32 [batch, seq_len, k]: log of softmax(teacher / T) over the whole vocabulary."""
     ids: Array
-    """int32 [batch, seq_len, k]: the tokens they belong to, likeliest first."""
+    """int32 [batch, seq_len, k]: the ids of these tokens, likeliest first."""
 
 
 @dataclass(frozen=True)
 class OfflineTeacher:
-    """What `Distiller` takes for a teacher whose signals come with the batches.
+    """The teacher argument of `Distiller` if the batches contain the teacher's signals.
 
     Attributes:
-        temperature: at which they were recorded, which the distillation must have too.
+        temperature: of the recording; the distillation must use the same.
         vocab_size: of the teacher.
-        tail: what becomes of the teacher's other tokens, "bucket" or "renormalise"; see
+        tail: treatment of the teacher's other tokens, "bucket" or "renormalise"; see
             :func:`topk_distillation_loss`.
     """
 
@@ -37,6 +37,6 @@ class OfflineTeacher:
         """Raises ConfigError unless the signals were recorded at this temperature."""
         if temperature != self.temperature:
             raise ConfigError(
-                f"step {step}: temperature must be {self.temperature}, at which the teacher's "
-                f"signals were recorded, got {temperature}"
+                f"step {step}: temperature must be {self.temperature}, that of the teacher's "
+                f"recording, got {temperature}"
             )

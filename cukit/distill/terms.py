@@ -1,7 +1,7 @@
-"""Distillation terms that look inside the models: at residual streams, queries, keys and values.
+"""Distillation losses on internal states: residual streams, queries, keys and values.
 
-A term reads the activations of both models and sends gradients into the middle of the student's
-backward pass. Any object with the shape of `StateTerm` will do; `HiddenStateTerm` is one.
+A term reads the activations of both models and adds gradients at the student's layers, where they
+join its backward pass. A term is any object with the interface of `StateTerm`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cukit.models.transformer import LayerActivations
 
 
 class StateTerm(Protocol):
-    """One more loss between the activations of a student and a teacher.
+    """A further loss between the activations of a student and a teacher.
 
     Attributes:
-        name: what the statistics call it.
-        parameters: what it trains itself (a projection, say), or None. They get the student's
-            optimizer and go into its checkpoints.
-        weight: the factor of the term in the whole loss, by step.
+        name: its name in the statistics.
+        parameters: trained parameters of its own, such as a projection, or None. The trainer
+            updates them like the student's and saves them in its checkpoints.
+        weight: weight of the term in the total loss, by step.
     """
 
     name: str
@@ -48,29 +48,30 @@ class StateTerm(Protocol):
         weight: float,
         normalizer: float,
     ) -> Array:
-        """Add weight * gradients of the term to both places; return the loss without the weight.
+        """Add weight * gradients of the term to `state_gradients` and `gradients`; return the loss
+        without the weight.
 
         Args:
-            student: of a forward pass with keep=True, as is `teacher`, on the same tokens.
-            valid: float32 [rows], 0 for rows that must not count; None when all do.
-            state_gradients: where gradients enter the student's layers.
-            gradients: of `parameters`, added to.
-            normalizer: how many rows the mean is over, which may be more than are here.
+            student, teacher: activations of forward passes with keep=True on the same tokens.
+            valid: float32 [rows], 0 for rows to ignore; None if there are none.
+            state_gradients: gradients with respect to states of the student's layers.
+            gradients: gradients of `parameters`.
+            normalizer: number of rows that the mean is over, which may be more than in this batch.
 
         Returns:
-            float32 array without axes; nothing waits for it.
+            float32 0-d array, without synchronising.
         """
         ...
 
 
 def _squared(a: Array, t: Array) -> tuple[Array, Array]:
-    """Mean squared error of every row, and its gradient by a."""
+    """Mean squared error of every row, and its gradient with respect to a."""
     error = a - t
     return (error * error).mean(axis=-1), error * (2 / t.shape[-1])
 
 
 def _cosine(a: Array, t: Array) -> tuple[Array, Array]:
-    """1 - cos(a, t) of every row, and its gradient by a; 1 and 0 where a row is zero."""
+    """1 - cos(a, t) of every row, and its gradient with respect to a; 1 and 0 if a row is zero."""
     lengths = [(x * x).sum(axis=-1, keepdims=True) ** 0.5 for x in (a, t)]
     inverse_a, inverse_t = (1 / (x + (x == 0)) for x in lengths)
     cosine = (a * t).sum(axis=-1, keepdims=True) * inverse_a * inverse_t
@@ -83,21 +84,21 @@ _ERRORS = {"mse": _squared, "cosine": _cosine}
 
 
 class HiddenStateTerm:
-    """Error of projected student beside teacher residual streams (FitNets), summed over the map.
+    """Error of projected student against teacher residual streams (FitNets), summed over the map.
 
         a = h W^T;   "mse": mean (a - t)^2;   "cosine": mean over rows of 1 - a t / (|a| |t|)
         dL/dh = dL/da W,   dL/dW = (dL/da)^T h
 
-    The projection W [teacher_size, student_size] of each mapped layer is learned with the student,
-    and thrown away with the term.
+    The projection W [teacher_size, student_size] of each mapped layer is trained with the student
+    and is not part of the resulting model.
 
     Args:
         layer_map: student layer -> teacher layer; n means the residual stream after n layers.
         student, teacher: configs of the two models.
-        weight: factor of the term in the whole loss, a number or a schedule.
-        error: "mse" or "cosine", which does not see how long the vectors are (DistilBERT).
-        seed: of the projections' first values.
-        xp: numpy or cupy, as the models.
+        weight: weight of the term in the total loss, a number or a schedule.
+        error: "mse" or "cosine", which ignores the norms of the vectors (DistilBERT).
+        seed: of the projections' initial values.
+        xp: numpy or cupy, as for the models.
     """
 
     name = "hidden states"
@@ -168,16 +169,16 @@ class HiddenStateTerm:
 
 
 class AttentionTerm:
-    """Divergence of the student's attention distributions from the teacher's (attention_kl), and of
-    relations (relation_kl), summed over the map; means over heads and tokens.
+    """Divergence of the student's attention distributions (attention_kl) and relations
+    (relation_kl) from the teacher's, summed over the map; means over heads and tokens.
 
     Args:
         layer_map: student layer -> teacher layer, 1 .. num_layers.
         student, teacher: configs of the two models.
-        weight: factor of the term in the whole loss, a number or a schedule.
-        attention: whether attention distributions count.
-        relations: which of "q", "k", "v" have their relations compared as well (MiniLM: "v",
-            MiniLMv2: all three).
+        weight: weight of the term in the total loss, a number or a schedule.
+        attention: whether to compare attention distributions.
+        relations: which of the relations "q", "k", "v" to compare (MiniLM: "v", MiniLMv2: all
+            three).
         temperature: T of all of them.
         head_map: of the attention distributions, as in attention_kl.
         relation_heads: of the relations, as in relation_kl.
@@ -291,7 +292,7 @@ class AttentionTerm:
 
 
 def evenly_spaced_map(student_layers: int, teacher_layers: int) -> dict[int, int]:
-    """Student layer n = 1..student_layers -> the teacher layer at the same share of the depth."""
+    """Maps student layer n = 1..student_layers to the teacher layer at the same relative depth."""
     return {
         layer: round(layer * teacher_layers / student_layers)
         for layer in range(1, student_layers + 1)

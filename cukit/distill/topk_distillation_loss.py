@@ -1,4 +1,4 @@
-"""KL divergence from a teacher of whom the likeliest tokens of each row are known."""
+"""KL divergence from a teacher's top-k tokens."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def topk_distillation_loss(
 ) -> Array | tuple[Array, Array]:
     """KL divergence of a student from the k likeliest tokens of a teacher, e.g. read from disk.
 
-    `tail` says what becomes of the teacher's other tokens: "renormalise" ignores them, the known
-    probabilities are divided by their sum; "bucket" sums them up to one more token, and the
-    student's other tokens likewise. Neither loss is ever negative.
+    `tail` is the treatment of the teacher's other tokens: "renormalise" ignores them and divides
+    the given probabilities by their sum; "bucket" merges them into one more token, and the
+    student's other tokens likewise. Both losses are non-negative.
 
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
             only.
         teacher_log_probs: float32 [..., k], C-contiguous, k up to 1024: of `softmax(teacher / T)`
             over the whole vocabulary, at the same T. See :func:`teacher_top_k`.
-        teacher_ids: int32 [..., k]: the tokens they belong to, all different in a row.
+        teacher_ids: int32 [..., k]: the ids of these tokens, distinct within a row.
         tail: "renormalise" or "bucket".
         temperature: T, above 0.
         The others: as in :func:`distillation_loss`.
@@ -105,7 +105,7 @@ def topk_distillation_loss(
 def teacher_top_k(
     teacher_logits: Array, k: int, *, temperature: float = 1.0
 ) -> tuple[Array, Array]:
-    """The `k` likeliest tokens of each row: what an offline teacher leaves on disk.
+    """The `k` likeliest tokens of each row, as recorded for an offline teacher.
 
     Args:
         teacher_logits: float [..., vocab_size].

@@ -1,8 +1,8 @@
 """The training loop: batches, gradient accumulation, clipping, AdamW, statistics.
 
-One `Trainer` serves the teacher, the student with a teacher and the student without. Nothing in a
-step waits for the GPU: schedules are host arithmetic, the clipping factor stays on the device, and
-statistics are device scalars until somebody reads them.
+`Trainer` trains the teacher, the student with a teacher and the student without. No step waits for
+the GPU: schedules are evaluated on the host, the clipping factor stays on the device, and
+statistics are device scalars until they are read.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import Array, address_of, namespace
+from cukit.distill._gradient_reducer import GradientReducer
 from cukit.distill.adamw import AdamWState, adamw
 from cukit.distill.data import BatchSource
 from cukit.distill.distiller import IGNORE_INDEX, Objective
 from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
-from cukit.distill.gradient_reducer import GradientReducer
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.distributed import Alone, Communicator
 from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import Parameters, host_array
 
-# A loss that diverges shows in its value: no need for a warning from every op on the way.
+# A diverging loss shows in its value, so NumPy's warnings from every op are suppressed.
 _QUIETLY = np.errstate(over="ignore", invalid="ignore")
 
 
 Batch = tuple[Any, ...]
-"""(tokens, targets), or (tokens, targets, signals) of a teacher that is not there itself."""
+"""(tokens, targets), or (tokens, targets, signals) with a recorded teacher."""
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What one step reports. The values are device scalars: `read` waits for them."""
+    """The statistics of a step. The values are device scalars; `read` waits for them."""
 
     step: int
-    """The number of steps done."""
+    """Number of finished steps."""
     values: dict[str, Array]
 
     def read(self) -> dict[str, float]:
@@ -48,29 +48,29 @@ class StepStatistics:
 
 
 Callback = Callable[["Trainer", StepStatistics], None]
-"""What `Trainer.fit` calls after every step."""
+"""A function that `Trainer.fit` calls after every step."""
 
 
 class Trainer:
     """Minimises an objective over windows of text with AdamW.
 
     Args:
-        objective: the loss, its model and what else it trains.
-        windows: where batches come from; a pure function of the step: `Windows`, `OfflineBatches`.
+        objective: the loss, with its model and other trained parameters.
+        windows: the source of batches, a pure function of the step: `Windows`, `OfflineBatches`.
         lr: learning rate, a number or a schedule over steps.
-        accumulate: batches summed into one step, for a larger batch in the same memory.
-        workers: threads that share a batch, on the CPU. How sums are split decides their last bits,
-            so the same number gives the same result.
-        max_grad_norm: gradients are scaled down to this global norm where they exceed it.
-        weight_decay: on matrices only; norms keep their weights.
+        accumulate: batches accumulated per step, for a larger batch in the same memory.
+        workers: threads that share a batch, on the CPU. The split affects the rounding of sums, so
+            results are reproducible only with the same number.
+        max_grad_norm: gradients with a larger global norm are scaled down to it.
+        weight_decay: of matrices only, not of norm weights.
         communicator: the processes that share the step, one GPU each: see
-            `cukit.distributed.communicator`. Each takes its own windows, which must have been made
-            with `ranks=communicator`; gradients are summed over all, so that n processes take the
-            steps that one would take with n times the batch. Rank 0's parameters are everybody's.
+            `cukit.distributed.communicator`. Each process reads its own windows, created with
+            `ranks=communicator`; gradients are summed over all, so n processes take the same steps
+            as one with n times the batch. All start from rank 0's parameters.
         average: a moving average of the model, updated after every step.
-        bucket_bytes: gradients that are summed at once, at least.
-        overlap: sum gradients while the backward pass computes the next. False for an objective
-            whose backward pass runs several times a batch.
+        bucket_bytes: minimum size of the buckets in which gradients are summed.
+        overlap: sum gradients concurrently with the backward pass. False for an objective with
+            several backward passes per batch.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.beta1, self.beta2 = beta1, beta2
         self.step = 0
-        """Steps done so far; with the windows' seed, the whole position in the data."""
+        """Number of finished steps; with the windows' seed, the complete position in the data."""
         self._trained = objective.trained()
         self._gradients = [_gradients_of(parameters) for parameters in self._trained]
         self._reducer: GradientReducer | None = None
@@ -127,19 +127,19 @@ class Trainer:
         self._masters = [group.state.master[0] for group in self._groups if group.is_one_of(own)]
         if average is not None:
             if average.model.config != objective.model.config:
-                raise ConfigError("average: is of a model of another shape than the objective's")
+                raise ConfigError("average: its model has another shape than the objective's")
             self.communicator.broadcast(average.flat)
             average.load(average.flat)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all processes together."""
+        """Tokens per step, over all processes."""
         windows = self.windows
         return windows.batch * windows.seq_len * self.accumulate * self.communicator.size
 
     @_QUIETLY
     def train_step(self) -> StepStatistics:
-        """One update of all trained parameters."""
+        """Run one step, which updates all trained parameters."""
         self._workers.clear()
         totals: dict[str, Array] = {}
         batches = self._batches()
@@ -172,11 +172,10 @@ class Trainer:
         return StepStatistics(self.step, {**totals, "gradient norm": norm})
 
     def fit(self, steps: int, callbacks: Iterable[Callback] = ()) -> None:
-        """Train until `steps` steps are done, those before a restored checkpoint included.
+        """Train until `steps` steps are finished, including those before a restored checkpoint.
 
-        Each of `callbacks` is called after every step, in order: `Progress` and `Checkpoints`, or
-        functions of your own. A callback that reads statistics waits for the GPU; the loop itself
-        does not.
+        Each of `callbacks`, such as `Progress` and `Checkpoints`, is called after every step, in
+        order. A callback that reads statistics waits for the GPU; the loop itself does not.
         """
         callbacks = tuple(callbacks)
         while self.step < steps:
@@ -189,8 +188,8 @@ class Trainer:
         return [self.windows(self.step, part) for part in range(self.accumulate)]
 
     def _normalizer(self, batches: Sequence[Batch]) -> Any:
-        """Targets that count in the whole step, over all its batches and processes: a number where
-        all do, else counted on the device."""
+        """The number of targets in the whole step that are not ignored, over all its batches and
+        processes: a number if none are ignored, else counted on the device."""
         if getattr(self.windows, "every_target_counts", False):
             return float(self.tokens_per_step)
         xp = self.windows.xp
@@ -204,7 +203,7 @@ class Trainer:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Everything that the next step depends on, beside `step`, as NumPy arrays by name."""
+        """Everything that the next step depends on, except `step`, as NumPy arrays by name."""
         model, *terms = self._trained
         arrays = model.to_host()
         arrays |= {f"terms.{i}": host_array(term.flat) for i, term in enumerate(terms)}
@@ -214,15 +213,15 @@ class Trainer:
     def restore(self, arrays: dict[str, np.ndarray[Any, Any]], step: int, source: str) -> None:
         """Continue from a `state()` taken after `step` steps, bit for bit.
 
-        `source` names where it comes from, should something be missing (DataError; the trainer is
-        then unchanged).
+        Raises DataError, which names `source`, if an array is missing or has another size; the
+        trainer is then unchanged.
         """
         model, *terms = self._trained
         flats = {f"terms.{i}": term.flat for i, term in enumerate(terms)}
         flats |= self._optimizer_arrays()
         for name, flat in flats.items():
             if name not in arrays or arrays[name].shape != flat.shape:
-                raise DataError(f"{source}: {name} is missing or of another size")
+                raise DataError(f"{source}: {name} is missing or has another size")
         model.load({name: a for name, a in arrays.items() if name not in flats}, source)
         for name, flat in flats.items():
             flat[...] = self.windows.xp.asarray(arrays[name])
@@ -244,7 +243,7 @@ class Trainer:
 
 
 class _Workers:
-    """Runs an objective on parts of a batch at once, into gradients of each part's own."""
+    """Runs an objective on parts of a batch in parallel, each with its own gradients."""
 
     def __init__(self, objective: Objective, gradients: list[Parameters], count: int) -> None:
         self._objective = objective
@@ -280,7 +279,7 @@ class _Workers:
         return totals
 
     def join(self) -> None:
-        """Sum all gradients into the first worker's, always in the same order."""
+        """Sum all gradients into the first worker's, in a fixed order."""
         first, *others = self._gradients
         for gradients in others:
             for total, own in zip(first, gradients, strict=True):
@@ -288,7 +287,7 @@ class _Workers:
 
 
 def _split(of_batch: Any, count: int) -> list[Any]:
-    """Parts of an array [batch, ...], or of each array of a named tuple."""
+    """Parts of an array [batch, ...], or of each array in a named tuple."""
     if isinstance(of_batch, tuple):
         columns = zip(*(np.array_split(each, count) for each in of_batch), strict=True)
         return [type(of_batch)(*column) for column in columns]
@@ -296,19 +295,19 @@ def _split(of_batch: Any, count: int) -> list[Any]:
 
 
 def _check_ranks(windows: Any, communicator: Communicator) -> None:
-    """Raises ConfigError where windows were made for another process than this one."""
+    """Raises ConfigError if windows were created for another rank than this process's."""
     made_for = (getattr(windows, "rank", communicator.rank),
                 getattr(windows, "num_ranks", communicator.size))  # fmt: skip
     if made_for != (communicator.rank, communicator.size):
         raise ConfigError(
-            f"windows: made for rank {made_for[0]} of {made_for[1]}, but this process is rank "
+            f"windows: created for rank {made_for[0]} of {made_for[1]}, but this process is rank "
             f"{communicator.rank} of {communicator.size}; pass ranks=communicator to both"
         )
 
 
 def _reduced(statistics: dict[str, Array], reducer: GradientReducer) -> dict[str, Array]:
-    """Statistics of all processes together, once the gradients are. Each is its process's share of
-    a mean over all, so that they add up."""
+    """Statistics summed over processes, together with the gradients. Each value is one process's
+    contribution to a mean over all, so the sum is the mean."""
     values = list(statistics.values())
     xp = namespace(values[0])
     wide = np.result_type(np.float32, *(value.dtype for value in values))
@@ -324,7 +323,7 @@ def _add(totals: dict[str, Array], statistics: dict[str, Array]) -> None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters, flat, that share a weight decay; their gradients and optimizer state."""
+    """Flat parameters with one weight decay, their gradients and optimizer state."""
 
     params: Array
     grads: Array
@@ -332,10 +331,10 @@ class _Group:
     weight_decay: float
 
     def is_one_of(self, parts: Iterable[Array]) -> bool:
-        """Whether its parameters are those of one of `parts`."""
+        """Whether the parameters are one of `parts`."""
         return any(address_of(self.params) == address_of(part) for part in parts if part.size)
 
 
 def _gradients_of(parameters: Parameters) -> Parameters:
-    """Zeros, at least float32: sums over many tokens would lose their small terms in 16 bits."""
+    """Zeros, at least float32: 16-bit sums over many tokens would lose small terms."""
     return parameters.zeros_like(np.promote_types(parameters.flat.dtype, np.float32))

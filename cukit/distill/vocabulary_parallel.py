@@ -1,19 +1,19 @@
-"""Losses of language-model heads whose vocabulary is spread over processes, exactly.
+"""Losses of language-model heads whose vocabulary is sharded over processes, exactly.
 
-Each process has some rows of the heads' weights and computes those columns of the logits. What a
-row of the loss needs of the others is a few floats: the masses of both distributions, a moment, the
-target's logit. Gradients of the weights stay where the weights are; those of the hidden states are
-summed in float32.
+Each process has some rows of the heads' weights and computes the corresponding columns of the
+logits. Processes exchange a few floats per row: the softmax statistics of both distributions, a
+moment, the target's logit. Gradients of the weights stay with the weights; those of the hidden
+states are summed in float32.
 
-Per chunk of rows (`|`: beside the launch in the other column):
+Per chunk of rows (`|` separates concurrent launches and collectives):
 
-    logits of both models                       two products
-    masses of the first half
-    masses of the second half       |   gather the first half's, 48 bytes a row
-    gradient of the first half      |   gather the second half's
+    logits of both models                        two GEMMs
+    statistics of the first half
+    statistics of the second half    |   all-gather those of the first half, 48 bytes a row
+    gradient of the first half       |   all-gather those of the second half
     gradient of the second half
-    grad_hidden                                 a product
-    grad_weight                     |   sum grad_hidden
+    grad_hidden                                  a GEMM
+    grad_weight                      |   all-reduce grad_hidden
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from cukit.reference.losses import LinearCrossEntropyResult, LinearKlResult
 
 _ALIGNMENT = 8
 _STATE_FLOATS = 12
-"""Of a row and process, see kernels_cu/distill/row_shard.cuh."""
+"""Per row and process, see kernels_cu/distill/row_shard.cuh."""
 _FEWEST_ROWS = 128
-"""Of half a chunk: below, a chunk goes in one piece."""
+"""Minimum rows of half a chunk: a smaller chunk is not split."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The tokens of a vocabulary that this process has: neighbours, in the order of the ranks.
+    """The contiguous range of a vocabulary's tokens that this process has, in rank order.
 
     Args:
         communicator: the processes, all of which call the same losses.
@@ -86,7 +86,8 @@ class VocabularyShard:
 
     @property
     def share(self) -> int:
-        """Tokens of every process but the last, which may have fewer: whole accesses."""
+        """Tokens per process, of which the last may have fewer; if possible a multiple of a vector
+        access."""
         count = self.communicator.size
         share = -(-self.vocab_size // count)
         aligned = -(-share // _ALIGNMENT) * _ALIGNMENT
@@ -94,20 +95,20 @@ class VocabularyShard:
 
     @property
     def first(self) -> int:
-        """The first token."""
+        """The first token of this process."""
         return min(self.communicator.rank * self.share, self.vocab_size)
 
     @property
     def size(self) -> int:
-        """How many tokens this process has."""
+        """Number of tokens of this process."""
         return min(self.first + self.share, self.vocab_size) - self.first
 
     def part(self, whole: Array) -> Array:
-        """This process's rows of a whole weight or bias [vocab_size or more, ...]: a view."""
+        """A view of this process's rows of a full weight or bias [vocab_size or more, ...]."""
         return whole[self.first : self.first + self.size]
 
     def rows(self) -> RowShard:
-        """What kernels know of it."""
+        """The description of the shard for kernels."""
         processes = self.communicator
         return RowShard(self.first, self.vocab_size, processes.rank, processes.size)
 
@@ -142,28 +143,30 @@ def vocabulary_parallel_distillation_loss(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
-    """:func:`linear_distillation_loss` of heads that are spread over processes: the same loss and
+    """:func:`linear_distillation_loss` of heads that are sharded over processes: the same loss and
     gradients, in 1/n of the time and memory.
 
     Args:
-        hidden, teacher_hidden: of all rows, the same on every process; as there.
-        weight, teacher_weight: `shard.size` rows of the whole weights, `shard.part(whole)`.
-        shard: which tokens they are.
+        hidden, teacher_hidden: of all rows, the same on every process, as in
+            :func:`linear_distillation_loss`.
+        weight, teacher_weight: `shard.size` rows of the full weights, `shard.part(whole)`.
+        shard: this process's tokens.
         bias, teacher_bias, grad_weight, grad_bias: likewise, of this process's tokens.
-        targets: tokens of the whole vocabulary.
-        The others: as there, the same on every process.
+        targets: tokens of the full vocabulary.
+        The others: as in :func:`linear_distillation_loss`, the same on every process.
 
     Returns:
-        :class:`LinearKlResult`: losses and `grad_hidden` of the whole vocabulary, the same bits on
+        :class:`LinearKlResult`: losses and `grad_hidden` of the full vocabulary, the same bits on
         every process; `grad_weight` and `grad_bias` of this process's tokens.
 
     Raises:
-        ArrayError, ConfigError: as there, and weights of another size than the shard's.
+        ArrayError, ConfigError: as :func:`linear_distillation_loss`, and for weights of another
+            size than the shard's.
 
-    Every process calls it in the same order. A row costs 48 bytes of exchange a process (8 more
-    where the gradient needs a sum over the row: all divergences but the forward KL), and its
-    gradient in float32, all beside sweeps and products. Nothing synchronises with the GPU. On the
-    CPU the weights are gathered and every process computes everything.
+    Every process must call this in the same order. Each row exchanges 48 bytes per process (8 more
+    if the gradient needs a sum over the row: all divergences but the forward KL) and its float32
+    gradient, overlapped with kernels and GEMMs, without synchronising with the GPU. On the CPU the
+    weights are gathered and every process computes the whole loss.
     """
     op = "vocabulary_parallel_distillation_loss"
     student, teacher = (
@@ -175,12 +178,12 @@ def vocabulary_parallel_distillation_loss(
         logit_scale, softcap, teacher_logit_scale, teacher_softcap,
     )  # fmt: skip
     rows = RowOptions(targets, token_weights, ignore_index, None, reduction, normalizer, grad_loss)
-    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes)
-    student, teacher, wanted = student.adopt(op), teacher.adopt(op), wanted.adopt(op)
+    head_options = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes)
+    student, teacher, head_options = student.adopt(op), teacher.adopt(op), head_options.adopt(op)
     rows = rows.adopt(op)
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *student, *teacher, *wanted.arrays, *rows.arrays)
-    _check(op, student, rows, wanted, shard, options.hard)
+    on_gpu = runs_kernel(op, *student, *teacher, *head_options.arrays, *rows.arrays)
+    _check(op, student, rows, head_options, shard, options.hard)
     teacher.check(op, "teacher_", math.prod(student.hidden.shape[:-1]))
     check_same_dtype(op, hidden=student.hidden, teacher_hidden=teacher.hidden)
     _check_size(op, "teacher_weight", teacher.weight, shard)
@@ -191,7 +194,7 @@ def vocabulary_parallel_distillation_loss(
             student.hidden, whole[0], teacher.hidden, whole[2], bias=whole[1],
             teacher_bias=whole[3], **given,
         )  # fmt: skip
-        grads = _own_part(shard, result.grad_weight, result.grad_bias, wanted)
+        grads = _own_part(shard, result.grad_weight, result.grad_bias, head_options)
         return LinearKlResult(*result[:4], *grads)
     check_array(op, "hidden", student.hidden, dtypes=KERNEL_DTYPES)
     flat = teacher.flat(shard.size)
@@ -208,15 +211,15 @@ def vocabulary_parallel_distillation_loss(
             )  # fmt: skip
             return launch
 
-        spread = _SpreadRows(shard.communicator, phase, options.divergence != "forward_kl")
+        sharded_rows = _ShardedRows(shard.communicator, phase, options.divergence != "forward_kl")
 
         def of_chunk(chunk: slice, logits: Array) -> tuple[Any, tuple[Array, Array]]:
-            return spread, (logits, flat.project(chunk, buffer))
+            return sharded_rows, (logits, flat.project(chunk, buffer))
 
         return of_chunk
 
     losses, gradients = evaluate_heads(
-        op, student, shard.size, rows, options, wanted, row_launch, tensors=2,
+        op, student, shard.size, rows, options, head_options, row_launch, tensors=2,
         communicator=shard.communicator,
     )  # fmt: skip
     return linear_result(losses, gradients, student.hidden)
@@ -241,26 +244,26 @@ def vocabulary_parallel_cross_entropy(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearCrossEntropyResult:
-    """:func:`linear_cross_entropy` of a head that is spread over processes.
+    """:func:`linear_cross_entropy` of a head that is sharded over processes.
 
     Arguments, results and exchange as in :func:`vocabulary_parallel_distillation_loss`, without a
     teacher.
     """
     op = "vocabulary_parallel_cross_entropy"
     head = Head(hidden, weight, bias).adopt(op)
-    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(op)
+    head_options = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(op)
     rows = RowOptions(targets, token_weights, ignore_index, None, reduction, normalizer, grad_loss)
     rows = rows.adopt(op)
     options = _cross_entropy_rows.OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *head, *wanted.arrays, *rows.arrays)
-    _check(op, head, rows, wanted, shard, True)
+    on_gpu = runs_kernel(op, *head, *head_options.arrays, *rows.arrays)
+    _check(op, head, rows, head_options, shard, True)
     if not on_gpu:
         whole, whole_bias = (_gathered(shard, array) for array in head[1:])
         given = {**rows._asdict(), "vocab_size": shard.vocab_size, "bias": whole_bias}
         given |= {"logit_scale": logit_scale, "softcap": softcap}
         result = reference.linear_cross_entropy(head.hidden, whole, **given)
-        grads = _own_part(shard, result.grad_weight, result.grad_bias, wanted)
+        grads = _own_part(shard, result.grad_weight, result.grad_bias, head_options)
         return LinearCrossEntropyResult(*result[:2], *grads)
     check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
 
@@ -270,10 +273,10 @@ def vocabulary_parallel_cross_entropy(
         )
         return launch
 
-    spread = _SpreadRows(shard.communicator, phase, False)
+    sharded_rows = _ShardedRows(shard.communicator, phase, False)
     losses, gradients = evaluate_heads(
-        op, head, shard.size, rows, options, wanted,
-        lambda config: lambda chunk, logits: (spread, (logits,)), soft=False,
+        op, head, shard.size, rows, options, head_options,
+        lambda config: lambda chunk, logits: (sharded_rows, (logits,)), soft=False,
         communicator=shard.communicator,
     )  # fmt: skip
     grad_hidden = gradients.grad_hidden.reshape(head.hidden.shape)
@@ -282,11 +285,11 @@ def vocabulary_parallel_cross_entropy(
     )
 
 
-class _SpreadRows:
-    """Runs the phases of a loss over a chunk of rows, and what is exchanged between them.
+class _ShardedRows:
+    """Runs the phases of a loss over a chunk of rows, and the exchanges between them.
 
-    phase: the launch of a number, given its arrays: those of the kernel, [rows, ...] or none, of
-    which the last three are the gradient's, the upstream gradient and the normalizer. centred:
+    phase: prepares the launch of a phase, given its number and the kernel's arrays, [rows, ...] or
+    None; the last three are the gradient, the upstream gradient and the normalizer. centred:
     whether there is a phase 2.
     """
 
@@ -313,7 +316,7 @@ class _SpreadRows:
                     self._run(1, part, None, states[index], then)
                 else:
                     self._run(number, part, gathered[index], sums[index], then)
-                # What the other half exchanged, beside this launch.
+                # Wait for the other half's exchange, which overlaps this launch.
                 communicator.join()
                 if number < 3:
                     with communicator.beside():
@@ -346,14 +349,19 @@ def _rows(array: Any, rows: slice) -> Any:
 
 
 def _check(
-    op: str, head: Head, rows: RowOptions, wanted: HeadOptions, shard: VocabularyShard, hard: bool
+    op: str,
+    head: Head,
+    rows: RowOptions,
+    head_options: HeadOptions,
+    shard: VocabularyShard,
+    hard: bool,
 ) -> None:
     if not isinstance(shard, VocabularyShard):
         raise ConfigError(f"{op}: shard must be a VocabularyShard, got {type(shard).__name__}")
     head.check(op, "", None)
     _check_size(op, "weight", head.weight, shard)
     rows.check(op, head.hidden.shape[:-1], shard.vocab_size if hard else None, required=hard)
-    wanted.check(op, head)
+    head_options.check(op, head)
 
 
 def _check_size(op: str, name: str, weight: Array, shard: VocabularyShard) -> None:
@@ -366,7 +374,7 @@ def _check_size(op: str, name: str, weight: Array, shard: VocabularyShard) -> No
 
 
 def _gathered(shard: VocabularyShard, part: Array | None) -> Array | None:
-    """The whole of a weight or bias, out of those of all processes."""
+    """The full weight or bias, gathered from all processes."""
     if part is None:
         return None
     padded = np.zeros((shard.share, *part.shape[1:]), part.dtype)
@@ -376,11 +384,14 @@ def _gathered(shard: VocabularyShard, part: Array | None) -> Array | None:
 
 
 def _own_part(
-    shard: VocabularyShard, grad_weight: Array, grad_bias: Array | None, wanted: HeadOptions
+    shard: VocabularyShard, grad_weight: Array, grad_bias: Array | None, head_options: HeadOptions
 ) -> tuple[Array, Array | None]:
-    """This process's gradients of the head, added to those that are given."""
+    """This process's part of the head's gradients, added to the given arrays if there are any."""
     found = []
-    for grad, into in ((grad_weight, wanted.grad_weight), (grad_bias, wanted.grad_bias)):
+    for grad, into in (
+        (grad_weight, head_options.grad_weight),
+        (grad_bias, head_options.grad_bias),
+    ):
         part = None if grad is None else shard.part(grad)
         if part is not None and into is not None:
             into += part.astype(into.dtype)

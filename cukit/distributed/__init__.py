@@ -1,5 +1,5 @@
-"""Several processes, one device each, that exchange arrays: NCCL between GPUs, sockets between
-CPUs, nothing at all where there is one process."""
+"""Collectives between processes with one device each: NCCL between GPUs, sockets between CPUs,
+no communication for a single process."""
 
 from cukit.distributed.communicator import Alone, Communicator, communicator
 from cukit.distributed.host import HostCommunicator

@@ -1,4 +1,4 @@
-"""What processes that work together do with one another's arrays."""
+"""The interface of collectives between processes, and its implementation for one process."""
 
 from __future__ import annotations
 
@@ -39,80 +39,80 @@ class Communicator(Protocol):
         """Replaces `array`, C-contiguous, by that of rank `root`."""
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order, through the host."""
+        """The messages of all ranks, in rank order, exchanged through the host."""
         ...
 
     def barrier(self) -> None:
-        """Returns once every rank has come here."""
+        """Returns once every rank has called it."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Collectives in the block run beside what the current stream does next, after what it was
-        given before. Their memory must not be freed before :meth:`join`."""
+        """Collectives in the block run after earlier work on the current stream and concurrently
+        with later work. Their memory must not be freed before :meth:`join`."""
         ...
 
     def join(self) -> None:
-        """What comes next on the current stream waits for everything that runs beside it."""
+        """Later work on the current stream waits for all collectives issued in `beside` blocks."""
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
 
 
 class Alone:
-    """The communicator of one process: every collective is the identity."""
+    """The communicator of a single process: every collective is the identity."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, array: Array, op: str = "sum") -> None:
-        """`array` is the sum."""
+        """Leaves `array` unchanged."""
         check_operation("all_reduce", array, op)
 
     def all_gather(self, array: Array, out: Array | None = None) -> Array:
-        """[1, *shape]."""
+        """`array` as [1, *shape], in `out` if given."""
         gathered = namespace(array).empty((1, *array.shape), array.dtype) if out is None else out
         gathered[0] = array
         return gathered
 
     def broadcast(self, array: Array, root: int = 0) -> None:
-        """`array` is the root's."""
+        """Leaves `array` unchanged."""
         check_root(self, root)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The one message."""
+        """[message]."""
         return [message]
 
     def barrier(self) -> None:
-        """Everybody is here."""
+        """Does nothing."""
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Nothing to run beside."""
+        """Does nothing."""
         yield
 
     def join(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing."""
 
 
 def communicator(
     xp: ModuleType = np, ranks: Ranks | None = None, *, timeout_seconds: float = 600.0
 ) -> Communicator:
-    """The communicator of this process, as torchrun, mpirun or srun started it.
+    """The communicator of this process, which torchrun, mpirun or srun started.
 
     Args:
-        xp: numpy or cupy: whose arrays are exchanged.
-        ranks: who this process is; None reads it from the environment.
-        timeout_seconds: how long the others may take to appear.
+        xp: numpy or cupy, the library of the arrays.
+        ranks: rank and number of processes; None reads them from the environment.
+        timeout_seconds: how long to wait for the other processes to connect.
 
     Returns:
-        `Alone` where there is one process, with or without a GPU and NCCL; `NcclCommunicator` for
-        cupy (and this process's GPU is then the current device), `HostCommunicator` for numpy.
+        `Alone` for a single process, with or without a GPU and NCCL; `NcclCommunicator` for cupy,
+        which makes this process's GPU the current device; `HostCommunicator` for numpy.
 
     Raises:
         ConfigError: the environment.
-        CommunicationError: a process does not appear.
+        CommunicationError: a process does not connect.
         MissingDependencyError: several GPUs, and no NCCL.
     """
     ranks = ranks_from_environment() if ranks is None else ranks

@@ -1,8 +1,7 @@
-"""Processes that exchange NumPy arrays through sockets: rank 0 in the middle, one connection each.
+"""Collectives over NumPy arrays through sockets: every rank is connected to rank 0.
 
-Sums are taken on rank 0 in the order of the ranks, so that all ranks get the same bits in every
-run. It needs nothing but the standard library, works on every machine, and carries the unique id
-that NCCL starts from.
+Rank 0 sums in rank order, so all ranks get the same bits in every run. Needs only the standard
+library, works on every machine, and distributes the unique id that initialises NCCL.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from cukit.errors import ArrayError, CommunicationError
 OPERATIONS = ("sum", "max", "min")
 
 _MAGIC = b"cukit-ranks-1\0"
-_PORTS = 16  # that are tried, from the one that the launcher named
+_PORTS = 16  # number of ports to try, from the launcher's on
 _HEADER = struct.Struct("<16sQ")
 _HELLO = struct.Struct("<14s16sII")
 _ANSWER_SECONDS = 3.0
@@ -37,11 +36,11 @@ class HostCommunicator:
     """A `Communicator` of NumPy arrays.
 
     Args:
-        ranks: who this process is.
-        timeout_seconds: how long the others may take to appear, and to send what is due.
+        ranks: rank and number of processes.
+        timeout_seconds: how long to wait for the other processes to connect, and for their data.
 
     Raises:
-        CommunicationError: a process does not appear in time, or one with other `ranks` does.
+        CommunicationError: a process does not connect in time, or the run's `ranks` differ.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_seconds: float = 600.0) -> None:
@@ -50,7 +49,7 @@ class HostCommunicator:
         self._timeout = timeout_seconds
         self._job = hashlib.sha256(ranks.job.encode()).digest()[:16]
         self._peers: list[socket.socket] = []
-        """Of rank 0: those of ranks 1, 2, ...; of the others: that of rank 0."""
+        """On rank 0: connections to ranks 1, 2, ...; on the others: the one to rank 0."""
         if self.size == 1:
             return
         self._peers = self._accept_all() if self.rank == 0 else [self._connect()]
@@ -115,7 +114,7 @@ class HostCommunicator:
                 self._send(peer, tag, _bytes_of(array))
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order: for small things that are no arrays."""
+        """The messages of all ranks, in rank order; for small data other than arrays."""
         sizes = self.all_gather(np.array([len(message)], np.int64))[:, 0]
         padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
@@ -124,19 +123,19 @@ class HostCommunicator:
         ]
 
     def barrier(self) -> None:
-        """Returns once every rank has come here."""
+        """Returns once every rank has called it."""
         self.all_reduce(np.zeros(1, np.int64))
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Collectives here are over when they return: there is no other stream."""
+        """Does nothing: collectives are complete when they return."""
         yield
 
     def join(self) -> None:
-        """Nothing runs beside."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.close()
@@ -171,7 +170,7 @@ class HostCommunicator:
             server = socket.socket()
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                # Of a run on one host nothing can be reached from outside.
+                # A run on one host must not be reachable from other hosts.
                 local = self.ranks.address in ("127.0.0.1", "localhost")
                 server.bind(("127.0.0.1" if local else "", port))
                 server.listen(self.size)
@@ -181,14 +180,14 @@ class HostCommunicator:
                 continue
             return server
         raise CommunicationError(
-            f"rank 0 finds no free port from {self.ranks.port} on: {refused}"
+            f"rank 0 found no free port from {self.ranks.port} on: {refused}"
         ) from refused
 
     def _ports(self) -> range:
         return range(self.ranks.port, min(self.ranks.port + _PORTS, 65536))
 
     def _greet(self, peer: socket.socket) -> int | None:
-        """The rank that a connection comes from; None where it is none of ours."""
+        """The rank of a connection, or None if it does not belong to this run."""
         peer.settimeout(_ANSWER_SECONDS)
         try:
             magic, job, rank, size = _HELLO.unpack(_read(peer, _HELLO.size))
@@ -230,7 +229,7 @@ class HostCommunicator:
             peer.sendall(_HEADER.pack(tag, content.nbytes))
             peer.sendall(content)
         except OSError as error:
-            raise CommunicationError(f"rank {self.rank}: a rank is gone ({error})") from error
+            raise CommunicationError(f"rank {self.rank}: lost connection ({error})") from error
 
     def _receive_into(self, index: int, tag: bytes, array: Array) -> None:
         other = index + 1 if self.rank == 0 else 0
@@ -239,20 +238,20 @@ class HostCommunicator:
             found, count = _HEADER.unpack(_read(self._peers[index], _HEADER.size))
             if (found, count) != (tag, into.nbytes):
                 raise CommunicationError(
-                    f"rank {self.rank} is at another collective, or shape or dtype, than rank "
-                    f"{other}: expected {into.nbytes} bytes, got {count}"
+                    f"rank {self.rank} and rank {other} call different collectives, or with "
+                    f"different shapes or dtypes: expected {into.nbytes} bytes, got {count}"
                 )
             _read_into(self._peers[index], into)
         except CommunicationError:
             raise
         except OSError as error:
             raise CommunicationError(
-                f"rank {self.rank}: nothing comes from rank {other} ({error})"
+                f"rank {self.rank}: received nothing from rank {other} ({error})"
             ) from error
 
 
 def check_operation(name: str, array: Array, op: str = "sum") -> None:
-    """Raises ArrayError unless `array` can be exchanged in place."""
+    """Raises ArrayError unless `op` is known and `array` is C-contiguous."""
     if op not in OPERATIONS:
         raise ArrayError(f"{name}: op must be one of {', '.join(OPERATIONS)}, got {op!r}")
     if not array.flags.c_contiguous:
@@ -266,7 +265,7 @@ def check_root(ranks: Any, root: int) -> None:
 
 
 def _tag(name: str, array: Array, *more: str) -> bytes:
-    """Differs where ranks are at different collectives."""
+    """A digest of the collective and its arguments, by which ranks detect mismatched calls."""
     words: Sequence[str] = (name, str(array.dtype), str(array.shape), *more)
     return hashlib.sha256("/".join(words).encode()).digest()[:16]
 
@@ -287,5 +286,5 @@ def _read_into(peer: socket.socket, into: memoryview) -> None:
     while into.nbytes:
         count = peer.recv_into(into)
         if count == 0:
-            raise CommunicationError("a rank closed its connection: it ended, or failed")
+            raise CommunicationError("a rank closed its connection: it exited or failed")
         into = into[count:]

@@ -1,7 +1,7 @@
-"""CuPy arrays over NCCL, the library that PyTorch's wheels bring too, called through ctypes.
+"""Collectives over CuPy arrays with NCCL, called through ctypes.
 
-CuPy's own binding is there only where CuPy found NCCL when it was imported. Eight functions of a C
-interface that has not changed in years need no binding.
+CuPy's binding exists only if CuPy found NCCL when it was imported. Eight functions of a stable C
+interface need no binding.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclCommunicator:
-    """A `Communicator` of CuPy arrays, one GPU a process.
+    """A `Communicator` of CuPy arrays, one GPU per process.
 
-    The process takes the GPU `local_rank`. Collectives are enqueued on CuPy's current stream, or,
-    within :meth:`beside`, on a stream of their own; nothing waits for the GPU. All ranks call the
-    same collectives in the same order.
+    The process uses GPU `local_rank`. Collectives are enqueued on CuPy's current stream or, within
+    :meth:`beside`, on a separate stream, without synchronising. All ranks must call the same
+    collectives in the same order.
 
     Args:
-        ranks: who this process is.
-        timeout_seconds: how long the others may take to appear.
+        ranks: rank and number of processes.
+        timeout_seconds: how long to wait for the other processes to connect.
 
     Raises:
-        MissingDependencyError: there is no CuPy, or no NCCL.
-        CommunicationError: a rank does not appear, or NCCL fails.
+        MissingDependencyError: CuPy or NCCL is missing.
+        CommunicationError: a rank does not connect, or NCCL fails.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_seconds: float = 600.0) -> None:
@@ -109,19 +109,19 @@ class NcclCommunicator:
         )  # fmt: skip
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order, through the host."""
+        """The messages of all ranks, in rank order, exchanged through the host."""
         return self._host.exchange(message)
 
     def barrier(self) -> None:
-        """Returns once every rank has come here; waits for the GPU first."""
+        """Waits for the current stream, then returns once every rank has called it."""
         self._cupy.cuda.get_current_stream().synchronize()
         self._host.barrier()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """In the block, a stream that starts where the current one is and runs beside it.
+        """Within the block a separate stream is current, which waits for the outer stream's work.
 
-        Memory that is used there must not be freed before :meth:`join`.
+        Memory used in the block must not be freed before :meth:`join`.
         """
         self._event.record()
         self._stream.wait_event(self._event)
@@ -129,12 +129,12 @@ class NcclCommunicator:
             yield
 
     def join(self) -> None:
-        """The current stream waits for everything that was enqueued beside it."""
+        """The current stream waits for everything enqueued in `beside` blocks."""
         self._event.record(self._stream)
         self._cupy.cuda.get_current_stream().wait_event(self._event)
 
     def close(self) -> None:
-        """Ends the communicator. All ranks call it; the GPU is waited for."""
+        """Synchronises the GPU and destroys the communicator. All ranks must call it."""
         if self._communicator:
             self._cupy.cuda.runtime.deviceSynchronize()
             self._nccl.ncclCommDestroy(self._communicator)
@@ -187,7 +187,7 @@ def _library() -> Any:
 
 
 def _installed() -> Iterator[Path]:
-    """Where pip puts it."""
+    """Paths of NCCL in pip's packages and the CUDA toolkit."""
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("nvidia")
         for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -221,5 +221,5 @@ def _version(library: Any) -> tuple[int, int, int]:
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-    """(major, minor, patch) of the NCCL that is loaded; None where there is none."""
+    """(major, minor, patch) of the loaded NCCL; None without NCCL."""
     return _version(_library()) if nccl_available() else None

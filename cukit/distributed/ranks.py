@@ -1,4 +1,4 @@
-"""Who this process is among those that a launcher started."""
+"""Rank of this process and number of processes, as set by a launcher."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from cukit.errors import ConfigError
 
 _LAUNCHERS = (
-    # torchrun; anything that sets the same names
+    # torchrun, and launchers that set the same names
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # mpirun of Open MPI, of MPICH and Intel MPI; srun
+    # mpirun of Open MPI; mpirun of MPICH and Intel MPI; srun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -26,9 +26,9 @@ class Ranks:
     Attributes:
         rank: 0 .. size - 1.
         size: number of processes.
-        local_rank: among the processes of this host: the GPU that the process takes.
-        address, port: where rank 0 listens. Where the port is taken, one of the next is used.
-        job: common to all processes of a run, so that two runs on a host do not mix.
+        local_rank: rank among the processes of this host, and index of the process's GPU.
+        address, port: where rank 0 listens. If the port is in use, one of the next is used.
+        job: an identifier of the run, so that two runs on a host do not connect to each other.
     """
 
     rank: int = 0
@@ -50,13 +50,14 @@ class Ranks:
 
 
 def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Ranks:
-    """What torchrun, mpirun or srun told this process; one process alone where none did.
+    """The ranks set by torchrun, mpirun or srun; a single process without a launcher.
 
     MASTER_ADDR and MASTER_PORT name the host and port of rank 0, by default this host and 29500.
-    Under torchrun the launcher itself listens on MASTER_PORT, so rank 0 takes the one after it.
+    Under torchrun the launcher itself listens on MASTER_PORT, so rank 0 uses the next port.
 
     Raises:
-        ConfigError: a variable that is no number, processes on several hosts without MASTER_ADDR.
+        ConfigError: a variable is not a number, or processes are on several hosts without
+            MASTER_ADDR.
     """
     env = os.environ if environment is None else environment
     for launcher in _LAUNCHERS:

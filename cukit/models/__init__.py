@@ -1,4 +1,4 @@
-"""A decoder-only transformer put together from the public ops: forward, backward, generation."""
+"""A decoder-only transformer built from the public ops: forward, backward, generation."""
 
 from cukit.models.config import TransformerConfig
 from cukit.models.files import load_model, save_model

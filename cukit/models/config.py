@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer, checked before anything is allocated."""
+"""The architecture of a decoder-only transformer, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 class TransformerConfig:
     """RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU.
 
-    The parameter count and every array shape follow from these numbers alone. An illegal
-    combination raises ConfigError when the config is made.
+    These values determine the parameter count and every array shape. An invalid combination raises
+    ConfigError on construction.
     """
 
     vocab_size: int
@@ -50,9 +50,7 @@ class TransformerConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim: rotary positions turn pairs, so it must be even, got {self.head_dim}"
-            )
+            raise ConfigError(f"head_dim: must be even for rotary positions, got {self.head_dim}")
         if self.num_heads_q % self.num_heads_kv:
             raise ConfigError(
                 f"num_heads_q: must be a multiple of num_heads_kv ({self.num_heads_kv}), "
@@ -61,7 +59,7 @@ class TransformerConfig:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """`dtype` as NumPy's object (bfloat16 comes from ml_dtypes)."""
+        """`dtype` as a NumPy dtype (bfloat16 comes from ml_dtypes)."""
         return DTYPES[self.dtype]
 
     @property
@@ -90,16 +88,16 @@ class TransformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers training adjusts."""
+        """Number of trained values."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values; `from_dict` reads it back."""
+        """The config as JSON-ready values, for `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TransformerConfig:
-        """The config that `to_dict` wrote. Raises ConfigError for unknown or missing names."""
+        """The config from `to_dict`. Raises ConfigError for unknown or missing names."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise ConfigError(f"transformer config: unknown {', '.join(unknown)}")

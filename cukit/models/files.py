@@ -26,19 +26,22 @@ def load_model(path: Path, xp: ModuleType = np, *, dtype: str | None = None) -> 
 
     Args:
         path: a .safetensors file.
-        xp: numpy or cupy, which is to hold it.
-        dtype: convert to this one; by default that of the file.
+        xp: numpy or cupy, for the parameters.
+        dtype: of the parameters; None: that of the file.
+
+    Raises:
+        DataError: the file is absent, damaged or not a model's.
     """
     arrays, description = read_arrays(path)
     try:
         values = dict(description["config"])
         config = TransformerConfig.from_dict(values if dtype is None else values | {"dtype": dtype})
     except (KeyError, TypeError, ConfigError) as error:
-        raise DataError(f"{path}: holds no usable model config ({error})") from error
-    held = sum(array.size for array in arrays.values())
-    # Before memory is taken for them.
-    if config.num_layers > len(arrays) or config.num_parameters > held:
-        raise DataError(f"{path}: holds {held:,} numbers, fewer than the model that it describes")
+        raise DataError(f"{path}: contains no valid model config ({error})") from error
+    stored = sum(array.size for array in arrays.values())
+    # Checked before memory for the parameters is allocated.
+    if config.num_layers > len(arrays) or config.num_parameters > stored:
+        raise DataError(f"{path}: contains {stored:,} values, too few for the model it describes")
     parameters = Parameters(config.parameter_shapes(), config.array_dtype, xp)
     names = set(config.parameter_shapes())
     parameters.load({name: arrays[name] for name in arrays if name in names}, str(path))

@@ -1,4 +1,4 @@
-"""Generation one token at a time over a key-value cache."""
+"""Token-by-token generation with a KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cukit.models.transformer import Transformer
 from cukit.sampling import sample
 
 MOST_TOKENS = 1_000_000
-"""A call returns when the last token is drawn: more than this is a slip of the keyboard."""
+"""A limit against typing errors: a call returns only after the last token."""
 
 
 def generate(
@@ -26,26 +26,26 @@ def generate(
     min_p: float | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Continue `prompt` by `num_tokens` tokens, drawn from softmax(logits / temperature).
+    """Continue `prompt` by `num_tokens` tokens, sampled from softmax(logits / temperature).
 
-    Each new token attends to the cached keys and values of all before it, so a step costs one
-    position however long the text already is. The same seed draws the same tokens.
+    New tokens attend to cached keys and values, so a step processes a single position. The same
+    seed gives the same tokens.
 
     Args:
-        prompt: at least one token id; a longer one than the model holds keeps its end.
-        num_tokens: how many to add. Prompt and new tokens together may exceed max_positions: the
-            older half is then forgotten and the rest read again.
-        temperature: 0 takes the most likely token each time; above 1 flattens the choice.
-        top_k: only the k most likely tokens can be drawn.
-        top_p: only the fewest tokens that together have this part of the probability.
-        min_p: only tokens at least this part as likely as the most likely.
+        prompt: at least one token id; of more than max_positions, the last ones are used.
+        num_tokens: number of tokens to generate. If the text exceeds max_positions, its older half
+            is dropped and the rest is processed again.
+        temperature: 0 always takes the likeliest token; above 1 flattens the distribution.
+        top_k: sample only from the k likeliest tokens.
+        top_p: sample only from the smallest set of tokens with this total probability.
+        min_p: sample only from tokens at least this fraction as likely as the likeliest.
 
     Returns:
         The new tokens only.
 
     Raises:
         ConfigError: an option out of range.
-        DataError: logits that are not numbers.
+        DataError: logits are not finite.
     """
     config = model.config
     if not prompt:
@@ -55,7 +55,7 @@ def generate(
     if not 0 <= num_tokens <= MOST_TOKENS:
         raise ConfigError(f"num_tokens: expected 0 to {MOST_TOKENS}, got {num_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(f"temperature: expected a finite number from 0 on, got {temperature}")
+        raise ConfigError(f"temperature: expected a finite number of 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k: expected 1 or more, got {top_k}")
 

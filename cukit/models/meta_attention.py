@@ -1,4 +1,4 @@
-"""A gated mixture of causal convolution, decaying scan, attention and spectral filter."""
+"""A gated mixture of causal convolution, scan with decay, attention and spectral filter."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MetaAttentionConfig:
 
     hidden: a multiple of num_heads; head_dim is their quotient.
     state_dim: rows of a head's scan state.
-    num_groups: of the scan's keys and queries; divides num_heads.
-    filter_length: tokens that the spectral filter looks back, its own included.
+    num_groups: groups of the scan's keys and queries; divides num_heads.
+    filter_length: taps of the spectral filter, including the current token.
     """
 
     hidden: int
@@ -64,12 +64,12 @@ class MetaAttentionConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: values, then keys and queries of the scan."""
+        """Channels of the convolution: values, then keys and queries of the scan."""
         return self.hidden + 2 * self.num_groups * self.state_dim
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters by name. `in_proj` is one matrix for the convolution's channels, q, k
-        and v; `gate_proj` one for the decays and the gates of the four branches."""
+        """Shapes of the parameters by name. `in_proj` is one matrix for the convolution's channels,
+        q, k and v; `gate_proj` one for the decays and the gates of the four branches."""
         return {
             "in_proj": (self.channels + 3 * self.hidden, self.hidden),
             "gate_proj": (self.num_heads * (1 + _BRANCHES), self.hidden),
@@ -83,20 +83,20 @@ class MetaAttentionConfig:
 
 @dataclass
 class MetaAttentionState:
-    """What :meth:`MetaAttention.step` keeps of the tokens so far; changed in place."""
+    """The state of :meth:`MetaAttention.step` after the tokens so far; updated in place."""
 
     conv: Array
     scan: Array
     k: Array
     v: Array
     values: Array
-    """The convolution's outputs, which the filter reads: [batch, max_len, hidden]."""
+    """The convolution's outputs, input of the filter: [batch, max_len, hidden]."""
     length: int = 0
 
 
 @dataclass(frozen=True)
 class MetaAttentionActivations:
-    """What the backward needs of a forward call."""
+    """Activations of a forward call, for the backward."""
 
     x: Array
     raw: Array
@@ -113,12 +113,12 @@ class MetaAttentionActivations:
 
 
 class MetaAttention:
-    """`y = W_o sum_i p_i branch_i`, with p the softmax of four gates for each token and head.
+    """`y = W_o sum_i p_i branch_i`, where p is the softmax of four gates for each token and head.
 
     With u, b, c = causal_conv(W_in x) (width 4, SiLU): branch 0 is u, branch 1 the scan
     `h_t = exp(l_t) h_{t-1} + b_t u_t^T`, `c_t h_t` with `l = -softplus(gate)`, branch 2 causal
-    attention of q, k, v = W_in x, branch 3 the filter `sum_j f_j u_{t-j}`, by FFT along time with
-    as many zeros behind as keep it causal.
+    attention of q, k, v = W_in x, branch 3 the filter `sum_j f_j u_{t-j}`, by FFT along time,
+    zero-padded so that it is causal.
 
     parameters: arrays by the names and shapes of `config.shapes()`, all of one dtype: float16 or
         bfloat16 on the GPU, float32 and float64 on the CPU. Not copied.
@@ -141,7 +141,7 @@ class MetaAttention:
     def initialise(
         cls, config: MetaAttentionConfig, *, seed: int = 0, dtype: Any = np.float32, xp: Any = np
     ) -> MetaAttention:
-        """Normal weights; filters that fade, gates that favour no branch. xp: NumPy or CuPy."""
+        """Normal weights, filters with exponential decay, zero biases. xp: numpy or cupy."""
         rng = np.random.default_rng(seed)
         scale = {"conv_weight": _WIDTH**-0.5, "gate_bias": 0.0, "conv_bias": 0.0}
         values = {
@@ -152,7 +152,7 @@ class MetaAttention:
         return cls(config, {name: xp.asarray(v.astype(dtype)) for name, v in values.items()})
 
     def forward(self, x: Array) -> tuple[Array, MetaAttentionActivations]:
-        """x [batch, seq_len, hidden] -> y like x, and what `backward` needs."""
+        """x [batch, seq_len, hidden] -> y like x, and the activations for `backward`."""
         config, p = self.config, self.parameters
         self._check("x", x, (None, None, config.hidden))
         batch, seq_len, _ = x.shape
@@ -233,15 +233,15 @@ class MetaAttention:
         )
 
     def step(self, x: Array, state: MetaAttentionState) -> Array:
-        """The next token of each sequence, x [batch, hidden] -> y like x; changes the state.
+        """The next token of each sequence, x [batch, hidden] -> y like x; updates the state.
 
-        Raises ArrayShapeError where the state is full.
+        Raises ArrayShapeError if the state is full.
         """
         config, p = self.config, self.parameters
         batch, max_len, _ = state.values.shape
         self._check("x", x, (batch, config.hidden))
         if state.length >= max_len:
-            raise ArrayShapeError(f"MetaAttention: the state holds {max_len} tokens and is full")
+            raise ArrayShapeError(f"MetaAttention: the state is full, with {max_len} tokens")
         xp = namespace(x)
         raw, q, k, v = self._split(xp, linear(x, p["in_proj"])[:, None])
         mixed = causal_conv_step(
@@ -277,7 +277,7 @@ class MetaAttention:
         return [xp.ascontiguousarray(raw), *(xp.ascontiguousarray(a).reshape(heads) for a in rest)]
 
     def _scan_inputs(self, xp: Any, mixed: Array) -> list[Array]:
-        """u, b and c of the convolution's outputs."""
+        """u, b and c from the convolution's outputs."""
         config = self.config
         keys = config.num_groups * config.state_dim
         parts = xp.split(mixed, [config.hidden, config.hidden + keys], axis=-1)
@@ -300,7 +300,7 @@ class MetaAttention:
         return xp.ascontiguousarray(total.astype(branches[0].dtype))
 
     def _spectra(self, xp: Any, u: Array) -> tuple[Array, Array, int]:
-        """Of u along time and of the filter, with zeros for as many tokens as u has."""
+        """Spectra of u along time and of the filter, both zero-padded to `size`; and `size`."""
         seq_len = u.shape[1]
         taps = _widen(self.parameters["filter"])[:, :seq_len]
         size = 2 * seq_len
@@ -313,7 +313,7 @@ class MetaAttention:
         return xp.ascontiguousarray(full[:, : u.shape[1]].astype(u.dtype))
 
     def _filter_backward(self, xp: Any, grad: Array, u: Array) -> tuple[Array, Array]:
-        """Gradients of u, wide, and of the filter."""
+        """Gradients of u, in float32 or float64, and of the filter."""
         seq_len = u.shape[1]
         of_u, of_filter, size = self._spectra(xp, u)
         of_grad = xp.fft.rfft(_widen(grad), size, axis=1)
@@ -327,10 +327,10 @@ class MetaAttention:
 
 
 def _widen(array: Array) -> Array:
-    """float64 stays; all else in float32."""
+    """The array in float32, or in float64 if it is that already."""
     return array if array.dtype == np.float64 else array.astype(np.float32, copy=False)
 
 
 def _log_decay(xp: Any, inputs: Array) -> Array:
-    """-softplus, without overflow."""
+    """-softplus(inputs), without overflow."""
     return -(xp.maximum(inputs, 0) + xp.log1p(xp.exp(-xp.abs(inputs))))

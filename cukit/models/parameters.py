@@ -1,7 +1,7 @@
-"""Named arrays that live side by side in one flat array.
+"""Named arrays that are stored in one flat array.
 
-One flat array means one memset clears all gradients, one AdamW call per weight-decay group updates
-everything, and one reduction gives the global norm, however many layers there are.
+With one flat array, one memset clears all gradients, one AdamW call per weight-decay group updates
+all parameters, and one reduction gives the global norm, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from cukit.core.device import require_cupy
 from cukit.errors import DataError
 
-# Every array starts on a multiple of this many elements: 256 bytes in bfloat16, enough for any
-# vector load. The gaps hold zeros, which no gradient, norm or decay can change.
+# Every array starts at a multiple of this many elements: 256 bytes in BF16, enough for any vector
+# load. The padding is zero and stays zero: it has no gradient.
 ALIGNMENT = 128
 
 
@@ -25,10 +25,10 @@ class Parameters(Mapping[str, Any]):
     """An ordered mapping from names to views of one flat array, matrices before vectors.
 
     Args:
-        shapes: the shape of each array by name. Order in memory: two or more axes first (the part
-            that weight decay applies to), then the rest; the given order within each.
+        shapes: the shape of each array by name. Order in memory: arrays of two or more axes first
+            (weight decay applies to these), then the rest, each in the given order.
         dtype: of every array.
-        xp: numpy or cupy, which holds the memory. Everything starts at zero.
+        xp: numpy or cupy, for the memory, which is initialised to zero.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Parameters(Mapping[str, Any]):
         self.shapes = dict(shapes)
         self.xp = xp
         self.on_finished: Callable[[Sequence[str]], None] | None = None
-        """Of gradients: told what a backward pass will not add to any more; see `finish`."""
+        """Of gradients: called with the names whose gradients are complete; see `finish`."""
         matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
         vectors = [name for name, shape in self.shapes.items() if len(shape) <= 1]
         offset, self._spans = 0, {}
@@ -65,21 +65,21 @@ class Parameters(Mapping[str, Any]):
         return len(self.shapes)
 
     def zeros_like(self, dtype: Any = None) -> Parameters:
-        """The same names and shapes, zero: gradients, or optimizer state in another dtype."""
+        """Zeros with the same names and shapes: gradients, or optimizer state in another dtype."""
         return Parameters(self.shapes, self.flat.dtype if dtype is None else dtype, self.xp)
 
     def clear(self) -> None:
         """Set everything to zero, in place."""
-        # All-zero bits are 0.0 in every float format, and not every fill knows bfloat16.
+        # All-zero bits are 0.0 in every float format, and not every fill supports bfloat16.
         self.flat.view(np.uint8).fill(0)
 
     def finish(self, *names: str) -> None:
-        """Tell `on_finished` that the gradients of these names are complete in this pass."""
+        """Report to `on_finished` that this backward pass has completed these gradients."""
         if self.on_finished is not None:
             self.on_finished(names)
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where an array lies in `flat`: its first element, and the one behind it and its gap."""
+        """The range of an array in `flat`, including its padding: first element, and end."""
         start, size = self._spans[name]
         return start, start + -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -88,7 +88,7 @@ class Parameters(Mapping[str, Any]):
         return self.flat[: self.num_decayed], self.flat[self.num_decayed :]
 
     def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies in NumPy arrays, in the order of the shapes."""
+        """Copies as NumPy arrays, in the order of the shapes."""
         host = host_array(self.flat)
         return {
             name: host[start : start + size].reshape(self.shapes[name]).copy()
@@ -96,9 +96,9 @@ class Parameters(Mapping[str, Any]):
         }
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]], source: str) -> None:
-        """Take over `arrays` (NumPy), all names and shapes as here, or raise DataError.
+        """Copy from NumPy arrays with exactly these names and shapes.
 
-        `source` names where they come from in the error. Nothing changes if anything is amiss.
+        Raises DataError, which names `source`, before anything is changed.
         """
         if missing := [name for name in self.shapes if name not in arrays]:
             raise DataError(f"{source}: {missing[0]} is missing")
@@ -115,12 +115,12 @@ class Parameters(Mapping[str, Any]):
         self.load_flat(host)
 
     def load_flat(self, flat: np.ndarray[Any, Any]) -> None:
-        """Take over a whole flat array of the same size and dtype."""
+        """Copy from a flat array of the same size and dtype."""
         self.flat[...] = self.xp.asarray(flat)
 
 
 def host_array(array: Any) -> np.ndarray[Any, Any]:
-    """The array in NumPy: itself if it is already there, else a copy (this waits for the GPU)."""
+    """The array if it is NumPy's, else a copy in NumPy, which waits for the GPU."""
     return array if isinstance(array, np.ndarray) else np.asarray(array.get())
 
 

@@ -1,14 +1,14 @@
-"""A decoder-only transformer with a hand-written backward pass, out of the public ops.
+"""A decoder-only transformer with an explicit backward pass, built from the public ops.
 
     x_0     = embed(tokens)
     x_mid   = x_l + attention(rope(q, k), v) W_o      [q | k | v] = rms_norm(x_l) W_qkv
     x_{l+1} = x_mid + (silu(m W_gate) * (m W_up)) W_down          m = rms_norm(x_mid)
     hidden  = rms_norm(x_L),   logits = hidden W_head^T
 
-There is no tape: `forward` leaves what the gradients need in an `Activations`, and `backward` walks
-it from the end. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
-asynchronous on CuPy's current stream. Which kernel multiplies is `matmul(precision="auto")`'s
-choice, from shapes alone: the same in every run.
+There is no tape: `forward` stores what the gradients need in an `Activations`, which `backward`
+processes from the end. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
+asynchronous on CuPy's current stream. `matmul(precision="auto")` chooses the kernel of each product
+from shapes alone, so the choice is the same in every run.
 
 Papers: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA
 (Ainslie et al. 2023).
@@ -42,14 +42,14 @@ from cukit.models.parameters import Parameters
 
 @dataclass
 class LayerActivations:
-    """What one layer leaves behind. rows = batch * seq_len."""
+    """Activations of one layer. rows = batch * seq_len."""
 
     x: Array
-    """The residual stream that enters the layer: [rows, hidden_size]."""
+    """The residual stream before the layer: [rows, hidden_size]."""
     attention_in: Array
     q: Array
     """After rotation: [batch, seq_len, num_heads_q, head_dim]; k and v with num_heads_kv. All three
-    are parts of one array."""
+    are views of one array."""
     k: Array
     v: Array
     attention_out: Array
@@ -62,11 +62,11 @@ class LayerActivations:
 
 @dataclass
 class Activations:
-    """The result of a forward pass, with what `backward` and distillation terms read."""
+    """The result of a forward pass, with the activations for `backward` and distillation terms."""
 
     tokens: Array
     hidden: Array
-    """After the last norm, what the head multiplies: [rows, hidden_size]."""
+    """The head's input, after the last norm: [rows, hidden_size]."""
     x_last: Array
     """The residual stream after the last layer: [rows, hidden_size]."""
     layers: list[LayerActivations] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Activations:
 
 @dataclass
 class StateGradients:
-    """Gradients that distillation terms send into the middle of a model, by layer number.
+    """Gradients of distillation terms with respect to states inside a model, by layer number.
 
     residual[l] has the shape of `Activations.residual_stream(l)`, 0 <= l <= num_layers; q, k and v
     the shapes of the layer's. float32 arrays; absent entries are zero.
@@ -91,7 +91,7 @@ class StateGradients:
     v: dict[int, Array] = field(default_factory=dict)
 
     def add(self, place: dict[int, Array], layer: int, gradient: Array) -> None:
-        """Sum `gradient` into one of the four dictionaries."""
+        """Add `gradient` to an entry of one of the four dictionaries."""
         place[layer] = place[layer] + gradient if layer in place else gradient
 
 
@@ -99,9 +99,9 @@ _LAYER_WEIGHTS = ("input_norm", "qkv_proj", "o_proj", "mlp_norm", "gate_up_proj"
 
 
 class LayerCaches(Protocol):
-    """Keys and values of earlier tokens, which a forward pass reads, and its own, which it adds.
+    """Cached keys and values of earlier tokens, to which a forward pass appends its own.
 
-    `KvCache`, or `cukit.RadixAttention` with a step under way.
+    `KvCache`, or `cukit.RadixAttention` during a step.
     """
 
     @property
@@ -110,20 +110,21 @@ class LayerCaches(Protocol):
 
     @property
     def positions(self) -> Array | None:
-        """Of the pass's tokens, int32 [batch, seq_len]; None: from `length` on, for all."""
+        """Positions of the pass's tokens, int32 [batch, seq_len]; None: from `length` on for all
+        sequences."""
 
     def attend(self, q: Array, k: Array, v: Array, layer: int) -> tuple[Array, Array]:
         """Stores k and v, and returns (out, lse) of q over all keys and values of the layer."""
 
     def advance(self, num_tokens: int) -> None:
-        """Ends a pass of `num_tokens` tokens a sequence."""
+        """Ends a pass of `num_tokens` tokens per sequence."""
 
 
 @dataclass
 class KvCache:
-    """Keys and values of the tokens so far: one contiguous pair of arrays a layer.
+    """Keys and values of the tokens so far: one contiguous pair of arrays per layer.
 
-    Each is [batch, max_positions, num_heads_kv, head_dim]; the first `length` positions count.
+    Each is [batch, max_positions, num_heads_kv, head_dim]; the first `length` positions are valid.
     """
 
     keys: list[Array]
@@ -132,10 +133,10 @@ class KvCache:
 
     @property
     def positions(self) -> None:
-        """All sequences are equally long."""
+        """None: all sequences have the same length."""
 
     def attend(self, q: Array, k: Array, v: Array, layer: int) -> tuple[Array, Array]:
-        """As LayerCaches says."""
+        """See `LayerCaches.attend`."""
         end = self.length + q.shape[1]
         keys, values = self.keys[layer][:, :end], self.values[layer][:, :end]
         keys[:, self.length :] = k
@@ -146,7 +147,7 @@ class KvCache:
         return attended
 
     def advance(self, num_tokens: int) -> None:
-        """As LayerCaches says."""
+        """See `LayerCaches.advance`."""
         self.length += num_tokens
 
 
@@ -154,13 +155,14 @@ class Transformer:
     """A model: a config and its parameters, on the CPU (NumPy) or on a GPU (CuPy).
 
     Args:
-        config: the shape of the model.
-        parameters: as `config.parameter_shapes()` names them; see `Transformer.initialise`.
+        config: the architecture.
+        parameters: with the names and shapes of `config.parameter_shapes()`; see
+            `Transformer.initialise`.
     """
 
     def __init__(self, config: TransformerConfig, parameters: Parameters) -> None:
         if parameters.shapes != config.parameter_shapes():
-            raise ConfigError("parameters: names and shapes do not belong to this config")
+            raise ConfigError("parameters: names and shapes do not match the config")
         self.config = config
         self.parameters = parameters
         angles = _rope_angles(config)
@@ -169,23 +171,22 @@ class Transformer:
 
     @property
     def xp(self) -> ModuleType:
-        """numpy or cupy: where the model lives."""
+        """numpy or cupy: the library of the model's arrays."""
         return self.parameters.xp
 
     @property
     def head(self) -> Array:
-        """The matrix of the logits: [vocab_size, hidden_size] (the embedding where tied)."""
+        """The weight of the output head: [vocab_size, hidden_size] (if tied, the embedding)."""
         return self.parameters[self.config.head_name]
 
     @classmethod
     def initialise(
         cls, config: TransformerConfig, *, seed: int, xp: ModuleType = np
     ) -> Transformer:
-        """A fresh model: normal weights of standard deviation 1/sqrt(fan in), norms at one.
+        """A new model: normal weights of standard deviation 1/sqrt(fan in), norm weights of one.
 
-        What writes into the residual stream is scaled down by 1/sqrt(2 num_layers), so that the
-        stream keeps its size however deep the model is. The same seed gives the same numbers on
-        every device.
+        Projections into the residual stream are scaled down by 1/sqrt(2 num_layers), so that its
+        magnitude is independent of the depth. The same seed gives the same weights on every device.
         """
         rng = np.random.default_rng(seed)
         host = Parameters(config.parameter_shapes(), config.array_dtype)
@@ -206,12 +207,12 @@ class Transformer:
     def forward(
         self, tokens: Array, *, keep: bool = True, cache: LayerCaches | None = None
     ) -> Activations:
-        """Hidden states of `tokens`, each seeing itself and what stands before it.
+        """Hidden states of `tokens`, with causal attention.
 
         Args:
-            tokens: int32 [batch, seq_len]; seq_len (plus the cache's) <= max_positions.
-            keep: leave in the result what `backward` and distillation terms read.
-            cache: continue after the tokens that are in it, and append these.
+            tokens: int32 [batch, seq_len]; seq_len plus the cache's length <= max_positions.
+            keep: keep the activations for `backward` and distillation terms in the result.
+            cache: continue after the cached tokens, and append these.
         """
         config, p = self.config, self.parameters
         batch, seq_len = tokens.shape
@@ -280,18 +281,18 @@ class Transformer:
         gradients: Parameters,
         state_gradients: StateGradients | None = None,
     ) -> None:
-        """Add the gradients of all parameters but the untied head to `gradients`.
+        """Add the gradients of all parameters except an untied head to `gradients`.
 
-        The head's own product is the loss's business (`linear_kl_divergence` gives its gradient
-        without ever storing the logits); a tied head shares the embedding's entry.
+        The loss computes the head's gradient (`linear_kl_divergence` does so without storing all
+        logits); a tied head shares the embedding's entry.
 
         Args:
-            activations: of a forward pass with keep=True. Its layers are used up, to give their
-                memory back as the pass goes.
+            activations: of a forward pass with keep=True. Its layers are removed one by one, which
+                frees their memory during the pass.
             grad_hidden: gradient of `activations.hidden`, same shape and dtype.
-            gradients: float arrays by parameter name, added to. They are told what is complete as
-                the pass goes (`Parameters.finish`), so this is the last that adds to them.
-            state_gradients: what further terms send to residual streams, q, k and v.
+            gradients: float arrays by parameter name, added to. The pass reports completed
+                gradients (`Parameters.finish`), so nothing may be added to them afterwards.
+            state_gradients: gradients of further terms with respect to residual streams, q, k, v.
         """
         if len(activations.layers) != self.config.num_layers:
             raise ArrayError("activations: need the layers of a forward pass with keep=True")
@@ -345,7 +346,7 @@ class Transformer:
 
         grad_out = _product(grad_x, weight["o_proj"]).reshape(kept.attention_out.shape)
         _add_product(grad["o_proj"], grad_x, _rows(kept.attention_out))
-        # Deterministic, so that a resumed run repeats an unbroken one bit for bit.
+        # Deterministic, so that a resumed run equals an uninterrupted one bit for bit.
         grad_q, grad_k, grad_v = flash_attention_backward(
             grad_out, kept.q, kept.k, kept.v, kept.attention_out, kept.lse,
             causal=True, deterministic=True,
@@ -406,7 +407,7 @@ def _rows(array: Array) -> Array:
 
 
 def _in_pairs(heads: Array) -> Array:
-    """The same memory with two elements as one, of which copies move half as many."""
+    """A view with two elements as one, so that copies move half as many elements."""
     return heads.view(f"u{2 * heads.dtype.itemsize}") if heads.dtype.itemsize < 8 else heads
 
 
@@ -416,7 +417,7 @@ def _project(x: Array, weight: Array) -> Array:
 
 
 def _product(grad_out: Array, weight: Array) -> Array:
-    """grad_out weight, the gradient of what was projected."""
+    """grad_out weight, the gradient of a projection's input."""
     return matmul(grad_out, weight, precision="auto")
 
 
@@ -436,7 +437,7 @@ def _add_to(gradient: Array, extra: Array) -> None:
 
 
 def _with_extra(gradient: Array, extra: Array | None) -> Array:
-    """gradient + extra in gradient's dtype; the gradient itself where there is nothing to add."""
+    """gradient + extra in gradient's dtype; the gradient itself if extra is None."""
     if extra is None:
         return gradient
     wide = gradient if gradient.dtype.itemsize >= 4 else gradient.astype(np.float32)

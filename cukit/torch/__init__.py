@@ -1,12 +1,12 @@
-"""cukit for PyTorch: functions and modules with gradients, on tensors, on torch's current stream.
+"""cukit for PyTorch: functions and modules with gradients, on torch's current stream.
 
 >>> import torch, cukit.torch as ckt
 >>> x = torch.randn(2, 8, requires_grad=True)
 >>> ckt.rms_norm(x, torch.ones(8)).sum().backward()
 
-Tensors and arrays share memory. On the CPU the references run, or the kernels in the emulator
-(`with cukit.backend("emulator")`). Operators are `torch.ops.cukit.*`, which torch.compile traces
-without a graph break. See docs/torch.md.
+Tensors and arrays share memory. CPU tensors use the references, or the kernels in the emulator
+(`with cukit.backend("emulator")`). The operators are `torch.ops.cukit.*`, which torch.compile
+traces without graph breaks. See docs/torch.md.
 """
 
 from cukit.errors import MissingDependencyError

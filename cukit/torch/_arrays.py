@@ -1,9 +1,9 @@
-"""Tensors as arrays and back, without copies, on torch's current stream.
+"""Conversion of tensors to arrays and back, without copies, on torch's current stream.
 
-On the GPU an array is made of a tensor's address, shape and strides: DLPack without its handshake
-between streams, since both sides work on one. New arrays are allocated by torch, so that results
-are tensors with a storage of their own, memory is counted and freed by one allocator, and CUDA
-graphs keep what they capture.
+A GPU array is constructed from a tensor's address, shape and strides. DLPack's synchronisation
+between streams is not needed, since both libraries use the same stream. New arrays are allocated by
+torch, so that results are tensors with their own storage, a single allocator manages all memory,
+and CUDA graphs keep the memory that they captured.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ TORCH_DTYPES = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY_DTYPES.item
 def as_array(op: str, name: str, tensor: Tensor, *, strided: bool = False) -> Array:
     """The tensor's memory as a NumPy or CuPy array.
 
-    strided: the op takes any strides with a contiguous last axis. Otherwise, and where strides are
-    not multiples of 16 bytes, a tensor that is not contiguous is copied.
+    strided: the op supports any strides with a contiguous last axis. Otherwise, or if strides are
+    not multiples of 16 bytes, a non-contiguous tensor is copied.
     """
     if tensor.layout is not torch.strided:
         raise ArrayLayoutError(f"{op}: {name} must be a dense tensor, got {tensor.layout}")
@@ -59,7 +59,7 @@ def as_array(op: str, name: str, tensor: Tensor, *, strided: bool = False) -> Ar
     cuda = _cupy().cuda
     itemsize = tensor.element_size()
     strides = tensor.stride()
-    # An upper bound of the bytes from the first to behind the last element.
+    # An upper bound of the bytes from the first to the end of the last element.
     extents = zip(tensor.shape, strides, strict=True)
     span = (1 + sum((extent - 1) * stride for extent, stride in extents)) * itemsize
     memory = cuda.UnownedMemory(tensor.data_ptr(), max(span, 0), tensor, tensor.device.index)
@@ -72,7 +72,7 @@ def as_array(op: str, name: str, tensor: Tensor, *, strided: bool = False) -> Ar
 
 
 def as_tensor(array: Array, like: Tensor) -> Tensor:
-    """A result as a contiguous tensor on the device of `like`, sharing memory with no input."""
+    """A result as a contiguous tensor on the device of `like` that shares memory with no input."""
     if not like.is_cuda:
         host = np.asarray(array, order="C")
         host = host if host.base is None and host.flags.owndata else host.copy()
@@ -81,7 +81,7 @@ def as_tensor(array: Array, like: Tensor) -> Tensor:
         return torch.from_numpy(host)
     memory = array.data.mem
     if not array.flags.c_contiguous or not isinstance(memory, _storage_type()):
-        # An array in memory of torch's, which `ascontiguousarray` would not copy if it were so.
+        # Copies into torch's memory, unlike `ascontiguousarray`, which keeps a contiguous array.
         array = array.copy(order="C")
         memory = array.data.mem
     whole = memory.storage.view(TORCH_DTYPES[array.dtype])
@@ -92,15 +92,15 @@ def as_tensor(array: Array, like: Tensor) -> Tensor:
     return whole[offset : offset + array.size].clone().view(array.shape)
 
 
-def on_current_stream(tensor: Tensor) -> _OnStream | _Nothing:
-    """A context in which CuPy works where torch does for `tensor`: device, stream and memory."""
+def on_current_stream(tensor: Tensor) -> _OnStream | _NullContext:
+    """A context in which CuPy uses torch's device, current stream and allocator for `tensor`."""
     if not tensor.is_cuda:
-        return _NOTHING
+        return _NULL_CONTEXT
     index = tensor.device.index
     return _OnStream(index, torch.cuda.current_stream(index).cuda_stream)
 
 
-class _Nothing:
+class _NullContext:
     """The context of tensors on the CPU."""
 
     def __enter__(self) -> None:
@@ -110,11 +110,11 @@ class _Nothing:
         return None
 
 
-_NOTHING = _Nothing()
+_NULL_CONTEXT = _NullContext()
 
 
 class _OnStream:
-    """See on_current_stream."""
+    """The context of tensors on the GPU, see on_current_stream."""
 
     __slots__ = ("_device", "_index", "_memory", "_stream")
 
@@ -144,14 +144,15 @@ class _OnStream:
 
 
 def _host_array(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    if tensor.dtype == torch.bfloat16:  # NumPy's DLPack has no such type
+    if tensor.dtype == torch.bfloat16:  # NumPy's DLPack does not support it
         bits: np.ndarray[Any, Any] = np.from_dlpack(tensor.detach().view(torch.int16))
         return bits.view(dtype)
     return np.from_dlpack(tensor.detach())
 
 
 def _has_dense_rows(tensor: Tensor) -> bool:
-    """The last axis is contiguous; other axes go forwards in steps of 16 bytes."""
+    """Whether the last axis is contiguous and the other strides are positive multiples of 16 bytes
+    (on the CPU, positive)."""
     strides, shape = tensor.stride(), tensor.shape
     if not strides or strides[-1] != 1 or math.prod(shape) == 0:
         return False
@@ -171,7 +172,7 @@ def _cupy() -> ModuleType:
 
 @functools.cache
 def _storage_type() -> type:
-    """CuPy memory that belongs to a tensor of bytes."""
+    """A class of CuPy memory that is owned by a tensor of bytes."""
 
     unowned: Any = _cupy().cuda.UnownedMemory
 
@@ -185,7 +186,7 @@ def _storage_type() -> type:
 
 @functools.cache
 def _allocator(index: int) -> Callable[[int], Any]:
-    """CuPy's allocator on device `index`, served by torch on torch's current stream."""
+    """An allocator for CuPy on device `index` that takes memory from torch."""
     device = torch.device("cuda", index)
     memory, pointer = _storage_type(), _cupy().cuda.MemoryPointer
 
@@ -196,7 +197,7 @@ def _allocator(index: int) -> Callable[[int], Any]:
 
 
 class _CudaStream:
-    """What says "this stream" in the CUDA stream protocol."""
+    """A stream handle in the CUDA stream protocol."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

@@ -1,4 +1,4 @@
-"""Checks of tensors that autograd would let pass."""
+"""Checks of tensors that autograd does not make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cukit.errors import ConfigError
 
 
 def refuse_gradient(op: str, reason: str, **tensors: torch.Tensor | None) -> None:
-    """Raises ConfigError where a tensor that gets no gradient requires one."""
+    """Raises ConfigError if a tensor requires grad for which the op computes no gradient."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():

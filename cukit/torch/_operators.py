@@ -1,14 +1,15 @@
-"""From a table of schemas to torch operators that autograd and torch.compile know.
+"""Defines torch operators, for autograd and torch.compile, from a table of schemas.
 
-A schema names its arguments and its results, and names are all that connects a backward to its
-forward:
+A schema names its arguments and results. A backward is connected to its forward by these names
+alone:
 
     rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor out
     rms_norm_backward(Tensor grad_out, Tensor x, Tensor weight, float eps=1e-6)
         -> (Tensor grad_x, Tensor grad_weight)
 
-An argument `grad_<result of the forward>` of the backward is that result's gradient, any other the
-forward's argument or result of that name; a result `grad_<argument>` is what autograd gets.
+In the backward, an argument `grad_<result of the forward>` is that result's gradient, and any other
+is the forward's argument or result of that name. A result `grad_<argument>` is the gradient of that
+argument for autograd.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAMESPACE = "cukit"
 _DEVICES = ("CPU", "CUDA")
 _GRAD = "grad_"
 
-# A library may be defined once in a process, a fragment (as after a reload) more often.
+# A fragment: a library can be defined only once per process, a fragment again after a reload.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -36,15 +37,16 @@ class Operator:
     """A row of the table: one torch operator.
 
     schema: as above, without the namespace. Results have names.
-    run: from the schema's arguments, tensors as arrays, to the results; called by keyword.
-    shapes: from the schema's arguments to the results as empty tensors: what torch.compile asks.
-        Not needed where every result is the gradient of an argument.
-    strided: arguments of which `run` takes any strides with a contiguous last axis.
-    backward: the operator that gives the gradients, or a function that returns them by the names of
-        the arguments; it takes by keyword what `needs` lists, under the names of a backward schema.
-    unless: from the arguments, those of `needs` that this call need not keep; they come as None.
-    constants: results that have no gradient.
-    shared: arguments whose gradient is that of another argument.
+    run: maps the schema's arguments, with tensors as arrays, to the results; called by keyword.
+    shapes: the fake implementation for torch.compile: maps the arguments to empty results. Not
+        needed if every result is the gradient of an argument.
+    strided: arguments that `run` accepts with any strides and a contiguous last axis.
+    backward: the operator that computes the gradients, or a function that returns them by argument
+        name; it is called with the keywords in `needs`, named as in a backward schema.
+    unless: maps the arguments to the names in `needs` that this call need not save; the backward
+        gets None for them.
+    constants: results without a gradient.
+    shared: maps arguments to other arguments with the same gradient.
     """
 
     schema: str
@@ -59,7 +61,7 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """What stands before the arguments."""
+        """The operator's name."""
         return self.schema.partition("(")[0].strip()
 
 
@@ -70,21 +72,21 @@ def define(operators: Iterable[Operator]) -> None:
         _library.define(row.schema)
     for row in rows:
         overload = getattr(getattr(torch.ops, NAMESPACE), row.name).default
-        facts = _Facts.of(overload._schema)
-        implementation = _implementation(row, facts)
+        schema = _Schema.of(overload._schema)
+        implementation = _implementation(row, schema)
         for device in _DEVICES:
             _library.impl(row.name, implementation, device)
-        torch.library.register_fake(f"{NAMESPACE}::{row.name}", _fake(row, facts), lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{row.name}", _fake(row, schema), lib=_library)
         if row.backward is not None:
-            setup, backward = _autograd(row, facts)
+            setup, backward = _autograd(row, schema)
             torch.library.register_autograd(
                 f"{NAMESPACE}::{row.name}", backward, setup_context=setup, lib=_library
             )
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What a parsed schema says."""
+class _Schema:
+    """A parsed schema."""
 
     arguments: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -92,9 +94,9 @@ class _Facts:
     results: tuple[str, ...]
 
     @staticmethod
-    def of(schema: Any) -> _Facts:
+    def of(schema: Any) -> _Schema:
         arguments = schema.arguments
-        return _Facts(
+        return _Schema(
             tuple(each.name for each in arguments),
             {each.name: each.default_value for each in arguments if each.has_default_value()},
             tuple(each.name for each in arguments if "Tensor" in str(each.type)),
@@ -102,19 +104,19 @@ class _Facts:
         )
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Every argument by name: the dispatcher leaves out what equals its default."""
+        """Every argument by name: the dispatcher omits arguments that equal their default."""
         return {**self.defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
 
 
-def _implementation(row: Operator, facts: _Facts) -> Callable[..., Any]:
+def _implementation(row: Operator, schema: _Schema) -> Callable[..., Any]:
     name, run, strided = row.name, row.run, frozenset(row.strided)
-    single = len(facts.results) == 1
+    single = len(schema.results) == 1
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        values = facts.named(args, kwargs)
-        like = next(value for each in facts.tensors if (value := values[each]) is not None)
+        values = schema.named(args, kwargs)
+        like = next(value for each in schema.tensors if (value := values[each]) is not None)
         with on_current_stream(like):
-            for each in facts.tensors:
+            for each in schema.tensors:
                 if values[each] is not None:
                     values[each] = as_array(name, each, values[each], strided=each in strided)
             result = run(**values)
@@ -125,41 +127,41 @@ def _implementation(row: Operator, facts: _Facts) -> Callable[..., Any]:
     return implementation
 
 
-def _fake(row: Operator, facts: _Facts) -> Callable[..., Any]:
+def _fake(row: Operator, schema: _Schema) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        values = facts.named(args, kwargs)
+        values = schema.named(args, kwargs)
         if row.shapes is not None:
             return row.shapes(**values)
-        gradients = tuple(_empty(values[each.removeprefix(_GRAD)]) for each in facts.results)
+        gradients = tuple(_empty(values[each.removeprefix(_GRAD)]) for each in schema.results)
         return gradients[0] if len(gradients) == 1 else gradients
 
     return fake
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Contiguous, whatever the strides of `like`."""
+    """An empty contiguous tensor with the shape, dtype and device of `like`."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _autograd(row: Operator, facts: _Facts) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """What torch.library.register_autograd takes."""
-    results = facts.results
+def _autograd(row: Operator, schema: _Schema) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """(setup_context, backward) for torch.library.register_autograd."""
+    results = schema.results
     constants = frozenset(row.constants)
     shared = dict(row.shared or {})
 
     if isinstance(row.backward, str):
         overload = getattr(getattr(torch.ops, NAMESPACE), row.backward).default
-        wanted = _Facts.of(overload._schema)
+        backward_schema = _Schema.of(overload._schema)
 
         def gradients(**values: Any) -> dict[str, Tensor | None]:
-            out = overload(*[values[each] for each in wanted.arguments])
+            out = overload(*[values[each] for each in backward_schema.arguments])
             out = (out,) if isinstance(out, Tensor) else out
             return {
                 each.removeprefix(_GRAD): value
-                for each, value in zip(wanted.results, out, strict=True)
+                for each, value in zip(backward_schema.results, out, strict=True)
             }
 
-        needed = frozenset(wanted.arguments)
+        needed = frozenset(backward_schema.arguments)
         optional = {
             each.name
             for each in overload._schema.arguments
@@ -168,21 +170,21 @@ def _autograd(row: Operator, facts: _Facts) -> tuple[Callable[..., None], Callab
     else:
         assert row.backward is not None
         gradients, needed, optional = row.backward, frozenset(row.needs), set()
-    saved_arguments = [each for each in facts.arguments if each in needed]
+    saved_arguments = [each for each in schema.arguments if each in needed]
     saved_results = [each for each in results if each in needed]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        values = dict(zip(facts.arguments, inputs, strict=True))
+        values = dict(zip(schema.arguments, inputs, strict=True))
         outputs = dict(zip(results, (output,) if len(results) == 1 else output, strict=True))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[outputs[each] for each in results if each in constants])
-        tensors = {each: values[each] for each in saved_arguments if each in facts.tensors}
+        tensors = {each: values[each] for each in saved_arguments if each in schema.tensors}
         tensors.update({each: outputs[each] for each in saved_results})
         for each in row.unless(values) if row.unless is not None else ():
             tensors[each] = None
         ctx.save_for_backward(*tensors.values())
         ctx.saved_names = tuple(tensors)
-        ctx.options = {each: values[each] for each in saved_arguments if each not in facts.tensors}
+        ctx.options = {each: values[each] for each in saved_arguments if each not in schema.tensors}
         ctx.like = {
             each: (outputs[each].shape, outputs[each].dtype, outputs[each].device)
             for each in results
@@ -202,10 +204,10 @@ def _autograd(row: Operator, facts: _Facts) -> tuple[Callable[..., None], Callab
         found = gradients(**{each: values[each] for each in needed})
         for each, other in shared.items():
             found[each] = found[other]
-        # The dispatcher left out trailing arguments that equal their defaults.
+        # The dispatcher omits trailing arguments that equal their defaults.
         return tuple(
-            found.get(each) if wanted_here else None
-            for each, wanted_here in zip(facts.arguments, ctx.needs_input_grad, strict=False)
+            found.get(each) if is_needed else None
+            for each, is_needed in zip(schema.arguments, ctx.needs_input_grad, strict=False)
         )
 
     return setup, backward
@@ -230,10 +232,11 @@ def arguments_of(
     drop: Iterable[str] = (),
     types: Mapping[str, str] | None = None,
 ) -> str:
-    """The arguments of a function of arrays as those of a schema, defaults included.
+    """The arguments of a function of arrays in schema syntax, with defaults.
 
-    drop: names that the operator lacks. types: schema types of arguments whose annotation says too
-    little. An option that is added to the function becomes one of the operator by itself.
+    drop: arguments that the operator does not have. types: schema types of arguments whose
+    annotation is not specific enough. New options of the function automatically become options of
+    the operator.
     """
     dropped = frozenset(drop)
     parts = []
@@ -253,7 +256,7 @@ def arguments_of(
 
 
 def names_of(arguments: str) -> tuple[str, ...]:
-    """The names in what `arguments_of` returns."""
+    """The names in a result of `arguments_of`."""
     return tuple(each.partition("=")[0].split()[-1] for each in arguments.split(", "))
 
 

@@ -1,7 +1,7 @@
-"""What `optimize` can swap: which modules are known, and what runs in their place.
+"""The swaps of `optimize`: the modules it recognises and their replacements.
 
-A swap changes no parameter, name or state dict: it puts another `forward` on a module, or another
-function in a modelling file of transformers, and takes it away again.
+A swap changes no parameter, name or state dict: it replaces the `forward` of a module, or a
+function in a modelling file of transformers, and can restore it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
 KINDS = ("attention", "rope", "norm", "mlp", "activation")
-"""Of swaps, in the order in which they are tried."""
+"""Kinds of swaps, in the order in which they are tried."""
 
 _ATTENTION = "cukit"
 
@@ -37,10 +37,10 @@ _ACTIVATIONS = {
 
 @dataclass
 class Swap:
-    """Something that can be swapped and restored.
+    """A reversible replacement.
 
-    name: of the module, or of the first of several. kind: one of KINDS. module: what is verified
-    and timed, called as the model calls it. enable, disable: do it and undo it.
+    name: of the module, or of the first of several. kind: one of KINDS. module: the module to
+    verify and time, called as the model calls it. enable, disable: apply and undo the swap.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Swap:
     enable: Callable[[], None]
     disable: Callable[[], None]
     members: tuple[str, ...] = field(default=())
-    """Every module that this swap changes, where there are several."""
+    """Names of all modules that this swap changes, if there are several."""
 
 
 def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]:
-    """For each place of the model the swaps to try there, the likeliest first."""
+    """For each module, the swaps to try, the most likely to match first."""
     named = list(model.named_modules())
     if "attention" in kinds or "rope" in kinds:
         yield from _of_transformers(model, named, kinds)
@@ -102,7 +102,7 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
         own = torch.finfo(x.dtype).eps if eps is None else eps
         return functional.rms_norm(x, module.weight, own)
 
-    def rms_norm_of_offset(x: Tensor) -> Any:  # Gemma's weights are stored less 1
+    def rms_norm_of_offset(x: Tensor) -> Any:  # Gemma stores weights minus 1
         return functional.rms_norm(x, module.weight.float() + 1.0, eps or 0.0)
 
     forwards: list[Callable[..., Any]] = [rms_norm, rms_norm_of_offset]
@@ -122,7 +122,7 @@ def activation_name(module: Any) -> str | None:
 
 
 def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
-    """gate_proj, up_proj, down_proj and act_fn, as Llama and its relatives call them."""
+    """The fused forward of a module with Llama's gate_proj, up_proj, down_proj and act_fn."""
     parts: list[Any] = [getattr(module, f"{each}_proj", None) for each in ("gate", "up", "down")]
     activation = activation_name(getattr(module, "act_fn", None))
     if activation is None or not all(type(each) is nn.Linear for each in parts):
@@ -138,8 +138,8 @@ def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _linear_activation(module: nn.Module) -> Callable[..., Any] | None:
-    """Linear layers followed by an activation: in an nn.Sequential, or BERT's `dense` and its
-    `intermediate_act_fn`."""
+    """The fused forward of linear layers followed by an activation: in an nn.Sequential, or BERT's
+    `dense` and `intermediate_act_fn`."""
     dense: Any = getattr(module, "dense", None)
     activation = activation_name(getattr(module, "intermediate_act_fn", None))
     if type(dense) is nn.Linear and activation is not None:
@@ -179,7 +179,8 @@ def _fused(layer: nn.Linear, activation: str) -> Callable[..., Any]:
 def _of_transformers(
     model: nn.Module, named: list[tuple[str, nn.Module]], kinds: tuple[str, ...]
 ) -> Iterator[list[Swap]]:
-    """Attention, which a model's config chooses, and rotary positions, a function of its file."""
+    """Swaps of attention, which is selected in a model's config, and of rotary positions, a
+    function in its modelling file."""
     layers = [
         (name, module)
         for name, module in named
@@ -222,7 +223,8 @@ def _of_transformers(
 _ROPE = "apply_rotary_pos_emb"
 
 _rotated: dict[ModuleType, tuple[Callable[..., Any], int]] = {}
-"""Of each file whose function is swapped: the original, and how many models want it swapped."""
+"""For each file with a swapped function: the original, and the number of models that use the
+swap."""
 
 
 def _rotate(file: ModuleType) -> None:
@@ -242,7 +244,7 @@ def _unrotate(file: ModuleType) -> None:
 
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' function for halves of a head that turn, by :func:`cukit.torch.rope`."""
+    """transformers' rotary function for the half-split layout, on :func:`cukit.torch.rope`."""
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any

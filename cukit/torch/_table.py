@@ -1,4 +1,4 @@
-"""The operators of the bridge, one row each: `torch.ops.cukit.<name>`.
+"""The operators `torch.ops.cukit.<name>`, one row each.
 
 A new loss is one line in LOSSES or HEAD_LOSSES; its options are those of the function.
 """
@@ -35,12 +35,12 @@ def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Ten
 
 
 def _statistic(x: Tensor) -> torch.dtype:
-    """Of losses and log-sums: float32, for float64 float64."""
+    """Dtype of losses and log-sum-exps: float32, or float64 for float64 tensors."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _nothing(like: Array) -> Array:
-    """What stands for a result that a call does not have."""
+    """An empty array in place of a result that a call does not compute."""
     return namespace(like).empty(0, like.dtype)
 
 
@@ -48,7 +48,7 @@ def _nothing(like: Array) -> Array:
 
 
 def _gelu_row(name: str, function: Callable[..., Array], backward: Callable[..., Array]) -> Any:
-    """A function of x alone, of the shape of x or of half its last axis."""
+    """Forward and backward of an activation, whose result has x's shape or half its last axis."""
     options = arguments_of(function, drop=("x", "out"))
     rest = f", {options}" if options else ""
     gated = name.endswith("_and_mul")
@@ -308,7 +308,7 @@ def packed_weight(
     blocks: Array, row_scales: Array | None, dtype: str, rows: int, columns: int, group_size: int,
     scale_dtype: str, zero_points: bool,
 ) -> PackedWeight:  # fmt: skip
-    """The packed weight that the arguments of an operator describe; group_size 0: rows."""
+    """The packed weight described by an operator's arguments; group_size 0: one scale per row."""
     narrow = next(each for each in NARROW_DTYPES if each.name == dtype)
     scales = NUMPY_DTYPES[getattr(torch, scale_dtype)]
     group = group_size or None
@@ -385,11 +385,11 @@ LINEAR = (
 
 
 class Loss(NamedTuple):
-    """A loss of logits, or of a head's input and weight.
+    """A loss on logits, or on a head's input and weight.
 
-    function: of arrays. It has options return_grad and grad_loss, or returns `result`.
-    student: the argument that gets a gradient; of a head loss the gradients' names say it.
-    teachers: arguments that must not require one.
+    function: the function of arrays. It has options return_grad and grad_loss, or returns `result`.
+    student: the argument with a gradient; a head loss has further gradients, named in `result`.
+    teachers: arguments that must not require grad.
     """
 
     function: Callable[..., Any]
@@ -399,7 +399,7 @@ class Loss(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the function and of the operator."""
+        """The name of the function and of the operator."""
         return self.function.__name__
 
 
@@ -427,13 +427,13 @@ HEAD_LOSSES = (
 )
 
 NOT_OPTIONS = ("return_grad", "grad_loss", "inplace", "grad_weight", "grad_bias")
-"""Of a loss of arrays, which autograd decides about."""
+"""Options of a loss on arrays that autograd replaces."""
 
 _TYPES = {"normalizer": "Tensor?"}
 
 
 def _rows_of_loss(loss: Loss) -> tuple[Operator, Operator]:
-    """Forward: the loss alone. Backward: the gradient in one launch, upstream gradient included."""
+    """Forward: the loss alone. Backward: the gradient, times the upstream one, in one launch."""
     arguments = arguments_of(loss.function, drop=NOT_OPTIONS, types=_TYPES)
     student = loss.student
 
@@ -454,10 +454,10 @@ def _rows_of_loss(loss: Loss) -> tuple[Operator, Operator]:
     )  # fmt: skip
 
 
-def _apart(arrays: Iterable[Array]) -> tuple[Array, ...]:
-    """An array that occurs twice is copied: results of a torch operator share no memory.
+def _without_aliases(arrays: Iterable[Array]) -> tuple[Array, ...]:
+    """The arrays, with a copy for each that occurs twice: torch operators' results may not alias.
 
-    Rows' losses without cross-entropy are the divergence itself.
+    Without cross-entropy, the rows' losses and divergences are the same array.
     """
     found: list[Array] = []
     for array in arrays:
@@ -466,8 +466,8 @@ def _apart(arrays: Iterable[Array]) -> tuple[Array, ...]:
 
 
 def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
-    """Forward: loss and gradients from one call. Backward: they are multiplied by the upstream
-    gradient; with one for each row (reduction "none") they are computed anew."""
+    """Forward: loss and gradients from one call. Backward: multiplies them by the upstream
+    gradient; if that has one value per row (reduction "none"), recomputes them."""
     arguments = arguments_of(loss.function, drop=NOT_OPTIONS, types=_TYPES)
     names = names_of(arguments)
     fields = loss.result._fields
@@ -477,7 +477,7 @@ def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
     def run(**values: Any) -> tuple[Array, ...]:
         found = loss.function(**values)
         like = values[loss.student]
-        return _apart(_nothing(like) if each is None else each for each in found)
+        return _without_aliases(_nothing(like) if each is None else each for each in found)
 
     def run_backward(grad_loss: Array, **values: Any) -> tuple[Array, ...]:
         found = run(**values, grad_loss=grad_loss)
@@ -559,9 +559,9 @@ define(OPERATORS)
 
 @torch.library.custom_op("cukit::scale", mutates_args=())
 def scale(x: Tensor, factor: Tensor) -> Tensor:
-    """`x * factor`, a float32 number on the device, computed in float32 and rounded once.
+    """`x * factor` for a float32 scalar tensor, computed in float32 and rounded once.
 
-    As a factor without axes it would be rounded to the dtype of `x` first.
+    torch would round a 0-d factor to the dtype of `x` first.
     """
     return torch.mul(x, factor.reshape(1).expand(x.shape), out=torch.empty_like(x))
 

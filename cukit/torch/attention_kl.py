@@ -34,13 +34,13 @@ def attention_kl(
         q_t, k_t: the teacher's queries and keys, [batch, seq, heads, head_dim].
         q_s, k_s: the student's, likewise.
         deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
-        The others: as there.
+        The others: as in :func:`cukit.attention_kl`.
 
     Returns:
         The loss, float32 0-d; with reduction="none" [batch, num_heads_s, seq_len_q].
 
     Raises:
-        ArrayError, ConfigError: as there; a teacher's tensor that requires grad.
+        ArrayError, ConfigError: as :func:`cukit.attention_kl`; a teacher's tensor requires grad.
     """
     refuse_gradient("attention_kl", TEACHER.format(name="q_t"), q_t=q_t)
     refuse_gradient("attention_kl", TEACHER.format(name="k_t"), k_t=k_t)
@@ -82,14 +82,15 @@ def distillation_attention(
     Args:
         q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]; v_t for its output, or None.
         q_s, k_s, v_s: the student's.
-        The others: as there, and those of :func:`attention_kl`.
+        The others: as in :func:`cukit.distill.distillation_attention` and :func:`attention_kl`.
 
     Returns:
         `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
-        or None. At temperature 1 the log-sum-exps of the student's attention serve the divergence.
+        or None. At temperature 1 the divergence reuses the log-sum-exps of the student's attention.
 
     Raises:
-        ArrayError, ConfigError: as there; a teacher's tensor that requires grad.
+        ArrayError, ConfigError: as :func:`cukit.distill.distillation_attention`; a teacher's tensor
+            requires grad.
     """
     masks: dict[str, Any] = {
         "causal": causal, "window_size": window_size, "cu_seqlens_q": cu_seqlens_q,
@@ -118,14 +119,14 @@ def relation_kl(
 
     Args:
         x_t, x_s: [batch, seq, heads, head_dim] of teacher and student.
-        relation_heads: into how many heads both are cut, whatever their own number.
+        relation_heads: number of heads into which the columns of both are regrouped.
         The others: as in :func:`attention_kl`.
 
     Returns:
         The loss.
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`cukit.distill.relation_kl`.
     """
     if relation_heads is not None:
         for name, x in (("x_t", x_t), ("x_s", x_s)):
@@ -156,17 +157,18 @@ def indexer_kl(
     Args:
         q_t, k_t, lse_t: attention's queries and keys, [batch, seq, heads, head_dim], and the
             log-sum-exps that :func:`flash_attention` returns.
-        q_s, k_s: the indexer's queries and its one head of keys, [batch, seq, head_dim].
+        q_s, k_s: the indexer's queries, [batch, seq, heads, head_dim], and its single key head,
+            [batch, seq, head_dim].
         weights: of the indexer's heads, float32 [batch, seq, heads].
-        return_statistics: return the log-sum-exps of the indexer's scores and the share of
-            attention that the selected keys have, too.
-        The others: as there.
+        return_statistics: also return the log-sum-exps of the indexer's scores and the attention's
+            share of probability on the selected keys.
+        The others: as in :func:`cukit.indexer_kl`.
 
     Returns:
         The loss, float32 0-d; with reduction="none" [batch, seq_len_q].
 
     Raises:
-        ArrayError, ConfigError: as there; a tensor of attention that requires grad.
+        ArrayError, ConfigError: as :func:`cukit.indexer_kl`; an attention tensor requires grad.
     """
     for name, x in (("q_t", q_t), ("k_t", k_t), ("lse_t", lse_t)):
         refuse_gradient("indexer_kl", TEACHER.format(name=name), **{name: x})

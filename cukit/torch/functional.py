@@ -1,4 +1,4 @@
-"""Ops on tensors, with gradients: what the modules are made of."""
+"""Ops on tensors, with gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def rms_norm(
 
     Args:
         x: float32|float16|bfloat16 [..., hidden]; float64 on the CPU.
-        weight: [hidden]; converted to the dtype of `x` where it has another.
+        weight: [hidden]; converted to the dtype of `x` if it has another.
         eps: added to the mean square.
-        residual: dtype and shape of `x`, added to `x` before.
+        residual: dtype and shape of `x`; added to `x` before the norm.
 
     Returns:
         `y`, or with `residual` the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`cukit.rms_norm`.
     """
     weight = weight.to(x.dtype)
     if residual is None:
@@ -44,14 +44,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
     Args:
         x: float32|float16|bfloat16 [..., hidden]; float64 on the CPU.
-        weight, bias: [hidden]; converted to the dtype of `x` where they have another.
+        weight, bias: [hidden]; converted to the dtype of `x` if they have another.
         eps: added to the variance.
 
     Returns:
         `y`, like `x`.
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`cukit.layer_norm`.
     """
     weight = weight.to(x.dtype)
     bias = torch.zeros_like(weight) if bias is None else bias.to(x.dtype)
@@ -74,13 +74,13 @@ def rope(
         k: [batch, seq_len, num_heads_k, head_dim], likewise.
         cos, sin: float32 [max_positions, rotary_dim / 2]; constants.
         position_ids: int32|int64 [batch, seq_len] or [seq_len].
-        interleaved: whether neighbours form pairs.
+        interleaved: whether adjacent elements form pairs.
 
     Returns:
         `(q_out, k_out)`, contiguous.
 
     Raises:
-        ArrayError, ConfigError: as there; `cos` or `sin` requires grad.
+        ArrayError, ConfigError: as :func:`cukit.rope`; `cos` or `sin` requires grad.
     """
     refuse_gradient("rope", "the tables are constants", cos=cos, sin=sin)
     q_out, k_out = _ops.rope(q, k, cos, sin, position_ids, interleaved)
@@ -126,17 +126,17 @@ def flash_attention(
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; float32 and float64 on the
-            CPU. A transposed view of [batch, heads, seq, head_dim] is read as it lies.
+            CPU. A transposed view of [batch, heads, seq, head_dim] is read without a copy.
         k, v: [batch, seq_len_kv, num_heads_kv, head_dim].
         deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
-        return_lse: return the log-sum-exp too; it has no gradient.
-        The others: as there. Slopes, bias and mask are constants.
+        return_lse: also return the log-sum-exp, which has no gradient.
+        The others: as in :func:`cukit.flash_attention`. Slopes, bias and mask are constants.
 
     Returns:
         `out`, contiguous [batch, seq_len_q, num_heads_q, v's head_dim], or the pair `(out, lse)`.
 
     Raises:
-        ArrayError, ConfigError: as there; a bias or slopes that require grad.
+        ArrayError, ConfigError: as :func:`cukit.flash_attention`; bias or slopes require grad.
     """
     reason = "it gets no gradient; detach it"
     refuse_gradient("flash_attention", reason, bias=bias, alibi_slopes=alibi_slopes)
@@ -162,16 +162,16 @@ def linear(
 
     Args:
         x: float16|bfloat16 [..., k]; float32 and float64 on the CPU.
-        weight: [n, k]; weight and bias are converted to the dtype of `x` where they have another,
-            under autocast all three to its dtype.
+        weight: [n, k]; weight and bias are converted to the dtype of `x` if they have another;
+            under autocast, all three to autocast's dtype.
         bias: [n].
         activation: None, "relu", "gelu", "gelu_tanh" or "silu".
 
     Returns:
-        [..., n], dtype of `x`.
+        [..., n], dtype of `x` (under autocast, autocast's).
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`cukit.linear`.
     """
     x = _autocast(x)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -188,10 +188,10 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") 
         activation: of the gate: "silu", "gelu", "gelu_tanh" or "relu".
 
     Returns:
-        [..., n], dtype of `x`.
+        [..., n], dtype of `x` (under autocast, autocast's).
 
     Raises:
-        ArrayError, ConfigError: as there.
+        ArrayError, ConfigError: as :func:`cukit.gated_linear`.
     """
     x = _autocast(x)
     gate, up = gate.to(x.dtype), up.to(x.dtype)
@@ -206,7 +206,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """`x` in autocast's dtype where that is on for its device."""
+    """`x`, converted to autocast's dtype if autocast is on for its device."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))

@@ -1,8 +1,8 @@
-"""Losses on tensors: those of `cukit.distill`, options included, as functions that autograd knows.
+"""The losses of `cukit.distill` on tensors, with all options and autograd.
 
-Losses on logits keep what they were called with and compute the gradient in the backward, in one
-launch that takes the upstream gradient. Losses fused with a head compute the gradients together
-with the loss.
+Losses on logits save their inputs and compute the gradient in the backward, in one launch that
+includes the upstream gradient. Losses fused with a head compute the gradients together with the
+loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEACHER = (
 
 
 def _public(loss: Loss) -> Callable[..., Any]:
-    """The function of a row: same name, arguments and options as that of arrays."""
+    """The public function of a table row: name, arguments and options of the one on arrays."""
     operator = getattr(torch.ops.cukit, loss.name).default
     own = inspect.signature(loss.function)
     parameters = [each for each in own.parameters.values() if each.name not in NOT_OPTIONS]
@@ -41,7 +41,7 @@ def _public(loss: Loss) -> Callable[..., Any]:
     def function(*args: Any, **options: Any) -> Any:
         for each in options:
             if each not in known:
-                raise TypeError(f"{name}: no argument {each!r}; there are {', '.join(names)}")
+                raise TypeError(f"{name}: no argument {each!r}; expected {', '.join(names)}")
         for each, index in teachers:
             value = args[index] if index < len(args) else options.get(each)
             refuse_gradient(name, TEACHER.format(name=each), **{each: value})
@@ -68,15 +68,15 @@ def _public(loss: Loss) -> Callable[..., Any]:
     )
     function.__doc__ = (
         f":func:`cukit.{name}` on tensors, with gradients for {gradients or f'`{loss.student}`'}.\n"
-        "\n    Arguments and options are those of that function, except for the ones that ask for\n"
-        "    gradients. Returns the loss"
+        "\n    Arguments and options are those of that function, except options for gradients.\n"
+        "    Returns the loss"
         + (
             "; with return_parts=True the losses `(" + ", ".join(parts[: len(taken)]) + ")`, of\n"
             "    which the first has a gradient"
             if loss.result is not None
             else ""
         )
-        + ".\n    Raises ArrayError and ConfigError as there"
+        + ".\n    Raises the same ArrayError and ConfigError"
         + (", and ConfigError for a teacher that requires grad" if teachers else "")
         + ".\n    "
     )
@@ -84,7 +84,8 @@ def _public(loss: Loss) -> Callable[..., Any]:
 
 
 def as_scalar(value: float, like: Tensor) -> Tensor:
-    """A number as the operators take it, on the device of `like`; nothing waits for it."""
+    """A number as a 0-d tensor for the operators, on the device of `like`, without a copy from the
+    host that would synchronise."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.full((), float(value), dtype=dtype, device=like.device)
 
@@ -110,7 +111,7 @@ def teacher_top_k(
 ) -> tuple[Tensor, Tensor]:
     """:func:`cukit.teacher_top_k` on a tensor: `(log_probs, ids)`, both [..., k].
 
-    Raises ArrayError and ConfigError as there.
+    Raises ArrayError and ConfigError as :func:`cukit.teacher_top_k`.
     """
     log_probs, ids = torch.ops.cukit.teacher_top_k(teacher_logits.detach(), k, temperature)
     return log_probs, ids

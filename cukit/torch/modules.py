@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last axis.
 
     hidden: extent of that axis. eps: added to the mean square.
-    offset: added to the weight; Gemma's norms are stored less 1.
+    offset: added to the weight; Gemma stores norm weights minus 1.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LinearSiLU(LinearActivation):
 class SwiGLU(nn.Module):
     """`down(act(gate(x)) * up(x))`, gate and up in one kernel.
 
-    Submodules are called gate_proj, up_proj and down_proj, as in Llama's checkpoints.
+    Submodules are named gate_proj, up_proj and down_proj, as in Llama's checkpoints.
     activation: "silu", "gelu", "gelu_tanh" or "relu".
     """
 

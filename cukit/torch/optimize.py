@@ -1,4 +1,4 @@
-"""cukit's kernels in a model of torch: swapped, verified against the original, reversible."""
+"""Swaps parts of a torch model for cukit's kernels, verified against the original, reversibly."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 4e-2,
 }
-"""Largest difference of two outputs over the largest output. Two roundings and sums in another
-order, an allowance for elements near zero; a model in float64 may compute parts in float32."""
+"""Largest accepted difference of two outputs, relative to the largest output: two roundings, sums
+in another order, and a margin; a model in float64 may compute parts in float32."""
 
-_MODEL_TOLERANCE = 4.0  # of the output of a model, which is that of many modules
+_MODEL_TOLERANCE = 4.0  # factor for a whole model, where the errors of many modules add up
 
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What became of one swap.
+    """The result of one swap.
 
-    name: of the module. kind: attention, rope, norm, mlp or activation. modules: how many it
-    changes. error: largest difference of the outputs over the largest output; NaN where the swap
+    name: of the module. kind: attention, rope, norm, mlp or activation. modules: number of modules
+    it changes. error: largest difference of the outputs over the largest output; NaN if the swap
     could not run. before_us, after_us: median times of the module, None without a GPU.
-    outcome: "swapped", "would swap", or why the original stays.
+    outcome: "swapped", "would swap", or why the original is kept.
     """
 
     name: str
@@ -53,15 +53,15 @@ class SwapReport:
 class Optimized:
     """A model with swaps, as :func:`optimize` returns it.
 
-    Call it like the model; with a CUDA graph inputs of the sample's shapes replay the graph.
-    As a context manager it restores the model at the end.
+    Call it like the model; with a CUDA graph, inputs of the sample's shapes replay the graph.
+    As a context manager it restores the model on exit.
 
     Attributes:
         model: the model, changed in place.
-        report: one SwapReport for each place that was tried.
+        report: one SwapReport per candidate.
         error: difference of the model's outputs, as in SwapReport.
         before_us, after_us: median times of the model, None without a GPU.
-        note: what was not done, and why; "" if nothing.
+        note: what was not done, and why; "" if everything was.
     """
 
     def __init__(self, model: nn.Module, note: str = "") -> None:
@@ -75,7 +75,7 @@ class Optimized:
         self._graph: _GraphedForward | None = None
 
     def restore(self) -> nn.Module:
-        """Undoes every swap, in reverse order; harmless a second time. Returns the model."""
+        """Undo every swap, in reverse order; may be called again. Returns the model."""
         self._graph = None
         while self._swaps:
             self._swaps.pop().disable()
@@ -99,7 +99,7 @@ class Optimized:
         self.restore()
 
     def __str__(self) -> str:
-        """A table: one line for each place, one for the model."""
+        """A table with one line per candidate and one for the model."""
         rows = [("module", "kind", "modules", "error", "before us", "after us", "outcome")]
         rows += [
             (row.name or "(model)", row.kind, str(row.modules), f"{row.error:.1e}",
@@ -131,14 +131,14 @@ def optimize(
     cuda_graph: bool = False,
     repeats: int = 10,
 ) -> Optimized:
-    """Swaps parts of a model for cukit's kernels, each verified against the original.
+    """Swap parts of a model for cukit's kernels, each verified against the original.
 
-    The model runs on `sample` once. At every module that is known the swap runs on the very inputs
-    that arrive there; it stays where the outputs agree and, on a GPU, where it is faster.
-    Parameters, names, hooks and state dicts stay as they are, gradients flow.
+    The model runs on `sample` once. For every supported module, the swap runs on the inputs that
+    the module receives; it is kept if the outputs agree and, on a GPU, if it is faster.
+    Parameters, names, hooks and state dicts are unchanged, and gradients work.
 
     ==========  ===================================================================================
-    attention   models of transformers: `attn_implementation="cukit"`
+    attention   Hugging Face transformers: `attn_implementation="cukit"`
     rope        their `apply_rotary_pos_emb`, for all models of the same file while it is swapped
     norm        RMSNorm of any library, nn.LayerNorm
     mlp         `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: gate and up in one kernel
@@ -146,21 +146,21 @@ def optimize(
     ==========  ===================================================================================
 
     Args:
-        model: any module; it is changed in place.
-        sample: what to call it with: a tensor, a tuple of arguments or a dict of keyword arguments.
-        use_cuda_kernels: False leaves everything as it is.
-        kinds: which rows of the table to try.
-        tolerance: largest accepted error of a module; None: by dtype, see TOLERANCES. The model as
-            a whole may have four times that, else everything is restored.
-        only_faster: keep the original where the swap takes longer.
-        dry_run: verify and report only. None: where the model is on the CPU, whose kernels would be
-            references in NumPy.
+        model: any module; changed in place.
+        sample: the input: a tensor, a tuple of arguments or a dict of keyword arguments.
+        use_cuda_kernels: False changes nothing.
+        kinds: rows of the table to try.
+        tolerance: largest accepted error of a module; None: by dtype, see TOLERANCES. The error of
+            the whole model may be four times that; beyond, everything is restored.
+        only_faster: keep the original if the swap is not faster.
+        dry_run: only verify and report. None: True for a model on the CPU, where the swaps would
+            run NumPy references.
         cuda_graph: also capture the model's forward, without gradients, for inputs of the sample's
             shapes. Needs a GPU.
-        repeats: calls a timing is the median of.
+        repeats: calls per timing, which is their median.
 
     Returns:
-        :class:`Optimized`: the report, the way back, and a callable.
+        :class:`Optimized`: a callable with the report, which can restore the model.
 
     Raises:
         ConfigError: an option, or an unknown kind.
@@ -192,7 +192,7 @@ def optimize(
     if not on_gpu:
         here = "the model is on the CPU" if gpu_available() else "this machine has no GPU"
         result.note = f"{here}: swaps ran on cukit's references, nothing was timed" + (
-            ", and the model is as it was" if dry else ""
+            ", and the model is unchanged" if dry else ""
         )
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -230,7 +230,9 @@ def _try_swaps(
     accepted: list[Swap] = []
     handles = []
 
-    def judge(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], _: Any) -> None:
+    def try_here(
+        module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], _: Any
+    ) -> None:
         for alternatives in places.pop(module, ()):
             swap, row = _best(
                 alternatives, inputs, options, tolerance, only_faster, on_gpu, repeats
@@ -242,7 +244,7 @@ def _try_swaps(
             result.report.append(row)
 
     for module in list(places):
-        handles.append(module.register_forward_hook(judge, with_kwargs=True))
+        handles.append(module.register_forward_hook(try_here, with_kwargs=True))
     try:
         before = model(*args, **_without_cache(kwargs))
     finally:
@@ -334,12 +336,12 @@ def _is_on_gpu(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A cache of keys and values would grow with every call."""
+    """The arguments without a KV cache, which would grow with every call."""
     return {name: None if name == "past_key_values" else value for name, value in kwargs.items()}
 
 
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
-    """Largest difference over the largest output, and what is allowed."""
+    """Largest difference over the largest output, and its tolerance."""
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
     befores, afters = _tensors(before), _tensors(after)
@@ -367,7 +369,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _median_us(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call on the GPU, the first two left out."""
+    """Median time of a call on the GPU, after two warm-up calls."""
     for _ in range(2):
         call()
     times = []
@@ -386,7 +388,7 @@ def _time(value: float | None) -> str:
 
 
 class _GraphedForward:
-    """A captured forward: inputs are copied into those of the capture, outputs are copied out."""
+    """A captured forward: copies inputs to those of the capture, and returns copies of outputs."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._tree = pytree.tree_flatten((args, kwargs))
@@ -403,7 +405,7 @@ class _GraphedForward:
             self._output = model(*args, **kwargs)
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the inputs are like those of the capture, and no gradient is asked for."""
+        """Whether the inputs match those of the capture, and gradients are disabled."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         return not torch.is_grad_enabled() and tree == self._tree and all(
             isinstance(given, Tensor) and given.shape == own.shape and given.dtype == own.dtype

@@ -1,4 +1,4 @@
-"""Linear layers with weights of int8 or int4."""
+"""Linear layers with int8 or int4 weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GROUPS = (32, 64, 128)
 
 
 class QuantizedLinear(nn.Module):
-    """`x weight^T + bias` with a weight of int8 or int4 codes, decoded in the kernel.
+    """`x weight^T + bias` with an int8 or int4 weight that is dequantised in the kernel.
 
-    Made by :meth:`from_linear`. The weight is a constant, kept as buffers `blocks` (and
-    `row_scales`); the input, and a bias that is a parameter, get gradients. float16 and bfloat16
-    inputs; on the CPU float32 and float64 too.
+    Create it with :meth:`from_linear`. The weight is a constant, stored in the buffers `blocks` and
+    `row_scales`; the input, and a bias that is a parameter, have gradients. Inputs are float16 or
+    bfloat16; on the CPU also float32 and float64.
     """
 
     blocks: Tensor
@@ -59,15 +59,15 @@ class QuantizedLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, bits: int = 8, group_size: int | None = None
     ) -> QuantizedLinear:
-        """Quantises the weight of `linear` where it lies; its bias is kept.
+        """Quantise the weight of `linear` on its device; the bias is shared.
 
         Args:
             bits: 8 or 4.
-            group_size: 32, 64 or 128 columns share a scale; None: a row for 8 bits, 128 columns
-                for 4.
+            group_size: number of columns that share a scale: 32, 64 or 128; None: the whole row for
+                8 bits, 128 columns for 4.
 
         Raises:
-            ConfigError: another number of bits or group size.
+            ConfigError: bits or group_size.
         """
         if bits not in _BITS:
             raise ConfigError(f"QuantizedLinear: bits must be 8 or 4, got {bits!r}")
@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Module):
         )
 
     def dequantize(self) -> Tensor:
-        """The weight [out_features, in_features] that the codes stand for, float32."""
+        """The dequantised weight [out_features, in_features], float32."""
         with on_current_stream(self.blocks):
             scales = self.row_scales
             blocks = as_array("QuantizedLinear", "blocks", self.blocks)
@@ -131,21 +131,21 @@ def replace_linear_with_quantized(
     *,
     group_size: int | None = None,
 ) -> nn.Module:
-    """Replaces every nn.Linear inside `model` by a :class:`QuantizedLinear`, in place.
+    """Replace every nn.Linear in `model` by a :class:`QuantizedLinear`, in place.
 
     Args:
-        model: any module; what is shared between places stays shared.
+        model: any module; shared linear layers remain shared.
         bits: 8 or 4.
-        exclude_layers: names, or patterns such as "model.layers.0.*", of linear layers to leave:
-            the whole dotted name or its last part.
-        group_size: as for :meth:`QuantizedLinear.from_linear`.
+        exclude_layers: names or patterns, such as "model.layers.0.*", of linear layers to keep.
+            They match the full dotted name or its last part.
+        group_size: as in :meth:`QuantizedLinear.from_linear`.
 
     Returns:
         `model`.
 
     Raises:
-        ConfigError: `bits` or `group_size`; a name in `exclude_layers` that is a string of letters,
-            no list; a model that is itself a linear layer.
+        ConfigError: `bits` or `group_size`; `exclude_layers` is a string, not a list; `model` is
+            itself a linear layer.
     """
     if isinstance(exclude_layers, str):
         raise ConfigError(
@@ -154,8 +154,8 @@ def replace_linear_with_quantized(
         )
     if isinstance(model, nn.Linear):
         raise ConfigError(
-            "replace_linear_with_quantized: model must hold linear layers, got one itself; use "
-            "QuantizedLinear.from_linear"
+            "replace_linear_with_quantized: model must contain linear layers, but is one itself; "
+            "use QuantizedLinear.from_linear"
         )
     patterns = tuple(exclude_layers)
     made: dict[int, QuantizedLinear] = {}

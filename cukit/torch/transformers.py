@@ -18,15 +18,15 @@ from cukit.torch import functional
 def register_attention(name: str = "cukit", *, plain_batches: bool = False) -> str:
     """Registers cukit's attention with transformers under `name`.
 
-    Grouped heads, sliding windows, softcaps, sinks and any scale are the kernel's own options.
-    Where a causal or windowed mask follows from the lengths alone no mask is made; padding, packed
-    sequences and other patterns become a boolean mask, which the kernel reads.
+    Grouped heads, sliding windows, softcaps, sinks and any scale are options of the kernel. Causal
+    and windowed masks that follow from the lengths alone need no mask tensor; padding, packed
+    sequences and other patterns become a boolean mask for the kernel.
 
     Args:
-        name: what `attn_implementation` is to be.
-        plain_batches: promise that batches are neither padded nor packed. Inside torch.compile
-            transformers cannot read position ids and makes a mask of every batch as if it were
-            packed; with this promise it makes none.
+        name: the value for `attn_implementation`.
+        plain_batches: asserts that batches are neither padded nor packed. Inside torch.compile,
+            transformers cannot read position ids and creates a mask for every batch as if it were
+            packed; with this assertion it creates none.
 
     Returns:
         `name`.
@@ -61,23 +61,23 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    """Attention with the signature that transformers calls.
 
     Args:
-        module: the calling layer; `module.is_causal` counts where `is_causal` is None.
-        query: [batch, heads, seq_len_q, head_dim], read as it lies.
+        module: the calling layer; `module.is_causal` is used if `is_causal` is None.
+        query: [batch, heads, seq_len_q, head_dim], any strides with a contiguous last axis.
         key, value: [batch, kv_heads, seq_len_kv, head_dim].
-        attention_mask: what :func:`attention_mask` made: None, or bool, True is visible, that holds
-            causality and window too. Masks of numbers are added to the scores.
+        attention_mask: the result of :func:`attention_mask`: None, or bool, True for visible keys,
+            which includes causality and window. Numeric masks are added to the scores.
         dropout: must be 0.
-        sliding_window: keys that a query sees, itself included.
+        sliding_window: number of keys visible to a query, including its own.
         s_aux: [heads], sinks.
 
     Returns:
         `(out, None)`, out [batch, seq_len_q, heads, head_dim].
 
     Raises:
-        ConfigError: dropout, or a bias of positions that requires grad.
+        ConfigError: dropout, or a position bias that requires grad.
     """
     if dropout:
         raise ConfigError(
@@ -126,9 +126,9 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask that :func:`attention_forward` gets: None where the kernel's options say it all.
+    """The mask for :func:`attention_forward`, None if the kernel's options are sufficient.
 
-    They do for a causal or windowed mask of which the last query lies opposite the last key. The
+    They are for a causal or windowed mask that aligns the last query with the last key. The
     arguments are those of transformers' mask functions.
     """
     from transformers.masking_utils import sdpa_mask
@@ -160,7 +160,8 @@ def attention_mask(
 
 
 def _nothing_padded(mask: Tensor | None) -> bool:
-    """Reads the mask, as transformers does for its own implementations, unless it is traced."""
+    """Whether the mask hides nothing. Reads it, as transformers does for its own implementations,
+    which synchronises; False during tracing and capture."""
     if mask is None:
         return True
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -170,4 +171,4 @@ def _nothing_padded(mask: Tensor | None) -> bool:
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ConfigError("plain_batches: a mask was given, but batches were promised to have none")
+        raise ConfigError("plain_batches: expected batches without a mask, got one")

@@ -8,11 +8,11 @@
 // 1 / sqrt(1 - beta2^step).
 //
 // Paper: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
-// Mapping: a block for every CHUNK elements of a tensor; tensor_of_block names the tensor, whose
-//   descriptor holds its addresses. No shared memory.
+// Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of its descriptor,
+//   which contains the addresses. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16 of the parameters; GRAD the same of the gradients; MASTER 1:
-//   a float32 master copy beside the parameter, 0: the (float32) parameter is its own master;
-//   THREADS; CHUNK a multiple of 4 * THREADS.
+//   with a float32 master copy, 0: the (float32) parameter is its own master; THREADS; CHUNK a
+//   multiple of 4 * THREADS.
 // Minimum architecture: sm_80. Arithmetic in float, deterministic. Reference:
 // cukit/reference/optimizer.py.
 #include "common/platform.cuh"

@@ -1,5 +1,5 @@
-// What a mean over rows divides by: the number of targets that are not ignored, at least 1, or the sum
-// of their weights, 1 where that is 0.
+// The divisor of a mean over rows: the number of targets that are not ignored, at least 1; with
+// weights, their sum over these rows, 1 if that is 0.
 //
 // Mapping: one block. Macros: ID int32|int64; THREADS multiple of 32, 32..1024.
 // Minimum architecture: sm_80. The number is exact; weights are summed in float in a fixed order:
@@ -9,8 +9,8 @@
 #include "common/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_kept(
-    const cukit::id_t* __restrict__ targets,  // [rows]; null: none is ignored
-    const float* __restrict__ token_weights,  // [rows]; null: the number
+    const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored
+    const float* __restrict__ token_weights,  // [rows]; null: count rows
     float* __restrict__ count,                // scalar
     long long rows, long long ignore_index) {
   __shared__ int counts[THREADS / cukit::kWarpSize];

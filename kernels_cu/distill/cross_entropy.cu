@@ -4,16 +4,16 @@
 //   grad = (softmax(z) - onehot(target)) * dz / dx * weight * factors.hard_gradient * grad_loss
 //          / normalizer
 //
-// for logits z that distill/logits.cuh makes of x.
+// where distill/logits.cuh computes the logits z from the input x.
 //
-// Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. First sweep: the
-//   row's mass. Second sweep (GRAD): the gradient, which may overwrite the logits.
+// Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns. First sweep: the
+//   row's mass, the denominator of the softmax. Second sweep (GRAD): the gradient, which may
+//   overwrite the logits.
 // Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
-//   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
-//   1|2|4|8; CACHED vectors of the row that a thread keeps; GRAD 0|1; TRANSFORM 0|1, see
-//   distill/logits.cuh.
-//   PHASE 0: whole rows; 1 (without GRAD) and 3: a part of the columns, see distill/row_shard.cuh.
+//   32..1024; VEC elements per access (tensors are aligned to it, rows need not be); CLUSTER 1|2|4|8;
+//   CACHED vectors per thread in shared memory; GRAD 0|1; TRANSFORM 0|1, see distill/logits.cuh.
+//   PHASE 0: whole rows; 1 (without GRAD) and 3: a shard of the columns, see distill/row_shard.cuh.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -31,11 +31,11 @@ using Exchange = cukit::RowExchange<1>;
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_entropy(
-    const T* logits,                          // [rows, columns], row_stride elements a row
+    const T* logits,                          // [rows, columns], with rows.row_stride
     const cukit::id_t* __restrict__ targets,  // [rows]
     const float* __restrict__ token_weights,  // [rows] or null
     float* __restrict__ row_losses,           // [rows]
-    T* grad,                                  // as `logits`, or the same; GRAD only
+    T* grad,                                  // like `logits`, may be the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
 #if PHASE
@@ -71,7 +71,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
   const bool in_range = target >= 0 && target < (PHASE ? shard.columns : rows.columns);
   const long long own_target = target - shard.first_column;
   const bool owned = PHASE ? own_target >= 0 && own_target < rows.columns : in_range;
-  // Before the barriers of the exchange: after them the gradient may overwrite it.
+  // Read before the barriers of the exchange: afterwards the gradient may overwrite it.
   const float target_logit =
       owned ? transform.of(cukit::to_float(logits[row * rows.row_stride + own_target])) : 0.0f;
 
@@ -119,7 +119,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
     if (!in_range) scale = cukit::not_a_number();
     const float scale_of_mass[1] = {scale / mass.sum};
     values.write_softmax(grad, masses, scales, scale_of_mass);
-    // By the thread that has just written there.
+    // Overwritten by the thread that has just written this element.
     if (owned && values.slice.owns(static_cast<int>(own_target))) {
       const float q = mass.term(target_logit, cukit::kLog2E) * scale_of_mass[0];
       grad[values.slice.base + own_target] =

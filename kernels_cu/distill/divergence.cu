@@ -8,24 +8,25 @@
 //           + (softmax(z) - onehot(target)) * factors.hard_gradient)
 //          * dz / dx * weight * grad_loss / normalizer
 //
-// for logits z that distill/logits.cuh makes of x.
+// where distill/logits.cuh computes the logits z from the input x.
 //
-// First sweep: both rows' masses, and the teacher's mass weighted with teacher - student, which gives
-// the forward KL as sum_v p log(p / q). Where that is large next to what it is the difference of, it is
-// the loss, and the second sweep writes q - p. Where it is not, student and teacher are close and both
-// would be rounding errors: the second sweep sums terms that are >= 0, where nothing cancels.
+// First sweep: the masses of both rows (the denominators of their softmaxes), and the teacher's mass
+// weighted with teacher - student, which gives the forward KL as sum_v p log(p / q). If that is large
+// compared with the two terms whose difference it is, it is the loss, and the second sweep writes
+// q - p. Otherwise student and teacher are close, and both results would be rounding errors: the second
+// sweep sums non-negative terms, without cancellation.
 // The other divergences need a sum over the row before the first element of their gradient: they sum
-// loss and slopes in the second sweep and write the gradient in a third. Of the reverse KL that sum is
-// the loss, and the first sweep gives it for rows far apart.
+// loss and slopes in the second sweep and write the gradient in a third. For the reverse KL that sum is
+// the loss, which the first sweep gives if student and teacher are far apart.
 //
-// Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. The gradient may
+// Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
 // Shared memory: 2 * CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
-//   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
-//   1|2|4|8; CACHED vectors of each row that a thread keeps; GRAD 0|1; HARD 0|1; DIVERGENCE 0..5, see
+//   32..1024; VEC elements per access (tensors are aligned to it, rows need not be); CLUSTER 1|2|4|8;
+//   CACHED vectors of each row per thread in shared memory; GRAD 0|1; HARD 0|1; DIVERGENCE 0..5, see
 //   distill/divergence_rows.cuh; TRANSFORM 0|1, see distill/logits.cuh.
-//   PHASE 0: whole rows; 1..3: a part of the columns, see distill/row_shard.cuh (1 and 2 without GRAD).
+//   PHASE 0: whole rows; 1..3: a shard of the columns, see distill/row_shard.cuh; 1, 2: without GRAD.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -52,10 +53,10 @@ using cukit::Choice;
 using cukit::Sweep;
 
 constexpr bool kReverse = cukit::kDivergence == cukit::Divergence::ReverseKl;
-constexpr int kInFlight = 2;  // accesses to each tensor that a thread issues before it uses the first
-constexpr int kAhead = 4;     // batches of those on their way to shared memory
+constexpr int kInFlight = 2;  // accesses per tensor that a thread issues before it uses the first
+constexpr int kAhead = 4;     // batches of these accesses in flight to shared memory
 
-// The first sweep's share of one thread.
+// The first sweep's sums of one thread.
 struct Statistics {
   cukit::Mass student, teacher, plain;
   float lowest_teacher = cukit::infinity();
@@ -70,14 +71,14 @@ struct Statistics {
     student.cover(top, scale);
     if constexpr (HARD) plain.cover(top, cukit::kLog2E);
     teacher.cover(teacher_logits.of(cukit::extreme<cukit::Largest>(of_teacher)), scale);
-    // Of the elements: the logits keep their order.
+    // Of the elements, not the logits: the transform is monotonic.
     lowest_teacher = fminf(lowest_teacher, cukit::extreme<cukit::Smallest>(of_teacher));
     if constexpr (DIVERGENCE != 0) {
       lowest_student = fminf(lowest_student, cukit::extreme<cukit::Smallest>(of_student));
     }
   }
 
-  // Elements that are covered.
+  // Adds elements that `cover` has seen.
   template <int N>
   CUKIT_DEVICE void add(const cukit::Vec<T, N>& of_student, const cukit::Vec<T, N>& of_teacher) {
     float z[N], teacher_z[N];
@@ -102,19 +103,19 @@ struct Statistics {
   }
 };
 
-// Of an SM; 0: the compiler's choice, which makes variants with a transform spill a few registers.
+// Minimum blocks per SM; 0: the compiler's choice, with which variants with a transform spill.
 constexpr int kLeastBlocks = TRANSFORM ? 768 / THREADS : 0;
 
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeastBlocks) divergence(
-    const T* student,                         // [rows, columns], row_stride elements a row
-    const T* __restrict__ teacher,            // likewise, teacher_stride elements a row
+    const T* student,                         // [rows, columns], with rows.row_stride
+    const T* __restrict__ teacher,            // likewise, with rows.teacher_stride
     const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored (not with HARD)
     const float* __restrict__ token_weights,  // [rows] or null
     float* __restrict__ soft_rows,            // [rows]
     float* __restrict__ hard_rows,            // [rows]; HARD only
-    T* grad,                                  // as `student`, or the same; GRAD only
+    T* grad,                                  // like `student`, may be the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
 #if PHASE
@@ -137,7 +138,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets != nullptr ? targets[row] : 0;
   const bool ignored = targets != nullptr && target == rows.ignore_index;
-  // Read again where it is used: sweeps need the registers.
+  // Reloaded at each use: the sweeps need the registers.
   const auto weight = [&] { return cukit::row_weight(token_weights, row, false); };
   if constexpr (GRAD) cukit::clear_padding(grad, row, rows, rank);
   if (ignored || weight() == 0.0f) {
@@ -152,13 +153,13 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
 #endif
     return;
   }
-  teacher += row * (rows.teacher_stride - rows.row_stride);  // the student's offsets hold in both
+  teacher += row * (rows.teacher_stride - rows.row_stride);  // so that the student's offsets apply
   const bool in_range = target >= 0 && target < (PHASE ? shard.columns : rows.columns);
   const long long own_target = target - shard.first_column;
   const bool owned = PHASE ? own_target >= 0 && own_target < rows.columns : in_range;
   Single target_student, target_teacher;
   if (HARD && owned) {
-    // Before the barriers of the exchange: after them the gradient may overwrite the student's.
+    // Read before the barriers of the exchange: afterwards the gradient may overwrite the student's.
     target_student[0] = student[slice.base + own_target];
     target_teacher[0] = teacher[slice.base + own_target];
   }
@@ -175,7 +176,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     loose_student[0][0] = student[slice.base + slice.loose_column];
     loose_teacher[0][0] = teacher[slice.base + slice.loose_column];
   }
-  // Thread t keeps its k-th vectors at (2 k + tensor) * THREADS + t.
+  // Thread t caches its k-th vectors at (2 k + tensor) * THREADS + t.
   Vector* const mine = cache + threadIdx.x;
   const auto slot = [&](int k, int tensor) { return mine + (2 * k + tensor) * THREADS; };
 #if PHASE < 2
@@ -293,8 +294,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     }
   }
 
-  // Calls visit(vectors of the student, of the teacher, write) for all that this thread has, from the
-  // last to the first; write(gradient) stores a vector of the gradient in their place.
+  // Calls visit(student vector, teacher vector, write) for all vectors of this thread, from the last to
+  // the first; write(gradient) stores the corresponding vector of the gradient.
   const auto sweep_again = [&](const auto& visit) {
     cukit::backwards<kInFlight>(slice.count, [&](const cukit::Batch& batch) {
       Vector of_student[kInFlight], of_teacher[kInFlight];
@@ -324,7 +325,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       });
     }
   };
-  // Writes the gradient; returns this thread's share of the forward KL, but for rows far apart.
+  // Writes the gradient; returns this thread's part of the forward KL, except with Sweep::Apart.
   const auto gradient_sweep = [&](auto choice) {
     constexpr Sweep kSweep = decltype(choice)::kSweep;
     float divergence = 0.0f;
@@ -335,7 +336,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       divergence += part;
       if constexpr (GRAD) write(gradient);
     });
-    // By the thread that has just written there.
+    // Overwritten by the thread that has just written this element.
     if (GRAD && HARD && owned && slice.owns(static_cast<int>(own_target))) {
       Single gradient;
       float counted = 0.0f;
@@ -349,12 +350,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   if (active && soft.far_apart()) {
     if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
     if (writes_loss) {
-      // Known to all parts, so one of them tells.
+      // All ranks have the total loss, so only rank 0 writes it.
       soft_rows[row] = shard.rank > 0 ? 0.0f : soft.divergence() * factors.soft_loss * weight();
     }
     return;
   }
-  // Each thread for itself: masked columns lie side by side.
+  // Decided per thread: masked columns are usually adjacent.
   const float lowest_teacher = soft.teacher_logits.of(statistics.lowest_teacher);
   const float divergence = exchange.sum(soft.ratios_fit(lowest_teacher)
                                             ? gradient_sweep(Choice<Sweep::Close>{})
@@ -366,7 +367,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   soft.soft_scale = active ? factors.soft_gradient * upstream / soft.student.sum : 0.0f;
   soft.beta = factors.beta;
   if (!active) soft.student.reference = -cukit::kNoMass;  // q = 0 everywhere
-  // Each thread for itself: masked columns lie side by side.
+  // Decided per thread: masked columns are usually adjacent.
   const bool fit = active && soft.ratios_fit(soft.student_logits.of(statistics.lowest_student),
                                    soft.teacher_logits.of(statistics.lowest_teacher));
   const auto write_gradient = [&] {
@@ -388,7 +389,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   }
   soft.far = active && !kReverse && soft.far_apart(soft.share_of_kl());
   cukit::Mass sums[1];
-  sums[0].reference = 0.0f;  // plain sums
+  sums[0].reference = 0.0f;  // unscaled sums
 #if PHASE == 3
   sums[0].sum = own[2 * row];
   sums[0].moment = own[2 * row + 1];

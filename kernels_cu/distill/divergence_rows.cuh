@@ -1,4 +1,4 @@
-// What the sweeps over a row of logits compute of each element, for every divergence.
+// The elementwise computations in the sweeps over a row of logits, for every divergence.
 //
 //   p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
 //
@@ -13,11 +13,11 @@
 //                                                                    slope log(q / m) - beta q / m
 //   total_variation      |p - q| / 2                                 slope sign(q - p) / 2
 //
-// Rows far apart are summed as these formulas say, in r = q / p and, of the mixtures, log(m / p). In
-// close rows the terms are written so that none is negative or the difference of two larger ones: near
-// d = 0 as power series, of x = r - 1. Threads with columns that a model masks, where r leaves the
-// range of floats, compare with the larger of p and q. Constants of a slope cancel in the gradient, so
-// slopes that vanish with d are used.
+// Rows far apart, with a large divergence, are summed by these formulas, in r = q / p and, for the
+// mixtures, log(m / p). For close rows the terms are rewritten so that none is negative or the
+// difference of two larger ones: near d = 0 as power series in x = r - 1. Threads with columns that a
+// model masks, where r overflows or underflows, divide by the larger of p and q. A constant added to a
+// slope cancels in the gradient, so slopes that vanish with d are used.
 //
 // Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1; TRANSFORM 0|1.
 #pragma once
@@ -32,17 +32,18 @@ namespace cukit {
 enum class Divergence { ForwardKl, ReverseKl, Jsd, SkewedForwardKl, SkewedReverseKl, TotalVariation };
 constexpr Divergence kDivergence = static_cast<Divergence>(DIVERGENCE);
 
-// The forward KL of the first sweep is the loss where it is at least this share of what it is the
-// difference of, and of 1: its rounding errors, about 1e-7 of those, are then below 1e-5 of it.
+// The forward KL of the first sweep is the loss if it is at least this fraction of the terms whose
+// difference it is, plus 1: its rounding errors, about 1e-7 of these, are then below 1e-5 of the loss.
 constexpr float kLeastShare = 1.0f / 16;
 
-// How a sweep computes the gradient's element, see ForwardKlRow. Near: a vector of a close row in which
-// all |b| < kNear.
+// How a sweep computes an element, see ForwardKlRow and CentredRow. Apart: student and teacher differ
+// enough for the formulas above. Close: they do not. Near: a vector of a close row in which all |b| are
+// small. Masked: as Close or Apart, but probabilities may be 0.
 enum class Sweep { Apart, Close, Near, Masked };
 template <Sweep sweep>
 struct Choice { static constexpr Sweep kSweep = sweep; };
 
-// (expm1(-d) + d) / b^2 for d = b log 2 and |b| < kNear, to 1.4e-7 of it: a Chebyshev fit.
+// (expm1(-d) + d) / b^2 for d = b log 2 and |b| < kNear: a Chebyshev fit, relative error 1.4e-7.
 constexpr float kNear = 0.5f;
 
 CUKIT_DEVICE float remainder_series(float b) {
@@ -52,7 +53,7 @@ CUKIT_DEVICE float remainder_series(float b) {
   return fmaf(value, b, 2.40226507e-01f);
 }
 
-// Below this size of w and x the two functions below are their Taylor series, to 1e-7 of them.
+// For |w| and |x| below this, the next two functions are Taylor series, relative error 1e-7.
 constexpr float kSeriesRadius = 0.125f;
 
 // (w - log(1 + w)) / w^2
@@ -75,7 +76,7 @@ CUKIT_DEVICE float entropy_series(float x) {
   return fmaf(value, x, 1.0f / 2);
 }
 
-// log(1 + w) to 2e-7 of it: 2 atanh(w / (2 + w)), a Chebyshev fit, for -1/2 <= w <= 1.
+// log(1 + w), relative error 2e-7: for -1/2 <= w <= 1 a Chebyshev fit of 2 atanh(w / (2 + w)).
 CUKIT_DEVICE float log_of_one_plus(float w) {
   const float ratio = __fdividef(w, 2.0f + w);
   const float square = ratio * ratio;
@@ -92,12 +93,12 @@ CUKIT_DEVICE float log_excess(float w, float log1p_w) {
   return fabsf(w) < kSeriesRadius ? w * w * log_series(w) : w - log1p_w;
 }
 
-// (1 + x) log(1 + x) - x, given the first of the two.
+// (1 + x) log(1 + x) - x, given (1 + x) log(1 + x).
 CUKIT_DEVICE float entropy_excess(float x, float product) {
   return fabsf(x) < kSeriesRadius ? x * x * entropy_series(x) : product - x;
 }
 
-// What the sweeps after the first need to know of a row.
+// The statistics of a row from the first sweep, for the later ones.
 struct RowMasses {
   Logits student_logits, teacher_logits;
   float scale;  // log2(e) / T
@@ -105,7 +106,7 @@ struct RowMasses {
   Mass teacher;
   float offset;      // log2 teacher mass - log2 student mass
   float mass_ratio;  // teacher mass / student mass
-  float soft_scale;  // of `difference`, for the gradient
+  float soft_scale;  // factor from `difference` to the gradient
   Mass plain;        // of the student without temperature
   float hard_scale;
   float hard_scale_of_mass;
@@ -125,21 +126,21 @@ struct RowMasses {
     return kLn2 * fmaf(student.moment / student.sum, scale, offset);
   }
 
-  // Whether no ratio of probabilities of this thread's leaves the range of floats, given its lowest
-  // logits: a column that a model masks would.
+  // Whether all ratios of this thread's probabilities are finite and normal floats, given its lowest
+  // logits; ratios of masked columns are not.
   CUKIT_DEVICE bool ratios_fit(float lowest_student, float lowest_teacher) const {
     return teacher.exponent(lowest_teacher, scale) > log2f(teacher.sum) - kLargest &&
            student.exponent(lowest_student, scale) > log2f(student.sum) - kLargest;
   }
   static constexpr float kLargest = 120.0f;
 
-  // Whether a loss of `share` times that is accurate. False for NaN, which columns that both rows mask
-  // make of the moment.
+  // Whether a loss of `share` times the forward KL is accurate. False for NaN, which the moment is if
+  // both rows mask a column.
   CUKIT_DEVICE bool far_apart(float share = 1.0f) const {
     return is_large(teacher, divergence() * share);
   }
 
-  // Of the reverse KL.
+  // The same for the reverse KL.
   CUKIT_DEVICE bool reversely_far_apart() const { return is_large(student, reverse_divergence()); }
 
   CUKIT_DEVICE bool is_large(const Mass& mass, float loss) const {
@@ -148,18 +149,18 @@ struct RowMasses {
   }
 };
 
-// The forward KL. Where the first sweep's sums give it accurately, the second writes q - p; where
-// student and teacher are close, the second sweep sums it, and for small |d| computes q - p = p (f - d)
-// with the series f = expm1(-d) + d.
+// The forward KL. If the first sweep's sums give it accurately, the second writes q - p. If student and
+// teacher are close, the second sweep sums it, and for small |d| computes q - p = p (f - d) with the
+// series f = expm1(-d) + d.
 struct ForwardKlRow : RowMasses {
-  // Whether no exponential of the teacher's logits from `lowest` on, and no q / p, leaves the range
-  // of floats: q is at most 2^kSlack / student mass.
+  // Whether all exponentials of the teacher's logits from `lowest` up, and all q / p, are normal
+  // floats: q is at most 2^kSlack / student mass.
   CUKIT_DEVICE bool ratios_fit(float lowest) const {
     return teacher.exponent(lowest, scale) > fmaxf(log2f(mass_ratio), 0.0f) - 100.0f;
   }
 
-  // (q - p) * teacher mass of an element. Its share of the divergence, times the teacher's mass, is
-  // added to `share`, except with Sweep::Apart: a sweep for rows whose divergence is known.
+  // (q - p) * teacher mass of an element. Its term of the divergence, times the teacher's mass, is
+  // added to `share`, except with Sweep::Apart, where the divergence is already known.
   template <Sweep sweep>
   CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
     const float p = teacher.term(teacher_z, scale);
@@ -178,30 +179,30 @@ struct ForwardKlRow : RowMasses {
       return p * (is_near ? near : far);
     } else {
       const float far = fmaf(student.term(student_z, scale), mass_ratio, -p);
-      // p = 0 makes d infinite or NaN; p d is 0 all the same.
+      // For p = 0, d is infinite or NaN, but the term p d is 0.
       share += is_near ? p * series : p > 0.0f ? fmaf(p * b, kLn2, far) : far;
       return is_near ? p * near : far;
     }
   }
 };
 
-// The other divergences: a second sweep sums terms and slopes, a third writes the gradient. The
-// reverse KL of rows far apart is known after the first sweep, and with it the sum of the slopes.
+// The other divergences: a second sweep sums terms and slopes, a third writes the gradient. If the rows
+// are far apart, the reverse KL and the sum of its slopes are known after the first sweep.
 struct CentredRow : RowMasses {
   static constexpr bool kMixes = kDivergence == Divergence::Jsd ||
                                  kDivergence == Divergence::SkewedForwardKl ||
                                  kDivergence == Divergence::SkewedReverseKl;
   static constexpr bool kSkewed = kMixes && kDivergence != Divergence::Jsd;
 
-  // x < kSeriesRadius, with room for rounding, in a vector in which all |b| are smaller.
+  // If all |b| of a vector are below this, all |x| are below kSeriesRadius, with a margin for rounding.
   static constexpr float kNearby = 0.16f;
 
   float beta;
   float centre;  // sum_v q_v slope_v
   bool far;
 
-  // About the smallest share of the forward KL that the divergence is, times how much closer than the
-  // forward KL its definition is accurate: no term is the difference of terms of p d.
+  // Approximately the smallest ratio of the divergence to the forward KL, times the gain in accuracy
+  // of its definition over that of the forward KL: no term is a difference of terms of size p d.
   CUKIT_DEVICE float share_of_kl() const {
     if constexpr (kDivergence == Divergence::Jsd) return 2.0f * beta * (1.0f - beta);
     if constexpr (kSkewed) return 2.0f * (1.0f - beta) * (1.0f - beta);
@@ -215,18 +216,18 @@ struct CentredRow : RowMasses {
     float r;         // q / p
     float of_p;      // log2(m / p)
     float of_q;      // log2(m / q)
-    float fraction;  // 1 - p / m or 1 - q / m, of the skewed ones
+    float fraction;  // 1 - p / m or 1 - q / m, for the skewed divergences
   };
 
-  CUKIT_DEVICE float share_of_q() const {  // in m
+  CUKIT_DEVICE float share_of_q() const {  // weight of q in m
     return kDivergence == Divergence::SkewedReverseKl ? beta : 1.0f - beta;
   }
 
-  // What is known of ratios, which fit.
+  // Computes the ratios of an element if they are normal floats.
   CUKIT_DEVICE void compare(Pair& at) const {
     if constexpr (kMixes) {
       at.r = exp2f(-at.b);
-      const float m = fmaf(share_of_q(), at.r, 1.0f - share_of_q());  // over p
+      const float m = fmaf(share_of_q(), at.r, 1.0f - share_of_q());  // m / p
       at.of_p = __log2f(m);
       at.of_q = at.b + at.of_p;
       if constexpr (kSkewed) at.fraction = skewed_fraction(at.r - 1.0f, m);
@@ -238,9 +239,9 @@ struct CentredRow : RowMasses {
     return sign * (1.0f - beta) * __fdividef(x, m);
   }
 
-  // The same of any ratio.
+  // The same for any ratio.
   CUKIT_DEVICE void compare_safely(Pair& at) const {
-    at.b = fmaxf(fminf(at.b, 1e30f), -1e30f);  // NaN, where both are masked, becomes a number
+    at.b = fmaxf(fminf(at.b, 1e30f), -1e30f);  // replaces NaN, if both are masked
     if constexpr (kMixes) {
       const float e = exp2f(-fabsf(at.b)), share = share_of_q();  // smaller over larger
       const bool likelier = at.b >= 0.0f;                         // p >= q
@@ -252,7 +253,7 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // Slopes err by about 1e-7, which the gradient, q times them, does not show.
+  // Slopes have an absolute error of about 1e-7, negligible in the gradient, which is q times a slope.
   CUKIT_DEVICE float slope(const Pair& at) const {
     if constexpr (kDivergence == Divergence::ReverseKl) {
       return -kLn2 * at.b;
@@ -263,11 +264,11 @@ struct CentredRow : RowMasses {
     } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
       return fmaf(beta, at.fraction, -kLn2 * at.of_q);
     } else {
-      return at.b == 0.0f ? 0.0f : copysignf(0.5f, -at.b);  // of b, which all sweeps compute alike
+      return at.b == 0.0f ? 0.0f : copysignf(0.5f, -at.b);  // b is the same in all sweeps
     }
   }
 
-  // What a row far apart sums of an element, see loss_of().
+  // The term of an element if the rows are far apart, see loss_of().
   CUKIT_DEVICE float defined_term(const Pair& at) const {
     if constexpr (kDivergence == Divergence::ReverseKl) return -kLn2 * at.q * at.b;
     if constexpr (kDivergence == Divergence::TotalVariation) return 0.5f * fabsf(at.p - at.q);
@@ -275,13 +276,13 @@ struct CentredRow : RowMasses {
     return at.p * at.of_p;
   }
 
-  // The loss out of the sum over the row.
+  // The loss, given the sum of terms over the row.
   CUKIT_DEVICE float loss_of(float sum) const {
     if (!far || !kMixes) return sum;
     return kDivergence == Divergence::Jsd ? fmaf(-kLn2 * beta, sum, centre) : -kLn2 * sum;
   }
 
-  // A term where |b| < kNearby.
+  // The term of an element with |b| < kNearby.
   CUKIT_DEVICE float near_term(const Pair& at, float x) const {
     if constexpr (kDivergence == Divergence::ReverseKl) {
       return at.q * (at.b * at.b * remainder_series(-at.b));
@@ -300,15 +301,15 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // 2^-b - 1 where |b| < kNear.
+  // 2^-b - 1 for |b| < kNear.
   CUKIT_DEVICE static float change(float b) { return fmaf(b, -kLn2, b * b * remainder_series(b)); }
 
   CUKIT_DEVICE static float any_change(float b) {
     return fabsf(b) < kNear ? change(b) : exp2f(-b) - 1.0f;
   }
 
-  // A term whose ratios fit. Its error is about 1e-7 of |p d|: a sum over elements of which some have
-  // |b| > kNearby is accurate with it.
+  // The term of an element whose ratios are normal floats. Its error is about 1e-7 of |p d|, which is
+  // accurate enough for a vector with some |b| > kNearby.
   CUKIT_DEVICE float fitting_term(const Pair& at) const {
     const float share = 1.0f - beta;
     if constexpr (kDivergence == Divergence::ReverseKl) {
@@ -329,7 +330,7 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // A term of any row, however close. Here x = min(p, q) / max(p, q) - 1.
+  // The term of any element. Here x = min(p, q) / max(p, q) - 1.
   CUKIT_DEVICE float exact_term(const Pair& at) const {
     const float p = at.p, q = at.q;
     if (fmaxf(p, q) == 0.0f) return 0.0f;  // masked in both: b is NaN
@@ -342,7 +343,7 @@ struct CentredRow : RowMasses {
     const bool likelier = at.b >= 0.0f;  // p >= q
     const float x = expm1f(-gap);
     if constexpr (kDivergence == Divergence::Jsd) {
-      const float share = likelier ? 1.0f - beta : beta;  // of the smaller one in m
+      const float share = likelier ? 1.0f - beta : beta;  // weight of the smaller one in m
       const float log_m = log1pf(share * x);              // log(m / larger)
       const float own = x > -1.0f ? -(1.0f + x) * gap : 0.0f;
       const float of_m = entropy_excess(share * x, (1.0f + share * x) * log_m);
@@ -365,7 +366,7 @@ struct CentredRow : RowMasses {
     return b * (x > -1.0f ? (1.0f + x) * (-gap - log_m) - share * x : share);
   }
 
-  // In units of the teacher's mass, as the sums are.
+  // p times the teacher's mass, as in the sums.
   CUKIT_DEVICE float p_of(float teacher_z) const { return teacher.term(teacher_z, scale); }
 
   CUKIT_DEVICE float q_of(float student_z) const {
@@ -419,7 +420,7 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // An element of the gradient, over soft_scale; nothing is added to `share`.
+  // An element of the gradient, divided by soft_scale; does not use the last argument.
   template <Sweep sweep>
   CUKIT_DEVICE float difference(float student_z, float teacher_z, float&) const {
     Pair at;
@@ -452,8 +453,8 @@ CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of
   }
 }
 
-// The gradient of N elements but for `hard_target`, which the target's is less, for what their logits
-// are made of.
+// The gradient of N elements with respect to the inputs of their logits. hard_target: subtracted from
+// the gradient of the logits, for the target's element.
 template <Sweep sweep, typename Row, int N>
 CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
                               const Vec<element_t, N>& of_student,

@@ -2,11 +2,11 @@
 //
 //   average += (1 - decay) (value - average),  copy = average rounded
 //
-// Mapping: a block for every CHUNK elements of a tensor; tensor_of_block names the tensor, whose
-//   descriptor holds its addresses. No shared memory.
+// Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of its descriptor,
+//   which contains the addresses. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16 of the copies; VALUE the same of the values; COPY 1: the
-//   average is rounded into a copy, 0: the (float32) average is all; THREADS; CHUNK a multiple of
-//   4 * THREADS.
+//   average is also written to a copy, rounded, 0: only the (float32) average is written; THREADS;
+//   CHUNK a multiple of 4 * THREADS.
 // Minimum architecture: sm_80. Arithmetic in float, deterministic. Reference:
 // cukit/reference/optimizer.py.
 #include "common/platform.cuh"

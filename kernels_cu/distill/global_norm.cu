@@ -1,8 +1,8 @@
-// Norm over many tensors: partial sums of squares, a block for every CHUNK elements of a tensor
-// (sum_of_squares), then their total's square root (norm_of_partials).
+// Norm over many tensors: partial sums of squares, one block per CHUNK elements of a tensor
+// (sum_of_squares), then the square root of their total (norm_of_partials, one block).
 //
 // Macros: DTYPE float32|float16|bfloat16; THREADS multiple of 32, 32..1024; CHUNK a multiple of
-//   VEC * THREADS; VEC elements an access. Shared memory: THREADS / 32 floats, static.
+//   VEC * THREADS; VEC elements per access. Shared memory: THREADS / 32 floats, static.
 // Minimum architecture: sm_80. Float accumulation in a fixed order: deterministic. Reference:
 // cukit/reference/optimizer.py.
 #include "common/platform.cuh"

@@ -1,4 +1,5 @@
-// Two sweeps over a row of logits: its masses, and what is written in the logits' place.
+// Two sweeps over a row of logits: sums of exponentials (masses), then a softmax that may overwrite the
+// logits.
 //
 // Macros: those of common/vocabulary_row.cuh and distill/logits.cuh.
 #pragma once
@@ -10,12 +11,12 @@
 
 namespace cukit {
 
-// What a row counts: nothing where its target says so.
+// The weight of a row: 0 if it is ignored.
 CUKIT_DEVICE float row_weight(const float* token_weights, long long row, bool ignored) {
   return ignored ? 0.0f : token_weights != nullptr ? token_weights[row] : 1.0f;
 }
 
-// Zeroes a row of the gradient beside the vocabulary.
+// Zeroes the padding columns in a row of the gradient.
 CUKIT_DEVICE void clear_padding(element_t* grad, long long row, const LogitRows& rows, int rank) {
   const int first = rows.columns + rank * THREADS + static_cast<int>(threadIdx.x);
   for (int column = first; column < rows.width; column += CLUSTER * THREADS) {
@@ -29,7 +30,7 @@ class LogitRow {
   using Single = Vec<element_t, 1>;
 
   static constexpr int kInFlight = 4;  // accesses that a thread issues before it uses the first
-  static constexpr int kAhead = 3;     // batches of those on their way to shared memory
+  static constexpr int kAhead = 3;     // batches of these accesses in flight to shared memory
 
   RowSlice slice;
 
@@ -41,7 +42,7 @@ class LogitRow {
     if (has_loose()) loose_[0][0] = values_[slice.base + slice.loose_column];
   }
 
-  // This thread's share of sum_v 2^(scale z_v), for each scale.
+  // Adds this thread's part of sum_v 2^(scale z_v) to a mass, for each scale.
   template <int Masses>
   CUKIT_DEVICE void add_to(Mass (&masses)[Masses], const float (&scales)[Masses]) const {
     const auto add_batch = [&](const Batch& batch, auto& vectors) {
@@ -78,8 +79,8 @@ class LogitRow {
     }
   }
 
-  // to_v = sum over the masses of 2^(scale z_v) in units of the mass, times `factor`, as a gradient
-  // for what the logits are made of; `to` may be that.
+  // to_v = dz_v / dx_v * sum over the masses of factor * 2^(scale z_v - reference); `to` may be the row
+  // itself.
   template <int Masses>
   CUKIT_DEVICE void write_softmax(element_t* to, const Mass (&masses)[Masses],
                                   const float (&scales)[Masses], const float (&factors)[Masses]) {
@@ -120,7 +121,7 @@ class LogitRow {
     for (int m = 0; m < Masses; ++m) masses[m].cover(top, scales[m]);
   }
 
-  // Adds elements that are covered.
+  // Adds elements that `cover` has seen.
   template <int Masses, int N>
   CUKIT_DEVICE void add(Mass (&masses)[Masses], const float (&scales)[Masses],
                         const Vec<element_t, N>& vector) const {

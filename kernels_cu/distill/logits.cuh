@@ -1,10 +1,10 @@
-// How elements of a tensor become logits.
+// Logits z from the elements x of a tensor.
 //
-//   TRANSFORM 0: they are the logits.
-//   TRANSFORM 1: z = scale * x, and with a cap z = cap * tanh(scale * x / cap).
+//   TRANSFORM 0: z = x.
+//   TRANSFORM 1: z = scale * x, or with a cap z = cap * tanh(scale * x / cap).
 //
-// Vectors whose |scale * x / cap| all lie below kSmall, as do almost all logits of models that cap
-// them, take a polynomial, the others an exponential and a division each.
+// Vectors in which all |scale * x / cap| are below kSmall, as almost all logits of models with a cap
+// are, use a polynomial; the others use an exponential and a division per element.
 //
 // Macros: DTYPE; TRANSFORM 0|1.
 #pragma once
@@ -38,7 +38,7 @@ class Logits {
     return x;
   }
 
-  // What gradients for logits are multiplied by to get those for x: dz / dx.
+  // Multiplies gradients with respect to z by dz / dx.
   template <int N>
   CUKIT_DEVICE void chain(float (&gradient)[N], const float (&z)[N]) const {
     if constexpr (TRANSFORM) {
@@ -60,7 +60,7 @@ class Logits {
  private:
   static constexpr float kSmall = 0.625f;
 
-  // tanh(y) / y of y^2 where |y| < kSmall, to 1e-7 of it: a Chebyshev fit.
+  // tanh(y) / y for |y| < kSmall, given y^2: a Chebyshev fit, relative error 1e-7.
   CUKIT_DEVICE static float small_ratio(float square) {
     float value = fmaf(square, -5.66238211e-03f, 2.05935761e-02f);
     value = fmaf(value, square, -5.37220389e-02f);

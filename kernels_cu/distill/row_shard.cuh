@@ -1,16 +1,15 @@
-// Rows of logits whose columns are spread over processes: what each finds out about its part of a row,
-// and what all parts together make of it.
+// Rows of logits whose columns are sharded over processes: the statistics of a shard, and how those of
+// all shards are merged.
 //
-// A loss takes as many launches as sums over whole rows depend on one another, with an exchange of a
-// few floats a row between them:
+// Each sum over whole rows ends a launch, and processes exchange a few floats per row between launches:
 //
-//   PHASE 1  the masses of this part                    -> states [rows, kStateFloats], gathered
-//   PHASE 2  loss and slopes of this part, of divergences whose gradient needs their sum
-//                                                       -> sums [rows, 2], summed
-//   PHASE 3  the gradient of this part, this part's share of the losses
+//   PHASE 1  the masses of the shard                -> states [rows, kStateFloats], all-gathered
+//   PHASE 2  loss and slopes of the shard, for divergences whose gradient needs their sum
+//                                                   -> sums [rows, 2], all-reduced
+//   PHASE 3  the gradient of the shard, and the shard's part of the losses
 //
-// PHASE 0 is a kernel that has whole rows. Parts are merged in the order of the ranks by every process:
-// all get the same bits.
+// PHASE 0 is a kernel over whole rows. Every process merges the shards in rank order, so all get the
+// same bits.
 //
 // Macros: PHASE 0..3.
 #pragma once
@@ -22,11 +21,11 @@
 namespace cukit {
 
 // reference, sum and moment of the student's mass and of the teacher's; reference and sum of the
-// student's without temperature; the target's logit, 0 in parts that do not have it; the lowest element
-// of each row, for this part alone; one unused.
+// student's without temperature; the target's logit, 0 in shards without it; the lowest elements of
+// student and teacher, used only by the shard's own process; one unused.
 constexpr int kStateFloats = 12;
 
-// Mass, of what lies in both parts.
+// The mass of two shards together.
 CUKIT_DEVICE Mass merged(const Mass& a, const Mass& b) {
   Mass both;
   both.reference = fmaxf(a.reference, b.reference);
@@ -58,7 +57,7 @@ struct RowState {
     to[11] = 0.0f;
   }
 
-  // Of the whole row: masses and target of all parts, the lowest elements of this one.
+  // The state of the whole row: masses and target of all shards, lowest elements of this one.
   CUKIT_DEVICE static RowState read(const float* gathered, long long row, const RowShard& shard) {
     RowState whole;
     for (int rank = 0; rank < shard.size; ++rank) {
@@ -85,7 +84,7 @@ struct RowState {
   }
 };
 
-// A mass that carries the smallest of a value through `RowExchange::merge`.
+// A mass through which `RowExchange::merge` computes the minimum of a value.
 CUKIT_DEVICE Mass lowest_as_mass(float value) {
   Mass carrier;
   carrier.reference = -value;

@@ -1,27 +1,28 @@
-// KL divergence of each row from a teacher of whom K tokens are known, with the gradient for the student's
-// logits; optionally the cross-entropy on a target mixed into both.
+// KL divergence of each row from K tokens of a teacher, with the gradient for the student's logits;
+// optionally the cross-entropy on a target mixed into both.
 //
 //   q = softmax(student / T)
-//   TAIL 0, the likeliest, alone: p_k = exp(log_probs_k), divided by their sum; d_k = log p_k - log q_k
+//   TAIL 0, top-k tokens alone: p_k = exp(log_probs_k), divided by their sum; d_k = log p_k - log q_k
 //             soft = sum_k p_k (expm1(-d_k) + d_k) + q_r
 //             grad_k = q_k - p_k,  elsewhere q
-//   TAIL 1, and all other tokens as one more:
-//             soft = sum_k p_k (expm1(-d_k) + d_k) + the same of p_r, q_r
+//   TAIL 1, top-k tokens, and all others merged into one more:
+//             soft = sum_k p_k (expm1(-d_k) + d_k) + the same for p_r, q_r
 //             grad_k = q_k - p_k,  elsewhere q (1 - p_r / q_r)
-//   TAIL 2, samples, any token any number of times, weighted with w_k = sample_weights_k or 1 / K:
-//             soft = sum_k w_k (log_probs_k - log q_k), without log_probs 0 in their place
+//   TAIL 2, samples, which may repeat, weighted with w_k = sample_weights_k or 1 / K:
+//             soft = sum_k w_k (log_probs_k - log q_k), with 0 for missing log_probs
 //             grad_v = q_v sum_k w_k - sum of the w_k whose token is v
 //   with q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k; soft times factors.soft_loss * weight.
 //   hard = (log sum_v exp z_v - z_target) * weight, z = student                      (HARD)
 //   The gradient is (soft's * factors.soft_gradient + hard's * factors.hard_gradient)
-//     * dz / dx * weight * grad_loss / normalizer, for logits z that distill/logits.cuh makes of x.
+//     * dz / dx * weight * grad_loss / normalizer, where distill/logits.cuh computes logits z from x.
 //
-// Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns; every block reads the K
-//   tokens. First sweep: the row's masses. Second sweep (GRAD): the gradient but for the target and the
-//   K tokens, which the block writes afterwards. The gradient may overwrite the logits. Samples are
-//   compared with one another: K^2 / THREADS steps a thread.
+// Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns; every block reads
+//   the K tokens. First sweep: the row's masses, the denominators of its softmaxes. Second sweep
+//   (GRAD): the gradient, except for the target and the K tokens, which the block writes afterwards.
+//   The gradient may overwrite the logits. Samples are compared pairwise: K^2 / THREADS steps per
+//   thread.
 // Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MOST bytes static.
-// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MOST tokens of a row; GRAD 0|1;
+// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MOST: largest K; GRAD 0|1;
 //   TAIL 0|1|2; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
@@ -43,7 +44,7 @@ using Exchange = cukit::RowExchange<kMasses>;
 
 constexpr float kNear = 0.125f;
 
-// p (expm1(-d) + d) with d = log p - log q, at least 0; near d = 0 a Taylor series.
+// p (expm1(-d) + d) with d = log p - log q, non-negative; near d = 0 a Taylor series.
 CUKIT_DEVICE float term(float p, float q, float d) {
   float series = fmaf(d, 1.0f / 720, -1.0f / 120);
   series = fmaf(series, d, 1.0f / 24);
@@ -53,13 +54,13 @@ CUKIT_DEVICE float term(float p, float q, float d) {
   return fabsf(d) < kNear ? p * (d * d * series) : fmaf(p, d, q - p);
 }
 
-// Of an SM; 0: the compiler's choice, which makes those of sampled teachers spill a few registers.
+// Minimum blocks per SM; 0: the compiler's choice, with which variants for samples spill.
 constexpr int kLeastBlocks = TAIL == 2 || TRANSFORM ? 768 / THREADS : 0;
 
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeastBlocks) topk_divergence(
-    const T* student,                              // [rows, columns], row_stride elements a row
+    const T* student,                              // [rows, columns], with rows.row_stride
     const float* __restrict__ teacher_log_probs,  // [rows, num_known]; null: zeros (TAIL 2)
     const float* __restrict__ sample_weights,     // [rows, num_known] or null; TAIL 2 only
     const int* __restrict__ teacher_ids,          // [rows, num_known]
@@ -67,7 +68,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     const float* __restrict__ token_weights,      // [rows] or null
     float* __restrict__ soft_rows,                // [rows]
     float* __restrict__ hard_rows,                // [rows]; HARD only
-    T* grad,                                      // as `student`, or the same; GRAD only
+    T* grad,                                      // like `student`, may be the same; GRAD only
     const float* __restrict__ grad_loss,          // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,         // scalar or null
     const cukit::LogitRows rows, int num_known, const cukit::LossFactors factors) {
@@ -105,10 +106,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   const auto logit = [&](int column) {
     return transform.of(cukit::to_float(student[values.slice.base + column]));
   };
-  // Before the barriers of the exchange: after them the gradient may overwrite the logits.
+  // Read before the barriers of the exchange: afterwards the gradient may overwrite the logits.
   const bool target_in_range = target >= 0 && target < rows.columns;
   const float target_logit = HARD && target_in_range ? logit(static_cast<int>(target)) : 0.0f;
-  float known[2] = {0.0f, 0.0f};  // the sum of weights, later of q; how many are out of range
+  float known[2] = {0.0f, 0.0f};  // the sum of weights; the number of tokens out of range
   for (int k = threadIdx.x; k < num_known; k += THREADS) {
     const int id = ids[k];
     const float share = known_weight(k);
@@ -161,7 +162,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     sums[1] += at.q;
   }
   cukit::block_reduce<cukit::Sum, THREADS>(sums, scratch);
-  // The rest is a difference from 1: below its rounding it counts as that.
+  // q's rest is 1 minus a sum, and at least the rounding error of that difference.
   const float rest_q = fmaxf(1.0f - sums[1], kBucket ? 0x1p-24f : 0.0f);
   const float rest_p = kBucket ? fmaxf(1.0f - known_p, 0.0f) : 0.0f;
   if (active && writes_loss) {
@@ -181,8 +182,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     float of_masses[kMasses] = {soft_scale * rest * per_mass};
     if constexpr (HARD) of_masses[kMasses - 1] = hard_of_mass;
     values.write_softmax(grad, masses, scales, of_masses);
-    __syncthreads();  // the block's threads have written what the tokens below overwrite
-    // The gradient of a token in the block's part, given that of its `difference` = d soft / d (z / T).
+    __syncthreads();  // before elements written by other threads are overwritten
+    // Writes the gradient of a token of this block, given `difference` = d soft / d (z / T).
     const auto write = [&](int column, float z, float difference) {
       float g = soft_scale * difference;
       if constexpr (HARD) {
@@ -196,7 +197,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       if (threadIdx.x == 0 && target_in_range && values.slice.block_owns(column)) {
         write(column, target_logit, rest * mass.term(target_logit, scale) * per_mass);
       }
-      __syncthreads();  // it may be a known token
+      __syncthreads();  // the target may be one of the K tokens
     }
     for (int k = threadIdx.x; k < num_known; k += THREADS) {
       const int id = ids[k];
@@ -206,7 +207,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       float difference = fabsf(at.d) < kNear ? at.p * expm1f(-at.d) : at.q - at.p;
       if constexpr (kSamples) {
         float sampled = 0.0f;
-        bool written = false;  // by the first sample of this token
+        bool written = false;  // whether an earlier sample of this token writes it
         for (int other = 0; other < num_known; ++other) {
           if (ids[other] != id) continue;
           written |= other < k;

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) total_loss(
     const float factor = normalizer != nullptr ? inverse / *normalizer : inverse;
     soft *= factor;
     hard *= factor;
-    // A weight of zero leaves the other loss alone even where this one is infinite.
+    // A loss of weight 0 is not added: it may be infinite.
     totals[0] = (soft_weight != 0.0f ? soft_weight * soft : 0.0f) +
                 (hard_weight != 0.0f ? hard_weight * hard : 0.0f);
     totals[1] = soft;

@@ -52,7 +52,7 @@ def test_without_arguments_it_helps(capsys: Capture) -> None:
         (["check", str(SORTS), "--arg", "float33:4"], "no dtype 'float33'"),
         (["check", str(SORTS), "--arg", "float32:4:purple"], "no fill 'purple'"),
         (["check", str(SORTS), "--arg", "float32"], "expected dtype:shape[:fill]"),
-        (["check", str(SORTS), "--arg", "int32=x"], "'x' is no int32"),
+        (["check", str(SORTS), "--arg", "int32=x"], "'x' is not a valid int32"),
         (["check", str(SORTS), "--constant", "c"], "expected name=dtype:shape[:fill]"),
         (["check", str(SORTS), "--arch", "sm_1"], "sm_1"),
         (["doctor", "--nonsense"], "--nonsense"),
@@ -132,7 +132,7 @@ def test_doctor_finds_this_machine_sane(capsys: Capture) -> None:
     assert report["sane"] is True
 
 
-def test_doctor_names_the_command_that_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_command_that_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose CuPy is missing: every absent part is broken and has a command."""
 
     def no_cupy(purpose: str) -> None:
@@ -193,7 +193,7 @@ def test_check_reports_what_a_kernel_does_wrong(
     launch = ["--grid", "2", "--block", "16", "--arg", "float32:20:ones", "--arg", "int32=20"]
     (tmp_path / "clean.cu").write_text(CLEAN)
     assert run(["check", "clean.cu", *launch]) == 0
-    assert capsys.readouterr().out == "clean.cu: nothing found\n"
+    assert capsys.readouterr().out == "clean.cu: no errors found\n"
     (tmp_path / "bug.cu").write_text(CLEAN.replace("i < n", "i <= n"))
     assert run(["check", "bug.cu", *launch]) == 1
     assert "thread (4, 0, 0) at bug.cu:3" in capsys.readouterr().out

@@ -127,7 +127,7 @@ def test_an_ablation_shows_what_each_term_adds(
 ) -> None:
     folder = tmp_path / "run"
     assert run(["distill", "-o", str(folder), "--text", str(text), *TINY, "--ablation"]) == 0
-    assert "what distillation gains, and each term with it" in capsys.readouterr().out
+    assert "gain from distillation, and with each term" in capsys.readouterr().out
     assert evaluations(folder) == evaluations(finished)
     report = json.loads((folder / "report.json").read_text())
     ways = {each["model"]: each for each in report["ways"]}
@@ -200,7 +200,7 @@ def test_other_ways_to_train_resume_too(
             if at.get(name) == statistics.step:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr("cukit.commands.distill_display.ProgressDisplay.step_done", stop)
+        monkeypatch.setattr("cukit.commands._distill_display.ProgressDisplay.step_done", stop)
         code = run(["distill", "-o", str(folder), "--text", str(text), *TINY, *options])
         assert code == (130 if folder is broken else 0)
     monkeypatch.undo()
@@ -225,7 +225,7 @@ def test_resumed_run_is_the_unbroken_run(
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("cukit.commands.distill_display.ProgressDisplay.step_done", kill)
+        patch.setattr("cukit.commands._distill_display.ProgressDisplay.step_done", kill)
         with pytest.raises(Killed):
             run(["distill", "-o", str(folder), "--text", str(text), *TINY])
     assert not (folder / "report.json").exists()
@@ -279,7 +279,7 @@ def test_ctrl_c_saves_says_so_and_loses_nothing(text: Path, tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert output.rstrip().endswith(f"`cukit distill -o {folder} --resume` goes on")
+    assert output.rstrip().endswith(f"continue with `cukit distill -o {folder} --resume`")
     assert "Traceback" not in output
     _, description = files.read_arrays(folder / "checkpoint.safetensors")
     assert description["phase"] == "teacher"
@@ -314,7 +314,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--device", "tpu"], "--device"),
         (["--pool", "jemalloc"], "--pool: expected cukit or cupy"),
         (["--quantize", "int2"], "--quantize: expected one of int8, int4, fp8"),
-        (["--quantize", "fp8", "--quantize", "fp8"], "a format is named twice"),
+        (["--quantize", "fp8", "--quantize", "fp8"], "formats must differ"),
         (["--seq-len", "100000"], "too short for windows of 100000"),
         (["--resume", "--overwrite"], "exclude each other"),
         (["--steps", "many"], "--steps"),
@@ -413,7 +413,7 @@ def test_a_folder_with_a_run_is_not_overwritten_unasked(
     assert "This run is finished" in shown
     assert "bits per byte" in shown
     other = complaint(capsys, "distill", *arguments, "--seed", "3")
-    assert "--resume goes on with it" in other
+    assert "--resume continues it" in other
     assert model_bytes(folder) == before
     assert run(["distill", *arguments, "--overwrite", "--seed", "3"]) == 0
     assert model_bytes(folder) != before
@@ -463,7 +463,7 @@ def test_resume_with_other_settings_or_text(
     assert "other settings: --lr (" in complaint(capsys, *resume, "--lr", "0.5")
     (tmp_path / "other.txt").write_text("another text " * 100)
     other_text = str(tmp_path / "other.txt")
-    assert "is not the one that its run began with" in complaint(
+    assert "is not the one that the run started with" in complaint(
         capsys, *resume, "--text", other_text
     )
     assert "no run to resume" in complaint(

@@ -151,7 +151,9 @@ def interrupt(process: subprocess.Popen[str]) -> None:
     assert "Traceback" not in errors
     assert took < SOON
     if process.returncode == INTERRUPTED:
-        said = [line for line in errors.splitlines() if "interrupted" in line or "goes on" in line]
+        said = [
+            line for line in errors.splitlines() if "interrupted" in line or "continue with" in line
+        ]
         assert len(said) == 1, errors
     else:  # done: code 0, or killed while Python cleans up
         assert process.returncode in (0, -signal.SIGINT), errors

@@ -123,7 +123,7 @@ def test_repeated_runs_are_bitwise_equal(device, rng):
         ({"grad_scale": np.ones(2, np.float32)}, ArrayShapeError, "grad_scale must have"),
         ({"grads": [np.ones(3, np.float32)]}, ArrayShapeError, r"grads\[0\] must have shape"),
         ({"grads": [np.ones(2, np.int32)]}, ArrayDtypeError, r"grads\[0\] must be float32"),
-        ({"grads": []}, ArrayShapeError, "params, grads and state must be of one length"),
+        ({"grads": []}, ArrayShapeError, "params, grads and state must have the same length"),
     ],
 )
 def test_errors_name_the_argument(options, error, message):

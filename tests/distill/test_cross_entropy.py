@@ -243,7 +243,7 @@ GOOD = {"logits": np.ones((2, 4), np.float32), "targets": np.array([0, 1])}
         ({"targets": np.array([0.0, 1.0])}, ArrayDtypeError, "targets must be int32, int64"),
         ({"targets": np.array([0, 4])}, ArrayError, r"targets must lie in 0\.\.3 .*got 4"),
         ({"reduction": "average"}, ConfigError, "reduction must be one of"),
-        ({"normalizer": 3, "reduction": "sum"}, ConfigError, "normalizer goes with"),
+        ({"normalizer": 3, "reduction": "sum"}, ConfigError, "normalizer needs"),
         ({"normalizer": 0}, ConfigError, "normalizer must be above 0"),
         ({"grad_loss": np.ones(2, np.float32)}, ArrayShapeError, "grad_loss must have shape"),
     ],

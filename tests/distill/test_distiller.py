@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cukit.distill._host_workers import one_thread_each
 from cukit.distill.data import Windows, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
-from cukit.distill.host_workers import one_thread_each
 from cukit.distill.schedule import Linear
 from cukit.distill.terms import HiddenStateTerm
 from cukit.distill.trainer import Trainer

@@ -66,7 +66,7 @@ def test_views_that_are_not_aligned(device, rng):
         (([np.ones(2, np.float32)], [np.ones(2, np.float32)], 1.5), ConfigError, "decay"),
         (([np.ones(2, np.float16)], [np.ones(2, np.float32)], 0.5), ArrayDtypeError, "averages"),
         (([np.ones(2, np.float32)], [np.ones(3, np.float32)], 0.5), ArrayShapeError, "values"),
-        (([np.ones(2, np.float32)], [], 0.5), ArrayShapeError, "of one length"),
+        (([np.ones(2, np.float32)], [], 0.5), ArrayShapeError, "the same length"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):
@@ -128,7 +128,7 @@ def test_a_resumed_run_has_the_same_average(tmp_path: Path, dtype: str):
 def test_bad_averages_are_named():
     average = ExponentialAverage(small_model(num_layers=1))
     windows = Windows(TEXT, batch=2, seq_len=8, seed=1)
-    with pytest.raises(ConfigError, match="average: is of a model of another shape"):
+    with pytest.raises(ConfigError, match="average: its model has another shape"):
         Trainer(LanguageModelling(small_model()), windows, lr=1e-2, average=average)
     bad = ExponentialAverage(small_model(), Cosine(1.5, 1, 4))
     ours = Trainer(LanguageModelling(small_model()), windows, lr=1e-2, average=bad)

@@ -331,7 +331,7 @@ GOOD = {
         (
             {"teacher_logits": np.ones((2, 5), np.float32)},
             ArrayShapeError,
-            "one vocabulary is needed",
+            "vocabularies must be the same",
         ),
         (
             {"teacher_logits": np.ones((2, 4))},
@@ -343,7 +343,7 @@ GOOD = {
         ({"temperature": 0}, ConfigError, "temperature must be a finite number above 0"),
         ({"temperature": float("nan")}, ConfigError, "temperature must be a finite number"),
         ({"reduction": "batchmean"}, ConfigError, "reduction must be one of"),
-        ({"normalizer": 3, "reduction": "none"}, ConfigError, "normalizer goes with"),
+        ({"normalizer": 3, "reduction": "none"}, ConfigError, "normalizer needs"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):

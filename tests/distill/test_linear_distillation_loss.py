@@ -11,7 +11,7 @@ from cukit.distill import (
     distillation_loss,
     linear_distillation_loss,
 )
-from cukit.distill._linear_loss import exact_boost, plan_linear_loss
+from cukit.distill._linear_loss import exact_scale, plan_linear_loss
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul
 from cukit.reference import losses as reference
@@ -200,10 +200,10 @@ def test_float16_gradients_survive_many_tokens(rng):
 
 
 def test_the_boost_is_a_power_of_two_near_the_divisor():
-    assert exact_boost(float16, 4096.0, 9, divisor_on_gpu=False) == 4096
-    assert exact_boost(float16, 5000.0, 9, divisor_on_gpu=False) == 4096
-    assert exact_boost(float16, 1.0, 70, divisor_on_gpu=True) == 64
-    assert exact_boost(float16, 0.25, 9, divisor_on_gpu=False) == 1
+    assert exact_scale(float16, 4096.0, 9, divisor_on_gpu=False) == 4096
+    assert exact_scale(float16, 5000.0, 9, divisor_on_gpu=False) == 4096
+    assert exact_scale(float16, 1.0, 70, divisor_on_gpu=True) == 64
+    assert exact_scale(float16, 0.25, 9, divisor_on_gpu=False) == 1
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 2049, 4096, 100_000])
@@ -239,7 +239,7 @@ GOOD = {
         (
             {"teacher_weight": np.ones((6, 6), np.float32)},
             ArrayShapeError,
-            "one vocabulary is needed",
+            "vocabularies must be the same",
         ),
         ({"targets": np.array([0, 1])}, ArrayShapeError, "targets must have shape"),
         ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must lie in"),

@@ -352,7 +352,7 @@ IDS = np.zeros((2, 1), np.int32)
         ({"vocab_size": 5}, ArrayShapeError, "vocab_size must be at most 4"),
         ({"vocab_size": 0}, ConfigError, "vocab_size must be an integer of 1 or more"),
         ({"reduction": "tokens", "normalizer": 0}, ConfigError, "normalizer must be above 0"),
-        ({"reduction": "sum", "normalizer": 2}, ConfigError, "normalizer goes with reduction"),
+        ({"reduction": "sum", "normalizer": 2}, ConfigError, "normalizer needs reduction"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):
@@ -378,7 +378,7 @@ def test_a_mismatch_of_vocabularies_names_its_fix(name):
     given = (LOGITS, wide)
     if name.startswith("linear"):
         given = (LOGITS, np.ones((4, 4), np.float32), LOGITS, np.ones((6, 4), np.float32))
-    with pytest.raises(ArrayShapeError, match=r"one vocabulary .* pass vocab_size=4"):
+    with pytest.raises(ArrayShapeError, match=r"vocabularies must be the same.* pass vocab_size=4"):
         getattr(distill, name)(*given)
     getattr(distill, name)(*given, vocab_size=4)
 
@@ -386,8 +386,8 @@ def test_a_mismatch_of_vocabularies_names_its_fix(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_tokens": 2, "workspace_bytes": 99}, "exclude each other"),
-        ({"grad_bias": np.zeros(4, np.float32)}, "grad_bias goes with a bias"),
+        ({"chunk_tokens": 2, "workspace_bytes": 99}, "mutually exclusive"),
+        ({"grad_bias": np.zeros(4, np.float32)}, "grad_bias needs a bias"),
     ],
 )
 def test_errors_of_heads(options, message):

@@ -185,9 +185,9 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"index\.json: no such file"):
         OfflineBatches(folder)
     teacher = record(folder, k=4)
-    with pytest.raises(DataError, match="holds signals with k=4, not 5"):
+    with pytest.raises(DataError, match="contains signals with k=4, not 5"):
         record(folder, k=5)
-    with pytest.raises(DataError, match="holds signals with source=parameters of crc32"):
+    with pytest.raises(DataError, match="contains signals with source=parameters of crc32"):
         record_teacher(folder, small_model(2, **TEACHER), windows(), steps=4, k=4, temperature=2.0)
     source = json.loads((folder / "index.json").read_text())["source"]
     writer: dict[str, Any] = {"k": 4, "temperature": 2.0, "vocab_size": VOCAB, "source": source}
@@ -201,7 +201,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     del held
     batches = OfflineBatches(folder, accumulate=2)
     for options, message in (
-        ({"divergence": "jsd"}, "divergence: of an offline teacher"),
+        ({"divergence": "jsd"}, "divergence: must be 'forward_kl' with an offline teacher"),
         ({"teacher_softcap": 3.0}, "teacher_softcap"),
         ({"terms": [HiddenStateTerm({1: 1}, small_model().config, teacher.config)]}, "terms: an"),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.commands.distill_display import pool_line
+from cukit.commands._distill_display import pool_line
 from cukit.distill.run_memory import RunMemory
 from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
@@ -47,7 +47,9 @@ def test_a_pool_is_told_of_in_one_sentence() -> None:
     for _ in range(79):
         pool.free(pool.allocate(20 << 20))
     line = pool_line(pool.statistics())
-    assert "60.0 MiB live at most in 60.0 MiB; 79.0% of 100 allocations from a list" in line
+    assert (
+        "peak 60.0 MiB live, 60.0 MiB reserved; 79.0% of 100 allocations from a free list" in line
+    )
     assert "10 pages remapped, nothing copied; fragmentation 33% at the end" in line
     for block in blocks[1::2]:
         pool.free(block)

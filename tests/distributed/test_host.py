@@ -65,7 +65,7 @@ def test_ranks_at_different_collectives_are_told() -> None:
     def work(comm: HostCommunicator) -> None:
         comm.all_reduce(np.zeros(2 + comm.rank, np.float32))
 
-    with pytest.raises(CommunicationError, match="another collective"):
+    with pytest.raises(CommunicationError, match="different collectives"):
         run_ranks(2, work)
 
 

@@ -238,7 +238,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "random-100-4: 100 allocations on 1 stream(s)" in printed
     assert "cukit  yes" in printed
     if not gpu_available():
-        assert "cupy: not here, cupy needs a GPU" in printed
+        assert "cupy: not available, cupy needs a GPU" in printed
     assert read_log(log) == make_log("random-100-4")
     facts = json.loads(results.read_text())
     assert facts["num_blocks"] == 100

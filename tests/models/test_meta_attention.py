@@ -75,7 +75,7 @@ def test_steps_are_the_forward(device, rng, dtype):
         y = to_host(model.step(token, state)).astype(np.float32)
         error = np.linalg.norm(y - whole[:, t]) / np.linalg.norm(whole[:, t])
         assert error < (3e-3 if dtype == "float16" else 2e-2)
-    with pytest.raises(ArrayShapeError, match="holds 14 tokens and is full"):
+    with pytest.raises(ArrayShapeError, match="is full, with 14 tokens"):
         model.step(token, state)
 
 

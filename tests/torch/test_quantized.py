@@ -95,5 +95,5 @@ def test_bad_options() -> None:
         ckt.QuantizedLinear.from_linear(nn.Linear(8, 8), 8, 48)
     with pytest.raises(ConfigError, match="must be a list of names, got the string 'lm_head'"):
         ckt.replace_linear_with_quantized(Shared(), exclude_layers="lm_head")
-    with pytest.raises(ConfigError, match="must hold linear layers, got one itself"):
+    with pytest.raises(ConfigError, match="must contain linear layers, but is one itself"):
         ckt.replace_linear_with_quantized(nn.Linear(8, 8))

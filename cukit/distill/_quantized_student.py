@@ -1,4 +1,4 @@
-"""The student with quantised weights: what each format costs in bits per byte."""
+"""Evaluation of the student with quantised weights, in bits per byte for each format."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FORMATS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "int4": (int4, {"group_size": 128, "zero_points": True, "clip": "mse"}),
     "fp8": (float8_e4m3, {}),
 }
-"""By name: dtype of the codes and options of `quantize`. One scale for each output channel, or for
-each group of 128 inputs of one."""
+"""By name: dtype of the codes and options of `quantize`. One scale per output channel, or per group
+of 128 inputs of a channel."""
 
 
 @dataclass(frozen=True)
 class QuantizedEvaluation:
     """The distilled student with the matrices of its layers in one format.
 
-    weight_bytes: of those matrices, scales and zero points included.
-    bits_per_weight: the same for each weight.
+    weight_bytes: size of those matrices, including scales and zero points.
+    bits_per_weight: the same per weight.
     """
 
     format: str
@@ -43,14 +43,14 @@ def check_formats(formats: Sequence[str]) -> None:
         if name not in FORMATS:
             raise ConfigError(f"--quantize: expected one of {', '.join(FORMATS)}, got {name!r}")
     if len(set(formats)) < len(formats):
-        raise ConfigError(f"--quantize: a format is named twice, got {', '.join(formats)}")
+        raise ConfigError(f"--quantize: formats must differ, got {', '.join(formats)}")
 
 
 def with_quantized_layers(model: Transformer, name: str) -> tuple[Transformer, int, int]:
-    """A copy whose layers multiply by what quantised weights stand for.
+    """A copy whose layers have the dequantised values of quantised weights.
 
-    Returns it, the bytes of the quantised matrices and the number of their weights. Embedding, head
-    and norms stay as they are, as in every weight format in use.
+    Returns the copy, the bytes of the quantised matrices and the number of their weights.
+    Embedding, head and norms are not quantised, as is usual for these formats.
     """
     dtype, options = FORMATS[name]
     parameters = model.parameters
@@ -74,7 +74,7 @@ def evaluate_quantized(
     *,
     workers: int = 1,
 ) -> list[QuantizedEvaluation]:
-    """The student in every one of `formats`, on the same batches."""
+    """Evaluate the student in each of `formats`, on the same batches."""
     found = []
     for name in formats:
         model, weight_bytes, num_weights = with_quantized_layers(student, name)
@@ -85,5 +85,5 @@ def evaluate_quantized(
 
 
 def _kernel_dtype(weight: Array) -> Array:
-    """float64, which only the CPU has, is quantised as float32."""
+    """The weight in a dtype that can be quantised: float64, which only the CPU has, as float32."""
     return weight.astype("float32") if weight.dtype == "float64" else weight

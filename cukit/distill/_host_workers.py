@@ -1,8 +1,8 @@
-"""Both cores of a CPU: a batch in parts, each on a thread of its own.
+"""Training on all cores of a CPU: one thread for each part of a batch.
 
-NumPy's matrix products can use all cores, its elementwise work uses one; and threads inside of a
-small product wait for one another so often that any other program on the machine stalls them. A
-thread for each part of the batch keeps all cores busy with both, and meets the others once a step.
+NumPy's matrix products can use all cores, but its elementwise operations use one. The threads of a
+small product synchronise so often that any other program on the machine stalls them. One thread per
+part of the batch keeps all cores busy and synchronises once per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST_HEAP_BYTES = 32 << 20  # the most that glibc accepts
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -34,16 +34,16 @@ def one_thread_each() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc not to hand freed arrays back to the system.
+    """Make glibc keep freed memory instead of returning it to the system.
 
-    Every step allocates arrays of the same sizes as the one before. By default glibc unmaps a large
-    one when it is freed, so the next step gets fresh pages, and a page fault for every 4 KB costs
-    more than the arithmetic on them. Elsewhere than on glibc this does nothing.
+    Every step allocates arrays of the same sizes. By default glibc unmaps a large array when it is
+    freed, so the next step gets new pages, and a page fault per 4 KB costs more than the arithmetic
+    on them. Does nothing without glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    mallopt(_M_ARENA_MAX, 1)  # heaps of other threads would still be unmapped
+    mallopt(_M_ARENA_MAX, 1)  # one arena: the heaps of other threads would still be unmapped
     mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

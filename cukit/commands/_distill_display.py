@@ -1,4 +1,4 @@
-"""How `cukit distill` shows its progress and its result."""
+"""Terminal output of `cukit distill`: the plan, progress and results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from cukit.distill.trainer import StepStatistics, Trainer
 from cukit.memory import PoolStatistics
 
 REFRESH_SECONDS = 0.5
-"""Showing a loss waits for the GPU to finish the step, so it is done this seldom."""
+"""Time between updates of the loss, each of which waits for the GPU to finish the step."""
 PLAIN_SECONDS = 15.0
-"""The same where the output is no terminal and every line stays."""
+"""The same when the output is not a terminal, where every line stays."""
 
 
 class ProgressDisplay:
-    """A live bar a model on a terminal, a line now and then elsewhere. An `Observer` of the run."""
+    """An `Observer` of the run: a progress bar per model on a terminal, else occasional lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -47,7 +47,7 @@ class ProgressDisplay:
         self._first_step, self._started = first_step, time.monotonic()
         self._shown, self._timed = 0.0, False
         if first_step:
-            self.message(f"{TITLES[phase]}: going on after step {first_step}")
+            self.message(f"{TITLES[phase]}: continuing after step {first_step}")
         if not self._live:
             self._console.print(f"{TITLES[phase]}: {steps - first_step} steps")
             self._shown = self._started
@@ -67,7 +67,7 @@ class ProgressDisplay:
         self._progress.start()
 
     def step_done(self, phase: str, statistics: StepStatistics) -> None:
-        if not self._timed:  # the first step compiles kernels: no measure of speed
+        if not self._timed:  # the first step compiles kernels: exclude it from the speed
             statistics.read()
             self._timed, self._first_step, self._started = True, statistics.step, time.monotonic()
             return
@@ -98,7 +98,7 @@ class ProgressDisplay:
         self._console.print(f"[dim]{escape(text)}[/]")
 
     def close(self) -> None:
-        """End a live bar, wherever it stands."""
+        """Stop the live bar, finished or not."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -107,12 +107,12 @@ class ProgressDisplay:
 def show_plan(
     console: Console, settings: DistillSettings, corpus: Corpus, device_name: str
 ) -> None:
-    """What is about to happen, in three lines."""
+    """Print text, models and device of the run, in three lines."""
     teacher, student = settings.teacher_config(), settings.student_config()
     console.print(
         f"[bold]text[/]     {escape(corpus.description)}: {len(corpus.train) / 1e6:.1f} MB in "
         f"{corpus.num_train_files} files to train on, {len(corpus.validation) / 1e6:.1f} MB in "
-        f"{corpus.num_validation_files} to judge by"
+        f"{corpus.num_validation_files} to validate on"
     )
     console.print(
         f"[bold]models[/]   teacher {teacher.num_parameters / 1e6:.2f} M parameters, "
@@ -126,7 +126,7 @@ def show_plan(
 
 
 def show_report(console: Console, report: DistillReport, folder: Path) -> None:
-    """Tables of the outcome, the sample, and the verdict last."""
+    """Print tables of the results, the sample and the verdict."""
     console.print(_models_table(report))
     if len(report.ways) > 1:
         console.print(_ways_table(report))
@@ -136,7 +136,7 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
     console.print(
         Panel(
             Text(printable(report.sample)),
-            title="the distilled student goes on from its prompt",
+            title="the distilled student continues a prompt",
             title_align="left",
         )
     )
@@ -144,21 +144,21 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
         console.print(pool_line(report.pool))
     console.print(f"[bold {'green' if report.helped else 'yellow'}]{report.verdict}[/]")
     console.print(
-        f"{report.seconds:.0f} s in all, peak memory {report.peak_memory_bytes / 1e6:,.0f} MB. "
-        f"Models and report.json are in {escape(str(folder))}; talk to the student with\n"
+        f"{report.seconds:.0f} s in total, peak memory {report.peak_memory_bytes / 1e6:,.0f} MB. "
+        f"Models and report.json are in {escape(str(folder))}; generate text with\n"
         f"  cukit generate {escape(quote(str(folder / 'student.safetensors')))} --prompt 'import '",
         soft_wrap=True,
     )
 
 
 def pool_line(pool: PoolStatistics) -> str:
-    """What the memory pool did, in a sentence."""
+    """The statistics of the memory pool in one line."""
     copied = f"{num_bytes(pool.bytes_moved)} moved" if pool.bytes_moved else "nothing copied"
     return (
-        f"[bold]memory pool[/]  {num_bytes(pool.peak_live_bytes)} live at most in "
-        f"{num_bytes(pool.peak_reserved_bytes)}; {pool.hit_rate:.1%} of {pool.num_allocations:,} "
-        f"allocations from a list; {pool.pages_remapped:,} pages remapped, {copied}; "
-        f"fragmentation {pool.fragmentation:.0%} at the end"
+        f"[bold]memory pool[/]  peak {num_bytes(pool.peak_live_bytes)} live, "
+        f"{num_bytes(pool.peak_reserved_bytes)} reserved; {pool.hit_rate:.1%} of "
+        f"{pool.num_allocations:,} allocations from a free list; {pool.pages_remapped:,} pages "
+        f"remapped, {copied}; fragmentation {pool.fragmentation:.0%} at the end"
     )
 
 
@@ -169,8 +169,8 @@ def _models_table(report: DistillReport) -> Table:
         "parameters",
         "bits per byte",
         "KL to teacher (bits)",
-        "top-1 as teacher",
-        "top-1 right",
+        "top-1 agreement",
+        "top-1 accuracy",
         "tokens/s",
     ):
         table.add_column(heading, justify="right")
@@ -192,9 +192,9 @@ def _models_table(report: DistillReport) -> Table:
 
 
 def _ways_table(report: DistillReport) -> Table:
-    table = Table(title="what distillation gains, and each term with it", title_justify="left")
+    table = Table(title="gain from distillation, and with each term", title_justify="left")
     table.add_column("model")
-    for heading in ("bits per byte", "gain over alone", "of the gap to the teacher"):
+    for heading in ("bits per byte", "gain over alone", "gap to the teacher closed"):
         table.add_column(heading, justify="right")
     for way in report.ways:
         gain, interval = way["gain_bits_per_byte"], way["gain_interval"]
@@ -211,9 +211,9 @@ def _ways_table(report: DistillReport) -> Table:
 
 
 def _quantized_table(report: DistillReport) -> Table:
-    table = Table(title="the distilled student's layers, quantised", title_justify="left")
+    table = Table(title="the distilled student with quantised layers", title_justify="left")
     table.add_column("weights")
-    for heading in ("bits a weight", "bits per byte", "change", "KL to teacher (bits)"):
+    for heading in ("bits per weight", "bits per byte", "change", "KL to teacher (bits)"):
         table.add_column(heading, justify="right")
     plain = report.evaluations["student"]
     table.add_row(
@@ -233,7 +233,7 @@ def _quantized_table(report: DistillReport) -> Table:
 
 def _ops_table(report: DistillReport) -> Table:
     place = "the GPU" if report.settings.device == "gpu" else "one core"
-    table = Table(title=f"where a distillation step's time goes on {place}", title_justify="left")
+    table = Table(title=f"time of a distillation step on {place}, by op", title_justify="left")
     table.add_column("op")
     for heading in ("calls", "ms", "share"):
         table.add_column(heading, justify="right")
@@ -245,5 +245,5 @@ def _ops_table(report: DistillReport) -> Table:
             f"{entry.milliseconds:.2f}",
             f"{entry.milliseconds / max(whole, 1e-12):.1%}",
         )
-    table.add_row("a whole step", "", f"{whole:.2f}", "100.0%", style="bold")
+    table.add_row("whole step", "", f"{whole:.2f}", "100.0%", style="bold")
     return table

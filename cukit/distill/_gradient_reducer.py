@@ -1,4 +1,4 @@
-"""Sums gradients over the processes of a data-parallel run while the backward pass goes on."""
+"""Sums gradients over the processes of a data-parallel run, overlapped with the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cukit.models.parameters import Parameters
 
 @dataclass
 class _Bucket:
-    """A contiguous part of the gradients, which is reduced at once."""
+    """A contiguous part of the gradients that is reduced in one call."""
 
     gradients: Array
     names: frozenset[str]
@@ -23,14 +23,14 @@ class _Bucket:
 class GradientReducer:
     """Reduces gradients bucket by bucket, each as soon as the backward pass has filled it.
 
-    Gradients lie in one flat array, in the order of the forward pass, so a bucket is a slice of it:
-    nothing is copied. Buckets are formed from the end, where the backward pass begins. On a GPU
-    they are summed on a stream of their own beside the backward pass.
+    Gradients are stored in one flat array, in the order of the forward pass, so a bucket is a slice
+    and nothing is copied. Buckets are formed from the end, where the backward pass starts. On a GPU
+    they are summed on a separate stream, concurrently with the backward pass.
 
     Args:
         communicator: the processes.
-        gradients: of everything that is trained; those of the first report what is complete.
-        bucket_bytes: the least that is reduced at once, but for the last bucket.
+        gradients: of all trained parameters; the first, the model's, report completed gradients.
+        bucket_bytes: minimum size of a bucket, except the last.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GradientReducer:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
 
     def watch(self) -> None:
-        """From here on what the backward pass reports is reduced."""
+        """Start to reduce the gradients that the backward pass reports as complete."""
         for bucket in self._buckets:
             bucket.missing = set(bucket.names)
         self._first.on_finished = self._finished
@@ -52,15 +52,16 @@ class GradientReducer:
             bucket = self._bucket_of[name]
             if name not in bucket.missing:
                 raise ConfigError(
-                    f"the gradient of {name} was complete already: an objective whose backward "
-                    "pass runs several times a batch needs Trainer(overlap=False)"
+                    f"the gradient of {name} was already complete: an objective with several "
+                    "backward passes per batch needs Trainer(overlap=False)"
                 )
             bucket.missing.discard(name)
             if not bucket.missing:
                 self._reduce(bucket.gradients)
 
     def finish(self, *more: Array) -> None:
-        """Reduces what nobody reported, and the arrays `more`; then everything is there."""
+        """Reduce the remaining buckets and the arrays `more`. Later work on the current stream
+        waits for all of them."""
         watched = self._first.on_finished is not None
         self._first.on_finished = None
         for bucket in self._buckets:
@@ -77,8 +78,8 @@ class GradientReducer:
 
 
 def plan_buckets(gradients: Parameters, bucket_bytes: int) -> list[_Bucket]:
-    """Matrices from the last to the first, of at least `bucket_bytes` each; vectors, which are
-    small and lie behind all matrices, in one."""
+    """Buckets of at least `bucket_bytes`: matrices from the last to the first; and one bucket of
+    the vectors, which are small and stored after all matrices."""
     buckets: list[_Bucket] = []
     pending: list[str] = []
 

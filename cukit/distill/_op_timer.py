@@ -1,4 +1,4 @@
-"""Where the time of a step goes, op by op."""
+"""The time of a training step, op by op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from cukit.registry import ops
 
-# The modules whose calls are timed: the top floor, where every op of a step is called from.
+# The modules whose calls are timed: they call every op of a step.
 CALLERS = (
     "cukit.models.transformer",
     "cukit.distill.distiller",
@@ -23,21 +23,21 @@ CALLERS = (
 
 @dataclass(frozen=True)
 class OpTime:
-    """One op's share of a step."""
+    """The time of one op in a step."""
 
     name: str
     calls: float
     """Per step."""
     milliseconds: float
-    """Per step: on the stream where the arrays live on a GPU, else of the wall clock."""
+    """Per step: stream time on a GPU, else wall-clock time."""
 
 
 def time_by_op(step: Callable[[], Any], xp: ModuleType, num_steps: int) -> list[OpTime]:
-    """Run `step` once to warm up and `num_steps` times under a clock around every op it calls.
+    """Run `step` once to warm up, then `num_steps` times with a timer around every op it calls.
 
-    The last entry, "everything else", is the rest of the step. On a GPU the clocks are CUDA events
-    on the current stream: nothing waits until the end, so kernels overlap with the host as in
-    training, and an op that the host is late to launch is charged for the gap.
+    The last entry, "everything else", is the rest of the step. On a GPU the timers are CUDA events
+    on the current stream, read only at the end: kernels overlap with the host as in training, and a
+    gap before a late launch counts towards the op.
     """
     step()
     clock: _Clock = _WallClock() if xp.__name__ == "numpy" else _EventClock(xp)
@@ -111,8 +111,8 @@ class _EventClock(_Clock):
 def _timed_ops(clock: _Clock) -> Iterator[None]:
     """Within the block, ops called from CALLERS run under `clock`.
 
-    The callers look ops up in their module's namespace at each call, so a timed stand-in there is
-    seen by them and by nobody else, and the code that trains carries no instrumentation.
+    Functions look ops up in their module's namespace at each call, so replacing an op there affects
+    only this module, and the training code needs no instrumentation.
     """
     functions = {op.function: op.name for op in ops()}
     replaced: list[tuple[ModuleType, str, Any]] = []
