@@ -81,11 +81,11 @@ def run_group(group: Group) -> None:
     """In this process, without a pool."""
     import cupy
 
-    from tests.attention import options
+    from tests.attention import checks
 
     cupy.cuda.set_allocator(None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "poison_pool", lambda _: None)  # there is no pool to fill
+        patch.setattr(checks, "poison_pool", lambda _: None)  # there is no pool to fill
         group.run()
     cupy.cuda.Device().synchronize()
 
