@@ -243,7 +243,7 @@ def test_codes_in_the_managers_slab(device: str, codes: str) -> None:
         ({"slots": np.zeros(2, np.float32)}, ArrayDtypeError, "slots"),
         ({"q": np.zeros((2, 1, 8), np.float16)}, ConfigError, "q requires cos"),
         ({"cos": np.zeros((4, 4), np.float32)}, ConfigError, "go together"),
-        ({"out": np.zeros((2, 1, 8), np.float16)}, ConfigError, "give q too"),
+        ({"out": np.zeros((2, 1, 8), np.float16)}, ConfigError, "out requires q"),
         ({"interleaved": 1}, ConfigError, "interleaved"),
     ],
     ids=str,

@@ -94,7 +94,7 @@ def test_what_is_refused() -> None:
         ck.PagedAttention(cache.k[None], cache.v[None], num_heads_q=0, max_batch=1, max_blocks=1)
     with pytest.raises(ArrayShapeError, match="must divide those of q"):
         ck.PagedAttention(cache.k[None], cache.v[None], num_heads_q=3, max_batch=1, max_blocks=1)
-    with pytest.raises(ArrayShapeError, match="of the same layers"):
+    with pytest.raises(ArrayShapeError, match="the same number of layers"):
         ck.PagedAttention(cache.k[None], [], num_heads_q=2, max_batch=1, max_blocks=1)
 
 

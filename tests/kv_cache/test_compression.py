@@ -255,7 +255,7 @@ def test_parts_of_the_ranking() -> None:
         ({"v": np.zeros((1, 99, 2, 64), np.float32)}, ArrayError, "v must have shape"),
         ({"v": np.zeros((1, 100, 2, 64), np.float16)}, ArrayError, "v"),
         ({"k": np.zeros((1, 100, 128), np.float32)}, ArrayError, "k"),
-        ({"queries": np.zeros((1, 101, 2, 64), np.float32)}, ArrayError, "of 1 to 100 tokens"),
+        ({"queries": np.zeros((1, 101, 2, 64), np.float32)}, ArrayError, "have 1 to 100 tokens"),
         ({"queries": np.zeros((1, 3, 3, 64), np.float32)}, ArrayError, "multiple of k's 2 heads"),
     ],
     ids=str,
