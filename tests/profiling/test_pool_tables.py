@@ -1,4 +1,4 @@
-"""Measurements of memory pools, and what becomes of them in documents."""
+"""Measurements of memory pools, and their tables and figures in the docs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rendered(name: str, document: str = "docs/memory.md") -> str:
 
 def test_memory_held_and_who_fails() -> None:
     assert rendered("replay").splitlines()[:3] == [
-        "| log | live at most | cukit | CuPy |",
+        "| log | peak live | cukit | CuPy |",
         "| --- | --: | --: | --: |",
         "| `serving` | 2.0 GiB | 1.01, 1.01 | 1.50, **fails** |",
     ]
@@ -76,7 +76,12 @@ def test_times() -> None:
     assert steps in rendered("training")
 
 
-def test_machine_and_picture() -> None:
+def test_the_verdict_counts_completed_logs() -> None:
+    assert rendered("verdict").startswith("Of 1 allocation logs")
+    assert "live memory: cukit: 1; CuPy: 0.\n" in rendered("verdict")
+
+
+def test_machine_and_figure() -> None:
     assert rendered("machine").startswith(
         "NVIDIA H200, driver 580.1, cupy-cuda13x 14.2, torch 2.11, 2026-01-02.\n"
     )
@@ -101,7 +106,7 @@ def test_the_bars_name_who_fails() -> None:
 
 
 def test_a_report_takes_the_records(tmp_path: Path) -> None:
-    """They are no cases of kernels: no verdict counts them."""
+    """Records of pools are not kernel cases, so summaries of kernels do not count them."""
     path = tmp_path / "report.html"
     made = generate_report([RESULTS], [path])
     page = path.read_text(encoding="utf-8")
