@@ -73,12 +73,12 @@ def _verdict(records: Sequence[Record]) -> str:
     """How many logs each pool completes at a tight limit."""
     tight = by_case(records, "replay_tight").values()
     parts = [
-        f"{pool_title(pool)}: {sum(found[pool]['completed'] for found in tight if pool in found)}"
+        f"{pool_title(pool)} {sum(found[pool]['completed'] for found in tight if pool in found)}"
         for pool in replayed_on(records)
     ]
     return (
-        f"Of {len(tight)} allocation logs, each pool completes the following number within 105% of "
-        f"the peak of live memory: {'; '.join(parts)}.\n"
+        f"Of {len(tight)} allocation logs, the number that each pool completes with 5% more memory "
+        f"than the peak of live allocations: {'; '.join(parts)}.\n"
     )
 
 
