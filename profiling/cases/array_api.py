@@ -10,9 +10,9 @@ from typing import Any
 from cukit.array_api import NarrowDtype, float8_e4m3, int4, int8
 from cukit.array_api.narrow import decode, encode
 from cukit.registry import get_kernel
-from profiling.arms import forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import DTYPES, normal
+from profiling.impls import forward_impls
 
 FAMILY = "array_api"
 
@@ -45,7 +45,9 @@ def encode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> C
     def build() -> Workload:
         x = normal((tokens, hidden), values, SPREAD)
         return Workload(
-            arms=forward_arms(lambda: encode(x, narrow).storage, partial(_torch_encode, narrow), x),
+            impls=forward_impls(
+                lambda: encode(x, narrow).storage, partial(_torch_encode, narrow), x
+            ),
             expected=partial(get_kernel("encode", platform="cpu"), x, narrow.name),
         )
 
@@ -60,7 +62,7 @@ def decode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> C
         array = encode(normal((tokens, hidden), "float32", SPREAD), narrow)
         reference = get_kernel("decode", platform="cpu")
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(decode, array, DTYPES[values]),
                 partial(_torch_decode, narrow, values),
                 array.storage,

@@ -144,12 +144,12 @@ def forward_case(shape: Shape, dtype: str) -> Case:
         def attend(*heads: Any) -> tuple[Any]:
             return (reference.flash_attention(*heads, causal=shape.causal),)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(flash_attention, q, k, v, causal=shape.causal)
         }
         for name, backend in BACKENDS.items():
-            arms[name] = partial(forward_arm, backend, shape, q, k, v)
-        return Workload(arms=arms, expected=lambda: by_key_head(shape, attend, q, k, v)[0])
+            impls[name] = partial(forward_impl, backend, shape, q, k, v)
+        return Workload(impls=impls, expected=lambda: by_key_head(shape, attend, q, k, v)[0])
 
     elements = shape.elements(shape.num_heads_q) + shape.elements(shape.num_heads_kv)
     return Case(
@@ -178,14 +178,14 @@ def backward_case(shape: Shape, dtype: str) -> Case:
             )
 
         ours = partial(flash_attention_backward, *arguments, causal=shape.causal)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: ours,
             "cukit-ordered": lambda: partial(ours, deterministic=True),
         }
         for name, backend in BACKENDS.items():
-            arms[name] = partial(_backward_arm, backend, shape, q, k, v, grad_out)
+            impls[name] = partial(_backward_impl, backend, shape, q, k, v, grad_out)
         return Workload(
-            arms=arms, expected=lambda: by_key_head(shape, gradients, grad_out, q, k, v)
+            impls=impls, expected=lambda: by_key_head(shape, gradients, grad_out, q, k, v)
         )
 
     elements = 2 * shape.elements(shape.num_heads_q) + 2 * shape.elements(shape.num_heads_kv)
@@ -200,9 +200,9 @@ def backward_case(shape: Shape, dtype: str) -> Case:
     )
 
 
-def forward_arm(backend: str, shape: Shape, *arrays: Any) -> Call:
+def forward_impl(backend: str, shape: Shape, *arrays: Any) -> Call:
     return peers.forward(_sdpa(backend, shape), *arrays)
 
 
-def _backward_arm(backend: str, shape: Shape, q: Any, k: Any, v: Any, grad_out: Any) -> Call:
+def _backward_impl(backend: str, shape: Shape, q: Any, k: Any, v: Any, grad_out: Any) -> Call:
     return peers.backward(_sdpa(backend, shape), (q, k, v), grad_out)

@@ -103,14 +103,14 @@ def _workload(
 ) -> Workload:
     wide = [_bfloat16(array) for array in narrow]
 
-    def arm(*arrays: Any, **more: Any) -> Callable[[], Call]:
+    def impl(*arrays: Any, **more: Any) -> Callable[[], Call]:
         return lambda: partial(flash_attention, *arrays, **options, **more)
 
     return Workload(
-        arms={
-            "cukit": arm(*narrow),
-            "cukit-precise": arm(*narrow, precise=True),
-            "cukit-bfloat16": arm(*wide),
+        impls={
+            "cukit": impl(*narrow),
+            "cukit-precise": impl(*narrow, precise=True),
+            "cukit-bfloat16": impl(*wide),
         },
         expected=lambda: expected(*wide),
         tolerance=_TOLERANCE,

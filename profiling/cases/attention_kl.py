@@ -2,7 +2,7 @@
 128 and 64 columns, both log-sum-exps known and not.
 
 The peer is what people write: both score matrices, in torch, eagerly and compiled. It has no room
-for long sequences, where its arms are left out.
+for long sequences, where its implementations are left out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
     return function
 
 
-def _arms(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
+def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
     return {
         "cukit": lambda: ours,
         "torch-eager": partial(make, False),
@@ -101,7 +101,7 @@ def forward_case(shape: Shape, known: bool) -> Case:
 
         ours = partial(attention_kl, q_t, k_t, q_s, k_s, causal=shape.causal, **given)
         return Workload(
-            arms=_arms(ours, peer),
+            impls=_impls(ours, peer),
             expected=lambda: by_key_head(shape, divergence, q_t, k_t, q_s, k_s)[0].mean(),
         )
 
@@ -137,10 +137,10 @@ def backward_case(shape: Shape) -> Case:
         ours = partial(
             attention_kl_backward, *arrays, lse_t, lse_s, causal=shape.causal, reduction="sum"
         )
-        arms = _arms(ours, peer)
-        arms["cukit-ordered"] = lambda: partial(ours, deterministic=True)
+        impls = _impls(ours, peer)
+        impls["cukit-ordered"] = lambda: partial(ours, deterministic=True)
         return Workload(
-            arms=arms, expected=lambda: by_key_head(shape, gradients, q_t, k_t, q_s, k_s)
+            impls=impls, expected=lambda: by_key_head(shape, gradients, q_t, k_t, q_s, k_s)
         )
 
     return Case(

@@ -69,7 +69,7 @@ def by_head(function: Callable[..., Any], *arrays: Any) -> Any:
     return array_module().concatenate(parts, axis=-2)
 
 
-def _flex_arm(visible: Callable[..., Any], rows: int, *arrays: Any) -> Call:
+def _flex_impl(visible: Callable[..., Any], rows: int, *arrays: Any) -> Call:
     """torch's compiled flex_attention; `visible` is a function of its indices."""
     flex = peers.optional("torch.nn.attention.flex_attention")
     mask = flex.create_block_mask(visible, 1, 1, rows, rows)
@@ -93,9 +93,9 @@ def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
             return (i >= j) & (i - j <= window)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(flash_attention, *arrays, **options),
-                "torch-flex": lambda: _flex_arm(visible, seq_len, *arrays),
+                "torch-flex": lambda: _flex_impl(visible, seq_len, *arrays),
             },
             expected=lambda: by_head(partial(reference.flash_attention, **options), *arrays),
         )
@@ -116,13 +116,13 @@ def block_case(seq_len: int, heads: int, head_dim: int, density: float, block: i
 
         def flex() -> Call:
             seen = peers.to_torch(placed.astype(np.uint8)).bool()[0]
-            return _flex_arm(lambda b, h, i, j: seen[i // block, j // block], seq_len, *arrays)
+            return _flex_impl(lambda b, h, i, j: seen[i // block, j // block], seq_len, *arrays)
 
         expected = partial(
             block_reference.block_sparse_attention, block_mask=placed, block_size=block
         )
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(block_sparse_attention, *arrays, placed, block_size=block),
                 "torch-flex": flex,
             },
@@ -161,7 +161,7 @@ def sequences_case(lengths: list[int], heads: int, head_dim: int, causal: bool) 
             return peers.forward(function, *arrays)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(flash_attention, *arrays, **options),
                 "torch-flash": flash,
             },

@@ -131,7 +131,7 @@ def paged_case(shape: Shape) -> Case:
             new = (normal(rings, "bfloat16") for _ in range(2))
             given["recent"] = RecentKV(*new, xp.arange(batch, dtype=xp.int32), packed)
         out = xp.empty_like(q)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(paged_attention, *arguments, out=out, **given),
             "cukit-invariant": lambda: partial(
                 paged_attention, *arguments, out=xp.empty_like(q), batch_invariant=True, **given
@@ -141,13 +141,13 @@ def paged_case(shape: Shape) -> Case:
             caches, scale = (k, v), None
             if shape.codes:
                 caches, scale = (k.storage, v.storage), _FLOAT8_SCALE
-            arms["flashinfer"] = partial(
+            impls["flashinfer"] = partial(
                 paged_peers.decode, q, *caches, table, shape.lengths, scale
             )
         if shape.equal and not shape.codes:
             for name, backend in BACKENDS.items():
-                arms[name] = partial(_dense_arm, backend, shape, q, k, v, table)
-        return Workload(arms=arms, expected=lambda: _expected(*arguments, **given))
+                impls[name] = partial(_dense_impl, backend, shape, q, k, v, table)
+        return Workload(impls=impls, expected=lambda: _expected(*arguments, **given))
 
     coded, newest = keys - batch * shape.recent, batch * shape.recent * 2 * shape.head_dim
     outside = 2 * batch * shape.heads_q * shape.head_dim * itemsize("bfloat16")
@@ -212,11 +212,11 @@ def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
             wide = [array.astype(xp.float32) for array in arguments]
             return reference.merge_attention_states(*wide)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(merge_attention_states, *arguments),
             "torch-compile": lambda: peers.forward(torch_merge, *arguments, compiled=True),
         }
-        return Workload(arms=arms, expected=expected)
+        return Workload(impls=impls, expected=expected)
 
     rows = batch * seq_len * heads
     return Case(
@@ -229,7 +229,7 @@ def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
     )
 
 
-def _dense_arm(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) -> Call:
+def _dense_impl(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) -> Call:
     torch = peers.torch()
     attention = peers.optional("torch.nn.attention")
     chosen = getattr(attention.SDPBackend, backend)

@@ -18,7 +18,7 @@ from cukit.attention import cascade_attention, flash_attention, paged_attention
 from cukit.reference.attention import flash_attention as attend
 from profiling import paged_peers
 from profiling.case import Call, Case, Workload, itemsize
-from profiling.cases.attention import BACKENDS, forward_arm
+from profiling.cases.attention import BACKENDS, forward_impl
 from profiling.cases.attention import Shape as DenseShape
 from profiling.data import array_module, normal
 
@@ -132,27 +132,27 @@ def _prefill_case(shape: Prefill) -> Case:
         else:
             given["cu_seqlens_q"] = xp.asarray(np.cumsum([0, *shape.queries]).astype(np.int32))
         out = xp.empty_like(q)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(paged_attention, q, k, v, table, lengths, out=out, **given)
         }
         if shape.head_dim == 128:
             arguments = q, k, v, table, shape.queries, shape.keys
             for backend in ("fa2", "fa3"):
                 name = f"flashinfer-{backend}"
-                arms[name] = partial(paged_peers.prefill, *arguments, backend)
+                impls[name] = partial(paged_peers.prefill, *arguments, backend)
         if equal:
             rows = [
                 cache[table].reshape(len(counts), -1, *cache.shape[2:])[:, : shape.keys[0]]
                 for cache in (k, v)
             ]
-            arms["cukit-dense"] = lambda: partial(flash_attention, q, *rows, causal=True)
+            impls["cukit-dense"] = lambda: partial(flash_attention, q, *rows, causal=True)
             if shape.queries == shape.keys:  # torch aligns its causal mask top left
                 dense = DenseShape(
                     len(counts), shape.keys[0], shape.heads_q, shape.heads_kv, shape.head_dim, True
                 )
                 for name, backend in BACKENDS.items():
-                    arms[name] = partial(forward_arm, backend, dense, q, *rows)
-        return Workload(arms=arms, expected=lambda: _expected(shape, q, k, v, table))
+                    impls[name] = partial(forward_impl, backend, dense, q, *rows)
+        return Workload(impls=impls, expected=lambda: _expected(shape, q, k, v, table))
 
     return Case(
         family="attention",
@@ -182,7 +182,7 @@ def _cascade_case(shape: Cascade) -> Case:
             "", (1,) * shape.batch, (keys,) * shape.batch, shape.heads_q, shape.heads_kv
         )
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(cascade_attention, *arguments, shape.shared, out=out),
                 "cukit-flat": lambda: partial(paged_attention, *arguments, out=xp.empty_like(q)),
                 "flashinfer": partial(paged_peers.cascade, q, k, v, table, shape.shared, shape.own),

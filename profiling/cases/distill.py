@@ -30,9 +30,9 @@ from cukit.distill import (
 )
 from cukit.reference import losses, optimizer
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import DTYPES, array_module, integers, normal
+from profiling.impls import forward_impls
 
 FAMILY = "distill"
 DTYPE = "bfloat16"
@@ -271,8 +271,8 @@ def _kl_case(
             ours = partial(kl_divergence, student, teacher, return_grad=True, **options)
         workload = _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
         if softcap is None and forward and divergence in LIGER_DIVERGENCES:
-            arm = partial(_with_gradients, liger_loss, (student,), (teacher,))
-            workload = replace(workload, arms={**workload.arms, "liger": arm})
+            impl = partial(_with_gradients, liger_loss, (student,), (teacher,))
+            workload = replace(workload, impls={**workload.impls, "liger": impl})
         return workload
 
     traffic = 3 * tokens * vocab_size * itemsize(DTYPE)
@@ -392,8 +392,8 @@ def _linear_case(
             fused = module.LigerFusedLinearJSD(jsd_beta=beta, temperature=TEMPERATURE)
             return lambda h, w, teacher_h, teacher_w: fused(h, w, teacher_h, teacher_w, None)
 
-        arm = partial(_with_gradients, liger_fused, student, teacher)
-        return replace(workload, arms={**workload.arms, "liger-fused": arm})
+        impl = partial(_with_gradients, liger_fused, student, teacher)
+        return replace(workload, impls={**workload.impls, "liger-fused": impl})
 
     case = _head_case(op, tokens, hidden, vocab_size, 8, build)
     return case if workspace_bytes is None else replace(case, name=f"{case.name} in 1 GiB")
@@ -500,7 +500,7 @@ def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             adamw(params, grads, state, lr=0.0, beta1=0.0, beta2=0.0, step=1)
             return state.exp_avg[0], state.exp_avg_sq[0]
 
-        def torch_arm(**options: bool) -> Call:
+        def torch_impl(**options: bool) -> Call:
             leaves = [peers.to_torch(param).requires_grad_() for param in params]
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = peers.to_torch(grad)
@@ -515,10 +515,10 @@ def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             return call
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: ours,
-                "torch-fused": partial(torch_arm, fused=True),
-                "torch-foreach": partial(torch_arm, foreach=True),
+                "torch-fused": partial(torch_impl, fused=True),
+                "torch-foreach": partial(torch_impl, foreach=True),
             },
             expected=lambda: (grads[0], grads[0] * grads[0]),
             tolerance=1e-5,
@@ -541,7 +541,7 @@ def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             ema_update(averages, values, 0.5, copies)
             return averages[0], copies[0]
 
-        def torch_arm() -> Call:
+        def torch_impl() -> Call:
             torch = peers.torch()
             lists = [[peers.to_torch(each) for each in column] for column in
                      (averages, values, copies)]  # fmt: skip
@@ -554,7 +554,7 @@ def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             return call
 
         return Workload(
-            arms={"cukit": lambda: ours, "torch-foreach": torch_arm},
+            impls={"cukit": lambda: ours, "torch-foreach": torch_impl},
             expected=lambda: (values[0], values[0].astype(DTYPES["bfloat16"])),
             tolerance=1e-5,
         )
@@ -577,7 +577,7 @@ def global_norm_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             )
 
         return Workload(
-            arms=forward_arms(partial(global_norm, grads), torch_norm, *grads),
+            impls=forward_impls(partial(global_norm, grads), torch_norm, *grads),
             expected=partial(optimizer.global_norm, grads),
             tolerance=1e-5,
         )
@@ -600,7 +600,7 @@ def _logits_workload(
 ) -> Workload:
     """`ours` returns loss and gradient, or without `forward` the gradient alone."""
 
-    def arm(compiled: bool) -> Call:
+    def impl(compiled: bool) -> Call:
         call = _with_gradients(torch_loss, logits, others, compiled=compiled)
         return call if forward else lambda: call()[1]
 
@@ -609,10 +609,10 @@ def _logits_workload(
         return (loss, gradients) if forward else gradients
 
     return Workload(
-        arms={
+        impls={
             "cukit": lambda: ours,
-            "torch-eager": partial(arm, False),
-            "torch-compile": partial(arm, True),
+            "torch-eager": partial(impl, False),
+            "torch-compile": partial(impl, True),
         },
         expected=expected,
     )
@@ -631,15 +631,15 @@ def _head_workload(
         loss, grad_hidden = _in_parts(lambda rows: part(rows, grad_weight), head[0].shape[0])
         return loss, grad_hidden, grad_weight
 
-    arms: dict[str, Callable[[], Call]] = {
+    impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: _with_gradients(torch_loss, head, others),
         "torch-compile": lambda: _with_gradients(torch_loss, head, others, compiled=True),
     }
     if liger_loss is not None:
-        arms["liger"] = partial(_with_gradients, liger_loss, head, others)
+        impls["liger"] = partial(_with_gradients, liger_loss, head, others)
     return Workload(
-        arms=arms,
+        impls=impls,
         expected=expected,
         tolerance=2e-2,  # logits and their gradients pass through bfloat16
     )

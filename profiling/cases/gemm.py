@@ -22,9 +22,9 @@ from cukit.gemm import (
 )
 from cukit.reference import gemm as reference
 from profiling import peers
-from profiling.arms import backward_arms, forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import normal
+from profiling.impls import backward_impls, forward_impls
 
 Extents = tuple[int, int, int]
 
@@ -108,7 +108,7 @@ def matmul_case(extents: Extents, function: Callable[..., Any] = matmul) -> Case
     def build() -> Workload:
         a, b = _operands(extents)
         return Workload(
-            arms=forward_arms(partial(function, a, b, **transposed), torch_matmul, a, b),
+            impls=forward_impls(partial(function, a, b, **transposed), torch_matmul, a, b),
             expected=partial(reference.matmul, a, b, transpose_b=True),
         )
 
@@ -131,10 +131,10 @@ def linear_case(extents: Extents, activation: str | None = None) -> Case:
         x, w = _operands(extents)
         arrays = (x, w) if activation is None else (x, w, normal((extents[1],), "bfloat16"))
         bias = arrays[2] if len(arrays) == 3 else None
-        arms = forward_arms(partial(linear, x, w, bias, activation), torch_linear, *arrays)
+        impls = forward_impls(partial(linear, x, w, bias, activation), torch_linear, *arrays)
         if activation == "gelu_tanh":
-            arms["cublaslt"] = lambda: peers.forward(cublas_lt(peers.torch()), *arrays)
-        return Workload(arms=arms, expected=partial(reference.linear, x, w, bias, activation))
+            impls["cublaslt"] = lambda: peers.forward(cublas_lt(peers.torch()), *arrays)
+        return Workload(impls=impls, expected=partial(reference.linear, x, w, bias, activation))
 
     name = _name(extents, activation)
     return _case("linear", name, extents, build, products=1, of_x=1, of_w=1, of_y=1)
@@ -156,7 +156,7 @@ def gated_case(extents: Extents) -> Case:
     def build() -> Workload:
         x, w = _operands(extents, rows=2)
         return Workload(
-            arms=forward_arms(partial(gated_linear, x, w), torch_swiglu, x, w),
+            impls=forward_impls(partial(gated_linear, x, w), torch_swiglu, x, w),
             expected=partial(reference.gated_linear, x, w),
         )
 
@@ -180,7 +180,7 @@ def backward_case(extents: Extents, activation: str | None) -> Case:
             _, z = linear(x, w, bias, activation, return_preactivation=True)
         ours = partial(linear_backward, grad_out, x, w, z, activation, with_bias=True)
         return Workload(
-            arms=backward_arms(ours, torch_linear, (x, w, bias), grad_out),
+            impls=backward_impls(ours, torch_linear, (x, w, bias), grad_out),
             expected=partial(
                 reference.linear_backward, grad_out, x, w, z, activation, with_bias=True
             ),
@@ -199,7 +199,7 @@ def gated_backward_case(extents: Extents) -> Case:
         grad_out = normal((m, n), "bfloat16")
         _, z = gated_linear(x, w, return_preactivation=True)
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(gated_linear_backward, grad_out, x, w, z), torch_swiglu, (x, w), grad_out
             ),
             expected=partial(reference.gated_linear_backward, grad_out, x, w, z),

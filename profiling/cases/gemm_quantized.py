@@ -70,11 +70,11 @@ def int8_case(m: int, n: int, k: int, *, scaled: bool) -> Case:
             function = torch_product(peers.torch())
             return peers.forward(function, *codes, *scales, compiled=compiled)
 
-        arms = {"cukit": lambda: partial(matmul_int8, a, b), "torch-eager": partial(peer, False)}
+        impls = {"cukit": lambda: partial(matmul_int8, a, b), "torch-eager": partial(peer, False)}
         if scaled:
-            arms["torch-compile"] = partial(peer, True)
+            impls["torch-compile"] = partial(peer, True)
         return Workload(
-            arms=arms, expected=lambda: reference.matmul_int8(a, b, out_dtype=xp.float32)
+            impls=impls, expected=lambda: reference.matmul_int8(a, b, out_dtype=xp.float32)
         )
 
     return Case(
@@ -106,11 +106,11 @@ def float8_case(m: int, n: int, k: int, kind: str, fast: bool = False) -> Case:
                 x, w.T, x_scales, w_scales.T, out_dtype=torch.bfloat16, use_fast_accum=fast
             )
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(matmul_fp8, a, b, fast_accumulation=fast),
             "torch-eager": peer,
         }
-        return Workload(arms=arms, expected=partial(_expected, a, b), tolerance=2e-2)
+        return Workload(impls=impls, expected=partial(_expected, a, b), tolerance=2e-2)
 
     return Case(
         family="gemm",

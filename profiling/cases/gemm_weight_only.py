@@ -62,14 +62,16 @@ def weight_only_case(m: int, n: int, k: int, form: str) -> Case:
         if float8:
             scales = array_module().full((m, 1), 0.01, np.float32)
             x = ck.QuantizedArray.encode(x, ck.float8_e4m3, scales=scales, axis=1)
-        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: lambda: quantized_linear(x, packed)}
+        impls: dict[str, Callable[[], Call]] = {
+            "cukit": lambda: lambda: quantized_linear(x, packed)
+        }
         if not float8:
-            arms["torch-eager"] = lambda: _dense_layer(x, weight)
+            impls["torch-eager"] = lambda: _dense_layer(x, weight)
         if not int8 and not float8 and m <= _TINYGEMM_TOKENS:
-            arms["torch-tinygemm"] = lambda: _tinygemm(x, weight)
+            impls["torch-tinygemm"] = lambda: _tinygemm(x, weight)
         if not int8 and not float8 and (n, k) == _GEMLITE_SHAPE:
-            arms["gemlite"] = lambda: _gemlite(x, weight)
-        return Workload(arms=arms, expected=lambda: reference.quantized_linear(x, weight))
+            impls["gemlite"] = lambda: _gemlite(x, weight)
+        return Workload(impls=impls, expected=lambda: reference.quantized_linear(x, weight))
 
     code_bytes = n * k if int8 else n * k // 2 + 2 * n * k // GROUP
     return Case(

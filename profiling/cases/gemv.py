@@ -39,7 +39,7 @@ def gemv_case(m: int, n: int, k: int, transpose_b: bool, dtype: str = "bfloat16"
         a = normal((m, k), dtype)
         b = normal((n, k) if transpose_b else (k, n), dtype, scale=k**-0.5)
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(gemv, a, b, transpose_b=transpose_b),
                 "cublas": lambda: partial(matmul, a, b, transpose_b=transpose_b),
                 "torch-eager": lambda: peers.forward(torch_matmul(peers.torch()), a, b),

@@ -58,14 +58,14 @@ def retrieve_case(num_queries: int, num_rows: int, dim: int, k: int) -> Case:
 
             return peers.forward(function, queries, memory, compiled=compiled)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: ours,
             "torch": theirs,
             "torch-float32": partial(theirs, wide=True),
             "torch-compile": partial(theirs, compiled=True),
         }
         return Workload(
-            arms, lambda: reference.retrieve_top_k(queries, memory, k).scores, tolerance=5e-3
+            impls, lambda: reference.retrieve_top_k(queries, memory, k).scores, tolerance=5e-3
         )
 
     moved = (num_queries + num_rows) * dim * itemsize(DTYPE) + num_queries * k * 8
@@ -124,12 +124,12 @@ def diffusion_case(num_nodes: int, neighbours: int, dim: int, steps: int) -> Cas
 
             return peers.forward(function, memory)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(graph_memory.graph_diffusion, memory, transition, steps=steps),
             "torch-cusparse": theirs,
         }
         expected = partial(reference.graph_diffusion, memory, transition, steps=steps)
-        return Workload(arms, expected)
+        return Workload(impls, expected)
 
     return Case(
         FAMILY,
@@ -186,11 +186,11 @@ def read_case(num_queries: int, num_rows: int, dim: int) -> Case:
 
             return peers.forward(function, queries, memory)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(graph_memory.memory_read, queries, memory),
             "torch": theirs,
         }
-        return Workload(arms, lambda: reference.memory_read(queries, memory), tolerance=2e-2)
+        return Workload(impls, lambda: reference.memory_read(queries, memory), tolerance=2e-2)
 
     moved = (2 * num_queries + num_rows) * dim * itemsize(DTYPE)
     name = f"{num_queries} queries, {num_rows}x{dim}"
@@ -243,11 +243,11 @@ def write_case(num_rows: int, num_writes: int, dim: int) -> Case:
 
             return peers.forward(function, *arrays, compiled=True)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(graph_memory.memory_write, *arrays),
             "torch-compile": theirs,
         }
-        return Workload(arms, lambda: reference.memory_write(*arrays))
+        return Workload(impls, lambda: reference.memory_write(*arrays))
 
     moved = (2 * num_rows + num_writes) * dim * itemsize(DTYPE)
     name = f"{num_writes} writes, {num_rows}x{dim}"

@@ -69,15 +69,15 @@ def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False
             x = normal((groups, int(counts.max()), k), DTYPE)
             out = xp.zeros((*x.shape[:2], n), x.dtype)
             where: dict[str, Any] = {"expert_counts": xp.asarray(counts)}
-            arms = _loop_arms(out, x, weights, list(enumerate(counts.tolist())))
+            impls = _loop_impls(out, x, weights, list(enumerate(counts.tolist())))
         else:
             x = normal((groups * rows, k), DTYPE)
             out = xp.zeros((groups * rows, n), x.dtype)
             where = {"expert_offsets": _offsets(counts)}
-            arms = _loop_arms(out, x, weights, _slices(counts))
-            arms["torch-grouped"] = lambda: _torch_grouped(x, weights, counts)
-        arms["cukit"] = lambda: partial(grouped_gemm, x, weights, **where, out=out)
-        return Workload(arms, partial(reference.grouped_gemm, x, weights, **where))
+            impls = _loop_impls(out, x, weights, _slices(counts))
+            impls["torch-grouped"] = lambda: _torch_grouped(x, weights, counts)
+        impls["cukit"] = lambda: partial(grouped_gemm, x, weights, **where, out=out)
+        return Workload(impls, partial(reference.grouped_gemm, x, weights, **where))
 
     name = f"{groups} x {rows}, {n}x{k}{' set aside' if set_aside else ''}"
     return _case("grouped_gemm", name, build, groups, rows, n, k)
@@ -219,7 +219,7 @@ def _offsets(counts: np.ndarray[Any, Any]) -> Any:
     return array_module().asarray(np.array([0, *np.cumsum(counts)], np.int32))
 
 
-def _loop_arms(out: Any, x: Any, weights: Any, places: list[Any]) -> dict[str, Callable[[], Call]]:
+def _loop_impls(out: Any, x: Any, weights: Any, places: list[Any]) -> dict[str, Callable[[], Call]]:
     """cuBLAS, a call for each group; places: its rows, or (group, count) with rows set aside."""
 
     def factory() -> Call:

@@ -33,7 +33,7 @@ def launch_case(tokens: int, hidden: int, dtype: str) -> Case:
         x, weight = normal((tokens, hidden), dtype), normal((hidden,), dtype)
         out = normal((tokens, hidden), dtype)
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(rms_norm, x, weight, EPS, out=out),
                 "cukit, new output": lambda: partial(rms_norm, x, weight, EPS),
                 "cupy.RawKernel": lambda: _bare_launch(x, weight, out),
@@ -64,7 +64,7 @@ def paged_case(batch: int, keys: int, dtype: str) -> Case:
             return partial(steps.run, q, out=out)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(paged_attention, *arguments, out=out),
                 "cukit, planned": planned,
             },

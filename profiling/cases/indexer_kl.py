@@ -2,7 +2,7 @@
 heads of DeepSeek-V3.2, over all keys and over selected ones.
 
 The peer is what people write: all score matrices, in torch, eagerly and compiled. It has no room
-for long sequences, where its arms are left out.
+for long sequences, where its implementations are left out.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def torch_kl(shape: Shape) -> Callable[..., Any]:
     return function
 
 
-def _arms(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
+def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
     return {
         "cukit": lambda: ours,
         "torch-eager": partial(make, False),
@@ -151,7 +151,7 @@ def forward_case(shape: Shape) -> Case:
             return peers.forward(torch_kl(shape), *student, q_t, k_t, lse, *more, compiled=compiled)
 
         ours = partial(indexer_kl, *arrays, topk_indices=indices, causal=True)
-        return Workload(_arms(ours, peer), expected=lambda: _expected(arrays, indices)[0])
+        return Workload(_impls(ours, peer), expected=lambda: _expected(arrays, indices)[0])
 
     return Case(
         family="attention",
@@ -182,7 +182,7 @@ def backward_case(shape: Shape) -> Case:
             )
 
         ours = partial(indexer_kl_backward, *arrays, *statistics, **options)
-        return Workload(_arms(ours, peer), expected=lambda: tuple(_expected(arrays, indices)[1:]))
+        return Workload(_impls(ours, peer), expected=lambda: tuple(_expected(arrays, indices)[1:]))
 
     return Case(
         family="attention",

@@ -11,9 +11,9 @@ from cukit.reference import activations, norms
 from cukit.reference import embedding as embedding_reference
 from cukit.reference import rope as rope_reference
 from profiling import layer_peers, peers
-from profiling.arms import LigerFunction, TorchFunction, backward_arms, forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
+from profiling.impls import LigerFunction, TorchFunction, backward_impls, forward_impls
 
 FAMILY = "layers"
 DTYPE = "bfloat16"
@@ -52,8 +52,8 @@ def _forward(
     def build() -> Workload:
         arrays = inputs()
         ours = partial(getattr(layers, op), *arrays, **options)
-        arms = forward_arms(ours, torch_function, *arrays, liger=liger)
-        return Workload(arms=arms, expected=partial(reference, *arrays, **options))
+        impls = forward_impls(ours, torch_function, *arrays, liger=liger)
+        return Workload(impls=impls, expected=partial(reference, *arrays, **options))
 
     return Case(FAMILY, op, name, DTYPE, build, bytes=elements_moved * itemsize(DTYPE))
 
@@ -73,8 +73,8 @@ def _backward(
     def build() -> Workload:
         grad_out, *arrays = inputs()
         ours = partial(getattr(layers, op), grad_out, *arrays, **options)
-        arms = backward_arms(ours, torch_function, arrays, grad_out, liger=liger)
-        return Workload(arms=arms, expected=partial(reference, grad_out, *arrays, **options))
+        impls = backward_impls(ours, torch_function, arrays, grad_out, liger=liger)
+        return Workload(impls=impls, expected=partial(reference, grad_out, *arrays, **options))
 
     return Case(FAMILY, op, name, DTYPE, build, bytes=elements_moved * itemsize(DTYPE))
 
@@ -106,7 +106,7 @@ def rms_norm_residual_case(tokens: int, hidden: int) -> Case:
     def build() -> Workload:
         x, weight, residual = _normals((tokens, hidden), (hidden,), (tokens, hidden))()
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(layers.rms_norm, x, weight, layer_peers.EPS, residual),
                 layer_peers.torch_rms_norm_residual,
                 x,
@@ -160,7 +160,7 @@ def layer_norm_backward_case(tokens: int, hidden: int) -> Case:
             (tokens, hidden), (tokens, hidden), (hidden,), (hidden,)
         )()
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(layers.layer_norm_backward, grad_out, x, weight, layer_peers.EPS),
                 layer_peers.torch_layer_norm,
                 (x, weight, bias),
@@ -198,8 +198,8 @@ def _gated_case(
                 function.apply, contiguous(x[:, :hidden]), contiguous(x[:, hidden:])
             )
 
-        arms = forward_arms(partial(getattr(layers, op), x), torch_function, x)
-        return Workload(arms={**arms, "liger": liger}, expected=partial(reference, x))
+        impls = forward_impls(partial(getattr(layers, op), x), torch_function, x)
+        return Workload(impls={**impls, "liger": liger}, expected=partial(reference, x))
 
     traffic = 3 * tokens * hidden * itemsize(DTYPE)
     return Case(FAMILY, op, f"{tokens}x{hidden}", DTYPE, build, bytes=traffic)
@@ -314,7 +314,7 @@ def _rope_inputs(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tupl
 
 
 def _rope_name(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tuple[str, int]:
-    """Name, and bytes: heads in and out, tables in. Liger works in place: it has no arm."""
+    """Name, and bytes: heads in and out, tables in. Liger only works in place, so it is no peer."""
     heads = 2 * tokens * (heads_q + heads_k) * head_dim * itemsize(DTYPE)
     return f"{tokens}x{heads_q}/{heads_k}x{head_dim}", heads + 4 * tokens * head_dim
 
@@ -326,7 +326,7 @@ def rope_case(*size: int) -> Case:
     def build() -> Workload:
         arrays = _rope_inputs(*size)
         return Workload(
-            arms=forward_arms(partial(layers.rope, *arrays), layer_peers.torch_rope, *arrays),
+            impls=forward_impls(partial(layers.rope, *arrays), layer_peers.torch_rope, *arrays),
             expected=partial(rope_reference.rope, *arrays),
         )
 
@@ -341,7 +341,7 @@ def rope_backward_case(*size: int) -> Case:
         grad_q, grad_k, cos, sin = _rope_inputs(*size)
         q, k, _, _ = _rope_inputs(*size)
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(layers.rope_backward, grad_q, grad_k, cos, sin),
                 layer_peers.torch_rope,
                 (q, k),
@@ -367,7 +367,7 @@ def embedding_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
             normal((num_embeddings, hidden), DTYPE),
         )
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(layers.embedding, ids, weight), layer_peers.torch_embedding, weight, ids
             ),
             expected=partial(embedding_reference.embedding, ids, weight),
@@ -389,7 +389,7 @@ def embedding_backward_case(tokens: int, num_embeddings: int, hidden: int) -> Ca
         )
         grad_out = normal((tokens, hidden), DTYPE)
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(layers.embedding_backward, grad_out, ids, num_embeddings),
                 layer_peers.torch_embedding,
                 (weight,),

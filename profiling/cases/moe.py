@@ -12,9 +12,9 @@ from cukit.reference import layer_bank as bank_reference
 from cukit.reference import moe as reference
 from cukit.reference import moe_ffn as ffn_reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import integers, normal
+from profiling.impls import forward_impls
 
 FAMILY = "moe"
 DTYPE = "bfloat16"
@@ -65,7 +65,7 @@ def router_case(num_tokens: int, num_experts: int, top_k: int, losses: bool = Fa
     def build() -> Workload:
         logits = normal((num_tokens, num_experts), "float32")
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 lambda: moe.topk_router(logits, top_k, losses=losses).weights, torch_router, logits
             ),
             expected=lambda: reference.topk_router(logits, top_k).weights,
@@ -86,7 +86,7 @@ def router_backward_case(num_tokens: int, num_experts: int, top_k: int) -> Case:
         routing = moe.topk_router(logits, top_k)
         arrays = (grad, logits, routing.experts, routing.rows, routing.expert_counts)
         return Workload(
-            arms={"cukit": lambda: partial(moe.topk_router_backward, *arrays, **options)},
+            impls={"cukit": lambda: partial(moe.topk_router_backward, *arrays, **options)},
             expected=partial(reference.topk_router_backward, *arrays, **options),
         )
 
@@ -120,7 +120,7 @@ def order_case(num_tokens: int, num_experts: int, top_k: int) -> Case:
             order = reference.expert_order(experts, num_experts)
             return order.rows, order.expert_offsets[1:]
 
-        return Workload(forward_arms(ours, torch_order, experts), expected, tolerance=1e-9)
+        return Workload(forward_impls(ours, torch_order, experts), expected, tolerance=1e-9)
 
     name = f"{num_tokens} of {num_experts} top {top_k}"
     moved = 2 * num_tokens * top_k * itemsize("int32")
@@ -136,8 +136,8 @@ def permute_case(num_tokens: int, hidden: int, top_k: int, num_experts: int) -> 
     def build() -> Workload:
         x, rows = normal((num_tokens, hidden), DTYPE), _rows(num_tokens, top_k, num_experts)
         source = rows.ravel().argsort() // top_k
-        arms = forward_arms(partial(moe.moe_permute, x, rows), torch_permute, x, source)
-        return Workload(arms, partial(reference.moe_permute, x, rows, rows.size), tolerance=1e-9)
+        impls = forward_impls(partial(moe.moe_permute, x, rows), torch_permute, x, source)
+        return Workload(impls, partial(reference.moe_permute, x, rows, rows.size), tolerance=1e-9)
 
     return _row_case("moe_permute", num_tokens, hidden, top_k, build)
 
@@ -151,8 +151,8 @@ def permute_backward_case(num_tokens: int, hidden: int, top_k: int, num_experts:
     def build() -> Workload:
         rows = _rows(num_tokens, top_k, num_experts)
         grad = normal((rows.size, hidden), DTYPE)
-        arms = forward_arms(partial(moe.moe_permute_backward, grad, rows), torch_sum, grad, rows)
-        return Workload(arms, partial(reference.moe_permute_backward, grad, rows))
+        impls = forward_impls(partial(moe.moe_permute_backward, grad, rows), torch_sum, grad, rows)
+        return Workload(impls, partial(reference.moe_permute_backward, grad, rows))
 
     return _row_case("moe_permute_backward", num_tokens, hidden, top_k, build)
 
@@ -166,8 +166,8 @@ def unpermute_case(num_tokens: int, hidden: int, top_k: int, num_experts: int) -
     def build() -> Workload:
         rows = _rows(num_tokens, top_k, num_experts)
         arrays = normal((rows.size, hidden), DTYPE), rows, _weights(num_tokens, top_k)
-        arms = forward_arms(partial(moe.moe_unpermute, *arrays), torch_unpermute, *arrays)
-        return Workload(arms, partial(reference.moe_unpermute, *arrays))
+        impls = forward_impls(partial(moe.moe_unpermute, *arrays), torch_unpermute, *arrays)
+        return Workload(impls, partial(reference.moe_unpermute, *arrays))
 
     return _row_case("moe_unpermute", num_tokens, hidden, top_k, build)
 
@@ -180,7 +180,7 @@ def unpermute_backward_case(num_tokens: int, hidden: int, top_k: int, num_expert
         grad = normal((num_tokens, hidden), DTYPE, scale=hidden**-0.5)
         arrays = grad, normal((rows.size, hidden), DTYPE), rows, _weights(num_tokens, top_k)
         return Workload(
-            arms={"cukit": lambda: partial(moe.moe_unpermute_backward, *arrays)},
+            impls={"cukit": lambda: partial(moe.moe_unpermute_backward, *arrays)},
             expected=partial(reference.moe_unpermute_backward, *arrays),
         )
 
@@ -207,9 +207,9 @@ def ffn_case(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: 
         x, routing, gate_up, down = _layer(num_tokens, hidden, width, num_experts, top_k)
         ends = routing.expert_offsets[1:]
         arrays = (x, routing.rows, routing.weights, ends, gate_up, down)
-        arms = forward_arms(partial(moe.moe_ffn, x, routing, gate_up, down), torch_ffn, *arrays)
-        del arms["torch-compile"]  # it cannot see through the grouped product
-        return Workload(arms, partial(ffn_reference.moe_ffn, x, routing, gate_up, down))
+        impls = forward_impls(partial(moe.moe_ffn, x, routing, gate_up, down), torch_ffn, *arrays)
+        del impls["torch-compile"]  # it cannot see through the grouped product
+        return Workload(impls, partial(ffn_reference.moe_ffn, x, routing, gate_up, down))
 
     return _layer_case("moe_ffn", num_tokens, hidden, width, num_experts, top_k, build)
 
@@ -224,7 +224,7 @@ def ffn_backward_case(
         _, kept = moe.moe_ffn(x, routing, gate_up, down, keep=True)
         arrays = (normal(x.shape, DTYPE), kept, routing, gate_up, down)
         return Workload(
-            arms={"cukit": lambda: partial(moe.moe_ffn_backward, *arrays)},
+            impls={"cukit": lambda: partial(moe.moe_ffn_backward, *arrays)},
             expected=partial(ffn_reference.moe_ffn_backward, *arrays),
         )
 
@@ -257,12 +257,12 @@ def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -
     def build() -> Workload:
         x, router, layers = arrays = _bank(batch, seq_len, dim, num_layers)
         ours = partial(moe.layer_bank, x, router, layers, top_k)
-        arms = forward_arms(ours, torch_bank(dense=True), *arrays)
-        del arms["torch-eager"]
-        arms["torch-gather"] = lambda: peers.forward(
+        impls = forward_impls(ours, torch_bank(dense=True), *arrays)
+        del impls["torch-eager"]
+        impls["torch-gather"] = lambda: peers.forward(
             torch_bank(dense=False)(peers.torch()), *arrays
         )
-        return Workload(arms, partial(bank_reference.layer_bank, x, router, layers, top_k))
+        return Workload(impls, partial(bank_reference.layer_bank, x, router, layers, top_k))
 
     return _bank_case("layer_bank", batch, seq_len, dim, num_layers, top_k, build)
 
@@ -275,7 +275,7 @@ def bank_backward_case(batch: int, seq_len: int, dim: int, num_layers: int, top_
         _, kept = moe.layer_bank(x, router, layers, top_k, keep=True)
         arrays = (normal(x.shape, DTYPE), kept, router, layers)
         return Workload(
-            arms={"cukit": lambda: partial(moe.layer_bank_backward, *arrays)},
+            impls={"cukit": lambda: partial(moe.layer_bank_backward, *arrays)},
             expected=partial(bank_reference.layer_bank_backward, *arrays),
         )
 

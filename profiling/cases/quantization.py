@@ -15,9 +15,9 @@ from cukit.core.quantized_array import block_shape
 from cukit.quantization import dequantize, quantize
 from cukit.reference import quantize as reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.data import normal
+from profiling.impls import forward_impls
 
 FAMILY = "quantization"
 VALUES = "bfloat16"
@@ -77,13 +77,13 @@ def quantize_case(
             codes, scales, _ = reference.quantize(x, narrow.name, block, **rounding)
             return codes, scales
 
-        arms = {"cukit": lambda: ours}
+        impls = {"cukit": lambda: ours}
         if options.get("clip") != "mse":
             torch_function = partial(_torch_quantize, narrow, block, bool(rounding))
-            arms = forward_arms(ours, torch_function, x)
+            impls = forward_impls(ours, torch_function, x)
         if narrow == float8_e4m3 and block in ((1, 128), (128, 128)):
-            arms["torchao"] = lambda: peers.forward(_torchao_quantize(block), x)
-        return Workload(arms=arms, expected=expected, tolerance=2e-2)
+            impls["torchao"] = lambda: peers.forward(_torchao_quantize(block), x)
+        return Workload(impls=impls, expected=expected, tolerance=2e-2)
 
     return Case(
         FAMILY,
@@ -105,7 +105,7 @@ def dequantize_case(
         factors = [array.scales, *([array.zero_points] if array.zero_points is not None else [])]
         assert array.block_shape is not None
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(dequantize, array, VALUES),
                 partial(_torch_dequantize, narrow, array.block_shape),
                 array.storage,

@@ -12,9 +12,9 @@ import numpy as np
 from cukit import sampling
 from cukit.reference import sampling as reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
+from profiling.impls import forward_impls
 
 FAMILY = "sampling"
 SPREAD = 3.0
@@ -63,14 +63,14 @@ def sample_case(
         def ours() -> Any:
             return sampling.sample(logits, seed=seed, logprobs=logprobs, **options).tokens
 
-        arms = forward_arms(ours, partial(torch_sample, options), logits, uniform)
+        impls = forward_impls(ours, partial(torch_sample, options), logits, uniform)
         views: dict[str, Callable[[Any], Any]] = {}
         if logprobs is None:
-            for name, factory in flashinfer_arms(logits, options).items():
-                arms[name] = factory
+            for name, factory in flashinfer_impls(logits, options).items():
+                impls[name] = factory
                 views[name] = partial(_drawable, logits, seed, options)
         return Workload(
-            arms,
+            impls,
             lambda: reference.sample(logits, seed=seed, **options).tokens,
             tolerance=NEARLY_EQUAL,
             views=views,
@@ -84,7 +84,7 @@ def sample_case(
     return Case(FAMILY, "sample", name, dtype, build, bytes=moved)
 
 
-def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
+def flashinfer_impls(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
     """FlashInfer's ways from logits to tokens, the softmax included where it takes probabilities.
 
     They draw with random numbers of their own. Its "joint" order is another rule, top-p of the
@@ -92,7 +92,7 @@ def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Cal
     """
     top_k, top_p = options.get("top_k"), options.get("top_p")
 
-    def arm(function: Callable[[ModuleType, Any], Any]) -> Callable[[], Call]:
+    def impl(function: Callable[[ModuleType, Any], Any]) -> Callable[[], Call]:
         def factory() -> Call:
             module = peers.optional("flashinfer.sampling")
             x = peers.to_torch(logits)
@@ -116,7 +116,7 @@ def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Cal
         ways = {"flashinfer": lambda m, x: m.top_k_sampling_from_probs(m.softmax(x), top_k)}
     else:
         ways = {"flashinfer": lambda m, x: m.sampling_from_logits(x)}
-    return {name: arm(way) for name, way in ways.items()}
+    return {name: impl(way) for name, way in ways.items()}
 
 
 def _drawable(logits: Any, seed: Any, options: Options, tokens: Any) -> Any:

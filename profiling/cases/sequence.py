@@ -105,8 +105,8 @@ def scan_case(
             scan = reference.gated_scan(*inputs, chunk=256)
             return scan.y, scan.final_state
 
-        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(arms, expected)
+        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
+        return Workload(impls, expected)
 
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
@@ -144,8 +144,8 @@ def backward_case(
         def expected() -> Any:
             return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
 
-        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(arms, expected)
+        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
+        return Workload(impls, expected)
 
     tokens = batch * seq_len
     values, keys = num_heads * head_dim, num_groups * state_dim
@@ -289,14 +289,14 @@ def _primitive_case(
     def build() -> Workload:
         x = normal((size,), "float32")
 
-        def torch_arm() -> Call:
+        def torch_impl() -> Call:
             return peers.forward(partial(theirs, peers.torch()), x)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(function, x),
-            "torch": torch_arm,
+            "torch": torch_impl,
         }
-        return Workload(arms, partial(function, x.astype("float64")))
+        return Workload(impls, partial(function, x.astype("float64")))
 
     moved = size * itemsize("float32") * (2 if name in ("parallel_scan", "parallel_sort") else 1)
     return Case(FAMILY, name, f"{size}", "float32", build, bytes=moved)

@@ -1,4 +1,4 @@
-"""The harness: every case runs with tiny sizes, and a wrong or broken arm never passes."""
+"""The harness: every case runs at tiny sizes; wrong or broken implementations never pass."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_every_case_has_a_floor() -> None:
         assert case.clock == "host" or case.bytes > 0 or case.flops > 0, case.key()
 
 
-def case_of(arms: dict[str, Callable[[], Any]], **options: Any) -> Case:
+def case_of(impls: dict[str, Callable[[], Any]], **options: Any) -> Case:
     xp = array_module()
-    workload = Workload(arms=arms, expected=lambda: xp.ones(4), tolerance=1e-3)
+    workload = Workload(impls=impls, expected=lambda: xp.ones(4), tolerance=1e-3)
     return Case("layers", "made_up", "4", "float32", lambda: workload, bytes=32, **options)
 
 
