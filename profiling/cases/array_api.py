@@ -1,4 +1,4 @@
-"""Cases of the narrow dtypes: numbers to one byte or half a byte a value, and back."""
+"""Cases of the narrow dtypes: conversion to 8 and 4 bits per value, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profiling.impls import forward_impls
 FAMILY = "array_api"
 
 SPREAD = 3.0
-"""Standard deviation of the values: most of int4's codes occur."""
+"""Standard deviation of the values; most int4 codes occur."""
 
 
 def cases(small: bool = False) -> list[Case]:
@@ -40,7 +40,7 @@ def _traffic(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> floa
 
 
 def encode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> Case:
-    """Numbers in, packed codes out."""
+    """Reads values, writes packed codes."""
 
     def build() -> Workload:
         x = normal((tokens, hidden), values, SPREAD)
@@ -56,7 +56,7 @@ def encode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> C
 
 
 def decode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> Case:
-    """Packed codes in, numbers out."""
+    """Reads packed codes, writes values."""
 
     def build() -> Workload:
         array = encode(normal((tokens, hidden), "float32", SPREAD), narrow)

@@ -1,4 +1,4 @@
-"""Cases of `append_kv`: RoPE, quantisation and the write into a cache, beside torch's."""
+"""Cases of `append_kv`: RoPE, quantisation and the write into a cache, and torch as the peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS_Q, HEADS_KV, BLOCK_SIZE = 32, 8, 16
 
 
 def cases(small: bool = False) -> list[Case]:
-    """A decode step and a prompt, for each kind of cache."""
+    """A decode step and a prompt, for each dtype of the cache."""
     if small:
         return [*(_case(5, 16, codes) for codes in ("", "int8")), _pack_case(2, 32)]
     return [
@@ -35,7 +35,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def _pack_case(groups: int, head_dim: int) -> Case:
-    """Blocks of 64 tokens of 16 bits that become int4: of 32 layers, or of a prompt."""
+    """Packing of 16-bit blocks of 64 tokens to int4: of 32 layers, or of a prompt."""
 
     def build() -> Workload:
         xp = array_module()

@@ -1,8 +1,8 @@
-"""Cases of the divergence between two models' attention: the shapes of `attention` with heads of
-128 and 64 columns, both log-sum-exps known and not.
+"""Cases of the divergence between the attention of two models: the shapes of `attention` with
+head_dims of 128 and 64, with and without known log-sum-exps.
 
-The peer is what people write: both score matrices, in torch, eagerly and compiled. It has no room
-for long sequences, where its implementations are left out.
+The peer is the straightforward torch code with both score matrices, eager and compiled. It is
+skipped for long sequences, whose matrices do not fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_PEER = 4096
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Two lengths of two widths of head, a grouped-query shape; forward and backward."""
+    """Two lengths for two head_dims, a GQA shape; forward and backward."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
     else:
@@ -41,7 +41,7 @@ def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
     """Teacher's and student's queries and keys."""
     q_t, k_t, _, _ = shape.arrays("bfloat16")
     xp = array_module()
-    # As a student that has learned something: its scores are the teacher's and others, mixed.
+    # A partly trained student: its scores are a mix of the teacher's and of independent ones.
     q_s, k_s = (
         (0.8 * x.astype(xp.float32) + 0.6 * normal(x.shape, "float32")).astype(x.dtype)
         for x in (q_t, k_t)
@@ -50,7 +50,7 @@ def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
 
 
 def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
-    """The mean divergence, by way of both matrices."""
+    """The mean divergence, computed with both matrices."""
     torch = peers.torch()
     if longest > LONGEST_PEER:
         raise PeerMissing(f"no room for two matrices of {longest} x {longest} scores a head")
@@ -82,7 +82,7 @@ def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], C
 
 
 def forward_case(shape: Shape, known: bool) -> Case:
-    """The mean divergence, of known log-sum-exps or not."""
+    """The mean divergence, with or without known log-sum-exps."""
 
     def build() -> Workload:
         q_t, k_t, q_s, k_s = inputs_of(shape)
@@ -118,7 +118,7 @@ def forward_case(shape: Shape, known: bool) -> Case:
 
 
 def backward_case(shape: Shape) -> Case:
-    """The gradients of the student's queries and keys, and the deterministic way to the first."""
+    """The gradients of the student's queries and keys, also with deterministic grad_q."""
 
     def build() -> Workload:
         q_t, k_t, q_s, k_s = arrays = inputs_of(shape)

@@ -1,7 +1,7 @@
-"""Cases of `cukit.gemm` beside its dense products: block-sparse, summed in a tree, mixed depths.
+"""Cases of block-sparse products, tree summation and mixed depth in `cukit.gemm`.
 
-Block-sparse products stand beside torch's bsr_dense_addmm (Triton), where it has the layout, and
-beside the dense product of the same shape in cuBLAS.
+The peers of block-sparse products are torch's bsr_dense_addmm (Triton), for layouts that it
+supports, and the dense product of the same shape in cuBLAS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALL_SHAPE = (256, 128, 48)
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Random masks: nothing is shared between block rows but by chance."""
+    """Random masks: block rows share block columns only by chance."""
     if small:
         return [
             *(maker(*SMALL_SHAPE, 32, 0.3) for maker in SPARSE_MAKERS),
@@ -124,7 +124,7 @@ def dense_sparse_case(m: int, k: int, n: int, block: int, density: float) -> Cas
 
 
 def sampled_case(m: int, k: int, n: int, block: int, density: float) -> Case:
-    """The gradient of that weight. The peer computes all of it, and keeps it dense."""
+    """The gradient of the sparse weight. The peer computes the whole dense gradient."""
 
     def build() -> Workload:
         pattern = _weight(m, k, block, density).pattern
@@ -157,7 +157,7 @@ def _torch_matmul(a: Any, b: Any) -> Any:
     return a @ b
 
 
-# ---- Sums in a tree ----
+# ---- Tree summation ----
 
 
 def tree_case(m: int, n: int, k: int, dtype: str) -> Case:
@@ -185,7 +185,7 @@ def tree_case(m: int, n: int, k: int, dtype: str) -> Case:
 
 
 def _depth_case(op: str, shape: tuple[int, int, int, int], rows: int, build: Any) -> Case:
-    """rows: of hidden elements that are read or written."""
+    """rows: number of rows of hidden elements read or written."""
     batch, seq_len, capacity, hidden = shape
     return Case(
         family=FAMILY,
@@ -306,7 +306,7 @@ DEPTH_MAKERS = (
 )
 
 
-# ---- A depth for each token ----
+# ---- Per-token depth ----
 
 
 def _adaptive_inputs(tokens: int, hidden: int, layers: int) -> tuple[Any, Any, Any]:
@@ -318,7 +318,7 @@ def _adaptive_inputs(tokens: int, hidden: int, layers: int) -> tuple[Any, Any, A
 def _adaptive_case(
     op: str, tokens: int, hidden: int, layers: int, products: int, build: Callable[[], Workload]
 ) -> Case:
-    """Depths are uniform: a token passes through half of the layers. The peer runs all of them."""
+    """Uniform depths: on average half of the layers per token. The peer runs all layers."""
     return Case(
         family=FAMILY,
         op=op,
@@ -330,7 +330,7 @@ def _adaptive_case(
 
 
 def adaptive_case(tokens: int, hidden: int, layers: int) -> Case:
-    """Against the same layers on all tokens, and a choice afterwards."""
+    """The peer: the layers on all tokens, and a selection afterwards."""
 
     def build() -> Workload:
         x, weights, depth = _adaptive_inputs(tokens, hidden, layers)

@@ -1,4 +1,4 @@
-"""Cases of `gemv`: few tokens times weights stored [out, in] and [in, out], and few outputs."""
+"""Cases of `gemv`: few tokens, weights stored as [out, in] and [in, out], and few outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def gemv_case(m: int, n: int, k: int, transpose_b: bool, dtype: str = "bfloat16") -> Case:
-    """a [m, k] times b, [n, k] where it is transposed."""
+    """a [m, k] times b [k, n], or the transpose of b [n, k]."""
 
     def torch_matmul(torch: ModuleType) -> Any:
         return (lambda a, b: torch.matmul(a, b.T)) if transpose_b else torch.matmul

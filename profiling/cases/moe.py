@@ -1,4 +1,4 @@
-"""Cases of `cukit.moe`: routing of tokens to experts, rows to expert order and back."""
+"""Cases of `cukit.moe`: routing, permutation to expert order and back, expert layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPE = "bfloat16"
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Routing of a decoded token, of a batch and of a prompt; rows as wide as DeepSeek-V3's."""
+    """Routing of one token, a batch and a prompt; rows as wide as in DeepSeek-V3."""
     if small:
         routings, rows, layer = [(5, 16, 2), (70, 16, 2)], [(6, 64, 2, 4)], (20, 64, 32, 8, 2)
         bank = (3, 8, 16, 4, 2)
@@ -52,7 +52,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def router_case(num_tokens: int, num_experts: int, top_k: int, losses: bool = False) -> Case:
-    """Weights, experts and their order; torch computes weights and experts alone."""
+    """Weights, experts and their order; torch computes only weights and experts."""
 
     def torch_router(torch: ModuleType) -> Callable[..., Any]:
         def function(logits: Any) -> Any:
@@ -128,7 +128,7 @@ def order_case(num_tokens: int, num_experts: int, top_k: int) -> Case:
 
 
 def permute_case(num_tokens: int, hidden: int, top_k: int, num_experts: int) -> Case:
-    """x to expert order; torch gathers by the inverse of `rows`, which is given to it."""
+    """x to expert order; torch gathers by the inverse of `rows`, which is precomputed."""
 
     def torch_permute(torch: ModuleType) -> Callable[..., Any]:
         return lambda x, source: torch.index_select(x, 0, source)
@@ -184,12 +184,12 @@ def unpermute_backward_case(num_tokens: int, hidden: int, top_k: int, num_expert
             expected=partial(reference.moe_unpermute_backward, *arrays),
         )
 
-    # Rows are read, and their gradients written.
+    # Reads rows and writes their gradients.
     return _row_case("moe_unpermute_backward", num_tokens, hidden, top_k, build, passes=2)
 
 
 def ffn_case(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: int) -> Case:
-    """A SwiGLU layer of experts; beside torch's own grouped products."""
+    """A SwiGLU layer of experts; the peer is torch's grouped products."""
 
     def torch_ffn(torch: ModuleType) -> Callable[..., Any]:
         silu = torch.nn.functional.silu
@@ -208,7 +208,7 @@ def ffn_case(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: 
         ends = routing.expert_offsets[1:]
         arrays = (x, routing.rows, routing.weights, ends, gate_up, down)
         impls = forward_impls(partial(moe.moe_ffn, x, routing, gate_up, down), torch_ffn, *arrays)
-        del impls["torch-compile"]  # it cannot see through the grouped product
+        del impls["torch-compile"]  # torch.compile cannot trace the grouped product
         return Workload(impls, partial(ffn_reference.moe_ffn, x, routing, gate_up, down))
 
     return _layer_case("moe_ffn", num_tokens, hidden, width, num_experts, top_k, build)
@@ -233,7 +233,7 @@ def ffn_backward_case(
 
 
 def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -> Case:
-    """Beside the mixture of all layers, and beside products with gathered layers."""
+    """The peers are the mixture of all layers, and products with gathered layers."""
 
     def torch_bank(dense: bool) -> Callable[[ModuleType], Callable[..., Any]]:
         def make(torch: ModuleType) -> Callable[..., Any]:
@@ -334,7 +334,7 @@ def _layer_case(
 
 
 def _rows(num_tokens: int, top_k: int, num_experts: int) -> Any:
-    """Rows of the choices that a router makes of random logits."""
+    """Rows of the choices of a router for random logits."""
     return moe.topk_router(normal((num_tokens, num_experts), "float32"), top_k).rows
 
 

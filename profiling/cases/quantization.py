@@ -1,6 +1,6 @@
-"""Cases of `cukit.quantization`: values in, codes and scales out, and back.
+"""Cases of `cukit.quantization`: quantisation and dequantisation.
 
-The floor counts every value read once; a scale for a whole tensor needs them twice.
+The floor counts every value as read once; a scale per tensor requires reading them twice.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _codes_bytes(rows: int, cols: int, narrow: NarrowDtype, options: dict[str, A
 def quantize_case(
     rows: int, cols: int, narrow: NarrowDtype, name: str, options: dict[str, Any]
 ) -> Case:
-    """Values in, codes and scales out."""
+    """Reads values, writes codes and scales."""
 
     def build() -> Workload:
         x = normal((rows, cols), VALUES)
@@ -98,7 +98,7 @@ def quantize_case(
 def dequantize_case(
     rows: int, cols: int, narrow: NarrowDtype, name: str, options: dict[str, Any]
 ) -> Case:
-    """Codes and scales in, values out."""
+    """Reads codes and scales, writes values."""
 
     def build() -> Workload:
         array = quantize(normal((rows, cols), VALUES), narrow, **options)
