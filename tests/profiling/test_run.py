@@ -24,7 +24,20 @@ def runner() -> Runner:
     return Runner(peers=False, quick=True)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c.family}-{c.op}-{c.name}-{c.dtype}")
+ONE_OF_EACH_OP = {(case.family, case.op): case for case in SMALL}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.family}-{case.op}-{case.name}-{case.dtype}",
+            marks=() if ONE_OF_EACH_OP[case.family, case.op] is case else pytest.mark.slow,
+        )
+        for case in SMALL
+    ],
+)
 def test_every_case_runs_small(case: Case, runner: Runner) -> None:
     failures = len(runner.failures)
     records = runner.run(case)
