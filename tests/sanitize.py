@@ -140,7 +140,7 @@ def sanitize(sanitizer: str, job: tuple[str, str], *, limit_s: float, logs: Path
 
 
 def jobs(tools: list[str], chosen: dict[str, Group]) -> list[tuple[str, str]]:
-    """Run every group under every tool; racecheck only on request or for groups with `races`."""
+    """Run every group under every tool; racecheck only on request or for groups with `shares`."""
     alone = tools == ["racecheck"]
     return [
         (tool, name)
