@@ -58,7 +58,7 @@ def rendered(name: str, document: str = "docs/memory.md") -> str:
     return update(text, RESULTS, document).split("\n", 1)[1]
 
 
-def test_memory_held_and_who_fails() -> None:
+def test_memory_held_and_failures() -> None:
     assert rendered("replay").splitlines()[:3] == [
         "| log | peak live | cukit | CuPy |",
         "| --- | --: | --: | --: |",
@@ -96,7 +96,7 @@ def test_nothing_measured() -> None:
     assert draw_bars(nothing) is None
 
 
-def test_the_bars_name_who_fails() -> None:
+def test_the_bars_name_failures() -> None:
     drawn = draw_bars(RESULTS)
     assert drawn is not None
     ElementTree.fromstring(drawn)
@@ -121,7 +121,7 @@ def test_documents_hold_what_was_measured(name: str) -> None:
     assert update(text, read(PUBLISHED), name) == text, "run `make tables`"
 
 
-def test_the_pictures_show_what_was_measured() -> None:
+def test_the_figures_show_what_was_measured() -> None:
     drawn = BARS.read_text(encoding="utf-8") if BARS.exists() else None
     assert drawn == draw_bars(read(PUBLISHED)), "run `make tables`"
     assert MAP.read_text(encoding="utf-8") == draw_map(), "run `make tables`"
@@ -134,7 +134,7 @@ def test_recorded_logs_are_small() -> None:
     assert title("random-10000-64") == "random-10000-64"
 
 
-def test_it_measures_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measuring_works_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.json"
     assert main(["--small", "--pools", "cukit", "--out", str(out)]) == 0
     records = read(out)["records"]

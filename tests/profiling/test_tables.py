@@ -39,7 +39,7 @@ def results(*records: dict[str, Any]) -> dict[str, Any]:
     return {"environment": ENVIRONMENT, "records": list(records)}
 
 
-def test_a_family_has_a_row_a_case_and_a_column_an_implementation() -> None:
+def test_a_family_has_one_row_per_case_and_one_column_per_implementation() -> None:
     table = render("layers", results(record("torch-compile", 44.0), record("cukit", 40.0)))
     header, rule, row = table.splitlines()
     assert header == ("| op | case | dtype | cukit | torch.compile | speedup | of the floor |")
@@ -47,17 +47,17 @@ def test_a_family_has_a_row_a_case_and_a_column_an_implementation() -> None:
     assert row == "| `rms_norm` | 8192x4096 | bfloat16 | 40.0 µs | 44.0 µs | 1.10x | 80% |"
 
 
-def test_a_wrong_peer_is_no_peer() -> None:
+def test_a_wrong_peer_is_not_compared() -> None:
     table = render("layers", results(record("cukit", 40.0), record("liger", 1.0, correct=False)))
     assert "| wrong |  | 80% |" in table
 
 
-def test_our_own_variants_are_no_peers() -> None:
+def test_variants_of_cukit_are_not_peers() -> None:
     table = render("layers", results(record("cukit", 40.0), record("cukit, new output", 50.0)))
     assert table.splitlines()[-1].endswith("| 40.0 µs | 50.0 µs |  | 80% |")
 
 
-def test_our_wrong_result_has_no_speed() -> None:
+def test_a_wrong_result_has_no_speedup() -> None:
     table = render("layers", results(record("cukit", 40.0, correct=False), record("liger", 50.0)))
     assert "| wrong | 50.0 µs |  |" in table
 
