@@ -90,6 +90,7 @@ FUNCTIONS: dict[str, Sample] = {
     "full_like": lambda rng: ((floats(rng, 4, 8), 2), {}),
     "xp_namespace": lambda rng: (("cpu",), {}),
     "get_kernel": lambda rng: (("rms_norm",), {"platform": "cpu"}),
+    "optimize": lambda rng: ((lambda *args, **kwargs: args, floats(rng, 4, 8)), {}),
 }
 
 WRITES = {

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantization": OPS,
     "distributed": BASE | {"core"},
     "distill (ops)": OPS | {"distill", "distributed"},
+    "fusion": BASE | {"core", "attention", "gemm", "layers"},
     "models": MODELS,
     "distill": LOOP,
     "emulator": BASE | {"core"},
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "_start": {"core"},
     "__init__": MODELS
-    | {"_start", "distill", "distributed", "emulator", "kv_cache", "memory", "models"},
+    | {"_start", "distill", "distributed", "emulator", "fusion", "kv_cache", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
