@@ -94,6 +94,7 @@ from cukit.errors import (
     PointerError,
     UnsupportedDeviceError,
 )
+from cukit.fusion import optimize
 from cukit.gemm import (
     BlockPattern,
     BlockSparseMatrix,
@@ -353,6 +354,7 @@ __all__ = [
     "moe_unpermute_backward",
     "ones",
     "ones_like",
+    "optimize",
     "pack_kv",
     "pack_weight",
     "paged_attention",

@@ -93,7 +93,7 @@ def test_refused_logits_end_a_draft(device, rng):
     np.testing.assert_array_equal(to_host(verified.tokens)[0], [drafts[0, 0], -1, -1])
 
 
-@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("drawn", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_texts_have_the_target_s_distribution(device, rng, drawn):
     """The first token, whatever the draft."""
     draws = {"cpu": 10**6, "gpu": 10**6, "emulator": 2000}[device]

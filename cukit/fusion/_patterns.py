@@ -1,0 +1,243 @@
+"""Which operations cukit has a fused kernel for, spelled as programs spell them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cukit.attention import flash_attention
+from cukit.core.arrays import namespace
+from cukit.fusion._match import Number
+from cukit.fusion._trace import Node, record, trace
+from cukit.gemm import linear
+from cukit.layers import gelu, layer_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An op and one way to write it in array code.
+
+    op: cukit's name. spelling: a function of named arrays and numbers. replace: the same by cukit's
+    op, from what the names stand for, as keyword arguments.
+    """
+
+    op: str
+    spelling: Callable[..., Any]
+    replace: Callable[..., Any]
+    settle: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
+    """From the inputs and those arrays among them that are constant to the arguments of `replace`;
+    None where it does not apply."""
+
+    def graph(self) -> tuple[Node, dict[int, str]]:
+        """The spelling's last operation, and the names of its inputs by id."""
+        arrays: dict[str, Any] = {}
+        scalars: dict[str, Number] = {}
+        for name, parameter in inspect.signature(self.spelling).parameters.items():
+            if parameter.default is not parameter.empty:
+                continue  # the part that spellings differ in
+            if name in _SHAPES:
+                arrays[name] = np.ones(_SHAPES[name], np.float32)
+            else:
+                scalars[name] = Number(1.0)
+        traced = trace(lambda inputs: self.spelling(**inputs, **scalars), (arrays,), {})
+        names = dict(zip(map(id, traced.inputs), arrays, strict=True))
+        names |= {id(scalar): name for name, scalar in scalars.items()}
+        return traced.result, names
+
+
+_SHAPES = {
+    "x": (2, 4), "weight": (4,), "bias": (4,), "w": (4, 4), "q": (2, 2, 2, 4), "k": (2, 2, 2, 4),
+    "v": (2, 2, 2, 4), "mask": (2, 2), "added": (2, 2),
+}  # fmt: skip
+"""Of the arrays in spellings; other names are numbers."""
+
+
+def _erf(x: Any) -> Any:
+    return record("erf", lambda a: np.vectorize(math.erf)(a).astype(a.dtype), (x,), {})
+
+
+def _tanh_part(x: Any, cubic: Any) -> Any:
+    return np.tanh((x + cubic * 0.044715) * math.sqrt(2 / math.pi))
+
+
+GELUS: dict[str, Sequence[Callable[[Any], Any]]] = {
+    "gelu": (
+        lambda x: x * 0.5 * (_erf(x * math.sqrt(0.5)) + 1),
+        lambda x: x * ((_erf(x * math.sqrt(0.5)) + 1) * 0.5),
+    ),
+    "gelu_tanh": (
+        lambda x: x * 0.5 * (_tanh_part(x, x**3) + 1),
+        lambda x: x * ((_tanh_part(x, x**3) + 1) * 0.5),
+        lambda x: x * 0.5 * (_tanh_part(x, x * x * x) + 1),
+        lambda x: x * 0.5 * (np.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x)) + 1),
+    ),
+}
+ACTIVATIONS: dict[str, Sequence[Callable[[Any], Any]]] = {
+    **GELUS,
+    "silu": (
+        lambda x: x / (1 + np.exp(-x)),
+        lambda x: x * (1 / (1 + np.exp(-x))),
+        lambda x: x * record("expit", lambda a: 1 / (1 + np.exp(-a)), (x,), {}),
+    ),
+    "relu": (lambda x: np.maximum(x, 0),),
+}
+"""What each activation is, as programs write it."""
+
+
+def _softmax(s: Any) -> Any:
+    e = np.exp(s - s.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def _rms_norms() -> list[Pattern]:
+    spellings: list[Callable[..., Any]] = [
+        lambda x, weight, eps: x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight,
+        lambda x, weight, eps: (
+            x * (1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)) * weight
+        ),
+        lambda x, weight, eps: weight * (x * ((x * x).mean(axis=-1, keepdims=True) + eps) ** -0.5),
+    ]
+    return [Pattern("rms_norm", each, rms_norm, _settle_rows) for each in spellings]
+
+
+def _layer_norms() -> list[Pattern]:
+    def centred(x: Any) -> Any:
+        return x - x.mean(axis=-1, keepdims=True)
+
+    def by_hand(x: Any, eps: Any) -> Any:
+        c = centred(x)
+        return c / np.sqrt((c * c).mean(axis=-1, keepdims=True) + eps)
+
+    def by_variance(x: Any, eps: Any) -> Any:
+        return centred(x) / np.sqrt(x.var(axis=-1, keepdims=True) + eps)
+
+    def by_reciprocal(x: Any, eps: Any) -> Any:
+        return centred(x) * (1 / np.sqrt(x.var(axis=-1, keepdims=True) + eps))
+
+    patterns = []
+    for normed in (by_hand, by_variance, by_reciprocal):
+        patterns += [
+            Pattern(
+                "layer_norm",
+                lambda x, weight, bias, eps, normed=normed: normed(x, eps) * weight + bias,
+                layer_norm,
+                _settle_rows,
+            ),
+            Pattern(
+                "layer_norm",
+                lambda x, weight, eps, normed=normed: normed(x, eps) * weight,
+                layer_norm,
+                _settle_rows,
+            ),
+        ]
+    return patterns
+
+
+def _attention(
+    q: Any, k: Any, v: Any, *, scale: float = 1.0, mask: Any = None, added: Any = None,
+    causal: bool = False,
+) -> Any:  # fmt: skip
+    """[..., heads, positions, head_dim], as programs with plain products have them."""
+    heads = [(a[:, None] if a.ndim == 3 else a).swapaxes(1, 2) for a in (q, k, v)]
+    out: Any = flash_attention(*heads, scale=scale, causal=causal, mask=mask, bias=added)
+    out = out.swapaxes(1, 2)
+    return out[:, 0] if q.ndim == 3 else out
+
+
+def _settle_rows(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
+    """Rows of x, a weight for all of them."""
+    shapes = {name: getattr(value, "shape", ()) for name, value in _values(inputs).items()}
+    width = shapes["x"][-1:]
+    if "w" in shapes:
+        if len(shapes["x"]) < 2 or len(shapes["w"]) != 2:
+            return None
+        width = shapes["w"][1:]
+    vectors = [shapes[name] for name in ("weight", "bias") if name in shapes]
+    return inputs if all(shape == width for shape in vectors) else None
+
+
+def _values(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.value if isinstance(value, Node) else value for name, value in inputs.items()
+    }
+
+
+def _settle_mask(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
+    """A constant mask that is a triangle becomes causal=True; values of hidden scores that leave
+    them visible are refused."""
+    settled = dict(inputs)
+    if settled.pop("hidden", -np.inf) > _HIDDEN:
+        return None
+    mask = constants.get("mask")
+    if mask is not None:
+        rows, columns = mask.shape[-2:]
+        triangle = namespace(mask).tri(rows, columns, columns - rows, dtype=bool)
+        if mask.size == triangle.size and bool((mask.reshape(triangle.shape) == triangle).all()):
+            settled["mask"], settled["causal"] = None, True
+    return settled
+
+
+_HIDDEN = -1e4
+"""Scores from here down count as hidden."""
+
+
+def _attentions() -> list[Pattern]:
+    products: list[Callable[..., Any]] = [
+        lambda q, k, scale: q @ k.swapaxes(-1, -2) * scale,
+        lambda q, k, scale: (q * scale) @ k.swapaxes(-1, -2),
+    ]
+    patterns = []
+    for scores in products:
+        spellings: list[Callable[..., Any]] = [
+            lambda q, k, v, scale, f=scores: _softmax(f(q, k, scale)) @ v,
+            lambda q, k, v, scale, mask, hidden, f=scores: (
+                _softmax(np.where(mask, f(q, k, scale), hidden)) @ v
+            ),
+            lambda q, k, v, scale, added, f=scores: _softmax(f(q, k, scale) + added) @ v,
+        ]
+        patterns += [Pattern("flash_attention", s, _attention, _settle_mask) for s in spellings]
+    plain: list[Callable[..., Any]] = [
+        lambda q, k, v: _softmax(q @ k.swapaxes(-1, -2)) @ v,
+        lambda q, k, v, mask, hidden: _softmax(np.where(mask, q @ k.swapaxes(-1, -2), hidden)) @ v,
+    ]
+    return patterns + [Pattern("flash_attention", s, _attention, _settle_mask) for s in plain]
+
+
+def _linears() -> list[Pattern]:
+    """With the weight as [in, out]; a transposed weight is a transposed view of one."""
+    patterns = []
+    for name, spellings in ACTIVATIONS.items():
+        for act in spellings:
+            for spelling in (
+                lambda x, w, bias, act=act: act(x @ w + bias),
+                lambda x, w, act=act: act(x @ w),
+            ):
+                replace = functools.partial(_linear, activation=name)
+                patterns.append(Pattern("linear", spelling, replace, _settle_rows))
+    return [*patterns, Pattern("linear", lambda x, w, bias: x @ w + bias, _linear, _settle_rows)]
+
+
+def _linear(x: Any, w: Any, bias: Any = None, activation: str | None = None) -> Any:
+    return linear(x, w.T, bias, activation)
+
+
+def _gelus() -> list[Pattern]:
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}
+    return [
+        Pattern("gelu", spelling, functools.partial(gelu, approximate=approximate[name]))
+        for name, spellings in GELUS.items()
+        for spelling in spellings
+    ]
+
+
+@functools.cache
+def patterns() -> list[tuple[Pattern, Node, dict[int, str]]]:
+    """All of them with their graphs, those that replace most first."""
+    found = [*_attentions(), *_layer_norms(), *_rms_norms(), *_linears(), *_gelus()]
+    return [(each, *each.graph()) for each in found]

@@ -1,0 +1,350 @@
+"""Records what a function does to its arrays as a graph of operations.
+
+The function runs once on :class:`Traced` values, each of which holds the array of the sample, so
+that shapes and dtypes are known. NumPy calls arrive through its two protocols. CuPy has none for
+values that are not its own: for the time of the run the public functions of its namespaces are
+replaced by ones that record, and cukit's likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_NAMESPACES = ("cupy", "cupy.linalg", "cupyx.scipy.special", "scipy.special", "cukit")
+"""Modules whose functions are replaced during a trace where they are loaded."""
+
+_METHODS = (
+    "all", "any", "argmax", "argmin", "astype", "clip", "conj", "copy", "cumprod", "cumsum",
+    "diagonal", "dot", "flatten", "max", "mean", "min", "prod", "ravel", "repeat", "reshape",
+    "round", "sort", "squeeze", "std", "sum", "swapaxes", "take", "trace", "transpose", "var",
+)  # fmt: skip
+_READS = (
+    "item", "tolist", "tobytes", "get", "data", "ctypes", "flat", "__cuda_array_interface__",
+)  # fmt: skip
+
+
+class CannotTraceError(Exception):
+    """The function does something that a graph of operations does not show."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One operation, or an input.
+
+    name: of the function, as NumPy calls it, or "input". call: what computes it. args, kwargs: its
+    arguments, with nodes in place of traced arrays, in lists, tuples and dictionaries too.
+    value: what it gave on the sample.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+
+    def parents(self) -> list[Node]:
+        """The nodes among its arguments."""
+        found: list[Node] = []
+        replaced((self.args, self.kwargs), lambda node: found.append(node))
+        return found
+
+
+@dataclass
+class Trace:
+    """A function as a graph: its inputs, and its result with nodes in place of arrays."""
+
+    inputs: list[Node]
+    result: Any
+
+    def nodes(self) -> list[Node]:
+        """All operations that the result needs, each after its arguments; no inputs."""
+        order: dict[Node, None] = {}
+        roots: list[Node] = []
+        replaced(self.result, lambda node: roots.append(node))
+        stack = [(node, False) for node in reversed(roots)]
+        while stack:
+            node, done = stack.pop()
+            if node in order or node.name == "input":
+                continue
+            if done:
+                order[node] = None
+            else:
+                stack.append((node, True))
+                stack += [(parent, False) for parent in reversed(node.parents())]
+        return list(order)
+
+
+def is_same(one: Trace, other: Trace) -> bool:
+    """Whether two traces are the same operations on the same constants."""
+    numbers: list[dict[Node, int]] = []
+    steps: list[list[Node]] = []
+    for each in (one, other):
+        steps.append([*each.inputs, *each.nodes()])
+        numbers.append({node: number for number, node in enumerate(steps[-1])})
+    if len(steps[0]) != len(steps[1]):
+        return False
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, Node) or isinstance(b, Node):
+            return numbers[0].get(a, -1) == numbers[1].get(b, -2)
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(map(equal, a, b))
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(map(equal, a.values(), b.values()))
+        if is_array(a):
+            return a is b or (
+                a.shape == b.shape
+                and a.dtype == b.dtype
+                and bool(((a == b) | ((a != a) & (b != b))).all())
+            )
+        return a is b or bool(a == b) or (a != a and b != b)
+
+    pairs = zip(*steps, strict=True)
+    return equal(one.result, other.result) and all(
+        a.name == b.name and equal((a.args, a.kwargs), (b.args, b.kwargs)) for a, b in pairs
+    )
+
+
+def replaced(value: Any, change: Callable[[Node], Any]) -> Any:
+    """`value` with `change(node)` for every node in it."""
+    if isinstance(value, Node):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        items = [replaced(item, change) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: replaced(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(replaced(part, change) for part in parts))
+    return value
+
+
+def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """The graph of `function(*args, **kwargs)`, whose arrays may be in lists, tuples, dictionaries.
+
+    Raises CannotTraceError where it reads values on the host, assigns to elements of an array or
+    calls a function that takes arrays only.
+    """
+    inputs: list[Node] = []
+
+    def enter(value: Any) -> Any:
+        if is_array(value):
+            inputs.append(Node("input", _no_call, (), {}, value))
+            return Traced(inputs[-1])
+        if isinstance(value, (list, tuple)):
+            items = [enter(item) for item in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        if isinstance(value, dict):
+            return {key: enter(item) for key, item in value.items()}
+        return value
+
+    given, named = enter(args), enter(kwargs)
+    with _recording():
+        result = function(*given, **named)
+    return Trace(inputs, _to_nodes(result))
+
+
+def is_array(value: Any) -> bool:
+    """NumPy's or CuPy's."""
+    if isinstance(value, np.ndarray):
+        return True
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def _no_call(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("an input is not computed")
+
+
+def record(name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs `call` on the values of traced arguments; its result, traced."""
+    values, named = _to_values(args), _to_values(kwargs)
+    result = call(*values, **named)
+    node = Node(name, call, _to_nodes(tuple(args)), _to_nodes(dict(kwargs)), result)
+    return _traced(node, result)
+
+
+def _traced(node: Node, result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        parts = []
+        for index, part in enumerate(result):
+            pick = Node("pick", operator.itemgetter(index), (node,), {}, part)
+            parts.append(_traced(pick, part))
+        return result._make(parts) if hasattr(result, "_make") else type(result)(parts)
+    if is_array(result) or isinstance(result, np.generic):
+        return Traced(node)
+    return result
+
+
+def _to_values(value: Any) -> Any:
+    return _unwrapped(value, lambda traced: traced._node.value)
+
+
+def _to_nodes(value: Any) -> Any:
+    return _unwrapped(value, lambda traced: traced._node)
+
+
+def _unwrapped(value: Any, change: Callable[[Traced], Any]) -> Any:
+    if isinstance(value, Traced):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        items = [_unwrapped(item, change) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _unwrapped(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_unwrapped(x, change) for x in (value.start, value.stop, value.step)))
+    return value
+
+
+def _holds_traced(value: Any) -> bool:
+    found: list[Traced] = []
+    _unwrapped(value, lambda traced: found.append(traced))
+    return bool(found)
+
+
+class Traced:
+    """An array in a function that is traced: what is done to it is recorded."""
+
+    __array_priority__ = 1000.0
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            raise CannotTraceError(f"{ufunc.__name__} writes to out=")
+        if method != "__call__":
+            return record(f"{ufunc.__name__}.{method}", getattr(ufunc, method), inputs, kwargs)
+        return record(ufunc.__name__, ufunc, inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            raise CannotTraceError(f"{function.__name__} writes to out=")
+        return record(function.__name__, function, args, kwargs)
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        return _Namespace(np if isinstance(self._node.value, np.ndarray) else sys.modules["cupy"])
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._node.value
+        if name in _METHODS:
+            return lambda *args, **kwargs: record(name, _method(name), (self, *args), kwargs)
+        if name == "T":
+            return record("transpose", _method("transpose"), (self,), {})
+        if name == "mT":
+            return self.swapaxes(-1, -2)
+        if name in _READS:
+            raise CannotTraceError(f"it reads values on the host: .{name}")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        attribute = getattr(value, name)
+        if callable(attribute):
+            raise CannotTraceError(f"the method .{name}() is not traced")
+        return attribute
+
+    def __len__(self) -> int:
+        return len(self._node.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, key: Any) -> Any:
+        return record("getitem", operator.getitem, (self, key), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise CannotTraceError("it assigns to elements of an array")
+
+    def _reads(self, *_: Any, **__: Any) -> Any:
+        raise CannotTraceError("it reads values on the host")
+
+    __bool__ = __int__ = __float__ = __index__ = __complex__ = __array__ = _reads
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda array, *args, **kwargs: getattr(array, name)(*args, **kwargs)
+
+
+def _operator(name: str, function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def call(self: Traced, *others: Any) -> Any:
+        args = (*others, self) if swapped else (self, *others)
+        return record(name, function, args, {})
+
+    return call
+
+
+def _in_place(self: Traced, _: Any) -> Any:
+    raise CannotTraceError("it changes an array in place")
+
+
+_BINARY = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power",
+    "matmul": "matmul", "mod": "remainder", "floordiv": "floor_divide", "and": "bitwise_and",
+    "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift", "rshift": "right_shift",
+}  # fmt: skip
+_COMPARISONS = {
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+    "eq": "equal", "ne": "not_equal",
+}  # fmt: skip
+for _short, _name in _BINARY.items():
+    _function = getattr(operator, f"__{_short}__")
+    setattr(Traced, f"__{_short}__", _operator(_name, _function, swapped=False))
+    setattr(Traced, f"__r{_short}__", _operator(_name, _function, swapped=True))
+    setattr(Traced, f"__i{_short}__", _in_place)
+for _short, _name in _COMPARISONS.items():
+    setattr(Traced, f"__{_short}__", _operator(_name, getattr(operator, _short), swapped=False))
+for _short, _name in {"neg": "negative", "abs": "absolute", "invert": "invert"}.items():
+    setattr(Traced, f"__{_short}__", _operator(_name, getattr(operator, _short), swapped=False))
+Traced.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class _Namespace:
+    """An array-API namespace whose functions record."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return _recorder(name, found) if callable(found) and not isinstance(found, type) else found
+
+
+def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _holds_traced((args, kwargs)):
+            return function(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            raise CannotTraceError(f"{name} writes to out=")
+        return record(name, function, args, kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Replaces the functions of :data:`_NAMESPACES` by ones that record traced arguments."""
+    changed: list[tuple[Any, str, Any]] = []
+    try:
+        for place in _NAMESPACES:
+            module = sys.modules.get(place)
+            if module is None:
+                continue
+            for name, function in list(vars(module).items()):
+                if name.startswith("_") or isinstance(function, type) or not callable(function):
+                    continue
+                changed.append((module, name, function))
+                setattr(module, name, _recorder(name, function))
+        yield
+    finally:
+        for module, name, function in reversed(changed):
+            setattr(module, name, function)

@@ -1,0 +1,516 @@
+"""`optimize`: fused kernels in a function of arrays, verified against it, replayed as one graph."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from cukit.core.device import gpu_available
+from cukit.core.scalars import check_flag, check_integer, check_number
+from cukit.errors import ConfigError, CukitError
+from cukit.fusion._match import Match, match, uncast
+from cukit.fusion._patterns import Pattern, patterns
+from cukit.fusion._trace import CannotTraceError, Node, Trace, is_array, is_same, replaced, trace
+
+TOLERANCES = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+"""Largest difference of two outputs over the largest output: two roundings and sums in another
+order."""
+_WHOLE_TOLERANCE = 4.0  # of the function's outputs, which are those of many ops
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What became of one place where a fused kernel fits.
+
+    op: cukit's. operations: how many of the function's it replaces. shape: of the result.
+    error: largest difference of the results over the largest; NaN where the op refused its inputs.
+    before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse", or why
+    the original stays.
+    """
+
+    op: str
+    operations: int
+    shape: tuple[int, ...]
+    error: float
+    tolerance: float
+    before_us: float | None
+    after_us: float | None
+    outcome: str
+
+
+@dataclass(eq=False)
+class _Fusion:
+    """A place where a fused op fits: its match, and what computes it from the values of nodes."""
+
+    pattern: Pattern
+    match: Match
+    arguments: dict[str, Any]
+    dtype: Any
+
+    def run(self, value_of: Callable[[Node], Any]) -> Any:
+        found = self.pattern.replace(**replaced(self.arguments, value_of))
+        return found if found.dtype == self.dtype else found.astype(self.dtype)
+
+
+class Optimized:
+    """A function with fused ops in it, as :func:`optimize` returns it.
+
+    Call it like the function. Inputs whose shapes, dtypes or other values differ from the sample's
+    run the original. As a context manager it goes back to the original at the end.
+
+    Attributes:
+        function: the original.
+        report: one FusionReport for each place that was tried.
+        error: difference of the outputs, as in FusionReport.
+        before_us, after_us: median times of the whole, None without a GPU.
+        note: what was not done, and why; "" if nothing.
+    """
+
+    def __init__(self, function: Callable[..., Any], note: str = "") -> None:
+        self.function = function
+        self.report: list[FusionReport] = []
+        self.error = 0.0
+        self.before_us: float | None = None
+        self.after_us: float | None = None
+        self.note = note
+        self._program: _Program | None = None
+        self._graph: _Graph | None = None
+
+    def restore(self) -> Callable[..., Any]:
+        """From now on calls run the original, which is returned."""
+        self._program = self._graph = None
+        return self.function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        if self._graph is not None and self._graph.fits(args, kwargs):
+            return self._graph(args, kwargs)
+        if self._program is not None and self._program.fits(args, kwargs):
+            return self._program(args, kwargs)
+        return self.function(*args, **kwargs)
+
+    def __enter__(self) -> Optimized:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        """A table: one line for each place, one for the whole function."""
+        rows = [("op", "operations", "result", "error", "before us", "after us", "outcome")]
+        rows += [
+            (row.op, str(row.operations), "x".join(map(str, row.shape)), f"{row.error:.1e}",
+             _time(row.before_us), _time(row.after_us), row.outcome)
+            for row in self.report
+        ]  # fmt: skip
+        whole = (f"{self.error:.1e}", _time(self.before_us), _time(self.after_us), "")
+        rows.append(("whole function", "", "", *whole))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+
+def optimize(
+    function: Callable[..., Any],
+    sample: Any,
+    *,
+    use_cuda_kernels: bool = True,
+    tolerance: float | None = None,
+    only_faster: bool = True,
+    dry_run: bool | None = None,
+    cuda_graph: bool | None = None,
+    repeats: int = 10,
+) -> Optimized:
+    """Replaces what a function of CuPy or NumPy arrays computes step by step with fused kernels.
+
+    The function runs a few times on `sample`, and its operations are recorded. Wherever they spell
+    an op that cukit has a kernel for, that op is run on the very same inputs; it stays where the
+    results agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU
+    the whole is then captured in a CUDA graph, which calls with the sample's shapes replay.
+
+    ===============  ============================================================================
+    flash_attention  softmax(q k^T scale) v over [..., heads, positions, head_dim], with a boolean
+                     mask (a constant triangle becomes causal=True) or an added bias
+    rms_norm         x / sqrt(mean(x^2) + eps) * weight
+    layer_norm       (x - mean) / sqrt(variance + eps) * weight + bias
+    linear           x @ w + bias, and gelu, gelu_tanh, silu or relu of it
+    gelu             with erf or tanh
+    ===============  ============================================================================
+
+    Casts between floating-point types are looked through: the ops accumulate in float32.
+
+    Args:
+        function: of arrays, in any nesting of tuples, lists and dictionaries, and of other values.
+            Array code of CuPy, NumPy or an array-API namespace can be traced; what reads values on
+            the host, assigns to elements or changes an array in place cannot, and stays as it is.
+            A model of cukit, which consists of fused ops already, is captured as it is.
+        sample: what to call it with: an array, a tuple of arguments or a dict of keyword arguments.
+        use_cuda_kernels: False leaves everything as it is.
+        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. The function as
+            a whole may have four times that, else nothing is replaced.
+        only_faster: keep the original where the op takes longer.
+        dry_run: verify and report only. None: where the arrays are NumPy's.
+        cuda_graph: whether to capture. None: on a GPU, where it can be captured. The result is a
+            copy; arrays that the function closes over must stay where they are.
+        repeats: calls a timing is the median of.
+
+    Returns:
+        :class:`Optimized`: a callable, the report, and the way back.
+
+    Raises:
+        ConfigError: an option.
+
+    What the function does with other shapes is not known from one sample: they run the original.
+    Values that it closes over are those of the sample's call, arrays the same arrays; what it does
+    beside computing arrays, such as printing, is not repeated.
+
+    >>> import numpy as np, cukit as ck
+    >>> def norm(x, weight):
+    ...     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * weight
+    >>> x = np.random.rand(4, 64).astype(np.float32)
+    >>> [(row.op, row.outcome) for row in ck.optimize(norm, (x, x[0])).report]
+    [('rms_norm', 'would fuse')]
+    """
+    op = "optimize"
+    if not callable(function):
+        raise ConfigError(f"{op}: function must be callable, got {type(function).__name__}")
+    check_flag(op, "use_cuda_kernels", use_cuda_kernels)
+    check_flag(op, "only_faster", only_faster)
+    for name, flag in (("dry_run", dry_run), ("cuda_graph", cuda_graph)):
+        if flag is not None:
+            check_flag(op, name, flag)
+    check_integer(op, "repeats", repeats, least=1)
+    if tolerance is not None:
+        check_number(op, "tolerance", tolerance, least=0)
+    if not use_cuda_kernels:
+        return Optimized(function, "use_cuda_kernels=False: nothing was replaced")
+    args, kwargs = _arguments(sample)
+    on_gpu = any(not isinstance(array, np.ndarray) for array in _arrays((args, kwargs)))
+    if cuda_graph and not on_gpu:
+        raise ConfigError(f"{op}: cuda_graph=True needs arrays on a GPU")
+    dry = not on_gpu if dry_run is None else bool(dry_run)
+    result = Optimized(function)
+    before = function(*args, **kwargs)
+    if on_gpu:
+        result.before_us = _median_us(lambda: function(*args, **kwargs), repeats)
+    notes = []
+    if not on_gpu:
+        here = "the arrays are on the CPU" if gpu_available() else "this machine has no GPU"
+        notes.append(f"{here}: ops ran on cukit's references, nothing was timed")
+    try:
+        found = trace(function, args, kwargs)
+        if not is_same(found, trace(function, args, kwargs)):
+            raise CannotTraceError("it computes with values that change from call to call")
+    except CannotTraceError as reason:
+        notes.append(f"nothing was replaced: {reason}")
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        notes.append(f"nothing was replaced: the trace failed with {type(error).__name__}: {first}")
+    else:
+        _fuse(result, found, before, (args, kwargs), tolerance, only_faster, on_gpu, repeats)
+    if dry:
+        result.report = [
+            replace(row, outcome="would fuse") if row.outcome == "fused" else row
+            for row in result.report
+        ]
+        result.restore()
+    elif on_gpu and cuda_graph is not False:
+        try:
+            result._graph = _Graph(result._program or function, args, kwargs)
+        except Exception as error:
+            if cuda_graph:
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            notes.append(f"no CUDA graph: {type(error).__name__}: {first}")
+    if on_gpu and not dry:
+        result.after_us = _median_us(lambda: result(*args, **kwargs), repeats)
+    result.note = "; ".join(notes)
+    return result
+
+
+def _fuse(
+    result: Optimized,
+    found: Trace,
+    before: Any,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    tolerance: float | None,
+    only_faster: bool,
+    on_gpu: bool,
+    repeats: int,
+) -> None:
+    accepted = []
+    for fusion in _find(found):
+        row = _judge(fusion, tolerance, only_faster, on_gpu, repeats)
+        result.report.append(row)
+        if row.outcome == "fused":
+            accepted.append(fusion)
+    if not accepted:
+        return
+    program = _Program(found, accepted, *call)
+    after = program(*call)
+    result.error, allowed = _difference(before, after, tolerance)
+    if result.error <= _WHOLE_TOLERANCE * allowed:
+        result._program = program
+        return
+    result.report = [
+        replace(row, outcome="kept: the function's result changed too much")
+        if row.outcome == "fused" else row
+        for row in result.report
+    ]  # fmt: skip
+
+
+def _find(found: Trace) -> list[_Fusion]:
+    """Places that share no operation, the earlier pattern first."""
+    nodes = found.nodes()
+    users: dict[Node, set[Node]] = {}
+    for node in nodes:
+        for parent in node.parents():
+            users.setdefault(parent, set()).add(node)
+    outputs: set[Node] = set()
+    replaced(found.result, outputs.add)
+    taken: set[Node] = set()
+    fusions = []
+    for pattern, root, names in patterns():
+        for node in reversed(nodes):
+            matched = None if node in taken else match(root, names, node)
+            if matched is None:
+                continue
+            inner = set(matched.inner)
+            # A cast is cheap: it may be computed for others too.
+            replaced_ops = {each for each in inner if uncast(each) is None}
+            seen = any(
+                each is not node and (each in outputs or users[each] - inner)
+                for each in replaced_ops
+            )
+            arguments = None if seen or taken & replaced_ops else _settled(pattern, matched)
+            if arguments is not None:
+                taken |= replaced_ops
+                fusions.append(_Fusion(pattern, matched, arguments, node.value.dtype))
+    order = {node: number for number, node in enumerate(nodes)}
+    return sorted(fusions, key=lambda fusion: order[fusion.match.root])
+
+
+def _settled(pattern: Pattern, matched: Match) -> dict[str, Any] | None:
+    if pattern.settle is None:
+        return matched.inputs
+    constants = {name: value for name, value in matched.inputs.items() if is_array(value)}
+    return pattern.settle(matched.inputs, constants)
+
+
+def _judge(
+    fusion: _Fusion, tolerance: float | None, only_faster: bool, on_gpu: bool, repeats: int
+) -> FusionReport:
+    root, inner = fusion.match.root, fusion.match.inner
+    facts = (fusion.pattern.op, len(inner), tuple(root.value.shape))
+
+    def original() -> Any:
+        values = _Values(set(inner))
+        return values[root]
+
+    def fused() -> Any:
+        return fusion.run(lambda node: node.value)
+
+    before_us = _median_us(original, repeats) if on_gpu else None
+    try:
+        after = fused()
+    except CukitError as refusal:
+        reason = str(refusal).splitlines()[0]
+        return FusionReport(*facts, math.nan, math.nan, before_us, None, f"kept: {reason}")
+    error, allowed = _difference(root.value, after, tolerance)
+    after_us = _median_us(fused, repeats) if on_gpu else None
+    outcome = "fused"
+    if not error <= allowed:
+        outcome = f"kept: error above {allowed:.1e}"
+    elif only_faster and before_us is not None and after_us is not None and after_us >= before_us:
+        outcome = "kept: not faster"
+    return FusionReport(*facts, error, allowed, before_us, after_us, outcome)
+
+
+class _Values(dict[Node, Any]):
+    """Values of nodes; those of `inside` are computed, the others are the sample's."""
+
+    def __init__(self, inside: set[Node]) -> None:
+        super().__init__()
+        self._inside = inside
+
+    def __missing__(self, node: Node) -> Any:
+        if node not in self._inside:
+            return node.value
+        args, kwargs = replaced((node.args, node.kwargs), self.__getitem__)
+        self[node] = value = node.call(*args, **kwargs)
+        return value
+
+
+class _Program:
+    """The recorded operations, with fused ops in place of what they replace."""
+
+    def __init__(
+        self,
+        found: Trace,
+        fusions: list[_Fusion],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._inputs = found.inputs
+        self._result = found.result
+        self._sample = _described((args, kwargs))
+        by_root = {fusion.match.root: fusion for fusion in fusions}
+        nodes = found.nodes()
+        needed: set[Node] = set()
+        replaced(found.result, needed.add)
+        for node in reversed(nodes):
+            if node in needed:
+                fusion = by_root.get(node)
+                replaced(
+                    (node.args, node.kwargs) if fusion is None else fusion.arguments, needed.add
+                )
+        self._steps = [(node, by_root.get(node)) for node in nodes if node in needed]
+        for node in (*nodes, *found.inputs):
+            node.value = None  # the sample's
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the inputs are like the sample."""
+        return bool(_described((args, kwargs)) == self._sample)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values: dict[Node, Any] = dict(zip(self._inputs, _arrays((args, kwargs)), strict=True))
+        for node, fusion in self._steps:
+            if fusion is None:
+                own, named = replaced((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.call(*own, **named)
+            else:
+                values[node] = fusion.run(values.__getitem__)
+        return replaced(self._result, values.__getitem__)
+
+
+class _Graph:
+    """A captured call: inputs are copied into those of the capture, results are copied out."""
+
+    def __init__(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        cupy = sys.modules["cupy"]
+        self._sample = _described((args, kwargs))
+        self._inputs = [array.copy() for array in _arrays((args, kwargs))]
+        copies = iter(self._inputs)
+        own = _with_arrays((args, kwargs), lambda _: next(copies))
+
+        def run() -> Any:
+            return call(*own) if isinstance(call, _Program) else call(*own[0], **own[1])
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(cupy.cuda.get_current_stream().record())
+        with stream:
+            run()
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                self._output = run()
+            except BaseException:
+                with contextlib.suppress(Exception):  # it only repeats that the capture failed
+                    stream.end_capture()
+                raise
+            self._graph = stream.end_capture()
+        stream.synchronize()
+        self._cupy = cupy
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the inputs are like those of the capture."""
+        return bool(_described((args, kwargs)) == self._sample)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for own, given in zip(self._inputs, _arrays((args, kwargs)), strict=True):
+            own[...] = given
+        self._graph.launch(self._cupy.cuda.get_current_stream())
+        return _with_arrays(self._output, lambda array: array.copy())
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if isinstance(sample, (tuple, list)):
+        return tuple(sample), {}
+    return (sample,), {}
+
+
+def _with_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change(array)` for every array in it."""
+    if is_array(value):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        items = [_with_arrays(item, change) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _with_arrays(item, change) for key, item in value.items()}
+    return value
+
+
+def _arrays(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _with_arrays(value, found.append)
+    return found
+
+
+def _described(value: Any) -> Any:
+    """Equal where the same operations apply."""
+    return _with_arrays(
+        value, lambda array: (type(array).__name__, array.shape, array.dtype.str, array.strides)
+    )
+
+
+def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
+    """Largest difference over the largest output, and what is allowed."""
+    error = 0.0
+    allowed = 0.0 if tolerance is None else tolerance
+    befores, afters = _arrays(before), _arrays(after)
+    if len(befores) != len(afters):
+        return math.inf, allowed
+    for one, other in zip(befores, afters, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return math.inf, allowed
+        if tolerance is None:
+            allowed = max(allowed, TOLERANCES.get(one.dtype.name, 0.0))
+        if not one.size:
+            continue
+        exact, got = one.astype(np.float64), other.astype(np.float64)
+        scale = max(float(abs(exact).max()), float(np.finfo(np.float32).tiny))
+        difference = float(abs(exact - got).max()) / scale
+        error = math.inf if math.isnan(difference) else max(error, difference)
+    return error, allowed
+
+
+def _median_us(call: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call between events of the GPU, the first two left out."""
+    cupy = sys.modules["cupy"]
+    for _ in range(_WARM_UP):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * float(cupy.cuda.get_elapsed_time(start, end)))
+    return statistics.median(times)
+
+
+def _time(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
