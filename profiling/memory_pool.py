@@ -34,10 +34,11 @@ from cukit.analyzer.statistics import estimate
 from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.core.device import gpu_available
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.mixes import STANDARD
-from cukit.memory.provider import Provider
-from cukit.memory.replay import PoolMissing, ReplayResult, Request, replay_apart
-from cukit.memory.replay_pools import POOLS, make_pool
+from cukit.memory.providers.provider import Provider
+from cukit.memory.replay.mixes import STANDARD
+from cukit.memory.replay.pools import POOLS, make_pool
+from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
+from cukit.memory.replay.replay import ReplayResult
 from profiling.environment import describe
 from profiling.pool_training import measure_training
 
@@ -276,7 +277,7 @@ def _timed_copies() -> Iterator[list[Callable[[], float]]]:
         return
     import cupy
 
-    from cukit.memory import device_copy
+    from cukit.memory.providers import device_copy
 
     launch = device_copy.launch_moves
 
@@ -296,10 +297,10 @@ def _timed_copies() -> Iterator[list[Callable[[], float]]]:
 
 def _provider(page_bytes: int) -> Provider:
     if gpu_available():
-        from cukit.memory.vmm import CudaVirtualMemory
+        from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
 
         return CudaVirtualMemory(page_bytes=page_bytes)
-    from cukit.memory.host import HostProvider
+    from cukit.memory.providers.host import HostProvider
 
     return HostProvider(page_bytes=page_bytes)
 

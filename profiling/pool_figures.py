@@ -17,8 +17,8 @@ from cukit.analyzer.report import svg
 from cukit.analyzer.report.memory_pools import HELD, draw_held, pool_title, replayed_on
 from cukit.analyzer.results import read
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.host import HostProvider
 from cukit.memory.picture import map_svg
+from cukit.memory.providers.host import HostProvider
 from profiling.memory_pool import FAMILY
 from profiling.tables import PUBLISHED, ROOT
 

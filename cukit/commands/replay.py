@@ -14,9 +14,10 @@ from cukit.analyzer.results import write
 from cukit.commands._console import print_json, stdout, table
 from cukit.errors import ConfigError
 from cukit.memory.log import write_log
-from cukit.memory.mixes import make_log
-from cukit.memory.replay import PoolMissing, ReplayResult, Request, Script, replay_apart
-from cukit.memory.replay_pools import POOLS
+from cukit.memory.replay.mixes import make_log
+from cukit.memory.replay.pools import POOLS
+from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
+from cukit.memory.replay.replay import ReplayResult, Script
 
 TIGHT = "tight"
 _MOST_BYTES = 2**63

@@ -19,7 +19,7 @@ from cukit.kv_cache._slab import HostBlocks, KVCacheSlab
 from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
 from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
 from cukit.memory import MemoryPool
-from cukit.memory.interrupts import Uninterrupted
+from cukit.memory.uninterrupted import Uninterrupted
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 

@@ -1,4 +1,8 @@
-"""A memory manager for CuPy that defragments.
+"""A memory pool for CuPy that defragments.
+
+`pool/` has the pool, `bookkeeping/` its records, `providers/` the devices, `replay/` replays of
+allocation logs. The tools beside them are imported by path: `cukit.memory.history`, `leaks`, `log`,
+`picture`, `recorder`, `snapshot` and `cuda_guard`.
 
 >>> from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
 >>> pool = MemoryPool(MemoryPoolConfig(max_pool_size=1 << 30), HostProvider())
@@ -6,24 +10,24 @@
 >>> pool.free(address)
 """
 
-from cukit.memory.blocks import Block, Event, Frame, Range
-from cukit.memory.buffer import DeviceBuffer
-from cukit.memory.compaction import batched_copy
-from cukit.memory.config import MemoryPoolConfig
-from cukit.memory.cuda_malloc import CudaMalloc
-from cukit.memory.devices import (
+from cukit.memory.batched_copy import Move, batched_copy
+from cukit.memory.bookkeeping.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.statistics import DefragmentReport, PoolStatistics, StreamStatistics
+from cukit.memory.pool.buffer import DeviceBuffer
+from cukit.memory.pool.config import MemoryPoolConfig
+from cukit.memory.pool.devices import (
     DevicePools,
     default_pool,
     memory_pool_allocate,
     memory_pool_free,
+    pools_of,
 )
-from cukit.memory.host import HostProvider
-from cukit.memory.install import pools_of
-from cukit.memory.oom import OutOfMemoryReport
-from cukit.memory.pool import MemoryPool
-from cukit.memory.provider import DeviceOutOfMemory, Move, Provider
-from cukit.memory.statistics import DefragmentReport, PoolStatistics, StreamStatistics
-from cukit.memory.vmm import CudaVirtualMemory
+from cukit.memory.pool.memory_pool import MemoryPool
+from cukit.memory.pool.oom import OutOfMemoryReport
+from cukit.memory.providers.cuda_malloc import CudaMalloc
+from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
+from cukit.memory.providers.host import HostProvider
+from cukit.memory.providers.provider import DeviceOutOfMemory, Provider
 
 __all__ = [
     "Block",

@@ -1,16 +1,15 @@
-"""Guarded memory of a GPU, for CuPy: finds stray accesses of any kernel, at full speed.
+"""Guarded GPU memory for CuPy: finds out-of-bounds accesses of any kernel at full speed.
 
     guard = CudaGuard(seed=1)
     with guard.installed():
-        ...  # every array that CuPy makes here, scratch inside ops included
+        ...  # guards every array that CuPy allocates here, scratch memory of ops included
     for damage in guard.memory.check():
         print(damage)
 
-A read or a write beyond an array that leaves the pages around it ends in cudaErrorIllegalAddress, a
-write within them is found by `check`, and what a kernel reads before anybody wrote it is one of
-several patterns of NaN, huge numbers and noise. What compute-sanitizer finds with each access
-checked, and a run twenty to a hundred times as long, is found here as far as it leaves the array
-by its end or its start.
+An out-of-bounds access that leaves the array's pages fails with cudaErrorIllegalAddress; a write
+inside them is found by `check`; memory that was never written reads as NaN, huge numbers or noise.
+compute-sanitizer checks every access but slows a run down by a factor of 20 to 100; guarded memory
+finds only accesses past the end or before the start of an array.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ import numpy.typing as npt
 from cukit.core.device import require_cupy
 from cukit.core.kernel import Kernel, KernelSpec, load_kernel
 from cukit.errors import UnsupportedDeviceError
-from cukit.memory.cuda_captures import CaptureWatch, between_captures
-from cukit.memory.cuda_driver import (
+from cukit.memory.bookkeeping.streams import CaptureKey
+from cukit.memory.guard import GuardedMemory
+from cukit.memory.providers.cuda_captures import CaptureWatch, between_captures
+from cukit.memory.providers.cuda_driver import (
     CudaVirtualMemoryDriver,
     call,
     supports_virtual_memory,
 )
-from cukit.memory.guard import GuardedMemory
-from cukit.memory.provider import DeviceOutOfMemory
-from cukit.memory.streams import CaptureKey
+from cukit.memory.providers.provider import DeviceOutOfMemory
 
 THREADS = 256
 CHUNK_BYTES = 1 << 16
 _MOST_PAGES = 1 << 13
 _CAPTURABLE_FROM = 2
-"""Handles below are the legacy default stream, which cannot be captured, nor asked."""
+"""Handles below this are the legacy default stream, which cannot be captured or queried."""
 
 
 def plan_guard_pages(page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> KernelSpec:
-    """64 KiB a block: a single page already occupies 32 of them."""
+    """64 KiB per block, so that a single page is 32 blocks."""
     defines = (("THREADS", THREADS), ("PAGE_BYTES", page_bytes), ("CHUNK_BYTES", chunk_bytes))
     return KernelSpec("memory/guard_pages.cu", "guard_pages", defines, THREADS)
 
 
 class CudaGuardDevice:
-    """The current device. Fills and looks on a stream of its own, from a table of its own."""
+    """Fills and checks memory of the current device, on a stream and from a table of its own."""
 
     def __init__(self, page_bytes: int) -> None:
         cupy = require_cupy("guarded memory")
@@ -81,18 +80,18 @@ class CudaGuardDevice:
         self._runtime.deviceSynchronize()
 
     def fill(self, address: int, size: int, word: int) -> None:
-        # A memset and no kernel: traces of kernels lack it.
+        # A memset, not a kernel, so that kernel traces do not show it.
         call("cuMemsetD32Async", address, word, size // 4, self._stream.ptr)
         self._stream.synchronize()
 
     def guard_pages(self, pages: npt.NDArray[np.int64], page_bytes: int) -> npt.NDArray[np.int32]:
         found = [
-            self._look(pages[first : first + _MOST_PAGES], page_bytes)
+            self._check_pages(pages[first : first + _MOST_PAGES], page_bytes)
             for first in range(0, len(pages), _MOST_PAGES)
         ]
         return np.concatenate(found)
 
-    def _look(self, pages: npt.NDArray[np.int64], page_bytes: int) -> npt.NDArray[np.int32]:
+    def _check_pages(self, pages: npt.NDArray[np.int64], page_bytes: int) -> npt.NDArray[np.int32]:
         rows, damage = self._pages[: len(pages)], self._damage[: len(pages)]
         with self._stream:
             rows.set(pages, self._stream)
@@ -123,7 +122,7 @@ class CudaGuard:
         self.memory = GuardedMemory(driver, CudaGuardDevice(driver.granularity()), seed)
 
     def allocate(self, size: int) -> Any:
-        """What CuPy calls: a cupy.cuda.MemoryPointer to `size` bytes."""
+        """Called by CuPy: returns a cupy.cuda.MemoryPointer to `size` bytes."""
         cuda = self._cuda
         if self._cuda.runtime.getDevice() != self.device_id:
             return self._elsewhere(size)
@@ -140,7 +139,7 @@ class CudaGuard:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """CuPy allocates here inside the block, in all threads."""
+        """Inside the block, CuPy allocates guarded memory in all threads."""
         before = self._cuda.get_allocator()
         self._cuda.set_allocator(self.allocate)
         try:
@@ -150,6 +149,6 @@ class CudaGuard:
 
 
 class _Owner:
-    """Lives as long as CuPy uses an allocation."""
+    """Lives as long as CuPy's memory object; its finalizer frees the slot."""
 
     __slots__ = ("__weakref__",)

@@ -1,12 +1,12 @@
 """Guarded memory: every allocation has pages of its own, with unmapped addresses around them.
 
-A slot is a run of pages in the middle of reserved addresses. An allocation lies at the very end or
-at the very start of its slot, so that an access behind it, or before it, leaves the mapped pages
-and faults. The rest of the slot holds a pattern, and changes to that are found when the slot is
-checked. The allocation holds the pattern as well, until it is written to.
+A slot is a run of pages in the middle of reserved addresses. An allocation is placed at the very
+end or the very start of its slot, so that an access past its end, or before its start, leaves the
+mapped pages and faults. The rest of the slot holds a pattern; a check finds changes to it. The
+allocation itself holds the pattern until it is written.
 
-Slots are filled before they are given out and checked when the device is idle, never in between: an
-allocation enqueues nothing, whatever stream it is for and whether or not that is captured.
+Slots are filled before they are allocated and checked while the device is idle, so an allocation
+enqueues no work, whatever its stream and whether or not that is being captured.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cukit.memory.blocks import Frame
-from cukit.memory.cuda_driver import VirtualMemoryDriver
-from cukit.memory.listeners import call_site
-from cukit.memory.provider import DeviceOutOfMemory
-from cukit.memory.streams import CaptureKey
+from cukit.memory.bookkeeping.blocks import Frame
+from cukit.memory.bookkeeping.streams import CaptureKey
+from cukit.memory.pool.listeners import call_site
+from cukit.memory.providers.cuda_driver import VirtualMemoryDriver
+from cukit.memory.providers.provider import DeviceOutOfMemory
 
 ALIGNMENT = 16
-"""Of allocations at the end of a slot: what cukit's ops ask of an array. CuPy's own pool aligns to
-512 bytes, behind which an access may reach 511 bytes beyond an array and fault nowhere."""
+"""Alignment of allocations at the end of a slot: what cukit's ops require of an array. CuPy's own
+pool aligns to 512 bytes, so an access up to 511 bytes past an array would not fault."""
 
 GAP_PAGES = 16
-"""Unmapped on either side of a slot."""
+"""Unmapped pages on either side of a slot."""
 
 LARGEST_RECYCLED = 32
-"""Pages. Slots up to this size, a power of two, are filled and used again; larger ones fit their
-allocation and are given back."""
+"""Pages. Slots up to this size are powers of two and are reused; larger ones fit their allocation
+and are released."""
 
 MOST_IDLE = MOST_WORN = 4 << 30
-"""Bytes that are kept for what comes next, and that wait for a check; less on a small GPU."""
+"""Most bytes in slots that are ready for reuse, and in freed slots not checked yet; less on a small
+GPU."""
 
 WORDS = (
     0xFFFFFFFF,  # NaN in every format, -1
@@ -52,22 +53,22 @@ WORDS = (
     0xFFC1FFC1,  # NaN with a sign
     0x80808080,  # next to -0.0, a hugely negative index
 )
-"""What slots are filled with, or else with hashes: the word `n << 32` stands for those."""
+"""Fill patterns. A word `n << 32` stands for hashes with seed n instead."""
 
 LATEST = 48
-"""Allocations that are listed when an access has faulted."""
+"""The number of allocations that are listed after a fault."""
 
 CALLS = 8
-"""Frames of the call stack that an allocation remembers."""
+"""Stack frames recorded per allocation."""
 
 
 class Allocation(NamedTuple):
-    """Bytes that were asked for."""
+    """An allocation as requested."""
 
     address: int
     size: int
     label: str
-    """What GuardedMemory.label was then."""
+    """GuardedMemory.label at the time."""
     call_site: tuple[Frame, ...]
 
     def __str__(self) -> str:
@@ -77,12 +78,12 @@ class Allocation(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Bytes around an allocation that are not as they were."""
+    """Changed bytes around an allocation."""
 
     allocation: Allocation
     num_bytes: int
     first: int
-    """The lowest changed byte, from the first byte of the allocation: negative before it."""
+    """The lowest changed byte, relative to the allocation's start; negative before it."""
     last: int
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ class Damage(NamedTuple):
 
 
 class GuardDevice(Protocol):
-    """What guarded memory asks of a device beside addresses and pages."""
+    """The device operations of guarded memory, apart from addresses and pages."""
 
     total_bytes: int
 
@@ -105,19 +106,19 @@ class GuardDevice(Protocol):
         """The graph capture that the current stream takes part in, and the stream."""
 
     def ended_captures(self) -> list[int]:
-        """Captures whose graphs are gone; each is named once."""
+        """Captures whose graphs are destroyed; each is returned once."""
 
     def between_captures(self) -> AbstractContextManager[None]:
-        """Allows what a capture forbids."""
+        """Inside the block, calls that a capture forbids are allowed."""
 
     def synchronize(self) -> None:
         """Waits for all streams."""
 
     def fill(self, address: int, size: int, word: int) -> None:
-        """Memory that nobody uses yet. Done on return, on no stream that may be captured."""
+        """Fills unused memory. Complete on return; uses no stream that may be captured."""
 
     def guard_pages(self, pages: npt.NDArray[np.int64], page_bytes: int) -> npt.NDArray[np.int32]:
-        """As cukit.reference.memory.guard_pages, of memory that nobody uses."""
+        """Like cukit.reference.memory.guard_pages, on memory that is not in use."""
 
 
 @dataclass(eq=False)
@@ -130,29 +131,29 @@ class Slot:
     pattern: int
     allocation: Allocation
     begin: int = 0
-    """The bytes that allocations may have written since the slot was filled: [begin, end)."""
+    """[begin, end): the bytes of all allocations since the slot was filled."""
     end: int = 0
     capture: CaptureKey | None = None
-    """The slot is this graph's, freed or not: its launches write to it."""
+    """The graph that owns the slot, freed or not, because its launches write to it."""
 
 
 _NOBODY = Allocation(0, 0, "nothing", ())
 
 
 class GuardedMemory:
-    """Allocates from a device so that stray accesses fault or leave traces.
+    """Allocates so that out-of-bounds accesses fault or are found by `check`.
 
     Args:
         driver: addresses and pages.
-        device: fills and looks.
-        seed: decides on which side of its slot each allocation lies and what slots hold.
+        device: fills and checks.
+        seed: of the random choice of each allocation's end of its slot, and of fill patterns.
 
-    Calls may come from several threads. `free` may be called in a destructor: it only takes a note.
+    Thread-safe. `free` may be called in a finalizer: it only appends to a queue.
     """
 
     def __init__(self, driver: VirtualMemoryDriver, device: GuardDevice, seed: int) -> None:
         self.label = ""
-        """Who allocates: allocations remember it."""
+        """Recorded with each allocation: who allocates."""
         self._driver = driver
         self._device = device
         self._random = random.Random(seed)
@@ -163,19 +164,19 @@ class GuardedMemory:
         self._freed: deque[Slot] = deque()
         self._live: dict[Slot, None] = {}
         self._worn: list[Slot] = []
-        """Freed, to be checked and filled again."""
+        """Freed slots, to be checked and refilled."""
         self._ready: defaultdict[int, list[Slot]] = defaultdict(list)
-        """By size: filled."""
+        """Filled slots by size."""
         self._kept: defaultdict[tuple[CaptureKey, int], list[Slot]] = defaultdict(list)
-        """By capture and size: freed, but the graph goes on using them. Allocated again in the same
-        capture, on the same stream, which works on them in this order."""
+        """Freed slots that a graph still uses, by capture and size. Reused only in the same capture
+        on the same stream, which orders the accesses."""
         self._damage: list[Damage] = []
         self.latest: deque[Allocation] = deque(maxlen=LATEST)
-        """Since the last check, freed or not: what a kernel that faults has worked on."""
+        """Allocations since the last check, freed or not: candidates after a fault."""
         self.free = self._freed.append
 
     def allocate(self, size: int) -> Slot:
-        """At least one byte. Raises DeviceOutOfMemory."""
+        """Allocates at least one byte. Raises DeviceOutOfMemory."""
         site = call_site(CALLS)
         capture = self._device.capture()
         with self._lock:
@@ -193,9 +194,9 @@ class GuardedMemory:
         return slot
 
     def check(self) -> list[Damage]:
-        """Waits for the device, and returns what is damaged since the last call.
+        """Synchronises the device and returns the damage since the last call.
 
-        Looks around everything that is allocated or was freed since.
+        Checks the slots of all live allocations and of those freed since the last call.
         """
         with self._lock:
             self._renew()
@@ -204,7 +205,7 @@ class GuardedMemory:
         return found
 
     def trim(self) -> None:
-        """Waits for the device, and gives back to it what is not in use."""
+        """Synchronises the device and releases all unused slots to it."""
         with self._lock:
             self._trim()
 
@@ -222,7 +223,7 @@ class GuardedMemory:
         return pages * self._page_bytes
 
     def _find(self, size: int, capture: CaptureKey | None) -> Slot:
-        """A slot with nothing in it."""
+        """An unused slot."""
         if capture is not None and self._kept[capture, size]:
             return self._kept[capture, size].pop()
         if capture is None and not self._ready[size] and _bytes(self._worn) > self._most_worn:
@@ -236,7 +237,7 @@ class GuardedMemory:
         try:
             return self._create(size)
         except DeviceOutOfMemory:
-            if capture is not None:  # nothing can be waited for
+            if capture is not None:  # the host must not wait
                 raise
         gc.collect()
         self._trim()
@@ -268,7 +269,7 @@ class GuardedMemory:
         return [slot for slots in self._ready.values() for slot in slots]
 
     def _retire(self) -> None:
-        """What `free` took note of."""
+        """Processes the queue of `free`."""
         while self._freed:
             slot = self._freed.popleft()
             del self._live[slot]
@@ -280,7 +281,7 @@ class GuardedMemory:
     # Checks -----------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """Looks around what is in use, and at what was freed; that is ready again then."""
+        """Checks all slots, and refills freed ones for reuse."""
         self._device.synchronize()
         self._retire()
         self._release_captures()
@@ -297,7 +298,7 @@ class GuardedMemory:
         patterns = [self._pattern() for _ in again]
         slots = [*again, *used]
         if slots:
-            self._look(slots, [*patterns, *(0 for _ in used)])
+            self._check_slots(slots, [*patterns, *(0 for _ in used)])
         for slot, pattern in zip(again, patterns, strict=True):
             slot.pattern = pattern
             self._ready[slot.size].append(slot)
@@ -315,8 +316,8 @@ class GuardedMemory:
         choice = self._random.randrange(len(WORDS) + 3)
         return WORDS[choice] if choice < len(WORDS) else self._random.randrange(1, 1 << 31) << 32
 
-    def _look(self, slots: Sequence[Slot], patterns: Sequence[int]) -> None:
-        """patterns: what to fill each slot with, 0 to leave it as it is."""
+    def _check_slots(self, slots: Sequence[Slot], patterns: Sequence[int]) -> None:
+        """patterns: what to refill each slot with; 0: leave it unchanged."""
         rows = [
             (slot.address, slot.begin, slot.end, slot.pattern, pattern)
             for slot, pattern in zip(slots, patterns, strict=True)
@@ -331,7 +332,7 @@ class GuardedMemory:
             if damage[start:end, 0].any():
                 found = self._damage_of(slot, damage[start:end])
                 self._damage.append(found)
-                # Told once, though the slot stays in use.
+                # The slot may stay in use; do not report these bytes again.
                 slot.begin = min(slot.begin, found.allocation.address + found.first)
                 slot.end = max(slot.end, found.allocation.address + found.last + 1)
 

@@ -1,4 +1,4 @@
-"""What happened in a pool, kept for pictures and snapshots; fragmentation over time."""
+"""The latest events of a pool, for plots and snapshots; fragmentation over time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cukit.memory.blocks import Event, Range
-from cukit.memory.pool import MemoryPool
+from cukit.memory.bookkeeping.blocks import Event, Range
+from cukit.memory.pool.memory_pool import MemoryPool
 
 MAX_EVENTS = 100_000
 
 
 class History:
-    """The latest events of a pool, from now until `close`. A context manager.
+    """Records the latest events of a pool until `close`. A context manager.
 
     >>> with History(pool) as history:                      # doctest: +SKIP
     ...     train()
@@ -33,7 +33,7 @@ class History:
         return list(self._events)
 
     def moment(self) -> tuple[list[Event], list[Range]]:
-        """The events, and the ranges as the last of them left them."""
+        """The events, and the ranges after the last of them."""
         for _ in range(1000):
             before = self._latest()
             ranges = self._pool.ranges()
@@ -43,11 +43,11 @@ class History:
         return self.events, ranges
 
     def timeline(self) -> list[Sample]:
-        """The pool after each event that is kept, oldest first."""
+        """The pool after each recorded event, oldest first."""
         return timeline(*self.moment(), remaps=self._pool.provider.can_remap)
 
     def close(self) -> None:
-        """Stops listening. What was kept stays."""
+        """Stops recording. Recorded events stay available."""
         self._pool.remove_listener(self._events.append)
 
     def __enter__(self) -> History:
@@ -64,9 +64,9 @@ class Sample(NamedTuple):
     """A pool at one moment. Bytes."""
 
     time: float
-    """Seconds, of time.perf_counter()."""
+    """Seconds of time.perf_counter()."""
     live: int
-    """Pending included: nobody else can have it."""
+    """Live and pending memory."""
     mapped: int
     """Addresses with memory behind them: live and free."""
     largest_free: int
@@ -84,12 +84,12 @@ class Sample(NamedTuple):
 def timeline(
     events: Sequence[Event], ranges: Sequence[Range], *, remaps: bool = True
 ) -> list[Sample]:
-    """The pool after each event, worked out backwards from what the last one left.
+    """The pool after each event, computed backwards from the state after the last one.
 
-    It is right however much of the beginning is missing. Where an event contradicts what came after
-    it (the events are not of this pool), the line begins after that event.
+    The result does not depend on earlier events that are missing. If an event contradicts later
+    ones (the events are not of this pool), the timeline begins after it.
 
-    remaps: whether memory comes in pages; then reserving addresses takes none.
+    remaps: whether memory is mapped in pages; if so, reserving addresses takes no memory.
     """
     state = _State(ranges, remaps)
     samples: list[Sample] = []
@@ -104,11 +104,11 @@ def timeline(
 
 
 _MEMORY_ACTIONS = {True: ("segment_map", "segment_unmap"), False: ("segment_alloc", "segment_free")}
-"""Which events bring memory and take it away."""
+"""The events that add memory and remove it, by `remaps`."""
 
 
 class _State:
-    """Free memory by address and by size, on its way back in time."""
+    """Free memory while events are undone from the last to the first."""
 
     def __init__(self, ranges: Sequence[Range], remaps: bool) -> None:
         self._grows, self._shrinks = _MEMORY_ACTIONS[remaps]
@@ -127,7 +127,7 @@ class _State:
         return Sample(time, self._live, self._mapped, self._free.largest)
 
     def undo(self, event: Event) -> None:
-        """Raises KeyError where the event cannot have happened."""
+        """Raises KeyError if the event cannot have happened."""
         address, size = event.address, event.size
         if event.action == "alloc":
             self._free.add(address, size)
@@ -144,7 +144,7 @@ class _State:
 
 
 class FreeMap:
-    """Disjoint pieces of memory, neighbours merged, and which of them is the largest."""
+    """Disjoint pieces of memory, with adjacent pieces merged, and the size of the largest."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -156,11 +156,11 @@ class FreeMap:
         return self._sizes[-1] if self._sizes else 0
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(address, size), in order."""
+        """(address, size) in address order."""
         return [(start, self._size[start]) for start in self._starts]
 
     def add(self, address: int, size: int) -> None:
-        """Raises KeyError if part of it is in here already."""
+        """Raises KeyError if the map already contains part of it."""
         place = bisect_left(self._starts, address)
         end = address + size
         if place < len(self._starts) and self._starts[place] < end:
@@ -175,7 +175,7 @@ class FreeMap:
         self._put(address, size)
 
     def remove(self, address: int, size: int) -> None:
-        """Raises KeyError unless all of it is in here."""
+        """Raises KeyError unless the map contains all of it."""
         place = bisect_right(self._starts, address) - 1
         if place < 0:
             raise KeyError(address)

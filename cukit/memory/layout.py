@@ -1,4 +1,4 @@
-"""What a picture of a pool shows: its bytes by kind, in rows."""
+"""The layout of a memory map: a pool's bytes by kind, in rows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cukit.memory.blocks import Block, Range
+from cukit.memory.bookkeeping.blocks import Block, Range
 
 KINDS = ("live", "pending", "whole", "part", "unmapped")
-"""What a byte is: `whole` is free on a page without a live byte, `part` is free beside one."""
+"""Kinds of bytes. `whole`: free, on a wholly free page; `part`: free, on a partly used page."""
 
 HOLE = 0.008
-"""Of a row: how wide addresses without memory, and the gap between two ranges, are drawn."""
+"""Width of unmapped addresses, and of the gap between two ranges, as a fraction of a row."""
 
 
 class Piece(NamedTuple):
-    """Neighbouring bytes drawn as one: how many there are of each kind."""
+    """Contiguous bytes drawn as one piece, with the number of bytes of each kind."""
 
     start: int
     size: int
@@ -24,7 +24,8 @@ class Piece(NamedTuple):
 
 
 def kinds_of(part: Range) -> Iterator[tuple[int, int, str]]:
-    """(address, size, kind) of every stretch of a range; neighbours of one kind are one."""
+    """(address, size, kind) of every stretch of a range. Adjacent stretches of one kind are merged,
+    except live ones."""
     page = part.page_bytes
     address = size = 0
     kind = ""
@@ -54,7 +55,7 @@ def _stretches(blocks: Sequence[Block], page: int) -> Iterator[tuple[int, int, s
 
 
 def _free(start: int, end: int, page: int) -> Iterator[tuple[int, int, str]]:
-    """A stretch of free memory: its whole pages, and what is left on both sides."""
+    """Splits free memory into its whole pages and the parts of pages on both sides."""
     low, high = -(-start // page) * page, end // page * page
     if low >= high:
         low = high = end
@@ -64,20 +65,20 @@ def _free(start: int, end: int, page: int) -> Iterator[tuple[int, int, str]]:
 
 
 class Stretch(NamedTuple):
-    """Neighbouring bytes of one kind, and where they come in the picture."""
+    """Contiguous bytes of one kind, and their place in the map."""
 
     place: int
-    """Bytes from the beginning of the picture."""
+    """Bytes from the start of the map."""
     size: int
     kind: str
     address: int
 
 
 class Layout:
-    """All ranges one behind the other, for rows of equally many bytes.
+    """All ranges in order, split into rows of equally many bytes.
 
-    Addresses without memory are drawn no wider than `HOLE` of a row, else they would fill the
-    picture; between two ranges there is a gap.
+    Unmapped addresses are drawn at most `HOLE` of a row wide, because they would fill the map.
+    Between two ranges there is a gap of the same width.
     """
 
     def __init__(self, ranges: Sequence[Range], rows: int) -> None:
@@ -98,12 +99,12 @@ class Layout:
         self._places = [stretch.place for stretch in self.stretches]
 
     def rows(self) -> Iterator[tuple[int, int]]:
-        """(start, end) of each, in bytes from the beginning."""
+        """(start, end) of each row, in bytes from the start of the map."""
         for start in range(0, self.end, self.row_bytes):
             yield start, min(start + self.row_bytes, self.end)
 
     def between(self, start: int, end: int) -> Iterator[Stretch]:
-        """What lies there, cut to size."""
+        """The stretches between two places, clipped to them."""
         number = max(bisect_right(self._places, start) - 1, 0)
         for place, size, kind, address in self.stretches[number:]:
             first, last = max(place, start), min(place + size, end)
@@ -113,7 +114,7 @@ class Layout:
                 yield Stretch(first, last - first, kind, address + first - place)
 
     def pieces(self, start: int, end: int, least: float) -> Iterator[Piece]:
-        """What to draw there: nothing is smaller than `least`, but for what stands alone."""
+        """The pieces to draw between two places: of `least` bytes or more, unless isolated."""
         low, shares = start, dict.fromkeys(KINDS, 0)
         for place, size, kind, _ in self.between(start, end):
             if size >= least or place > low + sum(shares.values()):
@@ -129,7 +130,7 @@ class Layout:
 
 
 def _without_ends(stretches: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Without the addresses before and behind all memory."""
+    """Drops unmapped stretches at both ends."""
     while stretches and stretches[-1][2] == "unmapped":
         stretches.pop()
     while stretches and stretches[0][2] == "unmapped":
@@ -147,7 +148,7 @@ def totals(ranges: Sequence[Range]) -> dict[str, int]:
 
 
 def largest_hole(ranges: Sequence[Range]) -> int:
-    """The most free bytes at neighbouring addresses."""
+    """The most free bytes at contiguous addresses."""
     best = 0
     for part in ranges:
         end = run = 0

@@ -1,4 +1,4 @@
-"""Who allocated what is still there: by call site."""
+"""Live memory by the call site of its allocation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from cukit.memory.blocks import Event, Frame
-from cukit.memory.pool import MemoryPool
+from cukit.memory.bookkeeping.blocks import Event, Frame
+from cukit.memory.pool.memory_pool import MemoryPool
 
 
 @dataclass(frozen=True)
 class Site:
-    """One line of a program, and the memory from there that is live."""
+    """A call site, and the live memory allocated there."""
 
     call_site: tuple[Frame, ...]
     """Innermost call first; empty if the pool does not record call sites."""
     count: int
     size: int
-    """Bytes, rounded as the pool does."""
+    """Bytes, as rounded up by the pool."""
 
     def __str__(self) -> str:
         where = [f"{frame.filename}:{frame.line} in {frame.name}" for frame in self.call_site]
@@ -28,7 +28,7 @@ class Site:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """Memory that is live and, by the reader's lights, should not be. Largest first."""
+    """Live memory that may be leaked, by call site. Largest first."""
 
     sites: tuple[Site, ...]
 
@@ -57,16 +57,16 @@ class LeakReport:
 
 
 def live_report(pool: MemoryPool) -> LeakReport:
-    """Everything that is live now, by call site. Asked for when all should be freed: the leaks."""
+    """All live memory by call site. Called when everything should be free, it lists the leaks."""
     blocks = (block for part in pool.ranges() for block in part.blocks)
     return _report((b.call_site, b.size) for b in blocks if b.state == "live")
 
 
 @contextlib.contextmanager
 def watch_leaks(pool: MemoryPool) -> Iterator[Callable[[], LeakReport]]:
-    """`with watch_leaks(pool) as leaks: ...`, then `leaks()`: allocated inside and still live.
+    """`with watch_leaks(pool) as leaks: ...`, then `leaks()`: allocated in the block, still live.
 
-    Memory that was live before does not count, not even if its address is used again.
+    Memory that was live before the block does not count.
     """
     live: dict[int, tuple[tuple[Frame, ...], int]] = {}
 

@@ -1,10 +1,10 @@
-"""Allocation logs: CSV in the columns of RMM's logging adaptor, so that tools for those read ours.
+"""Allocation logs: CSV with the columns of RMM's logging adaptor, readable by tools for RMM.
 
     Thread,Time,Action,Pointer,Size,Stream
     140213,09:15:02.104551,allocate,0x7f2a00000000,1048576,0
     140213,09:15:02.104923,free,0x7f2a00000000,1048576,0
 
-Time is the hour of the day; a log may run past midnight. Files that end in `.gz` are compressed.
+Time is the time of day; a log may run past midnight. Files that end in `.gz` are compressed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from cukit.core.files import check_file
 from cukit.errors import DataError
-from cukit.memory.blocks import Event
+from cukit.memory.bookkeeping.blocks import Event
 
 COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 
 DAY_US = 24 * 3600 * 1_000_000
 BUFFERED = 8192
-"""Lines kept in memory before they go to the file."""
+"""Lines queued before a write to the file."""
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
 
 
 class LogError(DataError):
-    """An allocation log that cannot be read. The message names the file, the line, the column."""
+    """An invalid allocation log. The message has the file, the line and the column."""
 
 
 class LogAction(str, Enum):
-    """What a line of a log says; the value is RMM's word for it."""
+    """The action of a log line; the values are RMM's."""
 
     ALLOCATE = "allocate"
     FREE = "free"
@@ -59,7 +59,7 @@ class LogEvent(NamedTuple):
     """Microseconds since the midnight before the log began."""
     action: LogAction
     pointer: int
-    """0 in a failure."""
+    """0 for a failure."""
     size: int
     stream: int
 
@@ -68,10 +68,10 @@ class LogEvent(NamedTuple):
 
 
 class LogWriter:
-    """Writes a log; a listener of a pool: `pool.add_listener(writer)`. A context manager.
+    """Writes a log as a listener of a pool: `pool.add_listener(writer)`. A context manager.
 
-    Safe to call from any thread and from inside a garbage collection: an event is only put into a
-    queue here; whoever finds the queue long and the file idle writes.
+    Safe to call from any thread and during a garbage collection: a call only appends to a queue. A
+    call that finds the queue long and the file not in use writes the queue to the file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -85,7 +85,7 @@ class LogWriter:
         self._zero = time.perf_counter() - (time.time() - midnight.timestamp())
 
     def __call__(self, event: Event) -> None:
-        """Notes an event of a pool; those that are not about allocations are skipped."""
+        """Logs an event of a pool; events other than allocations and frees are skipped."""
         action = _ACTION_OF.get(event.action)
         if action is not None:
             stream = self._stream_number(event.stream)
@@ -102,11 +102,11 @@ class LogWriter:
                 self._file_idle.release()
 
     def microseconds(self, perf_counter: float) -> int:
-        """A moment of `time.perf_counter()` as `LogEvent.time_us`."""
+        """Converts a time of `time.perf_counter()` to `LogEvent.time_us`."""
         return round((perf_counter - self._zero) * 1e6)
 
     def close(self) -> None:
-        """Writes what is left; events that come later are lost."""
+        """Writes the rest of the queue; later events are lost."""
         with self._file_idle:
             if not self._file.closed:
                 self._drain()
@@ -119,14 +119,14 @@ class LogWriter:
         self.close()
 
     def _stream_number(self, stream: Hashable) -> int:
-        """A stream's own number if it is one, else the order in which streams came up."""
+        """An integer stream itself; otherwise numbers in order of appearance."""
         if isinstance(stream, int):
             return stream
         return self._streams.setdefault(stream, len(self._streams) + 1)
 
     def _drain(self) -> None:
         lines = []
-        with contextlib.suppress(IndexError):  # empty; others may append meanwhile
+        with contextlib.suppress(IndexError):  # empty; other threads may append meanwhile
             while True:
                 lines.append(format_event(self._queue.popleft()))
         self._file.write("".join(lines))
@@ -150,7 +150,7 @@ def format_event(event: LogEvent) -> str:
 
 
 def write_log(path: Path | str, events: Iterable[LogEvent]) -> None:
-    """Writes a whole log; the same events make the same bytes."""
+    """Writes a complete log. The bytes of the file depend on the events only."""
     with _open(Path(path), "w") as file:
         file.write(",".join(COLUMNS) + "\n")
         file.writelines(map(format_event, events))
@@ -160,10 +160,10 @@ def write_log(path: Path | str, events: Iterable[LogEvent]) -> None:
 
 
 def read_log(path: Path | str) -> list[LogEvent]:
-    """Every event of a log, but for those of no bytes. Blank lines and a byte-order mark are legal.
+    """All events of a log except those of zero bytes. Blank lines and a byte-order mark are legal.
 
-    What is freed may have been allocated before the log began. Raises LogError where a line does
-    not say what its columns promise, frees memory twice, or allocates what is allocated.
+    Frees of memory that was allocated before the log began are legal. Raises LogError for a line
+    that has an invalid value, frees memory twice, or allocates memory that is already allocated.
     """
     path = Path(path)
     check_file(path)
@@ -198,7 +198,7 @@ def _checked(path: Path, file: TextIO) -> Iterator[LogEvent]:
 
 
 class _Line:
-    """One line under the reader's eyes."""
+    """The line being read."""
 
     def __init__(self, path: Path, number: int, cells: list[str]) -> None:
         self._place = f"{path}:{number}"
@@ -220,8 +220,8 @@ class _Line:
         )
 
     def check(self, event: LogEvent, live: dict[int, int], seen: set[int]) -> None:
-        """Whether the event can follow those before it; `live` has what is allocated, `seen` every
-        address so far."""
+        """Raises LogError if the event cannot follow the earlier ones; `live` has the sizes of
+        allocated memory by address, `seen` all addresses so far."""
         if event.action is LogAction.ALLOCATE:
             if event.pointer in live:
                 raise self._error("Pointer", "memory that is not allocated already")
@@ -269,6 +269,6 @@ def _open(path: Path, mode: Literal["r", "w"]) -> TextIO:
     encoding = "utf-8" if mode == "w" else "utf-8-sig"
     if path.suffix != ".gz":
         return path.open(mode, encoding=encoding, newline="")
-    # Without the time in its header: the same events make the same file.
+    # No time in the gzip header, so that the same events produce the same file.
     packed: Any = gzip.GzipFile(path, f"{mode}b", mtime=0)
     return io.TextIOWrapper(packed, encoding=encoding, newline="")

@@ -1,8 +1,8 @@
-"""A pool's address space as a picture: SVG for pages and documents, blocks of text for terminals.
+"""Plots of a pool's address space: SVG for documents, text for terminals.
 
-Free memory is drawn in two tones: whole pages, which remapping can gather behind new addresses, and
-the rest, which only moving its neighbours could free. The SVG brings its own style, light and dark,
-under a class of its own, so it can stand in a file or in any page.
+Free memory has two colours: whole pages, which remapping can gather at new addresses, and parts of
+pages, which only moving the blocks beside them can make usable. The SVG contains its own light and
+dark style, scoped to one class, so it works as a file and inside any page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from cukit.memory.blocks import Range
+from cukit.memory.bookkeeping.blocks import Range
 from cukit.memory.history import Sample
 from cukit.memory.layout import KINDS, Layout, Piece, largest_hole, totals
 
@@ -29,13 +29,13 @@ WIDTH = 960.0
 MARGIN, LABEL, HEAD = 16.0, 92.0, 62.0
 ROW, GAP = 20.0, 8.0
 ROWS = 8
-"""How many lines the map takes at most."""
+"""Most rows of the map."""
 LEAST = 2.0
-"""Blocks narrower than this are drawn together, as the shares that they have."""
+"""Narrower blocks are drawn together, as stacked shares."""
 PAGE_MARKS = 5.0
-"""Pages are marked where they are at least this wide."""
+"""Page boundaries are marked if pages are at least this wide."""
 TIP = 8.0
-"""What is narrower says nothing when the mouse rests on it."""
+"""Narrower pieces have no tooltip."""
 
 STYLE = """
 .cukit-memory { --live: #2a5fd6; --pending: #d49a3a; --whole: #9fd3b0; --part: #e3b5ac;
@@ -59,7 +59,7 @@ STYLE = """
 
 
 def map_svg(ranges: Sequence[Range], title: str = "Memory of the pool", rows: int = ROWS) -> str:
-    """The address space as one SVG element: every range, one behind the other, in rows."""
+    """The address space as one SVG element: all ranges in order, in rows."""
     layout = Layout(ranges, rows)
     scale = (WIDTH - LABEL - MARGIN) / layout.row_bytes
     present = {stretch.kind for stretch in layout.stretches}
@@ -88,7 +88,7 @@ def map_svg(ranges: Sequence[Range], title: str = "Memory of the pool", rows: in
 
 
 def _shares(piece: Piece, top: float) -> Iterator[tuple[str, float, float]]:
-    """(kind, top, height) of its parts: one bar, or the shares of many blocks in a pile."""
+    """(kind, top, height) of a piece's parts: one bar, or the stacked shares of several kinds."""
     y, total = top + ROW, sum(piece.shares.values())
     for kind in KINDS:
         if share := piece.shares[kind]:
@@ -98,7 +98,7 @@ def _shares(piece: Piece, top: float) -> Iterator[tuple[str, float, float]]:
 
 
 def _tip(piece: Piece, x: float, top: float, width: float) -> str:
-    """An invisible rectangle that names what is under it."""
+    """A transparent rectangle with a tooltip that lists the kinds and sizes."""
     shares = [(kind, piece.shares[kind]) for kind in KINDS if piece.shares[kind]]
     named = ", ".join(f"{NAMES[kind]}: {num_bytes(share)}" for kind, share in shares)
     place = f'x="{_n(x)}" y="{_n(top)}" width="{_n(width)}" height="{_n(ROW)}"'
@@ -137,7 +137,7 @@ MOST_POINTS = 400
 
 
 def timeline_svg(samples: Sequence[Sample], title: str = "Memory over time") -> str:
-    """Live and held memory as areas and fragmentation as a line, over the events of a history."""
+    """Live and held memory as areas, fragmentation as a line, over the events of a history."""
     height, bottom, top = 220.0, 24.0, HEAD
     right = WIDTH - 48.0
     shown = _grouped(samples)
@@ -173,7 +173,7 @@ def timeline_svg(samples: Sequence[Sample], title: str = "Memory over time") -> 
 
 
 def _grouped(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-    """Neighbours together, so that there are few enough groups to draw."""
+    """Consecutive samples in at most MOST_POINTS groups."""
     group = -(-len(samples) // MOST_POINTS) or 1
     return [samples[start : start + group] for start in range(0, len(samples), group)]
 
@@ -207,7 +207,7 @@ _GLYPHS = {"live": "█", "pending": "▓", "whole": "░", "part": "▒", "unma
 
 
 def map_text(ranges: Sequence[Range], width: int = 96, rows: int = ROWS) -> Text:
-    """The address space in characters: each for the kind that has most of its bytes."""
+    """The address space as characters; each shows the kind of most of its bytes."""
     layout = Layout(ranges, rows)
     result = Text(summary(ranges) + "\n")
     for start, end in layout.rows():
@@ -223,7 +223,7 @@ def map_text(ranges: Sequence[Range], width: int = 96, rows: int = ROWS) -> Text
 
 
 def _column(layout: Layout, start: int, end: int, width: int, number: int) -> str:
-    """The kind that has most of the bytes of one character."""
+    """The kind of most bytes of one character."""
     low = start + number * layout.row_bytes // width
     high = max(min(start + (number + 1) * layout.row_bytes // width, end), low + 1)
     shares = dict.fromkeys(KINDS, 0)
@@ -232,7 +232,7 @@ def _column(layout: Layout, start: int, end: int, width: int, number: int) -> st
     return max(KINDS, key=lambda kind: shares[kind]) if any(shares.values()) else "gap"
 
 
-# Small pieces of SVG ------------------------------------------------------------------------------
+# SVG elements -------------------------------------------------------------------------------------
 
 
 def _heading(title: str, line: str, kinds: Sequence[str], *, curve: bool = False) -> list[str]:

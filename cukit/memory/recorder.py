@@ -1,4 +1,4 @@
-"""Records what CuPy allocates, whoever its allocator is."""
+"""Records all CuPy allocations, with any allocator."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cukit.memory.log import LogAction, LogEvent, LogWriter
 
 
 class AllocationRecorder:
-    """A CuPy allocator that passes every request on to another and writes it to a log.
+    """A CuPy allocator that forwards every request to another one and writes it to a log.
 
     `recorder = AllocationRecorder(writer)`; then `cupy.cuda.set_allocator(recorder.allocate)`.
-    The log holds the bytes that were asked for; what was allocated before is not in it, and what
-    outlives the writer has no end in it.
+    The log has the requested sizes. It lacks earlier allocations, and the frees of memory that
+    outlives the writer.
     """
 
     def __init__(self, writer: LogWriter, inner: Callable[[int], Any] | None = None) -> None:
-        """inner: the allocator that does the work; the one that is installed now by default."""
+        """inner: the allocator to forward to; by default the one that is installed now."""
         import cupy
 
         self._cuda = cupy.cuda
@@ -30,7 +30,7 @@ class AllocationRecorder:
         self._writer = writer
 
     def allocate(self, size: int) -> Any:
-        """What CuPy calls: a cupy.cuda.MemoryPointer to at least `size` bytes."""
+        """Called by CuPy: returns a cupy.cuda.MemoryPointer to at least `size` bytes."""
         stream = self._cuda.get_current_stream().ptr
         try:
             memory = self._inner(size)
@@ -41,8 +41,7 @@ class AllocationRecorder:
             return memory
         self._write(LogAction.ALLOCATE, memory.ptr, size, stream)
         owner = _Owner(memory)
-        # Runs before the memory goes back, so nobody can be given the address before its end is
-        # in the log.
+        # Runs before the memory is freed, so the log has the free before the address is reused.
         end = weakref.finalize(owner, self._write, LogAction.FREE, memory.ptr, size, stream)
         end.atexit = False
         unowned = self._cuda.UnownedMemory(memory.ptr, size, owner, memory.device_id)
@@ -54,7 +53,7 @@ class AllocationRecorder:
 
 
 class _Owner:
-    """Holds the inner allocator's memory for as long as CuPy holds ours."""
+    """Keeps the inner allocator's memory as long as CuPy uses ours."""
 
     __slots__ = ("__weakref__", "memory")
 
@@ -64,12 +63,12 @@ class _Owner:
 
 @contextlib.contextmanager
 def record_allocations(path: Path | str) -> Iterator[LogWriter]:
-    """Writes every allocation that CuPy makes in the block to a log.
+    """Logs every CuPy allocation in the block.
 
     >>> with record_allocations("training.csv.gz"):          # doctest: +SKIP
     ...     distiller.fit(batches)
 
-    All threads are recorded. The allocator that was installed before is put back.
+    Records all threads. The previous allocator is restored at the end.
     """
     import cupy
 

@@ -1,20 +1,18 @@
-// Copies many runs of bytes in one launch: what a defragmentation moves, or blocks of a cache.
+// Copies many runs of bytes in one launch: the moves of a defragmentation, or blocks of a KV cache.
 //
 //   for each move i:  base[destination_i .. + size_i) = base[source_i .. + size_i)
 //
-// Mapping: the moves, one behind the other, are one stream of bytes, cut into tiles of
-//   THREADS * VECS * 16 bytes, a block each, whatever the sizes of the moves. A warp copies a
-//   contiguous piece of the tile, 512 bytes a step; it finds its first move among all by a search
-//   with 32 probes a step.
-// ORDERED: destinations may overlap sources, if all moves go down: sources and destinations ascend
-//   and every destination lies below its source. Then a byte is only ever overwritten by a tile of
-//   the same or a later place in the stream than the one that reads it, and this order makes one
-//   pass safe: blocks take tiles by a ticket, in the order in which they start; read the whole tile
-//   into registers; say so in `progress`; wait until every tile whose source they are about to
-//   overwrite has said so; write. Forward progress: whoever holds a lower ticket runs already, and
-//   reads without waiting for anybody.
-// Shared memory: 4 bytes, static. Macros: THREADS multiple of 32, 32..1024; VECS 16-byte vectors a
-//   thread; ORDERED 0|1. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
+// Mapping: the concatenated moves form one sequence of bytes, divided into tiles of
+//   THREADS * VECS * 16 bytes, one tile per block, whatever the sizes of the moves. A warp copies a
+//   contiguous part of the tile, 512 bytes per step. It finds its first move by a 32-way search.
+// ORDERED: destinations may overlap sources if all moves slide down: sources and destinations
+//   ascend, and every destination is below its source. A byte is then overwritten only by the tile
+//   that reads it or by a later one. One pass is safe in this order: blocks take tiles by an atomic
+//   ticket; each block reads its whole tile into registers, sets the tile's flag in `progress`,
+//   waits for the flags of all earlier tiles that read from its destination, and writes. Forward
+//   progress: blocks with lower tickets are already running, and read without waiting.
+// Shared memory: 4 bytes, static. Macros: THREADS multiple of 32, 32..1024; VECS 16-byte vectors
+//   per thread; ORDERED 0|1. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
 // Deterministic. Reference: cukit/reference/memory.py.
 #include "common/platform.cuh"
 #include "common/ptx/store_global.cuh"
@@ -31,7 +29,7 @@ struct Move {  // int64 [3] on the host
   long long first;  // bytes of all moves before it
 };
 
-// The last of moves[0 .. count) whose `key` is at most `value`, or 0. All lanes of a warp together.
+// Index of the last of moves[0 .. count) whose `key` is at most `value`, or 0. Warp-collective.
 CUKIT_DEVICE int find_move(const Move* moves, int count, long long Move::*key, long long value) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   int low = 0;
@@ -47,7 +45,7 @@ CUKIT_DEVICE int find_move(const Move* moves, int count, long long Move::*key, l
   return low;
 }
 
-// How many bytes of the stream have sources below `address`. All lanes of a warp together.
+// Number of bytes with sources below `address`. Warp-collective.
 CUKIT_DEVICE long long bytes_below(const Move* moves, int num_moves, long long address) {
   const Move* move = moves + find_move(moves, num_moves, &Move::source, address);
   return min(move[1].first, move->first + max(0ll, address - move->source));
@@ -68,9 +66,9 @@ CUKIT_DEVICE Readers find_readers(const Move* moves, int num_moves, long long be
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
-    unsigned char* base,              // what addresses are relative to; may be null
-    const Move* __restrict__ moves,   // [num_moves + 1], the last one says how many bytes there are
-    int* progress,                    // [1 + tiles] zeros, ORDERED only: tickets; which tiles have read
+    unsigned char* base,              // base of all addresses; may be null
+    const Move* __restrict__ moves,   // [num_moves + 1]; `first` of the last one is the total size
+    int* progress,                    // [1 + tiles] zeros, ORDERED only: next ticket; flag per tile
     int num_moves) {
   __shared__ int ticket;
   int* has_read = progress + 1;
@@ -117,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
       }
       __threadfence();
     }
-    __syncthreads();  // what lies at the destination is read, too
+    __syncthreads();  // earlier tiles have read the destination
   }
   move = moves + first_move;
 #pragma unroll

@@ -1,14 +1,14 @@
-// Looks whether pages still hold what was written to them, and writes something else.
+// Checks that pages still hold a fill pattern, and refills them with another one.
 //
 //   for each page p, for each of its bytes i:
 //     damage if  before_p != 0  and  address_p + i outside [begin_p, end_p)
 //            and page[i] != pattern(before_p)[i]
 //     page[i] = pattern(after_p)[i]  if  after_p != 0
 //
-// Mapping: block (x, y) has chunk y of page x; its threads take every THREADS-th vector of 16 bytes
-//   of the chunk. Vectors wholly inside [begin, end) are not read.
-// Shared memory: none. Macros: THREADS of a block; PAGE_BYTES of a page; CHUNK_BYTES of a block,
-//   a divisor of PAGE_BYTES and a multiple of 16 * THREADS. Pages are 16-byte aligned.
+// Mapping: block (x, y) processes chunk y of page x; each thread takes every THREADS-th 16-byte
+//   vector of the chunk. Vectors wholly inside [begin, end) are not read.
+// Shared memory: none. Macros: THREADS per block; PAGE_BYTES per page; CHUNK_BYTES per block, a
+//   divisor of PAGE_BYTES and a multiple of 16 * THREADS. Pages are 16-byte aligned.
 //   Minimum architecture: sm_70. Deterministic.
 // Reference: guard_pages in cukit/reference/memory.py.
 #include "common/platform.cuh"
@@ -20,12 +20,12 @@ constexpr int kWordBytes = 4;
 
 struct Page {  // int64 [5] on the host
   long long address;        // relative to `base`
-  long long begin, end;     // what its owner may have written, relative to `base`
-  long long before, after;  // patterns, 0 for none
+  long long begin, end;     // bytes that may have been written legally, relative to `base`
+  long long before, after;  // patterns; 0: none
 };
 
-// Word number `word` of a page. A pattern below 2^32 is one word throughout; in any other each word
-// is a hash of its place and of the pattern.
+// Word number `word` of a page. A pattern below 2^32 repeats one word; for any other pattern, each
+// word is a hash of its index and of the pattern's high half.
 CUKIT_DEVICE unsigned pattern_word(long long pattern, unsigned word) {
   const unsigned seed = static_cast<unsigned>(static_cast<unsigned long long>(pattern) >> 32);
   if (seed == 0) return static_cast<unsigned>(pattern);
@@ -41,7 +41,7 @@ CUKIT_DEVICE uint4 pattern_vector(long long pattern, int offset) {
                     pattern_word(pattern, word + 2), pattern_word(pattern, word + 3));
 }
 
-// The bytes of `found` that are not as `wanted`, a bit for each.
+// Bit mask of the bytes in which `found` differs from `wanted`.
 CUKIT_DEVICE unsigned changed_bytes(uint4 found, uint4 wanted) {
   const unsigned words[4] = {found.x ^ wanted.x, found.y ^ wanted.y, found.z ^ wanted.z,
                              found.w ^ wanted.w};
@@ -54,7 +54,7 @@ CUKIT_DEVICE unsigned changed_bytes(uint4 found, uint4 wanted) {
   return changed;
 }
 
-// The bytes of a vector that lie in [begin, end), relative to its first, a bit for each.
+// Bit mask of the bytes of a vector that are in [begin, end), which is relative to the vector.
 CUKIT_DEVICE unsigned bytes_between(long long begin, long long end) {
   const int first = static_cast<int>(min(max(begin, 0ll), static_cast<long long>(kVectorBytes)));
   const int last = static_cast<int>(min(max(end, 0ll), static_cast<long long>(kVectorBytes)));
@@ -64,9 +64,9 @@ CUKIT_DEVICE unsigned bytes_between(long long begin, long long end) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) guard_pages(
-    unsigned char* base,              // what addresses are relative to; may be null
+    unsigned char* base,              // base of all addresses; may be null
     const Page* __restrict__ pages,   // [gridDim.x]
-    int* damage) {  // [gridDim.x, 3] zeros: bytes, PAGE_BYTES - first, last + 1; from the page's start
+    int* damage) {  // [gridDim.x, 3] zeros: changed bytes, PAGE_BYTES - first, last + 1 (offsets)
   const Page page = pages[blockIdx.x];
   unsigned char* start = base + page.address;
   int* found = damage + 3 * static_cast<long long>(blockIdx.x);

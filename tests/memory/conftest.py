@@ -1,4 +1,4 @@
-"""Every provider, behind one fixture."""
+"""Fixtures: every provider, and pools on it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_collections() -> Iterator[None]:
-    """Pools collect garbage before they give up. Hundreds of times, with all that a long test run
-    has loaded, that would take minutes: objects made before are not looked at."""
+    """Exempts existing objects from garbage collection. Pools collect before an allocation fails;
+    hundreds of full collections late in a test run would take minutes."""
     gc.collect()
     gc.freeze()
     yield
@@ -46,11 +46,11 @@ _PROVIDERS: dict[str, Callable[[], Provider]] = {
     ]
 )
 def provider(request: pytest.FixtureRequest) -> Provider:
-    """A fresh provider of each kind; tests may name the kinds that they are for."""
+    """A new provider of each kind; tests may restrict the kinds by indirect parametrisation."""
     return _PROVIDERS[request.param]()
 
 
 @pytest.fixture
 def make_pool(provider: Provider) -> Callable[..., MemoryPool]:
-    """Makes pools on the provider: `make_pool(max_pool_size=...)`."""
+    """Creates pools on the provider: `make_pool(max_pool_size=...)`."""
     return lambda **options: MemoryPool(MemoryPoolConfig(**options), provider)

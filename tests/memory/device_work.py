@@ -1,4 +1,4 @@
-"""Work on a GPU that lags behind the host, so that memory given away too early is seen."""
+"""GPU work that lags behind the host, so that premature reuse of memory shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ extern "C" __global__ void count_wrong(
 """
 
 CYCLES = 100_000
-"""Some 60 us: longer than the host takes to queue what follows."""
+"""About 60 us: longer than the host takes to enqueue the next work."""
 
 
 @functools.cache
@@ -36,12 +36,12 @@ def _kernel(name: str) -> Any:
 
 
 def fill(words: Any, value: int, cycles: int = CYCLES) -> None:
-    """On the current stream, after a while, fills uint32 words with a pattern of its own."""
+    """Fills uint32 words with the pattern `value`, delayed, on the current stream."""
     _kernel("fill")((8,), (256,), (words, np.int32(words.size), np.uint32(value), np.int64(cycles)))
 
 
 def count_wrong(words: Any, value: int, wrong: Any) -> None:
-    """On the current stream, adds the words that differ from the pattern to `wrong`."""
+    """Adds the number of words that differ from the pattern to `wrong`, on the current stream."""
     _kernel("count_wrong")((8,), (256,), (words, np.int32(words.size), np.uint32(value), wrong))
 
 
@@ -51,14 +51,14 @@ def words_at(provider: Any, address: int, size: int) -> Any:
 
 
 def intact(words: Any, value: int) -> bool:
-    """Whether all words hold their pattern; waits for the current stream."""
+    """Whether all words match the pattern; waits for the current stream."""
     wrong = require_cupy("a test").zeros(1, np.uint32)
     count_wrong(words, value, wrong)
     return int(wrong[0]) == 0
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Runs `work` in a thread of its own and raises what it raised."""
+    """Runs `work` in a new thread, and raises its exception."""
     mistakes: list[BaseException] = []
 
     def guarded() -> None:

@@ -1,4 +1,4 @@
-"""A device for guarded memory whose bytes are the host's."""
+"""A fake device for guarded memory, in host memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cukit.memory import DeviceOutOfMemory
+from cukit.memory.bookkeeping.streams import CaptureKey
 from cukit.memory.guard import GAP_PAGES, Slot
-from cukit.memory.streams import CaptureKey
 from cukit.reference import memory as reference
 
 PAGE = 1 << 14
@@ -20,7 +20,7 @@ MOST_PAGES = 256
 
 
 class Driver:
-    """Reserved addresses are the host's; what is mapped is noted down."""
+    """Reserves host addresses; mappings are only recorded."""
 
     def __init__(self) -> None:
         self.reserved: dict[int, Any] = {}
@@ -70,7 +70,7 @@ class Driver:
 
 
 class Device:
-    """Looks and fills with the reference."""
+    """Checks and fills with the reference."""
 
     total_bytes = MOST_PAGES * PAGE
 
@@ -79,7 +79,7 @@ class Device:
         self.gone: list[int] = []
         self.waits = 0
         self.lost = False
-        """As after an illegal access."""
+        """Whether calls fail as after an illegal memory access."""
 
     def capture(self) -> CaptureKey | None:
         return self.capturing
@@ -114,5 +114,5 @@ def bytes_at(address: int, size: int) -> Any:
 
 
 def poke(slot: Slot, place: int, size: int = 1) -> None:
-    """Changes bytes, from the allocation's first one on."""
+    """Changes bytes at an offset from the allocation's start."""
     bytes_at(slot.allocation.address + place, size)[:] ^= 0x55

@@ -1,4 +1,4 @@
-"""What is true of a pool between any two calls."""
+"""The invariants of a pool between calls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import Counter
 from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
-from cukit.memory.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED
+from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PENDING, UNMAPPED
 
 
 def check_invariants(pool: MemoryPool) -> None:
-    """Walks over all books of a pool and compares them with one another."""
+    """Compares all records of a pool with one another."""
     arena, pager, streams = pool._arena, pool._pager, pool._streams
     page = pager.page_bytes
     assert not pool._busy
-    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ELSEWHERE), 0)
+    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED), 0)
     seen: dict[int, list[object]] = {state: [] for state in sizes}
     mapped = set()
     end = 0
@@ -40,7 +40,7 @@ def check_invariants(pool: MemoryPool) -> None:
             before, end = span, span.end
         assert end == part.address + part.size
 
-    # Every span is where its state says, and nowhere else.
+    # Every span is in the container of its state, and in no other.
     live = {span.address: span for span in seen[LIVE]}  # type: ignore[attr-defined]
     assert pool._live == live
     for span in live.values():
@@ -75,10 +75,10 @@ def check_invariants(pool: MemoryPool) -> None:
     assert {id(span) for span in arena.unmapped.values()} == {id(span) for span in seen[UNMAPPED]}
     assert all(address == span.address for address, span in arena.unmapped.items())
 
-    # Pages are counted once, and so is each of their bytes, at however many addresses.
+    # Pages and their bytes are counted once, at however many addresses they are mapped.
     if pool.provider.can_remap:
         assert set(pager.mapped) == mapped
-        held = [*pager.in_hand, *chain.from_iterable(pager.large_in_hand)]
+        held = [*pager.spare, *chain.from_iterable(pager.large_spare)]
         pages = {*pager.mapped.values(), *held}
         assert len(pages) == len(set(pager.mapped.values())) + len(held)
         for first in set(pager.large_at.values()):
@@ -89,9 +89,9 @@ def check_invariants(pool: MemoryPool) -> None:
     else:
         assert pager.reserved_bytes == sum(part.size for part in arena.ranges())
 
-    # Numbers add up.
-    in_hand = pager.pages_in_hand * page
-    free = sizes[FREE] + sizes[CACHED] + in_hand
+    # Totals are consistent.
+    spare = pager.num_spare * page
+    free = sizes[FREE] + sizes[CACHED] + spare
     assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
     assert pool._counters.live_bytes == sizes[LIVE]
     assert pool._supply.pending_bytes == sizes[PENDING]
@@ -104,14 +104,14 @@ def check_invariants(pool: MemoryPool) -> None:
 
 
 def check_second_mappings(pool: MemoryPool) -> None:
-    """Each byte of a page that is mapped several times is used at exactly one of its addresses."""
+    """Each byte of a page that is mapped several times is in use at exactly one address."""
     pager, page = pool._pager, pool._pager.page_bytes
     counts = Counter(pager.mapped.values())
     used: dict[object, list[tuple[int, int]]] = {
         handle: [] for handle, count in counts.items() if count > 1
     }
     for span in pool._arena.spans():
-        if span.state in (UNMAPPED, ELSEWHERE):
+        if span.state in (UNMAPPED, ALIASED):
             continue
         for at in range(span.address // page * page, span.end, page):
             if pager.mapped[at] in used:
@@ -122,5 +122,5 @@ def check_second_mappings(pool: MemoryPool) -> None:
         assert parts[0][0] == 0
         assert parts[-1][1] == page
         assert all(end == start for (_, end), (start, _) in pairwise(parts)), "a byte used twice"
-    seconds = pool._supply._stitcher._seconds
-    assert len(seconds) == sum(counts.values()) - len(counts)
+    aliases = pool._supply._stitcher._aliases
+    assert len(aliases) == sum(counts.values()) - len(counts)

@@ -1,4 +1,4 @@
-"""A device without memory whose driver calls have a price: hours of a GPU's pool in seconds."""
+"""A provider without memory that adds up the modelled time of driver calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from cukit.memory import HostProvider
-from cukit.memory.provider import Moves
-from cukit.memory.vmm import LargePart, choose_large_pages
+from cukit.memory.batched_copy import Moves
+from cukit.memory.providers.cuda_vmm import LargePart, choose_large_pages
 
 MIB, GIB = 1 << 20, 1 << 30
 
 PRICES_US = {"create": 10.0, "destroy": 14.0, "map": 4.0, "open": 30.0, "unmap": 16.0}
-"""Of a page, whatever its size: between the two hosts of an H200 that were measured
+"""Per handle, whatever its size: between the measurements of two H200 hosts
 (profiling/notes/memory_pool.md)."""
 COPY_US = 10.0
-"""Of a launch, and the wait for it."""
+"""Per launch, including the wait for it."""
 COPY_BYTES_PER_US = 1.8e6
-"""3.6 TB/s read and written."""
+"""3.6 TB/s, reads and writes together."""
 
 
 class PricedProvider(HostProvider):
-    """Addresses and pages are numbers. `spent_us`: what the driver would have taken."""
+    """Addresses and pages are plain numbers. `spent_us`: the modelled driver time."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PricedProvider(HostProvider):
         super().__init__(total_bytes, page_bytes=page_bytes, large_pages=large)
         self.spent_us = 0.0
         self.handles: Counter[str] = Counter()
-        """How many each kind of call has worked on."""
+        """The number of handles by kind of call."""
         self._handle_at: dict[int, Any] = {}
         self._next_address = 1 << 40
         self._next_page = 0
@@ -45,7 +45,7 @@ class PricedProvider(HostProvider):
         self.spent_us += PRICES_US[call] * handles
 
     def _handles(self, pages: Sequence[Any]) -> int:
-        """The first page of a large one stands for it."""
+        """The number of handles; a large page counts once, as its first part."""
         return sum(not (isinstance(page, LargePart) and page.number) for page in pages)
 
     def reserve(self, size: int) -> int:

@@ -1,11 +1,11 @@
-"""Groups for `tests.sanitize`: copies that a pool makes, and the pages of its guard."""
+"""Groups for `tests.sanitize`: the copies of a pool, and guard pages."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from cukit.memory import batched_copy
-from cukit.memory.compaction import TILE_BYTES
+from cukit.memory.batched_copy import TILE_BYTES
 from cukit.memory.cuda_guard import CHUNK_BYTES, plan_guard_pages
 from tests.contract import to_device
 from tests.memory.test_batched_copy import SLIDES, bytes_of
@@ -13,7 +13,7 @@ from tests.sanitize import Group
 
 
 def copies() -> None:
-    """Out of one half into the other, slides of several gaps, one of many tiles."""
+    """Copies between two halves of the memory; slides over several gaps; one of many tiles."""
     rng = np.random.default_rng(3)
     size = 1 << 18
     apart = [(size + 4112 * i, 4096 * i, 16 * (i % 200)) for i in range(60)]
@@ -25,7 +25,7 @@ def copies() -> None:
 
 
 def guard() -> None:
-    """Pages that are filled, then looked at with a changed byte here and there."""
+    """Fills pages, then checks them with a few changed bytes."""
     import cupy
 
     from cukit.core.kernel import load_kernel

@@ -1,4 +1,4 @@
-"""A device for tests: streams that lag behind, little memory, and calls that fail on demand."""
+"""A simulated device: lagging streams, little memory, and calls that fail on demand."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from itertools import pairwise
 from typing import Any
 
 from cukit.memory import HostProvider, Move
-from cukit.memory.provider import Moves
+from cukit.memory.batched_copy import Moves
 
 KIB = 1 << 10
 PAGE = 64 * KIB
 
 
 class InjectedError(RuntimeError):
-    """What a driver call raises when the test asked for it."""
+    """Raised by the driver call that a test lets fail."""
 
 
 class Event:
-    """Done when its stream has come to it."""
+    """Complete when its stream has reached it."""
 
     def __init__(self) -> None:
         self.done = False
@@ -32,11 +32,10 @@ class Event:
 
 
 class SimulatedProvider(HostProvider):
-    """Work is queued on streams and runs when the test lets it, or when the host waits for it.
+    """Work on streams runs when the test runs it, or when the host waits for it.
 
-    Every call is checked against the protocol: nothing mapped where something is, nothing unmapped
-    that is not mapped, no event used after it was discarded, nothing recorded on a stream under
-    capture.
+    Every call is checked against the protocol: no address is mapped twice, only mapped pages are
+    unmapped, no discarded event is used, no event is recorded on a stream under capture.
     """
 
     uncaptured = ()
@@ -55,7 +54,7 @@ class SimulatedProvider(HostProvider):
         self._thread = threading.local()
         self.queues: dict[Hashable, deque[Callable[[], bool]]] = {}
         self.lagging = False
-        """Whether work waits until it is let run; else it is done when it is queued."""
+        """Whether work stays queued until the test runs it; else it runs immediately."""
         self.page_at: dict[int, Any] = {}
         self.segments: dict[int, int] = {}
         self.events: set[Event] = set()
@@ -63,18 +62,18 @@ class SimulatedProvider(HostProvider):
         self.early_recorders: set[Hashable] = set()
         self.calls: list[str] = []
         self.fail_in: int | None = None
-        """The call with this number from now on raises; 0 is the next."""
+        """The number of calls before the one that fails; 0: the next call fails."""
         self.fail_with: Callable[[str], BaseException] = InjectedError
         self.interrupting = False
-        """Whether it is Ctrl-C that strikes then, in the middle of the call, and not a failure."""
+        """Whether that call is interrupted by SIGINT instead of failing."""
         self.progress: random.Random | None = None
-        """When set, streams come further in the middle of calls, at random, as on a device."""
+        """If set, streams make random progress during calls, as on a device."""
         self.adjacent_bytes = 0
-        """When set, this many addresses are given out one reservation right behind the other, as
-        cudaMalloc does, instead of with a gap between them."""
+        """If set, reservations within this many bytes are adjacent, as with cudaMalloc, instead of
+        separated by gaps."""
         self._block: HostProvider | None = None
         self._addresses: list[tuple[int, int]] = []
-        """(address, size) of what is left of them."""
+        """(address, size) of the unreserved parts of those bytes."""
 
     # Failure ----------------------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ class SimulatedProvider(HostProvider):
         return address
 
     def _reserve_adjacent(self, size: int) -> int:
-        """The lowest addresses that are left; 0 where there are none, or gaps are wanted."""
+        """The lowest unreserved addresses; 0 if there are none or `adjacent_bytes` is not set."""
         if self.adjacent_bytes and not self._block:
             self._block = HostProvider(
                 self.adjacent_bytes, page_bytes=self.page_bytes, can_remap=self.can_remap
@@ -152,7 +151,7 @@ class SimulatedProvider(HostProvider):
         return super().create_large_pages(count)
 
     def _check_whole(self, pages: Sequence[Any]) -> None:
-        """Large pages are neither mapped, unmapped nor destroyed in part."""
+        """Large pages are mapped, unmapped and destroyed as a whole."""
         for first in self._large.intersection(pages):
             at = list(pages).index(first)
             part = range(first, first + self.large_pages * self.page_bytes, self.page_bytes)
@@ -248,7 +247,7 @@ class SimulatedProvider(HostProvider):
             self.run_all()
 
     def launch(self, stream: Hashable, work: Callable[[], None]) -> None:
-        """Queues a kernel."""
+        """Enqueues a kernel."""
         assert stream not in self.captures
 
         def run() -> bool:
@@ -258,7 +257,7 @@ class SimulatedProvider(HostProvider):
         self._queue(stream, run)
 
     def run_one(self, stream: Hashable) -> bool:
-        """Runs the next operation of a stream; False if there is none or it has to wait."""
+        """Runs the next operation of a stream; returns False if there is none or it must wait."""
         queue = self.queues.get(stream)
         if not queue or not queue[0]():
             return False
@@ -272,7 +271,7 @@ class SimulatedProvider(HostProvider):
         assert not any(self.queues.values()), "streams wait for one another in a circle"
 
     def _run_one_of_each(self) -> int:
-        """How many streams had something to run."""
+        """The number of streams that have run an operation."""
         return sum([self.run_one(stream) for stream in list(self.queues)])
 
     def record(self, stream: Hashable) -> Any:
@@ -331,7 +330,7 @@ def fill(address: int, size: int, pattern: int) -> None:
 
 
 def holds(address: int, size: int, pattern: int) -> bool:
-    """Whether the bytes are as `fill` left them."""
+    """Whether the bytes match `fill`."""
     expected = (ctypes.c_char * size)()
     fill(ctypes.addressof(expected), size, pattern)
     return ctypes.string_at(address, size) == expected.raw

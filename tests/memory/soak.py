@@ -1,8 +1,8 @@
-"""Use without end: `python -m tests.memory.soak --operations 5000000 --provider cuda-vmm`.
+"""Soak test: `python -m tests.memory.soak --operations 5000000 --provider cuda-vmm`.
 
-Allocates, frees, moves and remaps at random inside a tight limit. Every live byte range carries a
-pattern of its own, no two words of which are alike: all of it is checked when it is freed and, with
-all others, after each defragmentation.
+Allocates, frees, moves and remaps at random within a tight limit. Every live block has a pattern of
+its own, in which no two words are equal. It is checked when the block is freed and after every
+defragmentation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VALUE_BITS = 61
 
 
 class Soak:
-    """One pool under random use; `limit` is about twice what is live on average."""
+    """A pool under random use; `limit` is about twice the average live memory."""
 
     def __init__(self, provider: Provider, limit: int, seed: int) -> None:
         config = MemoryPoolConfig(max_pool_size=limit, defrag_threshold=0.6)
@@ -100,7 +100,7 @@ class Soak:
         self.buffers.append((buffer, value))
 
     def _refused(self) -> None:
-        """Frees a third of what is live."""
+        """Frees a third of the live memory."""
         self.refused += 1
         self.random.shuffle(self.raw)
         self.random.shuffle(self.buffers)
@@ -111,7 +111,7 @@ class Soak:
         del self.buffers[: len(self.buffers) // 3]
 
     def check_all(self) -> None:
-        """Every live byte range, and the books."""
+        """Checks every live block, and the invariants."""
         for address, size, value in self.raw:
             self.check(address, size, value)
         for buffer, value in self.buffers:
@@ -120,7 +120,7 @@ class Soak:
         check_invariants(self.pool)
 
     def run(self, operations: int, defragment_every: int) -> None:
-        """That many operations, with defragmentations and checks of everything in between."""
+        """Runs operations, with defragmentations and complete checks in between."""
         for number in range(1, operations + 1):
             self.step()
             if number % defragment_every == 0:
@@ -132,18 +132,18 @@ class Soak:
 
 
 def _pattern(words: Any, value: int) -> Any:
-    """What a block holds: bytes out of place show, too."""
+    """The pattern of a block. Its words are all different, so misplaced bytes show."""
     return array_namespace(words).arange(value, value + len(words), dtype=np.int64)
 
 
 def make_provider(name: str, total_bytes: int) -> Provider:
-    """By the name on the command line."""
+    """The provider of a name on the command line."""
     if name == "cuda-vmm":
-        from cukit.memory.vmm import CudaVirtualMemory
+        from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
 
         return CudaVirtualMemory()
     if name == "cuda-malloc":
-        from cukit.memory.cuda_malloc import CudaMalloc
+        from cukit.memory.providers.cuda_malloc import CudaMalloc
 
         return CudaMalloc()
     return HostProvider(total_bytes, can_remap=name == "host")

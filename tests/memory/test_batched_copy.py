@@ -1,4 +1,4 @@
-"""batched_copy: scattered blocks, slides that overlap themselves, overlaps that are no slide."""
+"""batched_copy: scattered blocks, overlapping slides, and invalid overlaps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import pytest
 
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.memory import batched_copy
-from cukit.memory.compaction import TILE_BYTES
+from cukit.memory.batched_copy import TILE_BYTES
 from tests.contract import to_device, to_host
 
-# (size, gap) of blocks that slide: a gap of one access, blocks of a few tiles, tails of any length.
+# (size, gap) of sliding blocks: gaps of one access, blocks of a few tiles, tails of any length.
 SLIDES = [(16, 16), (TILE_BYTES, 16), (3 * TILE_BYTES + 48, 32), (4096, 4096 - 16)]
 
 
 def expected(memory, moves):
-    """From a copy of what was there: the order plays no part."""
+    """The expected result; reads from a copy, so the order of moves does not matter."""
     before, after = memory.copy(), memory.copy()
     for destination, source, size in moves:
         after[destination : destination + size] = before[source : source + size]
@@ -35,7 +35,7 @@ def bytes_of(rng, size):
 
 
 def test_scattered_blocks(device, rng):
-    """Sizes from one access to several tiles, in any order, out of one half into the other."""
+    """Sizes from one access to several tiles, in any order, from one half to the other."""
     sizes = 16 * rng.integers(1, 400, 60)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     half = int(starts[-1])
@@ -55,7 +55,7 @@ def test_slides(device, rng, size, gap):
 
 
 def test_one_long_slide(device, rng):
-    """Hundreds of tiles, each of which overwrites what the one before has to read."""
+    """Hundreds of tiles; each overwrites what the previous one reads."""
     size = 200 * TILE_BYTES if device == "gpu" else 12 * TILE_BYTES
     check(device, bytes_of(rng, size + 16), [(0, 16, size)])
 
@@ -78,8 +78,8 @@ def test_twenty_slides_are_the_same(rng):
 @pytest.mark.parametrize(
     ("moves", "error", "message"),
     [
-        ([(0, 96, 64)], ArrayShapeError, "leaves memory of 128 bytes"),
-        ([(-16, 0, 16)], ArrayShapeError, "leaves memory"),
+        ([(0, 96, 64)], ArrayShapeError, "outside memory of 128 bytes"),
+        ([(-16, 0, 16)], ArrayShapeError, "outside memory"),
         ([(0, 32, -16)], ArrayShapeError, "negative size"),
         ([(0, 32, 32), (16, 64, 32)], ArrayLayoutError, "overlapping destinations"),
         ([(32, 16, 64)], ArrayLayoutError, "slide down"),

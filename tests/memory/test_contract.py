@@ -1,4 +1,4 @@
-"""What every provider has to make possible: one suite for all."""
+"""The contract of a pool, tested on every provider."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_freed_on_another_thread(make_pool: MakePool) -> None:
 def test_wrong_pointers_are_named(make_pool: MakePool) -> None:
     pool, other = make_pool(), make_pool()
     address, foreign = pool.allocate(10_000), other.allocate(512)
-    with pytest.raises(PointerError, match="lies 512 bytes into one of 10000 bytes"):
+    with pytest.raises(PointerError, match="512 bytes inside one of 10000 bytes"):
         pool.free(address + 512)
     with pytest.raises(PointerError, match="belongs to another pool"):
         pool.free(foreign)
@@ -124,7 +124,7 @@ def test_the_limit_holds_and_can_be_reached(make_pool: MakePool) -> None:
 
 
 def test_scattered_free_pages_serve_a_large_request(make_pool: MakePool) -> None:
-    """Six free yet five fail: not where pages can be remapped."""
+    """Six units are free but five fail, unless pages can be remapped."""
     pool = make_pool(initial_pool_size=64 * MIB, max_pool_size=64 * MIB)
     addresses = [pool.allocate(2 * MIB) for _ in range(32)]
     for value, address in enumerate(addresses):

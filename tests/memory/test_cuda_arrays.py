@@ -1,4 +1,4 @@
-"""The pool as CuPy's allocator: arrays on several streams, and collections at any moment."""
+"""The pool as CuPy's allocator: arrays on several streams, garbage collections at any time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_out_of_memory_is_both_errors_and_the_pool_goes_on(make_pool: MakePool) 
 
 
 def test_streams_share_memory_in_order(make_pool: MakePool) -> None:
-    """Kernels that are late, on four streams, in less memory than they would take apart."""
+    """Delayed kernels on four streams, in less memory than the streams would need separately."""
     pool = make_pool(max_pool_size=96 * MIB)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     wrong = [cupy.zeros(1, np.uint32) for _ in streams]
@@ -144,7 +144,7 @@ def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
         stream = cupy.cuda.Stream(non_blocking=True)
         handles.add(stream.ptr)
         with stream, pool.use():
-            array = cupy.empty(3 * MIB, np.uint32)  # no second one would fit
+            array = cupy.empty(3 * MIB, np.uint32)  # a second one would not fit
             fill(array, step)
             count_wrong(array, step, wrong)
             keys.add(pool.provider.current_stream())
@@ -152,7 +152,7 @@ def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
                 del array
         if step % 2 == 0:
             del stream
-            del array  # freed on a stream that is no more
+            del array  # freed on a stream that no longer exists
     assert len(keys) == 40
     assert len(handles) < 40, "no handle came twice: nothing was tested"
     cupy.cuda.Device().synchronize()
@@ -161,7 +161,7 @@ def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
 
 
 class _Cycle:
-    """Garbage that only the collector frees."""
+    """A reference cycle, which only the garbage collector frees."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -229,5 +229,5 @@ def test_a_forked_child_is_told(make_pool: MakePool) -> None:
     os.close(writer)
     told = os.read(reader, 1000)
     os.close(reader)
-    assert b"CUDA does not survive" in told
+    assert b"CUDA cannot be used after fork" in told
     assert float(array.sum()) == 1000

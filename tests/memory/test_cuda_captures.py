@@ -1,4 +1,4 @@
-"""CUDA graphs: what a capture allocates belongs to the graph, for as long as there is one."""
+"""CUDA graphs: memory allocated during a capture is reserved for the graph while it exists."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MakePool = Callable[..., MemoryPool]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Nothing is compiled or loaded during a capture."""
+    """Compiles and loads before any capture."""
     words = cupy.empty(1, np.uint32)
     fill(words, 0, 0)
     assert intact(words, 0)
 
 
 def settled_bytes(pool: MemoryPool, expected: int) -> int:
-    """What the pool holds after trimming. Graphs end on a thread of the driver: waits for that."""
+    """Reserved bytes after trimming. Waits for graphs, which a driver thread destroys."""
     deadline = time.monotonic() + 10
     while True:
         gc.collect()
@@ -54,7 +54,7 @@ def ready(source: Any, stream: Any) -> None:
 
 
 def others(pool: MemoryPool, sizes: range) -> list[Any]:
-    """Arrays outside the graph, filled with what it must not see."""
+    """Arrays outside the graph, filled with values that it must not read."""
     return [cupy.full(COUNT - size, np.nan, np.float32) for size in sizes]
 
 
@@ -65,7 +65,7 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
     with pool.use(), stream:
         source = cupy.arange(COUNT, dtype=np.float32)
         ready(source, stream)
-        pool.trim()  # so that the capture needs pages of the driver
+        pool.trim()  # so that the capture needs new pages
         stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
         doubled = source * 2
         address = doubled.data.ptr
@@ -91,7 +91,7 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
             pool.trim()
         check_invariants(pool)
 
-        # Dropping the result does not end the graph: it writes there still.
+        # The graph outlives its result, and still writes to it.
         del result
         outside = others(pool, range(20))
         graph.launch(stream)
@@ -103,7 +103,7 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
 
 
 def test_the_pages_of_a_capture_may_come_from_elsewhere(make_pool: MakePool) -> None:
-    """At the limit, pages that lie scattered are remapped while a stream is captured."""
+    """At the limit, scattered pages are remapped during a capture."""
     pool = make_pool(max_pool_size=64 * MIB)
     if not pool.provider.can_remap:
         pytest.skip("nothing can be remapped")
@@ -112,8 +112,8 @@ def test_the_pages_of_a_capture_may_come_from_elsewhere(make_pool: MakePool) -> 
         blocks = [cupy.full(MIB // 2, value, np.uint32) for value in range(32)]
         stream.synchronize()
         del blocks[::2]
-        with pool._in_order():
-            pool._supply.settle_waiting()  # nobody may wait once the capture has begun
+        with pool._locked():
+            pool._supply.settle_waiting()  # waiting is forbidden during the capture
         before = pool.statistics().pages_remapped
         stream.begin_capture()
         words = cupy.empty(5 * MIB, np.uint32)
@@ -159,7 +159,7 @@ def test_a_stream_that_joins_a_capture_has_private_memory_too(make_pool: MakePoo
 
 @pytest.mark.parametrize("per_thread", [False, True])
 def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thread: bool) -> None:
-    """The driver does not tell the id of a stream that is captured."""
+    """The driver does not return the id of a stream under capture."""
     pool = make_pool(max_pool_size=256 * MIB)
     words = cupy.empty(MIB, np.uint32)
     kept: list[Any] = []
@@ -183,7 +183,7 @@ def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thr
             assert all(bool((array == 3).all()) for array in outside)
             kept.append(graph)
 
-    with ThreadPoolExecutor(1) as thread:  # one whose default stream nobody has met
+    with ThreadPoolExecutor(1) as thread:  # a thread whose default stream the pool has not met
         thread.submit(work).result()
     kept.clear()
     assert settled_bytes(pool, 0) == 0
@@ -191,7 +191,7 @@ def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thr
 
 
 def test_an_array_of_a_dead_stream_may_go_during_a_capture(make_pool: MakePool) -> None:
-    """When its last work is done nobody knows without waiting, and that is forbidden."""
+    """Only a synchronisation shows that its last work is complete, and that is forbidden."""
     pool = make_pool(max_pool_size=64 * MIB)
     stream, gone = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with pool.use():
@@ -205,7 +205,7 @@ def test_an_array_of_a_dead_stream_may_go_during_a_capture(make_pool: MakePool) 
             fill(words, 2)
             del old
             graph = stream.end_capture()
-            large = cupy.empty(14 * MIB, np.uint32)  # needs what the old one had
+            large = cupy.empty(14 * MIB, np.uint32)  # needs the memory of the old one
             fill(large, 5, 0)
             graph.launch(stream)
             assert intact(words, 2)
@@ -215,8 +215,8 @@ def test_an_array_of_a_dead_stream_may_go_during_a_capture(make_pool: MakePool) 
 
 
 def test_what_was_freed_during_a_capture_is_ordinary_memory(make_pool: MakePool) -> None:
-    """An array from before, dropped while its stream is captured, may be taken by others once
-    its stream has come that far."""
+    """An earlier array that is dropped during a capture of its stream is reusable on other
+    streams after its stream's work."""
     pool = make_pool(max_pool_size=64 * MIB)
     stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with pool.use():
@@ -229,7 +229,7 @@ def test_what_was_freed_during_a_capture_is_ordinary_memory(make_pool: MakePool)
             del old
             graph = stream.end_capture()
         with other:
-            words = cupy.empty(15 * MIB, np.uint32)  # needs what the old one had
+            words = cupy.empty(15 * MIB, np.uint32)  # needs the memory of the old one
             fill(words, 5, 0)
             graph.launch(other)
             assert intact(words, 5)

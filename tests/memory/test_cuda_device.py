@@ -1,4 +1,4 @@
-"""Streams of the CUDA providers over a stand-in for CuPy: which are gone, and who may wait."""
+"""Streams of the CUDA providers, on a fake CuPy: destroyed streams, and when waiting is allowed."""
 # ruff: noqa: N802 - the names are CUDA's
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cukit.memory import cuda_device
-from cukit.memory.cuda_device import BROKEN_CAPTURE, LEGACY_KEY, CudaDevice
+from cukit.memory.providers import cuda_device
+from cukit.memory.providers.cuda_device import BROKEN_CAPTURE, LEGACY_KEY, CudaDevice
 
 
 class RefusedError(RuntimeError):
-    """What CuPy raises, with the runtime's number."""
+    """CuPy's exception, with the runtime's error code."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -26,7 +26,7 @@ BROKEN = 666
 
 
 class Runtime:
-    """Streams are numbers; each has an id that is never used again."""
+    """Streams are numbers; each has an id that is never reused."""
 
     def __init__(self) -> None:
         self.ids: dict[int, int] = {}
@@ -81,7 +81,7 @@ class Runtime:
 
 
 class Stream:
-    """As CuPy's: its end destroys the handle."""
+    """Like CuPy's: its finalizer destroys the handle."""
 
     def __init__(self, runtime: Runtime, handle: int) -> None:
         self._runtime, self.ptr = runtime, handle
@@ -95,7 +95,7 @@ class Stream:
 @pytest.fixture
 def runtime() -> Runtime:
     made = Runtime()
-    made.open(2)  # the per-thread one; here it is one for all
+    made.open(2)  # the per-thread default stream, here the same for all threads
     return made
 
 
@@ -159,7 +159,7 @@ def test_the_work_of_a_dead_stream_is_waited_for_as_a_whole(
 def test_a_stream_lives_until_nobody_else_has_it_and_another_appears(
     device: CudaDevice, runtime: Runtime
 ) -> None:
-    """Nobody can destroy it while another thread asks the driver about it."""
+    """It cannot be destroyed during a driver call of another thread."""
     stream, kept = Stream(runtime, 7), Stream(runtime, 8)
     key, other = device.stream_key(stream), device.stream_key(kept)
     runtime.capturing[7] = 41
@@ -204,7 +204,7 @@ def test_nobody_waits_for_a_dead_stream_during_a_capture(
 def test_a_capture_that_broke_off_is_its_own_threads_error(
     device: CudaDevice, runtime: Runtime
 ) -> None:
-    """For everybody else it is a capture: what is asked in its neighbourhood does not fail."""
+    """Other streams treat it as a capture: their calls do not fail."""
     stream, gone = Stream(runtime, 7), Stream(runtime, 8)
     key, other = device.stream_key(stream), device.stream_key(gone)
     runtime.capturing[7] = BROKEN
@@ -245,7 +245,7 @@ def test_threads_have_streams_of_their_own(device: CudaDevice, runtime: Runtime)
     thread.start()
     thread.join()
     assert runtime.said("record") == [2]
-    device.record(keys[0])  # from here it cannot be reached
+    device.record(keys[0])  # not accessible from this thread
     assert runtime.said("record") == [2]
     assert runtime.said("synchronize") == [0]
     assert not device.records_late(keys[0])

@@ -121,7 +121,7 @@ def test_other_threads_and_streams(guard):
 
 
 def test_a_read_behind_an_array_faults() -> None:
-    """In a process of its own: a fault ends the context."""
+    """In a separate process, because a fault destroys the context."""
     code = f"""
 import cupy, numpy as np
 from cukit.memory.cuda_guard import CudaGuard

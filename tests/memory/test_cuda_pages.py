@@ -1,4 +1,4 @@
-"""Pages of the driver under live data: remapped, moved, limited, refused, and given back."""
+"""Driver pages under live data: remapped, moved, limited, refused and released."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import CudaMalloc, CudaVirtualMemory, DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.cuda_driver import DriverError
-from cukit.memory.replay_pools import ProviderMeter
+from cukit.memory.providers.cuda_driver import DriverError
+from cukit.memory.replay.pools import ProviderMeter
 from tests.memory.device_work import fill, intact, words_at
 from tests.memory.invariants import check_invariants
 
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("provider", ["cuda-vmm", "cuda-malloc"], indirect
 
 
 def checksum(array: Any) -> int:
-    """Of every bit, weighted by its place."""
+    """A checksum that depends on every bit and its position."""
     words = array.ravel().view(np.uint32).astype(np.uint64)
     return int((words * cupy.arange(1, words.size + 1, dtype=np.uint64)).sum())
 
@@ -39,7 +39,7 @@ def test_arrays_keep_their_bits_while_pages_are_remapped_around_them(make_pool: 
         arrays = [generator.standard_normal(MIB // 2, np.float32) for _ in range(120)]
     sums = [checksum(array) for array in arrays]
     addresses = [array.data.ptr for array in arrays]
-    for turn in range(4):  # what is kept lies on other pages each time
+    for turn in range(4):  # the kept blocks are on other pages each time
         freed = sum(array.nbytes for array in arrays[turn % 2 :: 2])
         for values in (arrays, sums, addresses):
             del values[turn % 2 :: 2]
@@ -81,7 +81,7 @@ def test_arrays_keep_their_bits_on_pages_that_are_mapped_twice(
         fill(words_at(pool.provider, address, size), step, 0)
         live.append((address, size, step))
         total += size
-        stitched = max(stitched, len(pool._supply._stitcher._seconds))
+        stitched = max(stitched, len(pool._supply._stitcher._aliases))
     assert stitched
     for address, length, value in live:
         assert intact(words_at(pool.provider, address, length), value)
@@ -147,7 +147,7 @@ def test_the_limit_holds_for_what_the_driver_gives(make_pool: MakePool) -> None:
 @BOTH
 def test_trim_gives_memory_back_to_the_driver(make_pool: MakePool) -> None:
     pool = make_pool()
-    meter = ProviderMeter(pool.provider)  # of this process: others may use the device meanwhile
+    meter = ProviderMeter(pool.provider)  # of this process only; others may use the device
     large = [pool.allocate(GIB) for _ in range(6)]
     small = pool.allocate(1000)
     assert meter.reserved_bytes() >= 6 * GIB
@@ -190,11 +190,11 @@ def test_half_of_the_device_in_one_piece() -> None:
 
 
 class InjectedError(DriverError):
-    """What a call raises when the test asked for it."""
+    """Raised by the call that a test lets fail."""
 
 
 class Failing:
-    """Passes calls on, counts those that are named, and lets one of them fail."""
+    """Forwards calls, counts the named ones, and lets one of them fail."""
 
     def __init__(self, inner: Any, names: set[str], tally: Tally) -> None:
         self._inner, self._names, self._tally = inner, names, tally
@@ -214,7 +214,7 @@ class Failing:
 
 
 class Tally:
-    """The calls so far, and what the driver holds for us."""
+    """The calls so far, and the driver objects that exist."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -254,7 +254,7 @@ RUNTIME = {
 
 
 class Tour:
-    """Everything that calls the driver, with data in every block; a failed step is done again."""
+    """Makes every driver call, with data in every block; repeats failed steps."""
 
     def __init__(self, kind: type[CudaVirtualMemory] | type[CudaMalloc]) -> None:
         self.tally = Tally()
@@ -271,7 +271,7 @@ class Tour:
     def step(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
-        except DriverError:  # the injected one, or what was made of it
+        except DriverError:  # the injected error, or one converted from it
             self.failures += 1
         finally:
             check_invariants(self.pool)
@@ -299,7 +299,7 @@ class Tour:
         for i in (0, 2):
             self.check(blocks[i], sizes[i], 0, 10 + i)
         for i in (0, 2):
-            self.write(blocks[i], sizes[i], 0, 0, 5_000_000)  # goes on when it is free
+            self.write(blocks[i], sizes[i], 0, 0, 5_000_000)  # still running when it is freed
             self.step(lambda i=i: pool.free(blocks[i]))
         other = self.allocate(9 * MIB, 1, 20)
         self.step(lambda: pool.used_on(other, streams[2]))
@@ -353,7 +353,7 @@ def test_every_call_of_the_driver_fails_once(
     if kind is CudaMalloc:
         expected = RUNTIME
     assert expected <= set(calls), f"the tour misses {expected - set(calls)}"
-    # Neighbouring calls of one kind are alike: the first, the last and one between stand for them.
+    # Consecutive calls of one kind are equivalent: test the first, the middle and the last.
     numbers = chosen(calls)
     missed = []
     for number in numbers:
@@ -362,12 +362,12 @@ def test_every_call_of_the_driver_fails_once(
         tour.run()
         if tour.tally.fail_in is not None:
             missed.append(f"{number} ({calls[number]})")
-    # Streams that come further sooner than in the first tour are asked fewer times.
+    # Streams that are faster than in the first run need fewer queries.
     assert len(missed) <= len(numbers) // 10, f"calls that were never made: {missed}"
 
 
 def chosen(calls: list[str]) -> list[int]:
-    """Numbers of calls: of each run of one kind the first, the middle and the last."""
+    """Call numbers: the first, middle and last of each run of one kind."""
     numbers: set[int] = set()
     start = 0
     for end in range(1, len(calls) + 1):

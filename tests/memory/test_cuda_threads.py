@@ -1,4 +1,4 @@
-"""Threads on the pool of a GPU: their default streams, arrays handed over, streams that end."""
+"""Threads that share a GPU's pool: default streams, arrays freed elsewhere, destroyed streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MakePool = Callable[..., MemoryPool]
 
 
 def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
-    """They share one handle. What they freed is everybody's once they are gone."""
+    """They share one handle. After they end, any stream may reuse the memory that they freed."""
     pool = make_pool(max_pool_size=128 * MIB)
     wrong = cupy.zeros(1, np.uint32)
     cupy.cuda.Device().synchronize()
@@ -65,7 +65,7 @@ def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
 
 
 def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePool) -> None:
-    """Threads get the numbers of dead ones, but not their streams."""
+    """A thread may get the id of a dead one, but not its stream."""
     pool = make_pool(max_pool_size=8 * MIB)
     box: list[Any] = []
     numbers: list[int] = []
@@ -80,7 +80,7 @@ def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePoo
 
     def drop() -> None:
         with cupy.cuda.Stream.ptds:
-            pool.provider.current_stream()  # makes the thread's own stream known
+            pool.provider.current_stream()  # registers the thread's default stream
             box.clear()
         numbers.append(threading.get_ident())
 
@@ -172,7 +172,7 @@ def test_streams_end_while_other_threads_ask_about_them(make_pool: MakePool) -> 
     with ThreadPoolExecutor(5) as threads:
         running = [threads.submit(work, seed) for seed in range(5)]
         while not all(each.done() for each in running):
-            pool.free(pool.allocate(48 * MIB))  # takes what other streams freed
+            pool.free(pool.allocate(48 * MIB))  # reuses memory freed on other streams
             pool.defragment()
     for each in running:
         each.result()

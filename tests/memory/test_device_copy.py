@@ -1,4 +1,4 @@
-"""What a defragmentation queues on a GPU, with the kernel and the driver's copy replaced."""
+"""The copies of a defragmentation, with the kernel and the driver's copy replaced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.memory import device_copy
-from cukit.memory.compaction import MovePlan
-from cukit.memory.device_copy import FEW_MOVES, DeviceCopy
+from cukit.memory.batched_copy import MovePlan
+from cukit.memory.providers import device_copy
+from cukit.memory.providers.device_copy import FEW_MOVES, DeviceCopy
 
 SIZE = 512
 
 
 class Table:
-    """Rows on the device: the host's, and `set` as CuPy's arrays have it."""
+    """A device table in host memory, with `set` as in CuPy's arrays."""
 
     nbytes = 0
 
@@ -33,7 +33,7 @@ class Table:
 
 
 class Stream:
-    """Does everything at once."""
+    """Does all work immediately."""
 
     ptr = 0
 
@@ -46,7 +46,7 @@ class Stream:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many moves each launch of the kernel did; it does them in order."""
+    """The number of moves of each kernel launch; moves are done in order."""
     counts: list[int] = []
 
     def launch(plan: MovePlan, base: Any, table: Table, progress: Any) -> None:
@@ -73,7 +73,7 @@ def copier() -> DeviceCopy:
 @pytest.mark.parametrize(
     ("count", "gap", "launched"),
     [
-        (FEW_MOVES, 0, []),  # the driver's own copies
+        (FEW_MOVES, 0, []),  # cudaMemcpyAsync
         (FEW_MOVES, SIZE // 2, [FEW_MOVES]),  # they overlap: a slide
         (90, 0, [90]),
         (250, 0, [100, 100, 50]),
@@ -81,7 +81,7 @@ def copier() -> DeviceCopy:
     ],
 )
 def test_moves_arrive(launches: list[int], count: int, gap: int, launched: list[int]) -> None:
-    """`gap` 0: out of one half into the other, in any order; else all slide down over a gap."""
+    """`gap` 0: moves from one half to the other, in any order; else slides over a gap."""
     memory = np.random.default_rng(0).integers(0, 256, 2 * count * SIZE + 64).astype(np.uint8)
     start = memory.ctypes.data
     start += -start % 16

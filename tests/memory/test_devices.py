@@ -1,4 +1,4 @@
-"""Several devices behind one front."""
+"""Pools of several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at every bytecode of the pool: nothing is lost, locked or left open, and it arrives."""
+"""Ctrl-C at every bytecode of the pool is raised, and leaks no memory, lock or open scope."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import pytest
 import cukit.memory
 from cukit.errors import OutOfMemoryError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
-from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.snapshot import snapshot
+from cukit.memory.uninterrupted import Uninterrupted
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE
 
 FILES = (str(Path(cukit.memory.__file__).parent), contextlib.__file__)
-"""Where interrupts strike: the pool, and what its context managers are made of."""
+"""The files that are interrupted: the pool's, and contextlib for its context managers."""
 
 DEFERRED_STEP = 64
-"""Of the bytecodes that are inside Uninterrupted, where each does the same, one in so many."""
+"""Inside Uninterrupted, where every bytecode is equivalent, only one in 64 is interrupted."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,22 +44,22 @@ def _deferred() -> bool:
 
 
 class _Last:
-    """What a tracer holds until it returns."""
+    """An object that a tracer refers to until it returns."""
 
 
 class _InC(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference whose callback is C code alone, by way of its attribute."""
+    """A weak reference whose callback, through its attribute, is C code only."""
 
     interrupt = staticmethod(_thread.interrupt_main)
 
 
 class Bytecodes:
-    """Lets SIGINT arrive at the bytecode with number `target`, in order of first execution.
+    """Raises SIGINT at the bytecode with number `target`, in order of first execution.
 
-    As when the user presses Ctrl-C: the signal is only noted then, and Python runs its handler when
-    it looks for signals next (behind a call, at the start of a function, at the end of a loop). A
-    tracer in Python would be the first to look. So the signal is noted when the tracer has ended,
-    by the death of its last object.
+    As with Ctrl-C, the signal only becomes pending, and Python runs its handler at the next check
+    (after a call, at the start of a function, at the end of a loop). A tracer in Python would run
+    the handler itself. So the signal is raised after the tracer has returned, by the finalizer of
+    its last object.
     """
 
     def __init__(self, target: int) -> None:
@@ -67,7 +67,7 @@ class Bytecodes:
         self._seen: set[tuple[CodeType, int]] = set()
         self._num_deferred = 0
         self.place = ""
-        """Where it arrived; empty if there is no such bytecode."""
+        """The place of the interrupt; empty if there is no such bytecode."""
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(FILES):
@@ -92,9 +92,9 @@ class Bytecodes:
         return None
 
     def run(self, action: Callable[[], Any]) -> None:
-        """Raises KeyboardInterrupt, unless there is no such bytecode in the action."""
+        """Raises KeyboardInterrupt if the action has a bytecode with that number."""
         before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it when tracing begins
+        sys._getframe().f_trace_opcodes = True  # required by Python 3.12 when tracing begins
         sys.settrace(self)
         try:
             action()
@@ -103,7 +103,7 @@ class Bytecodes:
 
 
 class Bench:
-    """A pool in use, and what can be done with it."""
+    """A pool in use, and the actions to interrupt."""
 
     def __init__(self) -> None:
         config = MemoryPoolConfig(max_pool_size=64 * PAGE, block_size=PAGE)
@@ -139,7 +139,7 @@ class Bench:
             self.pool.add_listener(listener)
             yield
         finally:
-            with contextlib.suppress(ValueError):  # interrupted before it was there
+            with contextlib.suppress(ValueError):  # interrupted before it was added
                 self.pool.remove_listener(listener)
 
     def free(self) -> None:
@@ -155,7 +155,7 @@ class Bench:
 
     def arrays_of_cupy(self) -> None:
         pytest.importorskip("cupy")
-        from cukit.memory.install import _single
+        from cukit.memory.pool.cupy_allocator import _single
 
         allocate = _single(self.pool)
         held = [allocate(size) for size in (512, 512, KIB, 512)]
@@ -181,7 +181,7 @@ class Bench:
             self.address = self.pool.allocate(80 * PAGE)
 
     def close(self) -> None:
-        """What an action may rightly leave behind, and whether all else is as before."""
+        """Frees what an action may leave live, and checks that all else is as before."""
         pool = self.pool
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not pool._lock._is_owned()
@@ -189,7 +189,7 @@ class Bench:
             pool.free(self.address)
         self.address = 0
         if pool.statistics().num_live != self.live or len(pool._counters._opened) != 1:
-            gc.collect()  # what exceptions keep, in frames that refer to them
+            gc.collect()  # frames of exceptions may keep objects alive
         assert pool.statistics().num_live == self.live
         assert len(pool._counters._opened) == 1
         assert all(repr(buffer).endswith("movable>") for buffer in self.buffers)

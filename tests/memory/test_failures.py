@@ -1,4 +1,4 @@
-"""Every driver call fails in turn; the pool stays in order, loses nothing and goes on."""
+"""Every driver call fails once; the pool stays consistent, leaks nothing and remains usable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.compact import LEAST_GAP
+from cukit.memory.bookkeeping.compaction import LEAST_GAP
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider, fill, holds
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Tour:
-    """Everything that calls the driver, once; a step that fails is done again."""
+    """Makes every driver call once; repeats failed steps."""
 
     def __init__(self, *, can_remap: bool, lagging: bool) -> None:
         self.provider = SimulatedProvider(64 * PAGE, can_remap=can_remap)
-        self.provider.adjacent_bytes = 256 * PAGE  # so that every tour goes the same way
+        self.provider.adjacent_bytes = 256 * PAGE  # so that every run is the same
         self.provider.lagging = lagging
         config = MemoryPoolConfig(max_pool_size=40 * PAGE, block_size=PAGE, growth_factor=1.25)
         self.pool = MemoryPool(config, self.provider)
@@ -62,7 +62,7 @@ class Tour:
         self.free(*blocks[0])
         self.free(*blocks[2], stream=0)
 
-        # Another stream takes what the first one freed, waits for what it did not.
+        # Another stream reuses memory of the first one, and waits for the rest.
         other = self.allocate(5 * PAGE, stream=1)
         self.step(lambda: self.pool.used_on(other, 2))
         self.step(lambda: self.pool.used_on(other, 3))
@@ -112,7 +112,7 @@ def test_every_call_fails_once(*, can_remap: bool, lagging: bool) -> None:
 
 
 def slid_pool() -> tuple[MemoryPool, SimulatedProvider, list[DeviceBuffer]]:
-    """Buffers of three quarters of a page behind holes of one quarter: they can only slide."""
+    """Buffers of 3/4 of a page after holes of 1/4: they can only slide."""
     page = 4 * LEAST_GAP
     provider = SimulatedProvider(8 * page, page_bytes=page)
     pool = MemoryPool(MemoryPoolConfig(block_size=page), provider)

@@ -1,4 +1,4 @@
-"""Guarded memory over a stand-in for the device, whose bytes are the host's."""
+"""Guarded memory on a fake device in host memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cukit.commands.compile import DEFAULT_ARCHS
 from cukit.core.compiler import compile_kernel
 from cukit.core.kernel import load_kernel
 from cukit.memory import DeviceOutOfMemory
+from cukit.memory.bookkeeping.streams import CaptureKey
 from cukit.memory.cuda_guard import plan_guard_pages
 from cukit.memory.guard import ALIGNMENT, LARGEST_RECYCLED, GuardedMemory, Slot
-from cukit.memory.streams import CaptureKey
 from cukit.reference import memory as reference
 from tests.memory.guard_device import GAP, MOST_PAGES, PAGE, Device, Driver, bytes_at, poke
 
@@ -31,7 +31,7 @@ def device() -> Device:
 
 @pytest.fixture(params=range(4))
 def memory(request: pytest.FixtureRequest, driver: Driver, device: Device) -> GuardedMemory:
-    """With other seeds, and so other sides and patterns."""
+    """With several seeds, and so several sides and patterns."""
     found = GuardedMemory(driver, device, seed=request.param)
     found.label = "tests/test_it.py::test_one"
     return found
@@ -273,7 +273,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("before", [0xFFFFFFFF, 0x80808080, 12345 << 32])
 def test_the_kernel_is_the_reference(emulated, rng, before):
-    """Changes at the borders of what is owned, of vectors, of chunks and of pages."""
+    """Changes at the boundaries of allocations, vectors, chunks and pages."""
     page_bytes, number = 2 * CHUNK, 6
     kernel = load_kernel(plan_guard_pages(page_bytes, CHUNK))
     memory = np.tile(reference.guard_pattern(before, page_bytes), number)

@@ -1,4 +1,4 @@
-"""The host's pages: mapped, remapped, counted."""
+"""Pages of the host provider: mapped, remapped, counted."""
 
 from __future__ import annotations
 

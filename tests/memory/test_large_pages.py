@@ -1,20 +1,20 @@
-"""Several pages as one handle of the driver: made for large requests, broken up for small ones."""
+"""Large pages: created for large requests, split for small ones."""
 
 from __future__ import annotations
 
 import pytest
 
 from cukit.memory import DeviceOutOfMemory, MemoryPool, MemoryPoolConfig
-from cukit.memory.cuda_driver import DriverError
-from cukit.memory.vmm import VirtualPages
+from cukit.memory.providers.cuda_driver import DriverError
+from cukit.memory.providers.cuda_vmm import VirtualPages
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill, holds
-from tests.memory.test_vmm import PAGE as DRIVER_PAGE
-from tests.memory.test_vmm import Driver
+from tests.memory.test_cuda_vmm import PAGE as DRIVER_PAGE
+from tests.memory.test_cuda_vmm import Driver
 
 LARGE = 4
 MANY = 2 * LARGE
-"""Pages of a request that gets large ones."""
+"""Pages of the smallest request that gets large pages."""
 
 
 def make_pool(limit: int = 64) -> tuple[MemoryPool, SimulatedProvider]:
@@ -24,7 +24,7 @@ def make_pool(limit: int = 64) -> tuple[MemoryPool, SimulatedProvider]:
 
 
 def num_large(pool: MemoryPool) -> int:
-    """How many large pages are mapped."""
+    """The number of mapped large pages."""
     return len(set(pool._pager.large_at.values()))
 
 
@@ -38,7 +38,7 @@ def test_many_pages_come_as_large_ones() -> None:
 
 
 def test_single_pages_become_large_ones_where_many_are_wanted() -> None:
-    """Within the limit at every moment, and live blocks keep their bytes."""
+    """The limit is never exceeded, and live blocks keep their bytes."""
     pool, _ = make_pool(limit=4 * MANY)
     blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
     for number, block in enumerate(blocks):
@@ -54,7 +54,7 @@ def test_single_pages_become_large_ones_where_many_are_wanted() -> None:
 
 
 def test_a_small_block_breaks_one_large_page_up() -> None:
-    """Its neighbours stay what they are, and all but its own page can be used elsewhere."""
+    """Other large pages stay whole, and all pages but the block's can be remapped."""
     pool, _ = make_pool(limit=MANY)
     pool.free(pool.allocate(MANY * PAGE))
     small = pool.allocate(512)
@@ -67,7 +67,7 @@ def test_a_small_block_breaks_one_large_page_up() -> None:
 
 
 def test_a_large_page_in_use_is_not_counted_as_reclaimable() -> None:
-    """A stream that is not done keeps the pool from breaking it up."""
+    """It is not split while a stream may still use it."""
     pool, provider = make_pool(limit=MANY)
     provider.lagging = True
     block = pool.allocate(MANY * PAGE)
@@ -101,7 +101,7 @@ def test_a_call_that_fails_on_the_way_loses_nothing(number: int) -> None:
 
 
 def test_memory_that_others_take_meanwhile() -> None:
-    """Between handing single pages back and asking for large ones the device may run out."""
+    """The device may run out between destroying single pages and creating large ones."""
     pool, provider = make_pool(limit=4 * MANY)
     blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
     for block in blocks[::2]:

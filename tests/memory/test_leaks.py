@@ -1,12 +1,12 @@
-"""Leaks: what is live, who allocated it, and what was there before."""
+"""Leak reports: live memory by call site, and memory that was live before."""
 
 from __future__ import annotations
 
 import pytest
 
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.host import HostProvider
 from cukit.memory.leaks import live_report, watch_leaks
+from cukit.memory.providers.host import HostProvider
 
 
 @pytest.fixture

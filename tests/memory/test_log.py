@@ -1,4 +1,4 @@
-"""Allocation logs: what is written is read, and what is damaged is named by line and column."""
+"""Allocation logs: written logs are readable; errors name the line and the column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cukit.memory.blocks import Event
+from cukit.memory.bookkeeping.blocks import Event
 from cukit.memory.log import (
     BUFFERED,
     DAY_US,
@@ -23,9 +23,9 @@ from cukit.memory.log import (
     read_log,
     write_log,
 )
-from cukit.memory.mixes import STANDARD, make_log
 from cukit.memory.recorder import record_allocations
-from cukit.memory.replay import Step, script_of
+from cukit.memory.replay.mixes import STANDARD, make_log
+from cukit.memory.replay.replay import Step, script_of
 
 HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 ALLOCATE = "7,09:00:00.000001,allocate,0x7f00,512,0"
@@ -57,7 +57,7 @@ def test_the_same_events_make_the_same_file(tmp_path: Path) -> None:
 
 
 def test_what_rmm_writes_is_read(tmp_path: Path) -> None:
-    """Its older releases separate the microseconds by a colon; its null pointer is (nil)."""
+    """Older RMM releases put a colon before the microseconds; a null pointer is (nil)."""
     path = file_of(
         tmp_path,
         "140213,10:30:59:104551,allocate,0x7f2a00000000,1048576,0x0",
@@ -80,7 +80,7 @@ def test_time_goes_on_past_midnight(tmp_path: Path) -> None:
 
 
 def test_what_real_logs_have(tmp_path: Path) -> None:
-    """A byte-order mark, blank lines, rows of no bytes, frees of what was allocated earlier."""
+    """A byte-order mark, blank lines, rows of zero bytes, frees of earlier allocations."""
     empty = ALLOCATE.replace("0x7f00,512", "(nil),0"), FREE.replace("0x7f00,512", "(nil),0")
     earlier = FREE.replace("0x7f00,512", "0x9000,1024")
     path = file_of(tmp_path, "", ALLOCATE, "  ", empty[0], earlier, empty[1], FREE)
@@ -193,7 +193,7 @@ def test_a_mix_is_made_by_its_seed(name: str) -> None:
 
 
 class FakeMemory:
-    """What an allocator returns, as far as the recorder looks at it."""
+    """The part of an allocator's result that the recorder uses."""
 
     device_id = 0
 
@@ -218,7 +218,7 @@ def test_the_recorder_logs_an_end_before_the_memory_goes_back(tmp_path: Path) ->
             return FakeMemory(512, lambda ptr: given_back.append((ptr, len(writer._queue))))
 
         recorder = AllocationRecorder(writer, inner)
-        recorder._cuda = SimpleNamespace(  # CuPy's own asks the driver, which may be missing
+        recorder._cuda = SimpleNamespace(  # CuPy's module needs a driver
             get_current_stream=lambda: SimpleNamespace(ptr=0),
             memory=cupy.cuda.memory,
             MemoryPointer=cupy.cuda.MemoryPointer,

@@ -1,4 +1,4 @@
-"""What users may hand in wrongly: options, sizes, addresses, buffers, forks."""
+"""Invalid use: options, sizes, addresses, buffers, forks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from cukit.memory import (
             {"initial_pool_size": 4096, "max_pool_size": 512},
             "max_pool_size: expected None or at least 4096, got 512",
         ),
-        ({"block_size": 3 << 20}, "block_size: expected a power of two from 512 on"),
-        ({"block_size": 256}, "block_size: expected a power of two from 512 on"),
+        ({"block_size": 3 << 20}, "block_size: expected a power of two of at least 512"),
+        ({"block_size": 256}, "block_size: expected a power of two of at least 512"),
         ({"growth_factor": 0.9}, "growth_factor: expected between 1 and 16"),
         ({"defrag_threshold": 0.0}, "defrag_threshold: expected above 0 and at most 1"),
         ({"call_site_depth": -1}, "call_site_depth: expected at least 0"),
@@ -57,7 +57,7 @@ def test_illegal(options: dict[str, Any], message: str) -> None:
         (lambda pool: pools_of(3), "pools_of: pool must be a MemoryPool, got 3"),
         (lambda pool: pool.allocate(8, "x"), "stream must be an integer, got 'x'"),
         (lambda pool: pool.add_listener(3), "add_listener: listener must be a function, got 3"),
-        (lambda pool: pool.remove_listener(print), "remove_listener: .* does not listen"),
+        (lambda pool: pool.remove_listener(print), "remove_listener: .* is not a listener"),
         (lambda pool: pool.release_capture("x"), "capture_id must be an integer, got 'x'"),
         (lambda pool: _array(pool, (-1,), "int8"), "shape must not be negative"),
         (lambda pool: _array(pool, (1.5,), "int8"), "shape must be integers"),
@@ -84,7 +84,7 @@ def test_a_limit_below_one_page() -> None:
 
 
 def test_an_initial_size_beyond_the_device() -> None:
-    with pytest.raises(ConfigError, match="the device cannot give 8388608 bytes"):
+    with pytest.raises(ConfigError, match="the device lacks 8388608 bytes"):
         MemoryPool(MemoryPoolConfig(initial_pool_size=8 << 20), HostProvider(4 << 20))
 
 

@@ -1,4 +1,4 @@
-"""Running out of memory: what is tried first, and what the error says in the end."""
+"""Out of memory: the fallbacks, and the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig, OutOfMemoryReport
-from cukit.memory.oom import in_words
+from cukit.memory.pool.oom import in_words
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, SimulatedProvider
 
@@ -34,7 +34,7 @@ def test_memory_pending_on_another_stream_is_waited_for() -> None:
 
 
 def test_a_stream_waits_rather_than_the_host() -> None:
-    """Memory that another stream freed is taken behind an event."""
+    """Memory freed on another stream is reused after an event."""
     pool, provider = tight_pool()
     provider.lagging = True
     address = pool.allocate(12 * PAGE, 1)
@@ -47,7 +47,7 @@ def test_a_stream_waits_rather_than_the_host() -> None:
 
 
 def test_a_small_request_rather_grows() -> None:
-    """No stream waits for another one for the sake of a few bytes."""
+    """A small request does not make its stream wait for another."""
     pool, provider = tight_pool()
     provider.lagging = True
     address = pool.allocate(2 * KIB, 1)
@@ -82,7 +82,7 @@ def test_buffers_move_before_an_allocation_fails(*, enable_defrag: bool) -> None
 
 
 def test_automatic_defragmentation_instead_of_growth() -> None:
-    """With room to grow it is done above the threshold and not below."""
+    """While the pool may grow, it defragments above the threshold only."""
     for threshold, expected in ((0.9, 16), (1.0, 24)):
         pool, _ = tight_pool(pages=48, defrag_threshold=threshold)
         buffers = [pool.allocate_buffer(PAGE // 2) for _ in range(32)]
@@ -217,7 +217,7 @@ def test_the_advice_fits() -> None:
     for buffer in buffers[::2]:
         buffer.unpin()
         buffer.close()
-    with pytest.raises(OutOfMemoryError, match="they lie between live blocks that must not move"):
+    with pytest.raises(OutOfMemoryError, match="between live blocks that must not move"):
         pool.allocate(2 * PAGE)
     with pytest.raises(OutOfMemoryError, match=r"MemoryPoolConfig\(call_site_depth=4\)"):
         pool.allocate(2 * PAGE)

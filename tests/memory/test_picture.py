@@ -1,4 +1,4 @@
-"""Pictures of a pool: they show every byte once, stand alone, and stay small."""
+"""Plots of a pool: they show every byte once, are self-contained, and stay small."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.blocks import Block, Event, Range
+from cukit.memory.bookkeeping.blocks import Block, Event, Range
 from cukit.memory.history import FreeMap, History, Sample, timeline
-from cukit.memory.host import HostProvider
 from cukit.memory.layout import KINDS, Layout, kinds_of, largest_hole, totals
 from cukit.memory.picture import map_svg, map_text, num_bytes, summary, timeline_svg
+from cukit.memory.providers.host import HostProvider
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -25,7 +25,7 @@ def block(address: int, size: int, state: Any) -> Block:
 
 
 def range_of(address: int, *blocks: tuple[int, Any]) -> Range:
-    """A range of (bytes, state), one behind the other."""
+    """A range of contiguous (bytes, state)."""
     found, place = [], address
     for size, state in blocks:
         found.append(block(place, size, state))
@@ -58,7 +58,7 @@ def crowded(num_blocks: int, seed: int = 2) -> list[Range]:
 
 
 def test_free_memory_is_of_two_kinds() -> None:
-    """The pages from 4 and from 6 MiB are whole; beside live memory the rest is not."""
+    """The pages at 4 and 6 MiB are wholly free; the others are partly live."""
     assert [(address - 4 * PAGE, size, kind) for address, size, kind in kinds_of(HALF_FREE)] == [
         (0, MIB, "live"),
         (MIB, MIB, "part"),
@@ -105,7 +105,7 @@ def test_addresses_without_memory_do_not_fill_the_picture() -> None:
 
 
 def rectangles(svg: str, kind: str) -> list[tuple[float, float, float, float]]:
-    """x, y, width, height of everything drawn of a kind."""
+    """x, y, width and height of all shapes of a kind."""
     path = re.search(rf'<path class="{kind}" d="([^"]*)"', svg)
     if path is None:
         return []
@@ -165,7 +165,7 @@ def pool(request: pytest.FixtureRequest) -> MemoryPool:
 
 
 def test_the_timeline_says_what_the_pool_said(pool: MemoryPool) -> None:
-    """Worked out backwards from the end, it agrees with statistics taken on the way."""
+    """Computed backwards from the end, it matches statistics taken meanwhile."""
     rng = random.Random(9)
     said: dict[int, tuple[int, int]] = {}
     live: list[int] = []

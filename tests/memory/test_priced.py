@@ -1,17 +1,17 @@
-"""What the driver is asked to do, counted: the prices are in tests/memory/priced.py."""
+"""Counts of driver calls, with the modelled times of tests/memory/priced.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.mixes import make_log
-from cukit.memory.replay import script_of
+from cukit.memory.replay.mixes import make_log
+from cukit.memory.replay.replay import script_of
 from tests.memory.priced import GIB, MIB, PRICES_US, PricedProvider
 
 
 def scattered(provider: PricedProvider) -> MemoryPool:
-    """1 GiB is free, in pages that lie one by one between live ones."""
+    """1 GiB is free, in single pages between live ones."""
     page = provider.page_bytes
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * GIB), provider)
     blocks = [pool.allocate(page) for _ in range(2 * GIB // page)]
@@ -22,7 +22,7 @@ def scattered(provider: PricedProvider) -> MemoryPool:
 
 @pytest.mark.parametrize("page_bytes", [2 * MIB, 16 * MIB])
 def test_a_remap_unmaps_maps_and_opens_each_page_once(page_bytes: int) -> None:
-    """Without large pages: 26 ms in pages of 2 MiB at these prices, 3 in pages of 16."""
+    """Without large pages: 26 ms in pages of 2 MiB at these prices, 3 ms in pages of 16 MiB."""
     provider = PricedProvider(page_bytes=page_bytes, large_pages=1)
     pool = scattered(provider)
     before, paid = provider.handles.copy(), provider.spent_us
@@ -34,7 +34,7 @@ def test_a_remap_unmaps_maps_and_opens_each_page_once(page_bytes: int) -> None:
 
 
 def test_a_remap_of_many_pages_makes_large_ones_of_them() -> None:
-    """Unmapping and handing back 512 pages of 2 MiB is all that is left: 17 ms."""
+    """Only unmapping and destroying 512 pages of 2 MiB remains: 17 ms."""
     provider = PricedProvider()
     pool = scattered(provider)
     before, paid = provider.handles.copy(), provider.spent_us
@@ -46,7 +46,7 @@ def test_a_remap_of_many_pages_makes_large_ones_of_them() -> None:
 
 
 def test_what_is_in_large_pages_is_remapped_in_two_milliseconds() -> None:
-    """A gigabyte whose parts lie between live blocks."""
+    """A gigabyte in parts between live blocks."""
     provider = PricedProvider()
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * GIB), provider)
     blocks = [pool.allocate(128 * MIB) for _ in range(16)]
@@ -59,8 +59,8 @@ def test_what_is_in_large_pages_is_remapped_in_two_milliseconds() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_slowest_allocations_at_a_tight_limit(seed: int) -> None:
-    """Blocks of up to 4 GiB below 1.05 times what is live: 99 of 100 in less than 10 ms of the
-    driver, with pages of 2 MiB alone 78."""
+    """Blocks of up to 4 GiB with a limit of 1.05 times the live bytes: 99 % take less than 10 ms
+    of driver time; with pages of 2 MiB only, 78 ms."""
     script = script_of(make_log("random-1000-4096", seed))
     provider = PricedProvider()
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=script.tight_limit), provider)

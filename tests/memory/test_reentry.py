@@ -1,4 +1,4 @@
-"""Threads, and destructors that run in the middle of the pool's own work."""
+"""Threads, and finalizers that run inside calls of the pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.memory.simulation import KIB, PAGE, SimulatedProvider, fill, holds
 
 
 class InterruptedProvider(SimulatedProvider):
-    """Runs something in the middle of every driver call, as a garbage collection might."""
+    """Runs code inside every driver call, as a garbage collection might."""
 
     def __init__(self, *, can_remap: bool) -> None:
         super().__init__(512 * PAGE, can_remap=can_remap)
@@ -31,7 +31,7 @@ class InterruptedProvider(SimulatedProvider):
 @pytest.mark.parametrize("can_remap", [True, False])
 @pytest.mark.parametrize("how", ["free", "free_from_finalizer", "buffer"])
 def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
-    """They neither block nor get lost, and the books stay in order."""
+    """They neither block nor get lost, and the pool stays consistent."""
     provider = InterruptedProvider(can_remap=can_remap)
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=256 * PAGE), provider)
     victims: list[int | DeviceBuffer] = []
@@ -62,7 +62,7 @@ def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
         pool.defragment()
         pool.trim()
         provider.interrupt = lambda: None
-        pool.statistics()  # takes in what was put aside
+        pool.statistics()  # does the deferred frees
         check_invariants(pool)
         assert pool.statistics().num_live == len(live) + len(victims)
     assert interrupted > 40
@@ -80,7 +80,7 @@ def test_an_allocation_inside_the_pool_is_refused() -> None:
 
 
 class _Cycle:
-    """Garbage that only the collector frees."""
+    """A reference cycle, which only the garbage collector frees."""
 
     def __init__(self, buffer: DeviceBuffer) -> None:
         self.buffer = buffer
@@ -88,7 +88,7 @@ class _Cycle:
 
 
 def test_collections_at_every_moment() -> None:
-    """A collector set to run all the time frees buffers wherever it strikes."""
+    """With a garbage collection at almost every allocation, buffers are freed anywhere."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=64 * PAGE), SimulatedProvider(64 * PAGE))
     before = gc.get_threshold()
     gc.set_threshold(3, 1, 1)
@@ -105,7 +105,7 @@ def test_collections_at_every_moment() -> None:
 
 
 def test_threads() -> None:
-    """Each writes what it allocates; half of it is freed by another thread."""
+    """Each writes to its allocations; another thread frees half of them."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=128 << 20), HostProvider(128 << 20))
     mistakes: list[BaseException] = []
     handed_over: list[tuple[int, int, int]] = []
@@ -217,7 +217,7 @@ def test_a_pool_that_nobody_has_gives_everything_back(*, can_remap: bool) -> Non
 
 
 def test_destructors_free_with_the_next_call() -> None:
-    """No call of the pool sees memory as live that a destructor has freed."""
+    """No call of the pool treats memory as live after a finalizer has freed it."""
     provider = SimulatedProvider()
     pool = MemoryPool(MemoryPoolConfig(), provider)
     address = pool.allocate(PAGE)
@@ -248,7 +248,7 @@ def test_what_destructors_freed_does_not_keep_the_memory() -> None:
 
 
 def test_a_pool_that_ends_during_a_capture_waits() -> None:
-    """Its memory goes back with the next pool that ends."""
+    """Its memory is released with the next pool that is collected."""
     provider = SimulatedProvider()
     MemoryPool(MemoryPoolConfig(initial_pool_size=PAGE), provider)
     provider.captures[7] = 1
@@ -284,7 +284,7 @@ def test_a_forked_child_is_told() -> None:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
-    assert b"CUDA does not survive fork" in os.read(reader, 1000)
+    assert b"CUDA cannot be used after fork" in os.read(reader, 1000)
     os.close(reader)
     pool.free(address)
     check_invariants(pool)

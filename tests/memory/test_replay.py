@@ -1,4 +1,4 @@
-"""Replaying logs: what is counted, what counts as failed, and pools in processes of their own."""
+"""Replays: what is measured, what counts as a failure, and pools in separate processes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from cukit.commands.replay import limit_of
 from cukit.core.device import gpu_available
 from cukit.errors import ConfigError
 from cukit.memory.log import LogAction, LogEvent, read_log, write_log
-from cukit.memory.mixes import make_log
-from cukit.memory.replay import (
-    Latency,
-    PoolMissing,
-    Request,
-    Script,
-    replay,
-    replay_apart,
-    script_of,
-)
-from cukit.memory.replay_pools import POOLS, ProviderMeter, make_pool
+from cukit.memory.replay.mixes import make_log
+from cukit.memory.replay.pools import POOLS, ProviderMeter, make_pool
+from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
+from cukit.memory.replay.replay import Latency, Script, replay, script_of
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "logs" / "distill.csv.gz"
 PAGE = 2 << 20
@@ -34,7 +27,7 @@ class Full(Exception):  # noqa: N818 - a condition, as in the pools it stands fo
 
 
 class BumpPool:
-    """Never uses memory twice: the worst pool there is, and the easiest to count by hand."""
+    """Never reuses memory: the worst pool, and the easiest to compute by hand."""
 
     out_of_memory = (Full,)
     growth_ns = 0
@@ -111,7 +104,7 @@ def test_a_log_ends_at_its_first_failure() -> None:
     pool = BumpPool(limit=450)
     result = replay(script_of(REUSE), pool, name="bump", limit=450)
     assert not result.completed
-    assert result.failure == "step 3: 200 bytes asked for, 300 live (200 bytes more)"
+    assert result.failure == "step 3: 200 bytes requested, 300 live (200 bytes more)"
     assert result.num_steps == 3
     assert not pool.live
 
@@ -119,7 +112,7 @@ def test_a_log_ends_at_its_first_failure() -> None:
 def test_a_limit_that_is_passed_is_a_failure() -> None:
     result = replay(script_of(REUSE), BumpPool(550, soft=True), name="bump", limit=550)
     assert not result.completed
-    assert result.failure == "held 600 bytes, 50 more than it was allowed"
+    assert result.failure == "held 600 bytes, 50 above the limit"
 
 
 def test_latency() -> None:
@@ -176,7 +169,7 @@ def cukit_pool(script: Script, limit: int | None) -> Any:
     "name", ["random-300-4096", "random-2000-64", "serving", "streams", "torture"]
 )
 def test_our_pool_completes_every_mix_at_a_tight_limit(name: str) -> None:
-    """5% over the peak of live bytes and a page a stream: less than any hole is worth."""
+    """5% above the peak of live bytes, plus one page per stream: less than any hole."""
     script = script_of(make_log(name)[:12_000])
     pool = cukit_pool(script, script.tight_limit)
     result = replay(script, pool, name="cukit", limit=script.tight_limit)
@@ -274,5 +267,5 @@ def test_mistakes(arguments: list[str], complaint: str, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("mix", ["random-999999999999-4", "random-10-" + "9" * 5000, "randm-1-1"])
 def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no mix: expected random-N-M"):
+    with pytest.raises(ConfigError, match=r"is not a mix: expected random-N-M"):
         Request(mix).script()

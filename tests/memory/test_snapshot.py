@@ -1,4 +1,4 @@
-"""Snapshots: the state and the history of a pool in the words of PyTorch's memory viewer."""
+"""Snapshots: state and history of a pool in the format of PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 
 from cukit.errors import ConfigError
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.blocks import Block, Event, Frame, Range
+from cukit.memory.bookkeeping.viewer_format import describe
 from cukit.memory.history import FreeMap, History
-from cukit.memory.host import HostProvider
-from cukit.memory.snapshot import describe, snapshot, write_snapshot
+from cukit.memory.providers.host import HostProvider
+from cukit.memory.snapshot import snapshot, write_snapshot
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -27,7 +28,7 @@ READABLE = {
     "LONG_BINGET", "MARK", "MEMOIZE", "NEWFALSE", "NEWTRUE", "NONE", "PROTO", "SETITEM",
     "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
 }  # fmt: skip
-"""The pickle codes that the viewer's reader knows."""
+"""The pickle opcodes that the viewer implements."""
 
 
 @pytest.fixture(params=[True, False], ids=["pages", "segments"])
@@ -37,7 +38,7 @@ def pool(request: pytest.FixtureRequest) -> MemoryPool:
 
 
 def busy(pool: MemoryPool, steps: int = 400, seed: int = 5) -> list[int]:
-    """Random allocations and frees; returns what is live."""
+    """Random allocations and frees; returns the live blocks."""
     rng = random.Random(seed)
     live: list[int] = []
     for _ in range(steps):
@@ -95,7 +96,7 @@ def test_a_live_block_says_who_allocated_it(pool: MemoryPool) -> None:
 
 
 def replayed(content: dict[str, Any]) -> tuple[dict[int, int], FreeMap]:
-    """Live blocks and memory after the trace, read as the viewer reads it, from nothing."""
+    """Live blocks and memory after the trace, interpreted like the viewer from an empty state."""
     live: dict[int, int] = {}
     requested: dict[int, int] = {}
     memory = FreeMap()
@@ -164,7 +165,7 @@ def test_the_viewer_can_read_the_pickle(tmp_path: Path, pool: MemoryPool) -> Non
 
 @pytest.mark.gpu
 def test_pytorch_reads_it() -> None:
-    """Its own text reports check that sizes add up."""
+    """PyTorch's own text reports check that sizes add up."""
     viewer = pytest.importorskip("torch.cuda._memory_viz")
     pool = MemoryPool(MemoryPoolConfig(call_site_depth=3), HostProvider())
     with History(pool) as history:

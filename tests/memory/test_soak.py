@@ -1,4 +1,4 @@
-"""A short soak on every provider; tests/memory/soak.py runs for as long as one likes."""
+"""A short soak test on every provider; tests/memory/soak.py runs for any length of time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_soak(provider: Provider, limit: int) -> None:
 
 @pytest.mark.parametrize("can_remap", [True, False])
 def test_soak_on_adjacent_reservations(*, can_remap: bool) -> None:
-    """As cudaMalloc gives them out: buffers must not be moved across the border of two."""
+    """As with cudaMalloc: buffers must not move across the boundary of two segments."""
     provider = SimulatedProvider(96 * MIB, page_bytes=2 * MIB, can_remap=can_remap)
     provider.adjacent_bytes = 192 * MIB
     soak = Soak(provider, 96 * MIB, seed=1)

@@ -1,4 +1,4 @@
-"""The index of free spans, beside a plain sorted list."""
+"""The index of free spans, compared with a plain sorted list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cukit.memory.spans import FREE, SizeIndex, Span
+from cukit.memory.bookkeeping.spans import FREE, SizeIndex, Span
 
 
 @pytest.mark.parametrize("most_per_chunk", [4, SizeIndex.MOST_PER_CHUNK])

@@ -1,4 +1,4 @@
-"""Random use of a pool, with its books and its users' bytes checked after every step.
+"""Random use of a pool, with its invariants and all live bytes checked after every step.
 
 Streams lag behind the host. What is written by a stream is verified by the same stream just before
 a free, but that verification runs late: memory handed to another stream too early, moved while in
@@ -37,7 +37,7 @@ PICK = st.integers(0, 1 << 16)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Does what users do, and keeps its own record of who owns what."""
+    """Acts like a user, and keeps its own record of live memory."""
 
     can_remap = True
 
@@ -139,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.raw)
     @rule(pick=PICK, other=STREAMS)
     def free_elsewhere(self, pick: int, other: int) -> None:
-        """The other stream waits for the first, as a user has to arrange, then frees."""
+        """The other stream waits for the first, which is the user's duty, then frees."""
         address = list(self.raw)[pick % len(self.raw)]
         size, stream, pattern = self.raw[address]
         if not (self.free_stream(stream) and self.free_stream(other)):
@@ -153,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.raw)
     @rule(pick=PICK, other=STREAMS)
     def use_elsewhere(self, pick: int, other: int) -> None:
-        """Two streams read; the pool is told, and frees on the first."""
+        """Two streams read, `used_on` declares that, and the memory is freed on the first."""
         address = list(self.raw)[pick % len(self.raw)]
         size, stream, pattern = self.raw[address]
         if not (self.free_stream(stream) and self.free_stream(other)):
@@ -258,7 +258,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(calls=st.integers(0, 12), size=SIZES, stream=STREAMS)
     def fail(self, calls: int, size: int, stream: int) -> None:
-        """One of the next driver calls fails; the pool goes on as if nothing had been."""
+        """One of the next driver calls fails; the pool remains usable."""
         if not self.free_stream(stream):
             return
         self.provider.fail_in = calls
@@ -311,7 +311,7 @@ class SegmentMachine(PoolMachine):
 
 @pytest.mark.parametrize("machine", [PoolMachine, SegmentMachine])
 def test_random_use(machine: type[PoolMachine]) -> None:
-    """Thousands of steps; CUKIT_POOL_RUNS=1000 makes a long night of it."""
+    """Thousands of steps; CUKIT_POOL_RUNS=1000 runs for hours."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""Holes put together from what is left of pages, by mapping those a second time."""
+"""Holes made of the free ends of pages that are mapped a second time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill
 
 
 def two_edges() -> tuple[MemoryPool, SimulatedProvider, list[int]]:
-    """Five full pages, but for the end of the second and the start of the fourth: half a page each.
-    The limit allows no other."""
+    """Five full pages, except half a page at the end of the second and at the start of the fourth.
+    The limit allows no further page."""
     provider = SimulatedProvider(64 * PAGE)
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=5 * PAGE, block_size=PAGE), provider)
     sizes = (PAGE + PAGE // 2, PAGE // 2, PAGE, PAGE // 2, PAGE + PAGE // 2)
@@ -89,7 +89,7 @@ def test_a_driver_that_refuses_leaves_everything_as_it_was() -> None:
 
 
 def _next_calls(provider: SimulatedProvider, number: int) -> str:
-    """The call with this number in an allocation that succeeds elsewhere."""
+    """The call with this number fails in an allocation that would succeed otherwise."""
     pool, other, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])
@@ -101,7 +101,7 @@ def _next_calls(provider: SimulatedProvider, number: int) -> str:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nobody_writes_on_somebody_elses_bytes(seed: int) -> None:
-    """Two streams that lag behind, buffers that move, and a limit that is nearly reached."""
+    """Two lagging streams, movable buffers, and a limit that is nearly reached."""
     numbers = random.Random(seed)
     provider = SimulatedProvider(64 * PAGE)
     provider.lagging, provider.progress = True, random.Random(seed)
@@ -121,7 +121,7 @@ def test_nobody_writes_on_somebody_elses_bytes(seed: int) -> None:
             continue
         _launch(provider, stream, lambda a=address, n=size, p=step: fill(a, n, p))  # type: ignore[misc]
         live.append((address, size, stream, step))
-        stitched = max(stitched, len(pool._supply._stitcher._seconds))
+        stitched = max(stitched, len(pool._supply._stitcher._aliases))
         if step % 50 == 0:
             check_invariants(pool)
             pool.defragment()
@@ -142,7 +142,7 @@ def _launch(provider: SimulatedProvider, stream: int, work: object) -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "log-uniform"])
 def test_sizes_of_all_kinds_below_a_tight_limit(kind: str) -> None:
-    """At most 200 MiB live below 230, in pages of 2: a block in, random blocks out."""
+    """At most 200 MiB live below 230, in pages of 2 MiB: allocates a block, frees random ones."""
     for seed in range(3):
         numbers = random.Random(seed)
         pool = MemoryPool(MemoryPoolConfig(max_pool_size=230 * MIB), PricedProvider())

@@ -1,11 +1,11 @@
-"""Epochs, marks and graph captures, one by one."""
+"""Epochs, marks and graph captures."""
 
 from __future__ import annotations
 
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.streams import MOST_MARKS, MOST_STREAMS, Streams
+from cukit.memory.bookkeeping.streams import MOST_MARKS, MOST_STREAMS, Streams
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider, fill, holds
 
@@ -82,7 +82,7 @@ def test_streams_without_memory_are_forgotten(
 
 
 def test_a_stream_that_waits_for_memory_is_not_forgotten(provider: SimulatedProvider) -> None:
-    """While a callback makes room, which takes more streams than the pool likes to know."""
+    """While a callback frees memory, using more streams than the pool keeps."""
     blocks: list[int] = []
 
     def make_room(_: object) -> bool:
@@ -120,7 +120,7 @@ def test_a_stream_that_cannot_be_asked_later_is_marked_at_every_free(
 def test_large_blocks_are_marked_when_several_streams_share(
     pool: MemoryPool, provider: SimulatedProvider
 ) -> None:
-    """So that a later taker waits for the free, not for all that followed it."""
+    """A later user then waits for the free only, not for work queued after it."""
     first = pool.allocate(4 * PAGE, 1)
     pool.allocate(512, 2)
     pool.free(first)
@@ -147,7 +147,7 @@ def test_memory_used_on_another_stream_stays_pending(
 
 
 def test_a_graph_keeps_its_memory(pool: MemoryPool, provider: SimulatedProvider) -> None:
-    """What a capture allocated is given to nobody else until the graph is gone."""
+    """Memory of a capture is not reused elsewhere until the graph is destroyed."""
     provider.lagging = False
     provider.captures[1] = 41
     first = pool.allocate(2 * PAGE, 1)
@@ -165,7 +165,7 @@ def test_a_graph_keeps_its_memory(pool: MemoryPool, provider: SimulatedProvider)
     pool.trim()
     assert holds(first, 2 * PAGE, 99)
 
-    # Another capture does not share it, even with the same stream.
+    # Another capture does not reuse it, even on the same stream.
     provider.captures[1] = 42
     assert pool.allocate(2 * PAGE, 1) != first
     del provider.captures[1]
@@ -195,7 +195,7 @@ def test_buffers_that_a_graph_saw_stay_put(pool: MemoryPool, provider: Simulated
 
 
 def test_nobody_waits_during_a_capture(pool: MemoryPool, provider: SimulatedProvider) -> None:
-    """The provider fails the test if the pool records, waits or synchronises then."""
+    """The provider fails the test if the pool records, waits or synchronises meanwhile."""
     blocks = [pool.allocate(2 * PAGE, stream) for stream in (1, 2, 3)]
     for block in blocks:
         pool.free(block)

@@ -1,11 +1,11 @@
-"""What a miss merges: as much as it needs, and no more."""
+"""A miss merges only as much as it needs."""
 
 from __future__ import annotations
 
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.supply import LARGE_BYTES
+from cukit.memory.pool.supply import LARGE_BYTES
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, SimulatedProvider
 
@@ -14,7 +14,7 @@ PAGE = 2 * LARGE_BYTES
 
 @pytest.fixture
 def pool() -> MemoryPool:
-    """Room to spare: eight pages, all taken from the device."""
+    """A pool that holds eight free pages."""
     config = MemoryPoolConfig(initial_pool_size=8 * PAGE)
     return MemoryPool(config, SimulatedProvider(16 * PAGE, page_bytes=PAGE))
 

@@ -1,4 +1,4 @@
-"""Placement when nearly all that the limit allows is held: wholly free pages are saved."""
+"""Placement in a nearly full pool saves wholly free pages."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory import pager as pager_module
+from cukit.memory.pool import pager as pager_module
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 
 TENTH = PAGE // 20 // 512 * 2 * 512
-"""Of a page, nearly: a multiple of 512."""
+"""Nearly that part of a page: a multiple of 512."""
 
 
 def full_pool() -> tuple[MemoryPool, list[int]]:
-    """Ten pages; what is free is 2.1 of them between live blocks, and half of the last one."""
+    """Ten pages; free are 2.1 pages between live blocks, and half of the last page."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )
@@ -26,7 +26,7 @@ def full_pool() -> tuple[MemoryPool, list[int]]:
 
 
 def test_a_block_goes_where_it_takes_fewer_pages() -> None:
-    """With the end of the last page it needs one page, in the hole it would need two."""
+    """At the end of the last page it takes one page; in the hole it would take two."""
     pool, _ = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) % PAGE == 3 * PAGE // 4
     assert pool.statistics().pages_remapped == 1
@@ -35,9 +35,9 @@ def test_a_block_goes_where_it_takes_fewer_pages() -> None:
     assert pool.statistics().reserved_bytes == 10 * PAGE
 
 
-def test_a_pool_that_is_not_crowded_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the best fit is taken; the same requests do not fit below the same limit."""
-    monkeypatch.setattr(pager_module, "CROWDED", 2.0)
+def test_a_pool_that_is_not_nearly_full_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best fit is taken instead; the same requests then fail below the same limit."""
+    monkeypatch.setattr(pager_module, "NEARLY_FULL", 2.0)
     pool, blocks = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) == blocks[1]
     assert pool.statistics().pages_remapped == 0
@@ -46,7 +46,7 @@ def test_a_pool_that_is_not_crowded_calls_no_driver(monkeypatch: pytest.MonkeyPa
 
 
 def test_of_two_holes_the_one_that_costs_less_pages() -> None:
-    """The larger hole begins with half a page that nobody else can use."""
+    """The larger hole begins with half a page that no other block can use."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )

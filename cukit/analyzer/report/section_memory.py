@@ -22,8 +22,8 @@ from cukit.analyzer.report.layout import (
     Tile,
     Tiles,
 )
-from cukit.memory.blocks import Block as PoolBlock
-from cukit.memory.blocks import BlockState, Event, Frame, Range
+from cukit.memory.bookkeeping.blocks import Block as PoolBlock
+from cukit.memory.bookkeeping.blocks import BlockState, Event, Frame, Range
 from cukit.memory.history import Sample, timeline
 from cukit.memory.layout import largest_hole, totals
 from cukit.memory.picture import map_svg, timeline_svg

@@ -1,0 +1,182 @@
+"""The contents of a pool at one moment: as arrays for defragmentation, as totals for statistics.
+
+A pool may hold a hundred thousand blocks, and the device moves them in less time than a Python loop
+over them takes. UsedSpans therefore reads the attributes of each span once, through C iterators,
+and never visits free memory: that is the complement of everything else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from cukit.memory.bookkeeping.arena import AddressRange, Arena
+from cukit.memory.bookkeeping.blocks import Frame
+from cukit.memory.bookkeeping.compaction import Ints, Pages, Pieces
+from cukit.memory.bookkeeping.spans import ALIASED, LIVE, PENDING, UNMAPPED, Span
+from cukit.memory.bookkeeping.statistics import StreamStatistics
+from cukit.memory.bookkeeping.streams import CaptureKey
+
+_address, _size = attrgetter("address"), attrgetter("size")
+
+
+@dataclass(frozen=True)
+class Paging:
+    """How the memory behind an arena is mapped."""
+
+    page_bytes: int
+    spare_bytes: int
+    """Pages that are not mapped."""
+    remap: bool
+    large_pages: int
+    """Pages per large page."""
+    large_at: Ints
+    """Addresses of the mapped large pages."""
+
+
+class Holes(NamedTuple):
+    """Free memory of all streams. Bytes."""
+
+    free: int
+    largest: int
+    whole_pages: int
+    """What remapping can gather."""
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest free block / free bytes; 0 when nothing is free."""
+        return 1 - self.largest / self.free if self.free else 0.0
+
+
+@dataclass(frozen=True)
+class UsedSpans:
+    """Everything that is not free."""
+
+    rows: Ints
+    """Rows of Movables in address order."""
+    others: list[Span]
+    """Spans that cannot move, then unmapped ones, unordered."""
+    others_at: Ints
+    others_size: Ints
+    pieces: Pieces
+    """The same as input of the compaction planner."""
+
+    @classmethod
+    def of(
+        cls,
+        columns: tuple[Ints, Ints, Ints],
+        fixed: list[Span],
+        unmapped: list[Span],
+        ranges: Sequence[AddressRange],
+    ) -> UsedSpans:
+        """`columns`: those of Movables."""
+        rows, movable, movable_size = columns
+        others = fixed + unmapped
+        at = np.fromiter(map(_address, others), np.int64, len(others))
+        size = np.fromiter(map(_size, others), np.int64, len(others))
+        wall, wall_size = at[: len(fixed)], size[: len(fixed)]
+        if (wall[1:] < wall[:-1]).any():
+            order = np.argsort(wall)
+            wall, wall_size = wall[order], wall_size[order]
+        start = np.array([part.address for part in ranges], np.int64)
+        end = start + np.array([part.size for part in ranges], np.int64)
+        hole, hole_size = at[len(fixed) :], size[len(fixed) :]
+        begin = np.sort(np.concatenate((start, hole + hole_size)))
+        end = np.sort(np.concatenate((end, hole)))
+        some = end > begin
+        pieces = Pieces(begin[some], end[some], movable, movable_size, wall, wall_size)
+        return cls(rows, others, at, size, pieces)
+
+    def holes(self, paging: Paging) -> Holes:
+        """The free memory between these spans."""
+        return measure(*self.pieces.free, paging)
+
+
+def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
+    """Measures free memory given as maximal pieces in address order."""
+    page = paging.page_bytes
+    first = -(-address // page)
+    pages = np.maximum((address + size) // page - first, 0)
+    whole = int(pages.sum())
+    if len(paging.large_at) and len(pages):
+        # A large page is remapped as a whole: free pages of a partly used one do not count.
+        before = np.cumsum(pages) - pages
+
+        def below(number: Ints) -> Ints:
+            """The number of wholly free pages below a page."""
+            hole = np.maximum(np.searchsorted(first, number, "right") - 1, 0)
+            found: Ints = before[hole] + np.clip(number - first[hole], 0, pages[hole])
+            return found
+
+        start = paging.large_at // page
+        free = below(start + paging.large_pages) - below(start)
+        whole -= int(free[free < paging.large_pages].sum())
+    return Holes(
+        paging.spare_bytes + int(size.sum()),
+        int(size.max(initial=0)),
+        paging.spare_bytes + (whole * page if paging.remap else 0),
+    )
+
+
+@dataclass
+class Survey:
+    """Totals over all spans. Bytes."""
+
+    live: int = 0
+    requested: int = 0
+    pending: int = 0
+    free: int = 0
+    private_free: int = 0
+    """Part of `free`: reserved for captured graphs."""
+    largest_free: int = 0
+    whole_pages: int = 0
+    """Part of `free`: on pages without a live byte, which remapping can gather."""
+    movable: int = 0
+    freed_by_moving: int = 0
+    """Free bytes on pages that hold movable buffers and nothing that is fixed."""
+    per_stream: dict[Hashable, StreamStatistics] = field(default_factory=dict)
+    call_sites: dict[tuple[Frame, ...], tuple[int, int]] = field(default_factory=dict)
+    """Bytes and count of live allocations by call site."""
+
+
+def survey(arena: Arena, used: UsedSpans, paging: Paging) -> Survey:
+    """Visits every span of the arena; `used` describes the same arena."""
+    result = Survey(free=paging.spare_bytes)
+    streams: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for span in arena.spans():
+        if span.state in (UNMAPPED, ALIASED):
+            continue
+        if span.state == LIVE:
+            result.live += span.size
+            result.requested += span.requested
+            streams[span.stream][0] += span.size
+            if span.movable:
+                result.movable += span.size
+            size, count = result.call_sites.get(span.call_site, (0, 0))
+            result.call_sites[span.call_site] = size + span.size, count + 1
+        elif span.state == PENDING:
+            result.pending += span.size
+            streams[span.stream][1] += span.size
+        else:
+            result.free += span.size
+            streams[span.stream][2] += span.size
+            if isinstance(span.stream, CaptureKey):
+                result.private_free += span.size
+    holes = used.holes(paging)
+    result.largest_free, result.whole_pages = holes.largest, holes.whole_pages
+    if result.movable:
+        result.freed_by_moving = _freed_by_moving(used.pieces, arena.page_bytes)
+    result.per_stream = {key: StreamStatistics(*numbers) for key, numbers in streams.items()}
+    return result
+
+
+def _freed_by_moving(pieces: Pieces, page_bytes: int) -> int:
+    pages = Pages(pieces, page_bytes)
+    movable = pages.bytes_of(pieces.movable, pieces.movable_size)
+    walls = pages.bytes_of(pieces.wall, pieces.wall_size)
+    return int(pages.bytes_of(*pieces.free)[(movable > 0) & (walls == 0)].sum())

@@ -1,0 +1,1 @@
+"""The pool itself: paging, allocation, defragmentation, buffers, and the allocator of CuPy."""

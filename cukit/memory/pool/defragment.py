@@ -1,0 +1,174 @@
+"""Defragmentation: moves unpinned buffers, then remaps wholly free pages into one hole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from cukit.memory.batched_copy import Moves
+from cukit.memory.bookkeeping.arena import Arena
+from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
+from cukit.memory.bookkeeping.movables import Movables
+from cukit.memory.bookkeeping.spans import NO_ROW, Span
+from cukit.memory.bookkeeping.statistics import DefragmentReport
+from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
+from cukit.memory.pool.listeners import Listeners
+from cukit.memory.pool.pager import Pager
+from cukit.memory.pool.stitch import Stitcher
+from cukit.memory.pool.supply import Supply
+from cukit.memory.providers.provider import Provider
+
+
+class Defragmenter:
+    """Compacts and remaps. All methods require the pool's lock."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        arena: Arena,
+        pager: Pager,
+        stitcher: Stitcher,
+        supply: Supply,
+        live: dict[int, Span],
+        movables: Movables,
+        listeners: Listeners,
+    ) -> None:
+        self._provider = provider
+        self._arena = arena
+        self._pager = pager
+        self._stitcher = stitcher
+        self._supply = supply
+        self._live = live
+        self._movables = movables
+        self._listeners = listeners
+        self.count = 0
+        self.bytes_moved = 0
+
+    def survey(self) -> Survey:
+        """Totals over all spans; takes a visit to each."""
+        return survey(self._arena, self._used_spans(), self._pager.paging())
+
+    def holes(self) -> Holes:
+        """Measures free memory without visiting each span in Python."""
+        return self._used_spans().holes(self._pager.paging())
+
+    def _used_spans(self) -> UsedSpans:
+        live, movables = self._live, self._movables
+        rows = movables.columns()
+        fixed: list[Span] = []
+        if len(live) > len(movables):
+            fixed += [
+                span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
+            ]
+        fixed += [span for span, _ in self._supply.pending]
+        fixed += self._stitcher.aliased()
+        for state in self._arena.streams.states.values():
+            if state.private:  # a launch of the captured graph uses them again
+                fixed += [*chain.from_iterable(state.bins.values()), *state.index]
+        return UsedSpans.of(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
+
+    def run(self, stream: Hashable) -> DefragmentReport:
+        """Synchronises the device, moves buffers, remaps pages."""
+        start = time.perf_counter()
+        self._supply.synchronize()
+        before, moved = self._compact(stream)
+        self._stitcher.undo()
+        remapped = self._pager.consolidate()
+        after = self._merged_holes()
+        self.count += 1
+        self._listeners.emit("defragment", 0, moved, stream)
+        return DefragmentReport(
+            bytes_moved=moved,
+            pages_remapped=remapped,
+            fragmentation_before=before.fragmentation,
+            fragmentation_after=after.fragmentation,
+            largest_free_before=before.largest,
+            largest_free_after=after.largest,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _merged_holes(self) -> Holes:
+        """`holes` after a compaction, when all free memory is merged and in the shared index."""
+        spans = list(self._arena.streams.shared.index)
+        address = np.array([span.address for span in spans], np.int64)
+        size = np.array([span.size for span in spans], np.int64)
+        order = np.argsort(address)
+        return measure(address[order], size[order], self._pager.paging())
+
+    def compact(self, stream: Hashable) -> int:
+        """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
+        self._supply.synchronize()
+        moved = self._compact(stream)[1]
+        self._stitcher.undo()
+        return moved
+
+    def _compact(self, stream: Hashable) -> tuple[Holes, int]:
+        """Returns the holes before, and the bytes moved. The device is idle before and after; the
+        bookkeeping runs while the copies do."""
+        used = self._used_spans()
+        plan = plan_compaction(used.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
+        if not plan.steps:
+            before = used.holes(self._pager.paging())
+            self._arena.place(*self._layout(used, plan))
+            return before, 0
+        event = self._copy(plan, stream)
+        try:
+            before = used.holes(self._pager.paging())
+            self._commit(used, plan)
+            self._provider.synchronize(event)
+        except BaseException:
+            self._provider.synchronize_device()
+            raise
+        finally:
+            self._provider.discard(event)
+        self.bytes_moved += plan.bytes_moved
+        return before, plan.bytes_moved
+
+    def _copy(self, plan: Plan, stream: Hashable) -> Any:
+        """Enqueues the copies; returns an event recorded after them."""
+        done: list[Moves] = []
+        try:
+            for step in plan.steps:
+                self._provider.copy(step, stream)
+                done.append(step)
+            return self._provider.record(stream)
+        except BaseException:
+            # Later steps may have overwritten sources of earlier ones: undo in reverse order.
+            for step in reversed(done):
+                self._provider.copy(step[:, [1, 0, 2]], stream)
+            self._provider.synchronize_device()
+            raise
+
+    def _commit(self, used: UsedSpans, plan: Plan) -> None:
+        """Records the moves.
+
+        Listeners receive a move as a free at the old address and an allocation at the new one.
+        """
+        reported, live = self._listeners.active, self._live
+        rows = used.rows[plan.moved]
+        moved = self._movables.spans(rows)
+        source, target = plan.source.tolist(), plan.target.tolist()
+        for span, address in zip(moved, source, strict=True):
+            del live[address]
+            if span.uses:
+                span.uses = ()
+            if reported:
+                self._listeners.moved_away(span)
+        self._movables.move(rows, plan.target)
+        live.update(zip(target, moved, strict=True))
+        self._arena.place(*self._layout(used, plan))
+        if reported:
+            for span in sorted(moved, key=attrgetter("address")):
+                self._listeners.moved_here(span)
+
+    def _layout(self, used: UsedSpans, plan: Plan) -> tuple[list[Span], Ints, Ints]:
+        """All spans that are not free, with their addresses after the moves and their sizes."""
+        spans = self._movables.spans(used.rows) + used.others
+        address = np.concatenate((used.pieces.movable, used.others_at))
+        address[plan.moved] = plan.target
+        return spans, address, np.concatenate((used.pieces.movable_size, used.others_size))

@@ -1,0 +1,577 @@
+"""Creates, maps, unmaps and destroys the physical pages of a pool.
+
+The pool grows in three ways, cheapest first: spare pages (created but not mapped), wholly free
+pages (remapped: unmapped at the old address and mapped at the new one, without copying bytes or
+changing the address of a live block), and new pages of the driver. If the driver refuses one of
+the steps, the pages of the steps before it stay spare, so a failure needs no rollback.
+
+Each driver call costs a fixed time per handle, whatever the handle's size. A request of many pages
+therefore gets large pages, if the provider has them: several pages behind one handle, mapped,
+unmapped and destroyed as one. Spare single pages are destroyed and created anew as large pages,
+which takes less time than mapping them one by one. A large page with a live byte cannot be
+remapped, so a free one is split into single pages before a block takes part of it (`keep_whole`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.memory.bookkeeping.arena import Arena
+from cukit.memory.bookkeeping.spans import FREE, UNMAPPED, Span
+from cukit.memory.bookkeeping.survey import Paging
+from cukit.memory.pool.config import MemoryPoolConfig
+from cukit.memory.pool.listeners import Emit
+from cukit.memory.providers.provider import DeviceOutOfMemory, Provider
+
+MANY_LARGE = 2
+"""Requests that fill at least this many large pages get large pages."""
+
+WORTH_SPLITTING = 8
+"""A large page is split if the part that a block leaves unused is at least 1/8 of the block."""
+
+NEARLY_FULL = 0.9
+"""Share of the limit above which blocks go where they take the fewest wholly free pages."""
+
+
+class Place(NamedTuple):
+    """Unmapped addresses where new pages complete a hole that is large enough."""
+
+    hole: Span
+    """An unmapped span."""
+    address: int
+    pages: int
+    neighbours: tuple[Span, ...]
+    """Free spans that the new pages are merged with."""
+
+
+class Run(NamedTuple):
+    """Contiguous pages, wholly inside one free span."""
+
+    span: Span
+    address: int
+    pages: int
+
+
+class Pager:
+    """Maps and unmaps the memory behind an arena."""
+
+    def __init__(
+        self, config: MemoryPoolConfig, provider: Provider, arena: Arena, emit: Emit
+    ) -> None:
+        self._config = config
+        self._provider = provider
+        self._arena = arena
+        self._emit = emit
+        self.page_bytes = provider.page_bytes
+        self._remaps = provider.can_remap
+        self.mapped: dict[int, Any] = {}
+        """Mapped pages by address."""
+        self.spare: list[Any] = []
+        """Single pages that are not mapped."""
+        self.large_spare: list[tuple[Any, ...]] = []
+        """Large pages that are not mapped: the pages of each."""
+        self.large_at: dict[int, int] = {}
+        """Address of the enclosing large page by the address of each of its pages."""
+        self.large_pages = provider.large_pages if self._remaps else 1
+        self.large_from = MANY_LARGE * self.large_pages
+        """Requests of this many pages or more get large ones."""
+        self.reserved_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.pages_remapped = 0
+
+    @property
+    def num_spare(self) -> int:
+        """Spare pages, those of large pages included."""
+        return len(self.spare) + len(self.large_spare) * self.large_pages
+
+    def paging(self) -> Paging:
+        """How memory is mapped, for measuring what remapping can gather."""
+        firsts = np.array(sorted(set(self.large_at.values())), np.int64)
+        spare = self.num_spare * self.page_bytes
+        return Paging(self.page_bytes, spare, self._remaps, self.large_pages, firsts)
+
+    @property
+    def limited(self) -> bool:
+        """Whether the pool can run out of pages before the device does."""
+        return self._config.max_pool_size is not None and self._remaps
+
+    @property
+    def nearly_full(self) -> bool:
+        """Whether the pool holds nearly all that its limit allows."""
+        limit = self._config.max_pool_size
+        return limit is not None and self._remaps and self.reserved_bytes >= NEARLY_FULL * limit
+
+    def grow(
+        self,
+        size: int,
+        stream: Hashable,
+        *,
+        fewer_than: int | None = None,
+        alone: bool = False,
+    ) -> Span | None:
+        """Maps pages so that the stream has a hole of at least `size` bytes; returns the hole.
+
+        `fewer_than`: only if a free neighbour lets fewer pages than this suffice.
+        `alone`: without merging with a free neighbour.
+        Returns None if the limit or the device forbids it, or if there is no such place.
+        """
+        if not self._remaps:
+            return self._grow_by_segment(size)
+        place = self._place(size, stream, alone=alone)
+        if fewer_than is not None and (place is None or place.pages >= fewer_than):
+            return None
+        needed = self._pages(size) if place is None else place.pages
+        runs = self.find_pages(needed, () if place is None else place.neighbours)
+        if runs is None:
+            return None
+        if place is None:
+            place = self._reserve(size)
+            if place is None:
+                return None
+        for run in runs:
+            self.unmap(run)
+        return self._map(place, stream) if self.make_ready(place.pages) else None
+
+    def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
+        """Creates missing pages, as far as the limit and the device allow, and returns the runs to
+        unmap so that `count` pages are spare. None: there are too few."""
+        missing = count - self.num_spare
+        runs = self._whole_pages(missing, spared) if missing > 0 else []
+        missing -= sum(run.pages for run in runs)
+        large = count >= self.large_from
+        return runs if missing <= 0 or self._create(missing, large=large) else None
+
+    def make_ready(self, count: int) -> bool:
+        """Converts spare pages so that they can be mapped as `count` pages: single pages to large
+        ones if `count` is large, large pages to single ones if those are too few.
+
+        Returns False if another process took a page from the device meanwhile.
+        """
+        step = self.large_pages
+        if step == 1:
+            return len(self.spare) >= count
+        if count >= self.large_from:
+            wanted = count // step - len(self.large_spare)
+            self._make_large(min(wanted, len(self.spare) // step))
+        while self._missing_single(count) > 0 and self.large_spare:
+            self._split_large()
+        return self._missing_single(count) <= 0
+
+    def _missing_single(self, count: int) -> int:
+        """Missing single pages, if `count` pages contain as many spare large pages as fit."""
+        large = min(len(self.large_spare), count // self.large_pages)
+        return count - large * self.large_pages - len(self.spare)
+
+    def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
+        """Splits the large pages that a block of `size` bytes at `start` would take only part of,
+        in a free span that any stream may use. Returns the span.
+
+        Returns None if another process took a page from the device meanwhile; the span is gone.
+        """
+        page, step = self.page_bytes, self.large_pages * self.page_bytes
+        for at in (start // page * page, (start + size - 1) // page * page):
+            first = self.large_at.get(at)
+            if first is None or (start <= first and first + step <= start + size):
+                continue
+            if span.address > first or first + step > span.end or span.stream is not None:
+                continue  # some of it is in use
+            used = min(first + step, start + size) - max(first, start)
+            if (step - used) * WORTH_SPLITTING < size:
+                continue
+            self.unmap(Run(span, first, self.large_pages), remapped=False)
+            self._split_large()
+            if len(self.spare) < self.large_pages:
+                return None
+            place = Place(self.hole_at(first), first, self.large_pages, ())
+            span = self._map(place, None, single=True)
+        return span
+
+    def find_addresses(self, pages: int) -> Place | None:
+        """Unmapped addresses for `pages` pages, whatever is beside them; reserved if needed."""
+        size = pages * self.page_bytes
+        return self._place(size, None, alone=True) or self._reserve(size)
+
+    def hole_at(self, address: int) -> Span:
+        """The unmapped span that contains an address; unmapping may have merged it with others."""
+        return next(
+            span for span in self._arena.unmapped.values() if span.address <= address < span.end
+        )
+
+    def prepare(self, size: int) -> bool:
+        """Creates and maps pages of at least `size` bytes before any request."""
+        return self.grow(size, None) is not None
+
+    def consolidate(self) -> int:
+        """Remaps all wholly free pages into one hole; returns how many were remapped.
+
+        No stream may still use free memory (Streams.mark_all_done).
+        """
+        if not self._remaps:
+            return 0
+        largest = max(self._arena.streams.shared.index, key=lambda span: span.size, default=None)
+        if largest is None:
+            return 0
+        runs = self._whole_pages(1 << 62, (largest,))
+        pages = self.num_spare + sum(run.pages for run in runs)
+        if not pages:
+            return 0
+        place = self._beside(largest, pages)
+        if place is None:
+            runs = self._whole_pages(1 << 62, ())
+            pages = self.num_spare + sum(run.pages for run in runs)
+            if pages * self.page_bytes <= largest.size:
+                return 0
+            place = self._place(pages * self.page_bytes, None, alone=True)
+            if place is None:
+                place = self._reserve(pages * self.page_bytes)
+            if place is None:
+                return 0
+        for run in runs:
+            self.unmap(run)
+        if not self.make_ready(pages):
+            place = place._replace(pages=self.num_spare)
+        self._map(place, None)
+        return sum(run.pages for run in runs)
+
+    def trim(self) -> int:
+        """Returns every wholly free page, or segment, and every empty range to the device."""
+        before = self.reserved_bytes
+        if self._remaps:
+            for run in self._whole_pages(1 << 62, ()):
+                self.unmap(run, remapped=False)
+            spare = [*self.spare, *chain.from_iterable(self.large_spare)]
+            if spare:
+                self._provider.destroy_pages(spare)
+                self.reserved_bytes -= len(spare) * self.page_bytes
+                self.spare.clear()
+                self.large_spare.clear()
+        for part in self._arena.ranges():
+            span = part.first
+            if span.next is None and (
+                span.state == UNMAPPED
+                or (span.state == FREE and span.stream is None and not self._remaps)
+            ):
+                self._provider.release(part.address, part.size)
+                self._arena.drop_range(span)
+                if not self._remaps:
+                    self.reserved_bytes -= part.size
+                self._emit("segment_free", part.address, part.size, None)
+        return before - self.reserved_bytes
+
+    def abandon(self) -> None:
+        """Returns everything to the device, live memory included."""
+        provider, page = self._provider, self.page_bytes
+        addresses = sorted(self.mapped)
+        while addresses:
+            count = 1
+            while count < len(addresses) and addresses[count] == addresses[0] + count * page:
+                count += 1
+            provider.unmap_pages(addresses[0], count)
+            self.spare.extend(self.mapped.pop(address) for address in addresses[:count])
+            del addresses[:count]
+        self.spare.extend(chain.from_iterable(self.large_spare))
+        self.large_spare.clear()
+        self.large_at.clear()
+        if self.spare:
+            provider.destroy_pages(list(dict.fromkeys(self.spare)))  # aliased pages appear twice
+            self.spare.clear()
+        for part in self._arena.ranges():
+            provider.release(part.address, part.size)
+
+    def room(self) -> int | None:
+        """Bytes left below the limit; None: no limit."""
+        limit = self._config.max_pool_size
+        return None if limit is None else max(0, limit - self.reserved_bytes)
+
+    # Finding a place --------------------------------------------------------------------------
+
+    def _pages(self, size: int) -> int:
+        return -(-size // self.page_bytes)
+
+    def _place(self, size: int, stream: Hashable, *, alone: bool = False) -> Place | None:
+        """The unmapped addresses that need the fewest pages to become a hole of `size` bytes. Ties
+        go to the smallest free neighbours: large ones can save a later request a page."""
+        best: tuple[int, int, int, int] | None = None
+        found = None
+        page = self.page_bytes
+        for hole in self._arena.unmapped.values():
+            before = None if alone else self._usable(hole.prev, stream)
+            behind = None if alone else self._usable(hole.next, stream)
+            beside = (before.size if before else 0) + (behind.size if behind else 0)
+            if best is not None and -(-(size - beside) // page) > best[0]:
+                continue
+            for place in self._fillings(size, hole, before, behind):
+                used = sum(neighbour.size for neighbour in place.neighbours)
+                rank = (place.pages, used, hole.size, place.address)
+                if best is None or rank < best:
+                    best, found = rank, place
+        return found
+
+    def _fillings(
+        self, size: int, hole: Span, before: Span | None, behind: Span | None
+    ) -> list[Place]:
+        places = []
+        page = self.page_bytes
+        free_before = before.size if before else 0
+        free_behind = behind.size if behind else 0
+        if max(free_before, free_behind) >= size:
+            return []
+        pages = self._pages(size - free_before)
+        if pages * page <= hole.size:
+            places.append(Place(hole, hole.address, pages, (before,) if before else ()))
+        pages = self._pages(size - free_behind)
+        if behind and pages * page <= hole.size:
+            places.append(Place(hole, hole.end - pages * page, pages, (behind,)))
+        if not places and before and behind and free_before + hole.size + free_behind >= size:
+            places.append(Place(hole, hole.address, hole.size // page, (before, behind)))
+        return places
+
+    @staticmethod
+    def _usable(span: Span | None, stream: Hashable) -> Span | None:
+        """The span, if it is free and the stream may use it without waiting."""
+        if span is None or span.state != FREE or span.stream not in (None, stream):
+            return None
+        return span
+
+    def _beside(self, span: Span, pages: int) -> Place | None:
+        """Unmapped addresses for `pages` pages right after or right before a span."""
+        size = pages * self.page_bytes
+        if span.next and span.next.state == UNMAPPED and span.next.size >= size:
+            return Place(span.next, span.next.address, pages, (span,))
+        if span.prev and span.prev.state == UNMAPPED and span.prev.size >= size:
+            return Place(span.prev, span.prev.end - size, pages, (span,))
+        return None
+
+    def _reserve(self, size: int) -> Place | None:
+        """Reserves addresses: as many as the device has memory, because addresses cost nothing."""
+        _, total = self._provider.memory_info()
+        pages = self._pages(size)
+        for wanted in (max(pages, self._pages(total)), pages):
+            try:
+                address = self._provider.reserve(wanted * self.page_bytes)
+            except DeviceOutOfMemory:
+                continue
+            span = self._arena.add_range(address, wanted * self.page_bytes, mapped=False)
+            self._emit("segment_alloc", address, span.size, None)
+            return Place(span, address, pages, ())
+        return None
+
+    def _whole_pages(self, most: int, spared: Sequence[Span]) -> list[Run]:
+        """`most` wholly free pages that any stream may use (more if the last is a large page), or
+        all there are, from the smallest holes first, so that large holes stay large.
+
+        If `most` fills several large pages, these are taken first; otherwise after all single ones.
+        """
+        spans = [
+            span
+            for span in self._arena.streams.shared.index.at_least(self.page_bytes)
+            if span not in spared
+        ]
+        runs: list[Run] = []
+        many = most >= self.large_from
+        for large in (many, not many) if self.large_at else (None,):
+            for span in spans:
+                if most <= 0:
+                    break
+                found = list(self._runs(span, most, large))
+                most -= sum(run.pages for run in found)
+                runs += found
+        return self._joined(runs) if self.large_at else runs
+
+    def _joined(self, runs: Sequence[Run]) -> list[Run]:
+        """Joins adjacent runs. Descending: when a run is unmapped, its Span keeps what is below."""
+        joined: list[Run] = []
+        for run in sorted(runs, key=attrgetter("address"), reverse=True):
+            last = joined[-1] if joined else None
+            end = run.address + run.pages * self.page_bytes
+            if last is not None and last.span is run.span and last.address == end:
+                joined[-1] = Run(run.span, run.address, run.pages + last.pages)
+            else:
+                joined.append(run)
+        return joined
+
+    def _runs(self, span: Span, most: int, large: bool | None) -> Iterator[Run]:
+        """The wholly free pages of a free span: only large ones, only single ones, or, if the pool
+        has no large ones, all (`large=None`). At most `most` single ones."""
+        page = self.page_bytes
+        at, end = -(-span.address // page) * page, span.end // page * page
+        if large is None:
+            if at < end:
+                yield Run(span, at, min(most, (end - at) // page))
+            return
+        step = self.large_pages * page
+        while at < end and most > 0:
+            first = self.large_at.get(at)
+            begin = at
+            if first is not None:
+                at = first + step
+                if large and begin == first and at <= end:
+                    most -= self.large_pages
+                    yield Run(span, begin, self.large_pages)
+                continue
+            while at < end and (at - begin) < most * page and at not in self.large_at:
+                at += page
+            if not large:
+                most -= (at - begin) // page
+                yield Run(span, begin, (at - begin) // page)
+
+    # Creating and mapping ---------------------------------------------------------------------
+
+    def _extra_pages(self, missing: int) -> int:
+        """Pages beyond the missing ones that `block_size` and `growth_factor` require."""
+        held = self.reserved_bytes // self.page_bytes
+        wanted = max(missing, int(held * (self._config.growth_factor - 1)))
+        step = self._pages(self._config.block_size)
+        wanted = -(-wanted // step) * step
+        return wanted - missing
+
+    def _create(self, missing: int, *, large: bool) -> bool:
+        """Creates the missing pages, and those of `_extra_pages` if possible. `large`: as large
+        pages as far as possible. False: the limit or the device forbids it."""
+        room = self.room()
+        most = missing + self._extra_pages(missing)
+        if room is not None:
+            most = min(most, room // self.page_bytes)
+        together = most // self.large_pages if large and self.large_pages > 1 else 0
+        if together and most >= missing:
+            with suppress(DeviceOutOfMemory):
+                self._create_large(together)
+                most -= together * self.large_pages
+                missing = max(missing - together * self.large_pages, 0)
+        for count in dict.fromkeys((most, missing)):
+            if count < missing:
+                return False
+            try:
+                self._create_single(count)
+            except DeviceOutOfMemory:
+                continue
+            return True
+        return False
+
+    def _create_single(self, count: int) -> None:
+        if count:
+            self.spare.extend(self._provider.create_pages(count))
+            self._hold_more(count * self.page_bytes)
+
+    def _create_large(self, count: int) -> None:
+        self.large_spare.extend(self._provider.create_large_pages(count))
+        self._hold_more(count * self.large_pages * self.page_bytes)
+
+    def _make_large(self, count: int) -> None:
+        """Converts spare single pages to `count` large ones."""
+        if count <= 0:
+            return
+        single = count * self.large_pages
+        self._provider.destroy_pages(self.spare[-single:])
+        del self.spare[-single:]
+        self.reserved_bytes -= single * self.page_bytes
+        try:
+            self._create_large(count)
+        except DeviceOutOfMemory:
+            with suppress(DeviceOutOfMemory):
+                self._create_single(single)
+
+    def _split_large(self) -> None:
+        """Converts one spare large page to single pages. If another process takes the memory
+        between the two driver calls, none are created."""
+        self._provider.destroy_pages(self.large_spare[-1])
+        del self.large_spare[-1]
+        self.reserved_bytes -= self.large_pages * self.page_bytes
+        with suppress(DeviceOutOfMemory):
+            self._create_single(self.large_pages)
+
+    def _hold_more(self, size: int) -> None:
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def unmap(self, run: Run, *, remapped: bool = True) -> None:
+        """Unmaps a free run; its pages become spare. `remapped`: they will be mapped elsewhere."""
+        size = run.pages * self.page_bytes
+        self._provider.unmap_pages(run.address, run.pages)
+        cut = self._arena.carve(run.span, run.address, size)
+        self._arena.put_unmapped(cut)
+        self._add_spare(run)
+        self.pages_remapped += run.pages if remapped else 0
+        self._emit("segment_unmap", run.address, size, None)
+
+    def _add_spare(self, run: Run) -> None:
+        """Records the pages of an unmapped run as spare."""
+        page, mapped = self.page_bytes, self.mapped
+        end = run.address + run.pages * page
+        if not self.large_at:
+            self.spare.extend(mapped.pop(at) for at in range(run.address, end, page))
+            return
+        at = run.address
+        while at < end:
+            if at not in self.large_at:
+                self.spare.append(mapped.pop(at))
+                at += page
+                continue
+            addresses = range(at, at + self.large_pages * page, page)
+            self.large_spare.append(tuple(map(mapped.pop, addresses)))
+            deque(map(self.large_at.pop, addresses), maxlen=0)
+            at = addresses.stop
+
+    def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
+        """The spare pages to map next, and how many large ones they begin with. `single`: no large
+        ones."""
+        large = 0 if single else min(len(self.large_spare), count // self.large_pages)
+        rest = count - large * self.large_pages
+        pages = list(chain.from_iterable(self.large_spare[len(self.large_spare) - large :]))
+        return pages + self.spare[len(self.spare) - rest :], large
+
+    def note_mapped(self, address: int, pages: Sequence[Any], large: int) -> None:
+        """Records that the pages from `choose` are mapped at `address`."""
+        page, step = self.page_bytes, self.large_pages
+        del self.spare[len(self.spare) - (len(pages) - large * step) :]
+        del self.large_spare[len(self.large_spare) - large :]
+        end = address + large * step * page
+        self.mapped.update(
+            zip(range(address, address + len(pages) * page, page), pages, strict=True)
+        )
+        for first in range(address, end, step * page):
+            self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
+
+    def _map(self, place: Place, stream: Hashable, *, single: bool = False) -> Span:
+        """Maps spare pages at a place; returns the resulting hole."""
+        size = place.pages * self.page_bytes
+        pages, large = self.choose(place.pages, single=single)
+        self._provider.map_pages(place.address, pages)
+        span = self._arena.cut_unmapped(self.hole_at(place.address), place.address, size)
+        self.note_mapped(place.address, pages, large)
+        self._emit("segment_map", place.address, size, None)
+        span.stream, span.epoch = None, 0
+        owned = [one for one in place.neighbours if one.stream is not None]
+        if owned:
+            span.stream, span.epoch = stream, max(one.epoch for one in owned)
+            for one in place.neighbours:
+                if one.stream is None:
+                    self._arena.retag(one, stream, span.epoch)
+        return self._arena.put_free(span)
+
+    def _grow_by_segment(self, size: int) -> Span | None:
+        """Adds a segment, for providers that cannot map pages."""
+        least = self._pages(size)
+        most = least + self._extra_pages(least)
+        room = self.room()
+        if room is not None:
+            most = min(most, room // self.page_bytes)
+        for count in dict.fromkeys((most, least)):
+            if count < least:
+                return None
+            segment = count * self.page_bytes
+            try:
+                address = self._provider.reserve(segment)
+            except DeviceOutOfMemory:
+                continue
+            self._hold_more(segment)
+            self._emit("segment_alloc", address, segment, None)
+            return self._arena.add_range(address, segment, mapped=True)
+        return None

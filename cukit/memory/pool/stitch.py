@@ -1,0 +1,254 @@
+"""Makes holes from the free ends of partly used pages, by mapping those pages a second time.
+
+A page with a live byte cannot be remapped, because the block would change its address. But a page
+can be mapped at several addresses, with each of its bytes in use at one of them. So the free end of
+one page, whole pages, and the free start of another page become one hole at new addresses:
+
+    page A  [ live | aliased ]                       page B  [ aliased | live ]
+    new     [ aliased |  hole   ...  whole pages  ...   hole | aliased ]
+
+Bytes in use at the page's other address are spans of state ALIASED, at both addresses. When the
+hole's part of such a page is free again, the second mapping is removed, and the bytes are free at
+the first address.
+
+No byte is accessed through both addresses at once: an access through the other address belongs to a
+later block, hence to a later kernel, and CUDA orders the two. Pages in use are neither unmapped nor
+moved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cukit.memory.bookkeeping.arena import Arena
+from cukit.memory.bookkeeping.spans import ALIASED, FREE, Span
+from cukit.memory.bookkeeping.streams import StreamState
+from cukit.memory.pool.config import ALIGNMENT
+from cukit.memory.pool.listeners import Emit
+from cukit.memory.pool.pager import Pager
+from cukit.memory.providers.provider import Provider
+
+LEAST_EDGES = 32
+"""Free ends of at least 1/32 of a page are worth a mapping."""
+NO_LIMIT = 1 << 62
+MOST_EDGES = 128
+"""Free spans examined for one hole, per index."""
+
+
+class Edge(NamedTuple):
+    """Free bytes at one end of a page that is not wholly free."""
+
+    size: int
+    address: int
+    span: Span
+    """The free span that contains them."""
+
+
+class Stitch(NamedTuple):
+    """The parts of a hole."""
+
+    pages: int
+    """Wholly free pages in the middle."""
+    tail: Edge | None
+    """The end of a page, at the start of the hole."""
+    head: Edge | None
+    """The start of a page, at the end of the hole."""
+    waste: int
+    """Bytes of the edges that stay unused."""
+
+
+class _Alias(NamedTuple):
+    """A second mapping of a page."""
+
+    address: int
+    foreign: Span
+    """Here: the bytes in use at the first address."""
+    lent: Span
+    """At the first address: the bytes in use here."""
+
+
+class Stitcher:
+    """Maps pages of an arena a second time, and removes those mappings."""
+
+    def __init__(self, provider: Provider, arena: Arena, pager: Pager, emit: Emit) -> None:
+        self._provider = provider
+        self._arena = arena
+        self._pager = pager
+        self._emit = emit
+        self._page_bytes = provider.page_bytes
+        self._aliases: list[_Alias] = []
+
+    def stitch(
+        self,
+        size: int,
+        state: StreamState,
+        *,
+        fewer_than: int = NO_LIMIT,
+        waste_below: int = NO_LIMIT,
+    ) -> Span | None:
+        """Makes a hole of at least `size` bytes that the stream may use; returns the hole.
+
+        `fewer_than`: only if that takes fewer wholly free pages than this.
+        `waste_below`: only if fewer bytes of the edges stay unused.
+        Returns None if there is no such place.
+        """
+        if not self._provider.can_remap or state.private:
+            return None
+        plan = self._plan(size, state)
+        if plan is None or plan.pages >= fewer_than or plan.waste >= waste_below:
+            return None
+        edges = [edge for edge in (plan.tail, plan.head) if edge is not None]
+        runs = self._pager.find_pages(plan.pages, tuple(edge.span for edge in edges))
+        place = None if runs is None else self._pager.find_addresses(plan.pages + len(edges))
+        if runs is None or place is None:
+            return None
+        for run in runs:
+            self._pager.unmap(run)
+        if not self._pager.make_ready(plan.pages):
+            return None
+        hole = self._map(plan, place.address)
+        hole.stream, hole.epoch = None, 0
+        owned = [edge.span for edge in edges if edge.span.stream is not None]
+        if owned:
+            hole.stream, hole.epoch = state.key, max(span.epoch for span in owned)
+        for edge in edges:
+            self._aliases.append(self._lend(edge, hole))
+        self._emit("segment_map", hole.address, hole.size, None)
+        return self._arena.put_free(hole)
+
+    def undo(self) -> int:
+        """Removes the second mappings that are no longer used; returns how many."""
+        count = 0
+        # Newest first: free bytes of a second mapping may have been mapped a third time.
+        for second in self._aliases[::-1]:
+            span = self._free_part(second)
+            if span is not None:
+                self._undo(second, span)
+                count += 1
+        return count
+
+    def aliased(self) -> Iterator[Span]:
+        """Spans of bytes in use at another address of their page."""
+        for second in self._aliases:
+            yield second.foreign
+            yield second.lent
+
+    # Planning ---------------------------------------------------------------------------------
+
+    def _plan(self, size: int, state: StreamState) -> Stitch | None:
+        """The plan with the fewest whole pages, then the fewest edges, then the least waste."""
+        page = self._page_bytes
+        pages, rest = divmod(size, page)
+        tails, heads = self._edges(state)
+        candidates: list[tuple[int, int, int, Edge | None, Edge | None]] = []
+        for edges, is_tail in ((tails, True), (heads, False)) if rest else ():
+            found = bisect_left(edges, rest, key=_size)
+            if found < len(edges):
+                edge = edges[found]
+                pair = (edge, None) if is_tail else (None, edge)
+                candidates.append((pages, 1, edge.size - rest, *pair))
+        for number in range(max(pages - 1, 0), pages + (rest > 0)):
+            needed = size - number * page
+            for tail in tails:
+                found = bisect_left(heads, max(needed - tail.size, ALIGNMENT), key=_size)
+                for head in heads[found : found + 2]:
+                    if head.span is not tail.span:
+                        candidates.append((number, 2, tail.size + head.size - needed, tail, head))
+                        break
+        if not candidates:
+            return None
+        number, _, waste, first, last = min(candidates, key=lambda candidate: candidate[:3])
+        return _trimmed(size - number * page, Stitch(number, first, last, waste))
+
+    def _edges(self, state: StreamState) -> tuple[list[Edge], list[Edge]]:
+        """Free ends and free starts of pages, each sorted by size."""
+        page, large = self._page_bytes, self._pager.large_at
+        tails, heads = [], []
+        for index in (state.index, self._arena.streams.shared.index):
+            for span in index.at_least(page // LEAST_EDGES, MOST_EDGES):
+                first, last = -(-span.address // page) * page, span.end // page * page
+                # Part of a large page cannot be mapped a second time.
+                if span.address < first <= span.end and first - page not in large:
+                    tails.append(Edge(first - span.address, span.address, span))
+                if span.address <= last < span.end and last not in large:
+                    heads.append(Edge(span.end - last, last, span))
+        return sorted(tails, key=_size), sorted(heads, key=_size)
+
+    # Mapping and unmapping --------------------------------------------------------------------
+
+    def _map(self, plan: Stitch, address: int) -> Span:
+        """Maps the pages; returns the hole, in no index, with ALIASED spans beside it."""
+        pager, page = self._pager, self._page_bytes
+        pages, large = pager.choose(plan.pages)
+        start, size, behind = address, plan.pages * page, address
+        mapped = list(pages)
+        if plan.tail:
+            mapped.insert(0, pager.mapped[plan.tail.address // page * page])
+            behind += page
+            start += page - plan.tail.size
+            size += plan.tail.size
+        if plan.head:
+            mapped.append(pager.mapped[plan.head.address])
+            size += plan.head.size
+        self._provider.map_pages(address, mapped)
+        for number, handle in enumerate(mapped):
+            pager.mapped[address + number * page] = handle
+        pager.note_mapped(behind, pages, large)
+        whole = self._arena.cut_unmapped(pager.hole_at(address), address, len(mapped) * page)
+        hole = whole.isolate(start, size)
+        for foreign in (hole.prev if plan.tail else None, hole.next if plan.head else None):
+            if foreign is not None:
+                foreign.state = ALIASED
+        return hole
+
+    def _lend(self, edge: Edge, hole: Span) -> _Alias:
+        """Marks an edge as in use by the hole."""
+        lent = self._arena.carve(edge.span, edge.address, edge.size)
+        lent.state, lent.stream, lent.epoch = ALIASED, None, 0
+        self._emit("segment_unmap", lent.address, lent.size, None)
+        page = self._page_bytes
+        is_tail = edge.address % page != 0
+        foreign = hole.prev if is_tail else hole.next
+        assert foreign is not None
+        return _Alias(foreign.address if is_tail else foreign.end - page, foreign, lent)
+
+    def _free_part(self, second: _Alias) -> Span | None:
+        """The span that contains the page's part of the hole, if any stream may use all of it."""
+        foreign = second.foreign
+        is_tail = foreign.address == second.address
+        span = foreign.next if is_tail else foreign.prev
+        if span is None or span.state != FREE or span.stream is not None:
+            return None
+        reaches = span.end >= second.address + self._page_bytes
+        return span if (reaches if is_tail else span.address <= second.address) else None
+
+    def _undo(self, second: _Alias, span: Span) -> None:
+        arena, page = self._arena, self._page_bytes
+        self._provider.unmap_pages(second.address, 1)
+        start = max(second.address, span.address)
+        size = min(second.address + page, span.end) - start
+        part = arena.carve(span, start, size)
+        arena.put_unmapped(part)
+        arena.put_unmapped(second.foreign)
+        del self._pager.mapped[second.address]
+        self._aliases.remove(second)
+        self._emit("segment_unmap", start, size, None)
+        self._emit("segment_map", second.lent.address, second.lent.size, None)
+        arena.put_free(second.lent)
+
+
+def _size(edge: Edge) -> int:
+    return edge.size
+
+
+def _trimmed(needed: int, plan: Stitch) -> Stitch:
+    """Shortens the larger edge to what is needed; the smaller one is used completely."""
+    tail, head = plan.tail, plan.head
+    if tail and (not head or head.size <= tail.size):
+        size = needed - (head.size if head else 0)
+        tail = Edge(size, tail.address + tail.size - size, tail.span)
+    elif head:
+        head = head._replace(size=needed - (tail.size if tail else 0))
+    return Stitch(plan.pages, tail, head, plan.waste)

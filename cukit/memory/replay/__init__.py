@@ -1,0 +1,1 @@
+"""Allocation logs replayed on memory pools."""

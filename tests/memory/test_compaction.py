@@ -1,0 +1,141 @@
+"""Compaction plans, applied to plain bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cukit.memory.bookkeeping.compaction import FREE, LEAST_GAP, MOVABLE, WALL, Pieces, Plan
+from cukit.memory.bookkeeping.compaction import plan_compaction as plan_pieces
+
+PAGE = 256 << 10
+UNIT = 16 << 10
+
+CODES = {"movable": MOVABLE, "free": FREE, "wall": WALL}
+
+
+class Piece(NamedTuple):
+    """A row of Pieces."""
+
+    address: int
+    size: int
+    kind: str
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
+
+
+def plan_compaction(pieces: list[Piece], page_bytes: int, *, remap: bool) -> Plan:
+    rows = [(address, size, CODES[kind], 0) for address, size, kind in pieces]
+    return plan_pieces(Pieces.of(rows), page_bytes, remap=remap)
+
+
+KINDS = st.sampled_from(["movable", "movable", "movable", "free", "free", "wall", "hole"])
+
+
+def layout(parts: list[tuple[str, int]]) -> list[Piece]:
+    """Contiguous pieces; a "hole" skips addresses up to the next page."""
+    pieces: list[Piece] = []
+    address = 0
+    for kind, units in parts:
+        if kind == "hole":
+            address = -(-address // PAGE) * PAGE + PAGE
+            continue
+        if kind == "free" and pieces and pieces[-1].kind == "free" and pieces[-1].end == address:
+            last = pieces.pop()
+            pieces.append(last._replace(size=last.size + units * UNIT))
+        else:
+            pieces.append(Piece(address, units * UNIT, kind))
+        address += units * UNIT
+    return pieces
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(st.tuples(KINDS, st.integers(1, 24)), min_size=1, max_size=40),
+    remap=st.booleans(),
+)
+def test_bytes_arrive_unharmed(parts: list[tuple[str, int]], *, remap: bool) -> None:
+    pieces = layout(parts)
+    if not pieces:
+        return
+    memory = bytearray(max(piece.end for piece in pieces) // UNIT)
+    movable = [piece for piece in pieces if piece.kind != "free"]
+    for number, piece in enumerate(movable):
+        for unit in range(piece.size // UNIT):
+            memory[piece.address // UNIT + unit] = (number * 37 + unit) % 256
+    plan = plan_compaction(pieces, PAGE, remap=remap)
+    for step in plan.steps:
+        before = bytes(memory)
+        written: set[int] = set()
+        read: set[int] = set()
+        for to, at, size in step.tolist():
+            assert (to | at | size) % UNIT == 0
+            units = range(to // UNIT, (to + size) // UNIT)
+            assert not written & set(units)
+            written |= set(units)
+            read |= set(range(at // UNIT, (at + size) // UNIT))
+            memory[units.start : units.stop] = before[at // UNIT : (at + size) // UNIT]
+        assert not written & read
+    taken: list[tuple[int, int]] = []
+    mapped = {unit for piece in pieces for unit in range(piece.address // UNIT, piece.end // UNIT)}
+    for number, piece in enumerate(movable):
+        at = plan.relocations.get(piece.address, piece.address)
+        if piece.kind == "wall":
+            assert at == piece.address
+        units = range(at // UNIT, (at + piece.size) // UNIT)
+        assert set(units) <= mapped
+        taken.append((units.start, units.stop))
+        for unit, position in enumerate(units):
+            assert memory[position] == (number * 37 + unit) % 256
+    taken.sort()
+    assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+    assert bool(plan.relocations) == bool(plan.steps)
+
+
+def test_as_few_bytes_as_possible() -> None:
+    """One buffer on a page of its own moves into the hole of a full page."""
+    pieces = [
+        Piece(0, PAGE - 4 * UNIT, "movable"),
+        Piece(PAGE - 4 * UNIT, 4 * UNIT, "free"),
+        Piece(PAGE, 3 * UNIT, "movable"),
+        Piece(PAGE + 3 * UNIT, PAGE - 3 * UNIT, "free"),
+    ]
+    plan = plan_compaction(pieces, PAGE, remap=True)
+    assert plan.relocations == {PAGE: PAGE - 4 * UNIT}
+    assert plan.bytes_moved == 3 * UNIT
+
+
+def test_pages_with_walls_are_filled_first() -> None:
+    pieces = [
+        Piece(0, 8 * UNIT, "movable"),
+        Piece(8 * UNIT, 8 * UNIT, "free"),
+        Piece(PAGE, UNIT, "wall"),
+        Piece(PAGE + UNIT, 15 * UNIT, "free"),
+    ]
+    plan = plan_compaction(pieces, PAGE, remap=True)
+    assert plan.relocations == {0: PAGE + UNIT}
+
+
+def test_buffers_too_large_for_any_hole_slide() -> None:
+    """Holes of a quarter page between buffers of three quarters."""
+    pieces = []
+    for number in range(8):
+        pieces.append(Piece(number * PAGE, 4 * UNIT, "free"))
+        pieces.append(Piece(number * PAGE + 4 * UNIT, 12 * UNIT, "movable"))
+    plan = plan_compaction(pieces, PAGE, remap=True)
+    ends = [plan.relocations[piece.address] + piece.size for piece in pieces[1::2]]
+    assert max(ends) == 6 * PAGE
+    assert len(plan.steps) > 1
+
+
+def test_what_brings_nothing_is_left_alone() -> None:
+    wall = [Piece(0, UNIT, "wall"), Piece(UNIT, 15 * UNIT, "free")]
+    assert not plan_compaction([*wall, Piece(PAGE, PAGE, "movable")], PAGE, remap=True).steps
+    small = LEAST_GAP // 2
+    dense = [Piece(0, small, "free"), Piece(small, PAGE - small, "movable")]
+    assert not plan_compaction(dense, PAGE, remap=True).steps
