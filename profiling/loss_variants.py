@@ -35,8 +35,8 @@ from cukit.distill import (
     topk_distillation_loss,
 )
 from cukit.gemm import explain_matmul
-from cukit.gemm.candidates import MatmulOptions
-from cukit.gemm.decision import prepare
+from cukit.gemm._matmul_candidates import MatmulOptions
+from cukit.gemm._matmul_decision import prepare
 from profiling.case import Call, Case, Workload
 from profiling.cases.distill import DIVERGENCES, DTYPE, TEMPERATURE, divergence_case, kl_case
 from profiling.data import array_module, integers, normal

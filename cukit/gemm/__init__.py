@@ -1,5 +1,12 @@
-"""Matrix products."""
+"""Matrix products.
 
+An op is read in three steps: its module checks the arguments, `*_plan` chooses tiles (pure,
+printable, no GPU needed), and `*_launch` prepares the kernel's arguments. Small ops do all three
+in one module. The 8-bit products share `plan_8bit` and `launch_8bit`. Modules that begin with an
+underscore are helpers.
+"""
+
+from cukit.gemm._matmul_decision import MatmulPlan, forget_decisions
 from cukit.gemm.adaptive import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.gemm.block_sparse import (
     BlockPattern,
@@ -8,7 +15,6 @@ from cukit.gemm.block_sparse import (
     create_sparse_mask,
 )
 from cukit.gemm.bsr import bsr_matmul
-from cukit.gemm.decision import MatmulPlan, forget_decisions
 from cukit.gemm.depth_routing import (
     depth_combine,
     depth_combine_backward,

@@ -1,4 +1,4 @@
-"""Adaptive depth: every token passes through as many layers as it asks for."""
+"""Adaptive depth: each token passes through its own number of layers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 
 
 def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
-    """Which tokens pass through which layer.
+    """The mask of the tokens that pass through each layer.
 
     Args:
-        depth: int32|int64 [tokens], the layers that each token passes through.
-        num_layers: of the stack.
+        depth: int32|int64 [tokens], the number of layers that each token passes through.
+        num_layers: number of layers of the stack.
 
     Returns:
-        bool [num_layers, tokens], where `depth` is. Raises ArrayError or ConfigError.
+        bool [num_layers, tokens], on the device of `depth`. Raises ArrayError or ConfigError.
     """
     op = "create_adaptive_depth_mask"
     (depth,) = adopt(op, depth)
@@ -52,18 +52,18 @@ def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
 
 
 class DepthStates(NamedTuple):
-    """What :func:`adaptive_depth_backward` needs of the forward."""
+    """The forward's intermediate results, for :func:`adaptive_depth_backward`."""
 
     order: Array
-    """int32 [1, tokens]: the tokens by depth, the deepest first; of equal depth, as they came."""
+    """int32 [1, tokens]: the tokens sorted by depth, deepest first; the sort is stable."""
     places: Array
-    """int32 [1, tokens]: where each token is in that order."""
+    """int32 [1, tokens]: the position of each token in that order."""
     counts: tuple[int, ...]
-    """Tokens that pass through each layer: the first ones of the order."""
+    """Tokens that pass through each layer: the first `count` of the order."""
     inputs: tuple[Array, ...]
-    """[count, hidden] of each layer that any token reaches."""
+    """Input of each layer that any token reaches, [count, hidden]."""
     preactivations: tuple[Array | None, ...]
-    """The same before the activation; None without one."""
+    """Preactivation of each such layer; None without an activation."""
 
 
 def adaptive_depth(
@@ -76,16 +76,16 @@ def adaptive_depth(
 ) -> Any:
     """Passes each token through its first `depth` layers, `h <- f(h w_l^T)`.
 
-    Tokens are sorted by depth, the deepest first, so that those of a layer are the first rows of
-    one matrix: a layer is one product of as many rows as there are tokens that reach it.
+    Tokens are sorted by depth, deepest first, so that the tokens of each layer are the first rows
+    of one matrix and a layer is one dense product.
 
     Args:
         x: float16|bfloat16 (float32|float64 on the CPU) [tokens, hidden], C-contiguous.
         weights: dtype of `x`, [layers, hidden, hidden].
-        depth: int32|int64 [tokens], 0 to `layers`; 0 leaves a token as it is. A NumPy array, or one
-            on the GPU, which is copied to the host: that waits for the GPU.
-        activation: f, as of :func:`linear`.
-        return_states: also return what the backward needs.
+        depth: int32|int64 [tokens], 0 to `layers`; 0 leaves a token unchanged. A NumPy array, or an
+            array on the GPU, which is copied to the host with a synchronisation.
+        activation: f, as in :func:`linear`.
+        return_states: also return the states that the backward needs.
 
     Returns:
         A new array [tokens, hidden]; with `return_states` the pair `(out, DepthStates)`.
@@ -161,7 +161,7 @@ def adaptive_depth_backward(
     hidden = grad_out.shape[1]
     check_array(op, "weights", weights, shape=(len(states.counts), hidden, hidden))
     check_same_dtype(op, grad_out=grad_out, weights=weights)
-    # Of the first `count` rows the gradient at the layer's output, of the others the caller's.
+    # The first `count` rows hold the gradient of the layer's output, the others the caller's.
     grad = depth_gather(grad_out[None], states.order)[0]
     grad_weights = empty(weights, weights.shape)
     for layer in reversed(range(len(states.counts))):
@@ -180,7 +180,7 @@ def adaptive_depth_backward(
 
 
 def _sort(depth: Array, num_layers: int) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
-    """The tokens, the deepest first, and how many pass through each layer."""
+    """The tokens sorted deepest first, and the number that pass through each layer."""
     host = depth.get() if is_gpu_array(depth) else depth
     if host.size and not 0 <= host.min() <= host.max() <= num_layers:
         raise ArrayError(

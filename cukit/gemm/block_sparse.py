@@ -1,4 +1,4 @@
-"""Block-sparse matrices: a pattern of square blocks, and the values of those that are stored."""
+"""Block-sparse matrices: a pattern of square blocks and the values of the stored blocks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ MaskKind = Literal["random", "banded", "magnitude"]
 
 
 class TransposedPattern(NamedTuple):
-    """A pattern seen by columns."""
+    """The pattern of a transposed matrix."""
 
     pattern: BlockPattern
     numbers: HostArray
-    """int32 [num_blocks]: the number of each of its blocks in the pattern that it came from."""
+    """int32 [num_blocks]: the index of each of its blocks in the original pattern."""
 
 
 class BlockPattern:
-    """Which blocks of a matrix are stored: compressed rows of square blocks, kept on the host.
+    """The stored blocks of a matrix, in block compressed sparse row (BSR) form on the host.
 
-    Kernels are planned for a pattern: what they need of it is computed at the first product and
-    lives as long as the pattern does. Matrices of one pattern, such as a weight before and after a
-    training step and its gradient, should share it. Immutable.
+    Kernels are planned for a pattern: the first product computes their schedules, which are kept as
+    long as the pattern exists. Matrices with the same pattern, such as a weight before and after a
+    training step and its gradient, should share one object. Immutable.
 
     shape: rows and columns in elements, multiples of block_size.
     block_size: 16, 32, 64 or 128.
@@ -54,9 +54,9 @@ class BlockPattern:
     def __init__(
         self, indptr: Array, indices: Array, shape: tuple[int, int], block_size: int
     ) -> None:
-        """indptr, indices: int32|int64; copied, from the GPU with a synchronisation.
+        """indptr, indices: int32|int64; copied, with a synchronisation if they are on the GPU.
 
-        Raises ArrayError or ConfigError that names what does not fit.
+        Raises ArrayError or ConfigError for an inconsistent pattern.
         """
         indptr, indices = adopt("BlockPattern", indptr, indices)
         for name, array in (("indptr", indptr), ("indices", indices)):
@@ -83,17 +83,17 @@ class BlockPattern:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Block rows and block columns."""
+        """Numbers of block rows and block columns."""
         return self.shape[0] // self.block_size, self.shape[1] // self.block_size
 
     @property
     def num_blocks(self) -> int:
-        """Stored blocks."""
+        """Number of stored blocks."""
         return int(self.indices.size)
 
     @property
     def density(self) -> float:
-        """Stored blocks over all blocks; 0 for a matrix without elements."""
+        """Fraction of the blocks that are stored; 0 for an empty matrix."""
         blocks = self.grid[0] * self.grid[1]
         return self.num_blocks / blocks if blocks else 0.0
 
@@ -111,7 +111,7 @@ class BlockPattern:
 
     @cached_property
     def transposed(self) -> TransposedPattern:
-        """The pattern of the transpose; no values are moved."""
+        """The pattern of the transpose; values are not moved."""
         numbers = np.lexsort((self.rows, self.indices)).astype(np.int32)
         counts = np.bincount(self.indices, minlength=self.grid[1])
         indptr = np.concatenate([[0], np.cumsum(counts)])
@@ -121,7 +121,7 @@ class BlockPattern:
     def entries(self, transpose: bool) -> tuple[HostArray, HostArray]:
         """`(indptr, entries)` of the pattern or its transpose.
 
-        entries: int32 [num_blocks, 2]: block column, and number of the block among the values.
+        entries: int32 [num_blocks, 2]: block column, and index of the block among the values.
         """
         if transpose:
             seen, numbers = self.transposed
@@ -130,7 +130,7 @@ class BlockPattern:
         return seen.indptr, np.stack([seen.indices, numbers], axis=1)
 
     def launcher(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """`prepare(self, *args)` memoised as by launch_plan, for as long as the pattern lives."""
+        """`prepare(self, *args)` memoised like a launch plan, as long as the pattern exists."""
         found = self._launchers.get(prepare)
         if found is None:
             found = self._launchers[prepare] = launch_plan(partial(prepare, self))
@@ -151,14 +151,14 @@ class BlockPattern:
             )
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_blocks:
             raise ArrayError(
-                f"BlockPattern: indptr must run from 0 to the number of indices, "
-                f"{self.num_blocks}, got {self.indptr[0]} to {self.indptr[-1]}"
+                f"BlockPattern: indptr must start at 0 and end at the number of indices, "
+                f"{self.num_blocks}, got {self.indptr[0]} and {self.indptr[-1]}"
             )
         counts = np.diff(self.indptr)
         if counts.size and counts.min() < 0:
             row = int(np.argmax(counts < 0))
             raise ArrayError(
-                f"BlockPattern: indptr must not decrease, got {self.indptr[row]} and then "
+                f"BlockPattern: indptr must not decrease, got {self.indptr[row]} followed by "
                 f"{self.indptr[row + 1]} at block row {row}"
             )
         if not self.num_blocks:
@@ -172,13 +172,13 @@ class BlockPattern:
         if falls.any():
             at = int(np.argmax(falls))
             raise ArrayError(
-                f"BlockPattern: indices of a block row must ascend without repeats, got "
-                f"{self.indices[at]} and then {self.indices[at + 1]} in block row {self.rows[at]}"
+                f"BlockPattern: indices of a block row must be strictly ascending, got "
+                f"{self.indices[at]} followed by {self.indices[at + 1]} in row {self.rows[at]}"
             )
 
 
 class BlockSparseMatrix:
-    """A matrix of which only the blocks of a pattern are stored; the others are zero.
+    """A matrix that stores only the blocks of a pattern; all other blocks are zero.
 
     values: float16|bfloat16 (float32|float64 on the CPU) [num_blocks, block_size, block_size],
         C-contiguous: the blocks in the order of `pattern.indices`, each row-major.
@@ -195,7 +195,7 @@ class BlockSparseMatrix:
     __slots__ = ("pattern", "values")
 
     def __init__(self, values: Array, pattern: BlockPattern) -> None:
-        """Raises ArrayError where the values do not fit the pattern."""
+        """Raises ArrayError if the values do not match the pattern."""
         (values,) = adopt("BlockSparseMatrix", values)
         size = pattern.block_size
         shape = (pattern.num_blocks, size, size)
@@ -207,7 +207,7 @@ class BlockSparseMatrix:
     def from_arrays(
         cls, values: Array, indices: Array, indptr: Array, shape: tuple[int, int]
     ) -> BlockSparseMatrix:
-        """From the three arrays of the BSR format, e.g. of SciPy; the first is not copied."""
+        """From the three arrays of the BSR format, as in SciPy; `values` is not copied."""
         (values,) = adopt("BlockSparseMatrix", values)
         if values.ndim != 3 or values.shape[1] != values.shape[2]:
             raise ArrayShapeError(
@@ -223,15 +223,17 @@ class BlockSparseMatrix:
         *,
         block_size: int | None = None,
     ) -> BlockSparseMatrix:
-        """The blocks of `dense`, [rows, columns], that the pattern names.
+        """The blocks of `dense`, [rows, columns], that are in the pattern.
 
-        Without a pattern: the blocks of `block_size` with any element that is not zero, for which
-        the host waits for the GPU.
+        Without a pattern: the blocks of `block_size` with a nonzero element; for a GPU array,
+        finding them synchronises.
         """
         (dense,) = adopt("BlockSparseMatrix", dense)
         check_array("BlockSparseMatrix", "dense", dense, ndim=2, contiguous=False)
         if (pattern is None) == (block_size is None):
-            raise ConfigError("BlockSparseMatrix: give from_dense a pattern or a block_size")
+            raise ConfigError(
+                "BlockSparseMatrix: from_dense needs either a pattern or a block_size"
+            )
         if pattern is None:
             assert block_size is not None
             _check_shape(dense.shape, block_size)
@@ -250,7 +252,7 @@ class BlockSparseMatrix:
         return cls(xp.ascontiguousarray(chosen).view(dense.dtype), pattern)
 
     def to_dense(self) -> Array:
-        """The matrix with its zeros, in an array of the values' dtype."""
+        """The dense matrix, in the dtype of the values."""
         xp = namespace(self.values)
         dense = xp.zeros(self.shape, self.dtype)
         blocks = _as_bits(_blocks(dense, self.pattern.block_size))
@@ -260,7 +262,7 @@ class BlockSparseMatrix:
         return dense
 
     def with_values(self, values: Array) -> BlockSparseMatrix:
-        """Other values in the same pattern, e.g. after a training step."""
+        """A matrix of other values with the same pattern, e.g. after a training step."""
         return BlockSparseMatrix(values, self.pattern)
 
     @property
@@ -270,7 +272,7 @@ class BlockSparseMatrix:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the values."""
+        """Dtype of the values."""
         dtype: np.dtype[Any] = self.values.dtype
         return dtype
 
@@ -292,7 +294,7 @@ def bsr_from_mask(dense: Array, mask: Array, block_size: int) -> BlockSparseMatr
         block_size: 16, 32, 64 or 128.
 
     Returns:
-        A :class:`BlockSparseMatrix` with values of its own. Raises ArrayError or ConfigError.
+        A :class:`BlockSparseMatrix` with copied values. Raises ArrayError or ConfigError.
 
     >>> import numpy as np, cukit as ck
     >>> ck.bsr_from_mask(np.ones((32, 32), np.float16), np.eye(2, dtype=bool), 16).values.shape
@@ -310,20 +312,20 @@ def create_sparse_mask(
     weight: Array | None = None,
     seed: int = 0,
 ) -> HostArray:
-    """A mask of blocks, of which `density` (rounded to whole blocks) are True.
+    """A mask of blocks in which a fraction `density` (rounded to whole blocks) is True.
 
     Args:
         shape: rows and columns of the matrix in elements, multiples of block_size.
         block_size: 16, 32, 64 or 128.
         density: 0 to 1.
-        kind: `"random"`: any blocks; `"banded"`: those nearest to the diagonal of the matrix;
-            `"magnitude"`: those of `weight` with the largest sum of squares.
-        weight: of `shape`, for `"magnitude"`. On the GPU, the host waits for it.
+        kind: `"random"`: random blocks; `"banded"`: the blocks nearest to the diagonal of the
+            matrix; `"magnitude"`: the blocks of `weight` with the largest sums of squares.
+        weight: an array of `shape`, for `"magnitude"`. A GPU array synchronises.
         seed: of the random numbers.
 
     Returns:
-        bool [block rows, block columns], a NumPy array. Equal candidates are taken in order of
-        their rows and columns. Raises ArrayError or ConfigError.
+        bool [block rows, block columns], a NumPy array. Ties are broken by row, then by column.
+        Raises ArrayError or ConfigError.
 
     >>> import cukit as ck
     >>> ck.create_sparse_mask((64, 64), 16, 0.25, kind="banded").astype(int)
@@ -337,7 +339,10 @@ def create_sparse_mask(
     check_choice("create_sparse_mask", "kind", kind, ("random", "banded", "magnitude"))
     check_integer("create_sparse_mask", "seed", seed, least=0)
     if (weight is None) == (kind == "magnitude"):
-        raise ConfigError(f"create_sparse_mask: weight goes with kind='magnitude', got {kind!r}")
+        raise ConfigError(
+            "create_sparse_mask: weight is required with kind='magnitude' and invalid otherwise, "
+            f"got kind={kind!r} and weight {'missing' if weight is None else 'given'}"
+        )
     rows, columns = shape[0] // block_size, shape[1] // block_size
     if kind == "random":
         score = np.random.default_rng(seed).random((rows, columns))
@@ -357,13 +362,13 @@ def create_sparse_mask(
 
 
 def _blocks(dense: Array, size: int) -> Array:
-    """A view [block rows, block columns, size, size] of a matrix whose axes `size` divides."""
+    """A view [block rows, block columns, size, size] of a matrix; `size` must divide its axes."""
     rows, columns = dense.shape
     return dense.reshape(rows // size, size, columns // size, size).transpose(0, 2, 1, 3)
 
 
 def _as_bits(array: Array) -> Array:
-    """The same memory as integers: CuPy gathers and scatters those of every dtype."""
+    """16-bit arrays viewed as integers, because CuPy cannot index bfloat16 arrays."""
     return array.view(f"u{array.itemsize}") if array.dtype.itemsize == 2 else array
 
 
@@ -379,10 +384,10 @@ def _check_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
         raise ConfigError(
             f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}"
         )
-    shape = check_shape("a matrix of blocks", shape)
+    shape = check_shape("a block-sparse matrix", shape)
     if len(shape) != 2 or any(extent % block_size for extent in shape):
         raise ArrayShapeError(
-            f"a matrix of blocks of {block_size} must have two axes, multiples of {block_size}, "
-            f"got {shape}"
+            f"a block-sparse matrix with blocks of {block_size} must have two axes, multiples of "
+            f"{block_size}, got {shape}"
         )
     return shape[0], shape[1]

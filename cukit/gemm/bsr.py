@@ -23,6 +23,7 @@ from cukit.core.kernel import KernelSpec
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag
 from cukit.errors import ArrayShapeError, ConfigError
+from cukit.gemm._bsr_schedule import group_rows
 from cukit.gemm.block_sparse import BLOCK_SIZES, BlockPattern, BlockSparseMatrix
 from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
 from cukit.gemm.bsr_plan import (
@@ -36,7 +37,6 @@ from cukit.gemm.bsr_plan import (
     plan_bsr_sampled,
     prefers_dense,
 )
-from cukit.gemm.bsr_schedule import group_rows
 from cukit.gemm.matmul import matmul
 from cukit.reference import bsr as reference
 from cukit.registry import register
@@ -55,13 +55,13 @@ def bsr_matmul(
     pattern: BlockPattern | BlockSparseMatrix | None = None,
     out: Array | BlockSparseMatrix | None = None,
 ) -> Array | BlockSparseMatrix:
-    """`op(a) @ op(b)` where one of the three matrices is block-sparse.
+    """`op(a) @ op(b)` where one operand or the result is block-sparse.
 
     Sparse times dense and dense times sparse give a dense matrix; dense times dense with a
-    `pattern` gives the blocks of the product that the pattern names. Blocks that are not stored
-    take no time. On Hopper a matrix with so many or so small blocks that a dense product is quicker
-    is expanded for it, which takes the memory of the dense matrix. A linear layer with a sparse
-    weight `w` [out, in], and its gradients:
+    `pattern` gives the blocks of the product that are in the pattern. Blocks that are not stored
+    cost nothing. On Hopper, a matrix with so many or so small blocks that a dense product is faster
+    is expanded to a temporary dense matrix. A linear layer with a sparse weight `w` [out, in], and
+    its gradients:
 
         y = bsr_matmul(x, w, transpose_b=True)
         grad_x = bsr_matmul(grad_y, w)
@@ -69,12 +69,12 @@ def bsr_matmul(
 
     Args:
         a: a :class:`BlockSparseMatrix` [m, k], or float16|bfloat16 (float32|float64 on the CPU)
-            [..., k], C-contiguous, its leading axes rows. With `transpose_a` [k, m].
-        b: a BlockSparseMatrix [k, n], or [k, n], C-contiguous. With `transpose_b` [n, k]. Dtype of
-            `a`.
-        transpose_a, transpose_b: multiply by the transpose; nothing is copied for it.
-        pattern: where both operands are dense: a :class:`BlockPattern` [m, n], or a matrix that has
-            one.
+            [..., k], C-contiguous, leading axes flattened to rows. With `transpose_a` [k, m].
+        b: a BlockSparseMatrix [k, n], or an array [k, n], C-contiguous. With `transpose_b` [n, k].
+            Dtype of `a`.
+        transpose_a, transpose_b: multiply by the transpose, without a copy.
+        pattern: for two dense operands: a :class:`BlockPattern` [m, n], or a matrix with that
+            pattern.
         out: written in place: an array [..., n] ([m, n] with `transpose_a`), or with `pattern` a
             BlockSparseMatrix of that pattern. Must not overlap an operand.
 
@@ -84,10 +84,11 @@ def bsr_matmul(
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: two sparse operands; a pattern beside a sparse operand, or none without.
+        ConfigError: two sparse operands; a pattern with a sparse operand, or no pattern without.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. The first product of a
-    pattern with dense operands of one shape is planned on the host, and the plan copied to the GPU.
+    Runs on CuPy's current stream. Accumulates in float32; deterministic. For each pattern and shape
+    of the dense operands, the first product computes a schedule on the host and copies it to the
+    GPU.
 
     >>> import numpy as np, cukit as ck
     >>> weight = ck.bsr_from_mask(np.ones((32, 64), np.float32), np.eye(2, 4, dtype=bool), 16)
@@ -100,29 +101,30 @@ def bsr_matmul(
     if len(sparse) == 2:
         raise ConfigError(f"{_OP}: one of a and b must be dense")
     if sparse and pattern is not None:
-        raise ConfigError(f"{_OP}: a pattern is for two dense operands")
+        raise ConfigError(f"{_OP}: pattern needs two dense operands")
     if not sparse and pattern is None:
         raise ConfigError(f"{_OP}: two dense operands need a pattern")
     if pattern is not None:
         return _sample(a, b, transpose_a, transpose_b, pattern, out)
     if isinstance(a, BlockSparseMatrix):
         return _multiply(a, b, out, _Roles("a", "b", Transposed(transpose_a, transpose_b, False)))
-    # The transpose of the product is the transposed sparse matrix times the transposed dense one.
+    # dense @ sparse is computed as the transpose of sparse^T @ dense^T.
     transposed = Transposed(not transpose_b, not transpose_a, True)
     return _multiply(b, a, out, _Roles("b", "a", transposed))
 
 
 class _Roles(NamedTuple):
-    """A product as op(sparse) @ op(dense), of which `out` may be the transpose."""
+    """A product as op(sparse) @ op(dense); `out` may be its transpose."""
 
     sparse: str
-    """The operand's name."""
+    """Name of the sparse operand."""
     dense: str
+    """Name of the dense operand."""
     transposed: Transposed
 
 
 class _Planned(NamedTuple):
-    """A checked call: the shape of its result, and what computes it."""
+    """A checked call: the shape of its result, and the function that computes it."""
 
     shape: tuple[int, ...]
     launch: Any
@@ -188,7 +190,7 @@ def _multiply_expanded(
 def _check_product(
     pattern: BlockPattern, values: Array, dense: Array, out: Array | None, roles: _Roles
 ) -> tuple[int, ...]:
-    """Raises an ArrayError where the arrays do not fit; returns the shape of the result."""
+    """Checks the arrays; returns the shape of the result."""
     check_array(_OP, roles.dense, dense, dtypes=FLOAT_DTYPES)
     transposed = roles.transposed
     leading = transposed.out and transposed.dense  # a dense `a` as it is
@@ -272,7 +274,7 @@ def _check_sampled(
     transpose_a: bool,
     transpose_b: bool,
 ) -> int:
-    """Raises an ArrayError where the arrays do not fit; returns the inner extent."""
+    """Checks the arrays; returns the inner extent."""
     for name, array in (("a", a), ("b", b)):
         check_array(_OP, name, array, dtypes=FLOAT_DTYPES)
         if array.ndim < 2 or (array.ndim > 2 and (name == "b" or transpose_a)):
@@ -312,7 +314,7 @@ def _fill_with_zeros(_a: Array, _b: Array, out: Array) -> None:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Every tiling on Hopper, every block size elsewhere, with both orders of the operands."""
+    """Every tiling on Hopper, every block size elsewhere, with and without transposition."""
     hopper = device.arch == "sm_90"
     specs = []
     for block, flag in product(BLOCK_SIZES, (False, True)):

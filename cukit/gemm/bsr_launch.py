@@ -12,15 +12,18 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
+from cukit.gemm._bsr_schedule import group_rows, matmul_work, sampled_pieces, sampled_work
 from cukit.gemm.block_sparse import BlockPattern
 from cukit.gemm.bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, BsrTiling
-from cukit.gemm.bsr_schedule import group_rows, matmul_work, sampled_pieces, sampled_work
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 
 
 class MatmulSm90:
-    """op(sparse) @ op(dense) [m, n] on Hopper. xp: the namespace of the arrays."""
+    """A launch of bsr_matmul_sm90.cu: op(sparse) @ op(dense), [m, n].
+
+    xp: the namespace of the arrays.
+    """
 
     __slots__ = ("_dense", "_index", "_launch", "_out", "_values", "_zeros")
 
@@ -57,7 +60,7 @@ class MatmulSm90:
 
 
 class SampledSm90:
-    """The blocks of op(a) @ op(b), inner extent k, on Hopper."""
+    """A launch of bsr_sampled_sm90.cu: blocks of op(a) @ op(b), inner extent k."""
 
     __slots__ = ("_a", "_b", "_index", "_launch", "_values")
 
@@ -80,7 +83,7 @@ class SampledSm90:
 
 
 class MatmulSm80:
-    """op(sparse) @ op(dense) [m, n] on any GPU."""
+    """A launch of bsr_matmul_sm80.cu: op(sparse) @ op(dense), [m, n]."""
 
     __slots__ = ("_index", "_launch")
 
@@ -102,7 +105,7 @@ class MatmulSm80:
 
 
 class SampledSm80:
-    """The blocks of op(a) @ op(b), inner extent k, on any GPU."""
+    """A launch of bsr_sampled_sm80.cu: blocks of op(a) @ op(b), inner extent k."""
 
     __slots__ = ("_index", "_launch")
 
@@ -119,7 +122,7 @@ class SampledSm80:
 
 
 def _boxes(tiling: BsrTiling, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
-    """A box of an operand whose last axis is k, or whose first is."""
+    """The TMA box of an operand whose last axis is k (k_major) or whose first axis is k."""
     return (extent, tiling.tile_k) if k_major else (tiling.tile_k, min(width, 64))
 
 
@@ -133,5 +136,5 @@ def _maps(rows: int, columns: int) -> TensorMapCache:
 
 
 def _rows(array: Array) -> Array:
-    """All axes but the last flattened: blocks of values lie one below the other."""
+    """The array with all axes but the last flattened, so that blocks of values are stacked."""
     return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])

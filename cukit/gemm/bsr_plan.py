@@ -1,4 +1,4 @@
-"""Plans of block-sparse products: which kernel, and how it cuts the result into tiles."""
+"""Plans of block-sparse products: the kernel and its tiling. Pure; needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cukit.core.kernel import KernelSpec
 HostArray = np.ndarray[Any, Any]
 
 TILE_SM80 = 128
-"""Rows and columns of a tile of the kernels for any GPU."""
+"""Rows and columns of a tile of the sm80 kernels."""
 
 _HOPPER = "sm_90"
 _ITEM_BYTES = 2
 _CONSUMERS = 2
-_BOX = 64  # rows and columns of a piece on its way to memory
+_BOX = 64  # rows and columns that one TMA store writes
 _WARPGROUP_ROWS = 64  # of a wgmma
-_ROW_ELEMENTS = 64  # of a row of 128 bytes
+_ROW_ELEMENTS = 64  # 16-bit elements of a 128-byte row
 _THREADS_SM90 = 384
 _THREADS_SM80 = 256
 _STAGES_SM80 = 3
@@ -30,18 +30,22 @@ _STAGE_BYTES_SM80 = 2 * TILE_SM80 * 64 * _ITEM_BYTES
 
 @dataclass(frozen=True)
 class BsrTiling:
-    """How the Hopper kernels cut the result into tiles: block rows by columns."""
+    """A tile of the Hopper kernels: block rows by columns.
+
+    block: the pattern's block size.
+    columns: columns of a tile; tile_k: extent of a k step.
+    """
 
     block: int
     columns: int
     tile_k: int
     num_stages: int
     cluster: int = 1
-    """Blocks of the grid, side by side, that share the stored blocks that they multiply."""
+    """Thread blocks of a cluster, with tiles side by side; they share the sparse operand."""
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return max(self.block, _WARPGROUP_ROWS)
 
     @property
@@ -51,12 +55,12 @@ class BsrTiling:
 
     @property
     def width(self) -> int:
-        """Columns of one consumer warpgroup."""
+        """Columns of a tile per consumer warpgroup."""
         return self.columns // (_CONSUMERS * _WARPGROUP_ROWS // self.rows)
 
     @property
     def shared_bytes(self) -> int:
-        """The stages of both operands, and pieces of the result on their way to memory."""
+        """Dynamic shared memory: stages of both operands, and buffers for TMA stores."""
         stages = self.num_stages * (self.rows + self.columns) * self.tile_k
         buffers = 2 if self.width > _BOX else 1
         return _ITEM_BYTES * (stages + _CONSUMERS * buffers * _BOX * _BOX)
@@ -72,8 +76,8 @@ TILINGS = {
         BsrTiling(128, 128, 64, 6),
     ),
 }
-"""Of sparse times dense, by block size, widest first. Clusters gain 5 % where a block is a third of
-what a stage loads, and nothing where it is a ninth."""
+"""Tilings of sparse times dense, by block size, widest first. Clusters gain 5 % where the sparse
+block is a third of a stage's bytes, and nothing where it is a ninth."""
 
 SAMPLED_TILINGS = {
     block: (
@@ -83,27 +87,27 @@ SAMPLED_TILINGS = {
     )
     for block in (16, 32, 64)
 } | {128: TILINGS[128][1:]}
-"""Of the blocks of a dense product."""
+"""Tilings of sampled products, by block size."""
 
 SLOTS_SM90 = {block: tilings[0].slots for block, tilings in TILINGS.items()}
-"""Block rows of a tile."""
+"""Block rows of a tile, by block size."""
 
 
 _RATES = {16: 88e6, 32: 310e6, 64: 470e6, 128: 600e6}
-"""FLOPs a microsecond of the tiles that the Hopper kernel multiplies, by block size: measured with
-random patterns of density 0.1 in 8192 x 8192, 4096 columns, on an H200."""
+"""FLOPs per microsecond of the Hopper kernel's tiles, by block size: measured on an H200 with
+random patterns of density 0.1, 8192 x 8192 times 4096 columns."""
 
 _DENSE_RATE = 700e6
 _EXPANSION_BYTES = 2.5e6
-"""Bytes of the expanded matrix that are filled a microsecond."""
+"""Bytes of the expanded matrix that are written per microsecond."""
 _EXPANSION_US = 15.0
-"""Launches of an expansion, which make it pointless for small matrices."""
+"""Launch overhead of an expansion, which rules it out for small matrices."""
 
 
 def prefers_dense(entries: int, block: int, m: int, n: int, k: int) -> bool:
-    """Whether expanding the sparse operand [m, k] and a dense product with n columns is quicker.
+    """Whether a dense product of the expanded operand [m, k] with n columns is faster.
 
-    entries: of all tiles: block columns in which one of the tile's block rows has a block.
+    entries: total over all groups of block rows: block columns in which the group has a block.
     """
     rows = max(block, _WARPGROUP_ROWS)
     sparse_us = 2.0 * entries * rows * block * n / _RATES[block]
@@ -112,7 +116,7 @@ def prefers_dense(entries: int, block: int, m: int, n: int, k: int) -> bool:
 
 
 class Transposed(NamedTuple):
-    """How a product sparse @ dense finds its matrices."""
+    """Which matrices of out = sparse @ dense are given transposed."""
 
     sparse: bool
     dense: bool
@@ -121,13 +125,13 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True)
 class BsrMatmulConfig:
-    """How one sparse times dense product runs."""
+    """How a product sparse @ dense runs."""
 
     dtype: str
     block: int
     transposed: Transposed
     tiling: BsrTiling | None
-    """Of the Hopper kernel; None: the kernel for any GPU."""
+    """Tiling of the Hopper kernel; None selects the sm80 kernel."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -139,14 +143,14 @@ class BsrMatmulConfig:
 
 @dataclass(frozen=True)
 class BsrSampledConfig:
-    """How one product of dense matrices, of which blocks are wanted, runs."""
+    """How a sampled product runs: the blocks of a pattern of a dense product."""
 
     dtype: str
     block: int
     a_transposed: bool
     b_transposed: bool
     tiling: BsrTiling | None
-    """As of BsrMatmulConfig."""
+    """As in BsrMatmulConfig."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -181,11 +185,12 @@ def _spec(
 def plan_bsr_matmul(
     block: int, block_rows: int, n: int, dtype: str, transposed: Transposed, device: Device
 ) -> BsrMatmulConfig:
-    """On Hopper the widest tiles of which there are two for each SM, else the narrowest.
+    """On Hopper, the widest tiles of which there are at least two per SM, else the narrowest.
 
-    Wide tiles read each stored block least often, clusters of them less often still; with few of
-    them, some SMs would be idle, as would half a cluster beside the last columns. A transposed
-    dense operand is read in rows of tile_k, which are to have 128 bytes if blocks do.
+    Wide tiles read each stored block fewer times, and clusters of them fewer still. Too few of them
+    would leave SMs idle, and so would a cluster that is only half inside the result. A transposed
+    dense operand is read in rows of tile_k elements, which must be as long as a block's rows, up to
+    128 bytes.
     block_rows, n: of the product sparse @ dense.
     """
     tiling = None
@@ -194,8 +199,8 @@ def plan_bsr_matmul(
         *wide, tiling = (each for each in TILINGS[block] if each.tile_k >= row)
         for candidate in reversed(wide):
             tiles = -(-n // candidate.columns)
-            whole = tiles % candidate.cluster == 0
-            if whole and block_rows // candidate.slots * tiles >= 2 * device.num_sms:
+            full_clusters = tiles % candidate.cluster == 0
+            if full_clusters and block_rows // candidate.slots * tiles >= 2 * device.num_sms:
                 tiling = candidate
     return BsrMatmulConfig(dtype, block, transposed, tiling)
 
@@ -208,7 +213,7 @@ def plan_bsr_sampled(
     b_transposed: bool,
     device: Device,
 ) -> BsrSampledConfig:
-    """On Hopper the tiling that computes the fewest columns, those of no block among them.
+    """On Hopper, the tiling whose tiles, unused columns included, take the least time.
 
     starts: entries before each group of `SLOTS_SM90[block]` block rows.
     """
@@ -222,4 +227,4 @@ def plan_bsr_sampled(
 
 
 _COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.7}
-"""Time of a column of a tile, by the columns of a consumer: narrow products wait for operand a."""
+"""Relative time of a tile's column, by a consumer's columns: narrow tiles wait for operand a."""

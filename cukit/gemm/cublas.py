@@ -10,7 +10,8 @@ import numpy as np
 from cukit.core.arrays import Array, bfloat16, float16, float32, float64
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.errors import ConfigError, MissingDependencyError
-from cukit.gemm import host
+
+HostArray = np.ndarray[Any, Any]
 
 # cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t and cublasMath_t of the CUDA headers.
 _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
@@ -18,12 +19,12 @@ _COMPUTE_32F = 68
 _COMPUTE_64F = 70
 _COMPUTE_32F_FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
-# Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
+# Without this flag, cuBLAS may add the partial sums of a split-k product in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
 
 class Matrix(NamedTuple):
-    """How a row-major matrix lies in memory: element (i, j) is `i * leading + j` elements on."""
+    """The layout of a row-major matrix: element (i, j) is at offset `i * leading + j`."""
 
     rows: int
     columns: int
@@ -50,8 +51,8 @@ def _handle_getter() -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _coefficient(value: float, wide: bool) -> tuple[int, np.ndarray[Any, Any]]:
-    """The address of a scalar in host memory, and the array that the cache keeps alive for it."""
+def _coefficient(value: float, wide: bool) -> tuple[int, HostArray]:
+    """The address of a scalar in host memory, and the array that owns it (the cache keeps it)."""
     scalar = np.array(value, np.float64 if wide else np.float32)
     return scalar.ctypes.data, scalar
 
@@ -66,13 +67,13 @@ def gemm(
     beta: float = 0.0,
     tf32: bool = False,
 ) -> None:
-    """out = alpha * op(a) @ op(b) + beta * out, summed in float32 (float64 for float64).
+    """out = alpha * op(a) @ op(b) + beta * out, accumulated in float32 (float64 for float64).
 
-    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here.
-    tf32: round float32 operands to TF32; otherwise they are multiplied as such.
+    layouts: of `a`, `b` and `out`, which must match and not overlap; nothing is checked here.
+    tf32: round float32 operands to TF32; otherwise they are multiplied in full precision.
     """
     if type(out) is np.ndarray:
-        host.gemm(a, b, out, layouts, alpha, beta)
+        _gemm_on_host(a, b, out, layouts, alpha, beta)
         return
     left, right, target = layouts
     wide = a.dtype == float64
@@ -82,7 +83,7 @@ def gemm(
     mode = cublas.getMathMode(handle)
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
-        # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
+        # cuBLAS is column-major: to it every matrix is transposed, and out^T = op(b)^T op(a)^T.
         cublas.gemmEx(
             handle, int(right.transposed), int(left.transposed),
             target.columns, target.rows, left.rows if left.transposed else left.columns,
@@ -95,8 +96,32 @@ def gemm(
         )  # fmt: skip
     except NotImplementedError as error:
         raise ConfigError(
-            "a product by cuBLAS cannot be captured in a CUDA graph, because CuPy does not support "
-            "it; `linear` and `gated_linear` can"
+            "cuBLAS products cannot be captured in a CUDA graph (a limitation of CuPy); `linear` "
+            "and `gated_linear` can"
         ) from error
     finally:
         cublas.setMathMode(handle, mode)
+
+
+def _gemm_on_host(
+    a: HostArray,
+    b: HostArray,
+    out: HostArray,
+    layouts: tuple[Matrix, Matrix, Matrix],
+    alpha: float,
+    beta: float,
+) -> None:
+    """:func:`gemm` on NumPy arrays, for ops that run in the emulator."""
+    left, right, target = (
+        _view(array, layout) for array, layout in zip((a, b, out), layouts, strict=True)
+    )
+    wide = float64 if a.dtype == float64 else float32
+    product = alpha * (left.astype(wide) @ right.astype(wide))
+    target[...] = product + beta * target.astype(wide) if beta else product
+
+
+def _view(array: HostArray, layout: Matrix) -> HostArray:
+    """The matrix that starts where `array` does."""
+    strides = (layout.leading * array.itemsize, array.itemsize)
+    matrix = np.lib.stride_tricks.as_strided(array, (layout.rows, layout.columns), strides)
+    return matrix.T if layout.transposed else matrix

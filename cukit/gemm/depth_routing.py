@@ -1,4 +1,4 @@
-"""Mixture of depths: a block of layers works on the tokens that a router chooses."""
+"""Mixture of depths: a block of layers processes only the tokens that a router chooses."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
     """Chooses the `capacity` tokens of each sequence with the largest logits.
 
     The router of a mixture of depths (Raposo et al., arXiv:2404.02258). Every sequence sends the
-    same number of tokens through a block, so that all shapes are known before:
+    same number of tokens through a block, so all shapes are known in advance:
 
         routing = depth_router(x @ router_weight, capacity)
         y = block(depth_gather(x, routing.indices))
         x = depth_combine(x, y, routing.weights, routing.slots)
 
     Args:
-        logits: float32|float16|bfloat16|float64 [batch, seq_len], C-contiguous. Of equal logits the
-            first are chosen; NaN comes after every number.
+        logits: float32|float16|bfloat16|float64 [batch, seq_len], C-contiguous. Among equal logits
+            the first are chosen; NaN ranks below every number.
         capacity: 1 to seq_len.
 
     Returns:
-        `DepthRouting(indices, slots, weights)`: int32 [batch, capacity], positions of the chosen,
-        ascending; int32 [batch, seq_len], their places in `indices`, -1 for the others; float32
-        (float64 for float64) [batch, capacity], the sigmoids of their logits.
+        `DepthRouting(indices, slots, weights)`: int32 [batch, capacity], positions of the chosen
+        tokens, ascending; int32 [batch, seq_len], each token's index in `indices`, or -1; float32
+        (float64 for float64) [batch, capacity], sigmoids of the chosen logits.
 
     Raises:
         ArrayError: dtype, shape or layout of the logits.
         ConfigError: the capacity.
 
-    Runs on CuPy's current stream without synchronisation; deterministic. That later tokens decide
-    whether earlier ones are chosen is right for training and prefill; a decoder needs a threshold.
+    Runs on CuPy's current stream without synchronisation; deterministic. Later tokens influence
+    whether earlier ones are chosen, which suits training and prefill; decoding needs a threshold.
 
     >>> import numpy as np, cukit as ck
     >>> routing = ck.depth_router(np.array([[1.0, 3.0, 2.0, 3.0]], np.float32), 2)
@@ -82,15 +82,15 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
 def depth_router_backward(
     grad_weights: Array, weights: Array, slots: Array, *, dtype: Any = None
 ) -> Array:
-    """The gradient of :func:`depth_router`'s logits, from that of its weights.
+    """The gradient of :func:`depth_router` with respect to its logits.
 
     Args:
-        grad_weights: float32 (float64 on the CPU) [batch, capacity].
-        weights, slots: as the router returned them; a slot outside [0, capacity) is none.
-        dtype: of the result, float32|float16|bfloat16; that of `weights` where not given.
+        grad_weights: gradient of the weights, float32 (float64 on the CPU) [batch, capacity].
+        weights, slots: as the router returned them; slots outside [0, capacity) are ignored.
+        dtype: of the result, float32|float16|bfloat16. Default: the dtype of `weights`.
 
     Returns:
-        [batch, seq_len]; zero for the tokens that were not chosen.
+        [batch, seq_len]; zero for tokens that were not chosen.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
@@ -114,7 +114,7 @@ def depth_gather(x: Array, indices: Array) -> Array:
 
     Args:
         x: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
-        indices: int32 [batch, capacity], of :func:`depth_router`. An index outside the sequence
+        indices: int32 [batch, capacity], from :func:`depth_router`. An index outside the sequence
             gives a row of NaN on the GPU and an ArrayError on the CPU.
 
     Returns:
@@ -133,13 +133,13 @@ def depth_gather(x: Array, indices: Array) -> Array:
 def depth_combine(
     x: Array, y: Array, weights: Array, slots: Array, *, out: Array | None = None
 ) -> Array:
-    """Adds a block's results to the stream: `x + weight * y` at the chosen tokens, `x` elsewhere.
+    """Adds a block's results to the residual stream: `x + weight * y` for chosen tokens, else `x`.
 
     Args:
         x: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
         y: dtype of `x`, [batch, capacity, hidden].
-        weights, slots: of :func:`depth_router`; a slot outside [0, capacity) is none.
-        out: written in place; as `x`, which it may be.
+        weights, slots: from :func:`depth_router`; slots outside [0, capacity) are ignored.
+        out: written in place; shape and dtype of `x`. It may be `x` itself.
 
     Returns:
         `out` or a new array. Raises ArrayError: dtype, shape or layout of an argument.
@@ -159,12 +159,12 @@ def depth_combine(
 def depth_combine_backward(
     grad_out: Array, y: Array, weights: Array, indices: Array
 ) -> tuple[Array, Array]:
-    """Gradients of :func:`depth_combine` for `y` and `weights`; that of `x` is `grad_out`.
+    """Gradients of :func:`depth_combine` for `y` and `weights`; the gradient of `x` is `grad_out`.
 
     Args:
         grad_out: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
-        y, weights: the forward's, [batch, capacity, hidden] and [batch, capacity].
-        indices: of :func:`depth_router`, as for :func:`depth_gather`.
+        y, weights: as in the forward, [batch, capacity, hidden] and [batch, capacity].
+        indices: from :func:`depth_router`, as for :func:`depth_gather`.
 
     Returns:
         `(grad_y, grad_weights)`, as `y` and `weights`. Raises ArrayError: dtype, shape or layout.
@@ -268,7 +268,7 @@ def _prepare_combine_backward(grad_out: Array, y: Array, weights: Array, indices
 def _row_launch(
     entry: str, like: Array, rows: tuple[Array, ...], blocks: int, seq_len: int, capacity: int
 ) -> Launch:
-    """A kernel with a block for each of `blocks` rows, as long as those of `rows`."""
+    """A launch with one thread block per row; the arrays in `rows` limit the access width."""
     check_array(entry, "x", like, dtypes=KERNEL_DTYPES)
     hidden = like.shape[-1]
     spec = _row_spec(entry, like.dtype.name, access_width(hidden, *rows))
@@ -293,6 +293,8 @@ def _row_spec(entry: str, dtype: str, vec: int) -> KernelSpec:
 
 
 def row_specs(entry: str) -> Any:
+    """The `specs` of an op that launches the row kernel `entry`."""
+
     def specs(device: Device) -> list[KernelSpec]:
         return [_row_spec(entry, "bfloat16", _REPRESENTATIVE_VEC), _row_spec(entry, "float32", 1)]
 

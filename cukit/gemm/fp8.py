@@ -1,4 +1,4 @@
-"""Products of float8 matrices with scales of tensors, rows or blocks."""
+"""Products of FP8 matrices with scales per tensor, row or block."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.core.support import Support
 from cukit.errors import ConfigError
-from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
-from cukit.gemm.operands_8bit import (
+from cukit.gemm._operands_8bit import (
     OUT_DTYPES,
     Checked,
     both_operands,
@@ -23,6 +22,7 @@ from cukit.gemm.operands_8bit import (
     parts_of,
     row_stride,
 )
+from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
 from cukit.gemm.plan_8bit import TILE_K, Product8Bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
@@ -39,38 +39,38 @@ def matmul_fp8(
     out: Array | None = None,
     fast_accumulation: bool = False,
 ) -> Array:
-    """The product `a b^T` of float8 matrices, summed in float32.
+    """The product `a b^T` of FP8 matrices, accumulated in float32.
 
     `out[i, j] = sum_k a[i, k] a_scale[i, k] b[j, k] b_scale[j, k] + bias[j]`
 
     Args:
-        a: float8_e4m3 [m, k]; activations. Scales float32: one for all or one for each row; or one
-            for each 128 elements of a row, [m, ceil(k / 128)], best column by column in memory with
-            columns at multiples of 16 bytes (`quantize(..., scale_layout="column")`), else copied
-            so; or none.
-        b: float8_e4m3 [n, k]; weights. Scales like those of `a`; where `a` has one for 128
-            elements, one for each block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
+        a: float8_e4m3 [m, k]; activations. float32 scales: one per tensor or row; or one per 128
+            elements of a row, [m, ceil(k / 128)]; or none. Scales per 128 elements should be
+            column-major with 16-byte aligned columns (`quantize(..., scale_layout="column")`);
+            other layouts are copied to this one.
+        b: float8_e4m3 [n, k]; weights. Scales as for `a`; if `a` has one per 128 elements, one per
+            block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
         bias: dtype of the result, [n].
         out_dtype: bfloat16 (default), float16 or float32.
-        out: where to write, [m, n]; must not overlap the operands.
-        fast_accumulation: leave all sums to Hopper's tensor cores, which keep about 14 bits of
-            float8 products; else only sums of 128 products, which are then added in float32. Not
-            for scales of blocks.
+        out: array to write into, [m, n]; must not overlap the operands.
+        fast_accumulation: accumulate over all of k in Hopper's tensor cores, which keep about 14
+            bits of a sum of FP8 products. Otherwise they sum 128 products at a time, and these sums
+            are added in float32. Not available with scales per block.
 
     Returns:
         `out` or a new array [m, n].
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
-        ConfigError: combinations of scales other than those above; fast_accumulation with blocks.
+        ConfigError: combinations of scales other than those above; fast_accumulation with scales
+            per block.
 
-    Any m, n and k; rows of codes that do not begin at multiples of 16 bytes are copied first. A
-    scale of 0 makes 0 of finite codes. NaN codes and NaN or infinite scales make the results that
-    they contribute to NaN (or infinite) and no others; results beyond the dtype's range become
-    infinite.
-    Runs on CuPy's current stream, is deterministic.
+    Any m, n and k. Rows of codes that are not 16-byte aligned are copied first. With a scale of 0,
+    finite codes give 0. NaN codes and NaN or infinite scales make only the results that they
+    contribute to NaN (or infinite); results beyond the dtype's range become infinite. Runs on
+    CuPy's current stream; deterministic.
 
-    Blocks of scales and their promotion: DeepSeek-AI, "DeepSeek-V3 Technical Report",
+    Scales per block and the promotion of sums: DeepSeek-AI, "DeepSeek-V3 Technical Report",
     arXiv:2412.19437, section 3.3.
 
     >>> import numpy as np, cukit as ck
@@ -105,11 +105,11 @@ def _check(
     blocks = (a.block_shape, b.block_shape)
     if blocks != ((1, TILE_K), (TILE_K, TILE_K)):
         raise ConfigError(
-            f"{_OP}: scales must belong to tensors or rows, or to blocks of (1, 128) of a and "
+            f"{_OP}: scales must be per tensor or per row, or for blocks of (1, 128) of a and "
             f"(128, 128) of b, got {blocks[0]} and {blocks[1]}"
         )
     if fast_accumulation:
-        raise ConfigError(f"{_OP}: fast_accumulation is for scales of tensors or rows")
+        raise ConfigError(f"{_OP}: fast_accumulation needs scales per tensor or per row")
     check_array(_OP, "the scales of b", b.scales, dtypes=(float32,))
     return Checked(m, n, k, dtype, None, None)
 

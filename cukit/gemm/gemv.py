@@ -1,4 +1,4 @@
-"""Products with few rows or few columns: reading the large operand is all the work."""
+"""Products with few rows or few columns, bound by the reads of the large operand."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cukit.core.device import KIB, Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.gemm._dense import check_call, plan_product
 from cukit.gemm.cublas import Matrix
-from cukit.gemm.dense import check_call, plan_product
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
@@ -33,8 +33,8 @@ _VECTOR = 8
 _WARPS = 8
 _MOST_CLUSTER = 8
 _CLUSTER_ARCH = (9, 0)
-_RING_BYTES = 104 * KIB
-"""Of a thread block: two of them fit on an SM of an H200, and leave room for L1."""
+_STAGES_BYTES = 104 * KIB
+"""Shared memory for the stages of a block: two blocks fit on an H200's SM, with room for L1."""
 _MOST_STAGES = 8
 
 
@@ -47,15 +47,15 @@ def gemv(
     out: Array | None = None,
     out_dtype: Any = None,
 ) -> Array:
-    """The matrix product `op(a) @ op(b)` where one side has at most 16 rows or columns.
+    """The matrix product `op(a) @ op(b)` with at most 16 rows or at most 16 columns.
 
     Args:
-        a: float16|bfloat16 [..., k]; [..., m] with `transpose_a`, whose rows are k. Leading axes
-            are rows, as in :func:`matmul`.
+        a: float16|bfloat16 [..., k]; [..., m] with `transpose_a`, with k rows. Leading axes are
+            flattened to rows, as in :func:`matmul`.
         b: dtype of `a`, [k, n]; [n, k] with `transpose_b`.
         transpose_a, transpose_b: multiply by the transpose.
         out: written in place; dtype of `a`, or float32. Must not overlap an operand.
-        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
+        out_dtype: of the result if `out` is not given: the dtype of `a` (default) or float32.
 
     Returns:
         `out` or a new array [..., n]; [m, n] with `transpose_a`.
@@ -63,10 +63,10 @@ def gemv(
     Raises:
         ArrayError: dtype, shape, layout or device of an argument; more than 16 rows and columns.
 
-    One kernel, kernels_cu/gemm/gemv.cu, for every layout; fastest where rows of the large operand
-    begin on 16 bytes and the small one is contiguous along k. Sums in float32 in a fixed order.
-    Runs on CuPy's current stream, capturable into a graph. `matmul(precision="auto")` chooses it
-    where it is the fastest.
+    One kernel, kernels_cu/gemm/gemv.cu, handles every layout; it is fastest where rows of the large
+    operand are 16-byte aligned and the small operand is contiguous along k. Accumulates in float32
+    in a fixed order: deterministic. Runs on CuPy's current stream and can be captured in a graph.
+    `matmul(precision="auto")` chooses it where it is the fastest.
 
     >>> import numpy as np, cukit as ck
     >>> ck.gemv(np.ones((1, 8), np.float16), np.ones((3, 8), np.float16), transpose_b=True)
@@ -85,7 +85,7 @@ def gemv(
 
 
 class Operands(NamedTuple):
-    """A product as the kernel sees it, in elements: tokens of x times columns of w."""
+    """A product in the kernel's terms: tokens of x times columns of w, strides in elements."""
 
     tokens: int
     columns: int
@@ -94,7 +94,7 @@ class Operands(NamedTuple):
     x_depth: int
     w_leading: int
     along_columns: bool
-    """Whether w is contiguous along its columns, not along the depth."""
+    """Whether w is contiguous along its columns rather than along the depth."""
     out_token: int
     out_column: int
     swapped: bool
@@ -102,7 +102,7 @@ class Operands(NamedTuple):
 
 
 def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
-    """x is the operand with fewer rows or columns. Raises ArrayShapeError for too many of them."""
+    """Assigns the operand with fewer rows or columns to x; raises ArrayShapeError above 16."""
     left, right, target = layouts
     m, n = target.rows, target.columns
     k = left.rows if left.transposed else left.columns
@@ -125,11 +125,11 @@ def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
 class GemvConfig:
     """How one call runs.
 
-    major: 0 where w is contiguous along the depth, 1 along the columns.
+    major: 0 if w is contiguous along the depth, 1 if along the columns.
     tokens: rows of x that the kernel has registers for.
-    tiles: of 8 columns, of a thread block, where major is 0.
-    stages: steps of each warp that wait in shared memory.
-    cluster: thread blocks that share the depth.
+    tiles: tiles of 8 columns per thread block, with major 0.
+    stages: pipeline stages of each warp.
+    cluster: thread blocks of a cluster, which split the depth.
     """
 
     dtype: str
@@ -143,7 +143,7 @@ class GemvConfig:
     num_blocks: int
 
     def spec(self) -> KernelSpec:
-        """What is launched."""
+        """The kernel variant that this configuration launches."""
         defines = (
             ("DTYPE", self.dtype),
             ("OUT", self.out),
@@ -159,10 +159,10 @@ class GemvConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, or the sums of the warps that take its place."""
+        """Shared memory of the stages, reused for the warps' accumulators at the end."""
         columns = 64 if self.major else 8 * self.tiles
-        sums = 4 * _WARPS * self.tokens * columns
-        return max(sums, self.stages * _stage_bytes(self) if self.aligned else 0)
+        accumulators = 4 * _WARPS * self.tokens * columns
+        return max(accumulators, self.stages * _stage_bytes(self) if self.aligned else 0)
 
 
 def _stage_bytes(config: GemvConfig) -> int:
@@ -174,21 +174,21 @@ def _stage_bytes(config: GemvConfig) -> int:
 def plan_gemv(
     operands: Operands, dtype: str, out: str, device: Device, *, aligned: bool = True
 ) -> GemvConfig:
-    """Strips of columns for the thread blocks; clusters share the depth where strips are few.
+    """Assigns strips of columns to thread blocks; where strips are few, clusters split the depth.
 
-    aligned: whether vectors of 16 bytes of both operands may be loaded.
+    aligned: whether both operands allow loads of 16 bytes.
     """
     tokens = 8 if operands.tokens <= 8 else MOST_TOKENS
     major = int(operands.along_columns)
     tiles = 1
     if not major:
-        # More tiles share what is loaded of x; fewer fill the device.
+        # More tiles per block reuse the loads of x; fewer give more blocks.
         while tiles < 4 and operands.columns >= 16 * tiles * (device.num_sms - 8):
             tiles *= 2
     strips = -(-operands.columns // (64 if major else 8 * tiles))
     cluster = 1
     if device.compute_capability >= _CLUSTER_ARCH:
-        steps = operands.depth // ((16 if major else 32) * _WARPS)  # of a warp without a cluster
+        steps = operands.depth // ((16 if major else 32) * _WARPS)  # per warp, without a cluster
         while (
             cluster < _MOST_CLUSTER
             and strips * cluster * 4 < device.num_sms * 3
@@ -196,12 +196,12 @@ def plan_gemv(
         ):
             cluster *= 2
     config = GemvConfig(dtype, out, major, tokens, tiles, 1, cluster, aligned, strips * cluster)
-    room = min(_RING_BYTES, device.shared_bytes_per_block - 8 * KIB)
+    room = min(_STAGES_BYTES, device.shared_bytes_per_block - 8 * KIB)
     return replace(config, stages=min(_MOST_STAGES, room // _stage_bytes(config)))
 
 
 class PreparedGemv(NamedTuple):
-    """A checked call, for arrays of one description."""
+    """A checked call, reusable for all arrays of one description."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -209,7 +209,7 @@ class PreparedGemv(NamedTuple):
     launch: Launch
 
     def __call__(self, a: Array, b: Array, out: Array | None) -> Array:
-        """Launches the kernel; `out` or a new array."""
+        """Launches the kernel; returns `out` or a new array."""
         if out is None:
             out = empty(a, self.shape, self.dtype)
         if out.size:
@@ -224,7 +224,7 @@ class PreparedGemv(NamedTuple):
 def prepare_gemv(
     a: Array, b: Array, out: Array | None, transpose_a: bool, transpose_b: bool, out_dtype: Any
 ) -> PreparedGemv:
-    """Checks, plan and kernel of a call."""
+    """Checks a call, plans it and loads its kernel."""
     product = plan_product("gemv", a, b, out, transpose_a, transpose_b, False, out_dtype)
     operands = operands_of(product.layouts)
     _check_dtype(a)
@@ -255,7 +255,7 @@ def _check_dtype(a: Array) -> None:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Both layouts, few and many columns, both counts of tokens; any alignment."""
+    """Both layouts, few and many columns, 8 and 16 tokens, aligned and unaligned."""
 
     def spec(tokens: int, columns: int, along: bool, out: str = "bfloat16", **options: Any) -> Any:
         operands = Operands(

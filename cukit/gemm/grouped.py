@@ -1,17 +1,14 @@
-"""Products of groups of rows, each group with a matrix of its own: the experts of a mixture."""
+"""Grouped products, in which each group of rows has its own matrix: mixtures of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
     adopt,
     bfloat16,
     check_array,
@@ -22,24 +19,19 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.overlap import check_overlap
-from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag
-from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import grouped_plan
-from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedConfig, GroupedProblem, Layout
-from cukit.gemm.grouped_sm80 import GroupedSm80, plan_grouped_sm80
-from cukit.gemm.linear_launch import HOPPER
-from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Product
+from cukit.gemm.grouped_launch import GroupedSm80, GroupedSm90, prepare_grouped
+from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedProblem, Layout, plan_grouped_sm80
+from cukit.gemm.linear_plan import HOPPER, Product
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
-GROUPED_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GroupedParameters"]
 _DTYPES = (float16, bfloat16)
-_STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
 _MOST_INT32 = 2**31 - 1
 _GATES = ("silu", "gelu", "gelu_tanh")
 
@@ -53,34 +45,34 @@ def grouped_gemm(
     transpose_weights: bool = False,
     out: Array | None = None,
 ) -> Array:
-    """Multiplies each group of rows by a matrix of its own: `y[r] = weights[g] x[r]`.
+    """Multiplies each group of rows by the group's own matrix: `y[r] = weights[g] x[r]`.
 
-    Groups may have any number of rows, 0 and 1 among them; nothing is padded. Either they lie one
-    behind the other, or each has rows set aside:
+    Groups may have any number of rows, including 0; nothing is padded. They are either contiguous,
+    or each has a fixed capacity:
 
-    | layout     | x                        | rows of group g                            |
-    | ---------- | ------------------------ | ------------------------------------------ |
-    | contiguous | [rows, k]                | expert_offsets[g] to expert_offsets[g + 1] |
-    | set aside  | [groups, capacity, k]    | the first expert_counts[g] of x[g]         |
+    | layout         | x                     | rows of group g                            |
+    | -------------- | --------------------- | ------------------------------------------ |
+    | contiguous     | [rows, k]             | expert_offsets[g] to expert_offsets[g + 1] |
+    | fixed capacity | [groups, capacity, k] | the first expert_counts[g] of x[g]         |
 
     Args:
         x: float16|bfloat16, see above, C-contiguous; float32|float64 on the CPU only.
         weights: dtype of `x`, [groups, n, k]; [groups, k, n] with `transpose_weights`. On the GPU
-            at most 512 groups; fastest where k and n are multiples of 8.
+            at most 512 groups; fastest if k and n are multiples of 8.
         expert_offsets: int32 [groups + 1], ascending from 0 to at most `rows`.
-        expert_counts: int32 [groups]; counts beyond the capacity count as the capacity.
-        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap
-            an input.
+        expert_counts: int32 [groups]; counts above the capacity are treated as the capacity.
+        out: array to write into; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not
+            overlap an input.
 
     Returns:
-        `y`. On the GPU rows of no group are not written.
+        `y`. On the GPU, rows that belong to no group are not written.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: neither or both of `expert_offsets` and `expert_counts`, too many groups.
 
-    Runs on CuPy's current stream. Offsets and counts are read on the device alone: there is no
-    synchronisation, and a graph may capture the call. Accumulates in float32, deterministic.
+    Runs on CuPy's current stream. Offsets and counts are read only on the device: there is no
+    synchronisation, and the call can be captured in a graph. Accumulates in float32; deterministic.
     Paper: Gale et al., "MegaBlocks", arXiv:2211.15841.
 
     >>> import numpy as np, cukit as ck
@@ -125,15 +117,15 @@ def grouped_gemm_backward(
     """Gradients of :func:`grouped_gemm` with respect to `x` and `weights`.
 
     `grad_x[r] = weights[g]^T grad_out[r]`; `grad_weights[g]` is the sum of `grad_out[r]^T x[r]`
-    over the rows of the group, 0 where it has none.
+    over the rows of the group, 0 for an empty group.
 
     Args:
         grad_out: gradient of `y`, [rows, n] or [groups, capacity, n], dtype of `x`.
-        x, weights, expert_offsets, expert_counts: the forward's, `weights` as [groups, n, k].
+        x, weights, expert_offsets, expert_counts: as in the forward, `weights` as [groups, n, k].
 
     Returns:
-        `(grad_x, grad_weights)`, shapes and dtypes of `x` and `weights`; on the GPU rows of no
-        group are not written.
+        `(grad_x, grad_weights)`, shapes and dtypes of `x` and `weights`; on the GPU, rows that
+        belong to no group are not written.
 
     Raises:
         ArrayError, ConfigError: as :func:`grouped_gemm`.
@@ -167,13 +159,13 @@ def grouped_gated_linear(
     activation: str = "silu",
     keep: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """The gated layer of each group in one pass: `y[r] = f(gate[g] x[r]) * (up[g] x[r])`.
+    """A gated layer for each group, in one kernel: `y[r] = f(gate[g] x[r]) * (up[g] x[r])`.
 
     Args:
         x, expert_offsets, expert_counts: as for :func:`grouped_gemm`.
         weights: dtype of `x`, [groups, 2 n, k]: the rows of gate, then those of up.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
-        keep: also return what the activation is applied to, for the backward.
+        keep: also return the activation's input, which the backward needs.
 
     Returns:
         `y`, [rows, n] or [groups, capacity, n]; with `keep` also `joined`, the product
@@ -182,7 +174,7 @@ def grouped_gated_linear(
     Raises:
         ArrayError, ConfigError: as :func:`grouped_gemm`.
 
-    Papers: Shazeer, arXiv:2002.05202. The rest as :func:`grouped_gemm`.
+    Streams and determinism: see :func:`grouped_gemm`. Paper: Shazeer, arXiv:2002.05202.
     """
     op = "grouped_gated_linear"
     x, weights, expert_offsets, expert_counts = adopt(op, x, weights, expert_offsets, expert_counts)
@@ -202,80 +194,17 @@ def grouped_gated_linear(
     return y if joined is None else (y, joined)
 
 
-class GroupedLaunch:
-    """A launch, for arrays that were checked before."""
-
-    __slots__ = ("_launch", "_maps", "config")
-
-    def __init__(self, config: GroupedConfig, layout: Layout) -> None:
-        product, tiling, ragged = config.product, config.tiling, config.ragged
-        parameters = GROUPED_PARAMETERS.pack(
-            m=0 if ragged == "m" else product.m,
-            n=0 if ragged == "n" else product.n,
-            steps=0 if ragged == "k" else -(-product.k // TILE_K),
-            group=config.raster,
-            groups=layout.groups,
-            longest=layout.longest,
-            set_aside=layout.set_aside,
-        )
-        self.config = config
-        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        parts = 1 + product.gated
-        box_a = _box(product.major_a, tiling.tile_m)
-        box_b = _box(product.major_b, tiling.tile_n // parts)
-        piece = tiling.piece_columns(parts)
-        box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
-        # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
-        encode_rows = partial(encode_groups, layout.longest)
-        kinds: dict[str, tuple[Callable[..., Any], ...]] = {
-            "m": (encode_rows, encode_matrices, encode_rows),
-            "n": (encode_matrices, encode_rows, encode_rows),
-            "k": (encode_rows, encode_rows, encode_matrices),
-        }
-        encoders = (*kinds[ragged], kinds[ragged][2])
-        boxes = (box_a, box_b, box_out, box_out)
-        self._maps = [
-            TensorMapCache(partial(encode, box))
-            for encode, box in zip(encoders, boxes, strict=True)
-        ]
-
-    def __call__(self, a: Array, b: Array, out: Array, kept: Array | None, ends: Array) -> None:
-        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
-        if self.config.tiling.transposed:
-            a, b = b, a
-        map_a, map_b, map_out, map_kept = self._maps
-        placed = map_out(out)
-        self._launch(
-            map_a(a), map_b(b), placed, placed if kept is None else map_kept(kept), ends,
-        )  # fmt: skip
-
-
-def _box(major: str, tile: int) -> tuple[int, int]:
-    return (tile, TILE_K) if major == "K" else (TILE_K, ROW_BYTES // ITEM_BYTES)
-
-
-def encode_matrices(box: tuple[int, int], array: Array) -> Any:
-    """A map of a matrix for each group."""
-    return encode_tensor_map(array, (1, *box), swizzle_bytes=box[1] * array.itemsize)
-
-
-def encode_groups(longest: int, box: tuple[int, int], array: Array) -> Any:
-    """A map of the rows of groups: sequences of up to `longest` rows."""
-    rows = array.reshape(-1, array.shape[-1])
-    return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=box[1] * array.itemsize)
-
-
 def _either(expert_offsets: Array | None, expert_counts: Array | None) -> Array:
     return expert_counts if expert_offsets is None else expert_offsets
 
 
-# Checks and plans ------------------------------------------------------------------------------
+# ---- Checks and plans ----
 
 
 def layout_of(
     op: str, x: Array, groups: int, expert_offsets: Array | None, expert_counts: Array | None
 ) -> Layout:
-    """Checks shape and layout of `x` and the argument that says where groups are."""
+    """Checks shape and layout of `x` and of the offsets or counts; returns the groups' layout."""
     if (expert_offsets is None) == (expert_counts is None):
         raise ConfigError(f"{op}: give either expert_offsets or expert_counts")
     if expert_offsets is not None:
@@ -350,7 +279,7 @@ def _check_gated(
     _check_inner(op, x, weights, 2)
     if weights.shape[1] % 2:
         raise ArrayShapeError(
-            f"{op}: weights hold gate and up one behind the other, so axis 1 must be even; "
+            f"{op}: weights hold gate and up rows, so axis 1 must be even; "
             f"got shape {weights.shape}"
         )
     return layout
@@ -362,20 +291,6 @@ def _check_kernel(op: str, x: Array, groups: int) -> None:
         raise ConfigError(f"{op}: at most {MOST_GROUPS} groups on the GPU, got {groups}")
 
 
-def _launch(
-    problem: GroupedProblem, layout: Layout, *arrays: Array | None
-) -> GroupedLaunch | GroupedSm80:
-    """TMA needs strides of 16 bytes: other products go to the sm80 class on Hopper too."""
-    extents = problem.extents
-    aligned = not any(extent % _STRIDE_ELEMENTS for extent in extents) and all(
-        array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays
-    )
-    device = current_device()
-    if device.arch == HOPPER and aligned and all(extents):
-        return GroupedLaunch(grouped_plan.plan(problem, device.num_sms), layout)
-    return GroupedSm80(plan_grouped_sm80(problem, aligned, device.num_sms), layout)
-
-
 @launch_plan
 def _prepare(
     x: Array,
@@ -384,14 +299,14 @@ def _prepare(
     expert_counts: Array | None,
     out: Array | None,
     transpose_weights: bool,
-) -> GroupedLaunch | GroupedSm80:
+) -> GroupedSm90 | GroupedSm80:
     op = "grouped_gemm"
     layout = _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
     k, n = weights.shape[1:] if transpose_weights else weights.shape[:0:-1]
     _check_kernel(op, x, layout.groups)
     major = "MN" if transpose_weights else "K"
     product = Product(layout.rows, n, k, x.dtype.name, major_b=major)
-    return _launch(GroupedProblem(product, layout.groups), layout, x, weights, out)
+    return prepare_grouped(GroupedProblem(product, layout.groups), layout, x, weights, out)
 
 
 @launch_plan
@@ -401,7 +316,7 @@ def _prepare_backward(
     weights: Array,
     expert_offsets: Array | None,
     expert_counts: Array | None,
-) -> tuple[GroupedLaunch | GroupedSm80, GroupedLaunch | GroupedSm80]:
+) -> tuple[GroupedSm90 | GroupedSm80, GroupedSm90 | GroupedSm80]:
     op = "grouped_gemm_backward"
     layout = _check_backward(grad_out, x, weights, expert_offsets, expert_counts)
     groups, n, k = weights.shape
@@ -409,8 +324,8 @@ def _prepare_backward(
     of_x = Product(layout.rows, k, n, x.dtype.name, major_b="MN")
     of_weights = replace(of_x, m=n, n=k, k=layout.rows, major_a="MN")
     return (
-        _launch(GroupedProblem(of_x, groups), layout, grad_out, weights),
-        _launch(GroupedProblem(of_weights, groups, ragged="k"), layout, grad_out, x),
+        prepare_grouped(GroupedProblem(of_x, groups), layout, grad_out, weights),
+        prepare_grouped(GroupedProblem(of_weights, groups, ragged="k"), layout, grad_out, x),
     )
 
 
@@ -422,14 +337,14 @@ def _prepare_gated(
     expert_counts: Array | None,
     activation: str,
     keep: bool,
-) -> GroupedLaunch | GroupedSm80:
+) -> GroupedSm90 | GroupedSm80:
     layout = _check_gated(x, weights, expert_offsets, expert_counts)
     groups, columns, k = weights.shape
     _check_kernel("grouped_gated_linear", x, groups)
     product = Product(
         layout.rows, columns // 2, k, x.dtype.name, activation=activation, gated=True, keeps=keep
     )
-    return _launch(GroupedProblem(product, groups), layout, x, weights)
+    return prepare_grouped(GroupedProblem(product, groups), layout, x, weights)
 
 
 def _specs(kind: str, device: Device) -> list[KernelSpec]:
@@ -441,21 +356,21 @@ def _specs(kind: str, device: Device) -> list[KernelSpec]:
             return kind == "gated"
         return kind == ("forward" if product.major_b == "K" else "backward")
 
-    # Every tiling in bfloat16; in float16, which is compiled alike, what the plan chooses.
-    wide = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
-    half = [each for each in grouped_plan.representative("float16") if belongs(each)]
+    # Every tiling in bfloat16; only the plan's choice in float16, which compiles alike.
+    all_tilings = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
+    planned = [each for each in grouped_plan.representative("float16") if belongs(each)]
     specs = [
         plan_grouped_sm80(problem, aligned, device.num_sms).spec()
-        for problem in wide
+        for problem in all_tilings
         for aligned in (True, False)
     ]
     if device.arch == HOPPER:
         configs = [
             grouped_plan.configure(problem, tiling, device.num_sms)
-            for problem in wide
+            for problem in all_tilings
             for tiling in grouped_plan.candidates(problem)
         ]
-        configs += [grouped_plan.plan(problem, device.num_sms) for problem in half]
+        configs += [grouped_plan.plan_grouped_sm90(problem, device.num_sms) for problem in planned]
         specs += [config.spec() for config in configs]
     return list(dict.fromkeys(specs))
 

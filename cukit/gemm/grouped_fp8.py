@@ -1,4 +1,4 @@
-"""Products of groups of rows of float8 codes, each group with a matrix of its own."""
+"""Grouped FP8 products, in which each group of rows has its own matrix."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ from cukit.core.scalars import check_dtype
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.gemm._operands_8bit import both_operands, parts_of
 from cukit.gemm.grouped import (
-    GROUPED_PARAMETERS,
-    encode_groups,
-    encode_matrices,
     layout_of,
 )
+from cukit.gemm.grouped_launch import GROUPED_PARAMETERS, encode_groups, encode_matrices
 from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES, Layout, most_groups
 from cukit.gemm.launch_8bit import scale_columns
-from cukit.gemm.operands_8bit import both_operands, parts_of
 from cukit.gemm.plan_8bit import TILE_K, Tiling8Bit, partials_of, scale_bytes
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
@@ -47,8 +45,8 @@ _ARCH = "sm_90"
 _OUT_DTYPES = (bfloat16, float16)
 _ALIGNMENT = 16  # of rows of codes: strides of a tensor map are multiples of 16 bytes
 _COLUMNS = 8  # of the result, for the same reason
-_PIECE = 64
-_EARLY_ROWS = 4  # of scales, which TMA loads from multiples of 16 bytes on
+_PIECE = 64  # rows of the result that one TMA store writes
+_EARLY_ROWS = 4  # extra rows of scales: TMA loads start at multiples of 16 bytes
 _MOST_STAGES = 8
 _FEWEST_STAGES = 3
 
@@ -62,28 +60,29 @@ def grouped_gemm_fp8(
     out_dtype: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """:func:`grouped_gemm` of float8 codes with scales of blocks: `y[r] = weights[g] x[r]`.
+    """:func:`grouped_gemm` of FP8 codes with scales per block: `y[r] = weights[g] x[r]`.
 
     Args:
-        x: float8_e4m3, [rows, k] or [groups, capacity, k], with one float32 scale for each 128
-            elements of a row (`axis=-1, group_size=128`), best column by column in memory as for
-            :func:`matmul_fp8`, else copied so.
-        weights: float8_e4m3 [groups, n, k] with one float32 scale for each block of 128 x 128
-            (`axis=(1, 2), group_size=128`). k is a multiple of 16, n of 8; on the GPU at most 512
-            groups.
+        x: float8_e4m3, [rows, k] or [groups, capacity, k], with one float32 scale per 128 elements
+            of a row (`axis=-1, group_size=128`), stored column-major as for :func:`matmul_fp8`;
+            other layouts are copied to this one.
+        weights: float8_e4m3 [groups, n, k] with one float32 scale per block of 128 x 128
+            (`axis=(1, 2), group_size=128`). On the GPU k must be a multiple of 16, n a multiple of
+            8, and there may be at most 512 groups.
         expert_offsets, expert_counts: as for :func:`grouped_gemm`.
         out_dtype: bfloat16 (default) or float16.
-        out: where to write, [rows, n] or [groups, capacity, n]. It must not overlap an input.
+        out: array to write into, [rows, n] or [groups, capacity, n]. It must not overlap an input.
 
     Returns:
-        `out` or a new array. On the GPU rows of no group are not written.
+        `out` or a new array. On the GPU, rows that belong to no group are not written.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
-        ConfigError: scales of other blocks; neither or both of offsets and counts.
+        ConfigError: other block shapes; neither or both of offsets and counts.
 
-    Sums of 128 products are added in float32. The rest as :func:`grouped_gemm`; NaN and infinities
-    as :func:`matmul_fp8`. Blocks of scales: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    The tensor cores sum 128 products at a time; these sums are added in float32. NaN and infinities
+    are treated as in :func:`matmul_fp8`; streams and determinism as in :func:`grouped_gemm`. Scales
+    per block: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 
     >>> import numpy as np, cukit as ck
     >>> x = ck.QuantizedArray.encode(
@@ -124,23 +123,23 @@ class GroupedFp8Config:
     tiling: Tiling8Bit
     num_blocks: int
     raster: int
-    """Rows of tiles that blocks walk over together."""
+    """Tile rows of a rasterisation group."""
 
     @property
     def stage_bytes(self) -> int:
-        """Tiles of both operands, and scales of x."""
+        """Shared memory of a stage: tiles of both operands, and their scales."""
         return (self.tiling.tile_m + self.tiling.tile_n) * TILE_K + scale_bytes(self.tiling.tile_m)
 
     @property
     def epilogue_bytes(self) -> int:
-        """Pieces of the result on their way to memory."""
+        """Shared memory that stages the result for TMA stores."""
         piece = _piece(self.tiling)
         buffers = 2 if self.tiling.tile_n > piece else 1
         return self.tiling.consumers * buffers * _PIECE * piece * 2
 
     @property
     def num_stages(self) -> int:
-        """As many as shared memory holds, beside what is static."""
+        """The stages that fit into shared memory beside static shared memory."""
         room = min(227 * KIB, 228 * KIB // self.tiling.blocks_per_sm - KIB) - STATIC_BYTES
         return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 
@@ -165,6 +164,7 @@ class GroupedFp8Config:
 
 
 def _piece(tiling: Tiling8Bit) -> int:
+    """Columns of the result that one TMA store writes."""
     return next(width for width in (64, 32, 16) if tiling.tile_n % width == 0)
 
 
@@ -172,18 +172,17 @@ TILINGS = tuple(
     Tiling8Bit(tile_m, tile_n)
     for tile_m, tile_n in ((128, 192), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32))
 )
-# An H200 (profiling/notes/grouped_gemm_sm90.md): bytes that an SM receives from L2, float8 products
-# of its tensor cores, the least time of a step of 128 of k, what a tile costs beside its steps.
-_SM_BYTES_PER_US = 80e3
-_SM_MACS_PER_US = 4096 * 1.3e3
-_STEP_US = 0.15
-_TILE_US = 1.0
+# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md).
+_SM_BYTES_PER_US = 80e3  # from L2 to an SM
+_SM_MACS_PER_US = 4096 * 1.3e3  # FP8 tensor cores of an SM
+_STEP_US = 0.15  # least time of a step of 128 of k
+_TILE_US = 1.0  # fixed cost of a tile
 
 
 def configure(
     rows: int, groups: int, n: int, out: str, tiling: Tiling8Bit, num_sms: int
 ) -> GroupedFp8Config:
-    """Grid and order of tiles of a tiling."""
+    """The grid and rasterisation order for a tiling."""
     tiles_m, tiles_n = tiling.tiles(rows, n)
     blocks = min((tiles_m + groups) * tiles_n, num_sms * tiling.blocks_per_sm)
     raster = round((blocks * tiling.tile_n / tiling.tile_m) ** 0.5)
@@ -191,8 +190,10 @@ def configure(
 
 
 def estimate_us(rows: int, groups: int, n: int, k: int, tiling: Tiling8Bit, num_sms: int) -> float:
-    """Time of a product, but for what memory may need longer: that is the same for all tilings. A
-    group's last tile is half empty on average."""
+    """Estimated time of a product, without the memory-bound part, which all tilings share.
+
+    A group's last tile is assumed to be half empty.
+    """
     each = rows / groups
     tiles_m = groups * min(each, each / tiling.tile_m + (0.5 if each > 1 else 0))
     tiles = tiles_m * -(-n // tiling.tile_n)
@@ -209,13 +210,13 @@ def estimate_us(rows: int, groups: int, n: int, k: int, tiling: Tiling8Bit, num_
 def plan_grouped_fp8(
     rows: int, groups: int, n: int, k: int, out: str, num_sms: int
 ) -> GroupedFp8Config:
-    """The tiling with the shortest estimate. rows: of all groups together."""
+    """The configuration with the shortest estimated time. rows: of all groups together."""
     tiling = min(TILINGS, key=lambda each: estimate_us(rows, groups, n, k, each, num_sms))
     return configure(rows, groups, n, out, tiling, num_sms)
 
 
 class GroupedFp8Launch:
-    """A launch, for arrays that were checked before."""
+    """A launch of grouped_fp8_sm90.cu; called with arrays that were checked before."""
 
     __slots__ = ("_launch", "_out", "_scales", "_weights", "_x")
 
@@ -228,7 +229,7 @@ class GroupedFp8Launch:
             group=config.raster,
             groups=layout.groups,
             longest=layout.longest,
-            set_aside=layout.set_aside,
+            fixed_capacity=layout.fixed_capacity,
         )
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         of_rows, of_matrices = (tiling.tile_m, TILE_K), (tiling.tile_n, TILE_K)
@@ -286,9 +287,7 @@ def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> N
     extents = None if array.block_shape is None else array.block_shape
     wanted = tuple(map(min, block, array.shape))
     if extents is None or tuple(map(min, extents, array.shape)) != wanted:
-        raise ConfigError(
-            f"{_OP}: scales of {name} must belong to blocks of {block}, got {extents}"
-        )
+        raise ConfigError(f"{_OP}: scales of {name} must be for blocks of {block}, got {extents}")
     if array.scales is not None and array.scales.dtype != float32:
         raise ArrayDtypeError(
             f"{_OP}: the scales of {name} must be float32, got {array.scales.dtype.name}"

@@ -1,4 +1,4 @@
-"""How products of groups of rows run on Hopper: the choice of a tiling. Pure; no GPU."""
+"""Plans of grouped products: tilings, a cost model for Hopper, and the choice. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from cukit.gemm.linear_plan import (
     ROW_BYTES,
     TILE_K,
     Product,
+    Sm80Config,
     Tiling,
 )
 
 MOST_GROUPS = 512
 STATIC_BYTES = 3072
-"""Tiles before each group, and barriers."""
+"""Static shared memory: the first tile of each group, and barriers."""
 
 
 class Layout(NamedTuple):
-    """Where the rows of groups are."""
+    """Where the rows of the groups are stored."""
 
     groups: int
     rows: int  # of all groups together
-    longest: int  # no group has more
-    set_aside: bool
+    longest: int  # upper bound of a group's rows
+    fixed_capacity: bool
+    """Whether each group has `longest` rows reserved; otherwise groups are contiguous."""
 
 
 @dataclass(frozen=True)
 class GroupedProblem:
-    """What selects a variant.
+    """The product that a variant is selected for.
 
-    product: extents that all groups share, m of rows or k of sums being those of all groups
-        together (`ragged`); operand a holds the rows of "m", both operands those of "k".
-    ragged: "m", `out[r] = f(a[r] b[g]^T)`, or "k", `out[g] = sum of a[r]^T b[r]`.
+    ragged: the extent that differs between groups: "m", `out[r] = f(a[r] b[g]^T)`, where operand a
+        holds the groups' rows; or "k", `out[g] = sum of a[r]^T b[r]`, where both operands do.
+    product: the extents; the ragged one is the total over all groups.
     """
 
     product: Product
@@ -46,24 +48,27 @@ class GroupedProblem:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Those that all groups share."""
+        """The extents that all groups share."""
         product = self.product
         return (product.n, product.k) if self.ragged == "m" else (product.m, product.n)
 
     @property
     def rows_each(self) -> float:
-        """Of a group, were all alike."""
+        """Mean number of rows of a group."""
         return (self.product.m if self.ragged == "m" else self.product.k) / self.groups
 
 
 def most_groups(groups: int) -> int:
-    """How many groups the variant takes that `groups` run on."""
+    """The most groups that the variant for `groups` groups supports."""
     return 64 if groups <= 64 else MOST_GROUPS
 
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """How one call runs. `product`: the one computed, swapped where rows are a tile's columns."""
+    """How one call runs on Hopper.
+
+    product, ragged: of the product computed; for a transposed tiling, with operands swapped.
+    """
 
     product: Product
     ragged: str
@@ -71,7 +76,7 @@ class GroupedConfig:
     tiling: Tiling
     num_blocks: int
     raster: int
-    """Rows of tiles that blocks walk over together."""
+    """Tile rows of a rasterisation group."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -103,9 +108,9 @@ _WIDE = (*(Tiling(128, tile_n) for tile_n in (256, 192, 128, 64)), Tiling(256, 1
 _SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 64))
 _FEWEST_STAGES = 3
 _MANY_ROUNDS = 8
-"""With more the last round, which leaves multiprocessors idle, does not matter."""
-# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md). An SM's operands arrive from L2 at a
-# rate of its own; its tensor cores run at what power leaves of their clock.
+"""With more rounds, the idle SMs of the last one do not matter."""
+# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md). The L2 rate is per SM; the tensor core
+# rate is at the clock that the power limit allows.
 _MEMORY_BYTES_PER_US = 4.1e6
 _SM_BYTES_PER_US = 80e3
 _SM_MACS_PER_US = 2048 * 1.6e3
@@ -129,8 +134,11 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
 
 
 def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
-    """Time of a product: rounds of tiles, each as long as its products or its operands take, but no
-    less than memory needs for everything. A group's last tile is half empty on average."""
+    """Estimated time of a product.
+
+    It is bound by rounds of tiles, each by its products or its loads, or by the total memory
+    traffic. A group's last tile is assumed to be half empty.
+    """
     product, each = problem.product, problem.rows_each
     columns = product.n * (1 + product.gated)
     if problem.ragged == "m":
@@ -151,7 +159,7 @@ def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
         filled = min(tiling.tile_m, product.m) + min(tiling.tile_n, product.n)
     load = filled * ROW_BYTES / _SM_BYTES_PER_US
     multiply = tiling.tile_m * tiling.tile_n * TILE_K / _SM_MACS_PER_US
-    busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks that share an SM
+    busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks on an SM
     rounds = tiles / num_sms
     if tiles < _MANY_ROUNDS * num_sms:
         rounds = -(-tiles // (num_sms * busy)) * busy
@@ -160,12 +168,12 @@ def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
     if tiling.transposed and product.major_b == "K":
         computed *= _TRANSPOSED
     memory = ITEM_BYTES * moved / _MEMORY_BYTES_PER_US
-    # Of tilings that memory holds up alike the one with the least to do is the safest.
+    # Among memory-bound tilings, prefer the one with the least work.
     return _START_US + max(computed, memory) + _BESIDE_MEMORY * computed
 
 
 def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedConfig:
-    """Grid and order of tiles of a tiling."""
+    """The grid and rasterisation order for a tiling."""
     product, ragged = problem.product, problem.ragged
     if tiling.transposed:
         product, ragged = product.swapped(), "n"
@@ -182,14 +190,14 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
 
 
 @cache
-def plan(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
-    """The tiling with the shortest estimate."""
+def plan_grouped_sm90(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
+    """The configuration with the shortest estimated time."""
     tiling = min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
     return configure(problem, tiling, num_sms)
 
 
 def representative(dtype: str) -> list[GroupedProblem]:
-    """One problem for each kind of variant: forward, gated, both gradients, few rows a group."""
+    """One problem for each kind of variant: forward, gated, both gradients, few rows per group."""
     product = Product(32768, 6144, 7168, dtype)
     few = replace(product, m=1024)
     return [
@@ -203,3 +211,45 @@ def representative(dtype: str) -> list[GroupedProblem]:
             Product(6144, 7168, 32768, dtype, major_a="MN", major_b="MN"), 8, ragged="k"
         ),
     ]
+
+
+# ---- Other architectures ----
+
+
+@dataclass(frozen=True)
+class GroupedSm80Config:
+    """How one call runs on mma.sync: one block for each tile that the groups may have."""
+
+    problem: GroupedProblem
+    tiles: Sm80Config
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the grid; with ragged m, each group may add one partly filled tile."""
+        tiles, groups = self.tiles, self.problem.groups
+        if self.problem.ragged == "k":
+            return groups * tiles.num_blocks
+        return (tiles.tiles_m + groups) * tiles.tiles_n
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiles, problem = self.tiles, self.problem
+        defines = (
+            *tiles.defines,
+            ("RAGGED", problem.ragged.upper()),
+            ("GROUPS", most_groups(problem.groups)),
+        )
+        entry = "grouped_gemm_sm80"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiles.threads, tiles.shared_bytes)
+
+
+def plan_grouped_sm80(problem: GroupedProblem, aligned: bool, num_sms: int) -> GroupedSm80Config:
+    """Tiles of 128 x 128, or of 64 x 64 if groups are short or large tiles would leave SMs idle.
+
+    aligned: whether rows of the operands can be copied 16 bytes at a time.
+    """
+    large, small = (
+        GroupedSm80Config(problem, Sm80Config(problem.product, tile, aligned)) for tile in (128, 64)
+    )
+    short = problem.ragged == "m" and problem.rows_each <= small.tiles.tile
+    return small if short or large.num_blocks < num_sms else large

@@ -1,4 +1,4 @@
-"""Products of int8 matrices with scales (W8A8), exact sums."""
+"""Products of int8 matrices with scales (W8A8), accumulated exactly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_dtype
 from cukit.errors import ConfigError
-from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
-from cukit.gemm.operands_8bit import (
+from cukit.gemm._operands_8bit import (
     OUT_DTYPES,
     Checked,
     both_operands,
@@ -24,6 +23,7 @@ from cukit.gemm.operands_8bit import (
     parts_of,
     row_stride,
 )
+from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
 from cukit.gemm.plan_8bit import Product8Bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
@@ -41,32 +41,32 @@ def matmul_int8(
     out_dtype: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """The product `a b^T` of int8 matrices, summed exactly in int32.
+    """The product `a b^T` of int8 matrices, accumulated exactly in int32.
 
     `out[i, j] = sum_k (a[i, k] - zero[i]) b[j, k] * a_scale[i] * b_scale[j] + bias[j]`
 
     Args:
-        a: int8 [m, k]; activations. Scales float32, one for each row or one for all, or none;
-            zero points int8 like the scales, or none.
-        b: int8 [n, k]; weights. Scales like those of `a`; no zero points.
+        a: int8 [m, k]; activations. float32 scales, one per row or per tensor, or none; int8 zero
+            points in the shape of the scales, or none.
+        b: int8 [n, k]; weights. Scales as for `a`; no zero points.
         bias: dtype of the result, [n].
-        column_sums: int32 [n], the sums of each row of `b.storage`: only read where `a` has zero
-            points, and computed by each call where not given.
+        column_sums: int32 [n], the sum of each row of `b.storage`. Used only if `a` has zero
+            points; each call computes it if it is not given.
         out_dtype: bfloat16 (default), float16 or float32.
-        out: where to write, [m, n]; must not overlap the operands.
+        out: array to write into, [m, n]; must not overlap the operands.
 
     Returns:
-        `out` or a new array [m, n]; without scales the exact sums as int32, for which there are no
-        bias and no other dtype.
+        `out` or a new array [m, n]; without scales the exact int32 sums, for which a bias and other
+        dtypes are not supported.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: scales of one operand only, or groups of scales along k; a bias without scales.
 
-    k may be up to 131,000 (65,000 with zero points) before sums can leave int32; they wrap around.
-    Any m, n and k; rows of codes that do not begin at multiples of 16 bytes are copied first. A NaN
-    scale makes its row or column NaN, and results beyond the dtype's range become infinite. Runs on
-    CuPy's current stream, is deterministic.
+    Any m, n and k. Sums can overflow int32, and wrap around, for k above 131,000 (65,000 with zero
+    points). Rows of codes that are not 16-byte aligned are copied first. A NaN scale makes its row
+    or column NaN; results beyond the dtype's range become infinite. Runs on CuPy's current stream;
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> codes = np.arange(6, dtype=np.int8).reshape(2, 3)
@@ -99,7 +99,7 @@ def _check(
     m, n, k = check_operands(_OP, a, b, int8)
     if a.scales is None:
         if bias is not None:
-            raise ConfigError(f"{_OP}: bias needs operands with scales")
+            raise ConfigError(f"{_OP}: bias requires operands with scales")
         if out_dtype is not None:
             check_dtype(_OP, "out_dtype without scales", out_dtype, (int32,))
         if out is not None:
@@ -120,7 +120,7 @@ def _row_stride(name: str, array: QuantizedArray) -> int:
     stride = row_stride(_OP, name, array)
     if stride is None:
         raise ConfigError(
-            f"{_OP}: {name} must have one scale for each row or one for all, got blocks of "
+            f"{_OP}: {name} must have one scale per row or per tensor, got blocks of "
             f"{array.block_shape}"
         )
     return stride

@@ -1,4 +1,4 @@
-"""Launches of products of 8-bit matrices: tensor maps, aligned copies, arguments."""
+"""Launches of 8-bit products: tensor maps, aligned copies, arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm.linear_sm90 import box_rows
-from cukit.gemm.operands_8bit import Checked, Parts
+from cukit.gemm._operands_8bit import Checked, Parts
+from cukit.gemm.linear_launch import box_rows
 from cukit.gemm.plan_8bit import (
     TILE_K,
     Code,
@@ -32,7 +32,7 @@ _STRUCTS = parameter_structs("gemm/parameters.cuh")
 class Prepared8Bit(NamedTuple):
     """A checked call on the current device."""
 
-    launch: Mapped8Bit | Strided8Bit | None
+    launch: Matmul8BitSm90 | Matmul8BitSm80 | None
     """None for an empty result."""
     dtype: np.dtype[Any]
     """Of the result."""
@@ -45,7 +45,7 @@ class Prepared8Bit(NamedTuple):
         column_sums: Array | None = None,
         bias: Array | None = None,
     ) -> Array:
-        """Returns `out`, or a new array where there is none."""
+        """Returns `out`, or a new array if it is None."""
         if out is None:
             out = empty(a.storage, (a.storage.shape[0], b.storage.shape[0]), self.dtype)
         if self.launch is not None:
@@ -55,7 +55,7 @@ class Prepared8Bit(NamedTuple):
 
 
 def prepare_8bit(code: Code, checked: Checked, promoted: bool = False) -> Prepared8Bit:
-    """What runs a checked call on the current device; code, promoted: as of Product8Bit."""
+    """Plans a checked call on the current device; code, promoted: see :class:`Product8Bit`."""
     m, n, k, dtype, a_stride, b_stride = checked
     if m == 0 or n == 0:
         return Prepared8Bit(None, dtype)
@@ -64,13 +64,13 @@ def prepare_8bit(code: Code, checked: Checked, promoted: bool = False) -> Prepar
     device = current_device()
     if device.arch != "sm_90":
         config = plan_matmul_8bit_sm80(product, m, n, device.num_sms)
-        return Prepared8Bit(Strided8Bit(config, m, n, k, *strides), dtype)
+        return Prepared8Bit(Matmul8BitSm80(config, m, n, k, *strides), dtype)
     tuned = plan_matmul_8bit_sm90(product, m, n, k, device.num_sms)
-    return Prepared8Bit(Mapped8Bit(tuned, m, n, k, *strides), dtype)
+    return Prepared8Bit(Matmul8BitSm90(tuned, m, n, k, *strides), dtype)
 
 
-class Mapped8Bit:
-    """A launch on Hopper for arrays of one description."""
+class Matmul8BitSm90:
+    """A launch of matmul_8bit_sm90.cu for arrays of one description."""
 
     __slots__ = ("_a", "_b", "_blocks", "_launch", "_out", "_scales", "_staged")
 
@@ -116,8 +116,8 @@ class Mapped8Bit:
             self._launch(*maps, a_scales, b_scales, zero_points, column_sums, bias, out)
 
 
-class Strided8Bit:
-    """A launch on other architectures for arrays of one description."""
+class Matmul8BitSm80:
+    """A launch of matmul_8bit_sm80.cu for arrays of one description."""
 
     __slots__ = ("_blocks", "_extents", "_kernel", "_launches")
 
@@ -150,7 +150,7 @@ class Strided8Bit:
             launch(a, b, a_scales, b_scales, zero_points, column_sums, bias, out)
 
     def _launch(self, a_row_bytes: int, b_row_bytes: int, a_stride: int) -> Launch:
-        """The launch for arrays with these strides: one of a call's description."""
+        """The launch for arrays with these strides, created once."""
         key = (a_row_bytes, b_row_bytes, a_stride)
         found = self._launches.get(key)
         if found is None:
@@ -175,7 +175,7 @@ def _parameters(
 
 
 def aligned_rows(codes: Array) -> Array:
-    """`codes` [rows, k], or a copy whose rows begin at multiples of 16 bytes as TMA asks for."""
+    """`codes` [rows, k], or a copy with 16-byte aligned rows, which TMA requires."""
     if codes.strides[0] % ACCESS_BYTES == 0 and address_of(codes) % ACCESS_BYTES == 0:
         return codes
     rows, k = codes.shape
@@ -185,7 +185,7 @@ def aligned_rows(codes: Array) -> Array:
 
 
 def scale_columns(scales: Array) -> Array:
-    """`scales` [rows, steps], or a copy that lies column by column at multiples of 16 bytes."""
+    """`scales` [rows, steps], or a column-major copy with 16-byte aligned columns."""
     rows, steps = scales.shape
     along_rows, along_steps = scales.strides
     aligned = (steps == 1 or along_steps % ACCESS_BYTES == 0) and (

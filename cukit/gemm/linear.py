@@ -45,9 +45,9 @@ def linear(
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
         w: dtype of `x`, [n, k].
         bias: dtype of `x`, [n].
-        activation: None, `"relu"`, `"gelu"` (exact: its error function within 2.5e-7),
-            `"gelu_tanh"` or `"silu"`.
-        out: where to write `y`; dtype of `x`, [..., n]. It must not overlap the operands.
+        activation: None, `"relu"`, `"gelu"` (with erf, accurate to 2.5e-7), `"gelu_tanh"` or
+            `"silu"`.
+        out: array to write `y` into; dtype of `x`, [..., n]. It must not overlap the operands.
         return_preactivation: also return `z = x w^T + bias`, which the backward needs.
 
     Returns:
@@ -57,10 +57,10 @@ def linear(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an unknown activation.
 
-    Hopper runs TMA and wgmma (kernels_cu/gemm/linear_sm90.cu) with tiles that `plan_linear` chooses
-    for the shape; other GPUs, and rows that are not multiples of 16 bytes, run mma.sync. On CuPy's
-    current stream, without other allocations than the results: capturable in a CUDA graph.
-    Accumulates in float32 in a fixed order: deterministic.
+    On Hopper the kernel uses TMA and wgmma (kernels_cu/gemm/linear_sm90.cu) with tiles that
+    `plan_linear` chooses for the shape; other GPUs, and rows that are not multiples of 16 bytes,
+    use mma.sync. Runs on CuPy's current stream and allocates nothing but the results, so it can be
+    captured in a CUDA graph. Accumulates in float32 in a fixed order: deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.linear(np.ones((2, 8), np.float32), -np.ones((3, 8), np.float32), None, "relu").sum()
@@ -96,10 +96,10 @@ def gated_linear(
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
-        w: dtype of `x`: [2n, k], the gate's rows before those of the up projection, or the pair
-            `(w_gate, w_up)` of arrays [n, k].
+        w: dtype of `x`: [2n, k], the gate's rows followed by those of the up projection, or the
+            pair `(w_gate, w_up)` of arrays [n, k].
         activation: of the gate: `"silu"`, `"gelu"`, `"gelu_tanh"` or `"relu"`.
-        out: where to write `y`; dtype of `x`, [..., n]. It must not overlap the operands.
+        out: array to write `y` into; dtype of `x`, [..., n]. It must not overlap the operands.
         return_preactivation: also return `z = [x gate^T | x up^T]`, which the backward needs.
 
     Returns:
@@ -109,7 +109,8 @@ def gated_linear(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an unknown activation.
 
-    Both products share their tiles of `x`. Kernels, streams and determinism as :func:`linear`.
+    Both products share the loaded tiles of `x`. Kernels, streams and determinism: see
+    :func:`linear`.
     Paper: Shazeer, arXiv:2002.05202.
 
     >>> import numpy as np, cukit as ck
@@ -119,7 +120,7 @@ def gated_linear(
     gate: Array
     if isinstance(w, tuple) and len(w) != 2:
         raise ArrayError(
-            f"gated_linear: w must be an array or a pair of them, got {len(w)} of them"
+            f"gated_linear: w must be an array or a pair of arrays, got a tuple of {len(w)}"
         )
     gate, up = w if isinstance(w, tuple) else (w, None)
     x, gate, up, out = adopt("gated_linear", x, gate, up, out)
@@ -147,7 +148,7 @@ def gated_linear(
 
 
 def _written(out: Array | None, result: Any) -> Any:
-    """What the reference returned, its first array in `out` if there is one."""
+    """The reference's result, with its first array written to `out` if that is given."""
     if isinstance(result, tuple):
         return write_out(out, result[0]), result[1]
     return write_out(out, result)
@@ -185,7 +186,7 @@ def _prepare_gated(
 
 
 def check_weight(op: str, name: str, x: Array, w: Array, rows: int | None = None) -> None:
-    """`x` [..., k] and the weight [rows, k]."""
+    """Checks that `x` is [..., k] and the weight is [rows, k]."""
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, least_ndim=1)
     check_array(op, name, w, shape=(rows, x.shape[-1]))
 
@@ -212,7 +213,7 @@ def _check_gated(
         check_weight("gated_linear", "w_up", x, up, n)
     elif n % 2:
         raise ArrayShapeError(
-            f"gated_linear: w holds the rows of gate and up, an even number; got shape {gate.shape}"
+            f"gated_linear: w holds gate and up rows, so axis 0 must be even, got {gate.shape}"
         )
     else:
         n //= 2

@@ -58,8 +58,8 @@ def linear_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an unknown activation, or one without `preactivation`.
 
-    The activation's gradient and the bias's are one pass over memory; both products read `g`, `w`
-    and `x` as they lie. Deterministic: no atomics.
+    The activation's gradient and the bias's are computed in one pass over memory; both products
+    read `g`, `w` and `x` without transposed copies. Deterministic: no atomics.
     """
     grad_out, x, w, preactivation = adopt("linear_backward", grad_out, x, w, preactivation)
     check_flag("linear_backward", "with_bias", with_bias)
@@ -90,7 +90,7 @@ def gated_linear_backward(
     Args:
         grad_out: gradient of `y`; dtype of `x`, [..., n].
         x: the forward's input, [..., k].
-        w: [2n, k], the gate's rows before those of the up projection.
+        w: [2n, k], the gate's rows followed by those of the up projection.
         preactivation: `z` as the forward returned it, [..., 2n].
         activation: as in the forward.
 
@@ -121,7 +121,7 @@ def gated_linear_backward(
 
 
 class _ActivationGradient:
-    """The launch of activation_gradient.cu: from (grad_out, z) to (grad, grad_bias)."""
+    """A launch of activation_gradient.cu: (grad_out, z) -> (grad, grad_bias)."""
 
     def __init__(
         self, rows: int, columns: int, vec: int, dtype: str, activation: str | None, *,
@@ -150,7 +150,7 @@ class _ActivationGradient:
 def gradient_spec(
     dtype: str, vec: int, activation: str | None, *, gated: bool, sums: bool
 ) -> KernelSpec:
-    """The variant of activation_gradient.cu."""
+    """A variant of activation_gradient.cu."""
     defines = (
         ("DTYPE", dtype),
         ("THREADS", _THREADS),
@@ -201,7 +201,7 @@ def _prepare_gated(grad_out: Array, x: Array, w: Array, z: Array, activation: st
 
 
 def _products(grad: Array, x: Array, w: Array, rows: int, n: int, k: int) -> tuple[Any, Any]:
-    """grad_x [rows, k] = grad w and grad_w [n, k] = grad^T x, from arrays as they lie."""
+    """Launches of grad_x [rows, k] = grad w and grad_w [n, k] = grad^T x."""
     dtype = x.dtype.name
     of_x = Product(rows, k, n, dtype, major_b="MN")
     of_w = Product(n, k, rows, dtype, major_a="MN", major_b="MN")
@@ -213,8 +213,9 @@ def _check(grad_out: Array, x: Array, w: Array, z: Array | None, activation: str
     check_choice(op, "activation", activation, tuple(ACTIVATIONS))
     if (activation is None) != (z is None):
         raise ConfigError(
-            f"{op}: preactivation goes with an activation, got activation={activation!r} and "
-            f"preactivation {'of shape ' + str(z.shape) if z is not None else None}"
+            f"{op}: preactivation is required with an activation and invalid without one, got "
+            f"activation={activation!r} and preactivation "
+            f"{'of shape ' + str(z.shape) if z is not None else None}"
         )
     check_weight(op, "w", x, w)
     check_array(op, "grad_out", grad_out, shape=(*x.shape[:-1], w.shape[0]))
@@ -228,7 +229,7 @@ def _check_gated(grad_out: Array, x: Array, w: Array, z: Array, activation: str)
     check_choice(op, "activation", activation, GATED_ACTIVATIONS)
     check_weight(op, "w", x, w)
     if w.shape[0] % 2:
-        raise ConfigError(f"{op}: w holds the rows of gate and up, an even number; got {w.shape}")
+        raise ConfigError(f"{op}: w holds gate and up rows, so axis 0 must be even, got {w.shape}")
     check_array(op, "grad_out", grad_out, shape=(*x.shape[:-1], w.shape[0] // 2))
     check_array(op, "preactivation", z, shape=(*x.shape[:-1], w.shape[0]))
     check_same_dtype(op, x=x, w=w, grad_out=grad_out, preactivation=z)

@@ -1,56 +1,172 @@
-"""Which kernel computes a dense product, for arrays that were checked."""
+"""Launches of the kernels of dense products, for arrays that were checked."""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec
+from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm.linear_plan import (
     ACTIVATIONS,
+    DTYPES,
     GATED_ACTIVATIONS,
+    HOPPER,
     ITEM_BYTES,
+    ROW_BYTES,
+    TILE_K,
     Product,
+    Sm80Config,
     Sm90Config,
     candidates,
     configure,
-    plan_sm90,
+    plan_linear,
     representative_configs,
 )
-from cukit.gemm.linear_sm80 import LinearSm80, Sm80Config, plan_sm80
-from cukit.gemm.linear_sm90 import LinearSm90
 
-HOPPER = "sm_90"
-DTYPES = ("float16", "bfloat16")
-_ROW_ELEMENTS = ACCESS_BYTES // ITEM_BYTES
-
-
-def plan_linear(product: Product, aligned: bool, device: Device) -> Sm90Config | Sm80Config:
-    """The kernel and its tiles. `aligned`: all arrays begin at multiples of 16 bytes.
-
-    TMA needs strides of 16 bytes, so that products with odd extents go to the sm80 class on Hopper
-    too.
-    """
-    strides = {
-        product.k if product.major_a == "K" else product.m,
-        product.k if product.major_b == "K" else product.n,
-    }
-    copies = aligned and not any(extent % _ROW_ELEMENTS for extent in strides)
-    if device.arch == HOPPER and copies and product.n % _ROW_ELEMENTS == 0:
-        return plan_sm90(product, device.num_sms)
-    return plan_sm80(product, copies, device.num_sms)
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")
+_SWIZZLE_ROWS = 8  # the period of the 128-byte swizzle
+_LEAST_BOX_ROWS = 32
+_STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements of 128 bytes
 
 
 def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | LinearSm80:
-    """A launch for `arrays` of this description on the current device."""
+    """A launch of `product` on the current device, for arrays like `arrays`."""
     aligned = all(array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays)
     config = plan_linear(product, aligned, current_device())
     return LinearSm90(config) if isinstance(config, Sm90Config) else LinearSm80(config)
 
 
+class LinearSm90:
+    """A launch of kernels_cu/gemm/linear_sm90.cu; called with arrays that were checked before."""
+
+    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
+
+    def __init__(self, config: Sm90Config) -> None:
+        product, tiling = config.product, config.tiling
+        steps = -(-product.k // TILE_K)
+        parts = 1 + product.gated
+        box_a = box_rows(tiling.tile_m, product.m)
+        box_b = box_rows(tiling.tile_n // parts, product.n)
+        if tiling.cluster > 1:
+            box_a, box_b = tiling.tile_m, tiling.tile_n // tiling.cluster
+        parameters = _PARAMETERS["LinearParameters"].pack(
+            gemm=_PARAMETERS["GemmParameters"].pack(
+                m=product.m, n=product.n, steps=steps, group=config.group
+            ),
+            box_a=box_a,
+            box_b=box_b,
+        )
+        self.config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        self._a = _operand(product.k, product.major_a, product.m, box_a)
+        self._b = _operand(product.k, product.major_b, product.n, box_b)
+        self._up = _operand(product.k, product.major_b, product.n, box_b)
+        if tiling.transposed:
+            out_columns, box = product.m, (tiling.tile_n, _STORE_EXTENT)
+        else:
+            out_columns, box = product.n, (_STORE_EXTENT, tiling.piece_columns(parts))
+        self._out = _maps(out_columns, box)
+        self._kept = _maps(out_columns * parts, box, slice(0, out_columns))
+        self._kept_up = _maps(out_columns * parts, box, slice(out_columns, None))
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
+    ) -> None:
+        """a, b: the operands in the caller's order; a transposed tiling swaps them here."""
+        if self.config.tiling.transposed:
+            a, b = b, a
+        map_a, map_out = self._a(a), self._out(out)
+        self._launch(
+            map_a,
+            self._b(b),
+            map_a if up is None else self._up(up),
+            map_out,
+            map_out if kept is None else self._kept(kept),
+            map_out if kept is None or up is None else self._kept_up(kept),
+            NULL if bias is None else bias,
+            out,
+            NULL if kept is None else kept,
+        )
+
+
+class LinearSm80:
+    """A launch of kernels_cu/gemm/linear_sm80.cu; called with arrays that were checked before."""
+
+    __slots__ = ("_launch", "config")
+
+    def __init__(self, config: Sm80Config) -> None:
+        product = config.product
+        parameters = _PARAMETERS["DenseParameters"].pack(m=product.m, n=product.n, k=product.k)
+        self.config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
+    ) -> None:
+        self._launch(
+            a,
+            b,
+            NULL if up is None else up,
+            NULL if bias is None else bias,
+            out,
+            NULL if kept is None else kept,
+        )
+
+
+def box_rows(tile: int, extent: int) -> int:
+    """Rows of the TMA box that loads a tile: the whole tile, or a fraction of it.
+
+    A box that is mostly outside the matrix is slow, because TMA fills the rest with zeros. Smaller
+    boxes leave fewer rows outside in the last tile, but each extra copy costs the producer time, so
+    the box is halved only while at least 32 rows are outside.
+    """
+    if extent <= tile:
+        return -(-extent // _SWIZZLE_ROWS) * _SWIZZLE_ROWS
+    box = tile
+    while (
+        -extent % box >= _LEAST_BOX_ROWS
+        and box % (2 * _SWIZZLE_ROWS) == 0
+        and box >= 2 * _LEAST_BOX_ROWS
+    ):
+        box //= 2
+    return box
+
+
+def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+    if major == "K":
+        return _maps(k, (tile, TILE_K))
+    return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
+
+
+def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
+    """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened."""
+    return TensorMapCache(partial(_encode, columns, box, part))
+
+
+def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
+    matrix = array.reshape(-1, columns)[:, part]
+    return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)
+
+
 def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
-    """Every tiling that is planned, and each option with some of them."""
+    """Every tiling that a plan may choose, and each option with some of the tilings."""
     activations = GATED_ACTIVATIONS if gated else tuple(ACTIVATIONS)
     products = [
         Product(4096, 4096, 4096, dtype, activation=activation, gated=gated, keeps=keeps)
@@ -67,7 +183,7 @@ def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
 
 
 def product_specs(device: Device) -> list[KernelSpec]:
-    """Variants of the backward's products: operands MN-major."""
+    """Variants of the backward's products, whose operands are MN-major."""
     products = [
         Product(4096, 4096, 4096, dtype, major_a=major_a, major_b="MN")
         for dtype in DTYPES

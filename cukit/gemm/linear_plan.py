@@ -1,4 +1,4 @@
-"""How a dense product runs on Hopper: tilings, their cost, the choice. Pure; no GPU."""
+"""Plans of dense products: tilings, a cost model for Hopper, and the choice. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cukit.core.device import KIB
+from cukit.core.arrays import ACCESS_BYTES
+from cukit.core.compiler import MacroValue
+from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec
 
+HOPPER = "sm_90"
+DTYPES = ("float16", "bfloat16")
 ITEM_BYTES = 2
 TILE_K = 64
 ROW_BYTES = TILE_K * ITEM_BYTES
@@ -20,7 +24,7 @@ ACTIVATIONS = {
     "gelu_tanh": "GeluTanh",
     "silu": "Silu",
 }
-"""Names of activations, and those of their types in common/activation.cuh."""
+"""Activations by name, and their types in common/activation.cuh."""
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _WARPGROUP = 128
@@ -29,17 +33,17 @@ _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
 _SMS = 132
 _SMS_OF_CLUSTERS = {1: 132, 2: 132, 3: 117}
-"""Of an H200's SMs, those that clusters of so many blocks find room on; larger ones: 120
-(cuOccupancyMaxActiveClusters)."""
+"""SMs of an H200 that clusters of this many blocks can occupy (cuOccupancyMaxActiveClusters);
+larger clusters: 120."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """What selects a variant: `out [m, n] = f(a b^T + bias)`.
+    """The product that a variant is selected for: `out [m, n] = f(a b^T + bias)`.
 
-    m, n, k: extents; with `gated`, n counts the columns of the result, half of those of b.
+    m, n, k: extents; with `gated`, n is the result's columns, half of the columns of `a b^T`.
     major_a, major_b: "K" for operands [m, k] and [n, k], "MN" for [k, m] and [k, n].
-    keeps: the input of `activation` is stored too.
+    keeps: whether the input of `activation` is stored too.
     """
 
     m: int
@@ -53,19 +57,20 @@ class Product:
     keeps: bool = False
 
     def swapped(self) -> Product:
-        """The transposed product, whose result is the transpose of this one's."""
+        """The product with its operands swapped, whose result is the transpose."""
         return replace(self, m=self.n, n=self.m, major_a=self.major_b, major_b=self.major_a)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A tile of the product, who computes it, and how the result leaves.
+    """The tile of a block, its warpgroups, and how the result is stored.
 
-    splits: blocks (a cluster) that share the steps of k of a tile.
-    cluster: blocks that share a tile of b, theirs lying one below the other.
-    transposed: the weight is operand a, and the tokens are the tile's columns.
-    blocks_per_sm: for which shared memory has room.
-    overlapped: a tile's results are stored beside the first products of the next.
+    consumers: warpgroups that multiply.
+    splits: blocks of a cluster that share the k steps of a tile.
+    cluster: blocks of a cluster with vertically adjacent tiles, which share each tile of b.
+    transposed: whether the weight is operand a and the tokens are the tile's columns.
+    blocks_per_sm: resident blocks per SM; they divide its shared memory.
+    overlapped: whether a tile is stored while the next tile's first k steps are computed.
     """
 
     tile_m: int
@@ -87,15 +92,16 @@ class Tiling:
 
     @property
     def threads(self) -> int:
+        """Threads per block: the producer warpgroup and the consumers."""
         return (self.consumers + 1) * _WARPGROUP
 
     def piece_columns(self, parts: int) -> int:
-        """Columns of the result that leave in one copy."""
+        """Columns of the result that one TMA store writes."""
         columns = self.tile_n // parts
         return next(width for width in (64, 32, 16) if columns % width == 0)
 
     def epilogue_bytes(self, parts: int) -> int:
-        """Shared memory behind the stages."""
+        """Shared memory of the epilogue, which follows the stages."""
         if self.splits > 1:
             slice_columns = -(-self.tile_n // (8 * parts * self.splits)) * 8
             return (self.splits - 1) * self.tile_m * slice_columns * parts * 4
@@ -106,40 +112,45 @@ class Tiling:
         return self.consumers * buffers * 64 * piece * ITEM_BYTES
 
     def stage_bytes(self, product: Product) -> int:
-        """Of both operands, in rows of 128 bytes."""
+        """Shared memory of one stage: tiles of both operands, in rows of 128 bytes."""
         extents = (self.tile_m, product.major_a), (self.tile_n, product.major_b)
         rows = (e if major == "K" else -(-e // 64) * 64 for e, major in extents)
         return sum(rows) * ROW_BYTES
 
     def num_stages(self, product: Product, static_bytes: int = KIB) -> int:
-        """As many as fit into shared memory, beside barriers and the like."""
+        """The stages that fit into shared memory. static_bytes: for barriers and the like."""
         parts = 1 + product.gated
         limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - static_bytes
         room = limit - self.epilogue_bytes(parts)
         return min(_MOST_STAGES, room // self.stage_bytes(product))
 
     def slots(self, num_sms: int) -> int:
-        """Blocks that run at a time. A cluster lies within one GPC, of which larger ones leave some
-        SMs idle."""
+        """Blocks that are resident at once.
+
+        A cluster runs within one GPC, so larger clusters leave some SMs idle.
+        """
         blocks = self.splits * self.cluster
         usable = num_sms * _SMS_OF_CLUSTERS.get(blocks, 120) // _SMS
         return usable // blocks * blocks * self.blocks_per_sm
 
     def tiles(self, product: Product) -> tuple[int, int]:
-        """Tiles (of a cluster that shares b) along each axis of the product."""
+        """Tiles along each axis of the product; with `cluster`, tiles of a whole cluster."""
         columns = self.tile_n // (1 + product.gated)
         return -(-product.m // (self.tile_m * self.cluster)), -(-product.n // columns)
 
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """How one call runs. `product` is the one computed: the swapped one of a transposed tiling."""
+    """How one call runs on Hopper.
+
+    product: the one computed; for a transposed tiling, with its operands swapped.
+    """
 
     product: Product
     tiling: Tiling
     num_blocks: int
     group: int
-    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+    """Tile rows (cluster rows, with clusters) of a rasterisation group."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -170,10 +181,10 @@ class Sm90Config:
 
 
 def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
-    """Grid and order of tiles of a tiling.
+    """The grid and rasterisation order for a tiling.
 
-    Groups are chosen so that the tiles in flight form about a square of the result, which reads
-    the fewest rows of a and b.
+    Rasterisation groups are sized so that the tiles in flight cover a nearly square part of the
+    result, which needs the fewest rows of a and b.
     """
     if tiling.transposed:
         product = product.swapped()
@@ -189,45 +200,47 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
 
 
 CLUSTER_TILING = Tiling(128, 256, cluster=2)
-"""Half the loads of b, and never faster: the H200's L2 serves both blocks as quickly, and blocks
-that wait for each other lose 0.5 % (profiling/notes/linear_sm90.md). Not planned."""
+"""Multicasts b to two blocks. It halves the loads of b but is never faster: the H200's L2 serves
+both blocks just as quickly, and waiting for each other costs them 0.5 %
+(profiling/notes/linear_sm90.md). No plan chooses it."""
 
 
 # ---- The choice ----
 
-# Fitted to an H200, cold L2 (profiling/notes/linear_sm90.md).
+# Fitted to an H200 with a cold L2 (profiling/notes/linear_sm90.md).
 _START_US = 5.5
 _MEMORY_BYTES_PER_US = 3.86e6
 _FIRST_BYTES_PER_US = 2.91e6
-"""The first bytes of a cold start come more slowly."""
+"""Bandwidth of the first `_FIRST_BYTES`, which is lower after a cold start."""
 _FIRST_BYTES = 40e6
 _MACS_PER_US = 4.43e6
+"""Multiply-accumulates per SM."""
 _STEP_US = 0.089
-"""Of a step of k, beside the products."""
+"""Fixed time of a k step, in addition to its products."""
 _LOAD_BYTES_PER_US = 269e3
-"""That an SM loads of the larger operand; those of the smaller are hidden: L2 has them."""
+"""Bytes of the larger operand that an SM loads. Loads of the smaller one hit L2 and are hidden."""
 _LATENCY_US = 0.87
 _SPLIT_LATENCY_US = 1.27
-"""Of a stage: as many stages are in flight as a block has."""
+"""Latency of a stage without and with a k split; a block has all its stages in flight."""
 _NEIGHBOURS = 1.21
-"""How much longer that is where blocks that start together load the same columns of b."""
+"""Factor on the latency where blocks that start together load the same columns of b."""
 _STEP_NORM = 1.95
-"""Norm by which products, loads and latency add up: they overlap, not wholly."""
+"""p of the norm that combines products, loads and latency, which overlap in part."""
 _END_US = 6e-5
-"""Of the end of a tile, per element."""
+"""Epilogue time per element of a tile."""
 _EXCHANGE_BYTES_PER_US = 27e3
-"""Between the blocks of a cluster."""
+"""Bandwidth between the blocks of a cluster."""
 _SPLIT_US = 0.12
-"""That any split takes longer: products of 10 us, timed since the fit, are decided by less."""
+"""Fixed cost of a k split, from later timings of 10 us products, where margins this small count."""
 _CLUSTER_ROUND_US = 2.05
-"""Of clusters that wait for others to end."""
+"""Cost of each further round of clusters, which start only when a whole cluster has ended."""
 _BOTH_NORM = 3.8
-"""The same norm for products and memory."""
+"""p of the norm that combines computation and memory traffic."""
 
 _FEWEST_STAGES = 3
 _WIDEST = Tiling(128, 256)
 _OVERLAPPED = Tiling(128, 192, overlapped=True)
-_OVERLAPPED_COLUMNS = 32  # that are stored beside a step of k
+_OVERLAPPED_COLUMNS = 32  # stored during one k step
 _WIDE = (
     _WIDEST,
     *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 144, 128, 112, 96, 80, 64, 48)),
@@ -247,7 +260,7 @@ _FEW = tuple(
 
 
 def _splits(tiling: Tiling) -> tuple[int, ...]:
-    """Among how many blocks a tiling may split k."""
+    """The k splits that a tiling may use."""
     if tiling.overlapped:
         return (1,)
     if tiling.transposed:
@@ -256,8 +269,10 @@ def _splits(tiling: Tiling) -> tuple[int, ...]:
 
 
 def _suits(tiling: Tiling, tokens: int) -> bool:
-    """Whether a transposed tiling is worth a look: few tiles of tokens, none mostly empty. The
-    weight is read by each."""
+    """Whether a transposed tiling is a candidate: few tiles of tokens, none of them mostly empty.
+
+    Each tile of tokens reads the whole weight.
+    """
     columns = -(-tokens // tiling.tile_n)
     empty = columns * tiling.tile_n - tokens
     most = 1 if tokens <= 64 else 2 if tiling.tile_n < 80 else 4
@@ -265,11 +280,11 @@ def _suits(tiling: Tiling, tokens: int) -> bool:
 
 
 def candidates(product: Product) -> Iterator[Tiling]:
-    """Every tiling that suits the product's layouts and leaves each block a step of k."""
+    """Every tiling that suits the product's layouts and gives each block at least one k step."""
     steps = -(-product.k // TILE_K)
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
-        tilings.remove(_WIDEST)  # too few registers for both results
+        tilings.remove(_WIDEST)  # register-limited: both results are stored
     if not (product.keeps or product.gated) and steps >= _OVERLAPPED.tile_n // _OVERLAPPED_COLUMNS:
         tilings.append(_OVERLAPPED)
     if not product.gated and product.major_a == "K":
@@ -287,13 +302,13 @@ def candidates(product: Product) -> Iterator[Tiling]:
 
 
 def _norm(power: float, *times: float) -> float:
-    """Between the longest of the times and their sum."""
+    """The p-norm of times that overlap in part: between their maximum and their sum."""
     total: float = sum(time**power for time in times) ** (1 / power)
     return total
 
 
 def _step_us(product: Product, tiling: Tiling, sharing: int) -> float:
-    """Of one step of k, while `sharing` blocks share an SM."""
+    """Time of one k step while `sharing` blocks share an SM."""
     computed = product.swapped() if tiling.transposed else product
     parts = 1 + product.gated
     products = sharing * tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US + _STEP_US
@@ -307,7 +322,7 @@ def _step_us(product: Product, tiling: Tiling, sharing: int) -> float:
 
 
 def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
-    """Time of a product: of its rounds of tiles, and of what memory needs for everything."""
+    """Estimated time of a product, from its rounds of tiles and its total memory traffic."""
     parts = 1 + product.gated
     computed = product.swapped() if tiling.transposed else product
     tiles_m, tiles_n = tiling.tiles(computed)
@@ -332,13 +347,13 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
 
 @cache
 def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
-    """The tiling with the shortest estimate."""
+    """The configuration with the shortest estimated time."""
     tiling = min(candidates(product), key=lambda each: estimate_us(product, each, num_sms))
     return configure(product, tiling, num_sms)
 
 
 def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:
-    """A wide tile, a narrow one, split ones, and a transposed one where the product allows it."""
+    """Wide, narrow and split tilings, and transposed ones where the product allows them."""
     widest = Tiling(128, 224) if product.keeps and not product.gated else _WIDEST
     tilings = [widest, Tiling(128, 64), Tiling(128, 128, splits=4)]
     if not product.gated and product.major_a == "K":
@@ -347,3 +362,99 @@ def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:
             Tiling(64, 16, consumers=1, splits=2, transposed=True, blocks_per_sm=2),
         ]
     return [configure(product, tiling, num_sms) for tiling in tilings]
+
+
+# ---- Other architectures ----
+
+_STAGES_SM80 = 3
+
+
+@dataclass(frozen=True)
+class Sm80Config:
+    """How one call runs on mma.sync: square tiles, one per block, computed by two rows of warps."""
+
+    product: Product
+    tile: int
+    """Rows and columns of a tile."""
+    aligned: bool
+    """Whether rows of the operands can be copied 16 bytes at a time."""
+
+    @property
+    def _warps_n(self) -> int:
+        return self.tile // 32
+
+    @property
+    def tiles_m(self) -> int:
+        """Tiles along m."""
+        return -(-self.product.m // self.tile)
+
+    @property
+    def tiles_n(self) -> int:
+        """Tiles along n."""
+        return -(-self.product.n // (self.tile // (1 + self.product.gated)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the grid: one per tile."""
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 2 * self._warps_n * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per block."""
+        return _STAGES_SM80 * 2 * self.tile * TILE_K * ITEM_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, MacroValue], ...]:
+        """Macros of kernels_cu/gemm/dense_tile_sm80.cuh."""
+        product = self.product
+        return (
+            ("DTYPE", product.dtype),
+            ("TILE_M", self.tile),
+            ("TILE_N", self.tile),
+            ("TILE_K", TILE_K),
+            ("STAGES", _STAGES_SM80),
+            ("WARPS_M", 2),
+            ("WARPS_N", self._warps_n),
+            ("THREADS", self.threads),
+            ("MAJOR_A", product.major_a),
+            ("MAJOR_B", product.major_b),
+            ("ALIGNED", self.aligned),
+            ("PARTS", 1 + product.gated),
+            ("ACTIVATION", ACTIVATIONS[product.activation]),
+            ("KEEPS", product.keeps),
+        )
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        entry = "linear_sm80"
+        return KernelSpec(f"gemm/{entry}.cu", entry, self.defines, self.threads, self.shared_bytes)
+
+
+def plan_sm80(product: Product, aligned: bool, num_sms: int) -> Sm80Config:
+    """Tiles of 128 x 128, or of 64 x 64 where the large ones would leave SMs idle."""
+    large = Sm80Config(product, 128, aligned)
+    return large if large.num_blocks >= num_sms else Sm80Config(product, 64, aligned)
+
+
+_ROW_ELEMENTS = ACCESS_BYTES // ITEM_BYTES
+
+
+def plan_linear(product: Product, aligned: bool, device: Device) -> Sm90Config | Sm80Config:
+    """The kernel and its tiles. aligned: whether all arrays are 16-byte aligned.
+
+    TMA needs strides that are multiples of 16 bytes; products with other extents run the sm80
+    kernel on Hopper too.
+    """
+    strides = {
+        product.k if product.major_a == "K" else product.m,
+        product.k if product.major_b == "K" else product.n,
+    }
+    copies = aligned and not any(extent % _ROW_ELEMENTS for extent in strides)
+    if device.arch == HOPPER and copies and product.n % _ROW_ELEMENTS == 0:
+        return plan_sm90(product, device.num_sms)
+    return plan_sm80(product, copies, device.num_sms)

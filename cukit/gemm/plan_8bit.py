@@ -1,4 +1,4 @@
-"""How products of 8-bit matrices run: tiles, stages, the path of the result. Pure; no GPU."""
+"""Plans of 8-bit products: tiles, stages, how results are stored. Pure; needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_STAGES = 12
 
 
 class ResultPath(IntEnum):
-    """How results go to memory (kernels_cu/common/hopper/scaled_epilogue.cuh)."""
+    """How the epilogue stores results (kernels_cu/common/hopper/scaled_epilogue.cuh)."""
 
     PAIRS = 0
     ROWS = 1
@@ -29,22 +29,22 @@ class ResultPath(IntEnum):
 
 @dataclass(frozen=True)
 class Product8Bit:
-    """What selects a kernel, beside the extents."""
+    """What a kernel is selected by, apart from the extents."""
 
     code: Code
     out: str
     """Name of the result's dtype."""
     promoted: bool = False
-    """Whether float8 sums of 128 elements of k are added in float32 outside the tensor cores."""
+    """Whether FP8 sums over 128 elements of k are added in float32 outside the tensor cores."""
     blocks: bool = False
-    """Whether scales belong to blocks; else to rows or tensors."""
+    """Whether scales are per block; otherwise per row or per tensor."""
 
 
 @dataclass(frozen=True)
 class Tiling8Bit:
-    """A tile of the result, and who computes it.
+    """The tile of a thread block.
 
-    splits: blocks (a cluster) that share the steps of k of a tile.
+    splits: blocks of a cluster that share the k steps of a tile.
     """
 
     tile_m: int
@@ -57,12 +57,13 @@ class Tiling8Bit:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply, each its share of the rows."""
+        """Consumer warpgroups, which divide the rows of a tile among them."""
         return min(2, self.tile_m // 64)
 
     @property
     def blocks_per_sm(self) -> int:
-        """Two of the small blocks, so that one computes while the other starts or stores."""
+        """Resident blocks per SM: two small ones, so that one computes while the other loads or
+        stores."""
         return 2 if self.consumers == 1 and self.tile_n <= 64 else 1
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
@@ -71,7 +72,10 @@ class Tiling8Bit:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Sums of the other blocks that split a tile: a power of two of slices of 8 columns."""
+        """Shared memory that receives partial sums from the other blocks of a split.
+
+        Each block adds up one slice of the tile: a multiple of 8 columns.
+        """
         slices = self.splits
         while self.tile_n % (8 * slices):
             slices //= 2
@@ -79,38 +83,38 @@ class Tiling8Bit:
 
 
 def scale_bytes(rows: int) -> int:
-    """Of a stage, where scales belong to blocks: one for each row of a, two of b."""
+    """Shared memory for the scales of a stage: one per row of a, two for b."""
     return -(-4 * (rows + 2) // KIB) * KIB
 
 
 def piece_columns(tile_n: int) -> int:
-    """Columns of the result that leave in one copy."""
+    """Columns of the result that one TMA store writes."""
     return next(width for width in (64, 32, 16) if tile_n % width == 0)
 
 
 @dataclass(frozen=True)
 class Config8Bit:
-    """How one call runs."""
+    """How one call runs on Hopper."""
 
     product: Product8Bit
     tiling: Tiling8Bit
     result: ResultPath
     partials: int
-    """Partial sums that a warpgroup keeps: 0 without promotion."""
+    """Sets of partial sums that a warpgroup keeps in registers: 0 without promotion."""
     num_blocks: int
     """Blocks of the grid."""
     group: int
-    """Rows of tiles that blocks walk over together."""
+    """Tile rows of a rasterisation group."""
 
     @property
     def stage_bytes(self) -> int:
-        """Tiles of a and b, and scales of blocks."""
+        """Shared memory of a stage: tiles of a and b, and their scales if they are per block."""
         operands = (self.tiling.tile_m + self.tiling.tile_n) * TILE_K
         return operands + scale_bytes(self.tiling.tile_m) * self.product.blocks
 
     @property
     def epilogue_bytes(self) -> int:
-        """Shared memory behind the stages."""
+        """Shared memory of the epilogue, which follows the stages."""
         if self.tiling.splits > 1:
             return self.tiling.exchanged_bytes
         if self.result != ResultPath.STAGED:
@@ -119,13 +123,13 @@ class Config8Bit:
 
     @property
     def num_stages(self) -> int:
-        """As many as shared memory holds, beside barriers."""
+        """The stages that fit into shared memory beside the barriers."""
         room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
         return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory per block."""
         return self.num_stages * self.stage_bytes + self.epilogue_bytes
 
     def spec(self) -> KernelSpec:
@@ -157,7 +161,7 @@ _SPLITS = (2, 4)
 
 
 def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
-    """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
+    """The tilings to choose from, whose accumulators and partial sums fit into registers."""
     if m > 64:
         if not product.promoted:
             yield Tiling8Bit(128, 256)
@@ -170,7 +174,7 @@ def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8
 
 
 def _splits(tile_m: int, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
-    """Tilings that split k among clusters which all run at a time, every block with a step."""
+    """Tilings that split k, where all clusters are resident at once and every block has a step."""
     for splits in _SPLITS:
         for tile_n in _NARROW:
             tiling = Tiling8Bit(tile_m, tile_n, splits)
@@ -187,12 +191,15 @@ def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath
 
 
 def partials_of(tiling: Tiling8Bit) -> int:
-    """Partial sums that registers hold: one of two is promoted beside the products of the next."""
+    """Sets of partial sums that fit into registers.
+
+    With two, one is promoted while the other accumulates the next products.
+    """
     return 2 if tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128 else 1
 
 
 def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
-    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    """The grid and rasterisation order: tiles in flight cover a nearly square region."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
     slots = num_sms * tiling.blocks_per_sm // tiling.splits
@@ -210,14 +217,14 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
 
 # ---- The choice ----
 
-# An H200, measured (profiling/notes/matmul_8bit_sm90.md).
+# Measured on an H200 (profiling/notes/matmul_8bit_sm90.md).
 _START_US = 4.0  # launch, first loads, last stores
-_PRODUCT_US = 2.27e-5  # of an element of a tile in a step
-_WIDE_COST = 1.06  # as long in tiles of 176 or 192 columns
-_SCALED_PARTIALS = 1.15  # as long with two partial sums times scales of blocks
-_SELECTED_SCALES = 1.25  # as long where a narrow tile lies across blocks of scales
-_SM_BYTES_PER_US = 86e3  # from L2
-_STEP_US = {1: 0.28, 2: 0.25}  # of a tile however small, by its warpgroups
+_PRODUCT_US = 2.27e-5  # per element of a tile and k step
+_WIDE_COST = 1.06  # factor for tiles of 176 or 192 columns
+_SCALED_PARTIALS = 1.15  # factor for two sets of partial sums with scales per block
+_SELECTED_SCALES = 1.25  # factor for a narrow tile that spans two blocks of scales
+_SM_BYTES_PER_US = 86e3  # from L2 to an SM
+_STEP_US = {1: 0.28, 2: 0.25}  # least time of a k step, by consumer warpgroups
 _EPILOGUE_US = 0.2
 _EPILOGUE_ELEMENT_US = 3.4e-5
 _SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
@@ -226,18 +233,18 @@ _MEMORY_BYTES_PER_US = 3.2e6
 _MOST_SPLIT_ROWS = 512
 
 _CLUSTERS = {1: 132, 2: 66, 4: 30}
-"""Clusters of so many blocks that an H200 with 132 SMs runs at a time: its GPCs differ in size."""
+"""Resident clusters of an H200 with 132 SMs, by blocks per cluster: its GPCs differ in size."""
 
 
 def cost_us(
     product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int
 ) -> float:
-    """What a tiling is expected to take on an H200."""
+    """The estimated time of a tiling on an H200."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
     slots = _CLUSTERS[tiling.splits] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
     rounds = -(-tiles // max(1, slots))
-    share = tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1  # of an SM
+    share = tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1  # blocks on an SM
     area = tiling.tile_m * tiling.tile_n
     selected = product.blocks and tiling.tile_n < 128 and 128 % tiling.tile_n != 0
     loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
@@ -257,12 +264,12 @@ def cost_us(
     tile = steps * step + share * (_EPILOGUE_US + area * _EPILOGUE_ELEMENT_US)
     busy = _START_US + rounds * tile + _SPLIT_US[tiling.splits]
     memory = _FIRST_BYTE_US + (m * k + n * k + 2 * m * n) / _MEMORY_BYTES_PER_US
-    return max(busy, memory) + busy / 8  # of those that wait for memory, the one with least to do
+    return max(busy, memory) + busy / 8  # among memory-bound tilings, prefer the one with less work
 
 
 @cache
 def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
-    """The tiling that is expected to take the least time."""
+    """The configuration with the shortest estimated time."""
     best = min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
     return configure(product, best, m, n, num_sms)
 
@@ -272,14 +279,14 @@ def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms:
 
 @dataclass(frozen=True)
 class Config8BitSm80:
-    """How one call runs where there is no TMA: a block for each tile."""
+    """How one call runs on GPUs without TMA: one block per tile."""
 
     product: Product8Bit
     tile_m: int
     tile_n: int
     num_blocks: int
     group: int
-    """Rows of tiles that blocks walk over together."""
+    """Tile rows of a rasterisation group."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -306,7 +313,7 @@ _TILES_SM80 = ((128, 128), (64, 64), (32, 64))
 def configure_sm80(
     product: Product8Bit, tile: tuple[int, int], m: int, n: int, num_sms: int
 ) -> Config8BitSm80:
-    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    """The grid and rasterisation order: tiles in flight cover a nearly square region."""
     tile_m, tile_n = tile
     tiles_m = -(-m // tile_m)
     blocks = tiles_m * -(-n // tile_n)
@@ -316,7 +323,7 @@ def configure_sm80(
 
 @cache
 def plan_matmul_8bit_sm80(product: Product8Bit, m: int, n: int, num_sms: int) -> Config8BitSm80:
-    """The largest tiles that give every SM one, else the smallest that hold all rows."""
+    """The largest tiles that give every SM one, else 64 x 64, or 32 x 64 for up to 32 rows."""
     for tile in _TILES_SM80:
         config = configure_sm80(product, tile, m, n, num_sms)
         if config.num_blocks >= num_sms:
@@ -325,7 +332,7 @@ def plan_matmul_8bit_sm80(product: Product8Bit, m: int, n: int, num_sms: int) ->
 
 
 def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
-    """Kernel variants that stand for all: wide and narrow tiles, splits, every way to memory."""
+    """Representative kernel variants: wide and narrow tiles, splits, every way to store results."""
     if device.arch != "sm_90":
         return [
             configure_sm80(product, tile, 1024, 1024, device.num_sms).spec()

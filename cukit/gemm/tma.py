@@ -1,4 +1,4 @@
-"""The plain product of :mod:`cukit.gemm.linear` on Hopper's TMA and tensor cores, by itself."""
+"""The plain product of two matrices on Hopper's TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from cukit.core.kernel import KernelSpec
 from cukit.core.overlap import check_overlap
 from cukit.core.support import Support
 from cukit.gemm.linear import linear
-from cukit.gemm.linear_launch import HOPPER
-from cukit.gemm.linear_plan import CLUSTER_TILING, Product, configure
+from cukit.gemm.linear_plan import CLUSTER_TILING, HOPPER, Product, configure
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
@@ -27,7 +26,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Args:
         a: float16|bfloat16 [m, k], C-contiguous; float32|float64 on the CPU only.
         b: dtype of `a`, [n, k].
-        out: where to write; dtype of `a`, [m, n]. It must not overlap the operands.
+        out: array to write into; dtype of `a`, [m, n]. It must not overlap the operands.
 
     Returns:
         `out`, [m, n], dtype of `a`.
@@ -35,8 +34,8 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Raises:
         ArrayError: dtype, shape or layout of an argument.
 
-    Hopper only; other devices run the reference. Runs on CuPy's current stream, accumulates in
-    float32, is deterministic.
+    Hopper only; other devices run the reference. Runs on CuPy's current stream. Accumulates in
+    float32; deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.matmul_tma(np.ones((2, 8), np.float16), np.ones((3, 8), np.float16)).shape

@@ -1,4 +1,4 @@
-"""Matrix products whose sums are added up in a tree."""
+"""Matrix products with pairwise summation along k."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.scalars import check_integer
 from cukit.errors import ArrayDtypeError, ArrayShapeError
-from cukit.gemm.dense import check_call, result_dtype
+from cukit.gemm._dense import check_call, result_dtype
 from cukit.gemm.matmul import matmul
 from cukit.reference import gemm as reference
 from cukit.reference.gemm import half_of
@@ -46,25 +46,25 @@ def tree_matmul(
     out: Array | None = None,
     out_dtype: Any = None,
 ) -> Array:
-    """`a @ op(b)`, its sums split in halves down to at most `leaf` terms and added pairwise.
+    """`a @ op(b)` with pairwise summation: k is halved down to at most `leaf` terms.
 
-    The rounding error of a sum of k terms grows with k where a single accumulator takes them one
-    by one, and with leaf + log2(k / leaf) here. It pays for long sums whose terms do not cancel,
-    such as those of all-positive operands, and most on tensor cores, whose accumulators truncate
-    instead of rounding. A result of 16 bits is rounded by more than either error up to a k of many
-    thousands: then `matmul` is as good, and faster.
+    The rounding error of a sum of k terms grows with k if one accumulator adds them in sequence,
+    and with leaf + log2(k / leaf) here. Pairwise summation helps long sums whose terms do not
+    cancel, such as those of all-positive operands, and it helps most on tensor cores, whose
+    accumulators truncate instead of rounding. For a 16-bit result and k up to many thousands, the
+    rounding of the result exceeds either error: then `matmul` is as accurate, and faster.
 
     Args:
-        a: float32|float16|bfloat16|float64 [..., k], C-contiguous but for gaps between rows.
+        a: float32|float16|bfloat16|float64 [..., k], C-contiguous except for gaps between rows.
         b: dtype of `a`, [k, n]; [n, k] with `transpose_b`.
         transpose_b: multiply by the transpose.
-        leaf: terms that one accumulator takes, at least 1.
-        strassen: one level of Strassen's algorithm before: seven products of halves in place of
-            eight. All extents even; float32 and float64 only, because sums of the operands' halves
-            are multiplied, which 16 bits would round. Its error is bounded in the norm of the
-            matrices, not element by element: small elements beside large ones lose digits.
+        leaf: the most terms that one accumulator adds, at least 1.
+        strassen: apply one level of Strassen's algorithm first: seven half-size products instead of
+            eight. All extents must be even; float32 and float64 only, because it multiplies sums of
+            the operands' quadrants, which 16 bits would round. Its error is bounded in the norm of
+            the matrices, not per element: small elements beside large ones lose digits.
         out: written in place; dtype of `a` or float32, [..., n]. Must not overlap an operand.
-        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
+        out_dtype: of the result if `out` is not given: the dtype of `a` (default) or float32.
 
     Returns:
         `out` or a new array [..., n].
@@ -73,8 +73,8 @@ def tree_matmul(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: a leaf below 1.
 
-    Partial sums are float32 (float64 for float64) in log2(k / leaf) arrays of the result's shape.
-    Runs on CuPy's current stream, of which CuPy does not let cuBLAS be captured into a graph.
+    Partial sums are float32 (float64 for float64) and take log2(k / leaf) arrays of the result's
+    shape. Runs on CuPy's current stream; CuPy cannot capture its cuBLAS calls in a graph.
     Deterministic on one stream. Pairwise summation: Higham, "The accuracy of floating point
     summation" (1993); Strassen, "Gaussian elimination is not optimal" (1969).
 
@@ -127,7 +127,7 @@ def _tree(a: Array, b: Array, transpose_b: bool, leaf: int, out: Array) -> None:
 
 def _add(a: Array, b: Array, out: Array) -> None:
     """out = a + b; `a` may be `out`."""
-    if out.dtype == float64:  # no kernel has float64
+    if out.dtype == float64:  # the kernel does not support float64
         namespace(out).add(a, b, out=out)
     else:
         _prepare_add(a, b, out)(a, b, out)
@@ -147,6 +147,7 @@ def _add_spec(dtype: str, width: int) -> KernelSpec:
 
 
 def _strassen(a: Array, b: Array, transpose_b: bool, leaf: int, out: Array) -> None:
+    """out = a @ op(b), with one level of Strassen's algorithm above the tree."""
     rows = a.reshape(-1, a.shape[-1])
     into = out.reshape(-1, out.shape[-1])
     m, k, n = (extent // 2 for extent in (*rows.shape, into.shape[1]))
@@ -182,7 +183,7 @@ def _check(
     out: Array | None,
     out_dtype: Any,
 ) -> np.dtype[Any]:
-    """Raises where the arguments do not fit; returns the dtype of the result."""
+    """Checks the arguments; returns the dtype of the result."""
     check_array(_OP, "a", a, dtypes=FLOAT_DTYPES, least_ndim=2, contiguous=False)
     check_array(_OP, "b", b, dtypes=FLOAT_DTYPES, ndim=2, contiguous=False)
     check_same_dtype(_OP, a=a, b=b)

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is int4 or int8."""
+"""Linear layers with int4 or int8 weights."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def quantized_linear(
     out: Array | None = None,
     out_dtype: Any = None,
 ) -> Array:
-    """`out = x weight^T + bias` with a weight of int4 or int8 codes, decoded on the fly.
+    """`out = x weight^T + bias` with an int4 or int8 weight that is decoded on the fly.
 
-    Codes less their zero points are exact in the tensor cores, and the scale of a group multiplies
-    its sum in float32: the result is the product with the dequantised weight in float32, rounded
-    once to the dtype of the result. With more than 64 tokens of 16-bit elements (32 in groups of
-    32), Hopper's kernel multiplies the codes of groups by their scales first, rounded to the dtype
-    of `x`.
+    Tensor cores multiply the codes minus their zero points exactly, and each group's sum is
+    multiplied by its scale in float32: the result equals the product with the dequantised weight in
+    float32, rounded once to the dtype of the result. For more than 64 tokens of 16-bit elements (32
+    with groups of 32), Hopper's kernel multiplies grouped codes by their scales first and rounds
+    them to the dtype of `x`.
 
     Args:
-        x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not
-            a multiple of 8, a padded copy is made. Or a QuantizedArray of float8_e4m3 [m, k], k a
-            multiple of 16, without scales, with one, or with one for each row, in float32.
+        x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. If k is not a
+            multiple of 8, a padded copy is made. Or a QuantizedArray of float8_e4m3 [m, k], k a
+            multiple of 16, with float32 scales per row or per tensor, or without scales.
         weight: [n, k], from `pack_weight` (for float8, with `x_dtype=float8_e4m3`). A
-            QuantizedArray is packed at every call: pack it once.
+            QuantizedArray is packed by each call; pack it once instead.
         bias: dtype of the result, [n].
-        out: where to write; [..., n]. It must not overlap the inputs.
-        out_dtype: of the result where no `out` is given: float16|bfloat16. Default: the dtype of
-            `x`; for float8 bfloat16.
+        out: array to write into; [..., n]. It must not overlap the inputs.
+        out_dtype: of the result if `out` is not given: float16|bfloat16. Default: the dtype of `x`,
+            or bfloat16 for float8.
 
     Returns:
         `out`, [..., n].
@@ -79,9 +79,9 @@ def quantized_linear(
         ArrayError, ConfigError: dtype, shape or layout of an argument.
 
     An infinity or NaN in `x` makes the whole row of the result NaN or infinite, as in the product
-    with the dequantised weight. Runs on CuPy's current stream, accumulates in float32 in an order
-    that depends on shapes and device alone: deterministic. Frantar et al., "MARLIN: Mixed-Precision
-    Auto-Regressive Parallel Inference on Large Language Models", describe products of this kind.
+    with the dequantised weight. Runs on CuPy's current stream. Accumulates in float32 in an order
+    that depends only on shapes and device: deterministic. Related work: Frantar et al., "MARLIN:
+    Mixed-Precision Auto-Regressive Parallel Inference on Large Language Models".
 
     >>> import numpy as np, cukit as ck
     >>> scales = np.full((3, 1), 0.5, np.float16)
@@ -127,7 +127,7 @@ def quantized_linear(
 
 
 def _has_kernel(weight: WeightDescription) -> bool:
-    """float8 is multiplied by Hopper's kernel only; elsewhere the reference runs."""
+    """Whether a kernel supports the weight; only Hopper's kernel supports float8 activations."""
     return not weight.float8 or current_device().arch == _ARCH
 
 
@@ -138,13 +138,13 @@ def _check_float8(x: QuantizedArray) -> None:
         raise ArrayShapeError(f"{_OP}: a quantised x must have 2 axes, got shape {x.shape}")
     if x.scales is not None and (x.scales.dtype != float32 or x.scales.shape[1] != 1):
         raise ArrayError(
-            f"{_OP}: scales of x must be float32, one or one for each row, "
+            f"{_OP}: scales of x must be float32, one per tensor or per row, "
             f"got {x.scales.dtype.name} {x.scales.shape}"
         )
 
 
 class WeightOnlyLaunch:
-    """A launch for arrays of one description, checked before."""
+    """A launch of a weight-only kernel; called with arrays that were checked before."""
 
     __slots__ = ("_config", "_launch", "_map", "_out", "_padded")
 
@@ -214,7 +214,7 @@ class WeightOnlyLaunch:
 
 
 def _encode_rows(array: Array, *, tokens: int, columns: int, box: tuple[int, int]) -> Any:
-    """The map of x as [tokens, columns]: padding beyond `columns` is outside."""
+    """A tensor map of the array as [tokens, columns], without padding beyond `columns`."""
     return encode_tensor_map(array.reshape(tokens, -1)[:, :columns], box)
 
 

@@ -1,8 +1,8 @@
-"""Quantised weights in the order in which tensor cores take them.
+"""Quantised weights, packed in the register order of the tensor cores.
 
-A weight [n, k] is cut into blocks of 64 rows x 128 columns, each contiguous with its scales and
+A weight [n, k] is divided into blocks of 64 rows x 128 columns, each contiguous with its scales and
 zero points; kernels_cu/gemm/weight_codes.cuh describes a block. Packing is done once, when a model
-is loaded, with array operations on whichever device the weight is on.
+is loaded, with array operations on the device of the weight.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ BLOCK_ROWS = 64
 BLOCK_COLUMNS = 128
 _PAIR_ROWS = 2 * BLOCK_ROWS
 _WARPS, _HALVES, _ROWS = 4, 2, 8  # of 64 rows: warp, upper or lower eight, row
-_FIRST_FIELD = 3  # bit at which the first int4 of a word begins
-_OFFSET = {"int4": 8, "int8": 128}  # what makes codes unsigned
+_FIRST_FIELD = 3  # bit offset of the first int4 in a word
+_OFFSET = {"int4": 8, "int8": 128}  # makes codes unsigned
 
 
 class WeightDescription(NamedTuple):
-    """What a kernel is specialised for."""
+    """The properties of a weight that a kernel is specialised for."""
 
     dtype: NarrowDtype
     shape: tuple[int, int]
     group_size: int | None
-    """Columns that share a scale: 32, 64 or 128; None: a row has one scale."""
+    """Columns that share a scale: 32, 64 or 128; None: one scale per row."""
     scale_dtype: np.dtype[Any]
     has_zero_points: bool
     float8: bool = False
-    """Whether the codes are ordered for activations of float8, not of 16-bit elements."""
+    """Whether the codes are ordered for float8 activations rather than 16-bit ones."""
 
     @property
     def groups(self) -> int:
-        """Groups of a block's columns."""
+        """Groups along the columns of a block."""
         return 0 if self.group_size is None else BLOCK_COLUMNS // self.group_size
 
     @property
     def x_bytes(self) -> int:
-        """Of an element of the activations."""
+        """Bytes per element of the activations."""
         return 1 if self.float8 else 2
 
     @property
     def order(self) -> str:
-        """How the codes of a block are ordered."""
+        """The order of the codes in a block."""
         return "int4 x float8" if self.float8 else self.dtype.name
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of 64 x 128 codes and what belongs to them."""
+        """Bytes of a block: 64 x 128 codes with their scales and zero points."""
         codes = BLOCK_ROWS * BLOCK_COLUMNS * self.dtype.bits // 8
         scales = self.groups * BLOCK_ROWS * self.scale_dtype.itemsize
         return codes + scales + (self.groups * BLOCK_ROWS // 2 if self.has_zero_points else 0)
@@ -79,10 +79,10 @@ class WeightDescription(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight:
-    """A quantised weight [n, k] as `pack_weight` leaves it.
+    """A quantised weight [n, k], packed by :func:`pack_weight`.
 
     blocks: uint8 [pairs, steps, 2 * block bytes].
-    row_scales: float16|bfloat16|float32 [n] where the description has no group size, else None.
+    row_scales: float16|bfloat16|float32 [n] if the description has no group size, else None.
     """
 
     description: WeightDescription
@@ -103,11 +103,11 @@ class PackedWeight:
 
     @cached_property
     def arrays(self) -> tuple[Array, Array | None]:
-        """The arrays that a kernel takes."""
+        """The arrays that are passed to a kernel."""
         return self.blocks, self.row_scales
 
     def unpack(self) -> QuantizedArray:
-        """The weight that was packed, in memory of its own."""
+        """A new QuantizedArray with the weight that was packed."""
         return _unpack(self)
 
     def __repr__(self) -> str:
@@ -118,16 +118,16 @@ class PackedWeight:
 
 
 def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -> PackedWeight:
-    """Puts a quantised weight into the order of the weight-only kernels: offline, once.
+    """Packs a quantised weight for the weight-only kernels; done once, e.g. when a model is loaded.
 
-    weight: int4|int8 [n, k] with scales float16|bfloat16|float32 for groups of 32, 64, 128 or a
-        multiple of 128 columns, or one for each row (`axis=1`); int4 may have integer zero points
-        from -8 to 7 (their values are read: a synchronisation on the GPU).
-    x_dtype: None for activations of float16 or bfloat16; float8_e4m3 for those (int4 in groups of
-        columns only).
+    weight: int4|int8 [n, k] with float16|bfloat16|float32 scales for groups of 32, 64, 128 or a
+        multiple of 128 columns, or one per row (`axis=1`). int4 may have integer zero points from
+        -8 to 7; checking their values synchronises on the GPU.
+    x_dtype: None for float16 or bfloat16 activations; float8_e4m3 for float8 activations (int4
+        only).
 
-    Returns arrays on the device of `weight`, of the same bytes but for padding to 128 rows and
-    columns. Raises ArrayError or ConfigError, naming what does not fit.
+    Returns arrays on the device of `weight`, of the same size except for padding to multiples of
+    128 rows and columns. Raises ArrayError or ConfigError.
 
     >>> import numpy as np, cukit as ck
     >>> scales = np.full((2, 1), 0.5, np.float16)
@@ -154,7 +154,7 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
 
 
 def _describe(weight: QuantizedArray, x_dtype: NarrowDtype | None) -> tuple[WeightDescription, int]:
-    """What is packed, and how many groups of a block share a scale."""
+    """The description of the packed weight, and how often each scale is repeated along k."""
     if not isinstance(weight, QuantizedArray):
         raise ArrayError(
             f"pack_weight: weight must be a QuantizedArray, got {type(weight).__name__}"
@@ -165,7 +165,7 @@ def _describe(weight: QuantizedArray, x_dtype: NarrowDtype | None) -> tuple[Weig
         raise ArrayShapeError(f"pack_weight: weight must have 2 axes, got shape {weight.shape}")
     if weight.scales is None or weight.block_shape is None or weight.block_shape[0] != 1:
         raise ConfigError(
-            "pack_weight: weight must have a scale for each row or for groups of its columns "
+            "pack_weight: weight must have scales per row or per group of columns "
             f"(axis=1), got {weight!r}"
         )
     size = weight.block_shape[1]
@@ -206,9 +206,7 @@ def _check_zero_points(zero_points: Array) -> None:
     wrong = (values != values.round()) | (values < -8) | (values > 7)
     if bool(wrong.any()):
         worst = float(values[wrong][0])
-        raise ConfigError(
-            f"pack_weight: zero_points must be integers from -8 to 7, got {worst:g} among them"
-        )
+        raise ConfigError(f"pack_weight: zero_points must be integers from -8 to 7, got {worst:g}")
 
 
 def _codes(weight: QuantizedArray) -> Array:
@@ -222,7 +220,7 @@ def _codes(weight: QuantizedArray) -> Array:
 
 
 def _pad(array: Array, rows_value: int, value: int) -> Array:
-    """[n, k] padded to whole pairs of blocks."""
+    """[n, k], padded to a multiple of a pair of blocks."""
     n, k = array.shape
     padding = ((0, -n % _PAIR_ROWS), (0, -k % BLOCK_COLUMNS))
     return namespace(array).pad(array, padding, constant_values=value)
@@ -270,14 +268,16 @@ def _pack_int4_float8(codes: Array) -> Array:
         for column in range(4):
             code = split[:, :, half, ..., column].astype(np.uint32)
             words |= code << np.uint32(4 * (column + 4 * half))
-    # row block, warp, row, step, chunk, k32 step, sixteen, lane: likewise
+    # row block, warp, row, step, chunk, k32 step, sixteen, lane: the step first, as above
     ordered = xp.ascontiguousarray(words.transpose(0, 3, 4, 1, 2, 7, 5, 6))
     return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
 
 
 def _float8_places() -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[zero point + 8, code + 8] -> the code's place in the table of its zero point, which
-    Int4Float8Codes (kernels_cu/gemm/weight_codes.cuh) describes."""
+    """[zero point + 8, code + 8] -> the code's index in the table of its zero point.
+
+    Int4Float8Codes (kernels_cu/gemm/weight_codes.cuh) describes the tables.
+    """
     zero, code = np.arange(16)[:, None], np.arange(16)
     pairs = (zero + 1) // 2
     moved = np.where(code < 2 * pairs, code + 8 - pairs, code - pairs)
@@ -291,8 +291,10 @@ _FLOAT8_CODES = np.argsort(_FLOAT8_PLACES, axis=1)
 def _look_up(
     table: np.ndarray[Any, np.dtype[np.int64]], codes: Array, zeros: Array | None
 ) -> Array:
-    """`table` [zero point + 8, code] of each of the codes [n, k]; zeros: of groups of columns, int8
-    [n, groups], or None."""
+    """Looks each of the codes [n, k] up in `table` [zero point + 8, code].
+
+    zeros: zero points of groups of columns, int8 [n, groups], or None.
+    """
     xp = namespace(codes)
     entries = xp.asarray(table.ravel(), np.uint8)
     if zeros is None:
@@ -303,7 +305,7 @@ def _look_up(
 
 
 def _spread(factors: Array, repeats: int, description: WeightDescription) -> Array:
-    """Scales or zero points [n, groups] for every group of every block, padded with zeros."""
+    """Scales or zero points [n, groups], repeated for each group of each block, zero-padded."""
     xp = namespace(factors)
     columns = description.steps * description.groups
     spread = xp.repeat(factors, repeats, axis=1)[:, :columns] if repeats > 1 else factors
@@ -375,13 +377,13 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
 
 
 def _join_rows(split: Array) -> Array:
-    """The way back of `_split_rows`."""
+    """Inverse of `_split_rows`."""
     rows = split.transpose(0, 3, 5, 4, 1, 2)
     return rows.reshape(split.shape[0] * BLOCK_ROWS, -1)
 
 
 def _unpack_int4(blocks: Array) -> Array:
-    """The way back of `_pack_int4`."""
+    """Inverse of `_pack_int4`."""
     xp = namespace(blocks)
     words = blocks.view(np.uint32)
     words = (words >> np.uint32(_FIRST_FIELD)) | (words << np.uint32(32 - _FIRST_FIELD))
@@ -393,13 +395,13 @@ def _unpack_int4(blocks: Array) -> Array:
 
 
 def _unpack_int8(blocks: Array) -> Array:
-    """The way back of `_pack_int8`."""
+    """Inverse of `_pack_int8`."""
     split = blocks.reshape(*blocks.shape[:2], 4, _WARPS, _ROWS, 4, 2, 2, 2, _HALVES)
     return _matrix(split.transpose(0, 3, 9, 4, 1, 2, 6, 7, 5, 8))
 
 
 def _unpack_int4_float8(blocks: Array) -> Array:
-    """The way back of `_pack_int4_float8`."""
+    """Inverse of `_pack_int4_float8`."""
     xp = namespace(blocks)
     words = blocks.view(np.uint32)[..., None]
     codes = (words >> xp.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)).astype(np.uint8)
@@ -409,12 +411,12 @@ def _unpack_int4_float8(blocks: Array) -> Array:
 
 
 def _matrix(split: Array) -> Array:
-    """Row block, warp, half, row, step and places within a step -> [n, k]."""
+    """Row block, warp, half, row, step, position within a step -> [n, k]."""
     return split.reshape(split.shape[0] * BLOCK_ROWS, split.shape[4] * BLOCK_COLUMNS)
 
 
 class _Order(NamedTuple):
-    """The order of a block's codes: unsigned codes [n, k] to bytes and back."""
+    """Conversions between unsigned codes [n, k] and the bytes of blocks."""
 
     pack: Callable[[Array], Array]
     unpack: Callable[[Array], Array]

@@ -1,4 +1,4 @@
-"""How a product with a quantised weight runs: a pure choice from shapes, dtypes and device."""
+"""Plans of products with quantised weights, from shapes, dtypes and device. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,81 +19,81 @@ _TOKEN_STEP = 16
 _MOST_TOKENS = 256
 _FEWEST_SPLIT_STAGES = 3
 _WHOLE_TOKENS = 128
-"""Of a tile with float8; beyond, it is multiplied in halves."""
+"""The most tokens of a float8 tile that is multiplied as a whole; larger ones are halved."""
 _FOLD_TOKENS = 64
 _SHORTEST_GROUP = 32
 _FOLD_TOKENS_OF_SHORTEST = 32
-"""Beyond so many tokens, codes are multiplied by their scales first."""
+"""With more tokens than these, codes are multiplied by their scales first."""
 _TILE_ALIGNMENT = 128
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
-"""Of a weight; beyond, Hopper's tiles of 16 tokens are faster from three tokens on."""
+"""For larger weights, Hopper's tiles of 16 tokens are faster from three tokens up."""
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
-_RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
+_RESERVED_BYTES = KIB  # shared memory for barriers and the system
 
 
 @dataclass(frozen=True)
 class WeightOnlyTiling:
-    """How a kernel cuts the result into tiles, and how it computes one."""
+    """The tiles of a kernel, and how it computes one."""
 
     kernel: Literal["sm90", "sm80", "few"]
-    """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync, and
-    codes straight from memory, for up to eight tokens."""
+    """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync with
+    codes loaded straight to registers, for up to eight tokens."""
     tokens: int
-    """Of a tile."""
+    """Tokens of a tile."""
     consumers: int
-    """Groups of four warps that multiply, with 64 rows of the weight each."""
+    """Consumer warpgroups, each with 64 rows of the weight."""
     num_stages: int
     mapped_out: bool = False
     """Whether TMA stores the result."""
     fold: bool = False
-    """Whether codes are multiplied by their scales first, rounded to the dtype of x."""
+    """Whether codes are multiplied by their scales first and rounded to the dtype of x."""
     blocks_per_sm: int = 1
     strips: int = 0
-    """Of "few": sixteens of rows of a block."""
+    """For "few": strips of 16 rows per block."""
     warps: int = 0
-    """Of "few": warps that share the columns."""
+    """For "few": warps that divide the columns among them."""
     splits: int = 1
-    """Blocks of a cluster that share the steps of a tile."""
+    """Blocks of a cluster that share the k steps of a tile."""
 
     @property
     def rows(self) -> int:
-        """Rows of the weight of a tile."""
+        """Rows of the weight in a tile."""
         return 16 * self.strips or self.consumers * BLOCK_ROWS
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         return 32 * self.warps or _WARPGROUP * (self.consumers + int(self.kernel == "sm90"))
 
     @property
     def piece_tokens(self) -> int:
-        """Tokens that TMA stores at a time."""
+        """Tokens that one TMA store writes."""
         return math.gcd(self.tokens, 64 if self.tokens <= 128 else 32)
 
     def stage_bytes(self, weight: WeightDescription) -> int:
-        """Shared memory of a stage: x and the blocks of the weight."""
+        """Shared memory of a stage: a tile of x and blocks of the weight."""
         used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
         return -(-used // _TILE_ALIGNMENT) * _TILE_ALIGNMENT if self.kernel == "sm80" else used
 
     def staging_bytes(self) -> int:
-        """Shared memory of pieces of the result on their way to memory."""
+        """Shared memory that stages the result for TMA stores."""
         return self.consumers * self.piece_tokens * BLOCK_ROWS * 2 if self.mapped_out else 0
 
     def exchange_bytes(self) -> int:
-        """Shared memory that receives the sums of the other blocks of a cluster."""
+        """Shared memory that receives partial sums from the other blocks of a cluster."""
         slices = math.gcd(self.tokens // 8, self.splits)
         return (self.splits - 1) * self.rows * self.tokens // slices * 4
 
     def shared_bytes(self, weight: WeightDescription) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory per block."""
         stages = self.num_stages * self.stage_bytes(weight)
         return stages + self.staging_bytes() + self.exchange_bytes()
 
 
 @dataclass(frozen=True)
 class WeightOnlyConfig:
-    """How one call runs."""
+    """How one call runs: a persistent grid, with the last tiles split along k (stream-K)."""
 
     dtype: str
     weight: WeightDescription
@@ -101,21 +101,21 @@ class WeightOnlyConfig:
     num_blocks: int
     """Blocks of the persistent grid."""
     group: int
-    """Rows of tiles that are walked over together."""
+    """Tile rows of a rasterisation group."""
     whole_tiles: int
     """Tiles that one block computes alone."""
     shared_tiles: int
-    """Tiles whose steps all blocks share."""
+    """Tiles whose k steps are divided among all blocks."""
 
     @property
     def piece_bytes(self) -> int:
-        """Scratch memory for pieces of tiles: two places a block."""
+        """Workspace for partial tiles: two slots per block."""
         tiling = self.tiling
         return 2 * self.num_blocks * tiling.rows * tiling.tokens * 4 if self.shared_tiles else 0
 
     @property
     def counters(self) -> int:
-        """Counters of pieces that have arrived."""
+        """Counters of the partial tiles that have been written."""
         return self.shared_tiles * self.tiling.consumers
 
     def spec(self) -> KernelSpec:
@@ -152,7 +152,7 @@ class WeightOnlyConfig:
 def plan_weight_only(
     tokens: int, weight: WeightDescription, dtype: str, device: Device
 ) -> WeightOnlyConfig:
-    """The tiling that is expected to take the least time; see `WeightOnlyConfig`."""
+    """The configuration with the shortest estimated time."""
     configs = [
         configure(tokens, weight, dtype, device, tiling)
         for tiling in _candidates(tokens, weight, device)
@@ -161,7 +161,7 @@ def plan_weight_only(
 
 
 def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[WeightOnlyTiling]:
-    """Tilings to choose from: tiles of equal numbers of tokens."""
+    """The tilings to choose from, which divide the tokens evenly."""
     n, k = weight.shape
     few = FEW_TOKENS if n * k <= _FEW_ELEMENTS or device.arch != _HOPPER else 2
     if tokens <= few and not weight.float8:
@@ -176,7 +176,7 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
 def _hopper_candidate(
     tokens: int, across: int, weight: WeightDescription, device: Device
 ) -> WeightOnlyTiling:
-    """A tiling with so many tiles of tokens."""
+    """A tiling with `across` tiles of tokens."""
     tile = _tile_tokens(tokens, across, _TOKEN_STEP)
     if weight.float8 and tile > _WHOLE_TOKENS:
         tile = _tile_tokens(tokens, across, 2 * _TOKEN_STEP)
@@ -195,12 +195,12 @@ def _hopper_candidate(
 
 
 def _tile_tokens(tokens: int, across: int, step: int) -> int:
-    """Tokens of each of so many tiles, a multiple of `step`."""
+    """Tokens of each of `across` tiles, a multiple of `step`."""
     return -(-tokens // (across * step)) * step
 
 
 def _few_warps(weight: WeightDescription, device: Device) -> int:
-    """Warps of a block of "few": sixteen a multiprocessor, so that all blocks run at a time."""
+    """Warps per block of "few": at most sixteen per SM, so that all blocks are resident at once."""
     if weight.dtype.bits == 8:
         return 8
     blocks = -(-weight.shape[0] // 32)
@@ -217,7 +217,7 @@ def hopper_tiling(
     fold: bool = False,
     splits: int = 1,
 ) -> WeightOnlyTiling:
-    """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
+    """A tiling for Hopper with the stages that fit, at most `stages`."""
     stages = stages or (6 if tokens <= 32 else 8)
     tiling = WeightOnlyTiling(
         "sm90",
@@ -235,7 +235,7 @@ def hopper_tiling(
 def sm80_tiling(
     tokens: int, weight: WeightDescription, device: Device, *, blocks: int = 0, stages: int = 4
 ) -> WeightOnlyTiling:
-    """A tiling for mma.sync, with `blocks` blocks a multiprocessor: two for few tokens."""
+    """A tiling for mma.sync with `blocks` blocks per SM; by default two for few tokens."""
     blocks = blocks or (2 if tokens <= 32 else 1)
     tiling = WeightOnlyTiling("sm80", tokens, 2, 0, blocks_per_sm=blocks)
     room = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // blocks)
@@ -261,8 +261,11 @@ def configure(
     *,
     share: bool | None = None,
 ) -> WeightOnlyConfig:
-    """A call with this tiling. Tiles that leave blocks idle in a last round are cut along k unless
-    adding the pieces up takes longer than the round that is saved; `share` decides it otherwise."""
+    """A call with this tiling.
+
+    The tiles of an incomplete last round are split along k among all blocks, unless adding up the
+    parts is estimated to take longer than that round. `share` overrides this decision.
+    """
     tiles_m = -(-weight.shape[0] // tiling.rows)
     if tiling.kernel == "few":
         return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
@@ -273,7 +276,7 @@ def configure(
         return WeightOnlyConfig(dtype, weight, tiling, blocks, group, blocks, 0)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
-    # With fewer steps than blocks to share, a block would have none.
+    # With fewer steps than blocks, a block would have none.
     possible = left * weight.steps >= blocks
     group = _raster_group(tiling, weight, blocks, tiles_m)
     config = WeightOnlyConfig(dtype, weight, tiling, min(blocks, tiles), group, tiles, 0)
@@ -286,23 +289,23 @@ def configure(
 def _raster_group(
     tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
 ) -> int:
-    """Tiles in flight read the fewest bytes where as many are of the weight as of x."""
+    """Tile rows of a group, such that tiles in flight read equal bytes of both operands."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
     return max(1, min(round(math.sqrt(blocks * ratio)), tiles_m))
 
 
 # Measured on an H200, in cycles.
-_LEAST_CYCLES = 300  # of a consumer in a step: to read and decode a block of the weight
-_STEP_CYCLES = 200  # beside products
+_LEAST_CYCLES = 300  # per consumer and step: reading and decoding a block of the weight
+_STEP_CYCLES = 200  # per step, in addition to the products
 _CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
-_PIECE_BYTES_A_CYCLE = 10  # written, and read by who adds them up
+_PIECE_BYTES_A_CYCLE = 10  # partial tiles, written and read back for the final sum
 _EXCHANGE_CYCLES = 1000
 _EXCHANGE_BYTES_A_CYCLE = 16  # through distributed shared memory
 
 
 def _cycles(config: WeightOnlyConfig) -> float:
-    """How long the kernel is expected to take: a model for choosing among tilings."""
+    """The kernel's estimated time in cycles, for choosing among tilings."""
     tiling, steps = config.tiling, config.weight.steps
     consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
     step = tiling.consumers * consumer

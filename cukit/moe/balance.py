@@ -1,4 +1,4 @@
-"""Which device holds which expert, so that all have the same work: replicate, then pack."""
+"""Placement of experts on devices with balanced loads: replicate, then pack."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class ExpertPlacement(NamedTuple):
-    """Experts in the slots of devices: equally many each, those of device 0 first.
+    """Experts assigned to the slots of devices; each device has the same number of slots.
 
-    experts: int32 [..., num_slots], the expert in each slot.
-    replicas: int32 [..., num_experts], slots of each expert, at least 1.
-    slots: int32 [..., num_experts, most replicas], those slots in ascending order, then -1.
-    device_loads: float64 [..., num_devices], an expert's load shared evenly by its replicas.
+    experts: int32 [..., num_slots], the expert in each slot; the slots of device 0 come first.
+    replicas: int32 [..., num_experts], number of slots of each expert, at least 1.
+    slots: int32 [..., num_experts, most replicas], these slots in ascending order, padded with -1.
+    device_loads: float64 [..., num_devices]; an expert's load is divided evenly over its replicas.
 
-    A token's choice of expert e may go to any of its replicas: `slots[e, token % replicas[e]]`.
+    A token routed to expert e may be sent to any replica, such as `slots[e, token % replicas[e]]`.
     """
 
     experts: Ids
@@ -39,28 +39,26 @@ def balance_experts(
     num_nodes: int = 1,
     num_groups: int = 1,
 ) -> ExpertPlacement:
-    """Places experts, the busiest several times, so that no device has much more to do than others.
+    """Places experts on devices with balanced loads; busy experts are replicated.
 
-    First each free slot gets a replica of the expert whose replicas have the most to do; then
-    slots are packed onto devices, the heaviest first, each onto the device with the least so far.
-    With several nodes, groups of experts are packed onto nodes first, and a node's experts are
-    replicated on its own devices: tokens that a group-limited router sends to few groups then visit
-    few nodes.
+    First, each spare slot gets a replica of the expert with the highest load per replica. Then
+    slots are packed onto devices, heaviest first, each onto the least loaded device. With several
+    nodes, groups of experts are packed onto nodes first, and a node's experts are replicated only
+    on its own devices: if a group-limited router sends a token to few groups, it visits few nodes.
 
     Args:
         loads: [num_experts] or [num_layers, num_experts], not negative: e.g. sums of
             `Routing.expert_counts` over recent batches. Layers are placed independently.
-        num_slots: experts that all devices hold, replicas counted: at least num_experts, a multiple
-            of num_devices.
+        num_slots: total slots of all devices: at least num_experts, a multiple of num_devices.
         num_devices: a multiple of num_nodes.
-        num_nodes, num_groups: num_experts is a multiple of num_groups, that of num_nodes.
+        num_nodes, num_groups: num_groups must divide num_experts, and num_nodes num_groups.
 
     Returns:
-        The :class:`ExpertPlacement`, with a leading axis of layers where `loads` has one.
+        The :class:`ExpertPlacement`, with a leading axis of layers if `loads` has one.
 
     Raises:
         ArrayShapeError: `loads` has no experts, or more than two axes.
-        ConfigError: a negative or undefined load, or numbers that do not fit together.
+        ConfigError: a negative or undefined load, or inconsistent numbers.
 
     Pure NumPy on the host; the same loads give the same placement. Method: DeepSeek-V3's expert
     parallelism load balancer, arXiv:2412.19437.
@@ -97,10 +95,10 @@ def balance_experts(
 
 
 def pack_evenly(loads: npt.ArrayLike, num_packs: int) -> Ids:
-    """The pack of each item: equally many items in each pack, with loads about alike.
+    """The pack of each item: equal numbers of items per pack, with balanced loads.
 
-    Items go, the heaviest first, to the pack with the least load that has room; of equal packs to
-    the first.
+    Items are packed heaviest first, each into the least loaded pack that has room; ties go to the
+    first pack.
 
     >>> pack_evenly([8, 1, 7, 2], 2)
     array([0, 0, 1, 1], dtype=int32)
@@ -121,7 +119,7 @@ def pack_evenly(loads: npt.ArrayLike, num_packs: int) -> Ids:
 
 
 def replicate(loads: npt.ArrayLike, num_slots: int) -> Ids:
-    """Replicas of each expert: one each, then one more where each replica has the most to do.
+    """Replicas of each expert: one each, then one at a time for the highest load per replica.
 
     >>> replicate([90, 10, 20, 40], 6)
     array([3, 1, 1, 1], dtype=int32)
@@ -147,7 +145,7 @@ def _place(
         copies = np.repeat(experts, replicas)
         shares = np.repeat(loads[experts] / replicas, replicas)
         devices = pack_evenly(shares, devices_each)
-        # Within a device the heaviest first, as they were packed.
+        # Heaviest first within a device.
         order = np.lexsort((-shares, devices))
         slots.append(copies[order])
         totals.append(shares[order].reshape(devices_each, slots_each).sum(axis=1))
@@ -155,7 +153,7 @@ def _place(
 
 
 def _slots(experts: Ids, replicas: Ids) -> Ids:
-    """[layers, num_experts, most replicas] from [layers, num_slots]."""
+    """The slots of each expert, [layers, num_experts, most replicas], from [layers, num_slots]."""
     slots = np.full((*replicas.shape, int(replicas.max())), -1, np.int32)
     for layer, own in enumerate(experts):
         order = np.argsort(own, kind="stable")

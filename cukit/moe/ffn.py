@@ -34,21 +34,21 @@ def moe_ffn(
     capacity: int | None = None,
     keep: bool = False,
 ) -> Array | tuple[Array, ExpertActivations]:
-    """A SwiGLU layer of each expert: the weighted sum of the experts that each token chose.
+    """A mixture of SwiGLU experts: each token's output is the weighted sum of its experts'.
 
         y[t] = sum_s weights[t, s] down[e] (silu(gate[e] x[t]) * (up[e] x[t])),  e = experts[t, s]
 
-    Four launches: tokens to expert order, gate and up with SwiGLU in one grouped product, down in
-    another, and the weighted sum.
+    Four launches: the permutation to expert order, a grouped product for gate and up with SwiGLU, a
+    grouped product for down, and the weighted sum.
 
     Args:
         x: float16|bfloat16 [num_tokens, hidden], C-contiguous; float32|float64 on the CPU only.
-        routing: of :func:`topk_router`; its `weights`, `rows`, `expert_counts` and
+        routing: from :func:`topk_router`; its `weights`, `rows`, `expert_counts` and
             `expert_offsets` are used.
         gate_up: dtype of `x`, [num_experts, 2 * width, hidden]: the rows of gate, then those of up.
         down: dtype of `x`, [num_experts, hidden, width].
-        capacity: that which the routing was made with.
-        keep: also return what the backward needs.
+        capacity: the capacity that was passed to the router.
+        keep: also return the activations that the backward needs.
 
     Returns:
         `y`, [num_tokens, hidden]; with `keep`, `(y, ExpertActivations)`.
@@ -101,8 +101,8 @@ def moe_ffn_backward(
 
     Args:
         grad_out: gradient of `y`, [num_tokens, hidden].
-        activations: what the forward returned with `keep`.
-        routing, gate_up, down, capacity: the forward's.
+        activations: as the forward returned them with `keep`.
+        routing, gate_up, down, capacity: as in the forward.
 
     Returns:
         The :class:`ExpertGradients`; experts without tokens have gradients of zero.
@@ -141,7 +141,7 @@ def _check_parts(op: str, name: str, value: Any, kind: type) -> None:
 def _check(
     op: str, x: Array, routing: Routing, gate_up: Array, down: Array, capacity: int | None
 ) -> int | None:
-    """`capacity` as Python's integer."""
+    """Checks the arguments; returns `capacity` as an int."""
     name = "x" if op == "moe_ffn" else "grad_out"
     check_array(op, "routing.rows", routing.rows, dtypes=(int32,), ndim=2)
     check_array(op, "routing.expert_counts", routing.expert_counts, dtypes=(int32,), ndim=1)
@@ -151,7 +151,7 @@ def _check(
     check_array(op, "gate_up", gate_up, shape=(num_experts, None, x.shape[1]))
     if gate_up.shape[1] % 2:
         raise ArrayShapeError(
-            f"{op}: gate_up holds gate and up one behind the other, so axis 1 must be even; "
+            f"{op}: gate_up holds gate and up rows, so axis 1 must be even; "
             f"got shape {gate_up.shape}"
         )
     width = gate_up.shape[1] // 2
@@ -178,7 +178,7 @@ def _check_activations(
 
 
 def _specs(ops: tuple[str, ...], device: Device) -> list[KernelSpec]:
-    """Those of the ops that it is put together from."""
+    """Kernel variants of the ops that this op calls."""
     return list(dict.fromkeys(spec for name in ops for spec in get_op(name).specs(device)))
 
 

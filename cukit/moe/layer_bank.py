@@ -1,4 +1,4 @@
-"""A bank of layers: each sample goes through the few that its mean token chooses."""
+"""A bank of layers: each sample passes through the few layers that its mean token selects."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _ACTIVATIONS = {
 _THREADS = 128
 _LOGIT_THREADS = 256
 _VECS = 4
-"""Of a thread of bank_combine_backward."""
+"""Vectors per thread of bank_combine_backward."""
 _TOKENS = 32
-"""Of a part of a sample, whose sums a block adds up."""
+"""Tokens of the part of a sample that a block of bank_means sums."""
 _MOST_INT32 = 2**31 - 1
 
 
@@ -62,12 +62,12 @@ def layer_bank(
     renormalize: bool = False,
     keep: bool = False,
 ) -> Array | tuple[Array, BankActivations]:
-    """The best `top_k` layers of a bank, chosen for each sample by its mean token.
+    """Applies the best `top_k` layers of a bank, chosen for each sample by its mean token.
 
         p = softmax(router mean_t x[b, t])      y[b] = x[b] + sum_i p_i f(layers[i] x[b])
 
-    Only the layers chosen are computed: the samples of each layer lie one behind the other in one
-    grouped product.
+    Only the chosen layers are computed: samples are permuted so that those of each layer are
+    contiguous, and one grouped product computes all layers.
 
     Args:
         x: float16|bfloat16 [batch, seq_len, dim], C-contiguous; float32|float64 on the CPU only.
@@ -76,7 +76,7 @@ def layer_bank(
         top_k: 1 to num_layers, up to 32 on the GPU.
         activation: f: "silu", "gelu", "gelu_tanh" or "relu".
         renormalize: make the weights of a sample's layers add up to 1.
-        keep: also return what the backward needs.
+        keep: also return the activations that the backward needs.
 
     Returns:
         `y`, shape and dtype of `x`; with `keep`, `(y, BankActivations)`.
@@ -85,7 +85,7 @@ def layer_bank(
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: an option out of range.
 
-    Runs on CuPy's current stream without synchronisation; accumulates in float32, deterministic.
+    Runs on CuPy's current stream without synchronisation. Accumulates in float32; deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> x, layers = np.ones((1, 3, 2)), np.stack([np.eye(2), 2 * np.eye(2)])
@@ -142,11 +142,11 @@ def layer_bank_backward(
 
     Args:
         grad_out: gradient of `y`, [batch, seq_len, dim].
-        activations: what the forward returned with `keep`.
-        router, layers, activation, renormalize: the forward's.
+        activations: as the forward returned them with `keep`.
+        router, layers, activation, renormalize: as in the forward.
 
     Returns:
-        `BankGradients(x, router, layers)`; layers that no sample chose have gradients of zero.
+        `BankGradients(x, router, layers)`; layers that no sample chose have zero gradients.
 
     Raises:
         ArrayError, ConfigError: as :func:`layer_bank`.
@@ -187,11 +187,12 @@ def layer_bank_backward(
 
 
 class LayerBank:
-    """A bank of layers that knows how important each is, and that can shrink and grow.
+    """A bank of layers that tracks the importance of each layer and can be pruned and grown.
 
-    router: float32 [num_layers, dim]. layers: [num_layers, dim, dim]. importance: float32
-    [num_layers], the exponential moving average of the mean of `p` over the samples: it adds up
-    to 1.
+    router: float32 [num_layers, dim].
+    layers: [num_layers, dim, dim].
+    importance: float32 [num_layers], the exponential moving average of `p`, averaged over samples;
+        it adds up to 1.
     """
 
     def __init__(
@@ -204,9 +205,9 @@ class LayerBank:
         renormalize: bool = False,
         decay: float = 0.99,
     ) -> None:
-        """decay: of the importance, 0 to 1. The rest as for :func:`layer_bank`, which checks them.
+        """decay: of the importance, 0 to 1. Other arguments: see :func:`layer_bank`.
 
-        Raises ConfigError for `decay`, ArrayError for shapes that do not fit.
+        Raises ConfigError for an option out of range, ArrayError for shapes that do not match.
         """
         op = "LayerBank"
         router, layers = adopt(op, router, layers)
@@ -225,14 +226,14 @@ class LayerBank:
     def initialise(
         cls, num_layers: int, dim: int, top_k: int, *, seed: int = 0, **options: Any
     ) -> LayerBank:
-        """A bank on the CPU, float32, with normal weights of variance 1 / dim."""
+        """A float32 bank on the CPU with normally distributed weights of variance 1 / dim."""
         rng = np.random.default_rng(seed)
         router = rng.standard_normal((num_layers, dim), np.float32) * np.float32(dim**-0.5)
         layers = rng.standard_normal((num_layers, dim, dim), np.float32) * np.float32(dim**-0.5)
         return cls(router, layers, top_k, **options)
 
     def forward(self, x: Array, *, track: bool = True) -> tuple[Array, BankActivations]:
-        """`(y, activations)` of :func:`layer_bank`; `track` updates the importance."""
+        """Returns `(y, activations)` of :func:`layer_bank`; `track` updates the importance."""
         y, kept = layer_bank(
             x, self.router, self.layers, self.top_k, activation=self.activation,
             renormalize=self.renormalize, keep=True,
@@ -242,7 +243,7 @@ class LayerBank:
         return y, kept
 
     def __call__(self, x: Array) -> Array:
-        """`y` alone, without a trace in the importance."""
+        """Returns only `y`, without updating the importance."""
         return layer_bank(
             x, self.router, self.layers, self.top_k, activation=self.activation,
             renormalize=self.renormalize,
@@ -262,10 +263,10 @@ class LayerBank:
         self.importance = self.decay * self.importance + (1 - self.decay) * p
 
     def prune(self, count: int) -> Array:
-        """Removes the `count` least important layers (among equals the last); at least top_k stay.
+        """Removes the `count` least important layers (of equal ones, the last); top_k must remain.
 
-        Returns the indices of those that stay, ascending: what an optimizer's state follows. What
-        the removed held of the importance is shared among the others in proportion.
+        Returns the indices of the kept layers, ascending, for selecting the optimizer's state. The
+        importance of the others is rescaled to add up to 1.
         """
         num_layers = len(self.router)
         check_integer("LayerBank.prune", "count", count, least=0, most=num_layers - self.top_k)
@@ -276,10 +277,10 @@ class LayerBank:
         return kept
 
     def grow(self, count: int, *, seed: int = 0, scale: float = 0.1) -> None:
-        """Adds `count` layers of normal weights of variance scale^2 / dim.
+        """Adds `count` layers with normally distributed weights of variance scale^2 / dim.
 
-        Their rows of the router are the mean of the others' with noise of the same scale, and
-        their importance is the mean, so that they are chosen about as often as the others.
+        Their router rows are the mean of the existing rows plus noise of the same scale, and their
+        importance is the mean, so that they are chosen about as often as the others.
         """
         check_integer("LayerBank.grow", "count", count, least=0)
         check_number("LayerBank.grow", "scale", scale, least=0)
@@ -306,6 +307,8 @@ class LayerBank:
 
 
 class _Stages(NamedTuple):
+    """Launches of the forward. parts: parts of a sample that are summed separately."""
+
     parts: int
     means: Launch
     logits: Launch
@@ -313,6 +316,8 @@ class _Stages(NamedTuple):
 
 
 class _BackwardStages(NamedTuple):
+    """Launches of the backward. parts: parts of a sample, as in :class:`_Stages`."""
+
     parts: int
     combine: Launch
     inputs: Launch
@@ -449,7 +454,7 @@ def _own_specs(backward: bool) -> list[KernelSpec]:
 
 
 def _specs(backward: bool, ops: tuple[str, ...], device: Device) -> list[KernelSpec]:
-    """Those of its own and of the ops that it is put together from."""
+    """Kernel variants of its own and of the ops that it calls."""
     others = [spec for name in ops for spec in get_op(name).specs(device)]
     return list(dict.fromkeys([*_own_specs(backward), *others]))
 

@@ -1,4 +1,4 @@
-"""Expert order: a row for each choice of a token, so that every expert's rows are neighbours."""
+"""Expert order: a row for each choice of a token, such that each expert's rows are contiguous."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _PARAMETERS = parameter_structs("moe/parameters.cuh")["RoutingParameters"]
 _MOST_INT32 = 2**31 - 1
 MOST_EXPERTS = 1024
 _MOST_TABLE = 8192
-"""Counters of a block, one for each warp and expert: 32 KiB of shared memory."""
+"""Counters per block, one for each warp and expert: 32 KiB of shared memory."""
 _FEWEST_BINS = 32
 _MOST_THREADS = 1024
 _SMALLEST_CHUNK = 8
-"""Tokens of a block: with fewer, adding up the chunks would take longer than counting them."""
+"""Tokens per block: with fewer, adding up the chunks' counts would take longer than counting."""
 COUNT = np.dtype(np.uint16)
-"""Of a chunk's choices of an expert."""
+"""Dtype of the number of choices of an expert in a chunk."""
 _MOST_COUNT = 2**16 - 1
 
 
 def expert_order(experts: Array, num_experts: int, *, capacity: int | None = None) -> ExpertOrder:
-    """Sorts choices by expert, stably: which row each gets, and where each expert's rows begin.
+    """Sorts choices stably by expert: the row of each choice, and the first row of each expert.
 
-    Without a capacity the experts' rows lie one behind the other:
-    `rows = expert_offsets[expert] + rank`, where the rank of a choice is the number of earlier
-    choices of the same expert. With one, every expert has a block of `capacity` rows:
-    `rows = expert * capacity + rank`, and choices whose rank reaches it are dropped.
+    Without a capacity the experts' rows are contiguous: `rows = expert_offsets[expert] + rank`,
+    where the rank of a choice is the number of earlier choices of the same expert. With a capacity
+    every expert has a block of `capacity` rows: `rows = expert * capacity + rank`, and choices of
+    rank `capacity` or above are dropped.
 
     Args:
         experts: int32 [num_tokens, top_k], C-contiguous; top_k up to 65535 on the GPU. Ids outside
             [0, num_experts) get no row.
         num_experts: 1 to 1024 on the GPU.
-        capacity: rows of each expert, or None for as many as it was chosen.
+        capacity: rows of each expert, or None for as many rows as choices.
 
     Returns:
         `ExpertOrder(rows, expert_counts, expert_offsets)`, int32 [num_tokens, top_k],
@@ -90,7 +90,10 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Chunks of `chunk` tokens, a block of `threads` threads for each; tables of `bins` experts."""
+    """How one call runs: a block of `threads` threads for each chunk of `chunk` tokens.
+
+    bins: experts in the tables, num_experts rounded up to a power of two.
+    """
 
     bins: int
     threads: int
@@ -102,7 +105,7 @@ class OrderConfig:
         return KernelSpec("moe/count_experts.cu", "count_experts", self.defines(), self.threads)
 
     def place_spec(self, losses: bool = False) -> KernelSpec:
-        """The kernel that gives each choice its row; with `losses` those of a router too."""
+        """The kernel that assigns rows to choices; with `losses` it also computes the losses."""
         defines = (*self.defines(), ("LOSSES", losses))
         return KernelSpec("moe/order_experts.cu", "order_experts", defines, self.threads)
 
@@ -115,8 +118,10 @@ class OrderConfig:
 def plan_expert_order(
     num_tokens: int, num_experts: int, num_sms: int, top_k: int = 1
 ) -> OrderConfig:
-    """A chunk for each multiprocessor: every block adds up the counts of all chunks. More where a
-    chunk would have too many choices to be counted."""
+    """One chunk per SM, because every block adds up the counts of all chunks.
+
+    There are more chunks if one would have more choices than a counter can hold.
+    """
     bins = max(_FEWEST_BINS, 1 << (num_experts - 1).bit_length())
     threads = min(_MOST_THREADS, _MOST_TABLE // bins * 32)
     chunk = max(_SMALLEST_CHUNK, -(-num_tokens // num_sms))
@@ -125,13 +130,12 @@ def plan_expert_order(
 
 
 def check_expert_count(op: str, num_experts: int) -> None:
-    """Raises ConfigError unless offsets of as many experts fit into int32."""
+    """Raises ConfigError unless `num_experts` is positive and fits into int32."""
     check_integer(op, "num_experts", num_experts, least=1, most=_MOST_INT32)
 
 
 def check_capacity(op: str, capacity: int | None, num_experts: int) -> int | None:
-    """`capacity` as Python's integer. Raises ConfigError unless the rows of all experts can be
-    numbered."""
+    """`capacity` as an int. Raises ConfigError unless the rows of all experts fit into int32."""
     if capacity is None:
         return None
     check_integer(op, "capacity", capacity, least=1, most=_MOST_INT32 // num_experts)
@@ -139,13 +143,13 @@ def check_capacity(op: str, capacity: int | None, num_experts: int) -> int | Non
 
 
 def check_choices(op: str, num_choices: int) -> None:
-    """Raises ArrayShapeError where choices cannot be numbered."""
+    """Raises ArrayShapeError unless the number of choices fits into int32."""
     if num_choices > _MOST_INT32:
         raise ArrayShapeError(f"{op}: at most {_MOST_INT32} choices, got {num_choices}")
 
 
 def check_expert_limit(op: str, num_experts: int) -> None:
-    """What the kernels ask beyond that."""
+    """Raises ConfigError for more experts than the kernels support."""
     if num_experts > MOST_EXPERTS:
         raise ConfigError(
             f"{op}: num_experts must be at most {MOST_EXPERTS} on the GPU, got {num_experts}"
@@ -178,7 +182,7 @@ def _prepare(experts: Array, num_experts: int, capacity: int | None) -> tuple[La
 def routing_parameters(
     num_tokens: int, num_experts: int, top_k: int, chunk: int, capacity: int | None
 ) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """The scalars of the kernels."""
+    """The kernels' parameters."""
     return _PARAMETERS.pack(
         num_tokens=num_tokens,
         num_experts=num_experts,

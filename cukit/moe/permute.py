@@ -1,4 +1,4 @@
-"""Rows of tokens to expert order, and back."""
+"""Permutation of tokens to expert order and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PARAMETERS = parameter_structs("moe/parameters.cuh")["PermuteParameters"]
 _MOST_INT32 = 2**31 - 1
 _WARP = 32
 _FEW_THREADS = 128
-"""Blocks of fewer leave a multiprocessor half empty."""
+"""Smaller blocks would leave an SM half empty."""
 
 
 def moe_permute(
@@ -45,18 +45,19 @@ def moe_permute(
     Args:
         x: float32|float16|bfloat16 [num_tokens, hidden], C-contiguous; float64 on the CPU only.
         rows: int32 [num_tokens, top_k], from :func:`topk_router` or :func:`expert_order`; -1 for
-            none. All others are distinct and below `num_rows`.
+            a choice without a row. All others are distinct and below `num_rows`.
         num_rows: rows of `y`: num_tokens * top_k (default), or num_experts * capacity.
-        out: where to write `y`; dtype of `x`, [num_rows, hidden]. It must not overlap an input.
+        out: array to write `y` into; dtype of `x`, [num_rows, hidden]. It must not overlap an
+            input.
 
     Returns:
-        `y`, [num_rows, hidden], dtype of `x`. Rows that no choice has are not written.
+        `y`, [num_rows, hidden], dtype of `x`. Rows that belong to no choice are not written.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: `num_rows` out of range.
 
-    Runs on CuPy's current stream. Moves bytes: exact.
+    Runs on CuPy's current stream. Values are copied exactly.
 
     >>> import numpy as np, cukit as ck
     >>> x, experts = np.array([[1.0], [2.0]], np.float32), np.array([[2, 0], [2, 1]], np.int32)
@@ -86,7 +87,7 @@ def moe_permute_backward(grad_out: Array, rows: Array) -> Array:
         rows: as in the forward.
 
     Returns:
-        `grad_x`, [num_tokens, hidden], dtype of `grad_out`; added in float32, deterministic.
+        `grad_x`, [num_tokens, hidden], dtype of `grad_out`; accumulated in float32, deterministic.
 
     Raises:
         ArrayError: as :func:`moe_permute`.
@@ -97,13 +98,14 @@ def moe_permute_backward(grad_out: Array, rows: Array) -> Array:
 def moe_unpermute(
     y: Array, rows: Array, weights: Array | None = None, *, out: Array | None = None
 ) -> Array:
-    """Sums each token's rows, weighted: `x[t] = sum_s weights[t, s] y[rows[t, s]]`.
+    """The weighted sum of each token's rows: `x[t] = sum_s weights[t, s] y[rows[t, s]]`.
 
     Args:
         y: float32|float16|bfloat16 [num_rows, hidden], C-contiguous; float64 on the CPU only.
-        rows: int32 [num_tokens, top_k], as in :func:`moe_permute`; choices with -1 are left out.
-        weights: float32 [num_tokens, top_k]; None for the plain sum.
-        out: where to write `x`; dtype of `y`, [num_tokens, hidden]. It must not overlap an input.
+        rows: int32 [num_tokens, top_k], as in :func:`moe_permute`; choices with -1 are skipped.
+        weights: float32 [num_tokens, top_k]; None for the unweighted sum.
+        out: array to write `x` into; dtype of `y`, [num_tokens, hidden]. It must not overlap an
+            input.
 
     Returns:
         `x`, [num_tokens, hidden], dtype of `y`.
@@ -111,7 +113,8 @@ def moe_unpermute(
     Raises:
         ArrayError: dtype, shape or layout of an argument.
 
-    Runs on CuPy's current stream. Adds in float32 in the order of the choices: deterministic.
+    Runs on CuPy's current stream. Accumulates in float32 in the order of the choices:
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> y, rows = np.array([[1.0], [2.0], [4.0]], np.float32), np.array([[2, 0], [1, -1]], np.int32)
@@ -128,11 +131,11 @@ def moe_unpermute_backward(
 
     Args:
         grad_out: gradient of `x`, [num_tokens, hidden], dtype of `y`.
-        y, rows, weights: the forward's.
+        y, rows, weights: as in the forward.
 
     Returns:
-        `(grad_y, grad_weights)`: [num_rows, hidden], dtype of `y`, where rows that no choice has
-        are not written; float32 [num_tokens, top_k], 0 for choices without a row.
+        `(grad_y, grad_weights)`: [num_rows, hidden], dtype of `y`, where rows that belong to no
+        choice are not written; float32 [num_tokens, top_k], 0 for choices without a row.
 
     Raises:
         ArrayError: as :func:`moe_unpermute`.
@@ -163,22 +166,22 @@ def _unpermute(op: str, y: Array, rows: Array, weights: Array | None, out: Array
 
 @dataclass(frozen=True)
 class SliceConfig:
-    """Slices of `threads * vecs_per_thread` accesses of a row, a block for each of a token."""
+    """Rows are divided into slices of `threads * vecs_per_thread` accesses, one per block."""
 
     threads: int
     vecs_per_thread: int
     slices: int
 
     def defines(self) -> tuple[tuple[str, int], ...]:
-        """The macros that say so."""
+        """Macros of the kernels."""
         return ("THREADS", self.threads), ("VECS_PER_THREAD", self.vecs_per_thread)
 
 
 @cache
 def plan_slices(vecs: int, vecs_per_thread: int, most_threads: int = 256) -> SliceConfig:
-    """As few slices as `most_threads` allow, and threads enough for equal shares of a row.
+    """The fewest slices that `most_threads` allows, and the threads that divide a slice evenly.
 
-    vecs: accesses of a row. vecs_per_thread: at most, in flight at once.
+    vecs: accesses per row. vecs_per_thread: the most accesses that a thread has in flight.
     """
     vecs_per_thread = max(1, min(vecs_per_thread, vecs // _FEW_THREADS))
     slices = max(1, -(-vecs // (most_threads * vecs_per_thread)))

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: the best of each token, their weights and their order."""
+"""Routing of tokens to experts: each token's top experts, their weights and the expert order."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from cukit.registry import register
 _GRADIENT_PARAMETERS = parameter_structs("moe/parameters.cuh")["RouterGradientParameters"]
 _SCORINGS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 _MOST_CHOICES = 32
-"""A lane of a warp holds one."""
+"""Each lane of a warp holds one."""
 _WHOLE_TOKENS = 16
-"""Up to as many tokens are routed and ordered by one block, in one launch."""
+"""The most tokens that one block routes and orders in a single launch."""
 _FEW_TOKENS = 4
 _FEW_BINS = 128
-"""A thread keeps their scores in 32 registers, so that an SM has room for two blocks."""
+"""The most experts for which the registers of a thread allow two blocks per SM."""
 _BACKWARD_THREADS = 128
 
 
@@ -61,17 +61,17 @@ def topk_router(
     capacity: int | None = None,
     losses: bool = False,
 ) -> Routing:
-    """The `top_k` best experts of every token, their weights and their order.
+    """Chooses the `top_k` best experts of each token; returns their weights and the expert order.
 
-    `score = softmax(logits)` or `sigmoid(logits)`. Experts are chosen by logit, or with a bias by
-    `score + bias`; of equal ones the lowest goes first. Weights are the scores of the chosen,
-    divided by their sum with `renormalize`. With `losses`:
+    `score = softmax(logits)` or `sigmoid(logits)`. Experts are chosen by logit or, with a bias, by
+    `score + bias`; among equal ones the lowest index comes first. Weights are the scores of the
+    chosen experts, with `renormalize` divided by their sum. With `losses`:
 
         balance_loss = num_experts * sum_e share[e] * mean_t probability[t, e]
         z_loss = mean_t log_sum_exp(logits[t])^2
 
-    where `share` is the fraction of choices that fell on an expert and `probability` the scores
-    over their sum: an even load gives a balance loss of 1.
+    where `share` is the fraction of choices that selected an expert and `probability` is the scores
+    divided by their sum: an even load gives a balance loss of 1.
 
     Args:
         logits: float32|float16|bfloat16 [num_tokens, num_experts], C-contiguous. float64 on the CPU
@@ -79,10 +79,10 @@ def topk_router(
         top_k: 1 to num_experts; up to 32 on the GPU.
         scoring: "softmax" or "sigmoid".
         renormalize: make each token's weights add up to 1.
-        bias: float32 [num_experts], added to scores for the choice alone (DeepSeek-V3's load
-            balancing without a loss).
-        capacity: rows of each expert, as in :func:`expert_order`: later choices are dropped, their
-            weight becomes 0 and their row -1. None drops nothing.
+        bias: float32 [num_experts], added to scores for the choice only (DeepSeek-V3's
+            auxiliary-loss-free load balancing).
+        capacity: rows of each expert, as in :func:`expert_order`: choices beyond it are dropped;
+            their weight becomes 0 and their row -1. None drops nothing.
         losses: also compute `balance_loss` and `z_loss`.
 
     Returns:
@@ -94,9 +94,9 @@ def topk_router(
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: an option out of range.
 
-    NaN ranks below every other logit. Where a row's softmax is undefined (a NaN, an infinity, or
-    nothing but -inf) its weights are NaN; its experts are valid and distinct all the same.
-    Runs on CuPy's current stream, without synchronisation; computes in float32, deterministic.
+    NaN ranks below every other logit. If a row's softmax is undefined (it has a NaN or +inf, or all
+    logits are -inf), its weights are NaN, but its experts are still valid and distinct. Runs on
+    CuPy's current stream, without synchronisation. Computes in float32; deterministic.
     Papers: Shazeer et al., arXiv:1701.06538; Fedus et al., arXiv:2101.03961 (balance loss); Zoph
     et al., arXiv:2202.08906 (z-loss).
 
@@ -158,14 +158,14 @@ def topk_router_backward(
 ) -> Array:
     """Gradient of :func:`topk_router` with respect to `logits`.
 
-    Choices, their counts and the bias are constants; a dropped choice has no gradient.
+    Choices, their counts and the bias are treated as constants; dropped choices have no gradient.
 
     Args:
         grad_weights: gradient of `weights`, float32 [num_tokens, top_k].
         logits: the forward's, [num_tokens, num_experts].
-        experts, rows, expert_counts: of the forward's result.
+        experts, rows, expert_counts: from the forward's result.
         scoring, renormalize: as in the forward.
-        grad_balance_loss, grad_z_loss: gradients of the two losses: their coefficients.
+        grad_balance_loss, grad_z_loss: gradients (coefficients) of the two losses.
 
     Returns:
         `grad_logits`, shape and dtype of `logits`.
@@ -216,9 +216,9 @@ class RouterConfig:
     biased: bool
     losses: bool
     whole: bool
-    """One block routes and orders all tokens."""
+    """Whether one block routes and orders all tokens."""
     blocks_per_sm: int
-    """For which registers are left over: a block of the launch that orders waits beside."""
+    """Register budget: with 2, a block of the dependent launch is resident beside this one."""
 
     def spec(self) -> KernelSpec:
         """The kernel that chooses experts."""
@@ -245,9 +245,9 @@ def plan_topk_router(
     biased: bool = False,
     losses: bool = False,
 ) -> RouterConfig:
-    """One block for few tokens; else a block for each chunk, and a second launch that orders.
+    """One block for few tokens; otherwise one block per chunk, and a second launch for the order.
 
-    vec: logits an access, a divisor of `num_experts`.
+    vec: logits per access, a divisor of `num_experts`.
     """
     order = plan_expert_order(num_tokens, num_experts, num_sms, _MOST_CHOICES)
     whole = num_tokens <= _WHOLE_TOKENS
@@ -262,6 +262,8 @@ def plan_topk_router(
 
 
 class _Launches(NamedTuple):
+    """place: assigns the rows; None if `route` does that too. chunks: chunks of tokens."""
+
     route: Launch
     place: Launch | None
     chunks: int

@@ -1,4 +1,4 @@
-"""Numbers to narrow codes with scales, and back; what that costs in accuracy; files of both."""
+"""Quantisation to narrow dtypes with scales, dequantisation, error reports, and files."""
 
 from cukit.quantization.dequantize import dequantize
 from cukit.quantization.files import load_quantized, save_quantized

@@ -1,4 +1,4 @@
-"""Codes and scales to numbers, and numbers to the codes of given scales."""
+"""Dequantisation, and quantisation with given scales."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray, install_conversions
 from cukit.core.scalars import check_dtype
 from cukit.errors import ArrayError
-from cukit.quantization.matrices import Matrices, matrices_of, scale_strides
+from cukit.quantization._matrices import Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import FORMATS
 from cukit.reference import narrow as narrow_reference
 from cukit.reference import quantize as reference
@@ -42,7 +42,7 @@ from cukit.registry import register
 _THREADS = 256
 _ITEMS = 4
 _BLOCK_EXTENTS = (1, 32, 64, 128)
-"""What blocks are divided by at compile time: a shift instead of twenty instructions."""
+"""Block extents known at compile time: division is a shift instead of twenty instructions."""
 
 
 def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None = None) -> Array:
@@ -51,7 +51,7 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     Args:
         array: QuantizedArray [..., k], with or without scales.
         dtype: of the result: float32, float16 or bfloat16.
-        out: written in place; [..., k] of `dtype`, C-contiguous, apart from the memory of `array`.
+        out: written in place; [..., k] of `dtype`, C-contiguous. It must not overlap `array`.
 
     Returns:
         `out` or a new array [..., k] on the device of `array`.
@@ -59,10 +59,10 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
 
-    Computed in float32 and rounded once; subnormal float32 becomes 0 on the GPU. One kernel for
-    blocks of the last two axes, of all axes and of whole leading axes; others are decoded by a
-    kernel and multiplied in plain array code. Runs on CuPy's current stream, deterministic. Also
-    as :meth:`QuantizedArray.decode`.
+    Computed in float32 and rounded once; subnormal float32 values become 0 on the GPU. One kernel
+    handles blocks of the last two axes, of all axes and of whole leading axes; for other blocks, a
+    kernel decodes the codes and array operations apply the scales. Runs on CuPy's current stream;
+    deterministic. Also available as :meth:`QuantizedArray.decode`.
 
     >>> import numpy as np, cukit as ck
     >>> array = ck.quantize(np.array([[0.5, -1.0], [4.0, 2.0]], np.float32), ck.float8_e4m3)
@@ -104,10 +104,10 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
 
 
 def encode_scaled(x: Array, array: QuantizedArray) -> None:
-    """Fills `array`, whose scales are given, with the codes of `x`.
+    """Fills `array`, whose scales are given, with the codes of `x`; see `QuantizedArray.encode`.
 
-    x: float32|float16|bfloat16, of the shape of `array` and on its device, any layout. The codes of
-        `array` are C-contiguous. See :meth:`QuantizedArray.encode`.
+    array: its codes must be C-contiguous.
+    x: float32|float16|bfloat16, with the shape and on the device of `array`, any layout.
     """
     assert array.block_shape is not None
     scales, zero_points, block = array.scales, array.zero_points, array.block_shape
@@ -122,7 +122,7 @@ def encode_scaled(x: Array, array: QuantizedArray) -> None:
 
 
 def _launch(entry: str, values: Array, storage: Array, array: QuantizedArray) -> None:
-    """Runs a kernel on arrays whose factors have any strides."""
+    """Runs a kernel; factors with unsupported strides are copied first."""
     scales, zero_points = array.scales, array.zero_points
     details = (array.dtype, array.block_shape)
     launch = _prepare(entry, values, storage, scales, zero_points, *details)
@@ -137,7 +137,7 @@ def _launch(entry: str, values: Array, storage: Array, array: QuantizedArray) ->
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """How one call runs: a grid of thread blocks that take THREADS * ITEMS vectors each.
+    """How one call runs: a grid of thread blocks that process THREADS * ITEMS vectors each.
 
     entry: `"dequantize"` or `"encode_scaled"`.
     """
@@ -154,7 +154,7 @@ class DequantizeConfig:
     num_blocks: int
 
     def spec(self) -> KernelSpec:
-        """What is launched."""
+        """The kernel variant that this configuration launches."""
         defines = (
             ("FORMAT", FORMATS[self.format]),
             ("DTYPE", self.dtype),
@@ -181,9 +181,10 @@ def plan_dequantize(
     aligned: bool = True,
     entry: str = "dequantize",
 ) -> DequantizeConfig:
-    """The kernel for `matrices` of codes of `narrow`, to values of `dtype`.
+    """The kernel that converts between codes of `narrow` and values of `dtype`.
 
-    aligned: whether rows begin on 16 bytes of values, and their codes likewise.
+    aligned: whether rows start at multiples of 16 bytes of values, and their codes at the
+        corresponding multiples.
     """
     vector = ACCESS_BYTES // dtype.itemsize
     vectors = matrices.num_matrices * matrices.rows * -(-matrices.cols // vector)
@@ -244,7 +245,7 @@ def _prepare(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Rows, groups with zero points, tiles; any alignment and any block."""
+    """Rows, groups with zero points, tiles; both alignments, and an uncommon block size."""
 
     def spec(narrow: NarrowDtype, block: tuple[int, int], *args: Any, **options: Any) -> KernelSpec:
         matrices = matrices_of((4096, 4096), block)

@@ -18,7 +18,7 @@ from cukit.core.scalars import check_path
 from cukit.errors import ConfigError, DataError, UnsupportedDeviceError
 
 _BY_NAME = {dtype.name: dtype for dtype in NARROW_DTYPES}
-# What other readers of the file call the codes; int4 is bytes to them.
+# Dtypes of the codes for other readers of the file, to which int4 codes are plain bytes.
 _FLOAT8: dict[str, Any] = {
     "float8_e4m3": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
@@ -33,11 +33,11 @@ def save_quantized(
 ) -> None:
     """Writes quantised and plain arrays to one safetensors file, all or nothing.
 
-    path: of the file; an existing one is replaced.
-    arrays: by name. A quantised array becomes `name` (its codes), `name.scales` and
-        `name.zero_points`; how they belong together is in the file's header.
-    metadata: anything that JSON can hold; `load_quantized` returns it.
-    Raises ConfigError where two names collide, DataError where the file cannot be written.
+    path: of the file; an existing file is replaced.
+    arrays: by name. A quantised array is stored as `name` (its codes), `name.scales` and
+        `name.zero_points`; the file's header describes how they belong together.
+    metadata: any JSON-serialisable mapping; `load_quantized` returns it.
+    Raises ConfigError if two names collide, DataError if the file cannot be written.
 
     >>> import numpy as np, cukit as ck, tempfile, pathlib
     >>> weight = ck.quantize(np.eye(4, dtype=np.float32), ck.int4, group_size=2)
@@ -55,7 +55,7 @@ def save_quantized(
 
     def add(name: str, array: np.ndarray[Any, Any]) -> None:
         if name in content:
-            raise ConfigError(f"save_quantized: two arrays would be called {name!r}")
+            raise ConfigError(f"save_quantized: two arrays would be named {name!r}")
         content[name] = np.ascontiguousarray(array)
 
     for name, array in arrays.items():
@@ -78,16 +78,16 @@ def save_quantized(
 def load_quantized(
     path: str | Path, device: Literal["cpu", "gpu"] = "cpu"
 ) -> tuple[dict[str, QuantizedArray | Array], dict[str, Any]]:
-    """The arrays and the metadata that :func:`save_quantized` wrote.
+    """Reads the arrays and the metadata that :func:`save_quantized` wrote.
 
-    device: where the arrays are to be, `"cpu"` or `"gpu"`.
-    Raises DataError for a file that is absent, damaged or foreign, UnsupportedDeviceError where
-    there is no GPU.
+    device: where to put the arrays, `"cpu"` or `"gpu"`.
+    Raises DataError for a missing or damaged file or one of another format, UnsupportedDeviceError
+    if there is no GPU.
     """
     if device not in ("cpu", "gpu"):
         raise ConfigError(f"load_quantized: device must be 'cpu' or 'gpu', got {device!r}")
     if device == "gpu" and not gpu_available():
-        raise UnsupportedDeviceError("load_quantized: device='gpu', but no GPU is here")
+        raise UnsupportedDeviceError("load_quantized: device='gpu', but no GPU is available")
     path = check_path("load_quantized", "path", path)
     content, description = read_arrays(path)
     try:
@@ -107,7 +107,7 @@ def load_quantized(
                 layout.get("group_size"),
             )
     except KeyError as error:
-        raise DataError(f"{path}: holds no quantised arrays (no {error})") from error
+        raise DataError(f"{path}: not a file of quantised arrays (no {error})") from error
     arrays |= content
     if device == "gpu":
         cupy = require_cupy("GPU arrays")

@@ -1,4 +1,4 @@
-"""Which kernel quantises an array, and how."""
+"""Plans of quantisation: the kernel for an array and its launch shape. Pure; needs no GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cukit.core.kernel import KernelSpec
-from cukit.quantization.matrices import Matrices
+from cukit.quantization._matrices import Matrices
 
 FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 _VECTOR_BYTES = 16
@@ -14,23 +14,23 @@ _WARP = 32
 _THREADS = 256
 _MOST_THREADS = 1024
 _VECTORS = 4
-"""Loads of 16 bytes that a thread has in flight: fewer do not fill an H200's bandwidth."""
+"""16-byte loads that a thread has in flight; fewer do not saturate an H200's bandwidth."""
 _SHARED_VECTORS = 2
-"""Vectors of a small block that a thread holds."""
+"""Vectors of a small block per thread."""
 _MOST_VECTORS = 8
-"""Vectors that a thread keeps in registers where a block is large."""
+"""The most vectors of a large block that a thread keeps in registers."""
 _SHARED_TENSOR = 1 << 16
-"""Values from which on a block of values is worth several thread blocks."""
+"""The fewest values for which a block of values is divided among several thread blocks."""
 _TENSOR_THREADS = 512
 _COLUMN_THREADS = 8
-"""Vectors side by side of one thread block over columns: 128 bytes, a line of the cache."""
+"""Adjacent vectors of a thread block that handles columns: 128 bytes, one cache line."""
 
 CLIP_CANDIDATES = {"absmax": 1, "mse": 16}
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the codes and the factors look like: everything that is not a matter of speed."""
+    """The options that determine codes and factors, as opposed to speed."""
 
     format: str
     dtype: str
@@ -54,14 +54,14 @@ class Rounding:
 class QuantizeConfig:
     """How one call runs.
 
-    kernel: `"blocks"`, one pass; `"tensor"`, two launches over blocks that many thread blocks
-        share; `"columns"`, two sweeps of one launch.
-    team: threads that share a block of values ("columns": vectors side by side).
-    units: blocks of values that a team serves.
-    items: vectors of 16 bytes that a thread loads at once.
-    held: whether a block of values stays in registers.
-    num_blocks: thread blocks; of "tensor" for each tensor.
-    flat: whether blocks of values are parts of rows that they divide, without a byte of padding.
+    kernel: `"blocks"`: one pass; `"tensor"`: two launches, in which many thread blocks share each
+        block of values; `"columns"`: one launch that reads the values twice.
+    team: threads that share a block of values ("columns": adjacent vectors).
+    units: blocks of values per team.
+    items: 16-byte vectors that a thread loads at once.
+    held: whether a block of values is kept in registers.
+    num_blocks: thread blocks; for "tensor", per tensor.
+    flat: whether blocks of values divide the rows evenly, with no padding bytes in the codes.
     """
 
     kernel: str
@@ -77,7 +77,7 @@ class QuantizeConfig:
     flat: bool = False
 
     def specs(self) -> tuple[KernelSpec, ...]:
-        """What is launched, in order."""
+        """The kernel variants that are launched, in order."""
         defines = (
             *self.rounding.defines(),
             ("ALIGNED", int(self.aligned)),
@@ -110,7 +110,8 @@ def plan_quantize(
 ) -> QuantizeConfig:
     """The kernel for `matrices` of values of `itemsize` bytes.
 
-    aligned: whether rows and blocks begin on 16 bytes of values, and their codes likewise.
+    aligned: whether rows and blocks start at multiples of 16 bytes of values, and their codes at
+        the corresponding multiples.
     """
     values = _VECTOR_BYTES // itemsize
     if matrices.block_cols == 1 < matrices.block_rows and rounding.clip == "absmax":
@@ -135,13 +136,13 @@ def _plan_blocks(
     vectors = matrices.block_rows * -(-matrices.block_cols // values)
     held = True
     if vectors <= _WARP * _VECTORS:
-        # A thread holds a few vectors of each block: finding a scale costs as much as ten values.
+        # A thread holds several vectors of a block, because a scale costs as much as ten values.
         items = min(_SHARED_VECTORS, vectors)
         threads, team = _THREADS, min(_WARP, _power_of_two(-(-vectors // items)))
         items = -(-vectors // team)
         units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
     else:
-        # Tiles are sparser in registers: fewer vectors a thread.
+        # For tiles, threads hold fewer vectors than for rows.
         most = _MOST_VECTORS if matrices.block_rows == 1 else _VECTORS
         wanted = most if vectors <= most * 512 else _MOST_VECTORS
         threads = min(_MOST_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))

@@ -1,4 +1,4 @@
-"""Numbers to codes and the scales that they share."""
+"""Quantisation: codes of a narrow dtype, with scales per block of values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import SCALE_DTYPES, Axis, GroupSize, QuantizedArray, scales_shape
 from cukit.core.scalars import check_choice, check_dtype, check_flag
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
-from cukit.quantization.matrices import PARAMETERS, Matrices, matrices_of, scale_strides
+from cukit.quantization._matrices import PARAMETERS, Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import CLIP_CANDIDATES, QuantizeConfig, Rounding, plan_quantize
 from cukit.reference import quantize as reference
 from cukit.registry import register
@@ -49,41 +49,43 @@ def quantize(
     scale_layout: str = "row",
     out: QuantizedArray | None = None,
 ) -> QuantizedArray:
-    """Codes of `dtype` for `x`, with scales that cover the range of every block of values.
+    """Quantises `x` to codes of `dtype`, with scales that cover the range of each block of values.
 
-    Symmetric: scale = max|x| / most, code = round(x / scale), where most is 127, 7, 448 (e4m3) or
-    57344 (e5m2). With zero points (integers): scale = (max(x, 0) - min(x, 0)) / (2 most + 1),
-    zero_point = round(-min(x, 0) / scale) - most - 1, code = round(x / scale + zero_point).
+    Symmetric: scale = max|x| / most, code = round(x / scale), where most is 127 (int8), 7 (int4),
+    448 (e4m3) or 57344 (e5m2). With zero points (integers): scale = (max(x, 0) - min(x, 0)) /
+    (2 most + 1), zero_point = round(-min(x, 0) / scale) - most - 1, code = round(x / scale +
+    zero_point).
 
     Args:
         x: float32|float16|bfloat16 [..., k], any layout.
         dtype: `ck.int8`, `ck.int4`, `ck.float8_e4m3` or `ck.float8_e5m2`.
-        axis, group_size: which values share a scale, as for :class:`QuantizedArray`: each row by
-            default (a token, an output channel), `axis=None` the tensor, `group_size=128` groups
-            of a row, `axis=(-2, -1), group_size=128` tiles, `axis=-2` each column.
-        zero_points: int8 zero points, in the shape of the scales.
-        clip: `"absmax"` covers the whole range; `"mse"` (integers) tries 16 parts of it from 1 to
-            17/32 and takes the one with the least squared error, which costs several times more.
-        scale_dtype: float32, float16 or bfloat16. Codes are made with the rounded scale.
-        power_of_two: round scales up to powers of two (not float16's).
+        axis, group_size: which values share a scale, as for :class:`QuantizedArray`. Default: each
+            row (a token, an output channel). `axis=None`: the tensor; `group_size=128`: groups of a
+            row; `axis=(-2, -1), group_size=128`: tiles; `axis=-2`: each column.
+        zero_points: also compute int8 zero points, in the shape of the scales.
+        clip: `"absmax"` covers the whole range; `"mse"` (integers) tries 16 fractions of it from 1
+            to 17/32 and keeps the one with the least squared error, which is several times slower.
+        scale_dtype: float32, float16 or bfloat16. Codes are computed with the rounded scale.
+        power_of_two: round scales up to powers of two (float32 and bfloat16 scales only).
         scale_layout: `"column"` stores float32 scales of groups of a row [..., k] as
-            [ceil(k / group_size), rows], rows padded with zeros to a multiple of 4, as TMA wants
-            them; `scales` is a view of that.
-        out: filled and returned; what `quantize` with the same options would return, in memory that
-            `x` does not share.
+            [ceil(k / group_size), rows], with rows zero-padded to a multiple of 4, as TMA requires;
+            `scales` is a view of that array.
+        out: a QuantizedArray to fill and return, as `quantize` would return it for the same
+            options. It must not share memory with `x`.
 
     Returns:
-        QuantizedArray of the shape of `x`; scales and zero points have one element a block.
+        QuantizedArray of the shape of `x`; scales and zero points have one element per block.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: options that do not fit together; int4 in groups of an odd length.
+        ConfigError: options that cannot be combined; int4 in groups of an odd length.
 
-    A block of zeros has the scale 1, and so has one whose scale would be below the smallest normal
-    float32 (float16: below its smallest number): its values become 0. A block with a NaN or an
-    infinity has the scale NaN, so that all its values read as NaN; other blocks are as ever. Rounds
-    half to even; x / scale is computed as x * (1 / scale) in float32. Runs on CuPy's current
-    stream without synchronising, deterministic, and capturable into a graph with `out`.
+    A block of zeros has the scale 1, and so has a block whose scale would be below the smallest
+    normal float32 (for float16 scales, below the smallest float16): its values become 0. A block
+    with a NaN or an infinity has the scale NaN, so that all its values decode to NaN; other blocks
+    are not affected. Rounds half to even; x / scale is computed as x * (1 / scale) in float32. Runs
+    on CuPy's current stream without synchronisation; deterministic. With `out` it can be captured
+    in a graph.
 
     Sources: LLM.int8() (Dettmers et al., 2022) for rows, GPTQ (Frantar et al., 2022) for groups,
     DeepSeek-V3 (2024) for tiles.
@@ -199,7 +201,7 @@ def _check_out(
     zero_points: bool,
     out: QuantizedArray,
 ) -> np.dtype[Any]:
-    """The dtype of its scales."""
+    """Checks `out`; returns the dtype of its scales."""
     if not isinstance(out, QuantizedArray) or out.scales is None:
         raise ArrayDtypeError(f"quantize: out must be a QuantizedArray with scales, got {out!r}")
     expected = (dtype, x.shape, scales_shape(x.shape, axis, group_size), zero_points)
@@ -221,7 +223,7 @@ def _check_out(
 def _matrices(
     shape: tuple[int, ...], dtype: NarrowDtype, block: tuple[int, ...], clip: str
 ) -> Matrices:
-    """What kernels see. Raises ConfigError for blocks of other axes, or that share a byte."""
+    """The kernels' view of `x`. Raises ConfigError for other axes or blocks that share a byte."""
     matrices = matrices_of(shape, block)
     if matrices is None:
         raise ConfigError(
@@ -275,7 +277,7 @@ def _prepare(
 
 
 class _TensorLaunch:
-    """Both launches of quantize_tensor.cu, for arrays of one description."""
+    """The two launches of quantize_tensor.cu, for arrays of one description."""
 
     __slots__ = ("_codes", "_extremes", "_partial_shape")
 
@@ -298,7 +300,7 @@ class _TensorLaunch:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Rows, groups, tiles, tensors and columns; with zero points, searched clips, any alignment."""
+    """Rows, groups, tiles, tensors and columns; zero points, clip search, both alignments."""
 
     def specs(
         narrow: NarrowDtype, block: tuple[int, int], *, aligned: bool = True, **options: Any

@@ -1,4 +1,4 @@
-"""What quantising cost in accuracy."""
+"""The error of quantised arrays."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayError, ArrayLayoutError
 
 _CHUNK = 1 << 26
-"""Values that are compared at once: the comparison needs three float32 copies of them."""
+"""Values compared at a time; the comparison needs three float32 copies of them."""
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """How far quantised values are from the original.
+    """The error of quantised values q relative to the original x.
 
-    sqnr_db: signal to quantisation noise, 10 log10(sum x^2 / sum (x - q)^2); infinite where no
+    sqnr_db: signal-to-quantisation-noise ratio, 10 log10(sum x^2 / sum (x - q)^2); infinite if no
         value changed.
     max_error: largest |x - q|.
-    relative_error: ||x - q|| / ||x|| (Frobenius norms); 0 where x is 0 and kept.
-    bits_per_value: of codes, scales and zero points together.
+    relative_error: ||x - q|| / ||x|| (Frobenius norms); 0 if x and q are both 0.
+    bits_per_value: total size of codes, scales and zero points, per value.
     """
 
     sqnr_db: float
@@ -40,12 +40,12 @@ class QuantizationReport:
 
 
 def quantization_report(array: QuantizedArray, x: Array) -> QuantizationReport:
-    """Compares the values of `array` with those that it was made from.
+    """Compares the values of `array` with the original `x`.
 
     array: QuantizedArray [..., k].
     x: float32|float16|bfloat16|float64 [..., k], on the same device.
-    Sums in float64; NaN anywhere makes the errors NaN. Synchronises with the device. Raises
-    ArrayError where the arguments do not fit together.
+    Accumulates in float64; any NaN makes the errors NaN. Synchronises with the device. Raises
+    ArrayError if the arguments do not match.
 
     >>> import numpy as np, cukit as ck
     >>> x = np.linspace(-1, 1, 256, dtype=np.float32).reshape(2, 128)
@@ -61,7 +61,7 @@ def quantization_report(array: QuantizedArray, x: Array) -> QuantizationReport:
         "quantization_report", "x", x, dtypes=FLOAT_DTYPES, shape=array.shape, contiguous=False
     )
     if is_gpu_array(x) != is_gpu_array(array.storage):
-        raise ArrayLayoutError("quantization_report: array and x must be on one device")
+        raise ArrayLayoutError("quantization_report: array and x must be on the same device")
     xp: Any = namespace(x)
     signal = noise = worst = 0.0
     for part, values in _chunks(array, x):
@@ -81,7 +81,7 @@ def quantization_report(array: QuantizedArray, x: Array) -> QuantizationReport:
 
 
 def _chunks(array: QuantizedArray, x: Array) -> Any:
-    """Pairs of a part of x and what became of it."""
+    """Pairs of a part of x and its quantised values."""
     if not array.size:
         return
     step = array.shape[0]

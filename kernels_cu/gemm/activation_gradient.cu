@@ -1,16 +1,16 @@
-// From the gradient of a linear layer's result to that of its product, with the bias's gradient.
+// The gradient through a linear layer's activation, and the bias's gradient.
 //
 //   PARTS 1   grad = grad_out f'(z)
 //   PARTS 2   z = [gate | up]: grad = [grad_out up f'(gate) | grad_out f(gate)]
 //   SUMS 1    partial[s, c] = sum of grad[r, c] over the rows r of strip s; column_sum.cu adds them
 //
-// Mapping: block (x, y) has 32 * VEC columns from x on of the rows of strip y, which its warps take in
-//   turn, a lane VEC columns. One pass over memory.
+// Mapping: block (x, y) computes 32 * VEC columns of the rows of strip y, one row per warp at a
+//   time, VEC columns per lane. One pass over memory.
 // Shared memory: THREADS * VEC floats with SUMS, static.
-// Macros: DTYPE float16|bfloat16; THREADS a multiple of 32; VEC elements an access, a divisor of
-//   `columns`; PARTS 1|2; ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu (with NoActivation nothing
-//   but sums is written); SUMS 0|1, 0 with PARTS 2.
-// Minimum architecture: sm_80. Sums in float in a fixed order: deterministic.
+// Macros: DTYPE float16|bfloat16; THREADS a multiple of 32; VEC elements per access, a divisor of
+//   `columns`; PARTS 1|2; ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu (with NoActivation
+//   only the sums are written); SUMS 0|1, 0 with PARTS 2.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/gemm.py.
 #include "common/activation.cuh"
 #include "common/platform.cuh"

@@ -1,13 +1,14 @@
-// Block-sparse times dense, on any GPU.
+// Block-sparse times dense, on mma.sync.
 //
 //   out = op(s) op(d)             s: block-sparse, d: dense
-//   out = (op(s) op(d))^T         OUT_TRANSPOSED: how a dense matrix times a sparse one is computed
+//   out = (op(s) op(d))^T         OUT_TRANSPOSED: for a dense matrix times a sparse one
 //
-// Mapping: a block a tile of 128 x 128 (gemm/bsr_sm80.cuh), those of the same columns one after another,
-//   the longest groups of rows first. A stage holds 64 steps of k: 64 / BLOCK entries of the group, an
-//   entry being a block column that any of its rows has, or half an entry where BLOCK is 128.
-// Shared memory, bytes: STAGES * 32768, dynamic, stages (a | b), at the end the tile of out over them;
-//   4 * STAGES static.
+// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh); tiles of the same columns are
+//   adjacent, longest groups of rows first. An entry of a group is a block column in which any of
+//   its rows has a block. A stage holds 64 of k: 64 / BLOCK entries, or half an entry if BLOCK is
+//   128.
+// Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b), reused for the tile of out; 4 *
+//   STAGES, static.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; SPARSE_TRANSPOSED, DENSE_TRANSPOSED,
 //   OUT_TRANSPOSED 0|1; STAGES 2..; THREADS 256.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
@@ -29,11 +30,11 @@ constexpr int kStageEntries = BLOCK < cukit::kBsrTileK ? cukit::kBsrTileK / BLOC
 constexpr int kEntryStages = BLOCK > cukit::kBsrTileK ? BLOCK / cukit::kBsrTileK : 1;
 
 static_assert(THREADS == cukit::kBsrThreads, "eight warps");
-static_assert(kStageEntries * kSlots <= cukit::kWarpSize, "a lane for each block of a stage");
+static_assert(kStageEntries * kSlots <= cukit::kWarpSize, "one lane per block of a stage");
 
-// The entries of a stage, spread over the lanes of each warp.
+// The entries of a stage, distributed over the lanes of each warp.
 struct StageEntries {
-  int number;  // of block (entry lane / kSlots, slot lane % kSlots); -1 where there is none
+  int number;  // index of block (entry lane / kSlots, slot lane % kSlots), or -1
   int column;  // block column of entry `lane`
 
   CUKIT_DEVICE StageEntries(const int* columns, const int* numbers, int entry, int end) {
@@ -44,6 +45,7 @@ struct StageEntries {
   }
 };
 
+// Starts the copies of a stage. within: offset along k into the entry's blocks.
 CUKIT_DEVICE void start_stage(unsigned stage, const T* values, const T* dense, int within,
                               const StageEntries& entries, int first_column,
                               const cukit::BsrParameters& p) {
@@ -69,8 +71,8 @@ CUKIT_DEVICE void start_stage(unsigned stage, const T* values, const T* dense, i
   });
 }
 
-// `bits`: of the blocks of the stage that exist, as StageEntries numbers them.
-CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrLeft<SPARSE_TRANSPOSED>& a,
+// bits: mask of the stage's stored blocks, in the lane order of StageEntries.
+CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<SPARSE_TRANSPOSED>& a,
                                  const cukit::BsrRight<!DENSE_TRANSPOSED>& b, unsigned bits, int bytes) {
   const int warp_row = cukit::bsr_warp_row();
 #pragma unroll
@@ -89,14 +91,14 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrL
       a.load(left, 16 * m, k, bytes);
 #pragma unroll
       for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
-        cukit::mma_16x8x16<T>(sums[m][n], left, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+        cukit::mma_16x8x16<T>(acc[m][n], left, right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
       }
     }
   }
 }
 
-// Leaves the warp's sums in the tile of out, [128][128] of the result's rows and columns.
-CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& sums, unsigned char* tile) {
+// Writes the warp's accumulators to the tile of out, [128][128] in the result's rows and columns.
+CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& acc, unsigned char* tile) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int m = 0; m < cukit::kBsrRowTiles; ++m)
@@ -106,7 +108,7 @@ CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& sums, unsigned char* 
       for (int half = 0; half < 2; ++half) {
         const int row = cukit::bsr_warp_row() + 16 * m + 8 * half + lane / 4;
         const int column = cukit::bsr_warp_column() + 8 * n + lane % 4 * 2;
-        const float* pair = &sums[m][n][2 * half];
+        const float* pair = &acc[m][n][2 * half];
         if constexpr (OUT_TRANSPOSED) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -126,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
     const T* __restrict__ values,      // [blocks, BLOCK, BLOCK]
     const T* __restrict__ dense,       // [k, n]; DENSE_TRANSPOSED [n, k]
     T* __restrict__ out,               // [m, n]; OUT_TRANSPOSED [n, m]
-    const int* __restrict__ order,     // [groups]: of kSlots block rows
+    const int* __restrict__ order,     // [groups]: groups of kSlots block rows, longest first
     const int* __restrict__ starts,    // [groups + 1]: entries before each group
     const int* __restrict__ columns,   // [entries]: block column
-    const int* __restrict__ numbers,   // [entries, kSlots]: the blocks there; -1 where there is none
+    const int* __restrict__ numbers,   // [entries, kSlots]: index of the row's block there, or -1
     const cukit::BsrParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ unsigned stage_bits[STAGES];
@@ -141,10 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
 
   const cukit::BsrLeft<SPARSE_TRANSPOSED> a(stages);
   const cukit::BsrRight<!DENSE_TRANSPOSED> b(stages + cukit::kBsrOperandBytes);
-  cukit::BsrAccumulators sums;
-  cukit::clear(sums);
+  cukit::BsrAccumulators acc;
+  cukit::clear(acc);
   const auto entry_of = [&](int stage) { return first + stage / kEntryStages * kStageEntries; };
-  // Read a stage early, so that no copy waits for its own indices.
+  // Indices are read one stage early, so that copies do not wait for them.
   StageEntries ahead(columns, numbers, entry_of(0), end);
   cukit::bsr_stages<STAGES>(
       (end - first + kStageEntries - 1) / kStageEntries * kEntryStages,
@@ -157,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
                     stage % kEntryStages * cukit::kBsrTileK, entries, first_column, p);
       },
       [&](int, int buffer) {
-        multiply_stage(sums, a, b, stage_bits[buffer], buffer * cukit::kBsrStageBytes);
+        multiply_stage(acc, a, b, stage_bits[buffer], buffer * cukit::kBsrStageBytes);
       });
 
-  __syncthreads();  // nobody reads the stages any more
-  write_tile(sums, shared);
+  __syncthreads();  // all warps have read the last stage
+  write_tile(acc, shared);
   __syncthreads();
   const int rows = OUT_TRANSPOSED ? p.n : p.m, row = OUT_TRANSPOSED ? first_column : first_row;
   const int width = OUT_TRANSPOSED ? p.m : p.n, column = OUT_TRANSPOSED ? first_row : first_column;

@@ -1,27 +1,30 @@
 // Block-sparse times dense on Hopper: persistent blocks, TMA, wgmma.
 //
 //   out = op(s) op(d)             s: block-sparse, d: dense
-//   out = (op(s) op(d))^T         OUT_TRANSPOSED: how a dense matrix times a sparse one is computed
+//   out = (op(s) op(d))^T         OUT_TRANSPOSED: for a dense matrix times a sparse one
 //
-// Mapping: a tile of the result has the rows of a group of block rows of op(s), of one where blocks have
-//   64 rows or more, and COLUMNS columns (gemm/bsr_sm90.cuh). An entry of a group is a block column
-//   that any of its rows has. A thread of the first warpgroup loads the blocks of each entry with the
-//   rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES ahead and across tiles.
-//   Missing blocks have the number -1 and are loaded from a block of zeros. The entry after the last has
-//   none, and stands for those of a group without any: its rows of d are outside, where TMA reads zeros.
-//   The host deals the tiles to the blocks of the grid, so that all end at about the same time; tiles
-//   that run at one time share their columns of d, which L2 then holds.
-// CLUSTER 2: two neighbouring blocks compute tiles side by side. Each loads half of the sparse block that
-//   both multiply, which TMA writes to both.
-// Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2, rows
-//   being 64 or BLOCK: stages (a | b), then 64 x 64 pieces of out, two for each consumer of more than 64
-//   columns, else one; all swizzled. Static: two barriers a stage.
+// Mapping: a tile of the result has COLUMNS columns and the rows of a group of block rows of op(s),
+//   a single one if blocks have 64 rows or more (gemm/bsr_sm90.cuh). An entry of a group is a block
+//   column in which any of its rows has a block. A thread of the first warpgroup loads the blocks
+//   of each entry and the rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES
+//   ahead and across tiles. Missing blocks have index -1 and are loaded from a block of zeros. An
+//   empty group is given the extra entry after the last one: it has no blocks, and its rows of d
+//   are out of bounds, where TMA reads zeros. The host assigns tiles to the blocks of the grid such
+//   that all end at about the same time; concurrent tiles share their columns of d, which stay in
+//   L2.
+// CLUSTER 2: two adjacent blocks compute tiles side by side. Each loads half of the sparse block
+//   that both multiply, and TMA multicasts it to both.
+// Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 *
+//   2, with rows = max(64, BLOCK): stages (a | b), then 64 x 64 buffers for stores of out, two for
+//   each consumer if it has more than 64 columns, else one; all swizzled. Static: two barriers per
+//   stage.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; COLUMNS a multiple of 128 up to 512, or 256
-//   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
-//   CLUSTER 1, or 2 where BLOCK is 64 or 128; THREADS 384.
+//   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED,
+//   OUT_TRANSPOSED 0|1; STAGES 2..; CLUSTER 1, or 2 if BLOCK is 64 or 128; THREADS 384.
 // Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
-//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64], with CLUSTER 2 of half the rows; d, boxes of [TILE_K, 64] from [k, n],
-//   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k]; out, boxes of [64, 64].
+//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64], with CLUSTER 2 of half the rows; d,
+//   boxes of [TILE_K, 64] from [k, n], DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n,
+//   k]; out, boxes of [64, 64].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
@@ -37,7 +40,7 @@ constexpr int kBlockSteps = BLOCK / TILE_K;
 using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, (BLOCK < 64 ? BLOCK : 64),
                               !DENSE_TRANSPOSED, 64>;
 
-static_assert(BLOCK % TILE_K == 0, "a stage holds no more than a block's steps of k");
+static_assert(BLOCK % TILE_K == 0, "a stage does not span two blocks along k");
 static_assert(CLUSTER == 1 || Shape::kSlots == 1, "a cluster shares one block at a time");
 
 struct Tile {
@@ -101,7 +104,7 @@ struct Operands {
     for (int group = 0; group < Shape::kColumnGroups; ++group) {
       unsigned char* const b = stage_b + group * TileB::kBytes;
       const int column = first_column + group * Shape::kWidth;
-      // Columns that do not exist are multiplied as well, but not stored.
+      // Columns beyond the matrix are computed from column 0 but not stored.
       if constexpr (DENSE_TRANSPOSED) {
         TileB::load(b, dense, full, k, column < columns ? column : 0);
       } else {
@@ -124,10 +127,10 @@ struct Epilogue {
   int columns;  // of op(d)
   int consumer;
 
-  CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
+  CUKIT_DEVICE void store(const float (&acc)[Shape::kWidth / 2], const Tile& tile) const {
     const int row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
-    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+    Store::store(acc, buffers + consumer * Store::kBytes, 1 + consumer,
                  [&](int piece, const unsigned char* buffer) {
                    const int column = first_column + piece * 64;
                    if (column >= columns) return;
@@ -146,13 +149,13 @@ struct Epilogue {
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
-    const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK], as the values
+    const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK] of zeros
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
     const __grid_constant__ cukit::TensorMap out,     // [m, n]; OUT_TRANSPOSED [n, m]
-    const int4* __restrict__ work,     // [clusters of the grid, turns]: block row, first column, entries
-                                       // from and to
+    const int4* __restrict__ work,     // [clusters of the grid, turns]: group, first column, entry
+                                       // begin and end
     const int* __restrict__ block_columns,  // [entries + 1]: of op(s)
-    const int* __restrict__ numbers,        // [entries + 1, kSlots]: the blocks there
+    const int* __restrict__ numbers,        // [entries + 1, kSlots]: index of a row's block, or -1
     const int n, const int turns) {
   const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
   cukit::multiply_listed<Shape, STAGES, CLUSTER>(

@@ -1,10 +1,10 @@
-// The blocks of a dense product that a pattern names, on any GPU.
+// The blocks of a dense product that are in a pattern (sampled product), on mma.sync.
 //
 //   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
 //
-// Mapping: a block a tile of 128 x 128 (gemm/bsr_sm80.cuh): 128 / BLOCK neighbouring block rows, and as
-//   many block columns that any of them has, gathered side by side. Blocks of the tile that the pattern
-//   does not name are loaded with the others, but not multiplied.
+// Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh): 128 / BLOCK adjacent block rows, and
+//   as many block columns that any of them uses, gathered side by side. Blocks of the tile that are
+//   not in the pattern are not multiplied, although their operands are loaded.
 // Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b).
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; A_TRANSPOSED, B_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 256.
@@ -27,8 +27,8 @@ constexpr unsigned kPairMask = (1u << kPairs) - 1;
 
 static_assert(THREADS == cukit::kBsrThreads, "eight warps");
 
-// Lane m * kPairs + pair: the block that row tile m and pair of column tiles `pair` of its warp belong
-// to; -1 where the pattern has none.
+// For lane m * kPairs + pair, the index of the block that contains row tile m and column tile pair
+// `pair` of the warp, or -1 if the pattern does not have that block.
 CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int slot = (cukit::bsr_warp_row() + lane / kPairs * 16) / BLOCK;
@@ -37,8 +37,8 @@ CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
   return exists ? numbers[static_cast<long long>(at) * kSlots + slot] : -1;
 }
 
-// `bits`: of the lanes of block_number with a block.
-CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrLeft<A_TRANSPOSED>& a,
+// bits: mask of the lanes for which block_number found a block.
+CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<A_TRANSPOSED>& a,
                                  const cukit::BsrRight<!B_TRANSPOSED>& b, unsigned bits, int bytes) {
   if (bits == 0) return;
 #pragma unroll
@@ -54,7 +54,7 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrL
 #pragma unroll
       for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
         if (bits >> (m * kPairs + n / 2) & 1) {
-          cukit::mma_16x8x16<T>(sums[m][n], left, right[n / 2][n % 2 * 2],
+          cukit::mma_16x8x16<T>(acc[m][n], left, right[n / 2][n % 2 * 2],
                                 right[n / 2][n % 2 * 2 + 1]);
         }
       }
@@ -62,7 +62,7 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrL
   }
 }
 
-CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& sums, T* values, int number) {
+CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& acc, T* values, int number) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int m = 0; m < cukit::kBsrRowTiles; ++m)
@@ -76,7 +76,7 @@ CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& sums, T* values, in
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         *reinterpret_cast<unsigned*>(to + 8 * half * BLOCK) =
-            cukit::pack<T>(sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+            cukit::pack<T>(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
       }
     }
 }
@@ -87,9 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
     const T* __restrict__ a,          // [m, k]; A_TRANSPOSED [k, m]
     const T* __restrict__ b,          // [k, n]; B_TRANSPOSED [n, k]
     T* __restrict__ values,           // [blocks, BLOCK, BLOCK]
-    const int4* __restrict__ work,    // [gridDim.x]: group of block rows, entries from and to, 0
+    const int4* __restrict__ work,    // [gridDim.x]: group of block rows, entry begin and end, 0
     const int* __restrict__ columns,  // [entries]: block column
-    const int* __restrict__ numbers,  // [entries, kSlots]: the blocks there; -1 where there is none
+    const int* __restrict__ numbers,  // [entries, kSlots]: index of the row's block there, or -1
     const cukit::BsrParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned stages = cukit::shared_address(shared);
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
 
   const cukit::BsrLeft<A_TRANSPOSED> left(stages);
   const cukit::BsrRight<!B_TRANSPOSED> right(stages + cukit::kBsrOperandBytes);
-  cukit::BsrAccumulators sums;
-  cukit::clear(sums);
+  cukit::BsrAccumulators acc;
+  cukit::clear(acc);
   cukit::bsr_stages<STAGES>(
       (p.k + cukit::kBsrTileK - 1) / cukit::kBsrTileK,
       [&](int stage, int buffer) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
         });
       },
       [&](int, int buffer) {
-        multiply_stage(sums, left, right, bits, buffer * cukit::kBsrStageBytes);
+        multiply_stage(acc, left, right, bits, buffer * cukit::kBsrStageBytes);
       });
-  store_blocks(sums, values, number);
+  store_blocks(acc, values, number);
 }

@@ -1,17 +1,19 @@
-// The blocks of a dense product that a pattern names, on Hopper: persistent blocks, TMA, wgmma.
+// The blocks of a dense product that are in a pattern (sampled product), on Hopper: persistent
+// blocks, TMA, wgmma.
 //
 //   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
 //
-// Mapping: a tile has up to COLUMNS / BLOCK entries of a group of block rows, as in bsr_matmul_sm90: the
-//   rows of op(a) are multiplied with the columns of op(b) that the entries have, gathered side by
-//   side, and of the result the blocks that exist are stored. Where a tile has fewer entries, its last
-//   is loaded repeatedly. The host deals the tiles to the blocks of the grid.
-// Shared memory, bytes: as bsr_matmul_sm90, pieces of 64 x min(BLOCK, 64).
-// Macros: DTYPE, BLOCK, COLUMNS, STAGES, THREADS: as bsr_matmul_sm90. CLUSTER 1. TILE_K 32|64; A_TRANSPOSED,
-//   B_TRANSPOSED 0|1.
+// Mapping: a tile has up to COLUMNS / BLOCK entries of a group of block rows, as in
+//   bsr_matmul_sm90: the rows of op(a) are multiplied by the entries' columns of op(b), gathered
+//   side by side, and the blocks that are in the pattern are stored. A tile with fewer entries
+//   loads its last entry repeatedly. The host assigns the tiles to the blocks of the grid.
+// Shared memory, bytes: as bsr_matmul_sm90, with store buffers of 64 x min(BLOCK, 64).
+// Macros: DTYPE, BLOCK, COLUMNS, STAGES, THREADS: as bsr_matmul_sm90. CLUSTER 1. TILE_K 32|64;
+//   A_TRANSPOSED, B_TRANSPOSED 0|1.
 // Tensor maps, swizzled by the bytes of their boxes' rows: a, boxes of [BLOCK, TILE_K] from [m, k],
 //   A_TRANSPOSED [TILE_K, 64] from [k, m]; b, boxes of [TILE_K, up to 64] from [k, n],
-//   B_TRANSPOSED [BLOCK, TILE_K] from [n, k]; values [blocks * BLOCK, BLOCK], boxes of up to [64, 64]. Steps beyond k read zeros.
+//   B_TRANSPOSED [BLOCK, TILE_K] from [n, k]; values [blocks * BLOCK, BLOCK], boxes of up to [64,
+//   64]. TMA reads zeros beyond k.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
@@ -22,7 +24,7 @@ namespace {
 
 using T = cukit::element_t;
 
-constexpr int kPart = BLOCK < 64 ? BLOCK : 64;  // columns of a block that lie together
+constexpr int kPart = BLOCK < 64 ? BLOCK : 64;  // columns of a block in one swizzled part
 
 using Shape =
     cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, A_TRANSPOSED, 64, !B_TRANSPOSED, kPart>;
@@ -65,7 +67,7 @@ struct Operands {
     }
   }
 
-  // The columns of an entry, which are `first` and on of the tile.
+  // Loads the columns of an entry to the columns of the tile that start at `first`.
   CUKIT_DEVICE void load_columns(unsigned char* stage_b, int first, cukit::Mbarrier* full,
                                  int column, int k) const {
     unsigned char* const tile = stage_b + first / Shape::kWidth * TileB::kBytes;
@@ -88,10 +90,10 @@ struct Epilogue {
   const int* numbers;
   int consumer;
 
-  CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
+  CUKIT_DEVICE void store(const float (&acc)[Shape::kWidth / 2], const Tile& tile) const {
     const int first_row = Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = Shape::column_group(consumer) * Shape::kWidth;
-    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+    Store::store(acc, buffers + consumer * Store::kBytes, 1 + consumer,
                  [&](int piece, const unsigned char* buffer) {
                    const int column = first_column + piece * kPart;
                    const int slot = column / BLOCK;
@@ -115,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
     const __grid_constant__ cukit::TensorMap a,       // [m, k]; A_TRANSPOSED [k, m]
     const __grid_constant__ cukit::TensorMap b,       // [k, n]; B_TRANSPOSED [n, k]
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
-    const int4* __restrict__ work,  // [blocks of the grid, turns]: group, first entry, entries, steps
+    const int4* __restrict__ work,  // [blocks of the grid, turns]: group, first entry, count, steps
     const int* __restrict__ block_columns,  // [entries]
-    const int* __restrict__ numbers,        // [entries, kSlots]: the blocks there, -1 for none
+    const int* __restrict__ numbers,        // [entries, kSlots]: index of the row's block, or -1
     const int turns) {
   const Operands operands{&a, &b, block_columns};
   cukit::multiply_listed<Shape, STAGES>(

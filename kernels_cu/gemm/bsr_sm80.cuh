@@ -1,10 +1,10 @@
-// What the block-sparse products for any GPU share: tiles of 128 x 128 of the result, 64 steps of k at a
-// time, and the operands as they lie in shared memory (common/tile.cuh).
+// Shared by the block-sparse products on mma.sync: 128 x 128 tiles of the result, k steps of 64,
+// and the operands' layout in shared memory (common/tile.cuh).
 //
-// A tile covers kSlots neighbouring block rows, of which every stored block column is read once: blocks
-// of 16 or 32 alone would keep the tensor cores waiting for the other operand. Which blocks of the tile
-// exist is a matter of bits, the same for all lanes of a warp; those that do not are neither loaded nor
-// multiplied.
+// A tile covers kSlots adjacent block rows, and each block column that they use is read once for
+// all of them: with single block rows of 16 or 32, the tensor cores would wait for the other
+// operand. A bit mask, uniform across a warp, marks the stored blocks of a tile; the others are
+// neither loaded nor multiplied.
 #pragma once
 
 #include "common/platform.cuh"
@@ -15,7 +15,7 @@ namespace cukit {
 constexpr int kBsrTile = 128;
 constexpr int kBsrTileK = 64;
 constexpr int kBsrThreads = 256;
-constexpr int kBsrWarpRows = 64;  // of a warp's part of the tile
+constexpr int kBsrWarpRows = 64;  // rows of a warp's part of the tile
 constexpr int kBsrWarpColumns = 32;
 constexpr int kBsrRowTiles = kBsrWarpRows / 16;
 constexpr int kBsrColumnTiles = kBsrWarpColumns / 8;
@@ -31,8 +31,8 @@ CUKIT_DEVICE int bsr_warp_column() {
   return static_cast<int>(threadIdx.x) / kWarpSize % 4 * kBsrWarpColumns;
 }
 
-// A tile of one operand: 128 of m or n by 64 of k. Transposed: as in a matrix whose rows run along k,
-// rows of the tile are steps of k.
+// A tile of one operand: 128 of m or n by 64 of k. Transposed: the rows of the tile run along k, as
+// in the matrix it is loaded from.
 template <bool Transposed>
 struct BsrOperandTile {
   static constexpr int kRows = Transposed ? kBsrTileK : kBsrTile;
@@ -42,7 +42,7 @@ struct BsrOperandTile {
   template <typename Visit>
   CUKIT_DEVICE static void for_chunks(unsigned tile, const Visit& visit) {
     constexpr int kChunks = kCols / 8;
-    // Opaque: positions are derived anew for each stage, which keeping them would take registers for.
+    // Opaque, so that positions are recomputed for each stage instead of being kept in registers.
     const int thread = static_cast<int>(opaque(threadIdx.x));
 #pragma unroll
     for (int i = 0; i < kRows * kChunks / kBsrThreads; ++i) {
@@ -59,7 +59,7 @@ struct BsrOperandTile {
   }
 };
 
-// Operand a of a warp: load(r, row, k) its 16 x 16 block `row` rows and `k` steps of k further on.
+// Operand a of a warp: load(r, row, k) reads the 16 x 16 fragment at (row, k) of the warp's part.
 template <bool Transposed>
 struct BsrLeft {
   using Read = Operand<Transposed ? kBsrTile : kBsrTileK, kBsrWarpRows,
@@ -73,7 +73,7 @@ struct BsrLeft {
   }
 };
 
-// Operand b of a warp: load(r, column, k) two neighbouring 16 x 8 blocks.
+// Operand b of a warp: load(r, column, k) reads two adjacent 16 x 8 fragments.
 template <bool Transposed>
 struct BsrRight {
   using Read = Operand<Transposed ? kBsrTile : kBsrTileK,
@@ -88,8 +88,8 @@ struct BsrRight {
   }
 };
 
-// Runs the stages of a tile: start(stage, buffer) begins the copies of one, multiply(stage, buffer)
-// uses what has landed. `Stages` buffers; all threads.
+// Runs the cp.async pipeline of a tile: start(stage, buffer) issues the copies of a stage, and
+// multiply(stage, buffer) consumes it. `Stages` buffers; called by all threads.
 template <int Stages, typename Start, typename Multiply>
 CUKIT_DEVICE void bsr_stages(int count, const Start& start, const Multiply& multiply) {
 #pragma unroll
@@ -100,7 +100,7 @@ CUKIT_DEVICE void bsr_stages(int count, const Start& start, const Multiply& mult
   int buffer = 0;
   for (int stage = 0; stage < count; ++stage) {
     cp_async_wait<Stages - 2>();
-    __syncthreads();  // this stage has landed, and nobody reads the one before any more
+    __syncthreads();  // this stage has arrived, and the buffer of the previous one is free
     const int next = stage + Stages - 1;
     if (next < count) start(next, buffer == 0 ? Stages - 1 : buffer - 1);
     cp_async_commit();

@@ -1,16 +1,16 @@
-// What the block-sparse products on Hopper share: the shape of a tile, its product, its schedule and how
-// they are put together (sm_90a; the skeleton is common/hopper/gemm.cuh). Macro: THREADS.
+// Shared by the block-sparse products on Hopper: the shape of a tile, its product, its schedule and
+// the block skeleton (sm_90a; built from common/hopper/gemm.cuh). Macro: THREADS.
 //
-// A tile has the rows of one block row, and is as wide as the accumulators allow, which reads each
-// stored block least often:
-//   blocks of 128  each consumer has 64 of the rows, and all columns;
+// A tile has the rows of one block row and is as wide as the accumulators allow, so that each
+// stored block is read as few times as possible:
+//   blocks of 128  each consumer has 64 of the rows and all columns;
 //   blocks of 64   both consumers have the same 64 rows, and half of the columns each;
-//   smaller blocks the same, the 64 rows being those of kSlots neighbouring block rows. Block columns
-//                  that any of them has are multiplied with all, missing blocks being zeros: wgmma has
+//   smaller blocks as for 64, but the 64 rows are kSlots adjacent block rows. A block column that
+//                  any of them uses is multiplied by all, with zeros for missing blocks: wgmma has
 //                  64 rows, and the rows of the other operand are loaded once for all slots.
-// A stage holds TileK steps of k of both operands, a | b, b in one part for each consumer that has
-// columns of its own. Either operand may be K-major or MN-major; the tiles of both lie as TMA finds
-// them.
+// A stage holds TileK of k of both operands, a | b; consumers with different columns have separate
+// tiles of b. Either operand may be K-major or MN-major; tiles keep the layout of the matrix in
+// memory.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -26,12 +26,12 @@ constexpr OperandSwizzle kRowSwizzle = Elements == 64   ? OperandSwizzle::Bytes1
                                        : Elements == 32 ? OperandSwizzle::Bytes64
                                                         : OperandSwizzle::Bytes32;
 
-// An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, as it lies in a matrix
-// whose rows run along k, in parts of PartExtent.
+// An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, from a matrix whose
+// rows run along k, in parts of PartExtent.
 template <typename T, int Extent, int TileK, bool Transposed, int PartExtent = 64>
 struct StagedOperand : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
   using Tile = SharedTile<T, Extent, TileK, kRowSwizzle<TileK>>;
-  // 64 of m or n further on.
+  // Descriptor offset of 64 elements along m or n.
   static constexpr int kNext = Tile::rows(64);
   static constexpr int step(int k) { return Tile::k_step(k); }
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
@@ -59,25 +59,25 @@ struct BsrShape {
   static constexpr int kSlots = kRows / Block;  // block rows
   static constexpr int kColumns = Columns;
   static constexpr int kTileK = TileK;
-  static constexpr int kSteps = TileK / 16;  // products of a stage
+  static constexpr int kSteps = TileK / 16;  // wgmma steps per stage
   static constexpr int kConsumers = 2;
   static constexpr int kRowGroups = kRows / kWarpgroupRows;
   static constexpr int kColumnGroups = kConsumers / kRowGroups;
-  static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
+  static constexpr int kWidth = Columns / kColumnGroups;  // columns per consumer
   static constexpr bool kTransposedA = TransposedA;
   static constexpr bool kTransposedB = TransposedB;
   using TileA = StagedOperand<T, kRows, TileK, TransposedA, PartA>;
-  using TileB = StagedOperand<T, kWidth, TileK, TransposedB, PartB>;  // of a consumer
+  using TileB = StagedOperand<T, kWidth, TileK, TransposedB, PartB>;  // of one consumer
   static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
 
-  static_assert(kRowGroups <= 2, "the rows of one consumer or of both");
-  static_assert(kWidth % 64 == 0 && kWidth <= 256, "products of a warpgroup");
+  static_assert(kRowGroups <= 2, "at most 64 rows per consumer");
+  static_assert(kWidth % 64 == 0 && kWidth <= 256, "a legal wgmma width");
 
   CUKIT_DEVICE static int row_group(int consumer) { return kRowGroups == 1 ? 0 : consumer; }
   CUKIT_DEVICE static int column_group(int consumer) { return kRowGroups == 1 ? consumer : 0; }
 };
 
-// Both operands from shared memory, as SharedProduct.
+// Like SharedProduct: both operands come from shared memory.
 template <typename Shape, int ClusterSize>
 struct BsrProduct {
   using Accumulators = float[Shape::kWidth / 2];
@@ -89,7 +89,7 @@ struct BsrProduct {
           Shape::column_group(consumer) * Shape::TileB::Tile::kStage) {}
 
   template <int Stages, typename Tile>
-  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+  CUKIT_DEVICE void multiply(Accumulators& acc, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& at, const Tile& tile) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
@@ -100,23 +100,23 @@ struct BsrProduct {
 #pragma unroll
       for (int k = 0; k < Shape::kSteps; ++k) {
         wgmma<typename Shape::Element, Shape::kWidth, Shape::kTransposedA, Shape::kTransposedB>(
-            sums, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
+            acc, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
             step > 0 || k > 0);
       }
       wgmma_commit();
-      wgmma_wait<1>(sums);
+      wgmma_wait<1>(acc);
       if (step > 0) pipeline.template release_to_cluster<ClusterSize>(done);
       done = at;
       at.advance();
     }
-    wgmma_wait<0>(sums);
+    wgmma_wait<0>(acc);
     pipeline.template release_to_cluster<ClusterSize>(done);
   }
 };
 
-// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time: while TMA reads
-// one buffer, the next piece is written to the other.
-// Transposed, pieces of 64 columns only: the accumulators' rows run along the columns of the matrix.
+// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time: while TMA
+// reads one buffer, the next piece is written to the other.
+// Transposed, with pieces of 64 columns only: accumulator rows become columns of the matrix.
 template <typename T, int Columns, int PieceColumns = 64, bool Transposed = false>
 struct PieceStore {
   using Piece = SharedTile<T, kWarpgroupRows, PieceColumns, kRowSwizzle<PieceColumns>>;
@@ -124,12 +124,12 @@ struct PieceStore {
   static constexpr int kBuffers = kPieces > 1 ? 2 : 1;
   static constexpr int kBytes = kBuffers * Piece::kBytes;
 
-  static_assert(!Transposed || PieceColumns == 64, "a piece's rows are columns");
+  static_assert(!Transposed || PieceColumns == 64, "a transposed piece is square");
 
-  // All threads of the warpgroup, with a named barrier of its own; one thread calls send(piece, buffer),
-  // which starts the copy of that piece or none.
+  // Called by all threads of the warpgroup, which has its own named barrier. One thread calls
+  // send(piece, buffer), which may issue the TMA store of that piece.
   template <typename Send>
-  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffers, int barrier,
+  CUKIT_DEVICE static void store(const float (&acc)[Columns / 2], unsigned char* buffers, int barrier,
                                  const Send& send) {
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
@@ -139,7 +139,7 @@ struct PieceStore {
       named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
       for (int pair = 0; pair < PieceColumns / 16; ++pair) {
-        const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
+        const float* d = &acc[piece * PieceColumns / 2 + 8 * pair];
         const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                     pack<T>(d[6], d[7])};
         write_pair(shared_address(buffer), pair, packed);
@@ -148,18 +148,18 @@ struct PieceStore {
       named_sync(barrier, kWarpgroupThreads);  // the buffer is written
       if (starts) {
         send(piece, buffer);
-        bulk_commit();  // an empty group counts as one
+        bulk_commit();  // commit even an empty group, so that bulk_wait_read counts pieces
       }
     }
   }
 
-  // Before the block exits: TMA has read the buffers.
+  // Call before the block exits: waits until TMA has read the buffers.
   CUKIT_DEVICE static void finish() {
     if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
   }
 
  private:
-  // 16 columns of the warp's 16 rows, the pair-th of the piece.
+  // Writes the pair-th 16 columns of the piece, for the warp's 16 rows.
   CUKIT_DEVICE static void write_pair(unsigned buffer, int pair, const unsigned (&packed)[4]) {
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
@@ -172,8 +172,7 @@ struct PieceStore {
   }
 };
 
-// Work that was dealt out on the host: what a cluster does is a row of work, which ends with a number
-// below 0.
+// A static schedule from the host: one row of `work` per cluster, ended by a negative value.
 template <typename WorkTile, int ClusterSize>
 struct ListedTiles {
   using Tile = WorkTile;
@@ -189,8 +188,9 @@ struct ListedTiles {
   }
 };
 
-// A whole block: a producer and two consumers compute the tiles that were dealt to it. The dynamic shared
-// memory holds the stages, and behind them what make_epilogue(buffers, consumer) returns stores through.
+// The body of a block: a producer and two consumers compute the tiles assigned to the block.
+// Dynamic shared memory holds the stages, followed by the buffers of the epilogue, which
+// make_epilogue(buffers, consumer) returns.
 template <typename Shape, int Stages, int ClusterSize = 1, typename Operands, typename MakeEpilogue>
 CUKIT_DEVICE void multiply_listed(const int4* work, int turns, const Operands& operands,
                                   const MakeEpilogue& make_epilogue) {

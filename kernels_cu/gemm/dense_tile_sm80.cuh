@@ -1,19 +1,19 @@
-// A tile of a dense product with an epilogue, on mma.sync: any layout, any alignment.
+// One tile of a dense product with an epilogue, on mma.sync: any layout, any alignment.
 //
 //   out = f(a b^T + bias)                       f: none, ReLU, GELU, SiLU
 //   out = f(a gate^T) * (a up^T)                PARTS 2: SwiGLU, GeGLU
 //
-// and on request what f is applied to, which the backward needs.
+// With KEEPS the input of f is stored too; the backward needs it.
 //
-// Mapping: a block computes a TILE_M x TILE_N tile of the product with WARPS_M x WARPS_N warps, which
-//   share its rows and columns. Steps of TILE_K columns of both operands are copied STAGES - 1 ahead.
-//   PARTS 2: half of a tile's columns are of gate, half the same ones of up, and every warp has some of
-//   both.
-// ALIGNED 1: rows of the operands are copied by cp.async, 16 bytes at a time: addresses and strides
-//   are multiples of 16 bytes. ALIGNED 0: element by element, through registers.
+// Mapping: a block computes a TILE_M x TILE_N tile of the product with WARPS_M x WARPS_N warps,
+//   which divide its rows and columns. k steps of TILE_K are copied up to STAGES - 1 ahead.
+//   PARTS 2: half of a tile's columns belong to gate, half are the same columns of up; each warp
+//   has some of both.
+// ALIGNED 1: operands are copied with 16-byte cp.async; addresses and strides must be multiples of
+//   16 bytes. ALIGNED 0: element by element, through registers.
 // Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * TILE_K * 2 bytes, a | b | a | ..
-// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, TILE_K multiples of 32; STAGES 2..; WARPS_M, WARPS_N;
-//   THREADS 32 * WARPS_M * WARPS_N; MAJOR_A, MAJOR_B K|MN; ALIGNED 0|1; PARTS 1|2;
+// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, TILE_K multiples of 32; STAGES 2..; WARPS_M,
+//   WARPS_N; THREADS 32 * WARPS_M * WARPS_N; MAJOR_A, MAJOR_B K|MN; ALIGNED 0|1; PARTS 1|2;
 //   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 #pragma once
@@ -36,26 +36,27 @@ template <typename A, typename B>
 struct Choose<false, A, B> { using Type = B; };
 
 constexpr int kWarpM = TILE_M / WARPS_M;
-constexpr int kWarpN = TILE_N / WARPS_N;  // of all parts
+constexpr int kWarpN = TILE_N / WARPS_N;  // both parts together
 constexpr int kMT = kWarpM / 16;
 constexpr int kNT = kWarpN / 8;
 constexpr int kPartN = TILE_N / PARTS;  // columns of a tile of the result
 constexpr int kWarpPartN = kWarpN / PARTS;
 constexpr int kTileBytesA = TILE_M * TILE_K * 2;
 constexpr int kStageBytes = kTileBytesA + TILE_N * TILE_K * 2;
-constexpr int kGroup = 8;  // rows of tiles that blocks are numbered in
+constexpr int kGroup = 8;  // tile rows of a rasterisation group
 
-static_assert(THREADS == WARPS_M * WARPS_N * kWarpSize, "a share of the tile for every warp");
-static_assert(kWarpM % 16 == 0 && kWarpPartN % 16 == 0, "whole products");
+static_assert(THREADS == WARPS_M * WARPS_N * kWarpSize, "one part of the tile per warp");
+static_assert(kWarpM % 16 == 0 && kWarpPartN % 16 == 0, "a multiple of the fragment size");
 
-// A matrix in global memory, seen from a tile: rows of `columns` elements.
+// A matrix in global memory, from the first element of a tile on: `rows` x `columns` elements are
+// valid.
 struct Source {
   const T* first;
   long long stride;
   int rows, columns;
 };
 
-// Copies Rows x Cols elements; what lies outside the source becomes zero.
+// Copies Rows x Cols elements; those outside the source are zero-filled.
 template <int Rows, int Cols>
 CUKIT_DEVICE void copy_tile(unsigned char* tile, const Source& from) {
   if constexpr (ALIGNED) {
@@ -78,7 +79,7 @@ CUKIT_DEVICE void copy_tile(unsigned char* tile, const Source& from) {
   }
 }
 
-// The steps `k` .. `k` + TILE_K of an operand, from its row (of a) or column (of b) `first` on.
+// Copies [k, k + TILE_K) of an operand, starting at row `first` of a or column `first` of b.
 template <Major kMajor, int Extent>
 CUKIT_DEVICE void copy_operand(unsigned char* tile, const T* operand, int first, int extent, int k,
                                int depth) {
@@ -94,13 +95,13 @@ CUKIT_DEVICE void copy_operand(unsigned char* tile, const T* operand, int first,
 }
 
 // Accumulators: row tile m, column tile n, element 2 half + i: row 16 m + lane / 4 + 8 half, column
-// 8 n + 2 (lane % 4) + i of the warp's share.
+// 8 n + 2 (lane % 4) + i of the warp's part of the tile.
 using Accumulators = float[kMT][kNT][4];
 
-// Writes column tiles First .. First + Count, which begin at (row, column) of [rows, columns] with
-// rows `stride` apart.
+// Writes column tiles First .. First + Count - 1 to (row, column) and following of [rows, columns],
+// with rows `stride` apart.
 template <int First, int Count>
-CUKIT_DEVICE void write(const Accumulators& sums, T* out, long long stride, int row, int column,
+CUKIT_DEVICE void write(const Accumulators& acc, T* out, long long stride, int row, int column,
                         int rows, int columns) {
   const int lane = threadIdx.x % kWarpSize;
   const bool pairs = stride % 2 == 0 && reinterpret_cast<unsigned long long>(out) % 4 == 0;
@@ -113,7 +114,7 @@ CUKIT_DEVICE void write(const Accumulators& sums, T* out, long long stride, int 
       T* const to = out + i * stride;
 #pragma unroll
       for (int n = 0; n < Count; ++n) {
-        const float* pair = &sums[m][First + n][2 * half];
+        const float* pair = &acc[m][First + n][2 * half];
         const int j = column + 8 * n + lane % 4 * 2;
         if (pairs && j + 1 < columns) {
           *reinterpret_cast<unsigned*>(to + j) = pack<T>(pair[0], pair[1]);
@@ -128,7 +129,7 @@ CUKIT_DEVICE void write(const Accumulators& sums, T* out, long long stride, int 
 struct DenseProduct {
   const T* a;     // [m, k]; MN-major: [k, m]
   const T* b;     // [n, k]; MN-major: [k, n]
-  const T* up;    // as b; only with PARTS 2
+  const T* up;    // like b; only with PARTS 2
   const T* bias;  // [n], or null
   T* out;         // [m, n]
   T* kept;        // [m, PARTS * n]; only with KEEPS
@@ -138,8 +139,8 @@ struct DenseProduct {
   CUKIT_DEVICE static int tiles_n(int n) { return (n + kPartN - 1) / kPartN; }
 };
 
-// Computes the tile with number `index`, counted column by column in groups of kGroup rows of tiles. All
-// threads of the block; `stages` is its dynamic shared memory.
+// Computes tile `index`; tiles are numbered column by column within rasterisation groups of kGroup
+// tile rows. Called by all threads of the block; `stages` is its dynamic shared memory.
 CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* stages) {
   const int tiles_n = DenseProduct::tiles_n(p.n);
   const int first_m = index / (kGroup * tiles_n) * kGroup;
@@ -160,7 +161,7 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
                                              p.n, k, p.k);
       }
     }
-    cp_async_commit();  // an empty group counts as one
+    cp_async_commit();  // commit even an empty group, so that cp_async_wait counts steps
   };
 
   const int warp = threadIdx.x / kWarpSize;
@@ -175,17 +176,17 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
   const Left left(base, kRowsA ? warp_row : 0, kRowsA ? 0 : warp_row);
   const Right right(base + kTileBytesA, kRowsB ? warp_column : 0, kRowsB ? 0 : warp_column);
 
-  Accumulators sums;
-  clear(sums);
+  Accumulators acc;
+  clear(acc);
 #pragma unroll
   for (int step = 0; step < STAGES - 1; ++step) copy_step(step);
   for (int step = 0; step < steps; ++step) {
     cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this step's tiles are there, and the stage of the step before is free
+    __syncthreads();  // this step has arrived, and the stage of the previous step is free
     copy_step(step + STAGES - 1);
     const int stage = step % STAGES * kStageBytes;
     warp_product<T, TILE_K / 16>(
-        sums,
+        acc,
         [&](unsigned (&r)[4], int m, int k) {
           kRowsA ? left(r, 16 * m, 16 * k, stage) : left(r, 16 * k, 16 * m, stage);
         },
@@ -210,16 +211,16 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
         const float value = j < p.n ? to_float(p.bias[j]) : 0.0f;
 #pragma unroll
         for (int m = 0; m < kMT; ++m) {
-          sums[m][n][i] += value;
-          sums[m][n][2 + i] += value;
+          acc[m][n][i] += value;
+          acc[m][n][2 + i] += value;
         }
       }
   }
   if constexpr (KEEPS) {
-    write<0, kPartTiles>(sums, p.kept, static_cast<long long>(PARTS) * p.n, row + warp_row, own_column,
+    write<0, kPartTiles>(acc, p.kept, static_cast<long long>(PARTS) * p.n, row + warp_row, own_column,
                          p.m, p.n);
     if constexpr (PARTS == 2) {
-      write<kPartTiles, kPartTiles>(sums, p.kept + p.n, 2ll * p.n, row + warp_row, own_column, p.m,
+      write<kPartTiles, kPartTiles>(acc, p.kept + p.n, 2ll * p.n, row + warp_row, own_column, p.m,
                                     p.n);
     }
   }
@@ -229,10 +230,10 @@ CUKIT_DEVICE void compute_tile(const DenseProduct& p, int index, unsigned char* 
     for (int n = 0; n < kPartTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float gate = ACTIVATION<T>::value(sums[m][n][i]);
-        sums[m][n][i] = PARTS == 2 ? gate * sums[m][kNT - kPartTiles + n][i] : gate;
+        const float gate = ACTIVATION<T>::value(acc[m][n][i]);
+        acc[m][n][i] = PARTS == 2 ? gate * acc[m][kNT - kPartTiles + n][i] : gate;
       }
-  write<0, kPartTiles>(sums, p.out, p.n, row + warp_row, own_column, p.m, p.n);
+  write<0, kPartTiles>(acc, p.out, p.n, row + warp_row, own_column, p.m, p.n);
 }
 
 }  // namespace cukit

@@ -1,9 +1,9 @@
-// Mixture of depths: what a block made of its tokens is added to the stream of all.
+// Mixture of depths: adds the outputs of a block of layers to the residual stream.
 //
 //   out = x + weight * y for the tokens with a slot in [0, capacity), else x
 //
-// Mapping: a block a token. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16; VEC elements of an access; THREADS.
+// Mapping: one thread block per token. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/depth.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"

@@ -1,12 +1,12 @@
-// Mixture of depths: gradients of what a block made of its tokens, and of their weights.
+// Mixture of depths: gradients of depth_combine for the block's outputs y and for the weights.
 //
 //   grad_y[b, i] = weight * grad_out[b, indices[b, i]]        grad_weight = sum(y * grad_out)
 //
 // NaN for an index outside the sequence.
 //
-// Mapping: a block a row of y. Shared memory: THREADS / 32 floats, static.
-// Macros: DTYPE float32|float16|bfloat16; VEC elements of an access; THREADS.
-// Minimum architecture: sm_80. Sums in float in a fixed order: deterministic.
+// Mapping: one thread block per row of y. Shared memory: THREADS / 32 floats, static.
+// Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/depth.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

@@ -1,9 +1,9 @@
-// Mixture of depths: the rows of the tokens that a block is to work on.
+// Mixture of depths: gathers the rows of the chosen tokens.
 //
 //   out[b, i] = x[b, indices[b, i]], or NaN for an index outside the sequence
 //
-// Mapping: a block a row. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16; VEC elements of an access; THREADS.
+// Mapping: one thread block per row. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/depth.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"

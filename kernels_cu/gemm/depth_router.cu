@@ -1,12 +1,13 @@
 // Mixture of depths: the tokens with the largest logits of each sequence.
 //
-//   indices = the CAPACITY positions with the largest logits, ascending; of equal logits the first
+//   indices = the `capacity` positions with the largest logits, ascending; ties to the first
 //   weights = sigmoid(logits[indices])         slots[indices[i]] = i, -1 elsewhere
 //
 // Paper: Raposo et al., "Mixture-of-Depths", arXiv:2404.02258.
-// Mapping: a block a sequence. Four passes over the logits find the smallest one that is chosen, byte
-//   by byte from the top (radix select); one more writes the chosen in the order of their positions.
-// NaN comes after all numbers. Shared memory: 1 KiB and 8 bytes a warp, static.
+// Mapping: one block per sequence. Four passes over the logits find the smallest chosen one, from
+//   the most significant byte down (radix select); one more pass writes the chosen positions in
+//   order.
+// NaN ranks below all numbers. Shared memory: 1 KiB + 8 bytes + 4 bytes per warp, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS a multiple of 32, at least 256.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/depth.py.
 #include "common/platform.cuh"
@@ -19,9 +20,9 @@ using T = cukit::element_t;
 constexpr int kBins = 256;
 constexpr int kWarps = THREADS / cukit::kWarpSize;
 
-static_assert(THREADS >= kBins, "a thread for each bin");
+static_assert(THREADS >= kBins, "one thread per bin");
 
-// An unsigned number in the order of the floats, both zeros being equal; 0 for NaN.
+// An order-preserving unsigned key: -0 equals 0; NaN is 0, below all others.
 CUKIT_DEVICE unsigned key_of(T logit) {
   const float value = cukit::to_float(logit) + 0.0f;
   if (value != value) return 0;
@@ -29,7 +30,7 @@ CUKIT_DEVICE unsigned key_of(T logit) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// How many of the block's threads before this one have `flag`, and in `total` how many of all.
+// The number of lower threads of the block that have `flag`; `total` counts all threads.
 CUKIT_DEVICE int count_before(bool flag, int* warp_counts, int* total) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int warp = threadIdx.x / cukit::kWarpSize;
@@ -47,11 +48,11 @@ CUKIT_DEVICE int count_before(bool flag, int* warp_counts, int* total) {
 }
 
 struct Threshold {
-  unsigned key;  // the smallest that is chosen
-  int equal;     // how many tokens with this very key are chosen
+  unsigned key;  // the smallest chosen key
+  int equal;     // number of chosen tokens with exactly this key
 };
 
-// All threads; `bins` and `found` are shared memory.
+// Called by all threads; `bins` and `found` are in shared memory.
 CUKIT_DEVICE Threshold find_threshold(const T* logits, int seq_len, int capacity, int* bins,
                                       int (&found)[2]) {
   Threshold threshold{0, capacity};
@@ -64,7 +65,7 @@ CUKIT_DEVICE Threshold find_threshold(const T* logits, int seq_len, int capacity
       if (!above) atomicAdd(&bins[key >> shift & (kBins - 1)], 1);
     }
     __syncthreads();
-    // The bin in which the count from the top reaches what is still to be chosen.
+    // The bin in which the count from the top reaches the number still to be chosen.
     if (threadIdx.x < kBins) {
       int larger = 0;
       for (int bin = threadIdx.x + 1; bin < kBins; ++bin) larger += bins[bin];

@@ -1,8 +1,8 @@
 // Mixture of depths: the gradient of the router's logits.
 //
-//   grad_logits = grad_weight * weight * (1 - weight) of the tokens with a slot in [0, capacity), else 0
+//   grad_logits = grad_weight * weight * (1 - weight) if the slot is in [0, capacity), else 0
 //
-// Mapping: a thread a token. No shared memory.
+// Mapping: one thread per token. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16, of grad_logits; THREADS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/depth.py.
 #include "common/platform.cuh"

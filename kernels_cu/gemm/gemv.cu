@@ -1,23 +1,25 @@
-// The product of few tokens with a matrix of weights, for which reading the weights is all the work:
+// The product of few tokens with a weight matrix, bound by the reads of the weights:
 //   out[t, n] = sum_k x[t, k] * w[k, n]     for at most TOKENS tokens
 //
 // Mapping: a thread block computes a strip of columns n; its warps, and the blocks of its cluster,
-//   share the depth k step by step. A warp multiplies with mma.m16n8k16: x is the operand a, w the
-//   operand b. A sum over k may run in any order as long as both operands follow the same: threads
-//   load 16 bytes of w at a time and multiply them as they stand, without a shuffle.
-//     MAJOR 0, w contiguous along k: 8 * TILES columns a block, 32 of k a step; thread (g, t) =
-//       (lane / 4, lane % 4) holds k = 8t ... 8t + 7 of column g of each tile, which are two products.
-//     MAJOR 1, w contiguous along n: 64 columns a block, 16 of k a step; the thread holds columns 8g ...
-//       8g + 7 of rows 4t ... 4t + 3, and joins two rows to pairs. Product i takes column 8g + i.
-//   Steps wait in a ring in shared memory, where each thread reads back what it copied itself: many
-//   loads are in flight without a barrier, and without a register for any of them.
-// Shared memory: the ring, STAGES * WARPS * 512 bytes for each load of w and each 8 TOKENS, later the
-//   sums of the warps, 4 * WARPS * TOKENS * columns bytes; static 4 * TOKENS * columns for the cluster.
-// Macros: DTYPE float16|bfloat16; OUT float32|float16|bfloat16; MAJOR; TOKENS 8|16; TILES (1 where
-//   MAJOR is 1); STAGES; WARPS; CLUSTER 1, 2, 4 or 8, above 1 from sm_90 on; ALIGNED 0|1: rows of w begin
-//   on 16 bytes and their length is a multiple of 8, and so it is with x, contiguous along k. Without,
-//   elements are loaded one by one and there is no ring.
-// Minimum architecture: sm_80. Sums in float in a fixed order: deterministic. Reference:
+//   divide the steps of k. A warp multiplies with mma.m16n8k16: x is operand a, w is operand b. The
+//   order of k within a sum is free as long as both operands agree, so threads multiply the 16
+//   bytes of w that they load without shuffles.
+//     MAJOR 0, w contiguous along k: 8 * TILES columns per block, 32 of k per step; thread (g, t) =
+//       (lane / 4, lane % 4) holds k = 8t ... 8t + 7 of column g of each tile, enough for two MMAs.
+//     MAJOR 1, w contiguous along n: 64 columns per block, 16 of k per step; the thread holds
+//       columns 8g ... 8g + 7 of rows 4t ... 4t + 3 and packs pairs of rows. MMA i uses column
+//       8g + i.
+//   Each warp has a cp.async pipeline in which every thread reads back only what it copied itself:
+//   many loads are in flight without barriers and without registers.
+// Shared memory: the stages, STAGES * WARPS * 512 bytes for each load of w and each 8 TOKENS,
+//   reused for the warps' accumulators, 4 * WARPS * TOKENS * columns bytes; static 4 * TOKENS *
+//   columns for the cluster.
+// Macros: DTYPE float16|bfloat16; OUT float32|float16|bfloat16; MAJOR; TOKENS 8|16; TILES (1 with
+//   MAJOR 1); STAGES; WARPS; CLUSTER 1, 2, 4 or 8, above 1 from sm_90 on; ALIGNED 0|1: rows of w
+//   are 16-byte aligned and their length is a multiple of 8, and the same holds for x, contiguous
+//   along k. With 0, elements are loaded one by one, without a pipeline.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic. Reference:
 //   cukit/reference/gemm.py.
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
@@ -34,17 +36,17 @@ using T = element_t;
 
 constexpr int kVector = 8;  // values of 16 bytes
 constexpr bool kAlongN = MAJOR == 1;
-constexpr int kStep = kAlongN ? 16 : 32;       // of k
+constexpr int kStep = kAlongN ? 16 : 32;       // k per step
 constexpr int kProducts = kAlongN ? 8 : TILES; // tiles of 8 columns
-constexpr int kColumns = 8 * kProducts;        // of a block
-constexpr int kLoads = kAlongN ? 4 : TILES;    // of w, a step
-constexpr int kHalves = TOKENS / 8;            // of the rows of a
-constexpr int kDepth = kStep / 4;              // of k that a thread multiplies, a step
-constexpr int kPieces = kLoads + kHalves;      // of 16 bytes, of a thread in a stage
+constexpr int kColumns = 8 * kProducts;        // per block
+constexpr int kLoads = kAlongN ? 4 : TILES;    // loads of w per step
+constexpr int kHalves = TOKENS / 8;            // groups of 8 rows of a
+constexpr int kDepth = kStep / 4;              // k per thread and step
+constexpr int kPieces = kLoads + kHalves;      // 16-byte pieces per thread and stage
 constexpr int kResults = TOKENS * kColumns;
 constexpr int kOwned = kResults / CLUSTER;     // results that a block of the cluster finishes
 
-// Eight values as four registers.
+// Eight values in four registers.
 struct alignas(16) Vector {
   unsigned pairs[4];
 };
@@ -59,13 +61,13 @@ CUKIT_DEVICE Vector load_some(const T* values, int count, long long stride) {
   return *reinterpret_cast<const Vector*>(&vector);
 }
 
-// What one thread holds of a step: the pieces of w, then those of x.
+// A thread's part of a step: pieces of w, then pieces of x.
 struct Step {
   Vector pieces[kPieces];
 
   Step() = default;
 
-  // From a stage of the ring. Of x there are only kDepth values.
+  // Reads a stage. A piece of x has only kDepth values.
   CUKIT_DEVICE explicit Step(const Vector* stage) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -78,31 +80,31 @@ struct Step {
     }
   }
 
-  CUKIT_DEVICE void multiply(float (&sums)[kProducts][4]) const {
+  CUKIT_DEVICE void multiply(float (&acc)[kProducts][4]) const {
     const Vector& low = pieces[kLoads];
-    const Vector& high = pieces[kPieces - 1];  // of tokens 8 ... 15
+    const Vector& high = pieces[kPieces - 1];  // tokens 8 ... 15
 #pragma unroll
-    for (int p = 0; p < kDepth / 2; p += 2) {  // two pairs of k a product
+    for (int p = 0; p < kDepth / 2; p += 2) {  // two pairs of k per MMA
       const unsigned a[4] = {low.pairs[p], kHalves > 1 ? high.pairs[p] : 0, low.pairs[p + 1],
                              kHalves > 1 ? high.pairs[p + 1] : 0};
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
         if constexpr (kAlongN) {
-          // Column i: the lower or the upper half of a register of two rows.
+          // Column i is the lower or upper half of a register in each of two rows.
           const unsigned halves = i % 2 == 0 ? 0x5410 : 0x7632;
           const int pair = i / 2;
-          mma_16x8x16<T>(sums[i], a,
+          mma_16x8x16<T>(acc[i], a,
                          __byte_perm(pieces[0].pairs[pair], pieces[1].pairs[pair], halves),
                          __byte_perm(pieces[2].pairs[pair], pieces[3].pairs[pair], halves));
         } else {
-          mma_16x8x16<T>(sums[i], a, pieces[i].pairs[p], pieces[i].pairs[p + 1]);
+          mma_16x8x16<T>(acc[i], a, pieces[i].pairs[p], pieces[i].pairs[p + 1]);
         }
       }
     }
   }
 };
 
-// The operands as one thread sees them.
+// This thread's pointers into the operands.
 class Operands {
  public:
   CUKIT_DEVICE Operands(const T* x, const T* w, const GemvParameters& at, int column, int lane)
@@ -122,14 +124,14 @@ class Operands {
     } else {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        // Columns beyond the last repeat it; their results are dropped.
+        // Columns beyond the last one reload it; their results are dropped.
         const long long n = min(column + 8 * i + g, at.columns - 1);
         w_[i] = w + n * at.w_leading + first_;
       }
     }
   }
 
-  // Copies this thread's pieces of the step from k on; zeros beyond the depth.
+  // Copies this thread's pieces of the step at k; zero-fills beyond the depth.
   CUKIT_DEVICE void copy(unsigned slot, int k) const {
     constexpr int kPieceBytes = 16 * kWarpSize;
     const int left = depth_ - first_ - k;
@@ -145,7 +147,7 @@ class Operands {
     cp_async_commit();
   }
 
-  // The same into registers, one element at a time.
+  // Loads the same pieces to registers, one element at a time.
   CUKIT_DEVICE void load(Step& step, int k) const {
     const int left = depth_ - first_ - k;
 #pragma unroll
@@ -171,7 +173,7 @@ class Operands {
   long long x_depth_, w_step_ = 0;
 };
 
-// Where the i-th sum of a product of this thread belongs: token, and column of the block.
+// The index of accumulator i of an MMA in the block's results [TOKENS, kColumns].
 CUKIT_DEVICE int place_of(int product, int i, int lane) {
   const int token = lane / 4 + i / 2 * 8;
   const int of_product = lane % 4 * 2 + i % 2;
@@ -186,25 +188,26 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(WARPS * 32) gem
     const T* __restrict__ w,  // MAJOR 0: [columns, depth]; MAJOR 1: [depth, columns]
     OUT* __restrict__ out,    // [tokens, columns], any strides
     const __grid_constant__ GemvParameters at) {
-  CUKIT_DYNAMIC_SHARED(Vector, ring);  // [WARPS][STAGES][kPieces][32]; then float [WARPS][kResults]
+  // Stages [WARPS][STAGES][kPieces][32], then accumulators float [WARPS][kResults].
+  CUKIT_DYNAMIC_SHARED(Vector, stages);
   __shared__ float gathered[CLUSTER][kOwned];
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   int rank = 0;
   if constexpr (CLUSTER > 1) {
     rank = cluster_rank();
-    cluster_arrive();  // peers may write to this block's memory once it has started
+    cluster_arrive();  // peers may write to this block's shared memory once it has started
   }
   const int column = static_cast<int>(blockIdx.x / CLUSTER) * kColumns;
   const Operands operands(x, w, at, column, lane);
 
-  float sums[kProducts][4] = {};
-  constexpr int kStride = kStep * WARPS * CLUSTER;  // between two steps of a warp
+  float acc[kProducts][4] = {};
+  constexpr int kStride = kStep * WARPS * CLUSTER;  // between consecutive steps of a warp
   const int first = (rank * WARPS + warp) * kStep;
   if constexpr (ALIGNED) {
     constexpr int kStageVectors = kPieces * kWarpSize;
-    const Vector* own = ring + warp * STAGES * kStageVectors + lane;
-    int ahead = first;  // of the next copy
+    const Vector* own = stages + warp * STAGES * kStageVectors + lane;
+    int ahead = first;  // k of the next copy
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s, ahead += kStride) {
       operands.copy(shared_address(own + s * kStageVectors), ahead);
@@ -215,25 +218,25 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(WARPS * 32) gem
       const Step step(own + stage * kStageVectors);
       const int freed = stage == 0 ? STAGES - 1 : stage - 1;
       operands.copy(shared_address(own + freed * kStageVectors), ahead);
-      step.multiply(sums);
+      step.multiply(acc);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     cp_async_wait<0>();
-    __syncthreads();  // the ring becomes the warps' sums
+    __syncthreads();  // the stages are reused for the accumulators
   } else {
     for (int k = first; k < at.depth; k += kStride) {
       Step step;
       operands.load(step, k);
-      step.multiply(sums);
+      step.multiply(acc);
     }
   }
 
-  float* partial = reinterpret_cast<float*>(ring);
+  float* partial = reinterpret_cast<float*>(stages);
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
     for (int j = 0; j < 2 * kHalves; ++j) {
-      partial[warp * kResults + place_of(i, j, lane)] = sums[i][j];
+      partial[warp * kResults + place_of(i, j, lane)] = acc[i][j];
     }
   }
   __syncthreads();

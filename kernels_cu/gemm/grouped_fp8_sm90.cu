@@ -1,16 +1,17 @@
-// Products of groups of rows of float8 codes with a matrix for each group, on Hopper; scales of blocks.
+// Grouped FP8 products with scales per block, on Hopper; each group of rows has its own matrix.
 //
 //   out[r] = sum over k of x[r, k] x_scale[r, k / 128] weights[g][:, k] scale[g][:/128, k / 128]
 //
-// Mapping: blocks walk over the tiles of all groups (gemm/grouped_tiles.cuh, RAGGED M); sums of 128
-//   products are promoted (common/hopper/promoted_product.cuh), as in matmul_8bit_sm90.cu.
+// Mapping: persistent blocks compute the tiles of all groups (gemm/grouped_tiles.cuh, RAGGED M);
+//   sums of 128 products are promoted (common/hopper/promoted_product.cuh), as in
+//   matmul_8bit_sm90.cu.
 // Shared memory, dynamic: STAGES * ((TILE_M + TILE_N) * 128 + 1024), stages (x | weights | scales);
-//   then the buffers of StagedEpilogue. Static: two barriers a stage, 4 * (GROUPS + 1) bytes.
+//   then the buffers of StagedEpilogue. Static: two barriers per stage, 4 * (GROUPS + 1) bytes.
 // Macros: OUT float16|bfloat16; TILE_M 64|128; TILE_N a multiple of 16 up to 256; STAGES; CONSUMERS
 //   1|2; PARTIALS 1|2; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); GROUPS.
-// Tensor maps: x, weights and out as grouped_tiles.cuh says, swizzled by 128 bytes; scales of x
+// Tensor maps: x, weights and out as in grouped_tiles.cuh, with the 128-byte swizzle; scales of x
 //   [ceil(k / 128), rows] in boxes of [1, TILE_M + 4].
-// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Architecture: sm_90 (sm_90a) only. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py, grouped_gemm_fp8.
 #include "common/codes.cuh"
 #include "common/hopper/promoted_product.cuh"
@@ -26,7 +27,7 @@ using cukit::Ragged;
 
 using Out = cukit::OUT;
 using Shape = cukit::GemmShape<cukit::Float8E4M3, TILE_M, TILE_N, 1, CONSUMERS>;
-// The producer looks for tiles and copies scales; it spills with 40 registers.
+// The producer also searches for tiles and copies scales; with 40 registers it would spill.
 using Block = cukit::WarpSpecialized<CONSUMERS, 56, BLOCKS_PER_SM>;
 using Schedule = cukit::GroupedTiles<Ragged::M, TILE_M, TILE_N>;
 using Epilogue = cukit::GroupedEpilogue<Shape, Out, Ragged::M, cukit::Identity>;
@@ -34,7 +35,8 @@ using Blocks = cukit::BlockScales<Shape>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 
-// TMA begins at multiples of 16 bytes, groups at any row: boxes of scales begin up to three rows early.
+// TMA loads start at multiples of 16 bytes but groups at any row: boxes of scales start up to three
+// rows early.
 constexpr int kScaleRows = TILE_M + 4;
 
 CUKIT_DEVICE int rows_early(const GroupTile& tile) { return (tile.first_row() + tile.m) % 4; }
@@ -45,10 +47,10 @@ struct Operands {
   static constexpr int kScaleBytes = kScaleRows * static_cast<int>(sizeof(float));
   cukit::GroupedOperands<Shape, Ragged::M, 1> operands;
   const cukit::TensorMap* scales;
-  cukit::ColumnScales<Shape> columns;  // of group 0
+  cukit::ColumnScales<Shape> columns;  // scales of group 0
 
   static_assert(kScaleBytes + Blocks::kColumnBytes <= Blocks::kStageBytes,
-                "behind the operands of a stage");
+                "scales fit behind the operands of a stage");
 
   CUKIT_DEVICE int bytes(const GroupTile&) const { return Shape::kStageBytes + kScaleBytes; }
 
@@ -63,7 +65,7 @@ struct Operands {
   }
 };
 
-// BlockScales that lie where rows_early() says.
+// BlockScales whose rows are offset by rows_early().
 struct Scales {
   static constexpr int kStageBytes = Blocks::kStageBytes;
   using Factors = Blocks::Factors;
@@ -90,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   __shared__ cukit::Pipeline<STAGES> pipeline;
   __shared__ int starts[GROUPS + 1];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::Groups groups{ends, p.longest, p.set_aside != 0};
+  const cukit::Groups groups{ends, p.longest, p.fixed_capacity != 0};
   if (threadIdx.x < cukit::kWarpSize) {
     cukit::count_tiles<GROUPS>(starts, groups, p.groups, TILE_M);
   }

@@ -1,13 +1,14 @@
-// Products of groups of rows with a matrix for each group, on mma.sync: any layout, any alignment.
+// Grouped products, each group of rows with its own matrix, on mma.sync: any layout, any alignment.
 //
-//   RAGGED M   out[r] = f(a[r] b[g]^T), r a row of group g; or f(a gate^T) * (a up^T), b being gate | up
+//   RAGGED M   out[r] = f(a[r] b[g]^T) for the rows r of group g; with PARTS 2
+//              out[r] = f(a[r] gate[g]^T) * (a[r] up[g]^T), b[g] = (gate[g] | up[g])
 //   RAGGED K   out[g] = sum over the rows r of group g of a[r]^T b[r]
 //
-// Mapping: a block for each tile (gemm/dense_tile_sm80.cuh, which says what the other macros are), found by
-//   bisection from offsets on the device. Where m is ragged the grid has a tile more for every group; blocks
-//   without a tile leave.
-// Shared memory: that of a tile, and with RAGGED M, static, 4 * (GROUPS + 1) bytes.
-// Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS at most.
+// Mapping: one block per tile (gemm/dense_tile_sm80.cuh, which documents the other macros). With
+//   ragged m, a block finds its tile by bisection of the tile offsets, which it computes on the
+//   device; the grid has one extra tile row per group, and blocks without a tile exit.
+// Shared memory: that of a tile; with RAGGED M also 4 * (GROUPS + 1) bytes, static.
+// Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS, the most groups.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py.
 #include "common/platform.cuh"
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grouped_gemm_sm80(
     const cukit::GroupedDenseParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   __shared__ int starts[GROUPS + 1];
-  const cukit::Groups groups{ends, p.longest, p.set_aside != 0};
+  const cukit::Groups groups{ends, p.longest, p.fixed_capacity != 0};
   const long long n = p.n;
   const int tiles_n = DenseProduct::tiles_n(p.n);
   int index = static_cast<int>(blockIdx.x);

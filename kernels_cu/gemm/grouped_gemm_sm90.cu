@@ -1,18 +1,21 @@
-// Products of groups of rows with a matrix for each group, on Hopper: persistent blocks, TMA, wgmma.
+// Grouped products, each group of rows with its own matrix, on Hopper: persistent blocks, TMA,
+// wgmma.
 //
 //   RAGGED M   out[r] = f(x[r] weights[g]^T)          for the rows r of group g; with PARTS 2
 //              out[r] = f(x[r] gate[g]^T) * (x[r] up[g]^T), weights[g] = (gate[g] | up[g])
-//   RAGGED N   the same for short groups: weights are operand a, the rows columns of a narrow tile
+//   RAGGED N   the same for short groups: weights are operand a, rows are columns of a narrow tile
 //   RAGGED K   out[g] = sum of a[r]^T b[r] over the rows r of group g: gradients of weights
 //
-// Mapping: blocks walk over the tiles of all groups, group by group (gemm/grouped_tiles.cuh), which they
-//   find from offsets or counts in device memory. The rest as linear_sm90.cu. Groups may have any number
-//   of rows, 0 among them; no row is padded, in memory.
-// Shared memory, dynamic: STAGES * (a | b), then the epilogue's buffers, as linear_sm90.cu. Static: two
-//   barriers a stage, 4 * (GROUPS + 1) bytes for the tiles before each group.
+// Mapping: persistent blocks compute the tiles of all groups, group by group
+//   (gemm/grouped_tiles.cuh); they derive the tiles from offsets or counts in device memory.
+//   Otherwise as linear_sm90.cu. Groups may have any number of rows, including 0; rows are not
+//   padded in memory.
+// Shared memory, dynamic: STAGES * (a | b), then the epilogue's buffers, as in linear_sm90.cu.
+//   Static: two barriers per stage, 4 * (GROUPS + 1) bytes for the first tile of each group.
 // Macros: DTYPE float16|bfloat16; RAGGED M|N|K; TILE_M, TILE_N, STAGES, CONSUMERS, BLOCKS_PER_SM,
-//   THREADS, MAJOR_A, MAJOR_B, PARTS, ACTIVATION, KEEPS as linear_sm90.cu; GROUPS, the most there may be.
-// Tensor maps: [matrices, rows, columns], as grouped_tiles.cuh says.
+//   THREADS, MAJOR_A, MAJOR_B, PARTS, ACTIVATION, KEEPS as in linear_sm90.cu; GROUPS, the most
+//   groups.
+// Tensor maps: [matrices, rows, columns], as in grouped_tiles.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py.
 #include "common/platform.cuh"
@@ -51,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   __shared__ cukit::Pipeline<STAGES> pipeline;
   __shared__ int starts[GROUPS + 1];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::Groups groups{ends, p.longest, p.set_aside != 0};
+  const cukit::Groups groups{ends, p.longest, p.fixed_capacity != 0};
   if (kRagged != Ragged::K && threadIdx.x < cukit::kWarpSize) {
     cukit::count_tiles<GROUPS>(starts, groups, p.groups, kRagged == Ragged::M ? TILE_M : TILE_N);
   }

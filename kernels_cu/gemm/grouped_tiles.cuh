@@ -1,11 +1,11 @@
-// Products of groups of rows: the parts of common/hopper/gemm.cuh that know of groups.
+// Grouped versions of the building blocks in common/hopper/gemm.cuh.
 //
-// Row r of group g is multiplied by matrix g; gemm/groups.cuh says where groups lie.
+// Row r of group g is multiplied by matrix g; gemm/groups.cuh describes where groups are stored.
 //
-// Ragged matrices, whose rows are those of the groups, come as maps of sequences (encode_sequence_map in
-// cukit/core/tensor_map.py): what lies behind the last row of a group reads as zero and is not written,
-// though another group may begin there. Zeros also cost the tensor cores less power than the next group's
-// rows.
+// Ragged matrices, whose rows are those of the groups, use sequence maps (encode_sequence_map in
+// cukit/core/tensor_map.py): rows beyond the end of a group read as zeros and are not written,
+// although the next group may start there. Zeros also cost the tensor cores less power than the
+// next group's rows.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -21,19 +21,19 @@ struct GroupTile {
   int first_step, end_step;
   int group;
   int length;      // rows of the group
-  MatrixRow rows;  // the group's first, in the maps of ragged matrices
+  MatrixRow rows;  // the group's first row, in the maps of ragged matrices
 
-  // The group's first row among all rows.
+  // The group's first row, counted over all groups.
   CUKIT_DEVICE int first_row() const { return rows.matrix - length; }
 };
 
-// Tiles of all groups under the static schedule, group by group. `columns`: of the result in a tile.
+// The tiles of all groups in a static schedule, group by group. Columns: result columns of a tile.
 template <Ragged kRagged, int TileM, int Columns>
 struct GroupedTiles {
   using Tile = GroupTile;
   const GroupedParameters& p;
   Groups groups;
-  const int* starts;  // of count_tiles; not needed where k is ragged
+  const int* starts;  // from count_tiles; not used with ragged k
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
     int index = static_tile(turn);
@@ -62,11 +62,11 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int kDepth = 64;  // rows of 16-bit elements in a step of k
+  static constexpr int kDepth = 64;  // rows of 16-bit elements per k step
 };
 
-// a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b is two
-// matrices, one behind the other, whose columns share each tile as in PairedOperands.
+// Loads a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b
+// is gate followed by up, and each tile has columns of both, as in PairedOperands.
 template <typename Shape, Ragged kRagged, int Parts>
 struct GroupedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
@@ -90,32 +90,32 @@ struct GroupedOperands {
   }
 };
 
-// SharedProduct, for groups that may have no rows to add up. Zeros also tell the compiler that the
-// accumulators hold nothing between tiles, while the next one is looked for.
+// SharedProduct for groups that may have no k steps. Clearing the accumulators also tells the
+// compiler that they are dead between tiles, while the schedule searches for the next one.
 template <typename Shape>
 struct GroupedProduct : SharedProduct<Shape> {
   using SharedProduct<Shape>::SharedProduct;
 
   template <int Stages>
-  CUKIT_DEVICE void multiply(typename SharedProduct<Shape>::Accumulators& sums,
+  CUKIT_DEVICE void multiply(typename SharedProduct<Shape>::Accumulators& acc,
                              Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
                              const GroupTile& tile) const {
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row)
 #pragma unroll
-      for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
-    if (tile.end_step > 0) SharedProduct<Shape>::multiply(sums, pipeline, at, tile);
+      for (int i = 0; i < Shape::kTileN / 2; ++i) acc[row][i] = 0.0f;
+    if (tile.end_step > 0) SharedProduct<Shape>::multiply(acc, pipeline, at, tile);
   }
 };
 
-// StagedEpilogue, for results of groups; where n is ragged TransposedEpilogue.
+// StagedEpilogue for the results of groups; TransposedEpilogue with ragged n.
 template <typename Shape, typename T, Ragged kRagged, typename Transform>
 struct GroupedEpilogue {
   static constexpr bool kTransposed = kRagged == Ragged::N;
   using Plain = StagedEpilogue<Shape, T, Transform>;
-  using Turned = TransposedEpilogue<Shape, T, Transform>;
+  using Transposed = TransposedEpilogue<Shape, T, Transform>;
   static constexpr int kColumns = Plain::kColumns;
-  static constexpr int kBytes = kTransposed ? Turned::kBytes : Plain::kBytes;
+  static constexpr int kBytes = kTransposed ? Transposed::kBytes : Plain::kBytes;
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes [1, 64, kPieceColumns]; transposed: [1, kTileN, 64]
   const TensorMap* kept;   // kParts times as many columns
@@ -124,21 +124,21 @@ struct GroupedEpilogue {
   Transform transform;
 
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const GroupTile& tile) {
+  CUKIT_DEVICE void store(Accumulators& acc, const GroupTile& tile) {
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = tile.m + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
       if (row >= (kRagged == Ragged::M ? tile.length : m)) break;
       transform.begin(row, tile.n);
-      transform.prepare(sums[row_tile], row, tile.n);
+      transform.prepare(acc[row_tile], row, tile.n);
       if constexpr (Transform::kKeeps) {
-        send<0>(sums[row_tile], kept, tile, row, tile.n, Transform::kParts * n);
+        send<0>(acc[row_tile], kept, tile, row, tile.n, Transform::kParts * n);
         if constexpr (Transform::kParts == 2) {
-          send<kColumns / 2>(sums[row_tile], kept, tile, row, n + tile.n, 2 * n);
+          send<kColumns / 2>(acc[row_tile], kept, tile, row, n + tile.n, 2 * n);
         }
       }
-      transform(sums[row_tile], row, tile.n);
-      send<0>(sums[row_tile], out, tile, row, tile.n, n);
+      transform(acc[row_tile], row, tile.n);
+      send<0>(acc[row_tile], out, tile, row, tile.n, n);
     }
   }
 
@@ -146,19 +146,19 @@ struct GroupedEpilogue {
 
  private:
   template <int First, int N>
-  CUKIT_DEVICE void send(const float (&sums)[N], const TensorMap* map, const GroupTile& tile, int row,
+  CUKIT_DEVICE void send(const float (&acc)[N], const TensorMap* map, const GroupTile& tile, int row,
                          int column, int columns) const {
     if constexpr (kTransposed) {
-      using Store = typename Turned::Store;
+      using Store = typename Transposed::Store;
       unsigned char* const buffer = buffers + group * Store::kBytes;
-      Store::store_piece(sums, buffer, 1 + group, [&] {
+      Store::store_piece(acc, buffer, 1 + group, [&] {
         Store::Piece::store(map, buffer, row, tile.rows.below(tile.n), m);
       });
     } else {
       using Store = typename Plain::Store;
       const MatrixRow origin = kRagged == Ragged::K ? MatrixRow{tile.group, 0} : tile.rows;
       Store::template store_pieces<First>(
-          sums, buffers + group * Store::kBytes, 1 + group,
+          acc, buffers + group * Store::kBytes, 1 + group,
           [&](int piece, const unsigned char* buffer) {
             Store::Piece::store(map, buffer, column + piece * Plain::kPieceColumns,
                                 origin.below(row), columns);

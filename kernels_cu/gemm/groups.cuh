@@ -1,7 +1,7 @@
-// Groups of rows, each with a matrix of its own, and the tiles that they are cut into.
+// Groups of rows, each with its own matrix, and their tiles.
 //
-// Groups lie one behind the other (offsets[groups + 1]), or each has `longest` rows set aside, of which it
-// uses counts[g]. Both are read on the device alone.
+// Groups are contiguous (offsets[groups + 1]), or each has a capacity of `longest` rows, of which
+// it uses counts[g]. Offsets and counts are read only on the device.
 //
 //   Ragged     product                                     groups are along
 //   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
@@ -16,20 +16,22 @@ namespace cukit {
 
 enum class Ragged { M, N, K };
 
-// Where the rows of groups are.
+// Where the rows of the groups are stored.
 struct Groups {
-  const int* ends;  // offsets[groups + 1], or counts[groups] with rows set aside
+  const int* ends;  // offsets[groups + 1], or counts[groups] if fixed_capacity
   int longest;
-  bool set_aside;
+  bool fixed_capacity;
 
   CUKIT_DEVICE int length(int group) const {
-    return set_aside ? min(ends[group], longest) : ends[group + 1] - ends[group];
+    return fixed_capacity ? min(ends[group], longest) : ends[group + 1] - ends[group];
   }
-  CUKIT_DEVICE int first_row(int group) const { return set_aside ? group * longest : ends[group]; }
+  CUKIT_DEVICE int first_row(int group) const {
+    return fixed_capacity ? group * longest : ends[group];
+  }
 };
 
-// Fills starts[groups + 1]: tiles of `extent` rows of the groups before each. One warp, at most
-// MostGroups groups.
+// Fills starts[groups + 1] with the first tile of each group, for tiles of `extent` rows. Called by
+// one warp; at most MostGroups groups.
 template <int MostGroups>
 CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int extent) {
   constexpr int kPerLane = (MostGroups + kWarpSize - 1) / kWarpSize;
@@ -52,8 +54,8 @@ CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int e
   if (lane == kWarpSize - 1 && groups == MostGroups) starts[groups] = before;
 }
 
-// The group that has tile `at`: the last one that begins there or before, since groups without tiles
-// begin where the next one does.
+// The group that contains tile `at`: the last group that starts at or before it. An empty group
+// starts at the same tile as the next one.
 CUKIT_DEVICE int group_of_tile(const int* starts, int groups, int at) {
   int low = 0, high = groups;
   while (high - low > 1) {

@@ -1,5 +1,5 @@
-// Dense matrix products with an epilogue, on mma.sync: a block for each tile (gemm/dense_tile_sm80.cuh,
-// which says what the macros are).
+// Dense matrix products with an epilogue, on mma.sync: one block per tile
+// (gemm/dense_tile_sm80.cuh, which documents the macros).
 //
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/gemm.py.
@@ -13,7 +13,7 @@ using cukit::T;
 extern "C" __global__ void __launch_bounds__(THREADS) linear_sm80(
     const T* __restrict__ a,     // [m, k]; MN-major: [k, m]
     const T* __restrict__ b,     // [n, k]; MN-major: [k, n]
-    const T* __restrict__ up,    // as b; only with PARTS 2
+    const T* __restrict__ up,    // like b; only with PARTS 2
     const T* __restrict__ bias,  // [n], or null
     T* __restrict__ out,         // [m, n]
     T* __restrict__ kept,        // [m, PARTS * n]; only with KEEPS

@@ -1,4 +1,4 @@
-// What a linear layer does to its accumulators: bias, activation, gating (a Transform of
+// The epilogue of a linear layer: bias, activation, gating (a Transform of
 // common/hopper/gemm_epilogue.cuh).
 #pragma once
 
@@ -9,8 +9,9 @@
 
 namespace cukit {
 
-// Activation: a type of common/activation.cuh. Columns: of the accumulators of a part. Transposed: the
-// rows of the product are the features, which bias belongs to, not the columns.
+// Activation: a type of common/activation.cuh. Columns: columns of a part's accumulators.
+// Transposed: the features, which the bias belongs to, are the rows of the product instead of its
+// columns.
 template <typename T, typename Activation, int Parts, bool Keeps, int Columns, bool Transposed>
 struct LinearTransform {
   static constexpr int kParts = Parts;
@@ -18,31 +19,31 @@ struct LinearTransform {
   static_assert(Columns % 8 == 0, "whole column tiles of wgmma");
   const T* bias;  // [features], or null
   int features;
-  Vec<T, 2> pairs[Transposed ? 1 : Columns / 8];  // of bias, this lane's
+  Vec<T, 2> pairs[Transposed ? 1 : Columns / 8];  // this lane's bias elements
 
   CUKIT_DEVICE LinearTransform(const T* bias, int features) : bias(bias), features(features) {}
 
-  // Where the input is kept too, registers are scarce: prepare() loads then.
+  // With Keeps the kernel is register-limited, so prepare() loads the bias instead.
   CUKIT_DEVICE void begin(int row, int column) {
     if constexpr (!Keeps) load_bias(row, column);
   }
 
   template <int N>
-  CUKIT_DEVICE void prepare(float (&sums)[N], int row, int column) {
+  CUKIT_DEVICE void prepare(float (&acc)[N], int row, int column) {
     if constexpr (Keeps) load_bias(row, column);
     if (bias == nullptr) return;
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
-      sums[i] += to_float(Transposed ? pairs[0][i / 2 % 2] : pairs[i / 4][i % 2]);
+      acc[i] += to_float(Transposed ? pairs[0][i / 2 % 2] : pairs[i / 4][i % 2]);
     }
   }
 
   template <int N>
-  CUKIT_DEVICE void operator()(float (&sums)[N], int, int) const {
+  CUKIT_DEVICE void operator()(float (&acc)[N], int, int) const {
 #pragma unroll
     for (int i = 0; i < N / Parts; ++i) {
-      const float gate = Activation::value(sums[i]);
-      sums[i] = Parts == 2 ? gate * sums[N / 2 + i] : gate;
+      const float gate = Activation::value(acc[i]);
+      acc[i] = Parts == 2 ? gate * acc[N / 2 + i] : gate;
     }
   }
 

@@ -1,19 +1,20 @@
-// Products of 8-bit matrices on any GPU since Ampere (float8: since Ada): int8 and float8 (e4m3),
-// scaled by tensor, row or block.
+// Products of 8-bit matrices on mma.sync (Ampere and later; float8: Ada and later): int8 and float8
+// (e4m3), with scales per tensor, row or block.
 //
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
-// Mapping: a block computes a TILE_M x TILE_N tile of the result, tiles in groups of `group` rows
-//   (common/hopper/tile_scheduler.cuh). Eight warps, 2 along m and 4 along n, multiply with mma.sync;
-//   cp.async brings 128 of k at a time, up to STAGES - 1 ahead.
-// PARTIALS 1: float8 sums of 128 of k are added in float; with BLOCKS 1 times the scales of 128 elements
-//   of a row of a and of a block of 128 x 128 of b. PARTIALS 0: one sum over all of k, for int8.
-// Shared memory, bytes: STAGES * (TILE_M + TILE_N) * 128, dynamic: stages (a | b), rows of 128 bytes in
-//   swizzled chunks of 16 (common/tile.cuh).
-// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M a
-//   multiple of 32; TILE_N a multiple of 64 that divides 128; STAGES 2..; PARTIALS 0|1; BLOCKS 0|1;
-//   THREADS 256.
-// Minimum architecture: sm_80; Float8E4M3 sm_89. Sums in a fixed order: deterministic.
+// Mapping: a block computes a TILE_M x TILE_N tile of the result, in rasterisation groups of
+//   `group` tile rows (common/hopper/tile_scheduler.cuh). Eight warps, 2 along m and 4 along n,
+//   multiply with mma.sync; cp.async loads k steps of 128, up to STAGES - 1 ahead.
+// PARTIALS 1: float8 sums over 128 of k are added in float; with BLOCKS 1, after multiplication by
+//   the scales of 128 elements of a row of a and of a 128 x 128 block of b. PARTIALS 0: one sum
+//   over all of k, for int8.
+// Shared memory, bytes: STAGES * (TILE_M + TILE_N) * 128, dynamic: stages (a | b), rows of 128
+//   bytes in swizzled chunks of 16 (common/tile.cuh).
+// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8);
+//   TILE_M a multiple of 32; TILE_N a multiple of 64 that divides 128; STAGES 2..; PARTIALS 0|1;
+//   BLOCKS 0|1; THREADS 256.
+// Minimum architecture: sm_80; Float8E4M3 sm_89. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/codes.cuh"
 #include "common/hopper/tile_scheduler.cuh"
@@ -34,19 +35,19 @@ using Sum = cukit::AccumulatorOf<Code>::Type;
 
 constexpr int kTileK = 128;
 constexpr int kWarpsN = 4;
-constexpr int kRowTiles = TILE_M / 2 / 16;             // of a warp
-constexpr int kColumnTiles = TILE_N / kWarpsN / 8;     // of a warp
+constexpr int kRowTiles = TILE_M / 2 / 16;             // per warp
+constexpr int kColumnTiles = TILE_N / kWarpsN / 8;     // per warp
 constexpr int kStageBytes = (TILE_M + TILE_N) * kTileK;
 using Rows = cukit::Swizzle<kTileK / 2>;  // in 16-bit elements
-// sm_100 widens float8 fragments to 16 bits before the mma. With all steps unrolled the widened
-// fragments do not fit into registers beside both accumulators.
+// sm_100 widens float8 fragments to 16 bits before the MMA. With all steps unrolled, the widened
+// fragments and both sets of accumulators do not fit into registers.
 constexpr int kUnrollK = __CUDA_ARCH__ / 100 == 10 && PARTIALS ? 1 : kTileK / 32;
 
 static_assert(THREADS == 256 && TILE_M % 32 == 0, "eight warps");
 static_assert(TILE_N % 64 == 0 && 128 % TILE_N == 0, "a tile's columns share a block of scales");
-static_assert(!BLOCKS || PARTIALS, "scales of blocks belong to partial sums");
+static_assert(!BLOCKS || PARTIALS, "scales per block need partial sums");
 
-using Sums = Sum[kRowTiles][4 * kColumnTiles];
+using Accumulators = Sum[kRowTiles][4 * kColumnTiles];
 
 CUKIT_DEVICE void multiply_tile(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   cukit::mma_16x8x32_s8(d, a, b);
@@ -57,7 +58,7 @@ CUKIT_DEVICE void multiply_tile(float (&d)[4], const unsigned (&a)[4], const uns
 }
 #endif
 
-// Starts copying `rows_of_tile` rows of 128 bytes; what lies outside [rows, k] becomes zeros.
+// Starts copying RowsOfTile rows of 128 bytes; elements outside [rows, k] are zero-filled.
 template <int RowsOfTile>
 CUKIT_DEVICE void copy_rows(unsigned tile, const unsigned char* from, long long row_stride, int rows,
                             int k) {
@@ -71,8 +72,8 @@ CUKIT_DEVICE void copy_rows(unsigned tile, const unsigned char* from, long long 
   }
 }
 
-// sums += the product of a stage's 128 of k, for this warp.
-CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int warp_column) {
+// Accumulates the product of a stage's 128 of k, for this warp.
+CUKIT_DEVICE void multiply_stage(Accumulators& acc, unsigned stage, int warp_row, int warp_column) {
   const cukit::LeftMK<kTileK / 2> left(stage, warp_row, 0);
   const cukit::RightNK<kTileK / 2> right(stage + TILE_M * kTileK, warp_column, 0);
 #pragma unroll kUnrollK
@@ -88,7 +89,7 @@ CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int w
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          Sum(&tile)[4] = reinterpret_cast<Sum(&)[4]>(sums[m][4 * (n + i)]);
+          Sum(&tile)[4] = reinterpret_cast<Sum(&)[4]>(acc[m][4 * (n + i)]);
           const unsigned columns[2] = {b[2 * i], b[2 * i + 1]};
           multiply_tile(tile, a[m], columns);
         }
@@ -96,11 +97,11 @@ CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int w
   }
 }
 
-CUKIT_DEVICE void clear_sums(Sums& sums) {
+CUKIT_DEVICE void clear(Accumulators& acc) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-    for (int i = 0; i < 4 * kColumnTiles; ++i) sums[m][i] = 0;
+    for (int i = 0; i < 4 * kColumnTiles; ++i) acc[m][i] = 0;
 }
 
 }  // namespace
@@ -114,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
 #else
     const float* __restrict__ a_scales,           // [m], [1] or null: 1
     const float* __restrict__ b_scales,           // [n], [1] or null: 1
-    const signed char* __restrict__ zero_points,  // as a_scales, or null: 0
-    const int* __restrict__ column_sums,          // [n]: of b along k, with zero_points
+    const signed char* __restrict__ zero_points,  // like a_scales, or null: 0
+    const int* __restrict__ column_sums,          // [n]: sums of b along k; with zero_points
 #endif
     const Out* __restrict__ bias,  // [n] or null
     Out* __restrict__ out,         // [m, n]
@@ -144,20 +145,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
       copy_rows<TILE_N>(stage + TILE_M * kTileK, b + column * rows.b_row_bytes + first,
                         rows.b_row_bytes, size.n - column, rows.k - first);
     }
-    cukit::cp_async_commit();  // an empty group counts as one
+    cukit::cp_async_commit();  // commit even an empty group, so that cp_async_wait counts steps
   };
 
-  Sums sums;
-  clear_sums(sums);
+  Accumulators acc;
+  clear(acc);
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < size.steps; ++step) {
     cukit::cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the stage has come, and all warps have read the one that is loaded next
+    __syncthreads();  // this stage has arrived, and all warps have read the one that is loaded next
     load(step + STAGES - 1);
     const unsigned stage = shared + step % STAGES * kStageBytes;
 #if PARTIALS
-    Sums partial;
-    clear_sums(partial);
+    Accumulators partial;
+    clear(partial);
     multiply_stage(partial, stage, warp_row, warp_column);
 #if BLOCKS
     const float column_scale =
@@ -179,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 4 * n + 2 * half + i;
-            sums[m][element] += factor * partial[m][element];
+            acc[m][element] += factor * partial[m][element];
           }
       }
 #else
-    multiply_stage(sums, stage, warp_row, warp_column);
+    multiply_stage(acc, stage, warp_row, warp_column);
 #endif
   }
 
@@ -197,13 +198,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
 #endif
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-    constexpr int kSums = 4 * kColumnTiles;
+    constexpr int kElements = 4 * kColumnTiles;
     if constexpr (cukit::kIsExact<Out>) {
-      result.write_pairs<kSums>(sums[m], 0, own_row + 16 * m, own_column, size.n);
+      result.write_pairs<kElements>(acc[m], 0, own_row + 16 * m, own_column, size.n);
     } else {
-      float values[kSums];
-      result.scale(values, sums[m], 0, own_row + 16 * m, own_column);
-      result.write_pairs<kSums>(values, 0, own_row + 16 * m, own_column, size.n);
+      float values[kElements];
+      result.scale(values, acc[m], 0, own_row + 16 * m, own_column);
+      result.write_pairs<kElements>(values, 0, own_row + 16 * m, own_column, size.n);
     }
   }
 }

@@ -1,29 +1,34 @@
-// Products of 8-bit matrices on Hopper: int8 and float8 (e4m3), scaled by tensor, row or block.
+// Products of 8-bit matrices on Hopper: int8 and float8 (e4m3), with scales per tensor, row or
+// block.
 //
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
-// Mapping: as linear_sm90.cu: a persistent grid walks over TILE_M x TILE_N tiles of the result; a
-//   producer thread, CONSUMERS warpgroups of TILE_M / CONSUMERS rows each; a step is 128 of k.
+// Mapping: as in linear_sm90.cu: a persistent grid computes TILE_M x TILE_N tiles of the result,
+//   with a producer thread and CONSUMERS warpgroups of TILE_M / CONSUMERS rows each; a k step is
+//   128.
 // Product, by PARTIALS:
-//   0   one sum over all of k in the tensor cores: exact for int8; for float8 with about 14 bits
-//   1|2 float8 sums of 128 of k, added in float (common/hopper/promoted_product.cuh)
+//   0   one sum over all of k in the tensor cores: exact for int8; about 14 bits for float8
+//   1|2 float8 sums over 128 of k, added in float (common/hopper/promoted_product.cuh)
 // Scales, by BLOCKS:
-//   0   of rows of a and b or of the tensors, with zero points and bias in the epilogue
-//   1   of 128 elements of a row of a and of 128 x 128 blocks of b, in the sums (PARTIALS 1|2); bias
-// SPLITS > 1: the blocks of a cluster split the steps of k of one tile and add their sums
-//   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster, every block has
-//   a step.
-// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + scales), dynamic: stages (a | b | scales of
-//   blocks: those of a's rows and of two or three blocks of columns, rounded up to 1024); then for RESULT 2
-//   TILE_M * TILE_N * 2: pieces of out of 64, 32 or 16 columns, the widest that divides TILE_N; for SPLITS
-//   the sums of the others. Static: two barriers a stage, one of the split.
-// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M
-//   64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..; SPLITS 1|2|4|8; CLUSTER = SPLITS;
-//   PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged (common/hopper/scaled_epilogue.cuh),
-//   not 2 with SPLITS; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
+//   0   per row or per tensor; applied in the epilogue, with zero points and bias
+//   1   per 128 elements of a row of a and per 128 x 128 block of b; applied to partial sums
+//       (PARTIALS 1|2). The epilogue adds the bias
+// SPLITS > 1: the blocks of a cluster split the k steps of one tile and add their accumulators
+//   through distributed shared memory (common/hopper/split_k.cuh); one tile per cluster, at least
+//   one step per block.
+// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + scales), dynamic: stages (a | b |
+//   scales per block: those of a's rows and of two or three column blocks, rounded up to 1024);
+//   then with RESULT 2 TILE_M * TILE_N * 2: store buffers of 64, 32 or 16 columns, the widest that
+//   divides TILE_N; with SPLITS the received accumulators. Static: two barriers per stage, one for
+//   the split.
+// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8);
+//   TILE_M 64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..;
+//   SPLITS 1|2|4|8; CLUSTER = SPLITS; PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged
+//   (common/hopper/scaled_epilogue.cuh), not 2 with SPLITS > 1; BLOCKS_PER_SM;
+//   THREADS 128 * (CONSUMERS + 1).
 // Tensor maps: boxes of [box_a, 128] (a), [box_b, 128] (b) and [64, piece] (out, RESULT 2),
 //   swizzled by the bytes of their rows; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
-// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Architecture: sm_90 (sm_90a) only. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/hopper/gemm.cuh"
 #include "common/hopper/promoted_product.cuh"
@@ -43,7 +48,7 @@ using Shape = cukit::GemmShape<Code, TILE_M, TILE_N, 1, CONSUMERS>;
 using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
-static_assert(!BLOCKS || PARTIALS > 0, "scales of blocks belong to partial sums");
+static_assert(!BLOCKS || PARTIALS > 0, "scales per block need partial sums");
 static_assert(SPLITS == CLUSTER, "a cluster splits k");
 
 #if BLOCKS
@@ -71,8 +76,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
 #else
         const float* __restrict__ a_scales,           // [m], [1] or null: 1
         const float* __restrict__ b_scales,           // [n], [1] or null: 1
-        const signed char* __restrict__ zero_points,  // as a_scales, or null: 0
-        const int* __restrict__ column_sums,          // [n]: of b along k, with zero_points
+        const signed char* __restrict__ zero_points,  // like a_scales, or null: 0
+        const int* __restrict__ column_sums,          // [n]: sums of b along k; with zero_points
 #endif
         const Out* __restrict__ bias,  // [n] or null
         Out* __restrict__ out,         // [m, n]
@@ -102,7 +107,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     arrived.init(1);
 #endif
   });
-  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the epilogue waits for the others
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the epilogue waits for the other blocks
   Block::run(
       [&] {
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
@@ -123,12 +128,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
             bias,                   out,                    size.m,      size.n};
         const Scales scales{};
 #endif
-        unsigned char* const behind = stages + STAGES * Operands::kStageBytes;
+        unsigned char* const buffers = stages + STAGES * Operands::kStageBytes;
 #if SPLITS > 1
         using Epilogue = cukit::ScaledSplitEpilogue<Shape, Out, kPath, SPLITS>;
-        Epilogue epilogue{result, group, {reinterpret_cast<float4*>(behind), &arrived}};
+        Epilogue epilogue{result, group, {reinterpret_cast<float4*>(buffers), &arrived}};
 #elif RESULT == 2
-        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group, behind, &out_map};
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group, buffers, &out_map};
 #else
         cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group};
 #endif

@@ -2,7 +2,7 @@
 //
 //   out = a + b      in float, rounded once
 //
-// Mapping: a thread adds WIDTH neighbouring elements. No shared memory.
+// Mapping: each thread adds WIDTH adjacent elements. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16, of out; WIDTH 1|2|4; THREADS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/gemm.py.
 #include "common/platform.cuh"

@@ -1,19 +1,20 @@
-// Quantised weights in the order in which tensor cores take them: the blocks of a packed weight, and
-// their way into registers.
+// Quantised weights packed in the fragment order of the tensor cores: the layout of a packed block,
+// and the decoding of its codes to registers.
 //
 // A block is 64 rows (output features) x 128 columns (k) of the weight, contiguous in memory:
-//   codes        a lane's codes of consecutive steps lie side by side, so that it reads 16 bytes
-//   scales       Scale [128 / Group][4 warps][8][2]: rows g and g + 8 of a warp are neighbours
-//   zero points  a byte [128 / Group][4 warps][8], row g in the lower half; only with ZeroPoints
-// Blocks come in pairs of 128 rows, one behind the other; pairs follow each other along k. Rows and
-// columns beyond the weight are zeros. cukit/gemm/weight_only_layout.py writes this order.
+//   codes        a lane's codes of consecutive steps are adjacent, so that it loads 16 bytes
+//   scales       Scale [128 / Group][4 warps][8][2]: rows g and g + 8 of a warp are adjacent
+//   zero points  with ZeroPoints: one byte [128 / Group][4 warps][8], row g in the lower nibble
+// Two blocks form a pair of 128 rows; pairs are stored consecutively along k. Rows and columns
+// beyond the weight are zeros. cukit/gemm/weight_only_layout.py writes this layout.
 //
-// A step is 32 bytes of the other operand along k: 16 columns of 16-bit elements, 32 of float8. Lane l,
-// with g = l / 4 and t = l % 4, has operand A of wgmma and of mma.sync: a[0] row g, a[1] row g + 8, the
-// E = 2 or 4 columns from E t on; a[2] a[3] the columns 4 E further.
+// A step is 32 bytes of the other operand along k: 16 columns of 16-bit elements, 32 of float8.
+// Lane l, with g = l / 4 and t = l % 4, holds this fragment of operand A of wgmma and mma.sync:
+// a[0] is row g and a[1] row g + 8, both at the E = 2 or 4 columns from E t on; a[2] and a[3] are 4
+// E columns further.
 //
-// Codes become numbers exactly: (code - zero point), without the scale, which multiplies the sums of a
-// group in float. Nothing is rounded before the accumulators.
+// Decoding is exact: it gives code - zero point. The scale multiplies a group's accumulators in
+// float, so nothing is rounded before the accumulators.
 #pragma once
 
 #include "common/platform.cuh"
@@ -48,16 +49,16 @@ CUKIT_DEVICE constexpr unsigned e4m3_integer(int value) {
   return (value < 0 ? 0x80u : 0u) | (magnitude ? (exponent + 7) << 3 | mantissa : 0);
 }
 
-// Byte `place` of Int4Float8Codes' table of a zero point, `zero` - 8.
+// Byte `place` of the Int4Float8Codes table of the zero point `zero` - 8.
 CUKIT_DEVICE constexpr unsigned float8_entry(int zero, int place) {
-  const int pairs = (zero + 1) / 2;  // of numbers with a sign
+  const int pairs = (zero + 1) / 2;  // pairs of negative values
   const bool second = place >= 8;
   const bool negative = place % 8 < pairs;
   const int code = negative ? place % 8 + (second ? pairs : 0) : second ? place : place + pairs;
   const unsigned number = e4m3_integer(code - zero) | (negative ? 0x80u : 0u);
   return negative && second ? number ^ 0xffu : number;
 }
-// Four bytes from `first` on.
+// Four bytes of the table, starting at `first`.
 CUKIT_DEVICE constexpr unsigned float8_entries(int zero, int first) {
   return float8_entry(zero, first) | float8_entry(zero, first + 1) << 8 |
          float8_entry(zero, first + 2) << 16 | float8_entry(zero, first + 3) << 24;
@@ -77,24 +78,25 @@ CUKIT_DEVICE unsigned multiply_pairs(__nv_bfloat16, unsigned a, unsigned b) {
 
 }  // namespace detail
 
-// int4 to 16-bit elements. Eight codes, each + 8, are a word: field i of the lower half is the first and
-// of the upper half the second column of a[i]. Fields are 4 bits wide and begin at bit 3, round the
-// word's end: field 0 then is the four highest bits of a mantissa of bfloat16, and the middle of
-// float16's. With the exponent or-ed in it reads 16 + code (128 + code in float16).
+// int4 to 16-bit elements. A word holds eight codes, each + 8: field i of the lower half is the
+// first column of a[i], field i of the upper half the second. Fields are 4 bits wide and start at
+// bit 3, wrapping around the end of the word: field 0 is then the four highest mantissa bits of a
+// bfloat16, or the middle ones of a float16. With the exponent or-ed in, it reads 16 + code (128 +
+// code in float16).
 template <typename T>
 struct Int4Codes {
   static constexpr int kBits = 4;
   static constexpr int kStepColumns = 16;
-  static constexpr int kWords = 1;  // of a lane in a step
+  static constexpr int kWords = 1;  // per lane and step
   static constexpr int kTableBytes = 0;
   static constexpr unsigned kField = 0x00780078u;
 
-  // What is subtracted from the lane's two rows.
+  // Subtrahends for the lane's two rows.
   struct Zeros {
     unsigned row[2];
   };
 
-  // `both`: the zero points + 8 of the rows. A field of a zero point reads as one of a code does.
+  // `both`: the rows' zero points + 8. They are expanded in the same way as codes.
   CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char*) {
     return {{(both & 15u) * 0x00080008u | exponent(T()),
              (both >> 4) * 0x00080008u | exponent(T())}};
@@ -114,8 +116,8 @@ struct Int4Codes {
   CUKIT_DEVICE static unsigned exponent(__half) { return 0x58005800u; }         // 128
 };
 
-// int8 to 16-bit elements. Four codes, each + 128, are a word; byte r + 2 p of word j is column p of
-// a[r + 2 j].
+// int8 to 16-bit elements. A word holds four codes, each + 128; byte r + 2 p of word j is column p
+// of a[r + 2 j].
 template <typename T>
 struct Int8Codes {
   static constexpr int kBits = 8;
@@ -137,33 +139,35 @@ struct Int8Codes {
   CUKIT_DEVICE static unsigned pair(__half, unsigned word) {
     return detail::subtract_pairs(__half(), and_or(word, 0x00ff00ffu, 0x64006400u), 0x64806480u);
   }
-  // bfloat16: the lower seven bits over 128, less 128 or, where the eighth is not set, 256.
+  // bfloat16: 128 + the lower seven bits, minus 128 if the eighth bit is set, else minus 256.
   CUKIT_DEVICE static unsigned pair(__nv_bfloat16, unsigned word) {
     return detail::subtract_pairs(__nv_bfloat16(), and_or(word, 0x007f007fu, 0x43004300u),
                                   and_xor(word, 0x00800080u, 0x43804380u));
   }
 };
 
-// int4 to float8 (e4m3), which holds all integers from -16 to 16, through a table of sixteen bytes for
-// each zero point. Eight codes are a word: nibble c is code c of a[2 j], nibble 4 + c of a[2 j + 1].
+// int4 to float8 (e4m3), which represents all integers from -16 to 16, through a 16-byte table for
+// each zero point. A word holds eight codes: nibble c is code c of a[2 j], nibble 4 + c code c of
+// a[2 j + 1].
 //
-// prmt looks eight bytes up, by the lower three bits of a nibble; where its highest bit is set, the
-// result is the byte's sign, eight times. So the two halves of a table are looked up with the highest
-// bits as they are and inverted, and an exclusive or joins what is found with the other's sign. For that,
-// bytes i and i + 8 of a table have numbers of the same sign (-0 serves for an odd one), and of negative
-// ones the second is stored inverted: its sign is zeros, and the first one's inverts it. Packing
-// replaces each code by its place in the table of its zero point.
+// prmt selects one of eight bytes by the lower three bits of a nibble; if the highest bit is set,
+// it replicates the byte's sign bit eight times instead. So both halves of a table are looked up,
+// one with the highest bits unchanged and one with them inverted, and the results are xor-ed: a
+// byte from one half and a replicated sign from the other. To make this work, bytes i and i + 8 of
+// a table have the same sign (-0 fills an odd one out), and of a negative pair the second byte is
+// stored inverted: its sign bits are zeros, and the first byte's sign bits undo the inversion.
+// Packing replaces each code by its index in the table of its zero point.
 struct Int4Float8Codes {
   static constexpr int kBits = 4;
   static constexpr int kStepColumns = 32;
   static constexpr int kWords = 2;
-  static constexpr int kTableBytes = 16 * 16;  // shared memory: the table of each zero point
+  static constexpr int kTableBytes = 16 * 16;  // shared memory for the tables of all zero points
 
   struct Zeros {
     unsigned table[2][4];
   };
 
-  // Fills the tables; threads of one warp at least, `thread` of `threads`.
+  // Fills the tables; called by `threads` threads, at least a warp, with index `thread`.
   CUKIT_DEVICE static void prepare(unsigned char* tables, int thread, int threads) {
     for (int i = thread; i < kTableBytes; i += threads) {
       tables[i] = static_cast<unsigned char>(detail::float8_entry(i / 16, i % 16));
@@ -203,26 +207,27 @@ struct Int4Float8Codes {
   }
 
  private:
-  // The lower four nibbles of each.
+  // Looks up the lower four nibbles of `places`; `inverted`: the same with inverted highest bits.
   CUKIT_DEVICE static unsigned look_up(const unsigned (&table)[4], unsigned places,
                                        unsigned inverted) {
     return permute_bytes(table[0], table[1], places) ^ permute_bytes(table[2], table[3], inverted);
   }
 };
 
-// The layout of a block. Group: columns that share a scale, 32, 64 or 128, or 0 where a row has one
-// scale, which the block then does not hold.
+// The layout of a block. Group: columns that share a scale, 32, 64 or 128; 0 for one scale per row,
+// which is then not stored in the block.
 template <typename Codes, typename Scale, int Group, bool ZeroPoints>
 struct WeightBlock {
   static constexpr int kCodeBytes = kBlockRows * kBlockColumns * Codes::kBits / 8;
   static constexpr int kGroups = Group ? kBlockColumns / Group : 0;
-  static constexpr int kScales = kCodeBytes;  // bytes before
+  static constexpr int kScales = kCodeBytes;  // byte offset
   static constexpr int kZeros = kScales + kGroups * kBlockRows * static_cast<int>(sizeof(Scale));
   static constexpr int kBytes = kZeros + (ZeroPoints ? kGroups * kBlockRows / 2 : 0);
 
-  static_assert(kBytes % 16 == 0, "as bulk copies ask for");
+  static_assert(kBytes % 16 == 0, "bulk copies need multiples of 16 bytes");
 
-  // The lane's words of steps `first` .. `first` + Steps - 1. A 16-byte chunk holds 4 / kWords steps.
+  // Loads the lane's words of steps `first` .. `first` + Steps - 1. A 16-byte chunk holds 4 /
+  // kWords steps.
   template <int Steps>
   CUKIT_DEVICE static void load(unsigned (&words)[Steps * Codes::kWords], const unsigned char* block,
                                 int first) {
@@ -246,7 +251,7 @@ struct WeightBlock {
     }
   }
 
-  // The scales of the two rows of thread `thread` of the 128 that share a block.
+  // The scales of the two rows of thread `thread` of the block's 128 threads.
   CUKIT_DEVICE static Vec<Scale, 2> scale_pair(const unsigned char* block, int group, int thread) {
     const auto* const pairs = reinterpret_cast<const Vec<Scale, 2>*>(block + kScales);
     return pairs[group * kBlockRows / 2 + thread / 4];
@@ -255,13 +260,14 @@ struct WeightBlock {
     to_floats(to, scale_pair(block, group, threadIdx.x % 128));
   }
 
-  // Their zero points + 8, a byte.
+  // The zero points + 8 of these rows, one nibble each.
   CUKIT_DEVICE static unsigned char zero_points(const unsigned char* block, int group, int thread) {
     if constexpr (!ZeroPoints) return 0;
     return block[kZeros + group * kBlockRows / 2 + thread / 4];
   }
 
-  // What two rows subtract. `both`: their zero points + 8; `tables`: what Codes::prepare has filled.
+  // The decoding constants of two rows. `both`: their zero points + 8; `tables`: from
+  // Codes::prepare.
   CUKIT_DEVICE static typename Codes::Zeros zeros(unsigned both, const unsigned char* tables) {
     if constexpr (ZeroPoints) {
       return Codes::zeros(both, tables);

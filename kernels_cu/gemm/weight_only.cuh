@@ -1,11 +1,11 @@
-// What the kernels of products with a quantised weight share: the macros' types, and the epilogue, which
-// adds up the pieces of tiles that several blocks have computed.
+// Shared by the kernels of products with a quantised weight: the types that the macros select,
+// decoding, the epilogue, and the sum of partial tiles that several blocks have computed.
 //
-// Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3); BITS
-//   4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale a row; ZERO_POINTS 0|1 (int4 with
-//   groups); SCALE float16|bfloat16|float32; FOLD 0|1: codes are multiplied by their scales before the
-//   product, rounded to T, instead of the sums of a group in float; TOKENS, of a tile; CONSUMERS:
-//   warpgroups with 64 rows of the weight each.
+// Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3);
+//   BITS 4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale per row; ZERO_POINTS 0|1
+//   (int4 with groups); SCALE float16|bfloat16|float32; FOLD 0|1: codes are multiplied by their
+//   scales before the product and rounded to T, instead of scaling a group's accumulators in float;
+//   TOKENS of a tile; CONSUMERS: warpgroups with 64 rows of the weight each.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -37,23 +37,23 @@ using Weight = cukit::WeightBlock<Codes, Scale, GROUP, ZERO_POINTS>;
 using Schedule = cukit::StreamKTiles;
 using Tile = cukit::StreamKTile;
 
-// A lane's sums of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8 half, token
-// 8 n + accumulator_column() + i.
-using Sums = float[TOKENS / 2];
+// A lane's accumulators of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8
+// half, token 8 n + accumulator_column() + i.
+using TileAccumulators = float[TOKENS / 2];
 
-// Columns that are decoded at a time, between them the products of the chunk before: part of a group,
-// or with FOLD two groups of 32.
+// Columns decoded at a time, while the previous chunk is multiplied: part of a group, or with FOLD
+// two groups of 32.
 constexpr int kChunk = GROUP == 32 && !FOLD ? 32 : 64;
 constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
 constexpr int kChunks = cukit::kBlockColumns / kChunk;
 constexpr int kChunkGroups = GROUP && GROUP < kChunk ? kChunk / GROUP : 1;
 constexpr int kGroupChunks = !GROUP ? kChunks : GROUP > kChunk ? GROUP / kChunk : 1;
 
-constexpr bool kSumsByGroup = GROUP != 0 && !FOLD;
+constexpr bool kScaleByGroup = GROUP != 0 && !FOLD;
 
 using Operand = unsigned[kChunkSteps][4];
 
-// A chunk of a block in shared memory -> operand a.
+// Decodes a chunk of a block in shared memory to operand a.
 CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
                          const unsigned char* tables) {
   constexpr int kSteps = kChunkSteps / kChunkGroups;
@@ -83,32 +83,33 @@ CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
   }
 }
 
-CUKIT_DEVICE void clear(Sums& sums) {
+CUKIT_DEVICE void clear(TileAccumulators& acc) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
+  for (int i = 0; i < TOKENS / 2; ++i) acc[i] = 0.0f;
 }
 
-CUKIT_DEVICE void add_scaled(Sums& sums, const Sums& group_sums, const float (&scale)[2]) {
+CUKIT_DEVICE void add_scaled(TileAccumulators& acc, const TileAccumulators& group_acc,
+                             const float (&scale)[2]) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) sums[i] += scale[i / 2 % 2] * group_sums[i];
+  for (int i = 0; i < TOKENS / 2; ++i) acc[i] += scale[i / 2 % 2] * group_acc[i];
 }
 
-// The first row of a consumer's share of a tile.
+// The first row of a consumer's part of a tile.
 CUKIT_DEVICE int first_row(const Tile& tile, int group) {
   return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
 }
 
-// What becomes of the sums of 64 rows from `row` on and 2 N tokens from `token` on.
+// The epilogue of 64 rows starting at `row` and 2 N tokens starting at `token`.
 struct Epilogue {
   const T* bias;              // [rows] or null
   const Scale* scales;        // GROUP 0: [rows]
-  const float* token_scales;  // FLOAT8: [tokens], or one where the stride is 0
+  const float* token_scales;  // FLOAT8: [tokens], or [1] if token_stride is 0
   int token_stride;
   int tokens, rows;
 
-  // Scales that are not a group's, and the bias.
+  // Applies the scales per row and per token, and the bias.
   template <int N>
-  CUKIT_DEVICE void finish(float (&sums)[N], int row, int token) const {
+  CUKIT_DEVICE void finish(float (&acc)[N], int row, int token) const {
     float scale[2], offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -125,13 +126,13 @@ struct Epilogue {
         const int own_token = token + cukit::accumulator_column() + i / 4 * 8 + i % 2;
         if (own_token < tokens) factor *= token_scales[own_token * token_stride];
       }
-      sums[i] = GROUP && !FLOAT8 ? sums[i] + offset[half] : sums[i] * factor + offset[half];
+      acc[i] = GROUP && !FLOAT8 ? acc[i] + offset[half] : acc[i] * factor + offset[half];
     }
   }
 
-  // Element by element: for few tokens, and for rows that TMA cannot address.
+  // Stores element by element: for few tokens, and for rows that TMA cannot address.
   template <int N>
-  CUKIT_DEVICE void store(T* out, const float (&sums)[N], int row, int token) const {
+  CUKIT_DEVICE void store(T* out, const float (&acc)[N], int row, int token) const {
     const int lane_row = row + cukit::accumulator_row();
     const int first_token = token + cukit::accumulator_column();
 #pragma unroll
@@ -139,25 +140,26 @@ struct Epilogue {
       const int own_row = lane_row + i / 2 % 2 * 8;
       const int own_token = first_token + i / 4 * 8 + i % 2;
       if (own_row < rows && own_token < tokens) {
-        out[static_cast<long long>(own_token) * rows + own_row] = cukit::from_float<T>(sums[i]);
+        out[static_cast<long long>(own_token) * rows + own_row] = cukit::from_float<T>(acc[i]);
       }
     }
   }
 };
 
-// Sums of tiles that several blocks have pieces of: each block writes its own to `pieces` and counts
-// itself; the last to arrive adds all of them up in the order of k. No block waits for another.
-struct SharedSums {
+// The final sum of tiles that are split along k over several blocks: each block writes its part to
+// `pieces` and increments the tile's counter; the last block adds all parts in the order of k. No
+// block waits for another.
+struct StreamKFixup {
   Schedule schedule;
   float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
-  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
-  int* last;       // shared memory, a word of this consumer
+  int* arrivals;   // [shared tiles][CONSUMERS], zeros; zeros again when the kernel ends
+  int* last;       // this consumer's word in shared memory
   int tokens;
   int group;  // this consumer
 
-  // Whether the sums are those of the whole tile now.
-  CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
-    return !schedule.in_pieces(tile) || collect(sums, tile);
+  // Returns whether `acc` now holds the complete tile.
+  CUKIT_DEVICE bool complete(TileAccumulators& acc, const Tile& tile) const {
+    return !schedule.in_pieces(tile) || collect(acc, tile);
   }
 
  private:
@@ -165,16 +167,16 @@ struct SharedSums {
     return pieces + (place * CONSUMERS + group) * (TOKENS / 8) * 128 + threadIdx.x % 128;
   }
 
-  // Adds the pieces of the tile up, in the block that is last to bring one; false in the others.
-  CUKIT_DEVICE bool collect(Sums& sums, const Tile& tile) const {
-    const int used = min((tokens - tile.n * TOKENS + 7) / 8, TOKENS / 8);  // eights of tokens
+  // In the last block to arrive, adds up the parts of the tile; returns false in the others.
+  CUKIT_DEVICE bool collect(TileAccumulators& acc, const Tile& tile) const {
+    const int used = min((tokens - tile.n * TOKENS + 7) / 8, TOKENS / 8);  // groups of 8 tokens
     const int first = schedule.first_block(tile.shared);
     const int end = schedule.last_block(tile.shared) + 1;
     float4* const own = piece(schedule.place(blockIdx.x, tile.shared));
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; ++n) {
       if (n < used) {
-        own[n * 128] = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
+        own[n * 128] = make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
       }
     }
     cukit::named_sync(1 + group, 128);
@@ -188,19 +190,19 @@ struct SharedSums {
     }
     cukit::named_sync(1 + group, 128);
     if (!*last) return false;
-    // Only the first block may have its piece in its second place: there its share ends.
+    // Only the first block can have its part in its second slot, at the end of its range of steps.
     const float4* from = piece(schedule.place(first, tile.shared));
-    clear(sums);
+    clear(acc);
 #pragma unroll(TOKENS <= 32 ? 4 : 1)
     for (int block = first; block < end; ++block) {
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; ++n) {
         if (n < used) {
           const float4 four = __ldcg(from + n * 128);
-          sums[4 * n] += four.x;
-          sums[4 * n + 1] += four.y;
-          sums[4 * n + 2] += four.z;
-          sums[4 * n + 3] += four.w;
+          acc[4 * n] += four.x;
+          acc[4 * n + 1] += four.y;
+          acc[4 * n + 2] += four.z;
+          acc[4 * n + 3] += four.w;
         }
       }
       from = piece(2 * (block + 1));

@@ -1,15 +1,19 @@
-// Products of few tokens with a quantised weight: x [tokens, k] times W [rows, k] of int4 or int8 codes.
+// Products of few tokens with a quantised weight: x [tokens, k] times W [rows, k] of int4 or int8
+// codes.
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Up to eight tokens are one column tile of mma.sync, and reading the weight is all that takes time. Its
-// codes go straight from memory to registers: no shared memory, barrier or other block stands between.
+// Up to eight tokens fit into one column tile of mma.sync, and the kernel is bound by the reads of
+// the weight. Codes are loaded straight from global memory to registers, without shared memory or
+// barriers.
 //
-// Mapping: a block has STRIPS * 16 rows and all of k, which its warps share: warp w has the steps of 128
-//   columns w, w + WARPS, ... It loads a step's codes, scales and x while it multiplies the step before.
-//   In the end the warps' sums are added up in shared memory, in the order of the warps.
+// Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w has the
+//   steps w, w + WARPS, ... of 128 columns. It loads a step's codes, scales and x while it
+//   multiplies the previous step. At the end the warps' accumulators are added in shared memory, in
+//   warp order.
 // Shared memory, bytes: WARPS * STRIPS * 512, static.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 * WARPS.
+// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 *
+//   WARPS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
@@ -22,11 +26,11 @@
 namespace {
 
 constexpr int kWarps = THREADS / cukit::kWarpSize;
-constexpr int kSteps = cukit::kBlockColumns / 16;   // of mma.sync in a block of the weight
-constexpr int kChunkWords = kSteps * Codes::kWords;  // of a lane
+constexpr int kSteps = cukit::kBlockColumns / 16;   // mma.sync steps per block of the weight
+constexpr int kChunkWords = kSteps * Codes::kWords;  // per lane
 constexpr int kGroups = GROUP ? Weight::kGroups : 1;
 
-// What a lane holds of a step.
+// A lane's part of a step.
 struct Step {
   unsigned words[STRIPS][kChunkWords];
   cukit::Vec<Scale, 2> scales[STRIPS][kGroups];
@@ -35,9 +39,9 @@ struct Step {
 };
 
 struct Source {
-  const unsigned char* block;  // the first of this block's rows
-  const T* x;                  // the lane's token, from the lane's first column on; null: no such token
-  int strip;                   // the first of this block's, of the four of 64 rows
+  const unsigned char* block;  // packed block that contains this thread block's rows
+  const T* x;                  // the lane's token, at the lane's first column; null if none
+  int strip;                   // this thread block's first strip of the packed block's four
   int columns;
   unsigned long long policy;
 
@@ -76,9 +80,9 @@ struct Source {
   }
 };
 
-using StripSums = float[STRIPS][4];
+using StripAccumulators = float[STRIPS][4];
 
-CUKIT_DEVICE void multiply(StripSums& sums, const Step& step) {
+CUKIT_DEVICE void multiply(StripAccumulators& acc, const Step& step) {
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
@@ -89,13 +93,13 @@ CUKIT_DEVICE void multiply(StripSums& sums, const Step& step) {
       for (int i = group * (kSteps / kGroups); i < (group + 1) * (kSteps / kGroups); ++i) {
         unsigned a[4];
         Codes::decode(a, &step.words[strip][i * Codes::kWords], zeros);
-        cukit::mma_16x8x16<T>(GROUP ? products : sums[strip], a, step.x[i][0], step.x[i][1]);
+        cukit::mma_16x8x16<T>(GROUP ? products : acc[strip], a, step.x[i][0], step.x[i][1]);
       }
       if constexpr (GROUP != 0) {
         float scale[2];
         cukit::to_floats(scale, step.scales[strip][group]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[strip][i] += scale[i / 2] * products[i];
+        for (int i = 0; i < 4; ++i) acc[strip][i] += scale[i / 2] * products[i];
       }
     }
 }
@@ -124,21 +128,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_few(
       cukit::create_policy_evict_first(),
   };
 
-  StripSums sums = {};
+  StripAccumulators acc = {};
   Step steps[2];
   if (warp < p.steps) source.load(steps[0], warp);
   for (int step = warp; step < p.steps; step += 2 * kWarps) {
     if (step + kWarps < p.steps) source.load(steps[1], step + kWarps);
-    multiply(sums, steps[0]);
+    multiply(acc, steps[0]);
     if (step + kWarps < p.steps) {
       if (step + 2 * kWarps < p.steps) source.load(steps[0], step + 2 * kWarps);
-      multiply(sums, steps[1]);
+      multiply(acc, steps[1]);
     }
   }
 
 #pragma unroll
   for (int i = 0; i < STRIPS; ++i) {
-    shares[warp][i][lane] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+    shares[warp][i][lane] = make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
   }
   __syncthreads();
   for (int index = threadIdx.x; index < kRows * TOKENS; index += THREADS) {

@@ -1,19 +1,20 @@
-// Products with a quantised weight on mma.sync: x [tokens, k] times W [rows, k] of int4 or int8 codes.
+// Products with a quantised weight on mma.sync: x [tokens, k] times W [rows, k] of int4 or int8
+// codes.
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Operands are swapped, as in weight_only_sm90.cu: rows of the weight are the 16 rows of mma.sync, and
-// tokens its eight columns.
+// Operands are swapped, as in weight_only_sm90.cu: rows of the weight are the 16 rows of mma.sync,
+// and tokens its eight columns.
 //
-// Mapping: the blocks of a persistent grid walk over tiles of CONSUMERS * 64 rows x TOKENS tokens; the
-//   tiles that do not go round are cut along k (StreamKTiles, common/hopper/tile_scheduler.cuh). All
-//   threads copy a step of k, 128 columns, by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w ..
-//   16 w + 15 of the tile: it decodes its part of the packed weight into operand a
+// Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
+//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). All
+//   threads copy k steps of 128 columns by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w
+//   .. 16 w + 15 of the tile: it decodes its part of the packed weight to operand a
 //   (gemm/weight_codes.cuh) and multiplies it by every token.
-// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic: stages (x, swizzled
-//   rows of 256 bytes | blocks of the weight). Static: a word for each consumer.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES 2..;
-//   THREADS 128 * CONSUMERS.
+// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic:
+//   stages (x, swizzled rows of 256 bytes | blocks of the weight). Static: a word per consumer.
+// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES
+//   2..; THREADS 128 * CONSUMERS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
@@ -40,14 +41,14 @@ struct Operands {
   const unsigned char* weight;
   int tokens, columns, steps, pairs;
 
-  // Starts the copies of a step, one group of cp.async; of none where the tile has no such step.
+  // Issues the copies of a step as one cp.async group, which is empty beyond the tile's last step.
   CUKIT_DEVICE void load(unsigned char* stage, const Tile& tile, int step) const {
     if (step < tile.end_step) {
       const long long row = static_cast<long long>(tile.n) * TOKENS;
       const int column = step * cukit::kBlockColumns;
       CopyX::start(cukit::shared_address(stage), x + row * columns + column, columns,
                    tokens - tile.n * TOKENS, columns - column);
-      // Beyond the last rows: another pair, whose product is not stored.
+      // Beyond the last rows the last pair is loaded again; its product is not stored.
       const long long pair = min(tile.m, pairs - 1);
       const unsigned char* const from = weight + (pair * steps + step) * kWeightBytes;
       const unsigned to = cukit::shared_address(stage + kTileBytes);
@@ -61,21 +62,22 @@ struct Operands {
   }
 };
 
-// Four sums of a 16 x 8 product.
-CUKIT_DEVICE float (&eight_tokens(Sums& sums, int n))[4] {
-  return reinterpret_cast<float(&)[4]>(sums[4 * n]);
+// The four accumulators of a 16 x 8 product.
+CUKIT_DEVICE float (&eight_tokens(TileAccumulators& acc, int n))[4] {
+  return reinterpret_cast<float(&)[4]>(acc[4 * n]);
 }
 
-// One step: sums += W x^T.
-CUKIT_DEVICE void multiply(Sums& sums, Sums& group_sums, const unsigned char* stage, int group) {
+// One step: acc += W x^T.
+CUKIT_DEVICE void multiply(TileAccumulators& acc, TileAccumulators& group_acc,
+                           const unsigned char* stage, int group) {
   const unsigned char* const block = stage + kTileBytes + group * Weight::kBytes;
   const OperandX x(cukit::shared_address(stage), 0, 0);
-  Sums& into = GROUP ? group_sums : sums;
+  TileAccumulators& into = GROUP ? group_acc : acc;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     Operand a;
     decode(a, block, chunk, nullptr);
-    if (GROUP && chunk % kGroupChunks == 0) clear(group_sums);
+    if (GROUP && chunk % kGroupChunks == 0) clear(group_acc);
 #pragma unroll
     for (int i = 0; i < kChunkSteps; ++i)
 #pragma unroll
@@ -88,7 +90,7 @@ CUKIT_DEVICE void multiply(Sums& sums, Sums& group_sums, const unsigned char* st
     if (GROUP && (chunk + 1) % kGroupChunks == 0) {
       float scale[2];
       Weight::scales(scale, block, chunk / kGroupChunks);
-      add_scaled(sums, group_sums, scale);
+      add_scaled(acc, group_acc, scale);
     }
   }
 }
@@ -112,12 +114,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
   const int group = threadIdx.x / 128;
   const Operands operands{x, weight, p.tokens, p.columns, p.steps, tiles_m};
   const Epilogue epilogue{bias, scales, nullptr, 0, p.tokens, p.rows};
-  const SharedSums shared{schedule, pieces, arrivals, last + group, p.tokens, group};
+  const StreamKFixup shared{schedule, pieces, arrivals, last + group, p.tokens, group};
 
   Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
-    Sums sums, group_sums;
-    clear(sums);
+    TileAccumulators acc, group_acc;
+    clear(acc);
 #pragma unroll
     for (int ahead = 0; ahead < STAGES - 1; ++ahead) {
       operands.load(stages + ahead * kStageBytes, tile, tile.first_step + ahead);
@@ -128,14 +130,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
       __syncthreads();  // this step has arrived, and the stage of the one before is free
       const int free = index == 0 ? STAGES - 1 : index - 1;
       operands.load(stages + free * kStageBytes, tile, step + STAGES - 1);
-      multiply(sums, group_sums, stages + index * kStageBytes, group);
+      multiply(acc, group_acc, stages + index * kStageBytes, group);
       index = index + 1 == STAGES ? 0 : index + 1;
     }
     __syncthreads();  // all stages are free
-    if (shared.complete(sums, tile)) {
+    if (shared.complete(acc, tile)) {
       const int row = first_row(tile, group);
-      epilogue.finish(sums, row, tile.n * TOKENS);
-      epilogue.store(out, sums, row, tile.n * TOKENS);
+      epilogue.finish(acc, row, tile.n * TOKENS);
+      epilogue.store(out, acc, row, tile.n * TOKENS);
     }
   }
 }

@@ -1,27 +1,31 @@
-// Products with a quantised weight on Hopper: x [tokens, k] times W [rows, k] of int4 or int8 codes.
+// Products with a quantised weight on Hopper: x [tokens, k] times W [rows, k] of int4 or int8
+// codes.
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Operands are swapped: out^T = W x^T, so that wgmma's 64 rows are rows of the weight and its columns
-// are tokens, of which 16 are enough. The weight goes through registers (operand a) and is decoded on
-// its way (gemm/weight_codes.cuh); x, of 16-bit elements or float8, comes from shared memory.
+// Operands are swapped: out^T = W x^T, so that wgmma's 64 rows are rows of the weight and its
+// columns are tokens, which can be as few as 16. The weight is decoded to registers as operand a
+// (gemm/weight_codes.cuh); x, of 16-bit elements or float8, is read from shared memory.
 //
-// Mapping: the blocks of a persistent grid walk over tiles of CONSUMERS * 64 rows x TOKENS tokens; the
-//   tiles that do not go round are cut along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A thread
-//   of the first warpgroup loads a step of k, 128 columns: blocks of the packed weight by bulk copies, x
-//   by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
-// SPLITS > 1: the blocks of a cluster split the steps of one tile and add their sums through distributed
-//   shared memory (common/hopper/split_k.cuh); one tile a cluster, `whole_tiles` counts blocks.
-// Scales: a group's products are summed by the tensor cores from zero, then added to the accumulators
-//   times the scale, in float. With FOLD there is no second set of sums, so that a tile may have 256
-//   tokens; without it, one of more than 128 tokens is multiplied in two halves.
-// Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic: stages of
-//   x, swizzled rows of 128 bytes | with MAPPED_OUT a piece of out, [kPieceTokens, 64] in such rows, for
-//   each consumer | stages of the weight's blocks | with SPLITS the sums received. Static: two barriers a
-//   stage, one of the exchange, a word for each consumer, tables of float8 numbers.
-// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD of 32 beyond
-//   128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (with SPLITS 0): out is stored by
-//   TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 * (CONSUMERS + 1).
+// Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
+//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A
+//   thread of the first warpgroup loads k steps of 128 columns: blocks of the packed weight by bulk
+//   copies, x by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
+// SPLITS > 1: the blocks of a cluster split the k steps of one tile and add their accumulators
+//   through distributed shared memory (common/hopper/split_k.cuh); one tile per cluster, and
+//   `whole_tiles` counts blocks.
+// Scales: the tensor cores sum a group's products from zero; the sums are multiplied by the scale
+//   and added to the accumulators in float. FOLD needs no second set of accumulators, so a tile may
+//   have 256 tokens; without FOLD, a tile of more than 128 tokens is multiplied in two halves.
+// Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic:
+//   stages of x, swizzled rows of 128 bytes | with MAPPED_OUT a store buffer [kPieceTokens, 64] in
+//   such rows for each consumer | stages of the weight's blocks | with SPLITS the received
+//   accumulators. Static: two barriers per stage, one for the exchange, a word per consumer, the
+//   float8 tables.
+// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD, of 32
+//   above 128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (0 if SPLITS > 1):
+//   out is stored by TMA, which requires rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 *
+//   (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
@@ -34,7 +38,7 @@
 
 namespace {
 
-// x in shared memory; float8 is bytes.
+// The element type of x in shared memory; float8 is loaded as bytes.
 template <bool Float8>
 struct ElementOf { using type = T; };
 template <>
@@ -47,21 +51,21 @@ using State = cukit::PipelineState<STAGES>;
 
 static_assert(THREADS == Block::kThreads, "a producer and its consumers");
 
-// Tokens of a piece of out on its way through shared memory.
+// Tokens that one TMA store writes.
 constexpr int kPieceTokens = TOKENS % 64 == 0 && TOKENS <= 128 ? 64 : TOKENS % 32 == 0 ? 32 : 16;
 using Store = cukit::TransposedStore<T, TOKENS, kPieceTokens>;
 
-// Shared memory: stages of x | pieces of out | stages of the weight.
+// Shared memory: stages of x | store buffers | stages of the weight.
 constexpr int kPieces = STAGES * TileX::kBytes;
 constexpr int kWeights = kPieces + (MAPPED_OUT ? CONSUMERS * Store::kBytes : 0);
 
 struct Operands {
   static constexpr int kStageBytes = TileX::kBytes;
   static constexpr int kWeightBytes = CONSUMERS * Weight::kBytes;
-  unsigned char* stages;  // the first
+  unsigned char* stages;  // start of the stages
   const cukit::TensorMap* x;
   const unsigned char* weight;
-  unsigned long long policy;  // of the weight's lines in L2
+  unsigned long long policy;  // L2 cache policy of the weight
   int steps, pairs;
 
   CUKIT_DEVICE int bytes(const Tile&) const { return kStageBytes + kWeightBytes; }
@@ -73,7 +77,7 @@ struct Operands {
     unsigned char* const to = stages + kWeights + (stage - stages) / kStageBytes * kWeightBytes;
 #pragma unroll
     for (int i = 0; i < CONSUMERS / 2; ++i) {
-      // Beyond the last rows: another pair, whose product is not stored.
+      // Beyond the last rows the last pair is loaded again; its product is not stored.
       const unsigned pair = min(tile.m * (CONSUMERS / 2) + i, pairs - 1);
       const unsigned char* const from =
           weight + (pair * steps + step) * static_cast<unsigned long long>(kPairBytes);
@@ -82,7 +86,7 @@ struct Operands {
   }
 };
 
-// This consumer's operands in a stage: its block of the weight, and the descriptor of x.
+// A consumer's operands in a stage: its block of the weight, and the descriptor of x.
 struct StageOperands {
   const unsigned char* weight;  // in stage 0
   const unsigned char* tables;  // Codes::kTableBytes
@@ -101,7 +105,7 @@ struct StageOperands {
   }
 };
 
-// Every lane has read its codes and scales by ordinary loads.
+// All lanes read codes and scales by ordinary loads, so the warp synchronises before the release.
 CUKIT_DEVICE void release(Pipeline& pipeline, const State& done) {
   __syncwarp();
   pipeline.release(done);
@@ -117,18 +121,19 @@ CUKIT_DEVICE void product(float (&into)[N], const unsigned (&a)[4], unsigned lon
   }
 }
 
-// A chunk is decoded while the chunk before is multiplied; a group's sums are added up before the next
-// group's products begin.
+// Decodes a chunk while the previous one is multiplied. A group's accumulators are scaled and added
+// before the wgmmas of the next group are issued.
 struct DecodedProduct {
-  using Accumulators = Sums;
+  using Accumulators = TileAccumulators;
   StageOperands operands;
 
-  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    Sums group_sums;  // of the group in flight
+  CUKIT_DEVICE void multiply(TileAccumulators& acc, Pipeline& pipeline, State& at,
+                             const Tile& tile) const {
+    TileAccumulators group_acc;  // of the group in flight
     Operand a[2];
     float scale[2];
     State done;
-    clear(sums);
+    clear(acc);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
       const unsigned char* const block = operands.block(at);
@@ -136,14 +141,14 @@ struct DecodedProduct {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         decode(a[chunk % 2], block, chunk, operands.tables);
-        const bool begins = kSumsByGroup && chunk % kGroupChunks == 0;
+        const bool begins = kScaleByGroup && chunk % kGroupChunks == 0;
         if (begins && (chunk > 0 || step > tile.first_step)) {
-          cukit::wgmma_wait<0>(group_sums);
+          cukit::wgmma_wait<0>(group_acc);
           if (chunk == 0) release(pipeline, done);
-          add_scaled(sums, group_sums, scale);
+          add_scaled(acc, group_acc, scale);
         }
         if (begins) Weight::scales(scale, block, chunk / kGroupChunks);
-        Sums& into = kSumsByGroup ? group_sums : sums;
+        TileAccumulators& into = kScaleByGroup ? group_acc : acc;
         cukit::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kChunkSteps; ++i) {
@@ -151,41 +156,43 @@ struct DecodedProduct {
           product(into, a[chunk % 2][i], tokens + k, !(begins && i == 0));
         }
         cukit::wgmma_commit();
-        if (!(kSumsByGroup && kGroupChunks == 1)) {
+        if (!(kScaleByGroup && kGroupChunks == 1)) {
           cukit::wgmma_wait<1>(into);
-          if (!kSumsByGroup && chunk == 0 && step > tile.first_step) release(pipeline, done);
+          if (!kScaleByGroup && chunk == 0 && step > tile.first_step) release(pipeline, done);
         }
       }
       done = at;
       at.advance();
     }
-    if constexpr (kSumsByGroup) {
-      cukit::wgmma_wait<0>(group_sums);
-      add_scaled(sums, group_sums, scale);
+    if constexpr (kScaleByGroup) {
+      cukit::wgmma_wait<0>(group_acc);
+      add_scaled(acc, group_acc, scale);
     } else {
-      cukit::wgmma_wait<0>(sums);
+      cukit::wgmma_wait<0>(acc);
     }
     release(pipeline, done);
   }
 };
 
-// A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
-// registers for the sums of all tokens twice. What the next group is decoded from is loaded meanwhile.
+// Decodes a group once and multiplies it by one half of the tokens, then by the other: registers
+// cannot hold two sets of accumulators for all tokens. The next group's codes are loaded in the
+// meantime.
 template <int Tokens>
 struct HalvesProduct {
-  using Accumulators = Sums;
+  using Accumulators = TileAccumulators;
   StageOperands operands;
 
-  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    float group_sums[kHalf / 2];
+  CUKIT_DEVICE void multiply(TileAccumulators& acc, Pipeline& pipeline, State& at,
+                             const Tile& tile) const {
+    float group_acc[kHalf / 2];
     float scale[2];
     Loaded loaded;
     Place here{at, 0};
-    clear(sums);
+    clear(acc);
     pipeline.wait(here.at);
     load(loaded, here);
     for (int left = (tile.end_step - tile.first_step) * Weight::kGroups; left > 0; --left) {
-      Place ahead = here;  // behind the last group: that one again, in vain
+      Place ahead = here;  // after the last group, the same one is loaded again and not used
       if (left > 1 && ++ahead.group == Weight::kGroups) {
         ahead.at.advance();
         ahead.group = 0;
@@ -205,14 +212,14 @@ struct HalvesProduct {
         cukit::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kGroupSteps; ++i) {
-          product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
+          product(group_acc, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
         }
         cukit::wgmma_commit();
         if (half == 1) load(loaded, ahead);
-        cukit::wgmma_wait<0>(group_sums);
+        cukit::wgmma_wait<0>(group_acc);
 #pragma unroll
         for (int i = 0; i < kHalf / 2; ++i) {
-          sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
+          acc[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_acc[i];
         }
       }
       if (left == 1 || ahead.group == 0) release(pipeline, here.at);
@@ -231,7 +238,7 @@ struct HalvesProduct {
     int group;
   };
 
-  // What a group is decoded from.
+  // The codes and zero points of a group.
   struct Loaded {
     unsigned words[kGroupSteps * Codes::kWords];
     unsigned zero_points;
@@ -248,28 +255,28 @@ template <bool Halves>
 struct ProductOf { using type = DecodedProduct; };
 template <>
 struct ProductOf<true> { using type = HalvesProduct<TOKENS>; };
-using Product = ProductOf<(kSumsByGroup && TOKENS > 128)>::type;
+using Product = ProductOf<(kScaleByGroup && TOKENS > 128)>::type;
 
-// A tile of this block, or one whose pieces several blocks have.
+// Stores a tile that this block computed alone, or one that is split along k over several blocks.
 struct Results {
   Epilogue epilogue;
-  SharedSums shared;
+  StreamKFixup shared;
   const cukit::TensorMap* map;  // MAPPED_OUT: of out
   unsigned char* staging;       // MAPPED_OUT: Store::kBytes of this consumer's shared memory
   T* out;                       // [tokens, rows]
 
-  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
-    if (!shared.complete(sums, tile)) return;
+  CUKIT_DEVICE void store(TileAccumulators& acc, const Tile& tile) const {
+    if (!shared.complete(acc, tile)) return;
     const int row = first_row(tile, shared.group);
     const int token = tile.n * TOKENS;
-    epilogue.finish(sums, row, token);
+    epilogue.finish(acc, row, token);
     if constexpr (MAPPED_OUT) {
       if (row < epilogue.rows) {
-        Store::store(sums, staging, map, row, token, epilogue.rows, epilogue.tokens,
+        Store::store(acc, staging, map, row, token, epilogue.rows, epilogue.tokens,
                      1 + shared.group);
       }
     } else {
-      epilogue.store(out, sums, row, token);
+      epilogue.store(out, acc, row, token);
     }
   }
 
@@ -278,7 +285,8 @@ struct Results {
   }
 };
 
-// A tile whose steps the blocks of a cluster share: each stores a slice of its tokens.
+// Stores a tile whose k steps are split over the blocks of a cluster: each stores a slice of its
+// tokens.
 struct SplitResults {
   struct Shape {
     static constexpr int kTileN = TOKENS;
@@ -292,9 +300,9 @@ struct SplitResults {
   T* out;  // [tokens, rows]
   int group;
 
-  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
+  CUKIT_DEVICE void store(TileAccumulators& acc, const Tile& tile) const {
     typename Split::Slice own;
-    if (!split.exchange(own, &sums, [] {})) return;
+    if (!split.exchange(own, &acc, [] {})) return;
     const int row = first_row(tile, group);
     const int token = tile.n * TOKENS + cukit::cluster_rank() * Split::kSliceColumns;
     epilogue.finish(own[0], row, token);
@@ -308,10 +316,10 @@ struct SplitResults {
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) weight_only_sm90(
     const __grid_constant__ cukit::TensorMap x,    // [tokens, k]
-    const __grid_constant__ cukit::TensorMap map,  // MAPPED_OUT: out, in boxes of a piece
+    const __grid_constant__ cukit::TensorMap map,  // MAPPED_OUT: out, in boxes [kPieceTokens, 64]
     const unsigned char* __restrict__ weight,      // [ceil(rows / 128)][steps][2][block bytes]
     const Scale* __restrict__ scales,              // GROUP 0: [rows]
-    const float* __restrict__ token_scales,        // FLOAT8: [tokens], or one
+    const float* __restrict__ token_scales,        // FLOAT8: [tokens] or [1]
     const T* __restrict__ bias,                    // [rows] or null
     T* __restrict__ out,                           // [tokens, rows]
     float4* __restrict__ pieces, int* __restrict__ arrivals,
@@ -333,11 +341,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
     pipeline.init(Block::kConsumerWarps);
     arrived.init(1);
   });
-  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the exchange waits for the others
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the exchange waits for the other blocks
   Block::run(
       [&] {
         const int pairs = (p.rows + 2 * cukit::kBlockRows - 1) / (2 * cukit::kBlockRows);
-        // A weight that is read once must not drive out of L2 what is read again.
+        // A weight that is read only once must not evict reused data from L2.
         const Operands operands{stages, &x, weight,
                                 p.tokens <= TOKENS ? cukit::create_policy_evict_first()
                                                    : cukit::create_policy_evict_normal(),

@@ -1,11 +1,14 @@
-// Adds to each sample what its layers made of it.
+// Adds the outputs of its chosen layers to each sample.
 //
-//   y[b, t] = x[b, t] + sum_s weights[b, s] * f(hidden[rows[b, s], t]) + scale * shift[b]
+//   y[b, t] = x[b, t] + sum_s weights[b, s] * f(hidden[rows[b, s], t]) + shift[b] / seq_len
 //
-// The gradient for a bank's input is the same with f the identity, weights of 1 and the gradient of the mean as shift.
-// Mapping: grid (vectors of a sample, batch); a thread has one vector of VEC elements. Shared memory: none.
-// Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION Silu|GeluErf|GeluTanh|Relu|NoActivation; WEIGHTED 0|1;
-//   SHIFTED 0|1; THREADS. Minimum architecture: sm_80. Adds in float in the order of the choices: deterministic.
+// Also computes the gradient of a bank's input: f is then the identity, the weights are 1, and
+// shift is the gradient of the mean.
+// Mapping: grid (vectors of a sample, batch); one vector of VEC elements per thread. Shared memory:
+//   none.
+// Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION Silu|GeluErf|GeluTanh|Relu|NoActivation;
+//   WEIGHTED 0|1; SHIFTED 0|1; THREADS. Minimum architecture: sm_80. Accumulates in float in the
+//   order of the choices: deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank.
 #include "common/activation.cuh"
 #include "common/platform.cuh"
@@ -24,10 +27,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) bank_combine(
     const T* __restrict__ hidden,       // [batch * top_k, seq_len, dim]
     const int* __restrict__ rows,       // [batch, top_k]
     const float* __restrict__ weights,  // [batch, top_k], WEIGHTED 1
-    const float* __restrict__ shift,    // [batch, dim], SHIFTED 1: divided by seq_len
+    const float* __restrict__ shift,    // [batch, dim], SHIFTED 1
     T* __restrict__ y,                  // [batch, seq_len, dim]
     const __grid_constant__ cukit::BankParameters p) {
-  const long long size = static_cast<long long>(p.seq_len) * p.dim;  // of a sample
+  const long long size = static_cast<long long>(p.seq_len) * p.dim;  // elements of a sample
   const long long at = (static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x) * VEC;
   const long long sample = blockIdx.y;
   if (at >= size) return;

@@ -1,9 +1,10 @@
-// The mean token of each sample, and its products with the rows of the router.
+// The mean token of each sample, and its dot products with the rows of the router.
 //
 //   means[b] = sum_part sums[b, part] / seq_len      logits[b, l] = <means[b], router[l]>
 //
-// Mapping: a block a sample; a warp a layer. Shared memory: dim * 4 bytes, dynamic.
-// Macros: THREADS. Minimum architecture: sm_80. Adds in float in a fixed order: deterministic.
+// Mapping: one block per sample; one warp per layer. Shared memory: dim * 4 bytes, dynamic.
+// Macros: THREADS. Minimum architecture: sm_80. Accumulates in float in a fixed order:
+//   deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

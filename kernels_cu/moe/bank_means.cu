@@ -1,10 +1,10 @@
-// Sums of a sample's tokens, a part of them each block: the first stage of their mean.
+// Partial sums over the tokens of each sample: the first stage of their mean.
 //
 //   sums[b, part, c] = sum over the tokens t of the part of x[b, t, c]
 //
-// Mapping: grid (columns, parts, batch); a thread has VEC columns. Shared memory: none.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Adds in float in the order of the
-//   tokens: deterministic.
+// Mapping: grid (columns, parts, batch); VEC columns per thread. Shared memory: none.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Accumulates in
+//   float in the order of the tokens: deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank.
 #include "common/platform.cuh"
 #include "common/types.cuh"

@@ -1,17 +1,17 @@
 // Expert order: a stable counting sort of the choices of tokens by expert.
 //
-// A choice is a pair (token, slot), numbered token * top_k + slot. Its rank is the number of earlier
-// choices of the same expert; its row is
+// A choice is a pair (token, slot), numbered token * top_k + slot. Its rank is the number of
+// earlier choices of the same expert; its row is
 //
-//   offsets[expert] + rank              without a capacity: experts lie one behind the other
-//   expert * capacity + rank            with one: -1, dropped, where rank >= capacity
+//   offsets[expert] + rank              without a capacity: experts' rows are contiguous
+//   expert * capacity + rank            with a capacity; -1 (dropped) if rank >= capacity
 //
-// Chunks of tokens, of 65535 choices at most, are counted first, each by a block (counts[chunk, expert],
-// of 16 bits: every block reads them all, which is most of what ordering takes). Then each block adds up
-// the counts of the chunks before its own and places its choices: the result does not depend on the
-// order in which blocks run.
+// First, each block counts the choices of one chunk of tokens, at most 65535 choices. The counts
+// [chunk, expert] are 16-bit, because every block reads all of them and this takes most of the
+// time. Then each block adds up the counts of the chunks before its own and places its choices: the
+// result does not depend on the order in which blocks run.
 //
-// Macros: BINS, experts at most: a power of two, 32 or more; THREADS.
+// Macros: BINS, the most experts: a power of two, at least 32; THREADS.
 #pragma once
 
 #include "common/platform.cuh"
@@ -25,23 +25,24 @@ constexpr int kBinsPerLane = BINS / kWarpSize;
 
 // Shared memory of a block that places choices.
 struct OrderTables {
-  int totals[BINS];          // choices of each expert; after scan_tables: offsets
-  int ranks[kWarps * BINS];  // [warp][expert]: choices of the warp before, then a warp's next ranks
+  int totals[BINS];          // choices of each expert; after scan_tables, offsets
+  int ranks[kWarps * BINS];  // [warp][expert]: choices of the previous warp, then next ranks
 };
 
-// The arrays that ordering fills.
+// The output arrays.
 struct OrderResult {
   int* rows;       // [num_tokens, top_k]
   int* counts;     // [num_experts]
   int* offsets;    // [num_experts + 1]
-  float* weights;  // [num_tokens, top_k], those of dropped choices become 0; null: none
+  float* weights;  // [num_tokens, top_k], set to 0 for dropped choices; may be null
 };
 
-// A chunk's choices, `first` to before `end`, and those of this warp: neighbours, a lane each in a round.
+// A chunk's choices [first, end), and this warp's contiguous part of them, one choice per lane and
+// round.
 struct Choices {
   int first, end;
   int rounds;
-  int warps;  // that have any
+  int warps;  // number of warps that have choices
   int own_first, own_end;
 
   CUKIT_DEVICE Choices(const RoutingParameters& p, int chunk) {
@@ -55,14 +56,15 @@ struct Choices {
   }
 };
 
-// All threads; the caller's barrier follows.
+// Called by all threads; the caller synchronises afterwards.
 CUKIT_DEVICE void clear_tables(OrderTables& tables, const Choices& choices) {
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
   for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
 }
 
-// Adds counts[chunks, num_experts] of all chunks to totals, those before `chunk` to the first row of
-// ranks. All threads, after clear_tables; the caller's barrier follows.
+// Adds counts[chunks, num_experts] of all chunks to totals, and those of chunks before `chunk` to
+// the first row of ranks. Called by all threads after clear_tables; the caller synchronises
+// afterwards.
 CUKIT_DEVICE void sum_counts(OrderTables& tables, const unsigned short* counts, int chunks, int chunk,
                              int num_experts) {
   constexpr int kParts = THREADS / BINS > 0 ? THREADS / BINS : 1;  // threads that share an expert
@@ -79,15 +81,15 @@ CUKIT_DEVICE void sum_counts(OrderTables& tables, const unsigned short* counts, 
   }
 }
 
-// The expert of a lane's first choice, which is loaded before others are waited for. `experts[i]` is that
-// of choice choices.first + i.
+// The expert of a lane's first choice, loaded early to hide its latency. experts[i] belongs to
+// choice choices.first + i.
 CUKIT_DEVICE int first_expert(const int* experts, const Choices& choices) {
   const int i = choices.own_first + threadIdx.x % kWarpSize;
   return i < choices.own_end ? experts[i - choices.first] : BINS;
 }
 
-// Adds the choices of each warp to the row of ranks of the next one. As sum_counts; `first`: of
-// first_expert().
+// Adds the choices of each warp to the next warp's row of ranks. Synchronisation as for sum_counts;
+// `first` is from first_expert().
 CUKIT_DEVICE void count_warps(OrderTables& tables, const int* experts, const Choices& choices,
                               int num_experts, int first) {
   const int warp = threadIdx.x / kWarpSize;
@@ -99,8 +101,8 @@ CUKIT_DEVICE void count_warps(OrderTables& tables, const int* experts, const Cho
   }
 }
 
-// Replaces totals by offsets and choices of warps by ranks; one block of the grid writes counts and
-// offsets to memory. All threads, between barriers; ends with one.
+// Replaces totals by offsets and the warps' choices by ranks. writes: whether this block writes
+// counts and offsets to memory. Called by all threads after a barrier; ends with a barrier.
 CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const OrderResult& result,
                               int num_experts, bool writes) {
   if (threadIdx.x < kWarpSize) {
@@ -123,7 +125,7 @@ CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const
     }
     if (writes && lane == kWarpSize - 1) result.offsets[num_experts] = before;
   }
-  // The last threads first: the first warp is busy.
+  // Starts with the last threads, because the first warp scans the totals.
   for (int bin = THREADS - 1 - threadIdx.x; bin < num_experts; bin += THREADS) {
     int rank = tables.ranks[bin];
     for (int warp = 1; warp < choices.warps; ++warp) {
@@ -134,8 +136,8 @@ CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const
   __syncthreads();
 }
 
-// Gives each choice of this chunk its row. All threads, after scan_tables; `experts` and `first` as for
-// count_warps.
+// Assigns a row to each choice of this chunk. Called by all threads after scan_tables; `experts`
+// and `first` as for count_warps.
 CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const Choices& choices,
                                 const RoutingParameters& p, const OrderResult& result, int first) {
   const int lane = threadIdx.x % kWarpSize;

@@ -2,9 +2,9 @@
 //
 //   y[rows[t, s]] = x[t] for every choice s with rows[t, s] >= 0
 //
-// Mapping: block (token, slice) reads THREADS * VECS_PER_THREAD accesses of a row once and writes them
-//   top_k times. No shared memory. Macros: ACCESS_BYTES 1|2|4|8|16; THREADS; VECS_PER_THREAD.
-// Minimum architecture: sm_80. Moves bytes: exact. Reference: cukit/reference/moe.py, moe_permute.
+// Mapping: block (token, slice) reads THREADS * VECS_PER_THREAD accesses of a row once and writes
+//   them top_k times. No shared memory. Macros: ACCESS_BYTES 1|2|4|8|16; THREADS; VECS_PER_THREAD.
+// Minimum architecture: sm_80. Copies are exact. Reference: cukit/reference/moe.py, moe_permute.
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "moe/parameters.cuh"

@@ -1,12 +1,13 @@
-// Sums each token's rows, weighted by its router weights.
+// The weighted sum of each token's rows.
 //
 //   x[t] = sum_s weights[t, s] * y[rows[t, s]] over the choices s with rows[t, s] >= 0
 //
-// Without WEIGHTED the plain sum, which is the gradient of moe_permute.
-// Mapping: block (token, slice) of THREADS * VECS_PER_THREAD accesses of a row; a thread has kAhead
-//   choices in flight. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16; VEC elements an access; THREADS; VECS_PER_THREAD; WEIGHTED
-//   0|1. Minimum architecture: sm_80. Adds in float, in the order of the choices: deterministic.
+// Without WEIGHTED, the unweighted sum, which is the gradient of moe_permute.
+// Mapping: block (token, slice) sums THREADS * VECS_PER_THREAD accesses of a row; each thread has
+//   kAhead choices in flight. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS; VECS_PER_THREAD;
+//   WEIGHTED 0|1. Minimum architecture: sm_80. Accumulates in float in the order of the choices:
+//   deterministic.
 // Reference: cukit/reference/moe.py, moe_unpermute.
 #include "common/platform.cuh"
 #include "common/types.cuh"

@@ -1,11 +1,13 @@
 // Gradients of moe_unpermute with respect to y and the weights, in one pass.
 //
-//   grad_y[rows[t, s]] = weights[t, s] * grad_out[t]      grad_weights[t, s] = grad_out[t] . y[rows[t, s]]
+//   grad_y[rows[t, s]] = weights[t, s] * grad_out[t]
+//   grad_weights[t, s] = grad_out[t] . y[rows[t, s]]
 //
-// Mapping: a warp a choice (t, s), THREADS / 32 choices a block: neighbours share a token, whose
-//   grad_out L1 serves. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16; VEC elements an access; THREADS; VECS_PER_THREAD accesses of
-//   each tensor in flight. Minimum architecture: sm_80. Adds in float in a fixed order: deterministic.
+// Mapping: one warp per choice (t, s), THREADS / 32 choices per block: adjacent choices share a
+//   token, whose grad_out hits L1. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS; VECS_PER_THREAD
+//   accesses of each tensor in flight. Minimum architecture: sm_80. Accumulates in float in a fixed
+//   order: deterministic.
 // Reference: cukit/reference/moe.py, moe_unpermute_backward.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

@@ -1,9 +1,12 @@
-// Second half of expert order: offsets of the experts, a row for every choice, and the router's losses.
+// Second kernel of expert order: offsets of the experts, a row for every choice, and the router's
+// losses.
 //
-// Mapping: a block a chunk of tokens; the first also writes what there is one of. LOSSES: one block more,
-//   for the losses alone. Blocks may start while the first half still runs, and then wait for it: what
-//   it writes is not __restrict__, which would let the compiler read it before.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES 0|1.
+// Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one
+//   more block computes the losses. Blocks may start while the first kernel still runs and then
+//   wait for it: the arrays that it writes are not __restrict__, which would let the compiler load
+//   them too early.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES
+//   0|1.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and
 //   topk_router.
 #include "common/platform.cuh"
@@ -18,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
     int* __restrict__ rows,                 // [num_tokens, top_k]
     int* __restrict__ counts,               // [num_experts]
     int* __restrict__ offsets,              // [num_experts + 1]
-    float* __restrict__ weights,            // [num_tokens, top_k], where there is a capacity, else null
+    float* __restrict__ weights,            // [num_tokens, top_k] with a capacity, else null
     float* __restrict__ losses,             // [2]: balance, z; with LOSSES
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;

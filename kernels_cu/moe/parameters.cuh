@@ -1,4 +1,4 @@
-// What the kernels of mixture of experts take by value, beside their arrays.
+// Parameter structs that the kernels of mixtures of experts take by value.
 //
 // cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
 #pragma once
@@ -8,8 +8,8 @@ namespace cukit {
 // topk_router, count_experts, order_experts
 struct RoutingParameters {
   int num_tokens, num_experts, top_k;
-  int chunk;     // tokens of a block
-  int capacity;  // rows of an expert; 0: as many as it has choices
+  int chunk;     // tokens per block
+  int capacity;  // rows per expert; 0: as many as it has choices
 };
 
 // topk_router_backward
@@ -22,13 +22,13 @@ struct RouterGradientParameters {
 // moe_permute, moe_unpermute, moe_unpermute_backward
 struct PermuteParameters {
   int num_tokens, top_k;
-  int vecs;  // accesses of a row
+  int vecs;  // accesses per row
 };
 
 // bank_means, bank_logits, bank_combine, bank_combine_backward
 struct BankParameters {
   int batch, seq_len, dim, top_k, num_layers;
-  int parts;  // of a sample: of its tokens (bank_means, bank_logits) or vectors (bank_combine_backward)
+  int parts;  // of a sample's tokens (bank_means, bank_logits) or vectors (bank_combine_backward)
 };
 
 }  // namespace cukit

@@ -1,10 +1,10 @@
-// The losses that a router adds to a model's own.
+// The auxiliary losses of a router.
 //
 //   balance_loss = num_experts * sum_e share[e] * mean_t probability[t, e]
 //   z_loss       = mean_t log_sum_exp(logits[t])^2
 //
-// share[e] is the fraction of all choices that fell on e. Sums over tokens come as partial sums, a row
-// of num_experts + 1 floats each: of the probabilities, and of the squared log-sum-exps.
+// share[e] is the fraction of all choices that selected e. Sums over tokens are given as partial
+// sums, rows of num_experts + 1 floats: the probabilities, then the squared log-sum-exps.
 //
 // Papers: Fedus et al., "Switch Transformers", arXiv:2101.03961; Zoph et al., "ST-MoE",
 // arXiv:2202.08906. Macros: THREADS.
@@ -16,13 +16,13 @@
 
 namespace cukit {
 
-// losses[2] from counts[num_experts] in shared memory and sums[parts, num_experts + 1]. All threads of
-// one block, `scratch` of THREADS / 32 floats. Adds in a fixed order.
+// Computes losses[2] from counts[num_experts] in shared memory and sums[parts, num_experts + 1].
+// Called by all threads of one block; `scratch` has THREADS / 32 floats. Adds in a fixed order.
 CUKIT_DEVICE void write_losses(float* losses, const int* counts, const float* sums, int parts,
                                const RoutingParameters& p, float* scratch) {
   const int columns = p.num_experts + 1;
   float balance = 0.0f, z = 0.0f;
-  // Warps share the parts and lanes the columns, so that many loads are in flight at once.
+  // Parts are divided over warps and columns over lanes, so that many loads are in flight at once.
   const int lane = threadIdx.x % kWarpSize;
   for (int column = lane; column < columns; column += kWarpSize) {
     float sum = 0.0f;

@@ -1,8 +1,9 @@
-// The scores of a token's experts, held by a warp: lane l has experts l * PER_LANE to
-// l * PER_LANE + PER_LANE - 1, so that of equal scores the lowest lane holds the lowest expert.
+// The scores of a token's experts, held by a warp: lane l has experts l * kPerLane to
+// l * kPerLane + kPerLane - 1, so that among equal scores the lowest lane holds the lowest expert.
 //
-// Macros: DTYPE float32|float16|bfloat16, the logits; BINS, experts at most: a power of two, 32 or more;
-//   VEC logits an access, a divisor of num_experts and of BINS / 32; SCORING Softmax|Sigmoid.
+// Macros: DTYPE float32|float16|bfloat16 of the logits; BINS, the most experts: a power of two, at
+//   least 32; VEC logits per access, a divisor of num_experts and of BINS / 32; SCORING
+//   Softmax|Sigmoid.
 #pragma once
 
 #include "common/platform.cuh"
@@ -12,12 +13,13 @@
 namespace cukit {
 
 constexpr int kPerLane = BINS / kWarpSize;
-static_assert(kPerLane % VEC == 0, "whole accesses of a lane");
+static_assert(kPerLane % VEC == 0, "a lane's logits are a multiple of an access");
 
 enum class Scoring { Softmax, Sigmoid };
 constexpr Scoring kScoring = Scoring::SCORING;
 
-// Reads a token's logits; -infinity where there is no expert. -0 becomes 0: the two are equal.
+// Loads a token's logits, with -infinity beyond the last expert. -0 becomes 0, so that both rank
+// equal.
 template <typename T>
 CUKIT_DEVICE void load_logits(float (&logits)[kPerLane], const T* row, int num_experts) {
   const int first = threadIdx.x % kWarpSize * kPerLane;
@@ -33,7 +35,8 @@ CUKIT_DEVICE void load_logits(float (&logits)[kPerLane], const T* row, int num_e
   }
 }
 
-// What a row's softmax needs. All NaN where the row has a NaN or +infinity, or nothing but -infinity.
+// Maximum and sum of a row's softmax. Probabilities are NaN if the row has a NaN or +infinity, or
+// only -infinity.
 struct RowSoftmax {
   float largest, sum;
 
@@ -54,7 +57,7 @@ struct RowSoftmax {
 
 CUKIT_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// A divisor: where all scores are zero, so is what is divided.
+// `total` as a divisor: it is 0 only if all scores are 0, and then so is the dividend.
 CUKIT_DEVICE float nonzero(float total) { return total == 0.0f ? 1.0f : total; }
 
 }  // namespace cukit

@@ -1,20 +1,24 @@
-// Router: the top_k experts of every token, their weights, and how often each expert was chosen.
+// Router: the top_k experts of every token, their weights, and the number of choices of each
+// expert.
 //
 //   score = softmax(logits) or sigmoid(logits)
-//   experts = the top_k largest of logits, or with a bias of score + bias; ties to the lowest expert
+//   experts = the top_k largest of logits, or with a bias of score + bias; ties to the lowest index
 //   weights = score[experts], with `renormalize` divided by their sum
 //
 // Papers: Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (sigmoid, bias).
-// NaN ranks below all other logits; where a row's softmax is undefined its weights are NaN, and its
-// experts are valid all the same.
+// NaN ranks below all other logits; if a row's softmax is undefined, its weights are NaN, but its
+// experts are still valid.
 //
-// Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
-//   maximum over the warp, of the logits as ordered integers, and a vote. WHOLE: the grid is one block, which goes on
-//   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`, whose blocks may
-//   wait on the same multiprocessors already.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; BLOCKS_PER_SM 1|2,
-//   2 leaves room for a block of order_experts; MOST_CHOICES, num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
+// Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
+//   choice takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE:
+//   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
+//   from `chunk_counts`, and its blocks may already be resident on the same SMs.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES
+//   more; static.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
+//   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MOST_CHOICES, an upper
+//   bound of num_tokens * top_k with WHOLE. top_k is at most 32. Minimum architecture: sm_80.
+//   Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -33,9 +37,9 @@ using cukit::kWarpSize;
 
 constexpr unsigned kTaken = 0;  // below every key
 constexpr unsigned kNotANumber = 1;
-constexpr int kMostSorted = 8;  // experts of a lane
+constexpr int kMostSorted = 8;  // experts per lane
 
-// Larger for larger numbers; NaN is the least.
+// An order-preserving unsigned key; NaN is the smallest.
 CUKIT_DEVICE unsigned key_of(float x) {
   const unsigned bits = __float_as_uint(x);
   return x != x ? kNotANumber : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -46,14 +50,15 @@ CUKIT_DEVICE float number_of(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// A choice on its way from the lane that has the expert to the lane of the choice.
+// A chosen expert, passed through shared memory to the lane of the choice.
 struct Chosen {
   unsigned key;
   int expert;
 };
 
-// A lane's experts that are left, and the best of them: of equal ones the lowest. A few are sorted
-// once, which is half of the instructions of a choice; of many the best is looked for again.
+// A lane's remaining experts and the best of them; among equal ones the lowest index. A few experts
+// are sorted once, which halves the instructions of a choice; with many, each choice searches for
+// the best.
 template <bool Sorted>
 struct Left {
   CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
@@ -139,7 +144,7 @@ struct TokenSums {
   }
 };
 
-// A token's choices: lane s of the first top_k ends up with choice s.
+// A token's choices: lane s holds choice s, for s < top_k.
 struct Choice {
   int expert = 0;
   float score = 0.0f;
@@ -164,7 +169,7 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const unsigned key = __reduce_max_sync(kFullMask, left.best().key);
     const bool has_it = left.best().key == key;
     const unsigned holders = __ballot_sync(kFullMask, has_it);
-    if (has_it && (holders & ((1u << lane) - 1)) == 0) {  // the lowest expert is the lowest lane's
+    if (has_it && (holders & ((1u << lane) - 1)) == 0) {  // the lowest lane has the lowest expert
       own[slot] = left.best();
       left.take_best();
     }
@@ -172,9 +177,9 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
   __syncwarp();
   Choice choice;
   if (lane < p.top_k) choice = {own[lane].expert, number_of(own[lane].key)};
-  __syncwarp();  // before the next token's
+  __syncwarp();  // `own` is reused for the next token
   if constexpr (BIASED) {
-    // What was ranked is not the weight: fetch the score from the lane that holds it.
+    // The ranked value includes the bias: fetch the score from the lane that holds it.
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       const float score = __shfl_sync(kFullMask, scores[j], choice.expert / kPerLane);
@@ -192,8 +197,8 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
   return choice;
 }
 
-// Adds the warps' sums in a fixed order to into[num_experts + 1]. All threads; `scratch` holds
-// kWarps * BINS floats.
+// Adds the warps' sums in a fixed order and writes them to into[num_experts + 1]. Called by all
+// threads; `scratch` holds kWarps * BINS floats.
 CUKIT_DEVICE void write_sums(float* into, const TokenSums& sums, float* scratch, int num_experts) {
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
@@ -224,10 +229,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     int* experts,                    // [num_tokens, top_k]
     unsigned short* __restrict__ chunk_counts,  // [chunks, num_experts], without WHOLE
     float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
-    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE as what follows
-    int* __restrict__ counts,        // [num_experts]
-    int* __restrict__ offsets,       // [num_experts + 1]
-    float* __restrict__ losses,      // [2]: balance, z; with LOSSES
+    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE
+    int* __restrict__ counts,        // [num_experts], with WHOLE
+    int* __restrict__ offsets,       // [num_experts + 1], with WHOLE
+    float* __restrict__ losses,      // [2]: balance, z; with WHOLE and LOSSES
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
   __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];

@@ -4,8 +4,8 @@
 //             + grad_balance_loss * num_experts / num_tokens * share[e], through the mean's divisor
 //   dL/dlogit = through softmax or sigmoid, + grad_z_loss * 2 / num_tokens * log_sum_exp * softmax
 //
-// Counts of choices are constants, and so are the choices themselves.
-// Mapping: a warp a token (router_scores.cuh), THREADS / 32 tokens a block. No shared memory.
+// The choices and their counts are treated as constants.
+// Mapping: one warp per token (router_scores.cuh), THREADS / 32 tokens per block. No shared memory.
 // Macros: router_scores.cuh; RENORMALIZE, LOSSES 0|1; THREADS. Minimum architecture: sm_80.
 // Computes in float; deterministic. Reference: cukit/reference/moe.py, topk_router_backward.
 #include "common/platform.cuh"
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router_backward(
     const float* __restrict__ grad_weights,  // [num_tokens, top_k]
     const T* __restrict__ logits,            // [num_tokens, num_experts]
     const int* __restrict__ experts,         // [num_tokens, top_k]
-    const int* __restrict__ rows,            // [num_tokens, top_k]: below 0 where dropped
+    const int* __restrict__ rows,            // [num_tokens, top_k]: negative for dropped choices
     const int* __restrict__ counts,          // [num_experts]
     T* __restrict__ grad_logits,             // [num_tokens, num_experts]
     const __grid_constant__ cukit::RouterGradientParameters p) {
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router_backward(
     }
     if constexpr (kSoftmax) {
       total = 1.0f;
-      mean = 0.0f;  // softmax's own gradient takes care of its divisor
+      mean = 0.0f;  // the softmax gradient below accounts for its divisor
     } else {
       total = cukit::nonzero(warp_sum(total));
       mean = warp_sum(mean) / total;

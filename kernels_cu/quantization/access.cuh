@@ -1,7 +1,7 @@
-// Vectors of values and of their codes, whatever their alignment.
+// Loads and stores of vectors of values and of codes, with any alignment.
 //
-// Macros: those of common/quant/codes.cuh and common/types.cuh; ALIGNED 0|1: every vector begins on
-// its own size, and none ends beyond its row.
+// Macros: those of common/quant/codes.cuh and common/types.cuh; ALIGNED 0|1: every vector is
+//   aligned to its size and ends within its row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -11,13 +11,13 @@
 
 namespace cukit {
 
-constexpr int kValues = 16 / sizeof(element_t);  // of one vector
+constexpr int kValues = 16 / sizeof(element_t);  // per vector
 constexpr int kCodeBytes = kValues / kCodesPerByte;
 
 using Values = Vec<element_t, kValues>;
 using Codes = Vec<CodeGroup, kValues / kGroup>;
 
-// `count` of the values from `x` on, 0 beyond.
+// Loads up to `count` values starting at `x`; the rest are 0.
 CUKIT_DEVICE Values load_values(const element_t* x, long long count) {
   Values values;
   if constexpr (ALIGNED) {
@@ -33,7 +33,7 @@ CUKIT_DEVICE Values load_values(const element_t* x, long long count) {
   return values;
 }
 
-// `count` of the values to `x` on.
+// Stores up to `count` values starting at `x`.
 CUKIT_DEVICE void store_values(element_t* x, const float (&values)[kValues], long long count) {
   Values rounded;
   from_floats(rounded, values);
@@ -65,7 +65,8 @@ CUKIT_DEVICE void decode_values(float (&x)[kValues], const Codes& codes) {
   for (int i = 0; i < kValues / kGroup; ++i) decode_group(x + i * kGroup, codes[i]);
 }
 
-// The codes of `count` values, to the bytes from `storage` on; 0 for one that only fills a byte.
+// Stores the codes of up to `count` values starting at `storage`; unused codes of the last byte are
+// 0.
 CUKIT_DEVICE void store_codes(unsigned char* storage, const Codes& codes, long long count) {
   if constexpr (ALIGNED) {
     if (count > 0) store(reinterpret_cast<CodeGroup*>(storage), codes);
@@ -79,7 +80,7 @@ CUKIT_DEVICE void store_codes(unsigned char* storage, const Codes& codes, long l
   }
 }
 
-// Those from `storage` on, 0 beyond.
+// Loads the codes of up to `count` values starting at `storage`; the rest are 0.
 CUKIT_DEVICE Codes load_codes(const unsigned char* storage, long long count) {
   Codes codes = {};
   if constexpr (ALIGNED) {

@@ -1,16 +1,16 @@
-// What the kernels of this family take by value.
+// Parameter structs that the quantisation kernels take by value.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// Matrices [num_matrices, rows, cols], and their cut into blocks that share a scale.
-//   storage_cols  bytes of a row of codes
-//   block_*       rows and columns of a block; the last of a matrix may be smaller
+// Matrices [num_matrices, rows, cols], divided into blocks that share a scale.
+//   storage_cols  bytes per row of codes
+//   block_*       rows and columns of a block; the last blocks of a matrix may be smaller
 //   blocks_*      blocks of a matrix along each axis
-//   num_blocks    of all matrices
-//   scale_*       elements from the scale of a block to that of the next matrix, row, column
+//   num_blocks    blocks of all matrices
+//   scale_*       strides of the scales in elements, along matrices, block rows and block columns
 struct BlockedMatrices {
   long long num_matrices, rows, cols, storage_cols;
   long long block_rows, block_cols;
@@ -18,8 +18,8 @@ struct BlockedMatrices {
   long long scale_matrix, scale_down, scale_across;
 };
 
-// Tensors [num_tensors, size] with a scale each. A grid has parts * num_tensors thread blocks.
-//   code_bytes  of a tensor's codes
+// Tensors [num_tensors, size] with one scale each. A grid has parts * num_tensors thread blocks.
+//   code_bytes  bytes of a tensor's codes
 struct WholeTensors {
   long long size, code_bytes;
   int parts;

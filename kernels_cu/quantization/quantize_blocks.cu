@@ -1,19 +1,18 @@
-// Scales and codes of blocks of a matrix, in one pass over the values: rows (tokens, output channels),
-// groups of a row (32, 64, 128), tiles (128x128).
+// Scales and codes of blocks of a matrix, in one pass over the values: rows (tokens, output
+// channels), groups of a row (32, 64, 128), tiles (128x128).
 //
-//   equations and rounding: common/quant/scales.cuh.  clip="mse": of CANDIDATES parts of the range, that
-//   with the least sum of squared errors.
-//
+// Equations and rounding: common/quant/scales.cuh. clip="mse": of CANDIDATES fractions of the
+// range, the one with the least sum of squared errors.
 // Formats: common/quant/codes.cuh. Tiles and 1x128 groups as in DeepSeek-V3, arXiv:2412.19437.
-// Mapping: TEAM neighbouring threads serve a block of values; a thread block has THREADS / TEAM teams,
-//   each of which serves UNITS blocks of values. A thread holds ITEMS vectors of 16 bytes of each,
-//   TEAM vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
-//   registers of a team are swept in parts, and read again for every sweep, out of L2.
-// Shared memory: THREADS / 32 words an extreme, static, for teams beyond a warp.
-// Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents
-//   of a block, 0 for any; FLAT 0|1: blocks are parts of rows, whose bytes they divide; THREADS; TEAM a
-//   power of two up to 32, or THREADS; UNITS up to TEAM, 1 where TEAM is THREADS or CANDIDATES above 1;
-//   ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
+// Mapping: a team of TEAM adjacent threads processes UNITS blocks of values; a thread block has
+//   THREADS / TEAM teams. A thread holds ITEMS vectors of 16 bytes of each block of values, TEAM
+//   vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
+//   registers of a team are processed in parts and read again, from L2, for every sweep.
+// Shared memory: THREADS / 32 words per extreme, static, for teams larger than a warp.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS:
+//   extents of a block, 0 for any; FLAT 0|1: blocks divide the rows evenly, with no padding bytes
+//   in the codes; THREADS; TEAM a power of two up to 32, or THREADS; UNITS up to TEAM, 1 if TEAM is
+//   THREADS or CANDIDATES is above 1; ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -30,7 +29,7 @@ using cukit::Factors;
 using cukit::kValues;
 using T = cukit::element_t;
 
-// What registers hold is counted in 32 bits.
+// A block that fits into registers is indexed with 32 bits.
 template <bool Held>
 struct ExtentOf { using type = int; };
 template <>
@@ -41,7 +40,8 @@ constexpr int kTeams = THREADS / TEAM;
 constexpr bool kWarpTeams = TEAM <= cukit::kWarpSize;
 constexpr float kClipStep = 1.0f / 32;  // CLIP_STEP of the reference
 
-// Over the threads of a team, which all get the result. Every thread of the block must call it.
+// Reduces over the threads of a team, which all receive the result. Every thread of the thread
+// block must call it.
 template <typename Op, typename Number>
 CUKIT_DEVICE Number team_reduce(Number value, Number* scratch) {
   if constexpr (kWarpTeams) {
@@ -51,23 +51,23 @@ CUKIT_DEVICE Number team_reduce(Number value, Number* scratch) {
   }
 }
 
-// A block among the others.
+// The position of a block of values: its matrix, block row and block column.
 struct Place {
   long long matrix, down, across;
 
   CUKIT_DEVICE Place(const cukit::BlockedMatrices& at, long long id) {
-    // 32 bits: a division of 64 takes about a hundred instructions.
+    // 32 bits, because a 64-bit division takes about a hundred instructions.
     const unsigned blocks_across = static_cast<unsigned>(at.blocks_across);
     const unsigned blocks_down = static_cast<unsigned>(at.blocks_down);
     const unsigned row_of_blocks = static_cast<unsigned>(id) / blocks_across;
-    // Blocks of one row: all matrices are one.
+    // Blocks of one row: the plan joins all matrices into one.
     matrix = BLOCK_ROWS == 1 ? 0 : row_of_blocks / blocks_down;
     down = row_of_blocks - matrix * blocks_down;
     across = static_cast<unsigned>(id) - row_of_blocks * blocks_across;
   }
 };
 
-// A block of values: where it lies, and what a thread holds of it.
+// A block of values: its location, and the vectors that this thread holds.
 class Block {
  public:
   Block() = default;
@@ -122,7 +122,7 @@ class Block {
   }
 
  private:
-  // A vector of the block; `count` of its values exist, none if it is not above 0.
+  // A vector of the block; `count` of its values exist, none if `count` is not positive.
   struct Vector {
     Extent row, col, count;
   };
@@ -149,7 +149,8 @@ class Block {
   int lane_;
 };
 
-// The part of the range with the least error, for a team; every thread of the block must call it.
+// The fraction of the range with the least error, for a team; every thread of the block must call
+// it.
 CUKIT_DEVICE float best_part(Block& block, const Extremes& extremes, const T* x,
                              const cukit::BlockedMatrices& at, float* scratch) {
   float least = cukit::infinity();
@@ -189,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
     blocks[u] = Block(matrices, first + u * kTeams, lane);
     blocks[u].load(x, matrices);
   }
-  // Thread u of a team finds the factors of its block u, which the others get from there.
+  // Thread u of a team computes the factors of the team's block u; the others read them by
+  // shuffles.
   const int own = lane % UNITS;
   Extremes own_extremes;
 #pragma unroll

@@ -1,12 +1,13 @@
-// Scales and codes of columns, or of groups of consecutive rows of a column: channels of a key cache,
-// weights stored [in, out]. Equations and rounding: common/quant/scales.cuh.
+// Scales and codes of columns, or of groups of consecutive rows of a column: channels of a key
+// cache, weights stored [in, out]. Equations and rounding: common/quant/scales.cuh.
 //
-// Mapping: a thread block takes COLS_THREADS vectors of 16 bytes side by side, over all rows of a
-//   block of values; its other threads stand below each other and share the rows. Rows are read once
-//   for the extremes and once for the codes, the second time out of L2 unless the columns are long.
-// Shared memory: THREADS / COLS_THREADS rows of COLS_THREADS * 16 / sizeof(DTYPE) words an extreme.
-// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS; ITEMS: rows a
-//   thread loads at once.
+// Mapping: a thread block processes COLS_THREADS adjacent vectors of 16 bytes over all rows of a
+//   block of values; THREADS / COLS_THREADS threads per vector divide the rows. Rows are read once
+//   for the extremes and once for the codes; the second read hits L2 unless the columns are long.
+// Shared memory: THREADS / COLS_THREADS rows of COLS_THREADS * 16 / sizeof(DTYPE) words per
+//   extreme.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS;
+//   ITEMS: rows that a thread loads at once.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -21,7 +22,7 @@ using cukit::Extremes;
 using cukit::kValues;
 using T = cukit::element_t;
 
-constexpr int kDeep = THREADS / COLS_THREADS;  // threads below each other
+constexpr int kRowThreads = THREADS / COLS_THREADS;  // threads that divide the rows of a column
 constexpr int kWidth = COLS_THREADS * kValues;
 
 }  // namespace
@@ -32,30 +33,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
     cukit::scale_t* __restrict__ scales,    // [num_matrices, blocks_down, cols]
     signed char* __restrict__ zero_points,  // like scales; null without ZERO_POINTS
     const __grid_constant__ cukit::BlockedMatrices at) {
-  __shared__ int shared[Extremes::kCount][kDeep][kWidth];
+  __shared__ int shared[Extremes::kCount][kRowThreads][kWidth];
   const int across = threadIdx.x % COLS_THREADS * kValues;
-  const int deep = threadIdx.x / COLS_THREADS;
+  const int row_thread = threadIdx.x / COLS_THREADS;
   const unsigned strips = static_cast<unsigned>((at.cols + kWidth - 1) / kWidth);
-  const unsigned line = blockIdx.x / strips;  // of all blocks of rows
+  const unsigned line = blockIdx.x / strips;  // block row, counted over all matrices
   const long long matrix = line / static_cast<unsigned>(at.blocks_down);
   const long long col = (blockIdx.x - line * strips) * static_cast<long long>(kWidth) + across;
-  const long long count = at.cols - col;  // of columns from this thread's first on
-  const long long first = (line - matrix * at.blocks_down) * at.block_rows;  // row
+  const long long count = at.cols - col;  // columns from this thread's first one on
+  const long long first = (line - matrix * at.blocks_down) * at.block_rows;  // first row
   const long long rows = min(at.block_rows, at.rows - first);
   x += (matrix * at.rows + first) * at.cols + col;
   storage += (matrix * at.rows + first) * at.storage_cols + col / cukit::kCodesPerByte;
 
-  // Calls f(vector, its row) for every row of this thread, ITEMS loads ahead.
+  // Calls f(vector, its row) for every row of this thread, with ITEMS loads in flight.
   const auto sweep = [&](auto f) {
-    for (long long row = deep; row < rows; row += kDeep * ITEMS) {
+    for (long long row = row_thread; row < rows; row += kRowThreads * ITEMS) {
       cukit::Values values[ITEMS];
 #pragma unroll
       for (int j = 0; j < ITEMS; ++j) {
-        const long long at_row = row + j * kDeep;
+        const long long at_row = row + j * kRowThreads;
         values[j] = cukit::load_values(x + at_row * at.cols, at_row < rows ? count : 0);
       }
 #pragma unroll
-      for (int j = 0; j < ITEMS; ++j) f(values[j], row + j * kDeep);
+      for (int j = 0; j < ITEMS; ++j) f(values[j], row + j * kRowThreads);
     }
   };
 
@@ -67,15 +68,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
 #pragma unroll
-    for (int j = 0; j < Extremes::kCount; ++j) shared[j][deep][across + i] = extremes[i].bits[j];
+    for (int j = 0; j < Extremes::kCount; ++j) {
+      shared[j][row_thread][across + i] = extremes[i].bits[j];
+    }
   }
   __syncthreads();
-  // One thread a column combines them and leaves the result in the first row.
+  // One thread per column combines them and writes the result to the first row.
   for (int column = threadIdx.x; column < kWidth; column += THREADS) {
 #pragma unroll
     for (int j = 0; j < Extremes::kCount; ++j) {
       int most = shared[j][0][column];
-      for (int d = 1; d < kDeep; ++d) most = max(most, shared[j][d][column]);
+      for (int d = 1; d < kRowThreads; ++d) most = max(most, shared[j][d][column]);
       shared[j][0][column] = most;
     }
   }
@@ -87,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
 #pragma unroll
     for (int j = 0; j < Extremes::kCount; ++j) extremes[i].bits[j] = shared[j][0][across + i];
     factors[i] = cukit::factors_of(extremes[i]);
-    if (deep == 0 && i < count) {
+    if (row_thread == 0 && i < count) {
       scales[scale + i] = factors[i].scale;
       if constexpr (ZERO_POINTS) {
         zero_points[scale + i] = static_cast<signed char>(factors[i].inverse.zero_point);

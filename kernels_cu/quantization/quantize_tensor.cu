@@ -1,12 +1,13 @@
-// One scale for a whole tensor: the extremes of its parts (tensor_extremes), then the scale and the
-// codes (tensor_codes). Equations and rounding: common/quant/scales.cuh.
+// One scale per tensor: the extremes of its parts (tensor_extremes), then the scale and the codes
+// (tensor_codes). Equations and rounding: common/quant/scales.cuh.
 //
-// Mapping: `parts` thread blocks share a tensor; in every round a block takes THREADS * ITEMS
-//   consecutive vectors of 16 bytes. tensor_codes goes through the rounds backwards: it begins with
-//   what tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, so that
-//   there is nothing to initialise and no atomic operation.
+// Mapping: `parts` thread blocks share a tensor; in every round a block processes THREADS * ITEMS
+//   consecutive vectors of 16 bytes. tensor_codes runs the rounds backwards, starting with the data
+//   that tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, which
+//   needs no initialisation and no atomics.
 // Shared memory: THREADS / 32 words, static.
-// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32; ITEMS.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32;
+//   ITEMS.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -22,7 +23,7 @@ using cukit::Extremes;
 using cukit::kValues;
 using T = cukit::element_t;
 
-constexpr long long kRound = THREADS * ITEMS * kValues;  // values of a thread block
+constexpr long long kRound = THREADS * ITEMS * kValues;  // values per thread block and round
 
 // Calls f(values of ITEMS vectors, index of the first) for every round of this block. Vectors are
 // THREADS apart.
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tensor_codes(
     unsigned char* __restrict__ storage,    // [num_tensors, code_bytes]
     cukit::scale_t* __restrict__ scales,    // [num_tensors]
     signed char* __restrict__ zero_points,  // [num_tensors]; null without ZERO_POINTS
-    const int* __restrict__ partial,        // of tensor_extremes
+    const int* __restrict__ partial,        // from tensor_extremes
     const __grid_constant__ cukit::WholeTensors at) {
   __shared__ int scratch[Extremes::kCount * THREADS / cukit::kWarpSize];
   const int* parts = partial + static_cast<long long>(blockIdx.y) * at.parts * Extremes::kCount;

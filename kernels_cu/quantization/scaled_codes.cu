@@ -1,16 +1,17 @@
-// Codes whose blocks share scales: their values (dequantize), and the codes of values where the scales
-// are given (encode_scaled).
+// Codes with scales per block: decoding (dequantize), and encoding with given scales
+// (encode_scaled).
 //
 //   value = (code - zero point) * scale      code = round(value * (1 / scale) + zero point)
 //
-// in float, rounded to the dtype of the values, or half to even to codes that saturate.
-// Mapping: a thread takes ITEMS vectors of 16 bytes of values, THREADS apart, and loads all before it
-//   uses the first.
+// Computed in float. Values are rounded to their dtype; codes are rounded half to even and
+// saturate.
+// Mapping: a thread processes ITEMS vectors of 16 bytes of values, THREADS apart, and loads all of
+//   them before it uses the first.
 // Shared memory: none.
-// Macros: those of common/quant/codes.cuh and quantization/access.cuh; SCALE and ZERO_POINT (or `none`) are
-//   float32|float16|bfloat16|int8 of the factors; BLOCK_ROWS, BLOCK_COLS: extents of a block, 0 for
-//   any; ONE_SCALE 0|1: a vector lies in one block; INDEX uint32|uint64: holds the number of values
-//   of the vectors of a whole grid; THREADS; ITEMS.
+// Macros: those of common/quant/codes.cuh and quantization/access.cuh; SCALE and ZERO_POINT (or
+//   `none`) are float32|float16|bfloat16|int8; BLOCK_ROWS, BLOCK_COLS: extents of a block, 0 for
+//   any; ONE_SCALE 0|1: no vector spans two blocks; INDEX uint32|uint64: large enough for the
+//   number of values that the vectors of a grid cover; THREADS; ITEMS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
@@ -43,7 +44,7 @@ struct Factors {
 
   CUKIT_DEVICE float value(float code) const { return __fmul_rn(code - zero_point, scale); }
 
-  // 1 / scale, where that is finite.
+  // 1 / scale; 1 for zero and subnormal scales.
   CUKIT_DEVICE float inverse() const {
     return 1.0f / (fabsf(scale) < kSmallestScale ? 1.0f : scale);
   }
@@ -53,17 +54,17 @@ struct Factors {
   }
 };
 
-// A vector of values: its row among those of all matrices, and its first column. `count` values are
-// left in the row, none if it is not above 0.
+// A vector of values: its row, counted over all matrices, and its first column. `count` values
+// remain in the row, none if `count` is not positive.
 struct Place {
   Index row, col;
   long long count;
 };
 
 // The vectors of one thread, and the factors of their values.
-class Walk {
+class Places {
  public:
-  CUKIT_DEVICE Walk(const BlockedMatrices& at, const Scale* scales, const ZeroPoint* zero_points)
+  CUKIT_DEVICE Places(const BlockedMatrices& at, const Scale* scales, const ZeroPoint* zero_points)
       : at_(at),
         scales_(scales),
         zero_points_(zero_points),
@@ -129,18 +130,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize(
     const Scale* __restrict__ scales,           // [num_matrices, blocks_down, blocks_across], any strides
     const ZeroPoint* __restrict__ zero_points,  // with the strides of scales; null for none
     const __grid_constant__ BlockedMatrices at) {
-  const Walk walk(at, scales, zero_points);
+  const Places places(at, scales, zero_points);
   Codes codes[ITEMS];
 #pragma unroll
-  for (int j = 0; j < ITEMS; ++j) codes[j] = load_codes(storage + walk.byte(walk[j]), walk[j].count);
+  for (int j = 0; j < ITEMS; ++j) {
+    codes[j] = load_codes(storage + places.byte(places[j]), places[j].count);
+  }
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
-    const Place place = walk[j];
+    const Place place = places[j];
     if (place.count <= 0) continue;
     float x[kValues];
     decode_values(x, codes[j]);
-    walk.each(place, [&](int i, const Factors& factors, float) { x[i] = factors.value(x[i]); });
-    store_values(values + walk.value(place), x, place.count);
+    places.each(place, [&](int i, const Factors& factors, float) { x[i] = factors.value(x[i]); });
+    store_values(values + places.value(place), x, place.count);
   }
 }
 
@@ -150,20 +153,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode_scaled(
     const Scale* __restrict__ scales,           // [num_matrices, blocks_down, blocks_across], any strides
     const ZeroPoint* __restrict__ zero_points,  // with the strides of scales; null for none
     const __grid_constant__ BlockedMatrices at) {
-  const Walk walk(at, scales, zero_points);
+  const Places places(at, scales, zero_points);
   Values vectors[ITEMS];
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
-    vectors[j] = load_values(values + walk.value(walk[j]), walk[j].count);
+    vectors[j] = load_values(values + places.value(places[j]), places[j].count);
   }
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
-    const Place place = walk[j];
+    const Place place = places[j];
     if (place.count <= 0) continue;
     float x[kValues] = {};
-    walk.each(place, [&](int i, const Factors& factors, float inverse) {
+    places.each(place, [&](int i, const Factors& factors, float inverse) {
       x[i] = factors.scaled(to_float(vectors[j][i]), inverse);
     });
-    store_codes(storage + walk.byte(place), encode_values(x), place.count);
+    store_codes(storage + places.byte(place), encode_values(x), place.count);
   }
 }

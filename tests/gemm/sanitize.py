@@ -27,9 +27,9 @@ from cukit.gemm import (
     quantized_linear,
 )
 from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
-from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.launch_8bit import Matmul8BitSm90
+from cukit.gemm.linear_launch import LinearSm90
 from cukit.gemm.linear_plan import Product, configure
-from cukit.gemm.linear_sm90 import LinearSm90
 from cukit.gemm.plan_8bit import Product8Bit
 from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8
@@ -88,7 +88,7 @@ def eight_bits() -> None:
         a, b = place("gpu", *test_fp8.operands(rng, m, n, k, kind))
         product = Product8Bit("Float8E4M3", "bfloat16", promoted=True, blocks=kind == "blocks")
         for tiling in test_fp8.WIDE:  # which the plan takes for larger products only
-            launch = Mapped8Bit(plan_8bit.configure(product, tiling, m, n, 2), m, n, k, 1, 1)
+            launch = Matmul8BitSm90(plan_8bit.configure(product, tiling, m, n, 2), m, n, k, 1, 1)
             launch(a.storage, b.storage, poisoned("gpu", (m, n), "bfloat16"), a.scales, b.scales)
 
 

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_from_mask, create_sparse_mask
+from cukit.gemm._bsr_schedule import (
+    assign_tiles,
+    group_rows,
+    matmul_work,
+    sampled_pieces,
+    sampled_work,
+)
 from cukit.gemm.bsr_plan import (
     SAMPLED_TILINGS,
     TILINGS,
     Transposed,
     plan_bsr_matmul,
     plan_bsr_sampled,
-)
-from cukit.gemm.bsr_schedule import (
-    deal_tiles,
-    group_rows,
-    matmul_work,
-    sampled_pieces,
-    sampled_work,
 )
 from tests.contract import random, to_device, to_host
 
@@ -76,13 +76,13 @@ INDPTR, INDICES = np.array([0, 2, 3]), np.array([0, 2, 1])
     ("arguments", "error", "message"),
     [
         ({"indptr": INDPTR[:2]}, ArrayShapeError, "indptr of 2 block rows must have 3 elements"),
-        ({"indptr": INDPTR + 1}, ArrayError, "run from 0 to the number of indices, 3, got 1 to 4"),
-        ({"indptr": np.array([0, 4, 3])}, ArrayError, "must not decrease, got 4 and then 3"),
+        ({"indptr": INDPTR + 1}, ArrayError, "end at the number of indices, 3, got 1 and 4"),
+        ({"indptr": np.array([0, 4, 3])}, ArrayError, "must not decrease, got 4 followed by 3"),
         ({"indices": INDICES + 1}, ArrayError, "indices must be 0 to 2, got 1 to 3"),
         (
             {"indices": INDICES * 0 + 1},
             ArrayError,
-            "without repeats, got 1 and then 1",
+            "strictly ascending, got 1 followed by 1",
         ),
         ({"indices": INDICES / 1.0}, ArrayDtypeError, "indices must be int32, int64, got float64"),
         ({"block_size": 24}, ConfigError, "block_size must be one of 16, 32, 64, 128, got 24"),
@@ -120,7 +120,7 @@ def test_masks():
     for arguments, message in [
         ({"density": 1.5}, "density must be a finite number"),
         ({"kind": "odd"}, "kind must be one of"),
-        ({"kind": "magnitude"}, "weight goes with kind='magnitude'"),
+        ({"kind": "magnitude"}, "weight is required with kind='magnitude'"),
     ]:
         with pytest.raises(ConfigError, match=message):
             create_sparse_mask(**{"shape": (32, 32), "block_size": 16, "density": 0.5, **arguments})
@@ -133,7 +133,7 @@ def test_masks():
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 9))
 def test_tiles_are_dealt_evenly(costs, num_blocks):
     items = np.repeat(np.arange(len(costs), dtype=np.int32)[:, None], 4, axis=1)
-    work = deal_tiles(items, np.array(costs, int), num_blocks)
+    work = assign_tiles(items, np.array(costs, int), num_blocks)
     assert (work[:, -1] == -1).all()
     shares = [row[row[:, 0] >= 0, 0] for row in work]
     assert sorted(np.concatenate(shares)) == list(range(len(costs)))

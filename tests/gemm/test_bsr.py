@@ -286,7 +286,7 @@ def test_errors_name_the_argument(device):
     ]:
         with pytest.raises(error, match=f"bsr_matmul: .*{message}"):
             bsr_matmul(*arguments)
-    with pytest.raises(ConfigError, match="a pattern is for two dense operands"):
+    with pytest.raises(ConfigError, match="pattern needs two dense operands"):
         bsr_matmul(x, weight, pattern=pattern)
     with pytest.raises(ArrayShapeError, match=r"the pattern's shape \(32, 48\), got \(4, 4\)"):
         bsr_matmul(x, x, transpose_b=True, pattern=pattern)

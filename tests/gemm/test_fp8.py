@@ -8,7 +8,7 @@ import pytest
 import cukit
 from cukit.errors import ArrayDtypeError, ConfigError
 from cukit.gemm import matmul_fp8
-from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.launch_8bit import Matmul8BitSm90
 from cukit.gemm.plan_8bit import (
     Product8Bit,
     Tiling8Bit,
@@ -115,7 +115,7 @@ def test_every_kind_of_tiling(device, rng, tiling, kind):
     a, b = operands(rng, m, n, k, kind)
     out = poisoned(device, (m, n), "bfloat16")
     product = Product8Bit("Float8E4M3", "bfloat16", promoted=True, blocks=kind == "blocks")
-    launch = Mapped8Bit(configure(product, tiling, m, n, 1), m, n, k, 1, 1)
+    launch = Matmul8BitSm90(configure(product, tiling, m, n, 1), m, n, k, 1, 1)
     left, right = place(device, a, b)
     results = []
     for repeat in range(2):
@@ -176,7 +176,7 @@ A, B = operands(RNG, 3, 200, 384, "blocks")
     [
         ({"a": A.storage}, ArrayDtypeError, "a must be a QuantizedArray of float8_e4m3"),
         ({"b": float8_operand(RNG, 4, 384, scales="row")}, ConfigError, "blocks of .1, 128. of a"),
-        ({"fast_accumulation": True}, ConfigError, "fast_accumulation is for scales of tensors"),
+        ({"fast_accumulation": True}, ConfigError, "fast_accumulation needs scales per tensor"),
         ({"bias": np.ones(200, np.float32)}, ArrayDtypeError, "bias must be bfloat16"),
     ],
 )

@@ -11,9 +11,8 @@ import cukit
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward, grouped_plan
-from cukit.gemm.grouped import GroupedLaunch
-from cukit.gemm.grouped_plan import GroupedProblem, Layout
-from cukit.gemm.grouped_sm80 import GroupedSm80, plan_grouped_sm80
+from cukit.gemm.grouped_launch import GroupedSm80, GroupedSm90
+from cukit.gemm.grouped_plan import GroupedProblem, Layout, plan_grouped_sm80
 from cukit.gemm.linear_plan import Product
 from cukit.reference import grouped_gemm as reference
 from tests.contract import (
@@ -209,7 +208,7 @@ def test_every_tiling(device, rng, kind, tiling):
         launch = GroupedSm80(plan_grouped_sm80(problem, aligned=True, num_sms=1), groups.layout)
     else:
         config = replace(grouped_plan.configure(problem, tiling, 132), num_blocks=2)
-        launch = GroupedLaunch(config, groups.layout)
+        launch = GroupedSm90(config, groups.layout)
     where = groups.where("cpu")
     if kind == "weights":
         a, b = groups.rows(rng, n, dtype, scale=0.1), groups.x
@@ -364,4 +363,4 @@ def test_tilings_fit_hopper(problem):
 )
 def test_the_plan(rows, groups, n, k, tile):
     problem = GroupedProblem(Product(rows, n, k, "bfloat16"), groups)
-    assert str(grouped_plan.plan(problem, 132).tiling) == tile
+    assert str(grouped_plan.plan_grouped_sm90(problem, 132).tiling) == tile

@@ -124,7 +124,7 @@ WEIGHTS = ck.QuantizedArray.encode(
         (
             {"x": ck.QuantizedArray.encode(np.ones((4, 16), np.float32), ck.float8_e4m3)},
             ConfigError,
-            r"scales of x must belong to blocks of \(1, 128\), got None",
+            r"scales of x must be for blocks of \(1, 128\), got None",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from cukit.core.narrow_dtype import int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul_int8
-from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.launch_8bit import Matmul8BitSm90
 from cukit.gemm.plan_8bit import (
     Product8Bit,
     Tiling8Bit,
@@ -93,7 +93,7 @@ def test_every_kind_of_tiling(device, rng, tiling):
     sums = b.storage.sum(axis=1, dtype=np.int32)
     left, right = place(device, a, b)
     arguments = (left.scales, right.scales, left.zero_points, *to_device(device, sums))
-    launch = Mapped8Bit(config, m, n, k, 1, 1)
+    launch = Matmul8BitSm90(config, m, n, k, 1, 1)
     for repeat in range(2):
         with another_order(device, repeat):
             launch(left.storage, right.storage, out, *arguments)
@@ -150,7 +150,7 @@ PLAIN = QuantizedArray(np.zeros((4, 16), np.int8), int8, (4, 16))
     [
         ({"a": A.storage}, ArrayDtypeError, "a must be a QuantizedArray of int8, got ndarray"),
         ({"b": int8_operand(np.random.default_rng(0), 4, 8)}, ArrayShapeError, "extents 16 and 8"),
-        ({"b": PLAIN}, ConfigError, "both operands have scales or neither"),
+        ({"b": PLAIN}, ConfigError, "both operands must have scales, or neither"),
         (
             {"a": PLAIN, "b": PLAIN, "out_dtype": np.float32},
             ArrayDtypeError,
@@ -162,7 +162,7 @@ PLAIN = QuantizedArray(np.zeros((4, 16), np.int8), int8, (4, 16))
         (
             {"b": replace(B, scales=np.ones((4, 2), np.float32), axis=1, group_size=8)},
             ConfigError,
-            "b must have one scale for each row",
+            "b must have one scale per row",
         ),
     ],
 )

@@ -13,20 +13,20 @@ from cukit.gemm import (
     gated_linear,
     linear,
 )
-from cukit.gemm.linear_launch import plan_linear
+from cukit.gemm.linear_launch import LinearSm80, LinearSm90
 from cukit.gemm.linear_plan import (
     ACTIVATIONS,
     CLUSTER_TILING,
     GATED_ACTIVATIONS,
     Product,
+    Sm80Config,
     Tiling,
     candidates,
     configure,
     estimate_us,
+    plan_linear,
     plan_sm90,
 )
-from cukit.gemm.linear_sm80 import LinearSm80, Sm80Config
-from cukit.gemm.linear_sm90 import LinearSm90
 from cukit.reference import gemm as reference
 from tests.contract import (
     another_order,
@@ -295,7 +295,7 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
             ConfigError,
             "return_preactivation must be True or False, got 1",
         ),
-        (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "an even number"),
+        (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "axis 0 must be even"),
         (lambda: gated_linear(X, (W, W[:2])), ArrayShapeError, r"w_up must have shape \(6, 16\)"),
         (lambda: gated_linear(X, W, None), ConfigError, "got None"),
     ],

@@ -76,5 +76,5 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
 def test_errors_name_the_argument():
     with pytest.raises(ArrayShapeError, match=r"grad_out must have shape \(4, 6\)"):
         linear_backward(X, X, W)
-    with pytest.raises(ConfigError, match="preactivation goes with an activation"):
+    with pytest.raises(ConfigError, match="preactivation is required with an activation"):
         linear_backward(X[:, :6].copy(), X, W, None, "relu")

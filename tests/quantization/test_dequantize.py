@@ -7,8 +7,8 @@ import pytest
 
 import cukit as ck
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
+from cukit.quantization._matrices import matrices_of
 from cukit.quantization.dequantize import plan_dequantize
-from cukit.quantization.matrices import matrices_of
 from cukit.reference import quantize as reference
 from tests.contract import to_device, to_host
 

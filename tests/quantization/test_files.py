@@ -60,7 +60,7 @@ def test_other_readers_find_the_codes(tmp_path, rng):
 def test_files_that_cannot_be_used(tmp_path):
     path = tmp_path / "weights.safetensors"
     array = ck.quantize(np.ones((2, 4), np.float32), ck.int8)
-    with pytest.raises(ConfigError, match=r"two arrays would be called 'w.scales'"):
+    with pytest.raises(ConfigError, match=r"two arrays would be named 'w.scales'"):
         ck.save_quantized(path, {"w.scales": np.ones(3), "w": array})
     with pytest.raises(DataError, match="no such file"):
         ck.load_quantized(path)

@@ -1,7 +1,7 @@
-"""Every way to compute a product, what it can do, and a model of the time it takes.
+"""The kernels that `matmul` can choose from: what each supports, and a model of its time.
 
-`plan_matmul` ranks them: a pure function of a product's description and of the device. A kernel
-joins with one `MatmulKernel` in KERNELS.
+`plan_matmul` ranks them; it is a pure function of the product's description and the device. To add
+a kernel, add a `MatmulKernel` to KERNELS.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.narrow_dtype import float8_e4m3
-from cukit.gemm.dense import Product, carry_out, plan_product
+from cukit.gemm._dense import CheckedProduct, carry_out, plan_product
 from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.gemv import MOST_TOKENS, prepare_gemv
-from cukit.gemm.linear_launch import HOPPER, plan_linear, prepare_linear
-from cukit.gemm.linear_plan import Product as LinearProduct
-from cukit.gemm.linear_plan import Sm90Config, estimate_us
+from cukit.gemm.linear_launch import prepare_linear
+from cukit.gemm.linear_plan import HOPPER, Product, Sm90Config, estimate_us, plan_linear
 
 FLOAT8 = float8_e4m3.name
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
@@ -28,18 +27,18 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "float16": ("float16", FLOAT8),
     "bfloat16": ("bfloat16", FLOAT8),
 }
-"""Arithmetic that operands of a dtype may be multiplied in, the most exact first."""
+"""The precisions in which operands of a dtype may be multiplied, most accurate first."""
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, FLOAT8: 1}
 
 
 @dataclass(frozen=True)
 class MatmulProblem:
-    """What decides between kernels: [m, k] times [k, n].
+    """The description of a product [m, k] @ [k, n] by which a kernel is chosen.
 
-    dtype, out: of the operands and of the result.
-    flat: operands and `out` are C-contiguous and have two axes.
-    aligned: rows of both begin on 16 bytes.
+    dtype, out: dtypes of the operands and of the result.
+    flat: whether operands and `out` are C-contiguous and have two axes.
+    aligned: whether the rows of both operands are 16-byte aligned.
     """
 
     m: int
@@ -55,19 +54,19 @@ class MatmulProblem:
 
     @property
     def flops(self) -> float:
-        """Of multiplications and additions."""
+        """Floating-point operations: a multiplication and an addition per term."""
         return 2.0 * self.m * self.n * self.k
 
     @property
     def bytes(self) -> float:
-        """Operands read once, the result written once."""
+        """Memory traffic if operands are read once and the result is written once."""
         operands = (self.m + self.n) * self.k * _ITEMSIZE[self.dtype]
         return operands + self.m * self.n * _ITEMSIZE[self.out] * (2 if self.accumulate else 1)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What large products reach: GB/s of memory, TFLOP/s by arithmetic."""
+    """Rates that large products reach: memory in GB/s, each precision in TFLOP/s."""
 
     memory: float
     half: float
@@ -76,16 +75,16 @@ class Rates:
     float64: float
 
     def flops_us(self, problem: MatmulProblem, precision: str) -> float:
-        """Microseconds of the multiplications."""
+        """Microseconds for the floating-point operations."""
         rate = getattr(self, "half" if precision in ("float16", "bfloat16") else precision)
         return float(problem.flops / rate / 1e6)
 
     def bytes_us(self, size: float) -> float:
-        """Microseconds of `size` bytes."""
+        """Microseconds for moving `size` bytes."""
         return size / self.memory / 1e3
 
 
-# Of the typical devices, by compute capability; products scale with the number of SMs.
+# SMs and rates of a typical device, by compute capability; FLOP rates scale with the SMs.
 _RATES = {
     (8, 0): (108, Rates(1400, 270, 130, 18, 17)),
     (8, 6): (82, Rates(850, 65, 33, 30, 0.5)),
@@ -97,7 +96,7 @@ _RATES = {
 
 
 def rates_of(device: Device) -> Rates:
-    """Of the closest known architecture that is not newer."""
+    """Rates of the newest known architecture that is not newer than the device."""
     known = [each for each in _RATES if each <= device.compute_capability] or [min(_RATES)]
     sms, rates = _RATES[max(known)]
     share = device.num_sms / sms
@@ -117,20 +116,19 @@ class MatmulOptions(NamedTuple):
 
 
 Run = Callable[[Array, Array, Array | None], Array]
-"""Multiplies a and b, arrays of the description that it was prepared for, into `out` or a new
-array."""
+"""Multiplies a and b, which must match the description that it was prepared for, into `out` or a
+new array."""
 
 
 @dataclass(frozen=True)
 class MatmulKernel:
-    """One way to multiply.
+    """A kernel that can compute products.
 
-    precisions: arithmetic that it knows.
-    reason_against: why it cannot do a problem on a device, or None.
-    time_us: the model of its time on the device.
-    prepare: from arrays (operands in the dtype of the arithmetic; float8: QuantizedArrays with a
-        scale for each row), precision and options to what multiplies arrays of the same
-        description: `run(a, b, out)`.
+    precisions: the precisions it supports.
+    reason_against: the reason why it cannot compute a problem on a device, or None.
+    time_us: a model of its time on the device.
+    prepare: takes arrays (operands in the precision's dtype; for float8, QuantizedArrays with a
+        scale for each row), precision and options; returns `run(a, b, out)` for arrays like these.
     """
 
     name: str
@@ -141,7 +139,7 @@ class MatmulKernel:
 
 
 def _cublas_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
-    """About 8 us on an H200 for anything short; long ones reach 90 % of the bandwidth."""
+    """About 8 us on an H200 for small products; large ones reach 90 % of the bandwidth."""
     memory = rates.bytes_us(problem.bytes) / 0.9
     return 8 + max(memory, rates.flops_us(problem, precision))
 
@@ -156,7 +154,7 @@ def _prepare_cublas(
 
 
 def _carry_out(
-    product: Product, how: dict[str, bool], a: Array, b: Array, out: Array | None
+    product: CheckedProduct, how: dict[str, bool], a: Array, b: Array, out: Array | None
 ) -> Array:
     return carry_out(product, a, b, out, **how)
 
@@ -170,10 +168,10 @@ def _gemv_reason(problem: MatmulProblem, device: Device) -> str | None:
 
 
 def _gemv_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
-    """Two microseconds ahead of cuBLAS at the start, and behind it where weights are long.
+    """Starts 2 us faster than cuBLAS, but reaches a smaller share of the bandwidth.
 
-    Shares of the bandwidth as measured on an H200: rows of weights along the depth, along the
-    columns, and of any alignment.
+    The shares were measured on an H200: weights contiguous along the depth, along the columns, and
+    unaligned.
     """
     few_rows = problem.m <= problem.n
     along_depth = problem.transpose_b if few_rows else not problem.transpose_a
@@ -191,7 +189,7 @@ def _prepare_gemv(
 
 def _linear_reason(problem: MatmulProblem, device: Device) -> str | None:
     if not problem.flat:
-        return "it multiplies contiguous matrices"
+        return "it needs contiguous matrices"
     if min(problem.m, problem.n, problem.k) == 0:
         return "there is nothing to multiply"
     if problem.accumulate or problem.out != problem.dtype:
@@ -199,8 +197,8 @@ def _linear_reason(problem: MatmulProblem, device: Device) -> str | None:
     return None
 
 
-def _linear_product(problem: MatmulProblem) -> LinearProduct:
-    return LinearProduct(
+def _linear_product(problem: MatmulProblem) -> Product:
+    return Product(
         problem.m,
         problem.n,
         problem.k,
@@ -211,7 +209,7 @@ def _linear_product(problem: MatmulProblem) -> LinearProduct:
 
 
 _GENERAL_SHARE = 0.6
-"""Of cuBLAS's speed that the kernel for any GPU and any stride reaches."""
+"""Speed of linear_sm80.cu relative to cuBLAS."""
 
 
 def _linear_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
@@ -229,7 +227,7 @@ def _prepare_linear(
     (k, m) = a.shape if options.transpose_a else a.shape[::-1]
     n = b.shape[0] if options.transpose_b else b.shape[1]
     major_a, major_b = "MN" if options.transpose_a else "K", "K" if options.transpose_b else "MN"
-    product = LinearProduct(m, n, k, a.dtype.name, major_a, major_b)
+    product = Product(m, n, k, a.dtype.name, major_a, major_b)
     launch = prepare_linear(product, a, b, out)
 
     def run(a: Array, b: Array, out: Array | None) -> Array:
@@ -241,16 +239,16 @@ def _prepare_linear(
 
 
 _FLOAT8_SPEEDUP = 1.7
-"""Over 16-bit operands, of long products."""
+"""Of large products, over 16-bit operands."""
 
 
 def _fp8_reason(problem: MatmulProblem, device: Device) -> str | None:
     if device.arch != HOPPER:
-        return f"no tensor cores for float8 are used on {device.arch}"
+        return f"it does not use float8 tensor cores on {device.arch}"
     if problem.transpose_a or not problem.transpose_b:
-        return "scales belong to rows along k: it multiplies a [m, k] and b [n, k]"
+        return "scales are per row along k: it needs a [m, k] and b [n, k]"
     if not problem.flat:
-        return "it multiplies contiguous matrices"
+        return "it needs contiguous matrices"
     if problem.accumulate:
         return "it does not accumulate"
     return None
@@ -288,8 +286,8 @@ KERNELS: tuple[MatmulKernel, ...] = (
 class Estimate:
     """A candidate for a product.
 
-    time_us: of the model, or `measured`; converting the operands included.
-    reason: why it cannot be taken; None for those that can.
+    time_us: modelled, or `measured`; includes the conversion of the operands.
+    reason: why the candidate cannot run; None if it can.
     """
 
     kernel: str
@@ -326,7 +324,7 @@ def _modelled(problem: MatmulProblem, device: Device) -> tuple[Estimate, ...]:
 def plan_matmul(
     problem: MatmulProblem, device: Device, times: Times | None = None
 ) -> tuple[Estimate, ...]:
-    """All candidates, the fastest first, then those that cannot be taken."""
+    """All candidates, fastest first, followed by those that cannot run."""
     estimates = [
         replace(each, time_us=times[each.kernel, each.precision], measured=True)
         if times and not each.reason and (each.kernel, each.precision) in times

@@ -1,4 +1,4 @@
-"""Checks of the operands of products of 8-bit matrices, shared by int8 and float8."""
+"""Operands of 8-bit products and their checks, shared by int8 and FP8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUT_DTYPES = (bfloat16, float16, float32)
 
 
 class Parts(NamedTuple):
-    """A QuantizedArray as arrays and a hashable rest: what a launch plan remembers."""
+    """A QuantizedArray split into its arrays and a hashable rest, as launch plans need it."""
 
     storage: Array
     scales: Array | None
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
     form: tuple[NarrowDtype, tuple[int, ...], Axis, GroupSize]
 
     def whole(self) -> QuantizedArray:
-        """The array again."""
+        """The QuantizedArray again."""
         dtype, shape, axis, group_size = self.form
         return QuantizedArray(
             self.storage, dtype, shape, self.scales, self.zero_points, axis, group_size
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(op: str, name: str, array: Any, dtype: NarrowDtype) -> Parts:
-    """Raises ArrayDtypeError for anything but a QuantizedArray."""
+    """Splits a QuantizedArray; raises ArrayDtypeError for anything else."""
     if not isinstance(array, QuantizedArray):
         raise ArrayDtypeError(
             f"{op}: {name} must be a QuantizedArray of {dtype.name}, got {type(array).__name__}"
@@ -57,12 +57,13 @@ class Checked(NamedTuple):
     dtype: np.dtype[Any]
     """Of the result."""
     a_stride: int | None
-    """1 where each row of `a` has a scale, 0 where all share one, None where blocks have."""
+    """Stride of the scales of `a`: 1 per row, 0 per tensor; None for scales per block."""
     b_stride: int | None
+    """Stride of the scales of `b`, likewise."""
 
 
 def both_operands(values: Sequence[Any]) -> tuple[QuantizedArray, QuantizedArray]:
-    """The operands whose parts, one after the other, are the first arguments of a launch plan."""
+    """The two operands, from the leading arguments of a launch plan: the parts of a, then of b."""
     size = len(Parts._fields)
     return Parts(*values[:size]).whole(), Parts(*values[size : 2 * size]).whole()
 
@@ -70,7 +71,7 @@ def both_operands(values: Sequence[Any]) -> tuple[QuantizedArray, QuantizedArray
 def check_operands(
     op: str, a: QuantizedArray, b: QuantizedArray, dtype: NarrowDtype
 ) -> tuple[int, int, int]:
-    """(m, n, k) of a [m, k] and b [n, k], which hold codes of `dtype`."""
+    """Checks a [m, k] and b [n, k], which hold codes of `dtype`; returns (m, n, k)."""
     for name, array in (("a", a), ("b", b)):
         if array.dtype != dtype:
             raise ArrayDtypeError(f"{op}: {name} must be {dtype.name}, got {array.dtype.name}")
@@ -92,15 +93,15 @@ def check_operands(
         raise ArrayShapeError(f"{op}: k must be at least 1, got 0")
     if (a.scales is None) != (b.scales is None):
         raise ConfigError(
-            f"{op}: both operands have scales or neither, got "
-            f"{'none' if a.scales is None else 'some'} of a and "
-            f"{'none' if b.scales is None else 'some'} of b"
+            f"{op}: both operands must have scales, or neither; got "
+            f"{'none' if a.scales is None else 'scales'} for a and "
+            f"{'none' if b.scales is None else 'scales'} for b"
         )
     return m, n, k
 
 
 def row_stride(op: str, name: str, array: QuantizedArray) -> int | None:
-    """1 where each row has a scale, 0 where all share one, None where neither is true."""
+    """The stride of the scales: 1 per row, 0 per tensor or without scales, None for blocks."""
     block = array.block_shape
     if block is None:
         return 0
@@ -114,7 +115,7 @@ def row_stride(op: str, name: str, array: QuantizedArray) -> int | None:
 def check_result(
     op: str, m: int, n: int, bias: Array | None, out: Array | None, out_dtype: Any
 ) -> np.dtype[Any]:
-    """The dtype of the result; `bias` has it too."""
+    """Checks `out`, `out_dtype` and `bias`; returns the dtype of the result."""
     if out is not None:
         check_array(op, "out", out, dtypes=OUT_DTYPES, shape=(m, n))
     given = out_dtype if out is None else out.dtype

@@ -1,6 +1,6 @@
-"""Times of products that were measured on this machine, in memory and in a file.
+"""Times of products measured on this machine, in memory and in `matmul_times.json`.
 
-The file lies beside the compiled kernels: `matmul_times.json` in the cache folder.
+The file is stored beside the compiled kernels, in the cache folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from cukit.core.device import Device
 from cukit.core.file_cache import cache_folder
 from cukit.core.files import write_json
-from cukit.gemm.candidates import MatmulProblem, Times
+from cukit.gemm._matmul_candidates import MatmulProblem, Times
 
 _FILE = "matmul_times.json"
 
@@ -38,13 +38,13 @@ def _known() -> dict[str, dict[tuple[str, str], float]]:
                 key: {(kernel, precision): float(us) for kernel, precision, us in rows}
                 for key, rows in content.items()
             }
-        except (OSError, ValueError, AttributeError):  # none yet, or not ours
+        except (OSError, ValueError, AttributeError):  # missing or malformed
             _times = {}
     return _times
 
 
 def recall(device: Device, problem: MatmulProblem) -> Times | None:
-    """What was measured of a problem on a device, if anything."""
+    """The measured times of a problem on a device, if there are any."""
     return _known().get(_key(device, problem))
 
 
@@ -59,6 +59,6 @@ def remember(device: Device, problem: MatmulProblem, times: Times) -> None:
 
 
 def forget() -> None:
-    """Reads the file again when next asked."""
+    """Drops the times in memory; the next recall reads the file again."""
     global _times
     _times = None

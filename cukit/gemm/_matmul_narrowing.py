@@ -1,21 +1,29 @@
-"""How much a product loses in a coarser arithmetic, from some of its rows and columns."""
+"""Conversion of the operands of `matmul` to a lower precision, and a sample of its error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, namespace
+from cukit.core.arrays import Array, bfloat16, namespace
 from cukit.core.narrow_dtype import float8_e4m3
-from cukit.gemm.narrowing import NARROWING
+from cukit.quantization import quantize
+
+NARROWING: Mapping[str, Callable[[Array], Any]] = {
+    "bfloat16": lambda x: x.astype(bfloat16),
+    float8_e4m3.name: lambda x: quantize(x, float8_e4m3),
+}
+"""The conversion of an operand to each precision: to an array, or for float8 to a QuantizedArray
+with a scale for each row."""
 
 _ROWS = 8
 _COLUMNS = 256
 
 
 def _tf32(x: Array) -> Array:
-    """The 10 bits of mantissa that tensor cores keep: the others are cut off."""
+    """Truncates to TF32's 10 mantissa bits, as tensor cores do."""
     bits = x.view(np.uint32) & np.uint32(0xFFFFE000)
     return bits.view(np.float32)
 
@@ -31,11 +39,11 @@ def _rounded(x: Array, precision: str) -> Array:
 def sampled_error(
     a: Array, b: Array, precision: str, *, transpose_a: bool, transpose_b: bool
 ) -> float:
-    """The largest ||row - exact row|| / ||exact row|| of some rows of `op(a) @ op(b)`.
+    """The largest ||row - exact row|| / ||exact row|| of sampled rows of `op(a) @ op(b)`.
 
-    a, b: as `matmul` takes them. Eight rows and 256 columns, evenly spread, are multiplied
-    in float64, once with the operands rounded as `precision` does. Synchronises with the device.
-    NaN where a sampled row is not finite.
+    a, b: as for `matmul`. Eight rows and 256 columns, evenly spaced, are multiplied in float64:
+    once exactly, once with the operands rounded as in `precision`. Synchronises with the device.
+    NaN if a sampled row is not finite.
     """
     left = a.reshape(-1, a.shape[-1])
     right = b.reshape(-1, b.shape[-1])
@@ -46,14 +54,14 @@ def sampled_error(
         exact = rows.astype(np.float64) @ columns.T.astype(np.float64)
         left, right = (_rounded(each, precision).astype(np.float64) for each in (rows, columns))
         coarse = left @ right.T
-        lost = xp.sqrt(((coarse - exact) ** 2).sum(axis=1))
-        whole = xp.sqrt((exact**2).sum(axis=1))
-        ratios = xp.where(lost == 0, 0.0, lost / whole)
+        error = xp.sqrt(((coarse - exact) ** 2).sum(axis=1))
+        norm = xp.sqrt((exact**2).sum(axis=1))
+        ratios = xp.where(error == 0, 0.0, error / norm)
     return float(ratios.max()) if ratios.size else 0.0
 
 
 def _some(matrix: Array, most: int) -> Array:
-    """At most so many rows, evenly spread, C-contiguous."""
+    """At most `most` rows, evenly spaced, C-contiguous."""
     count = min(most, matrix.shape[0])
     chosen = np.linspace(0, max(matrix.shape[0] - 1, 0), count).astype(np.int64)
     return namespace(matrix).ascontiguousarray(matrix[chosen])

@@ -1,4 +1,4 @@
-"""An array and its blocks as the kernels see them: matrices [num_matrices, rows, cols]."""
+"""The kernels' view of a blocked array: matrices [num_matrices, rows, cols] with blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMETERS = "quantization/parameters.cuh"
 
 
 class Matrices(NamedTuple):
-    """An array [..., cols] in blocks of [block_rows, block_cols] of the last two of three axes."""
+    """An array as [num_matrices, rows, cols], with blocks of [block_rows, block_cols]."""
 
     num_matrices: int
     rows: int
@@ -27,12 +27,12 @@ class Matrices(NamedTuple):
 
     @property
     def blocks_down(self) -> int:
-        """Blocks of a matrix along its rows."""
+        """Blocks along the rows axis of a matrix."""
         return -(-self.rows // self.block_rows)
 
     @property
     def blocks_across(self) -> int:
-        """Blocks of a matrix along its columns."""
+        """Blocks along the columns axis of a matrix."""
         return -(-self.cols // self.block_cols)
 
     @property
@@ -48,7 +48,7 @@ class Matrices(NamedTuple):
     def pack(
         self, dtype: NarrowDtype, scale_strides: tuple[int, int, int]
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
-        """The kernels' argument. scale_strides: elements from a matrix, row, column to the next."""
+        """The kernels' parameters. scale_strides: as returned by :func:`scale_strides`."""
         matrix, down, across = scale_strides
         return parameter_structs(PARAMETERS)[_BLOCKED].pack(
             num_matrices=self.num_matrices, rows=self.rows, cols=self.cols,
@@ -60,14 +60,13 @@ class Matrices(NamedTuple):
 
 
 def matrices_of(shape: Sequence[int], block: Sequence[int]) -> Matrices | None:
-    """The array of `shape`, none of whose extents is 0, with a scale for each `block`.
+    """The matrices of an array of `shape`, without empty axes, that has a scale for each `block`.
 
-    None where blocks span other axes than the last, the one before it, and all further ones as a
-    whole.
+    Blocks may span the last axis, the last two, all axes, or whole leading axes; None for others.
     """
     shape, block = list(shape), list(block)
-    # [tokens, heads, channels] in blocks of tokens are columns of [tokens, heads * channels]. Codes
-    # of several rows may only become one row where no row ends inside a byte.
+    # [tokens, heads, channels] with blocks of tokens: columns of [tokens, heads * channels]. Rows
+    # of codes may be joined only if no row ends within a byte.
     while len(shape) > 2 and block[-1] == block[-2] == 1 and shape[-1] % 2 == 0:
         shape[-2:], block[-2:] = [shape[-2] * shape[-1]], [1]
     *leading, cols = shape
@@ -86,9 +85,9 @@ def matrices_of(shape: Sequence[int], block: Sequence[int]) -> Matrices | None:
 
 
 def scale_strides(matrices: Matrices, factors: Array) -> tuple[int, int, int] | None:
-    """Elements between the factors of neighbouring matrices, rows and columns of blocks.
+    """Strides of the factors in elements, between matrices, rows of blocks and columns of blocks.
 
-    None where the axes before do not collapse into one stride.
+    None if the leading axes do not collapse into one stride.
     """
     shape = (matrices.num_matrices, matrices.blocks_down, matrices.blocks_across)
     view = factors.reshape(shape)

@@ -37,7 +37,7 @@ def multiply(
     out_dtype: Any = None,
     tf32: bool = False,
 ) -> Array:
-    """The product of :func:`cukit.matmul`, by cuBLAS on the GPU and by the reference elsewhere.
+    """Computes :func:`cukit.matmul` with cuBLAS on the GPU and with the reference elsewhere.
 
     tf32: on the GPU, multiply float32 operands in TF32.
     """
@@ -61,16 +61,19 @@ def multiply(
 
 
 def check_call(op: str, a: Array, b: Array, out: Array | None, **flags: bool) -> None:
-    """What plans cannot remember: flags are bools, not equals of one; `out` is beside operands."""
+    """Checks that a cached plan does not cover.
+
+    Flags must be bools (1 == True would find the same plan), and `out` must not overlap an operand.
+    """
     for name, flag in flags.items():
         check_flag(op, name, flag)
     check_overlap(op, out, a=a, b=b)
 
 
 def carry_out(
-    product: Product, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
+    product: CheckedProduct, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
 ) -> Array:
-    """A checked product by cuBLAS; in the emulator by NumPy."""
+    """Computes a checked product with cuBLAS, or with NumPy in the emulator."""
     result = empty(a, product.shape, product.dtype) if out is None else out
     if product.empty_sum:
         if not accumulate:
@@ -80,13 +83,14 @@ def carry_out(
     return result
 
 
-class Product(NamedTuple):
-    """A checked call."""
+class CheckedProduct(NamedTuple):
+    """A checked call: shape and dtype of the result, and the layouts of a, b and the result."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     layouts: tuple[Matrix, Matrix, Matrix]
     empty_sum: bool
+    """Whether k is 0."""
 
 
 def plan_product(
@@ -98,8 +102,8 @@ def plan_product(
     transpose_b: bool,
     accumulate: bool,
     out_dtype: Any,
-) -> Product:
-    """Checks a call of `op`, and finds the layouts of its operands and of the result."""
+) -> CheckedProduct:
+    """Checks a call of `op` and derives the layouts of its operands and of the result."""
     left, right = _layout(op, "a", a, transpose_a), _layout(op, "b", b, transpose_b)
     m, k = (left.columns, left.rows) if transpose_a else (left.rows, left.columns)
     n, inner = (right.rows, right.columns) if transpose_b else (right.columns, right.rows)
@@ -117,14 +121,17 @@ def plan_product(
     if out is not None:
         check_array(op, "out", out, shape=shape, contiguous=False)
         target = _layout(op, "out", out)
-    return Product(shape, dtype, (left, right, target), k == 0)
+    return CheckedProduct(shape, dtype, (left, right, target), k == 0)
 
 
 _recall_plan = launch_plan(plan_product)
 
 
 def result_dtype(op: str, a: Array, out: Array | None, out_dtype: Any) -> np.dtype[Any]:
-    """The dtype of `out`, or `out_dtype`: that of `a` (default), or float32 for a narrower one."""
+    """The dtype of the result: that of `out`, else `out_dtype`, else that of `a`.
+
+    Raises ArrayError unless it is the dtype of `a` or, for a 16-bit `a`, float32.
+    """
     if out is None and out_dtype is None:
         return a.dtype  # type: ignore[no-any-return]
     allowed = (a.dtype,) if a.dtype in (float32, float64) else (a.dtype, float32)
@@ -134,7 +141,10 @@ def result_dtype(op: str, a: Array, out: Array | None, out_dtype: Any) -> np.dty
 
 
 def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matrix:
-    """The array as rows of its last axis, or ArrayLayoutError where no single stride does it."""
+    """The array as a matrix whose rows are its last axis.
+
+    Raises ArrayLayoutError unless the leading axes collapse into one stride.
+    """
     check_array(op, name, array, dtypes=FLOAT_DTYPES, least_ndim=1, contiguous=False)
     *leading_extents, columns = array.shape
     rows = 1

@@ -1,4 +1,4 @@
-"""Choosing a kernel and an arithmetic for a product, once for each description of its operands."""
+"""The choice of a kernel and a precision for `matmul`, made once per description of operands."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from cukit.core.device import current_device
 from cukit.core.kernel import launch_plan
 from cukit.core.scalars import check_number
 from cukit.errors import ConfigError
-from cukit.gemm import measured_times
-from cukit.gemm.candidates import (
+from cukit.gemm import _matmul_times as measured_times
+from cukit.gemm._dense import CheckedProduct, plan_product
+from cukit.gemm._matmul_candidates import (
     KERNELS,
     PRECISIONS,
     Estimate,
@@ -26,9 +27,7 @@ from cukit.gemm.candidates import (
     Run,
     plan_matmul,
 )
-from cukit.gemm.dense import Product, plan_product
-from cukit.gemm.narrowing import NARROWING
-from cukit.gemm.sampled_error import sampled_error
+from cukit.gemm._matmul_narrowing import NARROWING, sampled_error
 from cukit.reference import gemm as reference
 
 _LOG = logging.getLogger("cukit.gemm")
@@ -37,13 +36,13 @@ _BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """What `matmul` decided, and between what.
+    """What `matmul` chose, and the candidates it chose from.
 
-    kernel: name of the one that runs; `"reference"` for arrays on the CPU.
+    kernel: name of the kernel that runs; `"reference"` for arrays on the CPU.
     precision: of the multiplications.
-    rtol: what was allowed; None where nothing but the operands' own precision was.
-    errors: sampled errors of the precisions that were looked at.
-    estimates: all candidates, the fastest first, then those that cannot be taken.
+    rtol: the tolerance; None if only the operands' own precision was allowed.
+    errors: sampled errors of the precisions that were considered.
+    estimates: all candidates, fastest first, followed by those that cannot run.
     """
 
     problem: MatmulProblem
@@ -66,7 +65,7 @@ class MatmulPlan:
 
 
 class Decision(NamedTuple):
-    """A plan, and what carries it out."""
+    """A plan and the function that carries it out."""
 
     plan: MatmulPlan
     run: Run
@@ -83,7 +82,7 @@ def decide(
     precision: str,
     rtol: float | None,
 ) -> Decision:
-    """Chooses, logs the choice at level DEBUG of the logger "cukit.gemm", and returns it."""
+    """Makes the choice and logs it at DEBUG level to the logger "cukit.gemm"."""
     options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
     product = plan_product("matmul", a, b, out, *options)
     problem = describe_problem(product, a, b, out, accumulate)
@@ -114,9 +113,9 @@ def decide(
         return errors[candidate] <= rtol
 
     chosen = next((e for e in estimates if e.reason is None and allows(e.precision)), None)
-    if chosen is None:  # cuBLAS does everything but float8
+    if chosen is None:  # only for float8: cuBLAS supports all else
         reasons = [f"{e.kernel}: {e.reason}" for e in estimates if e.precision == precision]
-        raise ConfigError(f"matmul: no kernel multiplies in {precision}; {', '.join(reasons)}")
+        raise ConfigError(f"matmul: no kernel can multiply in {precision}; {', '.join(reasons)}")
     plan = MatmulPlan(
         problem, chosen.kernel, chosen.precision, rtol, tuple(errors.items()), estimates
     )
@@ -128,7 +127,7 @@ _recall = launch_plan(decide)
 
 
 def recall(a: Array, b: Array, out: Array | None, *options: Any) -> Decision:
-    """`decide`, once for each description of operands on a device with kernels."""
+    """:func:`decide`, memoised per description of the operands where kernels run."""
     if not is_gpu_array(a) and backend.active is None:
         return decide(a, b, out, *options)
     decision: Decision = _recall(a, b, out, *options)
@@ -136,14 +135,14 @@ def recall(a: Array, b: Array, out: Array | None, *options: Any) -> Decision:
 
 
 def forget_decisions() -> None:
-    """Makes `matmul` choose, and sample errors, anew: for other data, or after `tune_matmul`."""
+    """Makes `matmul` choose and sample errors again: for new data, or after `tune_matmul`."""
     _recall.forget()  # type: ignore[attr-defined]
 
 
 def prepare(
     estimate: Estimate, a: Array, b: Array, out: Array | None, options: MatmulOptions
 ) -> Run:
-    """What carries out a candidate for arrays of this description."""
+    """The function that runs a candidate on arrays like these."""
     kernel = _BY_NAME[estimate.kernel]
     if estimate.precision in (a.dtype.name, "tf32"):
         return kernel.prepare(a, b, out, estimate.precision, options)
@@ -165,7 +164,7 @@ def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None
 
 
 def describe_problem(
-    product: Product, a: Array, b: Array, out: Array | None, accumulate: bool
+    product: CheckedProduct, a: Array, b: Array, out: Array | None, accumulate: bool
 ) -> MatmulProblem:
     """The description of a checked product."""
     left, right, target = product.layouts

@@ -1,6 +1,6 @@
-"""Schedules of block-sparse products: the order of a pattern's tiles, and who computes them.
+"""Static tile schedules of block-sparse products.
 
-Plain NumPy, once for each pattern and shape.
+They are computed on the host with NumPy, once for each pattern and shape.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import numpy as np
 HostArray = np.ndarray[Any, Any]
 
 _EPILOGUE = 128
-"""Time of a tile's epilogue, in rows of the dense matrix that are multiplied meanwhile."""
-
+"""Cost of a tile's epilogue, in rows of the dense matrix that could be multiplied in that time."""
 
 _MOST_EXCHANGES = 1000
-_PARTNERS = 8  # blocks that end earliest
+_PARTNERS = 8  # least loaded blocks that an exchange is tried with
 
 
-def deal_tiles(
+def assign_tiles(
     items: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None = None
 ) -> HostArray:
-    """Gives tiles to the blocks of a grid, so that all end at about the same time.
+    """Assigns tiles to the blocks of a grid, so that all blocks end at about the same time.
 
-    items: int32 [tiles, 4]: what a block has to know of a tile. costs: int [tiles], in any unit.
-    Each tile goes to the block that is free first, in the order given. Then blocks that end last
-    exchange tiles with those that end first: of one number in `alike`, if that is given.
+    items: int32 [tiles, 4]: the description of each tile. costs: int [tiles], in any unit. In the
+    given order, each tile is assigned to the block that is free first. Then the most loaded blocks
+    exchange tiles with the least loaded ones; if `alike` is given, only tiles with equal values
+    there are exchanged.
 
-    Returns int32 [blocks, turns, 4]: what each block does, turn by turn; a first number of -1 says
-    that nothing is left. At most `num_blocks` blocks.
+    Returns int32 [blocks, turns, 4]: the tiles of each block in order; a first value of -1 ends the
+    list. At most `num_blocks` blocks.
     """
     num_blocks = max(1, min(num_blocks, len(items)))
     owners = np.empty(len(items), np.int64)
@@ -51,8 +51,11 @@ def deal_tiles(
 def _exchange_tiles(
     owners: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None
 ) -> None:
-    """Evens out the sums of costs of each owner, changing `owners`: a few per cent where tiles are
-    few and unlike, since dealing leaves the last tile of each block to chance."""
+    """Balances the total cost of each owner; modifies `owners`.
+
+    Greedy assignment leaves the last tile of each block to chance: with few tiles of different
+    costs, balancing gains a few per cent.
+    """
     loads = np.bincount(owners, costs, num_blocks).astype(np.int64)
     for _ in range(_MOST_EXCHANGES):
         last = loads.argmax()
@@ -78,14 +81,14 @@ def _exchange_tiles(
 def matmul_work(
     indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int
 ) -> HostArray:
-    """The tiles of sparse times dense, dealt out: group, first column, entries from and to.
+    """The schedule of sparse times dense: each tile's group, first column, entry begin and end.
 
-    A group without entries has one that follows all others.
+    An empty group is given one extra entry, stored after all others.
 
-    indptr: entries before each group, of one block row or several.
+    indptr: entries before each group of block rows.
 
-    Tiles of the same columns come one after another, the longest rows first: those that run at one
-    time then read the same columns of the dense matrix, and the last are short.
+    Tiles of the same columns are adjacent, longest rows first: concurrent tiles then read the same
+    columns of the dense matrix, and the last tiles are short.
     """
     counts = np.diff(indptr)
     rows = np.argsort(-counts, kind="stable")
@@ -96,14 +99,14 @@ def matmul_work(
     items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
     items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + 1)
     costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
-    return deal_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
+    return assign_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
 
 
 def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> HostArray:
-    """The tiles of a sampled product, dealt out: group of rows, first entry, entries, steps.
+    """The schedule of a sampled product: each tile's group, first entry, entry count and k steps.
 
-    A group is cut into as few tiles of at most `most` entries as there can be, of about as many
-    entries each. indptr: entries before each group, of one block row or several.
+    Each group is divided into the fewest tiles of at most `most` entries, as even as possible.
+    indptr: entries before each group of block rows.
     """
     counts = np.diff(indptr)
     pieces = -(-counts // most)
@@ -112,23 +115,22 @@ def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> H
     first = counts[rows] * within // pieces[rows]
     end = counts[rows] * (within + 1) // pieces[rows]
     items = np.stack([rows, indptr[rows] + first, end - first, np.full_like(rows, steps)], axis=1)
-    return deal_tiles(items.astype(np.int32), np.ones(rows.size, np.int64), num_blocks)
+    return assign_tiles(items.astype(np.int32), np.ones(rows.size, np.int64), num_blocks)
 
 
 class RowGroups(NamedTuple):
-    """A pattern in groups of neighbouring block rows: what the rows of a group have in common is
-    read once."""
+    """A pattern in groups of adjacent block rows, which share the reads of the dense matrix."""
 
     starts: HostArray
     """int32 [groups + 1]: entries before each group."""
     columns: HostArray
-    """int32 [entries]: a block column that any row of the group has; ascending in each group."""
+    """int32 [entries]: a block column in which a row of the group has a block; ascending."""
     numbers: HostArray
-    """int32 [entries, rows of a group]: the number of each row's block there, or -1."""
+    """int32 [entries, rows of a group]: the index of each row's block in that column, or -1."""
 
 
 def group_rows(indptr: HostArray, entries: HostArray, num_columns: int, size: int) -> RowGroups:
-    """Groups of `size` block rows; entries: block column and number of each block, by rows."""
+    """Groups of `size` block rows. entries: block column and index of each block, by rows."""
     counts = np.diff(indptr)
     num_groups = -(-counts.size // size)
     rows = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
@@ -141,7 +143,7 @@ def group_rows(indptr: HostArray, entries: HostArray, num_columns: int, size: in
 
 
 def sampled_pieces(starts: HostArray, most: int) -> HostArray:
-    """int32 [tiles, 4]: group, entries from and to, 0: at most `most` entries a tile."""
+    """Tiles of at most `most` entries, int32 [tiles, 4]: group, entry begin and end, 0."""
     counts = np.diff(starts)
     groups = np.repeat(np.arange(counts.size), -(-counts // most))
     first_tiles = np.concatenate([[0], np.cumsum(-(-counts // most))])[:-1]
