@@ -1,7 +1,7 @@
-"""Measures and explains kernels: the user's own, CuPy's, and cukit's.
+"""Measures and explains kernels: your own, CuPy's and cukit's.
 
-:class:`KernelAnalyzer` for one kernel, :class:`KernelBenchmark` for implementations side by side,
-`cukit.analyzer.report` for what comes out of both.
+:class:`KernelAnalyzer` analyses one kernel, :class:`KernelBenchmark` compares implementations, and
+`cukit.analyzer.report` turns the results of both into reports.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelAnalyzer", "KernelBenchmark"]
 
-_HOMES = {"KernelAnalyzer": "kernel_analyzer", "KernelBenchmark": "benchmark"}
+_MODULES = {"KernelAnalyzer": "kernel_analyzer", "KernelBenchmark": "benchmark"}
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: most commands need one small module of this package and not all of it.
-    if name not in _HOMES:
+    # Imported on first use: most commands need only one small module of this package.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,8 +1,8 @@
-"""How much of this GPU's bandwidth a strided load leaves, measured.
+"""Measures the bandwidth that strided loads reach on this GPU.
 
-Memory moves in sectors of 32 bytes. A thread that wants 4 of them, with its neighbours' words
-somewhere else, pays for all 32. The table says what that costs on the card at hand, for each width
-of access and distance between neighbours: the evidence behind advice on a kernel's accesses.
+Memory moves in sectors of 32 bytes. A thread that loads 4 of them, while its neighbours load from
+other sectors, pays for all 32. The table gives the cost on this GPU for each access width and
+distance between neighbours: the evidence behind advice on a kernel's accesses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTHS_BYTES = (4, 8, 16)
 SECTOR_BYTES = 32
 
 SPAN_FACTOR = 8
-"""The words lie in a buffer this many times the size of L2."""
+"""The words are spread over a buffer this many times the size of L2."""
 
 
 def probe_spec(width_bytes: int) -> KernelSpec:
@@ -34,15 +34,15 @@ def probe_spec(width_bytes: int) -> KernelSpec:
 
 
 def sector_fraction(width_bytes: int, stride: int) -> float:
-    """Share of the sectors' bytes that anybody asked for."""
+    """The fraction of the loaded sectors' bytes that threads request."""
     apart = width_bytes * stride
     return width_bytes / min(apart, max(SECTOR_BYTES, width_bytes))
 
 
 def launch(words: Any, sums: Any, width_bytes: int, stride: int) -> int:
-    """Runs the probe over all of `words` [float32]; returns how many bytes it loads.
+    """Runs the probe over all of `words` [float32]; returns the bytes it loads.
 
-    sums: float32, a number a thread; its size is that of the grid.
+    sums: float32, one element per thread; its size determines the grid.
     """
     count = words.size * 4 // width_bytes // stride
     grid = (sums.size // THREADS,)
@@ -52,15 +52,15 @@ def launch(words: Any, sums: Any, width_bytes: int, stride: int) -> int:
 
 
 def probe_accesses(timer: Timer, device: Device | None = None) -> tuple[AccessPoint, ...]:
-    """The table of this GPU: every width and stride, in about a second."""
+    """The table for this GPU: every width and stride, in about a second."""
     device = device or current_device()
     cupy = require_cupy("probing memory accesses")
     words = cupy.arange(SPAN_FACTOR * device.l2_bytes // 4, dtype=cupy.float32)
     sums = cupy.empty(device.num_sms * BLOCKS_PER_SM * THREADS, cupy.float32)
     rates: dict[tuple[int, int], float] = {}
     for width in WIDTHS_BYTES:
-        arms = {str(stride): partial(launch, words, sums, width, stride) for stride in STRIDES}
-        timings = measure(arms, timer, rounds=2, max_samples=10, pause_s=0.01)
+        calls = {str(stride): partial(launch, words, sums, width, stride) for stride in STRIDES}
+        timings = measure(calls, timer, rounds=2, max_samples=10, pause_s=0.01)
         for stride in STRIDES:
             loaded = words.size * 4 // width // stride * width
             rates[width, stride] = loaded / timings[str(stride)].median_us / 1e3

@@ -1,7 +1,7 @@
-"""What could make a kernel faster, by rules whose evidence is in the analysis itself. Pure.
+"""Suggestions for making a kernel faster, from rules based on evidence in the analysis. Pure.
 
-A rule says what it saw, what follows, and a bound on the gain with what the bound rests on. Where
-the data bound nothing, it says so: occupancy, for one, only helps a kernel that waits.
+A rule states what was observed, what to do, and a bound on the gain with its reason. Where the data
+give no bound, the rule says so: higher occupancy, for example, only helps a latency-bound kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SHORT_US = 10.0
 WIDE_BITS = 128
 SLOW_CLOCK = 0.97
 SECTORS_PER_WORD = 4
-"""A request of 32 neighbouring threads touches this many sectors of 32 bytes per 4 bytes each."""
+"""Sectors of 32 bytes that a request of 32 adjacent threads touches, for each 4 bytes a thread."""
 
 
 def advise(
     analysis: KernelAnalysis, num_sms: int, accesses: Sequence[AccessPoint] = ()
 ) -> tuple[Advice, ...]:
-    """Every suggestion that `analysis` supports, the surest first.
+    """Every suggestion that `analysis` supports, the most certain first.
 
-    accesses: the access probe of the same GPU, if it was run.
+    accesses: the access probe's results on the same GPU, if it was run.
     """
     found = [advice for rule in _CALL_RULES if (advice := rule(analysis))]
     found += _uncoalesced(analysis)
@@ -44,9 +44,9 @@ def advise_launch(
     *,
     at_roof: bool = False,
 ) -> tuple[Advice, ...]:
-    """What the compiled code and the shape of one launch suggest, without any time.
+    """Suggestions from the compiled code and the launch shape alone, without times.
 
-    at_roof: the time is known to leave nothing to win by more or wider accesses.
+    at_roof: the time is known to leave no gain from more warps or wider accesses.
     """
     found = [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
     if not at_roof and not _copies_tiles(launch):
@@ -56,7 +56,7 @@ def advise_launch(
 
 
 def _copies_tiles(launch: LaunchAnalysis) -> bool:
-    """True where TMA moves the data: its copies are wide, and hide latency without more warps."""
+    """Whether TMA moves the data: its copies are wide, and hide latency without more warps."""
     return launch.memory_access is not None and launch.memory_access.bulk_copies > 0
 
 
@@ -71,8 +71,8 @@ def _roof(analysis: KernelAnalysis) -> Advice | None:
     return Advice(
         "at the roof",
         f"{best.fraction:.0%} of the measured {best.bound} roof ({best.attainable_us:.1f} us)",
-        "Move fewer bytes or fuse this with its neighbours; the kernel itself has little left.",
-        f"at most {1 / best.fraction:.2f}x: the rest of the way to the roof",
+        "Move fewer bytes, or fuse it with its neighbours; the kernel itself has little left.",
+        f"at most {1 / best.fraction:.2f}x: the remaining distance to the roof",
     )
 
 
@@ -86,8 +86,8 @@ def _throttled(analysis: KernelAnalysis) -> Advice | None:
     return Advice(
         "throttled",
         f"SM clock {clock:.0f} of {highest:.0f} MHz: {', '.join(held.throttle_reasons)}",
-        "Compare with the roof at the held clock, not with the datasheet's.",
-        f"at most {highest / clock:.2f}x if the card could hold its highest clock",
+        "Compare with the roof at the measured clock, not with the datasheet's.",
+        f"at most {highest / clock:.2f}x if the GPU could hold its highest clock",
     )
 
 
@@ -97,14 +97,14 @@ def _short(analysis: KernelAnalysis) -> Advice | None:
         return None
     return Advice(
         "launch bound",
-        f"{time.median_us:.1f} us ({time.timer}); a launch from the host costs some 2 to 5 us",
+        f"{time.median_us:.1f} us ({time.timer}); a launch from the host costs about 2 to 5 us",
         "Capture it with its neighbours in a CUDA graph, or fuse them.",
         "not bounded by this analysis: it depends on what runs beside it",
     )
 
 
 def _uncoalesced(analysis: KernelAnalysis) -> Iterable[Advice]:
-    """Where the widths of the accesses are not known, only what is too much for the widest."""
+    """If the access widths are unknown, only what is too much for the widest is reported."""
     counters = analysis.counters
     for operation, sectors in (
         ("load", counters.load_sectors_per_request if counters else None),
@@ -114,14 +114,13 @@ def _uncoalesced(analysis: KernelAnalysis) -> Iterable[Advice]:
         ideal = SECTORS_PER_WORD * max(bits, default=WIDE_BITS) / 32
         if sectors is None or sectors <= 1.1 * ideal:
             continue
-        known = "would do" if bits else f"would do for {WIDE_BITS // 8} bytes a thread"
+        known = "suffice" if bits else f"suffice for {WIDE_BITS // 8} bytes a thread"
         verb = "read" if operation == "load" else "write"
         yield Advice(
             f"uncoalesced {operation}s",
             f"{sectors:.1f} sectors a {operation} request; {ideal:.0f} {known}",
-            f"Let neighbouring threads {verb} neighbouring addresses, through shared memory if "
-            "need be.",
-            f"at most {sectors / ideal:.1f}x of the time spent on these {operation}s",
+            f"Let adjacent threads {verb} adjacent addresses, through shared memory if necessary.",
+            f"at most {sectors / ideal:.1f}x for the time spent on these {operation}s",
         )
 
 
@@ -142,7 +141,7 @@ def _spills(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
         "spills",
         f"{resources.spill_store_bytes} bytes stored and {resources.spill_load_bytes} loaded per "
         f"thread at {resources.registers} registers",
-        "Keep fewer values alive, use smaller tiles, or allow more registers in __launch_bounds__.",
+        "Keep fewer values live, use smaller tiles, or allow more registers in __launch_bounds__.",
         "not bounded by this analysis: it depends on how often the spilling code runs",
     )
 
@@ -166,9 +165,9 @@ def _small_grid(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
         return None
     return Advice(
         "small grid",
-        f"{waves.blocks} blocks on {num_sms} multiprocessors",
-        "Split the work into more blocks, or run this beside another kernel.",
-        f"at most {num_sms / waves.blocks:.2f}x: the multiprocessors without a block",
+        f"{waves.blocks} blocks on {num_sms} SMs",
+        "Split the work into more blocks, or run the kernel concurrently with another one.",
+        f"at most {num_sms / waves.blocks:.2f}x: the SMs without a block",
     )
 
 
@@ -178,10 +177,10 @@ def _tail(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
         return None
     return Advice(
         "tail",
-        f"{waves.waves:.2f} waves: the last fills {waves.tail_fraction:.0%} of the GPU",
-        "Choose a tile that makes whole waves, or a persistent grid of "
+        f"{waves.waves:.2f} waves: the last one fills {waves.tail_fraction:.0%} of the GPU",
+        "Choose a tile size that gives whole waves, or a persistent grid of "
         f"{waves.blocks_per_wave} blocks that share the work.",
-        f"at most {1 / waves.efficiency:.2f}x if all blocks take equally long",
+        f"at most {1 / waves.efficiency:.2f}x if all blocks take the same time",
     )
 
 
@@ -189,7 +188,7 @@ def _access_width(launch: LaunchAnalysis, accesses: Sequence[AccessPoint]) -> It
     if launch.memory_access is None:
         return
     for operation in ("load", "store"):
-        # cp.async loads too, and what it loads wide is not told to load wider.
+        # cp.async loads, too: code that copies wide does not need wider loads.
         kinds = (operation, "async copy") if operation == "load" else (operation,)
         widths: Counter[int] = Counter()
         for width in launch.memory_access.widths:
@@ -207,7 +206,7 @@ def _access_width(launch: LaunchAnalysis, accesses: Sequence[AccessPoint]) -> It
 
 
 def _width_gain(operation: str, bits: int, accesses: Sequence[AccessPoint]) -> str:
-    """From the access probe where there is one, which measured loads."""
+    """A bound from the access probe, which measures loads; without it, a count of instructions."""
     fewer = f"up to {WIDE_BITS // bits}x fewer {operation} instructions"
     rates = {point.access_bytes * 8: point.useful_gbps for point in accesses if point.stride == 1}
     if operation == "load" and bits in rates and WIDE_BITS in rates:
@@ -216,7 +215,7 @@ def _width_gain(operation: str, bits: int, accesses: Sequence[AccessPoint]) -> s
             f"at most {gain:.2f}x: the access probe reads {rates[bits]:.0f} GB/s by {bits} bits, "
             f"{rates[WIDE_BITS]:.0f} by {WIDE_BITS}"
         )
-    return f"{fewer}; the time follows only where they are the limit"
+    return f"{fewer}; the time shrinks only if they are the limit"
 
 
 def _residency(launch: LaunchAnalysis) -> Iterable[Advice]:
@@ -231,9 +230,9 @@ def _residency(launch: LaunchAnalysis) -> Iterable[Advice]:
             f"{step.needed} instead of {step.current} "
             f"{unit.get(step.resource, 'bytes of shared memory per block')}.",
             f"at most {step.fraction / max(occupancy.fraction, 1e-9):.2f}x (resident warps "
-            f"{occupancy.fraction:.0%} to {step.fraction:.0%}), and only if it waits for memory"
+            f"{occupancy.fraction:.0%} to {step.fraction:.0%}), and only if it is latency-bound"
             if occupancy.fraction
-            else f"the kernel could run at all, with {step.fraction:.0%} of the warps",
+            else f"the kernel could be launched, with {step.fraction:.0%} of the warps",
         )
 
 

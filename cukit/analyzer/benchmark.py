@@ -1,4 +1,4 @@
-"""Times several implementations of the same work beside one another, and checks what they return.
+"""Times several implementations of the same work side by side, and checks their results.
 
     from cukit.analyzer import KernelBenchmark
 
@@ -9,9 +9,9 @@
         expected=lambda: reference(x), bytes=2 * x.nbytes,
     )
 
-A time without a correct result is no result: every implementation is compared with `expected`
-before it is timed and after. The file is written whole after each case, so a run that is killed
-leaves what it measured.
+A time without a correct result is worthless: every implementation is compared with `expected`
+before and after it is timed. The file is rewritten after each case, so an interrupted run keeps
+the cases that it measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from cukit.errors import ConfigError, CukitError
 Clock = Literal["device", "host"]
 
 Failure = Callable[[str, Exception], None]
-"""Told the name of an implementation and what it raised."""
+"""Called with the name of an implementation and the exception that it raised."""
 
 OTHER_TIMERS: Mapping[str, Callable[[], Timer]] = {
     GraphTimer.name: GraphTimer,
@@ -57,7 +57,7 @@ OTHER_TIMERS: Mapping[str, Callable[[], Timer]] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How long to measure; the arguments of :func:`cukit.analyzer.timing.measure`."""
+    """How long to measure: arguments of :func:`cukit.analyzer.timing.measure`."""
 
     rounds: int = 2
     max_rounds: int | None = None
@@ -68,16 +68,16 @@ class Sampling:
 
 
 class KernelBenchmark:
-    """Measures on CuPy's current device, or on the CPU where there is none.
+    """Measures on CuPy's current device, or on the CPU if there is no GPU.
 
-    warmup_iters: calls of each implementation that are not timed.
-    benchmark_iters: samples of each implementation; more, up to four times as many, while their
+    warmup_iters: untimed calls of each implementation.
+    benchmark_iters: samples of each implementation; up to four times as many, as long as its
         median is uncertain by over 2%.
-    timers: further clocks to read, by name: "graph replay" and "wall". Times are of CUDA events
-        with a cold L2 (on the CPU: "wall"), and every record names its own.
-    energy: also run each implementation for a second under NVML's energy counter.
+    timers: additional clocks, by name: "graph replay" and "wall". The main time is measured by CUDA
+        events with a cold L2 (on the CPU: "wall"); every record names its clock.
+    energy: also run each implementation for a second, to read NVML's energy counter.
     export: results file to merge into after every case.
-    sampling: in place of `benchmark_iters`, for those who need it finer.
+    sampling: replaces `benchmark_iters`, for finer control.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class KernelBenchmark:
             )
         if unknown := set(timers) - set(OTHER_TIMERS):
             raise ConfigError(
-                f"KernelBenchmark: no timer {sorted(unknown)}; there are {', '.join(OTHER_TIMERS)}"
+                f"KernelBenchmark: no timer {sorted(unknown)}; known: {', '.join(OTHER_TIMERS)}"
             )
         self.on_gpu = gpu_available()
         self._warmup_iters = warmup_iters
@@ -119,7 +119,7 @@ class KernelBenchmark:
 
     @property
     def results(self) -> dict[str, Any]:
-        """Everything so far, in the form of the results file."""
+        """All results so far, in the form of the results file."""
         records = [record for found in self._records.values() for record in found]
         return {"environment": self.environment, "records": records}
 
@@ -130,7 +130,7 @@ class KernelBenchmark:
         expected: Call,
         *,
         flops: float = 0.0,
-        bytes: float = 0.0,  # noqa: A002 - the word that users look for
+        bytes: float = 0.0,  # noqa: A002 - the name that users expect
         tolerance: float = 1e-2,
         measure_memory: bool = False,
         clock: Clock = "device",
@@ -138,16 +138,16 @@ class KernelBenchmark:
         on_failure: Failure | None = None,
         views: Mapping[str, Callable[[Any], Any]] | None = None,
     ) -> list[Record]:
-        """Time `arms` (name -> call) in turns; one record each, in their order.
+        """Times `arms` (name -> call) in interleaved runs; returns one record each, in order.
 
-        key: (family, op, case, dtype), what names this case in results and comparisons.
-        expected: what each must return: an array, or several.
-        flops, bytes: of one call: what rates and the floor follow from.
+        key: (family, op, case, dtype), the name of this case in results and comparisons.
+        expected: returns the correct result: an array, or several.
+        flops, bytes: work of one call, from which rates and the floor are computed.
         tolerance: largest ||out - expected|| / ||expected|| that counts as correct.
-        clock: "device" times the work, "host" what a call costs the thread that makes it.
-        on_failure: told of implementations that raise, which then have no record. Without it the
-            first exception comes out.
-        views: what of an implementation's outputs is compared, where it is not all of them.
+        clock: "device" times the work, "host" the cost of the call to the calling thread.
+        on_failure: called for implementations that raise, which then get no record. Without it the
+            first exception propagates.
+        views: by name, the part of an implementation's outputs to compare, if not all of them.
         """
         wanted = expected()
         viewed = {name: _viewed(call, (views or {}).get(name)) for name, call in arms.items()}
@@ -188,21 +188,21 @@ class KernelBenchmark:
         return records
 
     def benchmark_flash_attention(self, *, small: bool = False) -> list[Record]:
-        """Attention, forward, over lengths and widths of heads."""
+        """Attention, forward, for several sequence lengths and head widths."""
         return self._suite("flash_attention", small)
 
     def benchmark_matmul(self, *, small: bool = False) -> list[Record]:
-        """Matrix products of a transformer's shapes."""
+        """Matrix products of transformer shapes."""
         return self._suite("matmul", small)
 
     def benchmark_rms_norm(self, *, small: bool = False) -> list[Record]:
-        """The normalisation between the blocks of a transformer."""
+        """The RMS norm between the blocks of a transformer."""
         return self._suite("rms_norm", small)
 
     def run_full_suite(self, *, small: bool = False) -> dict[str, Any]:
-        """Every benchmark above; returns :attr:`results`.
+        """Runs every benchmark above; returns :attr:`results`.
 
-        small: sizes that a CPU finishes in a moment.
+        small: sizes that a CPU finishes quickly.
         """
         for name in SUITE:
             self._suite(name, small)
@@ -228,13 +228,13 @@ class KernelBenchmark:
         return memory.bytes
 
     def _other_us(self, call: Call) -> dict[str, float | None]:
-        """Medians by the further clocks; None where a call cannot be timed so."""
+        """Medians by the additional clocks; None where a clock cannot time the call."""
         found: dict[str, float | None] = {}
         for name, timer in self._others.items():
             try:
                 timing = measure({"call": call}, timer, rounds=1, pause_s=0.0)["call"]
                 found[name] = round(timing.median_us, 2)
-            except Exception:  # a call that allocates cannot be captured; whatever it raises
+            except Exception:  # a call that allocates cannot be captured
                 found[name] = None
         return found
 
@@ -244,7 +244,7 @@ def _viewed(call: Call, view: Callable[[Any], Any] | None) -> Call:
 
 
 def _errors(arms: Mapping[str, Call], wanted: Any, failure: Failure | None) -> dict[str, float]:
-    """Relative error of every implementation that runs."""
+    """The relative error of every implementation that runs."""
     errors: dict[str, float] = {}
     for name, call in arms.items():
         try:
@@ -276,13 +276,14 @@ def _record(key: CaseKey, impl: str, timing: Timing, *, flops: float, bytes_move
 
 
 def _joules(call: Call, once_us: float) -> dict[str, Any]:
-    """Energy of a call as fields of its record; None with the reason where it is not to be had."""
+    """A call's energy as fields of its record; None with a reason if it could not be measured."""
     try:
         energy, _ = energy_of(call, once_us)
-    except CukitError as reason:
-        return {"joules_per_call": None, "energy_missing": str(reason)}
+    except CukitError as error:
+        return {"joules_per_call": None, "energy_missing": str(error)}
     if energy is None:
-        return {"joules_per_call": None, "energy_missing": "the card's counter stood still"}
+        reason = "the GPU's energy counter did not change"
+        return {"joules_per_call": None, "energy_missing": reason}
     return {
         "joules_per_call": energy.joules_per_call,
         "calls_per_joule": energy.calls_per_joule,

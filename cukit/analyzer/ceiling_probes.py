@@ -1,7 +1,7 @@
-"""Two kernels that do one thing as fast as it goes: copy memory, and multiply and add.
+"""Two kernels that each do one thing as fast as possible: copy memory, and multiply-add.
 
-Their rates are ceilings that other kernels are held to. The second one's time follows from its
-rounds alone, which also makes it the kernel that clocks are zeroed with (analyzer/overhead.py).
+Their rates are the ceilings that other kernels are compared with. The time of the second one is
+determined by its rounds alone, so it also calibrates the clocks (analyzer/overhead.py).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ WORD_BYTES = 16
 
 
 def copy_grid(num_bytes: int) -> tuple[int]:
-    """Blocks that copy so many bytes."""
+    """The grid that copies `num_bytes`."""
     per_block = COPY_SPEC.threads * COPY_LOADS * WORD_BYTES
     return (-(-num_bytes // per_block),)
 
 
 def launch_copy(target: Any, source: Any) -> None:
-    """Copies `source` to `target`: contiguous, 16-byte aligned, a multiple of 16 bytes."""
+    """Copies `source` to `target`: contiguous, 16-byte aligned, a multiple of 16 bytes long."""
     words = np.int64(source.nbytes // WORD_BYTES)
     load_kernel(COPY_SPEC)(copy_grid(source.nbytes), (source, target, words))
 
 
 def fma_threads(device: Device) -> int:
-    """As many as `device` holds at once."""
+    """The number of threads that `device` can hold at once."""
     return device.num_sms * device.max_threads_per_sm
 
 
 def launch_fma(out: Any, rounds: int) -> float:
-    """Multiplies and adds on every multiprocessor; returns the FLOPs of the launch.
+    """Runs multiply-adds on every SM; returns the FLOPs of the launch.
 
-    out: float32, a number a thread; its size is that of the grid.
+    out: float32, one element per thread; its size determines the grid.
     """
     grid = (out.size // FMA_SPEC.threads,)
     arguments = (out, np.float32(0.99), np.float32(0.5), np.int32(rounds))

@@ -1,6 +1,6 @@
-"""Two results files, case by case: SAME, FASTER, SLOWER or UNCERTAIN. Pure functions.
+"""Compares two results files, case by case: SAME, FASTER, SLOWER or UNCERTAIN. Pure functions.
 
-Either file is what `cukit bench --out` wrote, or an analysis. The rule is
+Either file was written by `cukit bench --out`, or is an analysis. The rule is
 :func:`cukit.analyzer.statistics.compare`.
 """
 
@@ -26,15 +26,15 @@ OURS = "cukit"
 
 HOST_TIMERS = (EnqueueTimer.name, HostTimer.name)
 HOST_TOLERANCE = 0.1
-"""Two processes of the same code differ by as much on the host's clock: where memory and code came
-to lie, and which core they run on, is decided once for all samples of a process."""
+"""Host times of two processes of the same code differ by this much: memory layout and CPU core are
+fixed once for all samples of a process."""
 
 Cases = dict[str, "Case"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One time in a file."""
+    """The time of one case in a file."""
 
     estimate: Estimate
     correct: bool
@@ -52,7 +52,7 @@ class CaseComparison:
 
     @property
     def regressed(self) -> bool:
-        """Slower, or wrong where it was right."""
+        """Whether the case is slower, or wrong where it was correct."""
         return self.difference.verdict is Verdict.SLOWER or (
             self.base.correct and not self.new.correct
         )
@@ -60,17 +60,17 @@ class CaseComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two files."""
+    """The comparison of two files."""
 
     cases: tuple[CaseComparison, ...]
     only_in_base: tuple[str, ...]
     only_in_new: tuple[str, ...]
     notes: tuple[str, ...]
-    """What makes the machines of the two runs differ."""
+    """Differences between the machines of the two runs."""
 
     @property
     def regressed(self) -> bool:
-        """True where any case did."""
+        """Whether any case regressed."""
         return any(case.regressed for case in self.cases)
 
 
@@ -81,10 +81,10 @@ def compare_results(
     tolerance: float = TOLERANCE,
     impl: str = OURS,
 ) -> Comparison:
-    """Every case that both contents have, in the order of `new`.
+    """Every case in both files, in the order of `new`.
 
-    impl: whose times, where a file has several implementations of a case.
-    Raises DataError for contents of another kind, of different GPUs, or without a common case.
+    impl: the implementation to compare, if a file has several for a case.
+    Raises DataError for other content, for different GPUs, or if no case is in both.
     """
     machines = [_gpu(content) for content in (base, new)]
     if machines[0] != machines[1]:
@@ -118,7 +118,7 @@ def compare_results(
 def read_cases(content: Mapping[str, Any], impl: str = OURS) -> Cases:
     """The times in a results file or an analysis, by name. Raises DataError for anything else.
 
-    Records without `range_us` (those of older versions, replays of memory pools) are left out.
+    Records without `range_us` (from older versions, or replays of memory pools) are skipped.
     """
     try:
         if "records" in content:
@@ -157,9 +157,9 @@ def _cold(times: Mapping[str, Any]) -> Estimate:
         found = estimate(split(times["samples_us"], times.get("round_sizes", ())))
     else:
         found = Estimate(times["median_us"], times["ci_low_us"], times["ci_high_us"])
-    # The clock's own time was measured anew in each run, and shifts all samples of one.
+    # The clock's overhead was measured in each run, and shifts all samples of a run.
     shift = times.get("overhead_uncertainty_us", 0.0)
-    low = max(found.low_us - shift, 0.5 * found.low_us)  # a time stays above zero
+    low = max(found.low_us - shift, 0.5 * found.low_us)  # keeps the time positive
     return Estimate(found.median_us, low, found.high_us + shift)
 
 
@@ -171,13 +171,13 @@ def _gpu(content: Mapping[str, Any]) -> str:
 
 
 def _notes(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Records that cannot be judged; differences of driver, CUDA, versions and clocks."""
+    """Notes on records that cannot be compared, and on differing drivers, versions and clocks."""
     notes = []
     for name, content in (("base", base), ("new", new)):
         unranged = [r for r in content.get("records", ()) if "range_us" not in r]
         if unranged:
             notes.append(
-                f"{len(unranged)} records of {name} have no range_us and are left out, the first "
+                f"{len(unranged)} records of {name} have no range_us and are skipped, the first: "
                 f"{_record_name(unranged[0])}"
             )
     before, after = base["environment"], new["environment"]

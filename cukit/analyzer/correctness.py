@@ -1,4 +1,4 @@
-"""Is what an arm returned what the reference says?"""
+"""Compares the outputs of an implementation with the reference."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cukit.core.device import gpu_available, require_cupy
 def relative_error(outputs: Any, expected: Any) -> float:
     """Largest ||out - expected|| / ||expected|| over all outputs; infinite if they do not match.
 
-    Either side is an array, a torch tensor or a sequence of them. A `None` on either side is an
-    output that this side does not have, and is not compared; missing trailing ones are an error.
+    Either side is an array, a torch tensor or a sequence of them. A `None` on either side marks an
+    output that this side does not have; it is not compared. Missing trailing outputs are an error.
     """
     ours, theirs = _sequence(outputs), _sequence(expected)
     if len(ours) != len(theirs):
@@ -30,7 +30,7 @@ def relative_error(outputs: Any, expected: Any) -> float:
 
 
 def array_module() -> Any:
-    """CuPy if it sees a GPU, else NumPy."""
+    """CuPy if there is a GPU, else NumPy."""
     return require_cupy("arrays on the GPU") if gpu_available() else np
 
 
@@ -59,6 +59,6 @@ def _one(out: Any, expected: Any) -> float:
 
 
 def _norm(x: Any) -> Any:
-    """Euclidean length of all elements, squares added in float64."""
+    """Euclidean norm of all elements, with squares summed in float64."""
     xp = array_module()
     return xp.sqrt(xp.sum(xp.square(x), dtype=xp.float64))

@@ -1,8 +1,9 @@
-"""Every kernel that the process runs, with its time on the device, from CUPTI activity records.
+"""Every kernel that the process runs, with its time on the device, from CUPTI's activity records.
 
-Needs no permission for hardware counters, costs a few percent while it is on, and sees everything:
-CuPy's own kernels, cuBLAS, other libraries. The one structure that is read here is the part of
-`CUpti_ActivityKernel` that has kept its place since CUDA 11; a test compares it with the header.
+CUPTI needs no permission for hardware counters, adds a few percent of overhead, and records every
+kernel: CuPy's own, cuBLAS's, other libraries'. The only structure read here is the part of
+`CUpti_ActivityKernel` whose layout has not changed since CUDA 11; a test compares it with the
+header.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BUFFER_BYTES = 4 << 20
 
 
 class ActivityKernel(ctypes.Structure):
-    """The head of CUpti_ActivityKernel9 and 10."""
+    """The first fields of CUpti_ActivityKernel9 and 10."""
 
     _pack_ = 1
     _fields_ = (
@@ -68,7 +69,7 @@ class KernelRecord:
     grid: Triple
     block: Triple
     registers: int
-    """Per thread, as the hardware allots them: rounded up to 8."""
+    """Per thread, as allocated by the hardware: rounded up to 8."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     local_bytes: int
@@ -83,7 +84,7 @@ class KernelRecord:
 
 
 def record_of(activity: ActivityKernel) -> KernelRecord:
-    """The fields that anything here reads, as plain Python."""
+    """The fields used here, as plain Python objects."""
     return KernelRecord(
         name=activity.name.decode(errors="replace"),
         grid=(activity.gridX, activity.gridY, activity.gridZ),
@@ -99,9 +100,9 @@ def record_of(activity: ActivityKernel) -> KernelRecord:
 
 
 class KernelTrace:
-    """Collects the kernels that run inside a `with`; `records` holds them in order of their start.
+    """Collects the kernels that run inside a `with`; `records` holds them in order of start.
 
-    One at a time in a process. Raises MissingDependencyError without CUPTI.
+    One trace at a time per process. Raises MissingDependencyError without CUPTI.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class KernelTrace:
         self._synchronize: Callable[[], None] = require_cupy("tracing").cuda.Device().synchronize
 
     def __enter__(self) -> KernelTrace:
-        self._synchronize()  # what was enqueued before is not part of this
+        self._synchronize()  # earlier work is not part of the trace
         self._cupti.start(self.records)
         return self
 
@@ -124,7 +125,7 @@ class KernelTrace:
 
 
 class _Cupti:
-    """The library, its two callbacks, and the buffers that it fills. One for the process."""
+    """The library, its two callbacks, and the buffers that it fills: one instance per process."""
 
     _instance: _Cupti | None = None
 
@@ -153,14 +154,14 @@ class _Cupti:
         self._check("cuptiActivityRegisterCallbacks", self._requested, self._completed)
 
     def start(self, records: list[KernelRecord]) -> None:
-        """Sends kernel records to `records` from now on."""
+        """Appends kernel records to `records` from now on."""
         if self._records is not None:
-            raise CukitError("a kernel trace is running already; one at a time")
+            raise CukitError("a kernel trace is already running; end it before you start another")
         self._check("cuptiActivityEnable", ctypes.c_int(_CONCURRENT_KERNEL))
         self._records = records
 
     def stop(self) -> None:
-        """Delivers what is under way, and stops."""
+        """Delivers the outstanding records, and stops."""
         try:
             self._check("cuptiActivityFlushAll", ctypes.c_uint32(_FLUSH_FORCED))
             self._check("cuptiActivityDisable", ctypes.c_int(_CONCURRENT_KERNEL))
@@ -198,9 +199,9 @@ class _Cupti:
 
 
 def load_library() -> ctypes.CDLL:
-    """libcupti of CuPy's CUDA, from the NVIDIA wheel, the toolkit, or wherever the loader looks.
+    """libcupti for CuPy's CUDA version, from the NVIDIA wheel, the toolkit or the loader's path.
 
-    Raises MissingDependencyError that names the package.
+    Raises MissingDependencyError, which names the package to install.
     """
     version = require_cupy("tracing").cuda.runtime.runtimeGetVersion()
     major = version // 1000

@@ -1,7 +1,7 @@
-"""GPUs that an analysis can be made for without having one: every architecture since Volta.
+"""GPUs for which kernels can be analysed without having one: every architecture since Volta.
 
-`cukit.core.device.TYPICAL_DEVICES` are those that our own kernels are compiled for. A user's kernel
-may be meant for an older or a smaller one, so there are more here, and what datasheets promise.
+`cukit.core.device.TYPICAL_DEVICES` are the GPUs that our own kernels are compiled for. Users'
+kernels may target older or smaller ones, so there are more here, with their datasheets' figures.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ ANALYSIS_DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def analysis_device(arch: str) -> Device:
-    """The device that stands for `arch` (`"sm_90"`, `"sm_90a"`). Raises ConfigError for others."""
+    """The device that represents `arch` (`"sm_90"`, `"sm_90a"`). Raises ConfigError for others."""
     major, minor = parse_arch(arch)
     try:
         return ANALYSIS_DEVICES[f"sm_{major}{minor}"]
     except KeyError:
         known = ", ".join(ANALYSIS_DEVICES)
-        raise ConfigError(f"arch: {arch!r} is not known here; known: {known}") from None
+        raise ConfigError(f"arch: {arch!r} is not a known architecture; known: {known}") from None
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """What a vendor promises of one card, and the boost clocks behind the promise."""
+    """The datasheet's figures for one GPU, and the boost clocks that they assume."""
 
     gbps: float
     tensor_clock_mhz: float
     vector_clock_mhz: float
-    """The clock of the plain float32 figure; some datasheets take another one for it."""
+    """The clock for the plain float32 figure; some datasheets use another one for it."""
 
 
-# The longest name that a GPU's own name contains.
+# The keys are parts of GPU names; the longest match counts.
 _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
         "V100-SXM2": Datasheet(900, 1530, 1530),
@@ -73,8 +73,8 @@ _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     }
 )
 
-# Dense floating-point (or int8) operations per clock and multiprocessor, float32 accumulation. A
-# multiply-add is two.
+# Dense floating-point (or int8) operations per clock and SM, with float32 accumulation. A
+# multiply-add counts as two.
 _VECTOR_FP32 = {(7, 0): 128, (7, 2): 128, (7, 5): 128, (8, 0): 128}
 _FP32_SINCE_AMPERE = 256
 _TENSOR_HALF = {(7, 0): 1024, (7, 2): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 7): 1024}
@@ -82,13 +82,13 @@ _TENSOR_HALF |= {(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0
 
 
 def datasheet(gpu: str) -> Datasheet | None:
-    """What the vendor promises of a GPU with this name; None for one that the table lacks."""
+    """The datasheet of a GPU with this name, or None if it is not in the table."""
     found = [name for name in _DATASHEETS if name in gpu]
     return _DATASHEETS[max(found, key=len)] if found else None
 
 
 def operations_per_clock(compute_capability: tuple[int, int]) -> dict[str, int]:
-    """Of one multiprocessor, by pipe; a pipe that the architecture lacks is absent."""
+    """Operations per clock of one SM, for each pipe that the architecture has."""
     rates = {"fp32": _VECTOR_FP32.get(compute_capability, _FP32_SINCE_AMPERE)}
     half = _TENSOR_HALF.get(compute_capability)
     if half is None:
@@ -96,7 +96,7 @@ def operations_per_clock(compute_capability: tuple[int, int]) -> dict[str, int]:
     rates["tensor_fp16"] = half
     if compute_capability >= (8, 0):
         rates |= {"tensor_bf16": half, "tensor_tf32": half // 2}
-        # Consumer cards run half precision with float32 sums at half rate, and int8 at full.
+        # Consumer GPUs run FP16 with float32 accumulation at half rate, and int8 at full rate.
         consumer = compute_capability in ((8, 6), (8, 9), (12, 0))
         if compute_capability < (10, 3) or consumer:
             rates["tensor_int8"] = half * (4 if consumer else 2)
@@ -106,9 +106,9 @@ def operations_per_clock(compute_capability: tuple[int, int]) -> dict[str, int]:
 
 
 def ceilings(device: Device, memory_gbps: float | None = None) -> Ceilings:
-    """What `device` can do on paper.
+    """The theoretical ceilings of `device`.
 
-    memory_gbps: from the card's own memory clock and bus width, used where no datasheet is known.
+    memory_gbps: computed from the GPU's memory clock and bus width; used without a datasheet.
     """
     sheet = datasheet(device.name)
     per_mhz = {

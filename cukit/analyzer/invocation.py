@@ -1,7 +1,7 @@
-"""Makes one thing of the many that can be launched: a call without arguments, and what it launches.
+"""Turns whatever can be launched into one form: a call without arguments, and what it launches.
 
-What a launch cannot do (too large a block, more shared memory than there is, a kernel that does not
-compile) is said here, in words, before anything runs.
+Launches that must fail (a block that is too large, too much shared memory, a kernel that does not
+compile) are reported here, with the reason, before anything runs.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cukit.errors import ConfigError, LaunchError
 Triple = tuple[int, int, int]
 
 DEFAULT_SHARED_BYTES = 48 * 1024
-"""More dynamic shared memory than this has to be asked for."""
+"""More dynamic shared memory than this needs an opt-in."""
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """Something to analyse."""
+    """A kernel or call to analyse."""
 
     name: str
     kind: str
     launch: LaunchAnalysis | None
-    """What the compiler says of the one kernel; None for a call that launches what it likes."""
+    """The compiler's figures for a single kernel; None for a call that launches its own kernels."""
     call: Callable[[], object] | None
-    """None where nothing may run: static mode."""
+    """None if nothing may run: static mode."""
 
 
 def invocation(
@@ -51,8 +51,8 @@ def invocation(
 ) -> Invocation:
     """See :meth:`KernelAnalyzer.analyze` for the arguments.
 
-    Raises ConfigError for what is no kernel, CompileError with the compiler's words, LaunchError
-    for a launch that `device` refuses.
+    Raises ConfigError for anything but a kernel, CompileError with the compiler's log, LaunchError
+    for a launch that `device` would reject.
     """
     if isinstance(kernel, KernelSpec):
         return _from_spec(kernel, device, _triple(grid, "grid"))
@@ -61,7 +61,9 @@ def invocation(
     if _is_raw(kernel) or not callable(kernel):
         return _from_raw(kernel, device, grid, block, args, shared_bytes, name, runnable=runnable)
     if grid is not None or block is not None:
-        raise ConfigError(f"analyze: {_name_of(kernel)} chooses its own grid and block")
+        raise ConfigError(
+            f"analyze: {_name_of(kernel)} chooses its own grid and block: pass neither"
+        )
     options = dict(kwargs or {})
     kind = "elementwise kernel" if type(kernel).__name__ == "ElementwiseKernel" else "call"
     call = (lambda: kernel(*args, **options)) if runnable else None
@@ -74,7 +76,7 @@ def _is_raw(kernel: Any) -> bool:
 
 
 def _name_of(function: Any) -> str:
-    """Of a function, a partial of one, or a kernel."""
+    """The name of a function, of a partial of one, or of a kernel."""
     inner = getattr(function, "func", function)
     found = getattr(inner, "__name__", None) or getattr(inner, "name", None)
     return str(found or type(function).__name__)
@@ -110,7 +112,7 @@ def _from_raw(
     cupy = cupy_module()
     threads, blocks = _triple(block, "block"), _triple(grid, "grid")
     if threads is None:
-        raise ConfigError("analyze: a raw kernel needs its block")
+        raise ConfigError("analyze: a raw kernel needs its block: pass block=...")
     try:
         static = inspect(kernel, device.arch, name)
     except UnrepeatableError:
@@ -136,7 +138,7 @@ def _from_raw(
 def _loaded(
     raw: Any, device: Device, grid: Triple, block: Triple, shared_bytes: int
 ) -> LaunchAnalysis:
-    """A kernel that CuPy compiled in its own way, as the driver describes it."""
+    """A kernel compiled by CuPy itself, with the driver's figures."""
     resources = Resources(
         registers=raw.num_regs,
         static_shared_bytes=raw.shared_size_bytes,
@@ -155,29 +157,29 @@ def check_launch(static: StaticKernel, device: Device, block: Triple, shared_byt
     info, threads = static.info, block[0] * block[1] * block[2]
     if threads > MAX_THREADS_PER_BLOCK:
         raise LaunchError(
-            f"{info.entry}: {threads} threads a block; {MAX_THREADS_PER_BLOCK} is most"
+            f"{info.entry}: {threads} threads per block, the limit is {MAX_THREADS_PER_BLOCK}"
         )
     if info.max_threads_per_block is not None and threads > info.max_threads_per_block:
         raise LaunchError(
-            f"{info.entry}: {threads} threads a block, but __launch_bounds__ promises at most "
+            f"{info.entry}: {threads} threads per block, but its __launch_bounds__ allow at most "
             f"{info.max_threads_per_block}"
         )
     total = info.static_shared_bytes + shared_bytes
     if total > device.shared_bytes_per_block:
         raise LaunchError(
-            f"{info.entry}: {total} bytes of shared memory a block ({info.static_shared_bytes} "
+            f"{info.entry}: {total} bytes of shared memory per block ({info.static_shared_bytes} "
             f"static, {shared_bytes} dynamic); {device.name} has {device.shared_bytes_per_block}"
         )
     resident = occupancy(device, threads=threads, registers=info.registers, shared_bytes=total)
     if resident.blocks == 0:
         raise LaunchError(
-            f"{info.entry}: {threads} threads of {info.registers} registers do not fit on a "
-            f"multiprocessor of {device.name}; __launch_bounds__({threads}) would make them"
+            f"{info.entry}: {threads} threads of {info.registers} registers do not fit on an SM of "
+            f"{device.name}; compile it with __launch_bounds__({threads})"
         )
 
 
 def _triple(extent: Any, what: str) -> Triple | None:
-    """Three positive numbers from one to three of them."""
+    """One to three positive numbers, as three."""
     if extent is None:
         return None
     values = (extent,) if isinstance(extent, int) else tuple(extent)

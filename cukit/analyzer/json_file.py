@@ -1,4 +1,4 @@
-"""Reads JSON that others may have written or damaged: what comes back holds finite numbers only."""
+"""Reads JSON files that may be damaged or foreign; accepts finite numbers only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 from cukit.core.files import read_text
 from cukit.errors import DataError
 
-_MOST_DIGITS = 19
-"""Of an integer: what 64 bits hold."""
+_MAX_DIGITS = 19
+"""Digits of an integer that fits in 64 bits."""
 
 
 def read_json(path: Path) -> Any:
-    """The content of a file. Raises DataError: unreadable, not JSON, or a number out of range."""
+    """A file's content. Raises DataError if it is unreadable, not JSON or has an invalid number."""
     try:
         return json.loads(
             read_text(path),
@@ -32,7 +32,7 @@ def read_json(path: Path) -> Any:
 
 
 def _integer(text: str) -> int:
-    if len(text.lstrip("-")) > _MOST_DIGITS:
+    if len(text.lstrip("-")) > _MAX_DIGITS:
         _refuse(text)
     return int(text)
 

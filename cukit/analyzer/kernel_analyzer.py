@@ -1,4 +1,4 @@
-"""Everything that can be known about one kernel or one call, in one frozen answer.
+"""Analyses one kernel or one call: all results in one frozen object.
 
     from cukit.analyzer import KernelAnalyzer
 
@@ -6,7 +6,7 @@
     analysis = analyzer.analyze(kernel, (blocks,), (256,), (x, out), bytes=2 * x.nbytes)
     analyzer.generate_report("report.html")
 
-Without a GPU, or for an `arch` that is not this one, the same call says what the cubin tells.
+Without a GPU, or for another architecture (`arch`), the same call reports what the cubin contains.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ NOT_DECLARED = "the caller declared no bytes (bytes=...)"
 class KernelAnalyzer:
     """Analyses kernels on CuPy's current device, or for an architecture.
 
-    arch: analyse for this one without running anything; None: the GPU here, and static mode for
-        sm_90 where there is none.
-    counters: hardware counters by kernel name, or a file of ncu's to read them from.
-    energy: run each call for a second more, and read NVML's energy counter.
-    ceilings: measure the roofs of this machine first (about two seconds, once).
+    arch: analyse for this architecture without running anything. None: the current GPU, or, if
+        there is none, static mode for sm_90.
+    counters: hardware counters by kernel name, or a file written by ncu.
+    energy: run each call for another second to read NVML's energy counter.
+    ceilings: first measure this machine's ceilings (about two seconds, once).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class KernelAnalyzer:
 
     @cached_property
     def environment(self) -> Environment:
-        """The machine, with its measured ceilings."""
+        """The machine and its measured ceilings."""
         timer = self._cold_timer if self._ceilings and not self.static else None
         return environment(self.device, static=self.static, timer=timer)
 
@@ -91,7 +91,7 @@ class KernelAnalyzer:
 
     @cached_property
     def event_overhead(self) -> Overhead:
-        """What a pair of events reads beyond the work between them, measured on this machine."""
+        """The time that a pair of events adds to the work between them, as measured here."""
         return overhead_of(self._cold_timer, GraphTimer(), calibration_calls())
 
     def analyze(
@@ -102,26 +102,26 @@ class KernelAnalyzer:
         args: Sequence[Any] = (),
         *,
         flops: float | None = None,
-        bytes: float | None = None,  # noqa: A002 - the word that users look for
+        bytes: float | None = None,  # noqa: A002 - the name that users expect
         pipe: str = DEFAULT_PIPE,
         shared_bytes: int = 0,
         name: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> KernelAnalysis:
-        """Compile, launch, time and judge one kernel.
+        """Compiles, launches, times and assesses one kernel.
 
         kernel: a `cupy.RawKernel`; a `cupy.RawModule` (with `name`); a kernel or KernelSpec of
-            cukit; a path to a cubin (with `name`); or anything that is called with `args` and
-            launches by itself: an ElementwiseKernel, a cukit op, a function of yours.
-        grid, block: one to three numbers each, for those that take them.
-        flops, bytes: work that one call has to do: floating-point operations, and bytes read once
-            plus bytes written once. Without them there are times, but no rates and no roofline.
-        pipe: whose operations `flops` are: "fp32", "tensor_bf16", "tensor_fp16", ...
+            cukit; a path to a cubin (with `name`); or any callable that takes `args` and launches
+            kernels itself: an ElementwiseKernel, a cukit op, a function of yours.
+        grid, block: one to three numbers each, for kernels that take them.
+        flops, bytes: the work of one call: floating-point operations, and bytes read once plus
+            bytes written once. Without them there are times, but no rates and no roofline.
+        pipe: the pipe that `flops` run on: "fp32", "tensor_bf16", "tensor_fp16", ...
         shared_bytes: dynamic shared memory per block.
 
-        The call runs a few hundred times on the same arguments; it must bear that. Raises
-        CompileError with the compiler's words, LaunchError for a launch that cannot run, before
-        anything is timed.
+        The call runs a few hundred times on the same arguments, which it must tolerate. Raises
+        CompileError with the compiler's log and LaunchError for a launch that cannot run, both
+        before anything is timed.
         """
         work = invocation(
             kernel,
@@ -160,27 +160,29 @@ class KernelAnalyzer:
         return analysis
 
     def report(self) -> AnalysisReport:
-        """All analyses so far, and the machine."""
+        """All analyses so far, with the machine."""
         return AnalysisReport(self.environment, tuple(self._analyses), accesses=self._accesses)
 
     def analyze_memory_patterns(self) -> tuple[AccessPoint, ...]:
-        """Measures what strided loads cost on this GPU; the report shows the table.
+        """Measures the cost of strided loads on this GPU; the report shows the table.
 
         Raises UnsupportedDeviceError in static mode.
         """
         if self.static:
-            raise UnsupportedDeviceError("the access probe has to run: it needs a GPU, and no arch")
+            raise UnsupportedDeviceError(
+                "the access probe needs a GPU, and a KernelAnalyzer without arch=..."
+            )
         self._accesses = probe_accesses(self._cold_timer, self.device)
         return self._accesses
 
     def generate_report(self, *outputs: Path | str) -> Any:
-        """Writes all analyses so far: .html, .txt, .json, .trace.json, as each suffix says."""
+        """Writes all analyses so far; suffixes choose formats: .html, .txt, .json, .trace.json."""
         from cukit.analyzer.report import generate_report
 
         return generate_report([self.report()], outputs)
 
     def _static(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
-        reason = NO_GPU if self.static else "nothing was run: there were no grid and arguments"
+        reason = NO_GPU if self.static else "nothing was run: grid and arguments were not given"
         names = ["cold", "warm", "roofline", "energy", "conditions"]
         if work.launch is None:
             names.append("launches")
@@ -190,7 +192,7 @@ class KernelAnalyzer:
         return replace(analysis, missing=missing)
 
     def _counted(self, analysis: KernelAnalysis) -> KernelAnalysis:
-        """With the counters of its kernel, where it is one kernel and they were given."""
+        """Adds the counters of the kernel, if there is one kernel and counters were given."""
         name = analysis.launches[0].name if len(analysis.launches) == 1 else analysis.name
         found = (self._counters or {}).get(name)
         if found is not None:
@@ -207,7 +209,7 @@ class KernelAnalyzer:
         missing: dict[str, str] = {}
 
         def attempt(field: str, action: Callable[[], T]) -> T | None:
-            """What `action` finds out; None with the reason where this machine cannot tell."""
+            """The result of `action`; None, with the reason noted, if this machine has none."""
             try:
                 return action()
             except CukitError as reason:
@@ -218,7 +220,7 @@ class KernelAnalyzer:
         warm = attempt("warm graph replay", lambda: _replayed(call))
         if warm is None:
             warm = _statistics(call, GpuTimer(cold=False), "warm", self.event_overhead)
-        # Last, on a card that is at work: the first milliseconds after a rest are slower.
+        # Last, while the GPU is busy: the first milliseconds after a pause are slower.
         traced = attempt("device_us", lambda: self._traced(call, work.launch))
         launches = traced or analysis.launches
         if not launches:
@@ -231,9 +233,9 @@ class KernelAnalyzer:
             else:
                 energy, conditions = measured
                 if energy is None:
-                    missing["energy"] = "the card's energy counter stood still"
+                    missing["energy"] = "the GPU's energy counter did not change"
         else:
-            missing |= dict.fromkeys(("energy", "conditions"), "not asked for")
+            missing |= dict.fromkeys(("energy", "conditions"), "not requested")
         with PeakMemory() as memory:
             call()
         return replace(
@@ -248,7 +250,7 @@ class KernelAnalyzer:
         )
 
     def _first_call(self, call: Callable[[], object], name: str) -> None:
-        """Compiles and runs once, so that a broken kernel says so under its own name."""
+        """Compiles and runs the call once, so that a broken kernel is reported by its own name."""
         cupy = require_cupy("running a kernel")
         try:
             call()
@@ -261,9 +263,9 @@ class KernelAnalyzer:
     def _traced(
         self, call: Callable[[], object], launch: LaunchAnalysis | None
     ) -> tuple[LaunchAnalysis, ...]:
-        """What one call launches and how long each takes with a cold L2, by CUPTI.
+        """The launches of one call, each with its duration with a cold L2, from CUPTI.
 
-        A single kernel that is known already only gains its duration.
+        A single kernel that is already known only gains its duration.
         """
         with KernelTrace() as trace:
             for _ in range(TRACED_CALLS):
@@ -275,7 +277,7 @@ class KernelAnalyzer:
         return tuple(launch_of(record, self.device) for record in records)
 
     def _place(self, analysis: KernelAnalysis, pipe: str) -> KernelAnalysis:
-        """Rates and rooflines of a timed analysis."""
+        """Adds rates and rooflines to a timed analysis."""
         assert analysis.cold is not None
         work = analysis.throughput
         median_us = analysis.cold.median_us
@@ -301,7 +303,7 @@ class KernelAnalyzer:
             missing["measured roof"] = (
                 f"the rate of the pipe {pipe!r} was not measured"
                 if self._ceilings
-                else "the ceilings were not asked for"
+                else "the ceilings were not requested"
             )
         return replace(
             analysis, throughput=rates if work else None, roofline=points, missing=missing
@@ -309,9 +311,9 @@ class KernelAnalyzer:
 
 
 def typical_call(records: Sequence[KernelRecord], calls: int) -> list[KernelRecord]:
-    """The launches of one call, each with the median duration over all `calls`.
+    """The launches of one call, each with its median duration over all `calls`.
 
-    Where the calls did not launch the same kernels in the same order, the records of all of them.
+    If the calls did not launch the same kernels in the same order, all records are returned.
     """
     each = len(records) // calls
     columns = [records[i::each] for i in range(each)]
@@ -324,7 +326,7 @@ def typical_call(records: Sequence[KernelRecord], calls: int) -> list[KernelReco
 
 
 def launch_of(record: KernelRecord, device: Device) -> LaunchAnalysis:
-    """A traced launch with its residency; spills and widths are not in a trace."""
+    """A traced launch and its residency; a trace has no spills and no access widths."""
     resources = Resources(
         registers=record.registers,
         static_shared_bytes=record.static_shared_bytes,
@@ -350,8 +352,8 @@ def _statistics(
 
 
 def _replayed(call: Callable[[], object]) -> TimeStatistics:
-    """Raises CukitError where the call cannot be captured into a graph."""
+    """Warm times from graph replays. Raises CukitError if the call cannot be captured."""
     try:
         return _statistics(call, GraphTimer(), "warm")
-    except Exception as error:  # whatever a call does that a capture forbids
+    except Exception as error:  # anything that is not allowed during capture
         raise CukitError(f"not capturable: {str(error).partition(chr(10))[0]}") from error

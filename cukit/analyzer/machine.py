@@ -1,4 +1,4 @@
-"""The machine that an analysis was made on: names, versions, and the ceilings that it reaches."""
+"""The machine of an analysis: its name, versions, and measured ceilings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-k
 COPY_BYTES = 1 << 31
 GEMM_SIZE = 8192
 FMA_ROUNDS = 512
-"""About half a millisecond of multiply-adds."""
+"""Takes about half a millisecond."""
 
 _GEMM_PIPES = {"tensor_bf16": "bfloat16", "tensor_fp16": "float16"}
 
 
 def environment(device: Device, *, static: bool, timer: Timer | None = None) -> Environment:
-    """What a reader needs beside figures of `device`.
+    """The facts that readers need beside the figures of `device`.
 
-    static: the figures were computed for `device`, which need not be here.
-    timer: measures the ceilings, in about a second; None leaves them out.
+    static: the figures were computed for `device`, which need not be present.
+    timer: measures the ceilings, in about a second; None skips them.
     """
     on_paper = devices.ceilings(device, None if static else _memory_gbps())
     measured = on_paper
@@ -53,10 +53,10 @@ def environment(device: Device, *, static: bool, timer: Timer | None = None) -> 
 
 
 def results_environment(timer: Timer) -> dict[str, Any]:
-    """What stands beside the records of a results file: this machine and its measured ceilings.
+    """The environment of a results file: this machine and its measured ceilings.
 
-    Takes a second or two on a GPU; there are no ceilings without one. `measured_tflops` are rates
-    by pipe, as in an analysis; `bf16_gemm_tflops` is the one that every results file has.
+    Takes a second or two on a GPU; without one there are no ceilings. `measured_tflops` holds rates
+    by pipe, as in an analysis; `bf16_gemm_tflops` is in every results file.
     """
     found: dict[str, Any] = {
         "gpu": platform.processor() or platform.machine(),
@@ -84,7 +84,7 @@ def results_environment(timer: Timer) -> dict[str, Any]:
 
 
 def package_versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Of Python, and of those packages that are installed."""
+    """The versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -95,7 +95,7 @@ def package_versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where nvidia-smi does not say."""
+    """The version of the NVIDIA driver; None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--id=0", "--format=csv,noheader", "--query-gpu=driver_version"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -105,7 +105,7 @@ def driver_version() -> str | None:
 
 
 def cuda_version() -> str | None:
-    """Of the CUDA runtime that CuPy uses, e.g. "12.9"; None without CuPy."""
+    """The version of the CUDA runtime that CuPy uses, e.g. "12.9"; None without CuPy."""
     try:
         version = int(require_cupy("the CUDA version").cuda.runtime.runtimeGetVersion())
     except ImportError:
@@ -116,7 +116,7 @@ def cuda_version() -> str | None:
 def copy_gbps(timer: Timer) -> float:
     """Bytes read plus bytes written per second of a large copy within the GPU's memory.
 
-    The faster of cudaMemcpy and a kernel: neither is so on every GPU.
+    The faster of cudaMemcpy and a kernel: which one is faster depends on the GPU.
     """
     cupy = require_cupy("measuring a copy")
     source = _noise(COPY_BYTES // 4)
@@ -130,7 +130,7 @@ def copy_gbps(timer: Timer) -> float:
 
 
 def fma_tflops(timer: Timer) -> float:
-    """What the vector units reach in float32 multiply-adds."""
+    """The rate of the vector units in float32 multiply-adds."""
     cupy = require_cupy("measuring multiply-adds")
     out = cupy.empty(fma_threads(current_device()), cupy.float32)
     flops = launch_fma(out, FMA_ROUNDS)
@@ -139,7 +139,7 @@ def fma_tflops(timer: Timer) -> float:
 
 
 def gemm_tflops(timer: Timer, pipes: Iterable[str] = tuple(_GEMM_PIPES)) -> dict[str, float]:
-    """What cuBLAS reaches on a large square product, by pipe."""
+    """The rate of cuBLAS for a large square product, by pipe."""
     matmul: Callable[..., Any] = get_kernel("matmul")
     rates = {}
     for pipe in pipes:
@@ -155,7 +155,7 @@ def gemm_tflops(timer: Timer, pipes: Iterable[str] = tuple(_GEMM_PIPES)) -> dict
 
 
 def _noise(count: int) -> Any:
-    """Numbers with bits of every kind: constant data draws less power and runs faster."""
+    """Numbers with varied bits: constant data draw less power and run faster."""
     cupy = require_cupy("measuring ceilings")
     return cupy.arange(count, dtype=cupy.uint32) * cupy.uint32(2654435761)
 
@@ -172,7 +172,7 @@ def _matrix(dtype: str) -> Any:
 
 
 def _memory_gbps() -> float | None:
-    """Of a card that no datasheet is known of: two transfers a clock on every wire."""
+    """The theoretical bandwidth of the memory: two transfers per clock and data line."""
     attributes = require_cupy("the memory's clock").cuda.Device().attributes
-    clock_khz, wires = attributes.get("MemoryClockRate"), attributes.get("GlobalMemoryBusWidth")
-    return 2 * clock_khz * wires / 8 / 1e6 if clock_khz and wires else None
+    clock_khz, bus_bits = attributes.get("MemoryClockRate"), attributes.get("GlobalMemoryBusWidth")
+    return 2 * clock_khz * bus_bits / 8 / 1e6 if clock_khz and bus_bits else None

@@ -1,7 +1,7 @@
-"""Hardware counters, read by Nsight Compute: run as a subprocess, or imported from its files.
+"""Hardware counters from Nsight Compute: run as a subprocess, or imported from its files.
 
-Counters need a permission that many rented GPUs refuse; then there are none, and the reason is
-ncu's own line.
+Counters need a permission that many rented GPUs do not grant. Without it there are no counters, and
+the reason given is ncu's own message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STALL_END = "_per_issue_active.ratio"
 _PER_REQUEST = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_{}.ratio"
 _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
 _REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_{}.sum"
-"""Their quotient is the average, which `ncu --set full` leaves out."""
+"""Sectors over requests is the average that `ncu --set full` does not report."""
 
 METRICS = {
     "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
@@ -38,7 +38,7 @@ METRICS = {
 }
 STALL_METRICS = f"regex:{_STALL}.*{_STALL_END.replace('.', '[.]')}"
 
-# ncu's units to ours: bytes, microseconds, fractions.
+# Factors from ncu's units to ours: bytes, microseconds, fractions.
 _UNITS = {
     "%": 0.01,
     "byte": 1.0,
@@ -61,8 +61,8 @@ Rows = Iterator[tuple[str, dict[str, float]]]
 def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Counters]:
     """Runs `command` under ncu and returns the counters of its kernels by mangled name.
 
-    The clocks are left as they are. Raises MissingDependencyError without ncu, CukitError with its
-    own words where it may not read counters.
+    The clocks are not changed. Raises MissingDependencyError without ncu, and CukitError with ncu's
+    own message if it may not read counters.
     """
     averages = {_PER_REQUEST.format(operation) for operation in ("ld", "st")}
     sums = [name.format(op) for name in (_SECTORS, _REQUESTS) for op in ("ld", "st")]
@@ -71,9 +71,9 @@ def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Count
 
 
 def ncu_durations(command: Sequence[str], timeout_s: float = 600.0) -> list[tuple[str, float]]:
-    """(mangled name, microseconds) of every kernel of `command`, in the order of the launches.
+    """(mangled name, microseconds) of every kernel of `command`, in order of launch.
 
-    The caches are left as the command left them. Raises as :func:`run_ncu` does.
+    The caches are not flushed. Raises the same errors as :func:`run_ncu`.
     """
     metric = METRICS["duration_us"]
     output = _run(command, (metric,), timeout_s, "--cache-control", "none")
@@ -81,13 +81,13 @@ def ncu_durations(command: Sequence[str], timeout_s: float = 600.0) -> list[tupl
 
 
 def _run(command: Sequence[str], metrics: Sequence[str], timeout_s: float, *options: str) -> str:
-    """What ncu wrote: CSV of the raw page in base units."""
+    """ncu's output: CSV of the raw page, in base units."""
     ncu = [_find_ncu(), "--clock-control", "none", "--target-processes", "all", *options]
-    # Mangled, as CUPTI names them: that is how the two are joined.
+    # Mangled names, as in CUPTI's records, so that the two can be joined.
     names = ["--print-kernel-base", "mangled"]
     csv_out = ["--csv", "--page", "raw", "--print-units", "base", *names]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "ncu.csv"  # apart from what the command itself prints
+        log = Path(folder) / "ncu.csv"  # separate from the command's own output
         wanted = ["--metrics", ",".join(metrics), "--log-file", str(log)]
         try:
             answer = subprocess.run(
@@ -108,7 +108,7 @@ def _run(command: Sequence[str], metrics: Sequence[str], timeout_s: float, *opti
 
 
 def read_counters(path: Path) -> dict[str, Counters]:
-    """Counters from a file of ncu's: `.ncu-rep` (needs ncu to read it), or CSV that it printed.
+    """Counters from a file written by ncu: `.ncu-rep` (which needs ncu to read), or its CSV output.
 
     Kernels of the same name are averaged. Raises DataError for a file that is neither.
     """
@@ -124,9 +124,9 @@ def read_counters(path: Path) -> dict[str, Counters]:
 
 
 def parse_csv(text: str, source: str) -> dict[str, Counters]:
-    """ncu's CSV, of the raw page (a column a metric) or the details page (a row a metric).
+    """Parses ncu's CSV of the raw page (one column per metric) or the details page (one row each).
 
-    Lines before the header are the program's own output and ncu's remarks.
+    Lines before the header are output of the program and remarks of ncu.
     """
     samples: dict[str, list[dict[str, float]]] = {}
     for name, metrics in _launches(text, source):
@@ -139,7 +139,7 @@ def _launches(text: str, source: str) -> Rows:
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        raise DataError(f"{source}: no table of Nsight Compute in it")
+        raise DataError(f"{source}: it has no table of Nsight Compute")
     table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
     return _details(table) if table and "Metric Name" in table[0] else _raw(table)
 
@@ -157,7 +157,7 @@ def _find_ncu() -> str:
 
 
 def _raw(table: Sequence[Mapping[str, str]]) -> Rows:
-    """The first row holds the units; then one row a launch."""
+    """The first row holds the units; each other row is a launch."""
     if not table:
         return
     units, *launches = table
@@ -171,7 +171,7 @@ def _raw(table: Sequence[Mapping[str, str]]) -> Rows:
 
 
 def _details(table: Sequence[Mapping[str, str]]) -> Rows:
-    """One row a launch and metric; rows of a launch share their ID."""
+    """Each row is one metric of a launch; the rows of a launch share their ID."""
     launches: dict[tuple[str, str], dict[str, float]] = {}
     for row in table:
         values = launches.setdefault((row["ID"], row["Kernel Name"]), {})

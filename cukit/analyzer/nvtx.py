@@ -1,4 +1,4 @@
-"""Named ranges around cukit's ops, for the time line of Nsight Systems and the filters of ncu."""
+"""NVTX ranges around cukit's ops, for the timeline of Nsight Systems and the filters of ncu."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cukit.registry import ops
 
 @contextlib.contextmanager
 def nvtx_ranges() -> Iterator[None]:
-    """Inside the `with`, every call of an op opens an NVTX range of its name.
+    """Within the `with`, every call of an op opens an NVTX range of its name.
 
-    However the op was imported: the names of all loaded modules that stand for an op are exchanged
-    for the time being, so without this nothing is slower. Modules that are imported inside the
-    `with` are not seen. Raises MissingDependencyError without CuPy.
+    This works however the op was imported: names in all loaded modules that refer to an op are
+    replaced until the end of the `with`, so code outside it does not get slower. Modules imported
+    within the `with` are not covered. Raises MissingDependencyError without CuPy.
 
         with nvtx_ranges():          # under `nsys profile` or `ncu --nvtx --nvtx-include rms_norm/`
             model(tokens)

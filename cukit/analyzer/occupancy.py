@@ -1,8 +1,8 @@
-"""How many blocks of a kernel fit on one multiprocessor, and what keeps out the next.
+"""How many blocks of a kernel fit on one SM, and which resource limits them.
 
-Pure arithmetic on what the compiler reports (registers, shared memory) and the launch (threads):
-no GPU is asked. The rules are those of NVIDIA's `cuda_occupancy.h`, against which the tests hold
-every result, for compute capability 7.0 to 12.x with the default shared-memory carveout.
+Pure arithmetic on what the compiler reports (registers, shared memory) and the launch (threads); it
+needs no GPU. The rules are those of NVIDIA's `cuda_occupancy.h`, with which the tests compare every
+result, for compute capability 7.0 to 12.x with the default shared-memory carveout.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MAX_THREADS_PER_BLOCK = 1024
 MAX_REGISTERS_PER_THREAD = 256
 
 REGISTER_GRANULE = 256
-"""Registers are handed to a warp in units of this many."""
+"""Registers are allocated to a warp in units of this many."""
 
 SHARED_GRANULE = 128
-"""Shared memory is handed to a block in units of this many bytes (twice that before Ampere)."""
+"""Shared memory is allocated to a block in units of this many bytes (twice that before Ampere)."""
 
 RESERVED_SHARED_BYTES = 1 * KIB
-"""The driver's own part of every block's shared memory, from Ampere on."""
+"""The driver's share of every block's shared memory, since Ampere."""
 
 SUB_PARTITIONS = 4
-"""Schedulers of a multiprocessor, each with a quarter of its registers."""
+"""Schedulers of an SM; each has a quarter of its registers."""
 
 _MAX_BLOCKS_PER_SM = {(7, 0): 32, (7, 2): 32, (7, 5): 16}
 _MAX_BLOCKS_PER_SM |= {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32}
@@ -35,18 +35,18 @@ _MAX_BLOCKS_PER_SM |= {(10, 0): 32, (10, 1): 24, (10, 3): 32, (12, 0): 24, (12, 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Residency of one kernel on one multiprocessor."""
+    """Residency of one kernel on one SM."""
 
     blocks: int
-    """Blocks that run at once; 0 if the kernel cannot be launched like this."""
+    """Blocks that run at once; 0 if the launch is not possible."""
     warps: int
     max_warps: int
     limits: tuple[tuple[str, int | None], ...]
-    """(resource, blocks that it allows), None where the kernel uses none of it."""
+    """(resource, blocks that it allows), None if the kernel does not use it."""
 
     @property
     def fraction(self) -> float:
-        """Resident warps over the warps that the multiprocessor could hold."""
+        """Resident warps over the maximum of the SM."""
         return self.warps / self.max_warps
 
     @property
@@ -68,7 +68,7 @@ def occupancy(device: Device, *, threads: int, registers: int, shared_bytes: int
             f"{threads}, {registers}, {shared_bytes}"
         )
     if device.compute_capability not in _MAX_BLOCKS_PER_SM:
-        raise ConfigError(f"occupancy: no figures for {device.arch}")
+        raise ConfigError(f"occupancy: the limits of {device.arch} are not known")
     warps_per_block = -(-threads // WARP_THREADS)
     max_warps = device.max_threads_per_sm // WARP_THREADS
     limits = {
@@ -103,7 +103,7 @@ def _shared_limit(device: Device, shared_bytes: int) -> int | None:
 
 
 def reserved_shared_bytes(device: Device) -> int:
-    """What the driver takes of every block's shared memory on `device`."""
+    """The bytes of every block's shared memory that the driver reserves on `device`."""
     return RESERVED_SHARED_BYTES if device.compute_capability >= (8, 0) else 0
 
 

@@ -1,6 +1,6 @@
-"""What a machine can do in each precision: the roofs of a file of benchmark results. Pure.
+"""The peak rate of a machine in each precision: the roofs of a benchmark's results. Pure.
 
-A ceiling that the run measured comes first. Where none was, the datasheet's stands in for it.
+Ceilings measured in the run come first; if there are none, the datasheet's are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIPES: Mapping[str, tuple[str, ...]] = {
     "tf32": ("tensor_tf32",),
     "fp32": ("fp32",),
 }
-"""Precision -> the pipes that compute in it, the usual one first."""
+"""Precision -> the pipes that compute in it, the most common one first."""
 
 _DTYPES = {
     "float8_e4m3": "fp8",
@@ -35,17 +35,17 @@ _WORDS = {"float8": "fp8", "int8": "int8", "bfloat16": "fp16/bf16", "tf32": "tf3
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOPs a second of one precision."""
+    """The peak FLOP rate in one precision."""
 
     tflops: float
     measured: bool
-    """In the same run; else the datasheet's."""
+    """Whether it was measured in the same run; if not, it is the datasheet's."""
 
 
 def precision_of(dtype: str, case: str, impl: str = "") -> str | None:
-    """What a benchmark's arithmetic is done in; None for a dtype that nothing is computed in.
+    """The precision of a benchmark's arithmetic; None for a dtype without arithmetic.
 
-    An implementation may compute in another dtype than its case is about ("cukit-bfloat16"), and a
+    An implementation may compute in another dtype than its case names ("cukit-bfloat16"), and a
     case may name the dtype of its second operand ("int4 x float8").
     """
     by_impl = _WORDS.get(impl.rpartition("-")[2])
@@ -54,9 +54,9 @@ def precision_of(dtype: str, case: str, impl: str = "") -> str | None:
 
 
 def peaks(environment: Mapping[str, Any]) -> dict[str, tuple[Peak, ...]]:
-    """Every ceiling that is known of a precision, the measured one first.
+    """Every known ceiling of each precision, the measured one first.
 
-    environment: of a results file. Precisions without any are absent.
+    environment: from a results file. Precisions without a known ceiling are absent.
     """
     found = environment.get("ceilings") or {}
     measured: dict[str, float] = dict(found.get("measured_tflops") or {})
@@ -77,7 +77,7 @@ def peaks(environment: Mapping[str, Any]) -> dict[str, tuple[Peak, ...]]:
 
 
 def on_paper_of(gpu: str) -> Ceilings:
-    """By the datasheet of a GPU with this name; empty for one that no table knows."""
+    """The datasheet's ceilings of a GPU with this name; empty for an unknown GPU."""
     if devices.datasheet(gpu) is None:
         return Ceilings()
     known = [device for device in devices.ANALYSIS_DEVICES.values() if device.name in gpu]
@@ -89,9 +89,9 @@ def on_paper_of(gpu: str) -> Ceilings:
 def floor_us(
     environment: Mapping[str, Any], precision: str | None, *, flops: float, bytes_moved: float
 ) -> float | None:
-    """The time no version beats: bytes over the measured bandwidth, FLOPs over the nearest peak.
+    """A lower bound on the time: bytes over the measured bandwidth, FLOPs over the best known peak.
 
-    None where no bandwidth was measured, or FLOPs are declared and no peak is known for them.
+    None if no bandwidth was measured, or if there are FLOPs and no peak is known for them.
     """
     copy_gbps = (environment.get("ceilings") or {}).get("copy_gbps")
     if not copy_gbps or not (flops or bytes_moved):
@@ -100,8 +100,8 @@ def floor_us(
     if not flops:
         return memory_us
     known = peaks(environment)
-    # Products of float32 may run on the tensor cores; and where no peak is known of a slow
-    # precision, that of a faster one is still a bound.
+    # float32 products may run on the tensor cores; and if the peak of a slow precision is not
+    # known, the peak of a faster one is still a bound.
     order = {"fp8": ("fp8",), "int8": ("int8",), "fp16/bf16": ("fp16/bf16",)}
     usable = [
         known[name] for name in order.get(precision or "", ("tf32", "fp16/bf16")) if name in known

@@ -1,8 +1,9 @@
-"""Energy of a call, and the clocks and limits that the card was under: what NVML knows.
+"""Energy of a call, and the clocks and limits that the GPU was under, from NVML.
 
-The card counts millijoules, but tells them only every few tens of milliseconds. So the call runs
-back to back, and the window runs from one tick of the counter to another, a second or more later:
-what is between two ticks is exact, and the uncertainty is that of the calls at its two ends.
+The GPU counts millijoules, but updates the counter only every few tens of milliseconds. So the call
+runs back to back, and the window extends from one update of the counter to another, a second or
+more later: the energy between two updates is exact, and the uncertainty is that of the number of
+calls at both ends.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from cukit.errors import CukitError, MissingDependencyError
 INSTALL = "python -m pip install nvidia-ml-py"
 
 WINDOW_S = 1.0
-"""Shortest window that a figure of energy is given for."""
+"""The shortest window for which energy is reported."""
 
 BATCH_US = 5_000.0
-"""Calls are enqueued in batches of about this long; the counter is read between them."""
+"""Calls are enqueued in batches of about this length; the counter is read between them."""
 
 LAUNCH_BOUND_US = 50.0
-"""Shorter calls may take the device less time than the host takes to make them."""
+"""Shorter calls may take less time on the device than the host needs to launch them."""
 
 _TICK_TIMEOUT_S = 2.0
 
@@ -47,23 +48,23 @@ _HARMLESS = 0x1
 
 @dataclass
 class _Readings:
-    """What was seen of the card while a call ran."""
+    """Readings of the GPU while a call ran."""
 
     sm_clocks_mhz: list[float] = field(default_factory=list)
     throttle_bits: int = 0
 
-    def note(self, card: Card) -> None:
-        """Adds what the card says at this moment."""
-        clock = card.sm_clock_mhz()
+    def note(self, gpu: Gpu) -> None:
+        """Adds the current readings."""
+        clock = gpu.sm_clock_mhz()
         if clock is not None:
             self.sm_clocks_mhz.append(clock)
-        self.throttle_bits |= card.throttle_bits()
+        self.throttle_bits |= gpu.throttle_bits()
 
 
-class Card:
-    """CuPy's current device as NVML sees it.
+class Gpu:
+    """CuPy's current device, as seen by NVML.
 
-    Raises MissingDependencyError without nvidia-ml-py, CukitError where NVML refuses.
+    Raises MissingDependencyError without nvidia-ml-py, CukitError if NVML reports an error.
     """
 
     def __init__(self) -> None:
@@ -78,19 +79,19 @@ class Card:
         self._handle = self._call("nvmlDeviceGetHandleByPciBusId", bus_id)
 
     def joules(self) -> float:
-        """Energy that the card has used since its driver was loaded."""
-        return float(self._ask("nvmlDeviceGetTotalEnergyConsumption")) / 1e3
+        """Energy used since the driver was loaded."""
+        return float(self._query("nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
     def sm_clock_mhz(self) -> float | None:
-        """The clock of the multiprocessors, now; None where the card does not tell."""
+        """The current SM clock; None if the GPU does not report it."""
         return self._optional("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
 
     def throttle_bits(self) -> int:
-        """Why the clock is not the highest, as NVML's bit mask."""
+        """The reasons why the clock is not the highest, as NVML's bit mask."""
         return int(self._optional("nvmlDeviceGetCurrentClocksThrottleReasons") or 0)
 
     def conditions(self, readings: _Readings) -> Conditions:
-        """What was seen during a run, and what does not change."""
+        """The readings of a run, and the GPU's fixed limits."""
         nvml = self._nvml
         limit = self._optional("nvmlDeviceGetEnforcedPowerLimit")
         return Conditions(
@@ -104,12 +105,12 @@ class Card:
             throttle_reasons=throttle_reasons(readings.throttle_bits),
         )
 
-    def _ask(self, function: str, *arguments: Any) -> Any:
+    def _query(self, function: str, *arguments: Any) -> Any:
         return self._call(function, self._handle, *arguments)
 
     def _optional(self, function: str, *arguments: Any) -> float | None:
         try:
-            return float(self._ask(function, *arguments))
+            return float(self._query(function, *arguments))
         except CukitError:
             return None
 
@@ -121,7 +122,7 @@ class Card:
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """NVML's bit mask in words; idling is none."""
+    """The names for NVML's bit mask; idling is left out."""
     known = (name for bit, name in _REASONS.items() if bits & bit and bit != _HARMLESS)
     rest = bits & ~sum(_REASONS)
     return (*known, *((f"reason {rest:#x}",) if rest else ()))
@@ -130,14 +131,14 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None, Conditions]:
     """:func:`measure_energy` of a call on CuPy's current device.
 
-    A call too short for the host to keep the device busy is replayed many times from a CUDA graph,
-    lest the figure be that of a device that waits.
+    A call too short for the host to keep the device busy is replayed many times from a CUDA graph;
+    otherwise the result would include the energy of an idle device.
     """
-    card, pace = Card(), one_batch_behind()
+    gpu, pace = Gpu(), one_batch_behind()
     if once_us >= LAUNCH_BOUND_US:
-        return measure_energy(call, once_us, card, pace=pace)
+        return measure_energy(call, once_us, gpu, pace=pace)
     replay, calls = GraphTimer().replayer(call)
-    energy, conditions = measure_energy(replay, calls * once_us, card, pace=pace)
+    energy, conditions = measure_energy(replay, calls * once_us, gpu, pace=pace)
     if energy is None:
         return None, conditions
     each = replace(
@@ -151,9 +152,9 @@ def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None
 
 
 def one_batch_behind() -> Callable[[], None]:
-    """Waits, whenever it is called, for what had been enqueued when it was called before.
+    """Returns a function that waits for the work enqueued before its previous call.
 
-    So the device always has a batch to work on, and no energy of idling is charged to the calls.
+    So the device always has a batch to work on, and no idle energy is attributed to the calls.
     """
     event = require_cupy("energy").cuda.Event
     latest, earlier = event(disable_timing=True), event(disable_timing=True)
@@ -162,7 +163,7 @@ def one_batch_behind() -> Callable[[], None]:
         nonlocal latest, earlier
         latest, earlier = earlier, latest
         latest.record()
-        earlier.synchronize()  # returns at once where nothing was recorded yet
+        earlier.synchronize()  # returns at once if nothing was recorded yet
 
     return pace
 
@@ -170,50 +171,50 @@ def one_batch_behind() -> Callable[[], None]:
 def measure_energy(
     call: Callable[[], object],
     once_us: float,
-    card: Card,
+    gpu: Gpu,
     *,
     window_s: float = WINDOW_S,
     pace: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Energy | None, Conditions]:
-    """Runs `call`, which takes about `once_us`, for a little more than `window_s`.
+    """Runs `call`, which takes about `once_us`, for a little longer than `window_s`.
 
     pace: called after each batch; waits until the device is not too far behind.
 
-    Returns what a call costs, or None where the card's counter does not move, and the conditions.
+    Returns the energy of a call, or None if the counter does not change, and the conditions.
     """
     batch = max(1, int(BATCH_US / max(once_us, 0.1)))
     readings = _Readings()
     calls = 0
 
     def until_tick(joules: float, deadline: float) -> tuple[float, float, int] | None:
-        """(joules, time, calls so far) at the first reading that differs from `joules`."""
+        """(joules, time, calls so far) at the first reading other than `joules`."""
         nonlocal calls
         while clock() < deadline:
             for _ in range(batch):
                 call()
-            # While the device is at work: an idle card lowers its clocks at once.
-            reading, now = card.joules(), clock()
-            readings.note(card)
+            # Read while the device is busy: an idle GPU lowers its clocks at once.
+            reading, now = gpu.joules(), clock()
+            readings.note(gpu)
             pace()
             calls += batch
             if reading != joules:
                 return reading, now, calls
         return None
 
-    begin = until_tick(card.joules(), clock() + _TICK_TIMEOUT_S)
+    begin = until_tick(gpu.joules(), clock() + _TICK_TIMEOUT_S)
     if begin is None:
-        return None, card.conditions(readings)
+        return None, gpu.conditions(readings)
     joules, started, calls_before = begin
     end: tuple[float, float, int] | None = begin
     deadline = started + 2 * window_s + _TICK_TIMEOUT_S
     while end is not None and end[1] - started < window_s:
         end = until_tick(end[0], deadline)
     if end is None:
-        return None, card.conditions(readings)
+        return None, gpu.conditions(readings)
     used, seconds, ran = end[0] - joules, end[1] - started, end[2] - calls_before
     watts = used / seconds
-    # Each end may be off by the batch in which the counter ticked.
+    # Each end is uncertain by the batch during which the counter was updated.
     uncertainty = 2 * watts * (seconds / ran * batch) / ran
     energy = Energy(
         joules_per_call=used / ran,
@@ -223,4 +224,4 @@ def measure_energy(
         window_s=seconds,
         calls=ran,
     )
-    return energy, card.conditions(readings)
+    return energy, gpu.conditions(readings)

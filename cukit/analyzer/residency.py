@@ -1,4 +1,4 @@
-"""What occupancy means for one launch: the next step up, the curves, waves and their tail.
+"""Occupancy of one launch in detail: the next step up, curves, waves and their tail.
 
 Pure arithmetic on `cukit.analyzer.occupancy`.
 """
@@ -24,12 +24,12 @@ CURVE_SHARED_STEP = 2 * KIB
 def analyze_occupancy(
     device: Device, *, threads: int, registers: int, shared_bytes: int
 ) -> OccupancyAnalysis:
-    """Occupancy of a launch and of its neighbours. Arguments as :func:`occupancy` takes them."""
+    """Occupancy of a launch and of its variations. Arguments are those of :func:`occupancy`."""
 
     def at(threads: int = threads, registers: int = registers, shared: int = shared_bytes) -> float:
-        return _ask(device, threads, registers, shared).fraction
+        return _occupancy(device, threads, registers, shared).fraction
 
-    now = _ask(device, threads, registers, shared_bytes)
+    now = _occupancy(device, threads, registers, shared_bytes)
     block_sizes = range(WARP_THREADS, MAX_THREADS_PER_BLOCK + 1, WARP_THREADS)
     shared_sizes = range(0, device.shared_bytes_per_block + 1, CURVE_SHARED_STEP)
     return OccupancyAnalysis(
@@ -47,7 +47,7 @@ def analyze_occupancy(
 
 
 def analyze_waves(device: Device, blocks: int, blocks_per_sm: int) -> Waves | None:
-    """How a grid of `blocks` fills the machine; None where none fits or there are none."""
+    """How a grid of `blocks` fills the GPU; None for an empty grid or if no block fits."""
     blocks_per_wave = blocks_per_sm * device.num_sms
     if blocks == 0 or blocks_per_wave == 0:
         return None
@@ -56,39 +56,41 @@ def analyze_waves(device: Device, blocks: int, blocks_per_sm: int) -> Waves | No
     return Waves(blocks, blocks_per_wave, waves, last / blocks_per_wave, waves / math.ceil(waves))
 
 
-def _ask(device: Device, threads: int, registers: int, shared_bytes: int) -> Occupancy:
+def _occupancy(device: Device, threads: int, registers: int, shared_bytes: int) -> Occupancy:
     return occupancy(device, threads=threads, registers=registers, shared_bytes=shared_bytes)
 
 
 def _next_steps(
     device: Device, threads: int, registers: int, shared_bytes: int, now: Occupancy
 ) -> tuple[NextStep, ...]:
-    """For each resource alone: the least change that leaves more warps resident.
+    """For each resource alone: the smallest change that makes more warps resident.
 
-    Residency never falls when registers or shared memory do, so bisection finds the step. It is
+    Residency never decreases when registers or shared memory do, so bisection finds the step. It is
     not monotonic in threads, so every block size is tried, the nearest first.
     """
     steps = []
 
-    def by_bisection(resource: str, current: int, ask: Callable[[int], Occupancy]) -> None:
-        low, high = 0, current  # ask(low) is better if anything is, ask(high) is not
-        if ask(low).warps <= now.warps:
+    def by_bisection(resource: str, current: int, of: Callable[[int], Occupancy]) -> None:
+        low, high = 0, current  # of(low) is better if any value is, of(high) is not
+        if of(low).warps <= now.warps:
             return
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if ask(middle).warps > now.warps else (low, middle)
-        found = ask(low)
+            low, high = (middle, high) if of(middle).warps > now.warps else (low, middle)
+        found = of(low)
         steps.append(NextStep(resource, current, low, found.blocks, found.fraction))
 
     if registers > 1:
         by_bisection(
-            "registers", registers, lambda n: _ask(device, threads, max(n, 1), shared_bytes)
+            "registers", registers, lambda n: _occupancy(device, threads, max(n, 1), shared_bytes)
         )
     if shared_bytes:
-        by_bisection("shared memory", shared_bytes, lambda n: _ask(device, threads, registers, n))
+        by_bisection(
+            "shared memory", shared_bytes, lambda n: _occupancy(device, threads, registers, n)
+        )
     sizes = range(WARP_THREADS, MAX_THREADS_PER_BLOCK + 1, WARP_THREADS)
     for size in sorted(sizes, key=lambda size: abs(size - threads)):
-        found = _ask(device, size, registers, shared_bytes)
+        found = _occupancy(device, size, registers, shared_bytes)
         if found.warps > now.warps:
             steps.append(NextStep("threads", threads, size, found.blocks, found.fraction))
             break

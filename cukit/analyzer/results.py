@@ -1,4 +1,4 @@
-"""The results file: its schema, merging a run into it, and writing it whole or not at all.
+"""The results file: its schema, merging a run into it, and writing it atomically.
 
     {"environment": {"gpu", "driver", "cuda", "versions": {...}, "clocks": {...}, "ceilings": {...},
                      "commit", "date"},
@@ -7,11 +7,11 @@
                   "other_us"?: {timer: median}, "peak_bytes"?, "joules_per_call"?, "commit"?,
                   "date"?}]}
 
-Records of family "memory_pool" have fields of their own instead: see profiling/memory_pool.py.
+Records of family "memory_pool" have other fields: see profiling/memory_pool.py.
 
-`environment` is that of the latest run. A record of an earlier run on the same machine keeps its
-own `commit` and `date` where they differ. One file holds one kind of GPU. `range_us` is where the
-true median is believed to be (cukit.analyzer.statistics.estimate): what `cukit compare` compares.
+`environment` describes the latest run. A record of an earlier run on the same machine keeps its
+own `commit` and `date` if they differ. A file holds results of one kind of GPU. `range_us` is the
+estimated range of the true median (cukit.analyzer.statistics.estimate), which `cukit compare` uses.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class ResultsError(DataError):
 
 
 def case_key(record: Record) -> CaseKey:
-    """Which case a record belongs to."""
+    """The case that a record belongs to."""
     return record["family"], record["op"], record["case"], record["dtype"]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file's content, or an empty set of results if there is no file yet."""
+    """The file's content, or empty results if the file does not exist."""
     if not path.exists():
         return {"environment": {}, "records": []}
     try:
         content = read_json(path)
         return {"environment": dict(content["environment"]), "records": list(content["records"])}
     except DataError as error:
-        raise ResultsError(f"{path} is no results file: {error}") from None
+        raise ResultsError(f"{path} is not a results file: {error}") from None
     except (KeyError, TypeError) as error:
-        raise ResultsError(f"{path} is no results file: {error!r}") from None
+        raise ResultsError(f"{path} is not a results file: {error!r}") from None
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Replace the file at once: a reader sees the old content or the new, never a part."""
+    """Replaces the file atomically: a reader sees either the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(results, indent=1) + "\n")
 
@@ -66,7 +66,7 @@ _locks: weakref.WeakValueDictionary[Path, Exclusive] = weakref.WeakValueDictiona
 
 
 def _exclusive(path: Path) -> Exclusive:
-    """Common to all that this process writes to a file."""
+    """The lock of a file, shared by everything in this process that writes to it."""
     key = path.resolve()
     lock = _locks.get(key)
     if lock is None:
@@ -75,10 +75,10 @@ def _exclusive(path: Path) -> Exclusive:
 
 
 class ResultsFile:
-    """A run's results, merged case by case into what the file already held.
+    """A run's results, merged case by case into the file's earlier content.
 
-    Raises DataError while another process writes to the file: what it measured meanwhile would be
-    lost.
+    Raises DataError while another process writes to the file, since the results of one of them
+    would be lost.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class ResultsFile:
         self._records = [self._with_provenance(r, before["environment"]) for r in before["records"]]
 
     def _with_provenance(self, record: Record, environment: dict[str, Any]) -> Record:
-        """`record` with its own commit and date wherever they are not those of this run."""
+        """`record` with its own commit and date, if they differ from those of this run."""
         values = {key: record.get(key, environment.get(key)) for key in PROVENANCE}
         rest = {key: value for key, value in record.items() if key not in PROVENANCE}
         if values == {key: self._environment.get(key) for key in PROVENANCE}:
@@ -102,9 +102,9 @@ class ResultsFile:
         return rest | values
 
     def replace(self, case: CaseKey, records: Sequence[Record], *, arms: bool = False) -> None:
-        """Put what this run measured of a case where its old records stood, and write the file.
+        """Replaces the records of a case by what this run measured, in place; writes the file.
 
-        arms: replace arm by arm, and leave what others measured; else the whole case.
+        arms: replace only the implementations in `records`; else the whole case.
         """
         measured = {record["impl"] for record in records}
 
@@ -119,7 +119,7 @@ class ResultsFile:
         self._write()
 
     def keep_only(self, family: str, cases: Iterable[CaseKey]) -> None:
-        """Forget cases of a family that are no longer among `cases`, and write the file."""
+        """Removes the cases of a family that are not among `cases`, and writes the file."""
         known = set(cases)
         self._records = [r for r in self._records if r["family"] != family or case_key(r) in known]
         self._write()

@@ -1,9 +1,9 @@
-"""Where a kernel stands below its roof: pure arithmetic on declared work, time and ceilings.
+"""A kernel's position below its roof: pure arithmetic on declared work, time and ceilings.
 
 The roof is max(bytes / bandwidth, FLOPs / rate): no version of the kernel that moves these bytes
-and computes these FLOPs is faster. Several roofs are drawn, because each answers another question:
-the datasheet's (what was bought), the datasheet's at the clock that the card held (what heat and
-power left of it during this run), and the measured one (what the best known code reaches here).
+and computes these FLOPs is faster. There are several roofs, for different questions: the
+datasheet's (the hardware's limit), the datasheet's at the clock during the run (the limit under
+this run's heat and power), and the measured one (the best known code on this machine).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEFAULT_PIPE = "fp32"
 def throughput(
     *, bytes_moved: float | None, flops: float | None, median_us: float | None
 ) -> Throughput:
-    """Rates of the declared work; None where the work or the time is unknown."""
+    """Rates of the declared work; None if the work or the time is unknown."""
     timed = median_us is not None and median_us > 0
     gbps = bytes_moved / median_us / 1e3 if timed and bytes_moved and median_us else None
     tflops = flops / median_us / 1e6 if timed and flops and median_us else None
@@ -31,7 +31,7 @@ def roofline(
     pipe: str = DEFAULT_PIPE,
     held_clock_mhz: float | None = None,
 ) -> tuple[RooflinePoint, ...]:
-    """One point for each roof whose bandwidth and rate are both known. Needs declared bytes."""
+    """One point for each roof with a known bandwidth and rate. Needs declared bytes."""
     if not work.bytes:
         return ()
     flops = work.flops or 0.0
@@ -44,7 +44,7 @@ def roofline(
     roofs.append(("measured", ceilings.measured_copy_gbps, measured))
     points = []
     for roof, gbps, tflops in roofs:
-        # A kernel without FLOPs needs no compute roof; then a known rate is only drawn.
+        # A kernel without FLOPs needs no compute roof.
         if gbps is None or (tflops is None and flops):
             continue
         memory_us = work.bytes / gbps / 1e3

@@ -1,10 +1,10 @@
-"""What the instructions of a kernel do and how wide they access memory, read from its cubin.
+"""The kind and the access width of a kernel's instructions, decoded from its cubin.
 
-Since Volta an instruction is 128 bits. The opcode is in bits 0..8, the form of its operands in bits
-9..11, and memory instructions keep the width of an access in bits 73..75. The codes below hold from
-sm_70 to sm_121 (one opcode and the widths of one instruction changed with sm_100); tests compile
-kernels whose instructions are known for every one of them. This counts instructions, not
-executions: one in a loop counts once.
+Since Volta an instruction has 128 bits. The opcode is in bits 0..8, the form of its operands in
+bits 9..11, and the width of a memory access in bits 73..75. The codes below are valid from sm_70 to
+sm_121 (one opcode and the widths of one instruction changed with sm_100); for each architecture,
+tests compile kernels with known instructions. Instructions are counted, not executions: an
+instruction in a loop counts once.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _CLASSES: Mapping[str, tuple[int, ...]] = {
 }  # fmt: skip
 _NOP = 0x118
 _NEVER = 0xF
-"""The predicate !PT, in bits 12..15: ptxas puts such loads before asynchronous copies."""
+"""The predicate !PT, in bits 12..15: ptxas adds loads with it before asynchronous copies."""
 _IADD_SINCE_BLACKWELL = 0x035
 """HFMA2.MMA before."""
 
-# Opcodes of memory instructions, and what they do.
+# Opcodes of memory instructions, and their operations.
 _ACCESSES = {
     0x181: "load",  # LDG
     0x186: "store",  # STG
@@ -89,7 +89,7 @@ _ACCESSES = {
     0x188: "shared store",  # STS
 }
 _ATOMICS = (0x1A8, 0x1A9, 0x18E, 0x1A6)  # ATOMG, compare and swap, RED, REDG
-# One instruction moves a whole tile: UBLKCP, UBLKRED, UTMALDG, UTMASTG, UTMAREDG.
+# One instruction copies a whole tile: UBLKCP, UBLKRED, UTMALDG, UTMASTG, UTMAREDG.
 _BULK_COPIES = (0x1BA, 0x1BB, 0x1B4, 0x1B5, 0x1B6)
 
 _WIDTH_BITS = {0: 8, 1: 8, 2: 16, 3: 16, 4: 32, 5: 64, 6: 128}
@@ -115,7 +115,7 @@ def memory_access(code: bytes, compute_capability: tuple[int, int]) -> MemoryAcc
 def _places_of_bits(
     operation: str, compute_capability: tuple[int, int]
 ) -> dict[int, npt.NDArray[np.intp]]:
-    """Width of an access -> the values of its field that say so."""
+    """Access width in bits -> the values that encode it."""
     since_blackwell = operation == "async copy" and compute_capability >= (10, 0)
     table = _ASYNC_COPY_BITS_SINCE_BLACKWELL if since_blackwell else _WIDTH_BITS
     return {
@@ -125,7 +125,7 @@ def _places_of_bits(
 
 
 def instruction_mix(code: bytes, compute_capability: tuple[int, int]) -> InstructionMix:
-    """Counts the instructions in the code of one kernel by what they do; padding is left out."""
+    """Counts the instructions of one kernel by class; padding is left out."""
     low, _ = _words(code)
     counts = np.bincount((low & np.uint64(0x1FF)).astype(np.intp), minlength=1 << 9)
     counts[_NOP] = 0
@@ -146,7 +146,7 @@ def _opcodes_of(name: str, compute_capability: tuple[int, int]) -> tuple[int, ..
 
 
 def _words(code: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Lower and upper halves of all instructions but those that the compiler switched off."""
+    """Lower and upper halves of all instructions except those predicated off by the compiler."""
     halves = np.frombuffer(code, dtype="<u8").reshape(-1, 2)
     runs = (halves[:, 0] >> np.uint64(12) & np.uint64(0xF)) != _NEVER
     return halves[runs, 0], halves[runs, 1]

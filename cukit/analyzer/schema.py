@@ -1,20 +1,20 @@
-"""What an analysis says, as frozen dataclasses that travel as JSON.
+"""The results of an analysis, as frozen dataclasses that are stored as JSON.
 
-One rule holds everywhere: a figure that nothing measured is None, and `missing` says why. Nothing
-is estimated in the place of a measurement, and what is computed rather than measured (theoretical
-occupancy, waves, roofline) follows from fields that stand beside it.
+One rule holds throughout: a value that was not measured is None, and `missing` gives the reason.
+Nothing is estimated in place of a measurement, and what is computed rather than measured
+(theoretical occupancy, waves, roofline) follows from fields that are in the same analysis.
 
     AnalysisReport                     the file: version, machine, kernels, AccessPoints
     ├── Environment ── Ceilings
     └── KernelAnalysis                 one kernel, or one call that launches several
-        ├── LaunchAnalysis             one launch: what the compiler and the grid decide
+        ├── LaunchAnalysis             one launch: properties set by the compiler and the grid
         │   ├── Resources  OccupancyAnalysis  Waves
         │   └── MemoryAccess ── AccessWidth, InstructionMix
         ├── TimeStatistics             cold and warm
         ├── Throughput  RooflinePoint  Energy  Conditions  Counters
         └── Advice
 
-Units are in the names. `to_json`, `from_json` (analyzer/schema_json.py) read and write it.
+Units are in the names. analyzer/schema_json.py has `to_json` and `from_json`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SCHEMA_VERSION = 1
-"""Raised when a field changes its meaning or goes; a new field with a default does not raise it."""
+"""Increased when a field is removed or changes its meaning, not for new fields with a default."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine can do: by its datasheet, and as measured in the same process."""
+    """The peak rates of this machine: from its datasheet, and as measured in the same process."""
 
     datasheet_gbps: float | None = None
-    """Device memory, at the memory clock of the card; None for a card that no table knows."""
+    """Device memory, at the GPU's memory clock; None if the GPU is not in the table."""
     datasheet_tflops: Mapping[str, float] = field(default_factory=dict)
     """By pipe: "fp32", "tensor_fp16", "tensor_bf16", ... dense, at the vendor's boost clock."""
     tflops_per_mhz: Mapping[str, float] = field(default_factory=dict)
-    """The same pipes per MHz of SM clock, all multiprocessors together: the peak at any clock."""
+    """The same pipes per MHz of SM clock, for all SMs together: the peak at any clock."""
     measured_copy_gbps: float | None = None
     """Bytes read plus bytes written of a device-to-device copy much larger than L2."""
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
-    """Of "fp32" by multiply-adds, of the tensor pipes by a large product of cuBLAS."""
+    """"fp32": by multiply-adds; tensor pipes: by a large matrix product of cuBLAS."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Environment:
     gpu: str | None
     """None in static mode."""
     arch: str
-    """e.g. "sm_90": of the GPU, or the one that a static analysis was made for."""
+    """E.g. "sm_90": of the GPU, or the target of a static analysis."""
     num_sms: int
     l2_bytes: int
     memory_bytes: int
@@ -63,26 +63,26 @@ class Environment:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler gave one kernel."""
+    """The resources that the compiler assigned to one kernel."""
 
     registers: int
-    """Per thread. Of a traced kernel: as the hardware allots them, rounded up to 8."""
+    """Per thread. For a traced kernel: as allocated by the hardware, rounded up to 8."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     spill_store_bytes: int | None
-    """Per thread, from ptxas' own report; None where only the loaded function could be asked."""
+    """Per thread, from ptxas' report; None if only the loaded function could be queried."""
     spill_load_bytes: int | None
     local_bytes: int
-    """Stack frame of a thread: spills, and arrays that registers cannot hold."""
+    """Stack frame of a thread: spills, and arrays that do not fit in registers."""
     max_threads_per_block: int | None
-    """From `__launch_bounds__`, or None without."""
+    """From `__launch_bounds__`; None without."""
     code_bytes: int | None = None
     constant_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class ResourceLimit:
-    """Blocks of one multiprocessor that a resource allows; None where the kernel uses none."""
+    """Blocks per SM that a resource allows; None if the kernel does not use it."""
 
     resource: str
     """\"threads", "registers", "shared memory" or "blocks"."""
@@ -91,7 +91,7 @@ class ResourceLimit:
 
 @dataclass(frozen=True)
 class NextStep:
-    """The smallest change of one resource that lets one more block in."""
+    """The smallest change of one resource that makes more warps resident."""
 
     resource: str
     current: int
@@ -104,7 +104,7 @@ class NextStep:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Occupancy if one quantity were `value` and the others as they are."""
+    """Occupancy with one quantity changed to `value` and the others unchanged."""
 
     value: int
     fraction: float
@@ -128,25 +128,25 @@ class OccupancyAnalysis:
 
 @dataclass(frozen=True)
 class Waves:
-    """How the grid fills the machine."""
+    """How the grid fills the GPU."""
 
     blocks: int
     blocks_per_wave: int
-    """Blocks that the whole GPU holds at once."""
+    """Blocks that the whole GPU can hold at once."""
     waves: float
     """blocks / blocks_per_wave."""
     tail_fraction: float
-    """Share of block slots in the last wave that have work; 1.0 for a full one."""
+    """Share of the last wave's block slots that are used; 1.0 for a full wave."""
     efficiency: float
-    """waves / ceil(waves): the most that the tail leaves, were all blocks equally long."""
+    """waves / ceil(waves): an upper bound, reached if all blocks take the same time."""
 
 
 @dataclass(frozen=True)
 class AccessWidth:
-    """Instructions of one kind and width in a kernel's code. A static count: loops count once."""
+    """Instructions of one kind and width in a kernel's code. Instructions in loops count once."""
 
     operation: str
-    """Of global memory "load", "store", "async copy"; else "shared load", "local store", ..."""
+    """For global memory "load", "store", "async copy"; else "shared load", "local store", ..."""
     bits: int
     """Per thread; 8, 16, 32, 64, 128."""
     instructions: int
@@ -154,7 +154,7 @@ class AccessWidth:
 
 @dataclass(frozen=True)
 class MemoryAccess:
-    """How a kernel's code touches memory."""
+    """A kernel's memory instructions."""
 
     source: str
     """"decoded": read from the instruction words of the cubin."""
@@ -167,18 +167,18 @@ class MemoryAccess:
 
 @dataclass(frozen=True)
 class InstructionMix:
-    """What a kernel's instructions do. A static count: loops count once, padding not at all."""
+    """A kernel's instructions by class. Instructions in loops count once; padding is left out."""
 
     source: str
     """"decoded": read from the instruction words of the cubin."""
     instructions: int
     by_class: Mapping[str, int]
-    """"tensor core", "floating point", "global memory", ...: analyzer/sass.py has them all."""
+    """"tensor core", "floating point", "global memory", ...: see analyzer/sass.py."""
 
 
 @dataclass(frozen=True)
 class LaunchAnalysis:
-    """One kernel launch: what is known without running it, and its own time if traced."""
+    """One kernel launch: its static properties, and its own time if it was traced."""
 
     name: str
     grid: tuple[int, int, int]
@@ -188,18 +188,18 @@ class LaunchAnalysis:
     waves: Waves | None
     memory_access: MemoryAccess | None
     device_us: float | None = None
-    """Duration of this launch by the driver's activity records, L2 cold; None without CUPTI."""
+    """Duration of this launch from CUPTI's activity records, with a cold L2; None without CUPTI."""
     instruction_mix: InstructionMix | None = None
 
 
 @dataclass(frozen=True)
 class TimeStatistics:
-    """Samples of one clock in one cache state."""
+    """Samples from one clock in one cache state."""
 
     timer: str
     """"events", "graph replay", "wall" or "cupti"."""
     cache: str
-    """"cold": L2 overwritten before each sample. "warm": inputs as the call before left them."""
+    """"cold": L2 overwritten before each sample. "warm": caches as the previous call left them."""
     median_us: float
     iqr_us: float
     mean_us: float
@@ -215,17 +215,17 @@ class TimeStatistics:
     """The interval is wider than 2% of the median: compare with care."""
     samples_us: tuple[float, ...] = ()
     round_sizes: tuple[int, ...] = ()
-    """How many of `samples_us` each sitting took, in order; empty: all of them one."""
+    """Sizes of the rounds in which `samples_us` were taken, in order; empty: one round."""
     overhead_us: float = 0.0
-    """What the clock itself reads, subtracted from every sample: add it for the raw reading."""
+    """The clock's overhead, which was subtracted from every sample."""
     overhead_uncertainty_us: float = 0.0
-    """Half-width; it shifts all samples alike, and is not in the interval of the median."""
+    """Half-width; it shifts all samples alike, and is not part of the median's interval."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Work as declared by the caller over the cold median. Of a traced kernel: the bytes that its
-    counters saw, over its median."""
+    """The caller's declared work over the cold median. For a traced kernel: bytes from hardware
+    counters, over its median."""
 
     bytes: float | None
     flops: float | None
@@ -235,19 +235,19 @@ class Throughput:
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """Where a kernel stands below its roof."""
+    """The position of a kernel below a roof."""
 
     pipe: str
-    """Whose arithmetic the FLOPs are: "fp32", "tensor_bf16", ..."""
+    """The pipe that the FLOPs run on: "fp32", "tensor_bf16", ..."""
     intensity: float
     """FLOPs per byte of device memory, both as declared."""
     bound: str
     """"memory" or "compute": which roof is lower at this intensity."""
     roof: str
-    """Which ceilings: "datasheet", "datasheet at the held clock" or "measured"."""
+    """The source of the ceilings: "datasheet", "datasheet at the held clock" or "measured"."""
     memory_gbps: float
     compute_tflops: float | None
-    """None where the kernel declares no FLOPs and no rate is known."""
+    """None if the kernel declares no FLOPs and no rate is known."""
     attainable_us: float
     """The time at the roof."""
     fraction: float
@@ -256,12 +256,12 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Energy:
-    """From the card's own counter over a long window of back-to-back calls, cache warm."""
+    """From the GPU's energy counter, over a long window of back-to-back calls with a warm cache."""
 
     joules_per_call: float
     calls_per_joule: float
     uncertainty_joules: float
-    """Half-width from the resolution of the counter and the two ends of the window."""
+    """Half-width, from the counter's resolution and the two ends of the window."""
     mean_watts: float
     window_s: float
     calls: int
@@ -269,7 +269,7 @@ class Energy:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The card while it was measured."""
+    """The state of the GPU during the measurement."""
 
     sm_clock_mhz: float | None
     """Median while the kernel ran."""
@@ -278,7 +278,7 @@ class Conditions:
     temperature_c: float | None
     power_limit_watts: float | None
     throttle_reasons: tuple[str, ...]
-    """In NVML's words; empty: none."""
+    """NVML's reasons; empty if there were none."""
 
 
 @dataclass(frozen=True)
@@ -299,23 +299,23 @@ class Counters:
     stall_reasons: Mapping[str, float] = field(default_factory=dict)
     """Average warps stalled per issue-active cycle, by reason."""
     raw: Mapping[str, float] = field(default_factory=dict)
-    """Every metric of the file, under ncu's own name and in base units."""
+    """Every metric in the file, by ncu's name and in base units."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One suggestion. The evidence is quoted from fields of the same analysis."""
+    """One suggestion. Its evidence is quoted from the same analysis."""
 
     rule: str
     evidence: str
     suggestion: str
     expected_gain: str
-    """A bound and what it rests on: "at most 1.14x: the last wave is 14% of the time"."""
+    """A bound and its reason: "at most 1.14x: the last wave is 14% of the time"."""
 
 
 @dataclass(frozen=True)
 class KernelAnalysis:
-    """Everything known about one kernel, or one call that launches several."""
+    """All results for one kernel, or for one call that launches several."""
 
     name: str
     kind: str
@@ -323,11 +323,11 @@ class KernelAnalysis:
     arch: str
     launches: tuple[LaunchAnalysis, ...]
     cold: TimeStatistics | None
-    """Each sample starts with L2 overwritten; the flush is not in the time."""
+    """L2 is overwritten before each sample; the flush is not part of the time."""
     warm: TimeStatistics | None
     throughput: Throughput | None
     roofline: tuple[RooflinePoint, ...]
-    """One point per kind of roof that is known."""
+    """One point for each known roof."""
     energy: Energy | None
     conditions: Conditions | None
     counters: Counters | None
@@ -335,27 +335,27 @@ class KernelAnalysis:
     missing: Mapping[str, str]
     """Field name -> why it is None or empty, for every field that could have been measured."""
     peak_bytes: int | None = None
-    """Memory that the call needed on top of its inputs."""
+    """Memory that the call allocates in addition to its inputs."""
 
 
 @dataclass(frozen=True)
 class AccessPoint:
-    """A measured row of the access probe: loads of one width, neighbours one stride apart."""
+    """One measurement of the access probe: a load width and a stride between adjacent threads."""
 
     access_bytes: int
     stride: int
-    """Distance between the words of neighbouring threads, in words of `access_bytes`."""
+    """Distance between the words of adjacent threads, in words of `access_bytes`."""
     useful_gbps: float
-    """Only the bytes that threads asked for."""
+    """Counts only the bytes that threads request."""
     efficiency: float
-    """useful_gbps over the best of the table."""
+    """useful_gbps over the highest rate in the table."""
     sector_fraction: float
-    """What sectors of 32 bytes alone would allow."""
+    """The efficiency that 32-byte sectors alone would give."""
 
 
 @dataclass(frozen=True)
 class TracedLaunch:
-    """One kernel of a traced script, where it ran on the device's clock."""
+    """One kernel launch of a traced script, on the device's clock."""
 
     name: str
     stream: int
@@ -372,6 +372,6 @@ class AnalysisReport:
     analyses: tuple[KernelAnalysis, ...]
     schema_version: int = SCHEMA_VERSION
     timeline: tuple[TracedLaunch, ...] = ()
-    """Of a traced script, in order of start; of a very long one the longest launches."""
+    """For a traced script: its launches in order of start; only the longest of a very long one."""
     accesses: tuple[AccessPoint, ...] = ()
-    """The access probe of this GPU, where it was asked for."""
+    """The access probe's results for this GPU, if it was run."""

@@ -1,7 +1,6 @@
-"""Dataclasses to JSON and back, and the JSON Schema that both sides agree on.
+"""Converts dataclasses to JSON and back, and derives the JSON Schema of the format.
 
-Everything follows from the type hints of `cukit.analyzer.schema`: there is no second list of fields
-to keep in step.
+All of it follows from the type hints of `cukit.analyzer.schema`: the fields are listed only once.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def to_json(report: AnalysisReport) -> str:
-    """One JSON document; numbers stay exact, NaN and infinity are refused."""
+    """One JSON document; numbers are exact, NaN and infinity raise ValueError."""
     return json.dumps(dataclasses.asdict(report), indent=1, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> AnalysisReport:
-    """What :func:`to_json` wrote. Raises DataError for anything else or another major version."""
+    """Reads what :func:`to_json` wrote. Raises DataError for other content or another version."""
     try:
         document = json.loads(text)
         version = document["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"this is no analysis file: {error!r}") from None
+        raise DataError(f"this is not an analysis file: {error!r}") from None
     if version != SCHEMA_VERSION:
         raise DataError(f"analysis schema {version}; this cukit reads {SCHEMA_VERSION}")
     try:
@@ -42,7 +41,7 @@ def from_json(text: str) -> AnalysisReport:
 
 
 def build(kind: type[T], document: Mapping[str, Any]) -> T:
-    """A dataclass from a mapping of its fields; unknown fields are ignored."""
+    """Builds a dataclass from a mapping of its fields; unknown fields are ignored."""
     hints = typing.get_type_hints(kind)
     values = {
         field.name: _value(hints[field.name], document[field.name])
@@ -53,7 +52,7 @@ def build(kind: type[T], document: Mapping[str, Any]) -> T:
 
 
 def json_schema(kind: type[Any] = AnalysisReport) -> dict[str, Any]:
-    """JSON Schema (2020-12) of `kind`, every nested dataclass under `$defs`."""
+    """The JSON Schema (2020-12) of `kind`, with every nested dataclass under `$defs`."""
     definitions: dict[str, Any] = {}
     root = _schema(kind, definitions)
     return {
@@ -70,7 +69,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """`value` from JSON, as `hint` wants it."""
+    """`value`, from JSON, converted to the type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -110,7 +109,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _dataclass_schema(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
     if kind.__name__ not in definitions:
-        definitions[kind.__name__] = {}  # its place, before the fields ask for theirs
+        definitions[kind.__name__] = {}  # reserves its place before those of the fields' types
         hints = typing.get_type_hints(kind)
         fields = dataclasses.fields(kind)
         definitions[kind.__name__] = {

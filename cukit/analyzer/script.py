@@ -1,8 +1,8 @@
-"""Runs a user's script, or one function of it, so that its kernels can be watched.
+"""Runs a user's script, or one function of it, so that its kernels can be traced.
 
     python -m cukit.analyzer.script FILE.py[:function]
 
-runs it and nothing else: what `cukit analyze --counters` starts under ncu.
+runs it and nothing else: the command that `cukit analyze --counters` starts under ncu.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cukit.errors import DataError
 class Script:
     """`FILE.py` or `FILE.py:name`.
 
-    Importing the file is not part of a run of a function: its kernels are those of the call.
-    Raises DataError where the file or the name is not there.
+    Importing the file is not part of a function's run: only the call's kernels count. Raises
+    DataError if the file or the name does not exist.
     """
 
     def __init__(self, target: str) -> None:
@@ -31,7 +31,7 @@ class Script:
         check_file(self.path)
 
     def load(self) -> Any:
-        """What the name stands for; without one, a function that runs the file as a program."""
+        """The named function; without a name, a function that runs the file as a program."""
         folder = str(self.path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -41,16 +41,16 @@ class Script:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
+        sys.modules[spec.name] = module  # as an import does: dataclasses and pickle use it
         spec.loader.exec_module(module)
         try:
             return getattr(module, self.name)
         except AttributeError:
             public = ", ".join(n for n in vars(module) if not n.startswith("_")) or "nothing"
-            raise DataError(f"{self.path} has no {self.name!r}; it has {public}") from None
+            raise DataError(f"{self.path} has no {self.name!r}; known: {public}") from None
 
     def _run_as_program(self) -> None:
-        """As `python FILE.py` would: without arguments, as `__main__`."""
+        """Runs the file like `python FILE.py`: without arguments, as `__main__`."""
         before = sys.argv
         sys.argv = [str(self.path)]
         try:

@@ -1,7 +1,7 @@
 """Everything that the compiler decides about a kernel, for any architecture, with or without a GPU.
 
-A kernel is compiled once more, from the source and options that CuPy holds, for the sake of ptxas'
-words on spills; a cubin that exists is only read.
+A kernel is compiled again, from the source and options stored by CuPy, because only ptxas' log
+reports spills; an existing cubin is only read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Triple = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class KernelSource:
-    """What it takes to compile a kernel again, or the cubin itself.
+    """The source to compile a kernel again, or its cubin.
 
     entry: the function's name, or the name expression of a template.
-    code: CUDA C++; None where `cubin` holds the compiled kernel.
+    code: CUDA C++; None if `cubin` holds the compiled kernel.
     """
 
     entry: str
@@ -39,10 +39,10 @@ class KernelSource:
 
 
 def kernel_source(kernel: Any, name: str | None = None) -> KernelSource:
-    """Where the code of `kernel` is to be had.
+    """The code of `kernel`.
 
-    kernel: a `cupy.RawKernel`, a function of a `cupy.RawModule`, such a module (then `name` says
-        which function), a compiled kernel of cukit, a path to a cubin, or a KernelSource.
+    kernel: a `cupy.RawKernel`, a function of a `cupy.RawModule`, such a module (then `name` is the
+        function), a compiled kernel of cukit, a path to a cubin, or a KernelSource.
     Raises ConfigError for anything else.
     """
     if isinstance(kernel, KernelSource):
@@ -57,7 +57,7 @@ def kernel_source(kernel: Any, name: str | None = None) -> KernelSource:
         raise ConfigError(
             f"analyze: expected a RawKernel, RawModule, cukit kernel or cubin path, got {kernel!r}"
         )
-    # A RawModule keeps in attributes what a RawKernel only tells when it is to be pickled.
+    # A RawModule has attributes for what a RawKernel exposes only when it is pickled.
     is_kernel = isinstance(kernel, cupy.RawKernel)
     state = kernel.__getstate__() if is_kernel else {k: getattr(kernel, k) for k in _MODULE_STATE}
     entry = state["name"] if is_kernel else _required(name, kernel)
@@ -83,12 +83,12 @@ _MODULE_STATE = (
 
 
 class UnrepeatableError(ConfigError):
-    """The kernel is built in a way that cannot be gone through once more for its facts."""
+    """The kernel was built in a way that cannot be repeated to learn its properties."""
 
 
 def _required(name: str | None, kernel: Any) -> str:
     if name is None:
-        raise ConfigError(f"analyze: which function of {kernel}? Give its name")
+        raise ConfigError(f"analyze: which function of {kernel}? Pass name=...")
     return name
 
 
@@ -103,7 +103,7 @@ class StaticKernel:
     def launch(
         self, device: Device, grid: Triple | None, block: Triple, dynamic_shared_bytes: int
     ) -> LaunchAnalysis:
-        """Residency of one launch of the kernel on `device`."""
+        """The launch's resources and residency on `device`."""
         info = self.info
         threads = block[0] * block[1] * block[2]
         occupancy = analyze_occupancy(
@@ -125,7 +125,7 @@ class StaticKernel:
         )
 
     def resources(self, dynamic_shared_bytes: int = 0) -> Resources:
-        """What the compiler gave the kernel."""
+        """The resources that the compiler assigned to the kernel."""
         info = self.info
         return Resources(
             registers=info.registers,
@@ -147,7 +147,7 @@ def launch_of_loaded(
     resources: Resources,
     device_us: float | None = None,
 ) -> LaunchAnalysis:
-    """Residency of a kernel of which only the driver's figures are known, and not the code."""
+    """Residency of a kernel with known resources, from the driver, but unknown code."""
     resident = analyze_occupancy(
         device,
         threads=block[0] * block[1] * block[2],
@@ -168,7 +168,7 @@ def launch_of_loaded(
 
 
 def inspect(kernel: Any, arch: str, name: str | None = None) -> StaticKernel:
-    """Compiles or reads `kernel` for `arch`; see :func:`kernel_source` for what it may be.
+    """Compiles or reads `kernel` for `arch`; see :func:`kernel_source` for the accepted types.
 
     Raises CompileError with the compiler's log, MissingDependencyError without NVRTC.
     """
@@ -181,8 +181,8 @@ def inspect(kernel: Any, arch: str, name: str | None = None) -> StaticKernel:
 
 
 def _compile(source: KernelSource, arch: str) -> tuple[str, bytes, str]:
-    """(mangled entry, cubin, log). The options are CuPy's own for this kernel, and `-v`."""
-    nvrtc_version()  # a missing library is reported as such, before anything else
+    """(mangled entry, cubin, log), compiled with CuPy's own options for this kernel and `-v`."""
+    nvrtc_version()  # reports a missing library before anything else
     nvrtc = require_cupy("compiling kernels").cuda.nvrtc
     assert source.code is not None
     program = nvrtc.createProgram(source.code, f"{source.entry}.cu", [], [])
@@ -194,7 +194,7 @@ def _compile(source: KernelSource, arch: str) -> tuple[str, bytes, str]:
         entry = source.entry
         if entry in source.name_expressions:
             entry = nvrtc.getLoweredName(program, entry)
-        # CuPy sizes the buffer for a C string and drops the last byte, which ELF tools miss.
+        # CuPy's buffer is sized for a C string and drops the last byte, which ELF tools need.
         return entry, nvrtc.getCUBIN(program) + b"\0", log
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip()

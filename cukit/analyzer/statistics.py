@@ -1,10 +1,10 @@
-"""What samples of a time say, and what two sets of them say about each other. Pure functions.
+"""Statistics of time samples, and the comparison of two sets of them. Pure functions.
 
-Times on a GPU are skewed and have outliers, so all rests on order statistics: the median, and
+GPU times are skewed and have outliers, so everything is based on order statistics: the median, and
 an interval for it from the binomial distribution of ranks, which assumes nothing about the shape of
 the noise. Samples taken close together share their clock and temperature, so the interval of one
-sitting is too narrow to compare sittings; :class:`Estimate` therefore also covers the medians of
-the rounds that the samples were taken in.
+round is too narrow to compare rounds; :class:`Estimate` therefore also covers the medians of the
+rounds in which the samples were taken.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cukit.errors import ConfigError
 
 CONFIDENCE = 0.95
 NOISY_INTERVAL = 0.02
-"""An interval wider than this share of the median makes a time noisy."""
+"""A time is noisy if its interval is wider than this fraction of the median."""
 
 TOLERANCE = 0.02
-"""A difference below this share is none: clocks and memory layouts alone make as much."""
+"""Smaller relative differences are ignored: clocks and memory layouts alone cause as much."""
 
 
 def median_interval(
     samples: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Interval that holds the true median with at least `confidence`, if the samples allow.
+    """Interval that holds the true median with at least `confidence`, if there are enough samples.
 
     The number of samples below the median is binomial(n, 1/2): the interval runs from the k-th to
-    the (n + 1 - k)-th smallest, k the largest rank that keeps the promise. With fewer than about
-    six samples none does, and the interval is the whole range.
+    the (n + 1 - k)-th smallest, k being the largest rank with that confidence. With fewer than
+    about six samples there is none, and the interval is the whole range.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -61,7 +61,7 @@ def summarize(
     confidence: float = CONFIDENCE,
     round_sizes: Sequence[int] = (),
 ) -> TimeStatistics:
-    """Everything that a report says of one set of samples. Raises ConfigError for none."""
+    """The statistics of one set of samples. Raises ConfigError for an empty set."""
     if not samples_us:
         raise ConfigError("summarize: no samples")
     values = np.asarray(samples_us, dtype=np.float64)
@@ -87,20 +87,20 @@ def summarize(
 
 
 def split(samples: Sequence[float], sizes: Sequence[int]) -> list[tuple[float, ...]]:
-    """`samples` in consecutive pieces of these sizes; without sizes, in one."""
+    """Splits `samples` into consecutive pieces of these sizes; without sizes, into one."""
     ends = np.cumsum(sizes or (len(samples),)).tolist()
     return [tuple(samples[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def is_noisy(samples_us: Sequence[float], confidence: float = CONFIDENCE) -> bool:
-    """True where the interval of the median is wider than `NOISY_INTERVAL` of it."""
+    """Whether the interval of the median is wider than `NOISY_INTERVAL` times the median."""
     low, high = median_interval(samples_us, confidence)
     return high - low > NOISY_INTERVAL * float(np.median(samples_us))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and the range that the truth is believed in."""
+    """A median, and the estimated range of the true one."""
 
     median_us: float
     low_us: float
@@ -108,7 +108,7 @@ class Estimate:
 
 
 def estimate(rounds: Sequence[Sequence[float]], confidence: float = 0.99) -> Estimate:
-    """The median of all samples; the range covers its interval and the median of every round."""
+    """The median of all samples; its range covers their interval and the median of every round."""
     pooled = [sample for samples in rounds for sample in samples]
     if not pooled:
         raise ConfigError("estimate: no samples")
@@ -118,7 +118,7 @@ def estimate(rounds: Sequence[Sequence[float]], confidence: float = 0.99) -> Est
 
 
 class Verdict(str, Enum):
-    """What a comparison says of NEW beside BASE."""
+    """The result of comparing NEW with BASE."""
 
     SAME = "SAME"
     FASTER = "FASTER"
@@ -135,15 +135,15 @@ class Difference:
     """new median / base median: above 1 is slower."""
     low: float
     high: float
-    """The range of the ratio that both estimates allow."""
+    """The range of ratios that both estimates allow."""
 
 
 def compare(base: Estimate, new: Estimate, tolerance: float = TOLERANCE) -> Difference:
-    """Whether NEW differs from BASE by more than `tolerance`, as far as the estimates tell.
+    """Whether NEW differs from BASE by more than `tolerance`.
 
-    SLOWER and FASTER: every ratio that the two ranges allow lies beyond the tolerance. SAME: every
-    one lies within. UNCERTAIN: the ranges allow both, and more samples are wanted. Nothing is
-    called slower because a point moved: the whole range has to.
+    SLOWER and FASTER: every ratio that the two ranges allow is beyond the tolerance. SAME: every
+    one is within it. UNCERTAIN: the ranges allow both; more samples are needed. A shifted median is
+    not enough to count as slower: the whole range must be.
     """
     if min(base.low_us, new.low_us) <= 0 or tolerance < 0:
         raise ConfigError("compare: times must be positive and the tolerance not negative")

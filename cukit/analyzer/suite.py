@@ -1,8 +1,8 @@
-"""The cases that `KernelBenchmark` brings along: one function a family, a few lines each.
+"""The built-in cases of `KernelBenchmark`: one function per op, a few lines each.
 
-A new one makes its arrays, names its op from the registry, and says how many bytes and FLOPs a call
-has to move; it is known by its name in `SUITE`. The cases of the repository, with all their peers,
-are in `profiling/cases/`.
+A new case creates its arrays, names its op from the registry, and states the bytes and FLOPs of a
+call; `SUITE` lists it by name. The repository's own cases, with all their peers, are in
+`profiling/cases/`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _case(
     out_elements: int,
     **options: Any,
 ) -> SuiteCase:
-    """`op` on random float16 arrays of `shapes`, beside its reference as the truth."""
+    """A case of `op` on random float16 arrays of `shapes`; its reference is the expected result."""
 
     def build() -> tuple[Arms, Call]:
         rng = np.random.default_rng(20)

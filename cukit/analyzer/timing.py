@@ -1,12 +1,12 @@
-"""How long a call takes on the device, by several clocks, each of which says its name.
+"""Measures how long a call takes on the device, with several named clocks.
 
-One sample of the first of them, CUDA events with a cold L2, is: overwrite a buffer several times
-the size of L2, keep the stream busy while the host enqueues the call, start event, the call, stop
-event. The flush and the host's own time are outside the timed window, so that a call of twenty
-small kernels is charged for its kernels and the gaps between them on the device, not for the Python
-that launched them. Implementations that are to be compared take turns, with a short rest before
-each: a card at its power limit lowers its clocks, and nobody should inherit the heat of the arm
-before.
+One sample of the main clock, CUDA events with a cold L2: overwrite a buffer several times the size
+of L2, keep the stream busy while the host enqueues the call, start event, the call, stop event. The
+flush and the host's time are outside the timed window, so that a call of twenty small kernels is
+charged for its kernels and the gaps between them on the device, not for the Python code that
+launches them. Implementations under comparison run interleaved, with a short pause before each: a
+GPU at its power limit lowers its clocks, and no implementation should inherit the heat of the
+previous one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLUSH_FACTOR = 4
 SPIN = KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1)
 
 LONGEST_SPIN_US = 10_000.0
-"""A call that takes the host longer than this waits for the device itself; no spin hides that."""
+"""A call that takes the host longer than this waits for the device itself: no spin hides that."""
 
 
 @dataclass(frozen=True)
@@ -43,43 +43,43 @@ class Timing:
 
     samples_us: tuple[float, ...]
     round_sizes: tuple[int, ...] = ()
-    """How many of the samples each turn took, in order; empty: all of them were one turn."""
+    """Number of samples in each round, in order; empty: one round."""
 
     @property
     def rounds(self) -> list[tuple[float, ...]]:
-        """The samples, turn by turn."""
+        """The samples by round."""
         return split(self.samples_us, self.round_sizes)
 
     @property
     def median_us(self) -> float:
-        """The middle sample."""
+        """The median."""
         return float(np.median(self.samples_us))
 
     @property
     def iqr_us(self) -> float:
-        """Distance between the first and the third quartile: the spread, deaf to outliers."""
+        """The interquartile range, a spread that ignores outliers."""
         low, high = np.percentile(self.samples_us, (25, 75))
         return float(high - low)
 
 
 Sampler = Callable[[], float]
-"""Runs a call once and says how long it took, in microseconds."""
+"""Runs a call once and returns how long it took, in microseconds."""
 
 
 class Timer(Protocol):
-    """A clock for the calls of one machine."""
+    """A clock for calls."""
 
     name: str
-    """How reports call it: "events", "graph replay", "wall", "host enqueue"."""
+    """Its name in reports: "events", "graph replay", "wall", "host enqueue"."""
 
     def prepare(self, call: Call) -> Sampler:
-        """Warm `call` up, and return what takes a sample of it."""
+        """Warms `call` up, and returns a function that takes one sample of it."""
 
 
 class GpuTimer:
     """Times calls that enqueue work on CuPy's current stream, between two CUDA events.
 
-    cold: overwrite L2 before each sample; else the call finds what the call before left there.
+    cold: overwrite L2 before each sample; else the caches are as the previous call left them.
     """
 
     name = "events"
@@ -97,7 +97,7 @@ class GpuTimer:
         self._spin = load_kernel(SPIN)
 
     def prepare(self, call: Call) -> Sampler:
-        """Run `call` three times to see how long the host takes to enqueue it."""
+        """Runs `call` three times to measure how long the host takes to enqueue it."""
         durations_us = []
         for _ in range(3):
             self._synchronize()
@@ -109,11 +109,11 @@ class GpuTimer:
         return partial(self._sample_us, call, np.int64(spin_us * self._cycles_per_us))
 
     def flush(self) -> None:
-        """Enqueues an overwriting of L2. A memset and no kernel, so traces of kernels lack it."""
+        """Enqueues an overwrite of L2: a memset, which does not appear in traces of kernels."""
         self._flush.data.memset_async(0, self._flush.nbytes)
 
     def _sample_us(self, call: Call, spin_cycles: np.int64) -> float:
-        """One run between two events; returns once it has finished."""
+        """Runs the call between two events; returns when it has finished."""
         if self._cold:
             self.flush()
         self._spin((1,), (spin_cycles,))
@@ -125,16 +125,16 @@ class GpuTimer:
 
 
 class GraphTimer:
-    """Times replays of a CUDA graph that holds the call many times over: the device alone, warm.
+    """Times replays of a CUDA graph that contains the call many times: the device alone, warm.
 
-    No event, spin or launch from the host lies between two of the calls, so this is the clock for
-    kernels of a few microseconds. The call must be capturable: no allocation, no synchronisation.
+    No event, spin or host launch is between two of the calls, so this is the clock for kernels of a
+    few microseconds. The call must be capturable: no allocation, no synchronisation.
     """
 
     name = "graph replay"
     TARGET_US = 2000.0
-    """Length of one replay that is aimed at."""
-    MOST_CALLS = 200
+    """Intended length of one replay."""
+    MAX_CALLS = 200
 
     def __init__(self) -> None:
         self._cupy = require_cupy("timing on a GPU")
@@ -142,30 +142,30 @@ class GraphTimer:
         self._stop = self._cupy.cuda.Event()
 
     def prepare(self, call: Call) -> Sampler:
-        """Run `call` once, find out how long it takes, and capture as many as fill a replay."""
+        """Runs `call` once, measures it, and captures enough calls to fill a replay."""
         graph, calls = self._filled(call)
         return partial(self._replay_us, graph, calls)
 
     def replayer(self, call: Call) -> tuple[Call, int]:
-        """What enqueues a replay on the current stream, and how many calls that makes.
+        """Returns a function that enqueues a replay on the current stream, and its number of calls.
 
-        Raises CukitError where the call cannot be captured.
+        Raises CukitError if the call cannot be captured.
         """
         try:
             graph, calls = self._filled(call)
-        except Exception as error:  # whatever a call does that a capture forbids
+        except Exception as error:  # anything that is not allowed during capture
             raise CukitError(f"not capturable: {str(error).partition(chr(10))[0]}") from error
         return (lambda: graph.launch(self._cupy.cuda.get_current_stream())), calls
 
     def _filled(self, call: Call) -> tuple[Any, int]:
         """A graph of about TARGET_US, and the calls in it.
 
-        Memory that a captured call allocates goes back to the pool; replays write to it all the
-        same, and nobody reads what they write.
+        Memory that a captured call allocates is returned to the pool, but replays still write to
+        it; the written values are never read.
         """
         once = self._capture(call, 1)
         once_us = min(self._replay_us(once, 1) for _ in range(2))
-        calls = max(1, min(self.MOST_CALLS, int(self.TARGET_US / max(once_us, 0.1))))
+        calls = max(1, min(self.MAX_CALLS, int(self.TARGET_US / max(once_us, 0.1))))
         return self._capture(call, calls), calls
 
     def _capture(self, call: Call, calls: int) -> Any:
@@ -178,7 +178,7 @@ class GraphTimer:
                 for _ in range(calls):
                     call()
             except BaseException:
-                with suppress(Exception):  # it only repeats that the capture has failed
+                with suppress(Exception):  # it only reports again that the capture has failed
                     stream.end_capture()
                 raise
             return stream.end_capture()
@@ -195,12 +195,12 @@ class GraphTimer:
 
 
 class HostTimer:
-    """Times calls that have finished when they return: NumPy, on a machine without a GPU."""
+    """Times synchronous calls: NumPy, on a machine without a GPU."""
 
     name = "wall"
 
     def prepare(self, call: Call) -> Sampler:
-        """Run `call` once."""
+        """Runs `call` once."""
         call()
         return partial(self._sample_us, call)
 
@@ -211,7 +211,7 @@ class HostTimer:
 
 
 class WallTimer:
-    """Times what somebody waits for who needs the result: launch, kernels, and the way back."""
+    """Times a call until the device has finished: launch, kernels and synchronisation."""
 
     name = "wall"
 
@@ -219,7 +219,7 @@ class WallTimer:
         self._synchronize = require_cupy("timing on a GPU").cuda.Device().synchronize
 
     def prepare(self, call: Call) -> Sampler:
-        """Run `call` once."""
+        """Runs `call` once."""
         call()
         return partial(self._sample_us, call)
 
@@ -232,8 +232,8 @@ class WallTimer:
 
 
 class EnqueueTimer:
-    """Times what a call costs the host: mean of a batch that the device has no trouble keeping up
-    with, the device idle before it."""
+    """Times the host's cost of a call: the mean of a batch that is enqueued on an idle device and
+    is short enough not to fill the launch queue."""
 
     name = "host enqueue"
     BATCH = 100
@@ -242,7 +242,7 @@ class EnqueueTimer:
         self._synchronize = require_cupy("timing on a GPU").cuda.Device().synchronize
 
     def prepare(self, call: Call) -> Sampler:
-        """Run `call` once."""
+        """Runs `call` once."""
         call()
         return partial(self._sample_us, call)
 
@@ -265,12 +265,12 @@ def measure(
     max_samples: int = 40,
     pause_s: float = 0.15,
 ) -> dict[str, Timing]:
-    """Time every arm, in turns.
+    """Times all of `arms` (name -> call) in interleaved runs.
 
-    In each of `rounds` every arm rests for `pause_s`, runs once unseen, and is then sampled for
+    In each of `rounds`, every call pauses for `pause_s`, runs once untimed, and is then sampled for
     about `budget_ms` of its own time: between `min_samples` and `max_samples` samples. Rounds are
-    added, up to `max_rounds`, for as long as any arm is noisy: an arm that needs no more still
-    takes its turn, so that all have seen the same machine.
+    added, up to `max_rounds`, as long as any call is noisy. Calls that are not noisy run in these
+    rounds, too, so that all are measured under the same conditions.
     """
     samplers = {name: timer.prepare(call) for name, call in arms.items()}
     counts: dict[str, int] = {}
@@ -293,10 +293,10 @@ def measure(
 
 
 class PeakMemory:
-    """Most bytes that CuPy's pool and torch's allocator handed out at once inside a `with`.
+    """The most bytes that CuPy's pool and torch's allocator had allocated at once within a `with`.
 
-    Memory that was in use on entry does not count: this is what the call needs on top of its
-    inputs. torch is asked only if the process has imported it.
+    Memory in use on entry is not counted: the result is what the call needs in addition to its
+    inputs. torch is queried only if the process has imported it.
     """
 
     bytes: int = 0
@@ -323,7 +323,7 @@ class PeakMemory:
 
 
 def _high_water_hook() -> Any:
-    """A CuPy memory hook that follows bytes in use. Defined here because CuPy is optional."""
+    """A CuPy memory hook that tracks bytes in use. Defined here because CuPy is optional."""
     from cupy.cuda.memory_hook import MemoryHook
 
     class HighWater(MemoryHook):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A trace of kernels, by name: how often, how long, and what each could do better. Pure."""
+"""A trace of kernels by name: counts, times, and suggestions for each. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cukit.core.device import Device
 KIND = "traced kernel"
 
 MAX_LAUNCHES = 50_000
-"""More would make files of many megabytes that no viewer draws."""
+"""More launches would make files of many megabytes that viewers cannot draw."""
 
-NOT_HERE = "a trace runs each kernel as the script does, once"
+NOT_IN_TRACES = "a traced kernel runs only as often as the script launches it"
 
 
 def analyses_of(
@@ -26,10 +26,10 @@ def analyses_of(
     device: Device,
     counters: Mapping[str, Counters] | None = None,
 ) -> tuple[KernelAnalysis, ...]:
-    """One analysis a kernel name, the most total time first.
+    """One analysis per kernel name, in order of decreasing total time.
 
-    `warm` holds the durations of all its launches, `launches` the one shape that took most time.
-    With counters, the bytes of `throughput` are those that really went through device memory.
+    `warm` holds the durations of all its launches; `launches` the shape that took the most time.
+    With counters, the bytes of `throughput` are those that device memory transferred.
     """
     by_name: dict[str, list[KernelRecord]] = {}
     for record in records:
@@ -42,7 +42,7 @@ def analyses_of(
 
 
 def timeline_of(records: Sequence[KernelRecord]) -> tuple[TracedLaunch, ...]:
-    """When each kernel ran, in order of start: the longest MAX_LAUNCHES of them."""
+    """When each kernel ran, in order of start; only the longest MAX_LAUNCHES of them."""
     origin = min(record.start_ns for record in records)
     longest = sorted(records, key=lambda record: -record.duration_us)[:MAX_LAUNCHES]
     return tuple(
@@ -54,7 +54,7 @@ def timeline_of(records: Sequence[KernelRecord]) -> tuple[TracedLaunch, ...]:
 
 
 def total_us(analysis: KernelAnalysis) -> float:
-    """Time of all launches of a traced kernel together."""
+    """The total time of all launches of a traced kernel."""
     return analysis.warm.mean_us * analysis.warm.samples if analysis.warm else 0.0
 
 
@@ -67,11 +67,11 @@ def _analysis(
 ) -> KernelAnalysis:
     durations = [record.duration_us for record in records]
     times = summarize(durations, timer="cupti", cache="as the script left it")
-    missing = dict.fromkeys(("cold", "energy", "conditions", "roofline"), NOT_HERE)
+    missing = dict.fromkeys(("cold", "energy", "conditions", "roofline"), NOT_IN_TRACES)
     moved = None
     if counters is None:
         missing["counters"] = (
-            f"ncu saw no kernel {name}" if counters_given else "not asked for (--counters)"
+            f"ncu saw no kernel {name}" if counters_given else "not requested: pass --counters"
         )
         missing["throughput"] = "the bytes of a traced kernel are only known from counters"
     else:
@@ -98,7 +98,7 @@ def _analysis(
 
 
 def _main_record(records: Sequence[KernelRecord]) -> KernelRecord:
-    """The longest launch of the shape that took most time altogether."""
+    """The longest launch of the shape that took the most time in total."""
     totals: dict[tuple[object, ...], float] = {}
     for record in records:
         totals[_shape(record)] = totals.get(_shape(record), 0.0) + record.duration_us

@@ -1,6 +1,6 @@
 """Runs the CUDA kernels on the CPU: the same sources, compiled by the host's C++ compiler.
 
-`with cukit.backend("emulator"):` makes every op run its kernel here on NumPy arrays, with bounds,
+`with cukit.backend("emulator"):` makes every op run its kernel on NumPy arrays, with bounds,
 alignment, initialisation and data races checked. docs/emulator.md has the model and its limits.
 """
 

@@ -19,19 +19,19 @@ from cukit.emulator.tensor_map import pack_tensor_map
 
 
 class Emulator:
-    """Runs kernels on the CPU, for the GPU that `settings.arch` stands for."""
+    """Runs kernels on the CPU, emulating a GPU of the architecture `settings.arch`."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     @property
     def device(self) -> Device:
-        """The typical device of the architecture."""
+        """A typical device of the architecture."""
         return typical_device(self.settings.arch)
 
     @property
     def key(self) -> Hashable:
-        """What makes a difference to plans and compiled kernels."""
+        """The settings on which plans and compiled kernels depend."""
         settings = self.settings
         return (
             "emulator",
@@ -42,20 +42,20 @@ class Emulator:
         )
 
     def poison(self, array: np.ndarray[Any, Any]) -> None:
-        """All bits set: NaN in every float format."""
-        if array.dtype.hasobject:  # which the checks of an op refuse
+        """Sets all bits: NaN in every float format."""
+        if array.dtype.hasobject:  # rejected by the checks of every op
             return
         array.reshape(-1).view(np.uint8).fill(0xFF)
 
     def load_kernel(self, spec: KernelSpec) -> Kernel:
-        """Compiled on first use, then from disk or from memory."""
+        """The compiled kernel: compiled on first use, then taken from memory or disk."""
         settings = self.settings
         return _load(spec, self.device.arch, settings.checked, settings.debug, settings.all_checks)
 
     def encode_tensor_map(
         self, view: TensorView, box: Sequence[int], swizzle_bytes: int
     ) -> np.ndarray[Any, Any]:
-        """A description for the emulated copy engine in place of the driver's."""
+        """A tensor map for the emulated TMA, in place of the driver's."""
         return pack_tensor_map(view, box, swizzle_bytes)
 
 

@@ -1,7 +1,7 @@
 """Compiles kernels and the emulator's runtime to shared libraries, in the kernel cache.
 
-As for cubins, a key covers everything that goes in: the include closure, the macros, the emulator's
-own sources, the compiler's version and flags.
+As for cubins, the cache key covers every input: the include closure, the macros, the emulator's own
+sources, the compiler's version and its flags.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cukit.emulator.toolchain import (
 
 _GAP_BYTES = 256
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
-_MOST_RUNTIME_UNITS = 4
+_MAX_RUNTIME_UNITS = 4
 _FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
 _HOST_LIBRARY = "#define CUKIT_EMULATOR_HOST_LIBRARY\n"
 _HOST_HEADER = re.compile(r"^\s*#\s*include\s*<(\w+|cupy/.*)>", re.MULTILINE)
@@ -52,7 +52,7 @@ _ALWAYS_THERE = {
     *("algorithm", "cassert", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdio"),
     *("cstdlib", "cstring", "limits", "type_traits", "utility"),
 }
-"""Of the host's headers, what language.h includes."""
+"""The host's headers that language.h includes."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,22 @@ class Build:
     library: Path
     cluster: tuple[int, int, int]
     static_shared_bytes: int = 0
-    """Of the kernel's own `__shared__` variables."""
+    """The size of the kernel's own `__shared__` variables."""
     shared: Sequence[tuple[int, int]] = ()
-    """Where the variables of the library lie in static shared memory: first byte and size, in
-    order. Between them are gaps, for what runs over the end of one."""
+    """The library's variables in static shared memory: first byte and size, in order. Gaps between
+    them detect overruns."""
     uninitialised: Sequence[str] = ()
-    """Variables that the compiler sees used before they have a value, and where."""
+    """Variables that the compiler found to be used before they have a value, and where."""
     together: bool = False
-    """The cluster is no cluster, but all blocks of a cooperative launch."""
+    """Whether the cluster stands for all blocks of a cooperative launch."""
 
 
 def build_kernel(
     spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool = False
 ) -> Build:
-    """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log.
+    """Compiles `spec`, or takes it from the cache. Raises CompileError with the compiler's log.
 
-    all_checks: as for `kernel_flags`; kernels from other folders than cukit's always have them.
+    all_checks: as for `kernel_flags`; always on for kernels from folders other than cukit's.
     """
     compiler = find_compiler()
     foreign = Path(spec.source).is_absolute()
@@ -108,7 +108,7 @@ def build_kernel(
 
 
 Recipe = Callable[[tuple[str, ...]], tuple[bytes, Record]]
-"""Compiles a library with the flags that it is given."""
+"""Compiles a library with the given flags."""
 
 _recipes: dict[Path, tuple[Recipe, tuple[str, ...]]] = {}
 
@@ -120,8 +120,8 @@ def _build(library: Path, recipe: Recipe, flags: tuple[str, ...]) -> tuple[Recor
 
 
 def named_library(library: Path) -> Path:
-    """The same code, of a library that this process has built or found, with the names and types of
-    variables in its debug information. Others' kernels have them at once: they are often wrong."""
+    """The same library with the names and types of variables in its debug information. Other
+    projects' kernels have these from the start, since they are more likely to be reported."""
     recipe, flags = _recipes[library]
     if set(NAMES) <= set(flags):
         return library
@@ -131,7 +131,7 @@ def named_library(library: Path) -> Path:
 
 
 def build_runtime() -> Path:
-    """The library that every kernel calls."""
+    """The runtime library, which every kernel calls."""
     compiler = find_compiler()
     flags = runtime_flags()
     library = _folder() / f"runtime-{_hash(_sources_hash(), compiler.version, *flags)}.so"
@@ -143,15 +143,15 @@ def build_runtime() -> Path:
 
 
 def _say(what: str) -> None:
-    """Why a first call takes long; CUKIT_QUIET silences it."""
+    """Reports on stderr why a first call takes long; CUKIT_QUIET silences it."""
     if not os.environ.get("CUKIT_QUIET"):
         print(f"cukit: {what}", file=sys.stderr)
 
 
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
-    _say("compiling the emulator itself, once, which takes about ten seconds on two cores")
+    _say("compiling the emulator itself, once; this takes about ten seconds on two cores")
     flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
-    units = runtime_units(min(len(os.sched_getaffinity(0)), _MOST_RUNTIME_UNITS))
+    units = runtime_units(min(len(os.sched_getaffinity(0)), _MAX_RUNTIME_UNITS))
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{i}.o") for i in range(len(units))]
 
@@ -166,8 +166,8 @@ def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
 
 
 def runtime_units(count: int) -> list[list[Path]]:
-    """The runtime's sources in `count` groups of about equal size: the sources of a group are
-    compiled as one, since the headers take longer than most of them."""
+    """The runtime's sources in `count` groups of about equal size. Each group is compiled as one
+    file, since parsing the headers takes longer than most of the sources."""
     units: list[list[Path]] = [[] for _ in range(count)]
     sizes = [0] * count
     sources = sorted(RUNTIME_SOURCES.glob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
@@ -181,9 +181,9 @@ def runtime_units(count: int) -> list[list[Path]]:
 def build_foreign(
     name: str, files: Mapping[str, str], arch: str, checked: bool, debug: bool, standard: str
 ) -> tuple[Path, Record]:
-    """Compiles the first of `files` (texts by name), which includes the others, or finds it in the
-    cache: the library, and with it the `clusters` of its kernels by their symbols' names, `shared`
-    as of a Build and what is `uninitialised` (:func:`uninitialised_in`).
+    """Compiles the first of `files` (texts by name), which includes the others, or takes it from
+    the cache. Returns the library and its record: the `clusters` of its kernels by symbol name,
+    `shared` as in a Build, and `uninitialised` (:func:`uninitialised_in`).
 
     Raises CompileError with the compiler's log.
     """
@@ -207,7 +207,7 @@ def build_foreign(
 def _compile_foreign(
     name: str, files: Mapping[str, str], flags: tuple[str, ...], link: tuple[str, ...]
 ) -> tuple[bytes, Record]:
-    # What the host's code alone refers to is dropped: its libraries need not be here.
+    # Unreferenced code is dropped, so that the libraries which host code needs are not required.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
     headers = {name for text in files.values() for name in _HOST_HEADER.findall(text)}
     prelude = _HOST_LIBRARY * bool(headers - _ALWAYS_THERE) + _FOREIGN_PRELUDE
@@ -241,8 +241,8 @@ def _compile_unit(
     prelude: str,
     link: tuple[str, ...],
 ) -> tuple[bytes, list[Symbol], list[tuple[str, str, str]]]:
-    """The library; its symbols; and, of each variable that is used uninitialised, function, name
-    and place."""
+    """The library; its symbols; and function, name and place of each variable that is used
+    uninitialised."""
     header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
@@ -271,7 +271,7 @@ def _uninitialised(messages: str) -> list[tuple[str, str, str]]:
 def uninitialised_in(
     found: Iterable[tuple[str, str, str]], entry: str, kernels: Iterable[str]
 ) -> list[str]:
-    """Of what a library's record says, all but what is in other kernels."""
+    """The uninitialised variables in a library's record, without those of other kernels."""
     others = set(kernels) - {entry.partition("<")[0].rpartition("::")[2]}
     return [
         f"uninitialised variable: `{name}` is used before it has a value\n"
@@ -287,7 +287,7 @@ def _kernels(text: str) -> list[str]:
 
 
 def _with_gaps(assembly: str) -> str:
-    """Room behind every thread-local variable, which `__shared__` ones are."""
+    """Adds a gap behind every thread-local variable, which `__shared__` variables are."""
     lines, in_shared = [], False
     for line in assembly.split("\n"):
         lines.append(line)
@@ -300,9 +300,9 @@ def _with_gaps(assembly: str) -> str:
 
 
 def _translation_unit(spec: KernelSpec) -> str:
-    """The kernel's file as it stands, and its entry.
+    """The kernel's file, unchanged, and its entry.
 
-    Macros come after the headers of CUDA and of the host, which they are not meant for.
+    Macros follow the headers of CUDA and of the host, which they must not affect.
     """
     macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
     layouts = layout_assertions(spec.source)
@@ -328,13 +328,13 @@ def _macro(value: object) -> str:
 
 
 def _precompiled_prelude(flags: tuple[str, ...], text: str) -> Path:
-    """CUDA's headers, parsed once for each set of flags: most of the time of a small kernel."""
+    """CUDA's headers, precompiled for each set of flags: parsing them dominates small kernels."""
     compiler = find_compiler()
     key = _hash(_sources_hash(), compiler.version, text, *flags)
     header = _folder() / f"prelude-{key}.h"
     build_once(header, lambda: (text.encode(), {}))
     if "-g3" in flags:
-        return header  # a precompiled one would hide its macros, threadIdx among them, from gdb
+        return header  # a precompiled header would hide macros such as threadIdx from gdb
     arguments = [*flags, *include_flags(), "-x", "c++-header", str(header)]
     build_once(
         header.with_name(f"{header.name}.gch"),
@@ -344,14 +344,14 @@ def _precompiled_prelude(flags: tuple[str, ...], text: str) -> Path:
 
 
 def arch_number(arch: str) -> int:
-    """As `__CUDA_ARCH__` has it: 900 for sm_90."""
+    """The value of `__CUDA_ARCH__`: 900 for sm_90."""
     major, minor = parse_arch(arch)
     return major * 100 + minor * 10
 
 
 @functools.cache
 def _sources_hash() -> str:
-    """Everything of the emulator that is compiled, and CUDA's headers by their folder's date."""
+    """A hash of all compiled sources of the emulator, and of CUDA's headers by folder and size."""
     emulator = kernels_root() / "common" / "emulator"
     files = sorted(
         path
@@ -374,7 +374,7 @@ def _folder() -> Path:
 
 
 def _output_of(arguments: Iterable[str], what: str) -> bytes:
-    """What the compiler writes when it is run with `arguments`."""
+    """The output file of the compiler for these arguments."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         find_compiler().run([*arguments, "-o", str(output)], what)

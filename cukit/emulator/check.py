@@ -1,4 +1,4 @@
-"""Runs a kernel of anybody's once, on NumPy arrays, with everything checked."""
+"""Runs any CUDA kernel once, on NumPy arrays, with every check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cukit.emulator.program import Program, Source, as_argument, only_kernel, pa
 from cukit.emulator.settings import settings_from
 from cukit.errors import ConfigError, LaunchError
 
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 
 
 def check_kernel(
@@ -32,29 +32,29 @@ def check_kernel(
     defines: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """Compiles a CUDA program for the CPU and launches one of its kernels there, checked.
+    """Compiles a CUDA program for the CPU and launches one of its kernels with every check.
 
     Args:
-        source: path of a `.cu` file, or the source itself. Host functions in it are left out.
+        source: path of a `.cu` file, or the source itself. Its host functions are ignored.
         entry: name of a `__global__` function, with namespaces, or an instance of a template:
-            `"scale<float, 4>"`. Not needed where the program has one kernel.
+            `"scale<float, 4>"`. Optional if the program has only one kernel.
         grid, block: one to three extents.
-        args: NumPy arrays, which the kernel reads and writes in place; NumPy scalars, Python ints
-            of any width that the parameter holds; None for a null pointer.
+        args: NumPy arrays, which the kernel reads and writes in place; NumPy scalars; Python ints
+            that fit the parameter; None for a null pointer.
         shared_bytes: dynamic shared memory of a block.
         constants: values of `__constant__` and `__device__` variables by name, as
             cudaMemcpyToSymbol sets them. A writeable array holds the variable's value afterwards.
-        options: of nvcc or NVRTC; -I, -D, -std and -default-device count.
-        include, defines: folders and macros, as with -I and -D.
-        settings: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, ...
+        options: options of nvcc or NVRTC; all but -I, -D, -std and -default-device are ignored.
+        include, defines: include folders and macros, like -I and -D.
+        settings: the emulator's (`cukit.emulator.Settings`): arch, checked, seed, late, ...
 
     Raises:
-        EmulatorError: the kernel was caught at a mistake; the message has thread, file and line.
+        EmulatorError: a mistake in the kernel; the message names thread, file and line.
         CompileError: the program does not compile, with the compiler's messages.
         LaunchError: no such kernel, or arguments that do not fit its parameters.
-        ConfigError: an option or extent outside its legal values; a source that is not there.
+        ConfigError: an option or extent outside its legal values; a source that does not exist.
 
-    Every call has device variables of its own, with their initial values. Needs a C++ compiler and
+    Device variables start with their initial values in every call. Needs a C++ compiler and
     CUDA's headers (`pip install 'cukit[compile]'`).
 
     >>> import numpy as np, cukit as ck
@@ -65,8 +65,8 @@ def check_kernel(
     chosen = settings_from(**settings)
     program_source = source_of(source, options, include, defines or {})
     blocks, threads = extents("grid", grid), extents("block", block)
-    if math.prod(threads) > _MOST_THREADS:
-        raise ConfigError(f"block: at most {_MOST_THREADS} threads, got {math.prod(threads)}")
+    if math.prod(threads) > _MAX_THREADS:
+        raise ConfigError(f"block: at most {_MAX_THREADS} threads, got {math.prod(threads)}")
     check_integer("check_kernel", "shared_bytes", shared_bytes, least=0, most=232448)
     if entry is None:
         entry = only_kernel(scan(program_source), program_source.name)
@@ -91,7 +91,7 @@ def source_of(
     include: Sequence[str | os.PathLike[str]] = (),
     defines: Mapping[str, Any] | None = None,
 ) -> Source:
-    """The program behind a path or a text. Raises ConfigError where there is none."""
+    """The program in a file or a string. Raises ConfigError if the file cannot be read."""
     is_text = isinstance(source, str) and any(mark in source for mark in "\n{;")
     if is_text:
         found = Source(str(source), "kernel.cu")
@@ -107,12 +107,12 @@ def source_of(
     found = found.with_options(given)
     for folder in found.includes:
         if not folder.is_dir():
-            raise ConfigError(f"include: no folder {folder}")
+            raise ConfigError(f"include: there is no folder {folder}")
     return found
 
 
 def extents(what: str, value: int | Sequence[int]) -> tuple[int, int, int]:
-    """Three extents from one to three. Raises ConfigError."""
+    """One to three extents, as three. Raises ConfigError for anything else."""
     given = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
     if not 1 <= len(given) <= 3:
         raise ConfigError(f"{what}: expected one to three extents, got {len(given)}")

@@ -15,22 +15,22 @@ from cukit.errors import ConfigError
 
 @contextmanager
 def backend(name: str, **options: Any) -> Iterator[None]:
-    """Within the `with` block, ops run their kernels on the backend `name`.
+    """Selects where ops run their kernels within the `with` block.
 
     Args:
-        name: `"emulator"`: NumPy arrays run the CUDA kernels on the CPU; `"gpu"`: CuPy arrays run
-            them on the GPU and NumPy arrays run the references, as without this call.
-        options: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, threads,
-            debug, patience, global_races, same_value_writes, cas_guesses, all_checks. What is not
-            given comes from the environment: CUKIT_EMULATOR_ARCH, _CHECK, _SEED, _LATE, _THREADS,
-            _DEBUG, _PATIENCE, _GLOBAL_RACES, _SAME_VALUE_WRITES, _CAS_GUESSES, _ALL_CHECKS.
+        name: `"emulator"`: NumPy arrays run the CUDA kernels on the CPU; `"gpu"`: the default, CuPy
+            arrays run the kernels on the GPU and NumPy arrays run the references.
+        options: the emulator's (`cukit.emulator.Settings`): arch, checked, seed, late, threads,
+            debug, patience, global_races, same_value_writes, cas_guesses, all_checks. Defaults come
+            from the environment: CUKIT_EMULATOR_ARCH, _CHECK, _SEED, _LATE, _THREADS, _DEBUG,
+            _PATIENCE, _GLOBAL_RACES, _SAME_VALUE_WRITES, _CAS_GUESSES, _ALL_CHECKS.
 
     Raises:
-        ConfigError: an unknown name or option value. In the block, ops raise EmulatorError when a
-            kernel is caught at a mistake.
+        ConfigError: an unknown name or option value. In the block, ops raise EmulatorError when
+            the emulator finds a mistake in a kernel.
 
-    Holds for the whole process, not for one thread. CUKIT_BACKEND=emulator in the environment does
-    the same from the start. Needs a C++ compiler and CUDA's headers.
+    Applies to the whole process, not to one thread. CUKIT_BACKEND=emulator in the environment
+    selects the emulator from the start. Needs a C++ compiler and CUDA's headers.
 
     >>> import numpy as np, cukit as ck
     >>> with ck.backend("emulator"):                                     # doctest: +SKIP
@@ -44,8 +44,8 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 
 
 def activate_from_environment() -> None:
-    """What CUKIT_BACKEND asks for. A wrong value raises on first use, not on import: `cukit doctor`
-    and `--help` still run."""
+    """Activates the backend that CUKIT_BACKEND names. A wrong value raises on first use, not on
+    import, so that `cukit doctor` and `--help` still run."""
     name = os.environ.get("CUKIT_BACKEND")
     if name:
         try:
@@ -55,7 +55,7 @@ def activate_from_environment() -> None:
 
 
 class _Misconfigured:
-    """Stands in for a backend that the environment describes wrongly."""
+    """Replaces a backend whose environment variables are wrong: every use raises the error."""
 
     def __init__(self, message: str) -> None:
         self._message = message

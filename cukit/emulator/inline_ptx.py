@@ -1,8 +1,8 @@
-"""Inline PTX as C++: the instructions that public kernels use most, one `asm` statement at a time.
+"""Translates inline PTX to C++, one `asm` statement at a time, for the most common instructions.
 
-The statement's operands become local variables, the registers that it declares too, its labels
-local labels; each instruction becomes a call of kernels_cu/common/emulator/inline_ptx.h. One that
-has no translation stops the launch that reaches it, with its name.
+The statement's operands and the registers that it declares become local variables, its labels local
+labels; each instruction becomes a call to kernels_cu/common/emulator/inline_ptx.h. An instruction
+without a translation ends the launch that reaches it, with a message that names it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _REGISTERS = {
 
 
 def translate_asm(tokens: Sequence[Token]) -> str:
-    """C++ for what stands between the parentheses of an `asm`."""
+    """C++ for the text between the parentheses of an `asm`."""
     statement = Statement()
     parts = _colon_parts(tokens)
     template = _text_of(parts[0])
     if template is None:
-        return _refusal("asm that a macro puts together")
+        return _refusal("asm whose text a macro assembles")
     before: list[str] = []
     after: list[str] = []
     operands = [*_operands(parts, 1), *_operands(parts, 2)]
@@ -76,7 +76,7 @@ def _colon_parts(tokens: Sequence[Token]) -> list[list[Token]]:
 
 
 def _text_of(tokens: Sequence[Token]) -> str | None:
-    """The string that adjacent literals make; None where there is anything else."""
+    """The value of adjacent string literals; None if there is anything else."""
     text = ""
     for token in tokens:
         if token.blank:
@@ -93,7 +93,7 @@ def _text_of(tokens: Sequence[Token]) -> str | None:
 
 
 def _operands(parts: Sequence[Sequence[Token]], index: int) -> list[tuple[str, str, str]]:
-    """Symbolic name, constraint and expression of each operand of one part."""
+    """Symbolic name, constraint and expression of each operand in one part."""
     found = []
     for tokens in split(parts[index], ",") if len(parts) > index else []:
         seen = [token for token in tokens if not token.blank]
@@ -110,7 +110,7 @@ def _operands(parts: Sequence[Sequence[Token]], index: int) -> list[tuple[str, s
 
 
 def _instructions(template: str, statement: Statement) -> list[str]:
-    """The single instructions; declarations are noted on the way."""
+    """The instructions, without declarations, which are added to the statement."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", template, flags=re.DOTALL).replace("%%", "\0")
     found = []
     for piece in text.split(";"):

@@ -1,4 +1,4 @@
-"""A kernel compiled for the CPU, launched like any other."""
+"""A kernel compiled for the CPU, with the interface of any other kernel."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _BY_VALUE_ALIGNMENT = 64
 
 
 class EmulatedKernel(Kernel):
-    """Runs when called; the caller's arrays are what the kernel reads and writes."""
+    """A kernel that runs on the CPU, and reads and writes the caller's arrays in place."""
 
     __slots__ = ("_build", "_entry", "_settings")
 
     def __init__(self, build: Build, settings: Settings, entry: Entry | None = None) -> None:
-        """entry: of the kernel in a library that has several; that of `build` otherwise."""
+        """entry: the kernel, if the library has several; `build`'s own otherwise."""
         self._build = build
         self._settings = settings
         self._entry = load_entry(build.library) if entry is None else entry
@@ -44,14 +44,14 @@ class EmulatedKernel(Kernel):
         args: tuple[Argument, ...],
         reachable: Sequence[Argument] = (),
     ) -> None:
-        """As for any kernel; it may touch the arrays in `args` and in `reachable`, nothing else."""
+        """Launches the kernel. It may access the arrays in `args` and `reachable`, nothing else."""
         self.check(args)
         if 0 not in grid:
             self._run(grid, self.block, args, self.shared_bytes, reachable)
 
     @property
     def parameter_bytes(self) -> tuple[int, ...]:
-        """Sizes of the kernel's parameters."""
+        """The sizes of the kernel's parameters."""
         entry = self._entry
         return tuple(entry.parameter_bytes[i] for i in range(entry.num_parameters))
 
@@ -62,12 +62,12 @@ class EmulatedKernel(Kernel):
         settings: Settings,
         reachable: Sequence[Argument] = (),
     ) -> None:
-        """As a call, but with these settings and not with those of the active backend."""
+        """Like a call, but with these settings instead of the active backend's."""
         self.check(args)
         self._run(grid, self.block, args, self.shared_bytes, reachable, settings)
 
     def check(self, args: tuple[Argument, ...]) -> None:
-        """Raises LaunchError where `args` do not fit the kernel's parameters."""
+        """Raises LaunchError if `args` do not fit the kernel's parameters."""
         expected = self.parameter_bytes
         got = tuple(self._bytes(i, argument) for i, argument in enumerate(args))
         if got != expected:
@@ -103,7 +103,7 @@ class EmulatedKernel(Kernel):
         reachable: Sequence[Argument] = (),
         settings: Settings | None = None,
     ) -> None:
-        if settings is None:  # seed and lateness of now
+        if settings is None:  # the active backend's seed and late
             settings = getattr(backend.active, "settings", self._settings)
         cluster = self._build.cluster
         extents = (*grid, 1, 1)[:3]
@@ -159,14 +159,14 @@ class EmulatedKernel(Kernel):
 
 
 def _goes_by_value(argument: Argument) -> bool:
-    """Structures and tensor maps: arrays of one element that is nothing but bytes to NumPy."""
+    """True for structures and tensor maps: arrays of one element of a void dtype."""
     return (
         isinstance(argument, np.ndarray) and argument.dtype.type is np.void and argument.size == 1
     )
 
 
 def _parameter(argument: Argument) -> np.ndarray[Any, Any]:
-    """The bytes that the kernel gets, aligned for any parameter type."""
+    """The bytes passed for the parameter, aligned for any type."""
     if argument is NULL:
         value = np.zeros(1, np.uint64)
     elif isinstance(argument, np.ndarray) and not _goes_by_value(argument):

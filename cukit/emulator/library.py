@@ -28,7 +28,7 @@ class Entry(ctypes.Structure):
 
 
 class Range(ctypes.Structure):
-    """Memory that a kernel may touch, and the argument that gives it the right."""
+    """Memory that a kernel may access, and the argument that it belongs to."""
 
     _fields_ = [
         ("low", ctypes.c_size_t),
@@ -70,7 +70,7 @@ class LaunchRecord(ctypes.Structure):
 
 @functools.cache
 def runtime() -> Any:
-    """The runtime, loaded for all kernels to find."""
+    """The runtime, loaded with global symbols so that kernels find it."""
     library = ctypes.CDLL(str(build_runtime()), mode=ctypes.RTLD_GLOBAL)
     library.cukit_emulator_launch.argtypes = [ctypes.POINTER(LaunchRecord)]
     assert library.cukit_emulator_launch_bytes() == ctypes.sizeof(LaunchRecord)
@@ -78,19 +78,18 @@ def runtime() -> Any:
 
 
 def load_entry(path: Path) -> Entry:
-    """The kernel of a library that build_kernel made."""
+    """The kernel of a library made by build_kernel."""
     runtime()
     return Entry.in_dll(ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL), "cukit_entry")
 
 
 def launch(record: LaunchRecord) -> str | None:
-    """Runs to the end; the report if the kernel was caught at something."""
+    """Runs the launch to its end. Returns the report if the kernel made a mistake."""
     buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
     record.message = ctypes.cast(buffer, ctypes.c_char_p)
     record.message_bytes = _MESSAGE_BYTES
     outcome = runtime().cukit_emulator_launch(ctypes.byref(record))
     if outcome == _INTERRUPTED:
-        return (
-            "interrupted"  # in the main thread Python raises KeyboardInterrupt before it comes here
-        )
+        # Python's main thread raises KeyboardInterrupt before this is returned.
+        return "interrupted"
     return buffer.value.decode(errors="replace") if outcome else None

@@ -1,7 +1,7 @@
-"""What lies where in a kernel's memory: names of variables and parameters, from debug information.
+"""Names of variables, and of parameters, by address, from a kernel's debug information.
 
-cukit's own kernels are built with line numbers alone; their debug information comes from a second
-compilation, made when there is something to report.
+cukit's own kernels are built with line numbers alone; a second compilation provides their debug
+information when there is something to report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEVICE = re.compile(r"\(DW_OP_addr: ([0-9a-f]+)\)")
 
 @dataclass
 class _Entry:
-    """One entry of the debug information, and those inside it."""
+    """One entry of the debug information, and the entries inside it."""
 
     tag: str
     attributes: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable at a fixed place: its first byte and its type."""
+    """A variable at a fixed address: its first byte and its type."""
 
     name: str
     start: int
@@ -51,7 +51,7 @@ class Variable:
 
 
 class Names:
-    """Variables in shared memory and in global memory, and the parameters of functions."""
+    """Variables in shared and global memory, and the parameters of functions."""
 
     def __init__(self, library: Path) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -66,11 +66,11 @@ class Names:
         self._read(output)
 
     def shared(self, offset: int) -> str:
-        """The element of a `__shared__` variable at a byte of static shared memory, or ""."""
+        """The element of a `__shared__` variable at an offset in static shared memory, or ""."""
         return self._describe(self._shared, offset)
 
     def device(self, offset: int) -> str:
-        """The element of a `__device__` variable at a byte of the library, or ""."""
+        """The element of a `__device__` variable at an offset in the library, or ""."""
         return self._describe(self._device, offset)
 
     def parameter(self, function: str, index: int) -> str:
@@ -143,7 +143,7 @@ class Names:
         ]
 
     def _type_name(self, entry: _Entry | None) -> tuple[str, str]:
-        """What stands before and behind the name in a declaration."""
+        """The parts of a declaration before and after the name."""
         if entry is None:
             return "void", ""
         inner = self._referred(entry, "DW_AT_type")
@@ -173,7 +173,7 @@ class Names:
         return declaration if element == variable.name else f"`{element}` of {declaration}"
 
     def _element(self, entry: _Entry | None, offset: int) -> str:
-        """Indices and members that lead to a byte of a value of this type."""
+        """The indices and members that select a byte of a value of this type."""
         entry = self._plain(entry)
         if entry is None:
             return ""

@@ -1,7 +1,7 @@
-"""Programs of others: CUDA sources as they are written for nvcc or NVRTC, compiled for the CPU.
+"""CUDA programs written for nvcc or NVRTC, compiled for the CPU.
 
-A program is a `.cu` file or a string with everything that it includes. Its kernels are launched by
-name, with any block of up to three dimensions; its `__device__` and `__constant__` variables are
+A program is a `.cu` file or a string, with everything that it includes. Its kernels are launched by
+name, with blocks of up to three dimensions; its `__device__` and `__constant__` variables are
 NumPy arrays.
 """
 
@@ -38,18 +38,18 @@ _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(["<])([^">\n]+)[">]', re.M
 _STANDARDS = ("c++11", "c++14", "c++17", "c++20")
 _STAND_IN_FOLDER = Path("common") / "emulator" / "cuda"
 
-MOST_BLOCKS_AT_ONCE = 255
-MOST_THREADS_AT_ONCE = 32768
-"""Of a grid whose blocks wait for each other (`grid.sync()`)."""
+MAX_BLOCKS_AT_ONCE = 255
+MAX_THREADS_AT_ONCE = 32768
+"""Limits for grids whose blocks wait for each other (`grid.sync()`)."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A program's text and how to compile it.
 
-    name: in reports. folder: where its includes in quotes are looked for first.
+    name: the name in reports. folder: where quoted includes are searched first.
     includes: folders, as with -I. defines: macros and their values, as with -D.
-    keep_host: functions without `__device__` are the device's too.
+    keep_host: whether functions without `__device__` are compiled for the device, too.
     """
 
     text: str
@@ -61,7 +61,7 @@ class Source:
     keep_host: bool = False
 
     def with_options(self, options: Sequence[str]) -> Source:
-        """Options of nvcc or NVRTC: -I, -D, -std and -default-device count, the rest is ignored."""
+        """Applies -I, -D, -std and -default-device; other options of nvcc or NVRTC are ignored."""
         includes, defines, standard, keep_host = [], [], self.standard, self.keep_host
         pending = [str(option) for option in options]
         while pending:
@@ -81,7 +81,7 @@ class Source:
                 standard = value
         if standard not in _STANDARDS:
             raise ConfigError(f"-std: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
-        # The headers of this project need C++17; sources for older standards compile with it, too.
+        # This project's headers need C++17, with which sources for older standards compile, too.
         standard = max(standard, "c++17")
         return replace(
             self,
@@ -93,14 +93,14 @@ class Source:
 
 
 class _Spec(KernelSpec):
-    """A kernel of a program, which reports call by its name."""
+    """A kernel of a program; reports name it by its entry."""
 
     def __str__(self) -> str:
         return self.entry
 
 
 class Program:
-    """A compiled program, with variables of its own. Raises CompileError with a log."""
+    """A compiled program with its own device variables. Raises CompileError with a log."""
 
     def __init__(self, source: Source, settings: Settings, expressions: Sequence[str] = ()) -> None:
         """expressions: instances of kernel templates, such as `"scale<float, 4>"`."""
@@ -121,7 +121,7 @@ class Program:
     def kernel(
         self, name: str, block: Sequence[int], shared_bytes: int = 0, grid: Sequence[int] = (1,)
     ) -> EmulatedKernel:
-        """A kernel for launches of this block; `grid` matters to those that wait for all blocks."""
+        """A kernel to launch with this block; `grid` matters only to cooperative kernels."""
         found = _find(self._loaded, "kernel", name)
         if found is None:
             raise LaunchError(self._no_kernel(name))
@@ -139,8 +139,8 @@ class Program:
         blocks, threads = math.prod(grid), math.prod(grid) * math.prod(shape)
         together = (
             self._cooperative
-            and 1 < blocks <= MOST_BLOCKS_AT_ONCE
-            and threads <= MOST_THREADS_AT_ONCE
+            and 1 < blocks <= MAX_BLOCKS_AT_ONCE
+            and threads <= MAX_THREADS_AT_ONCE
         )
         if together:
             cluster = (*grid, 1, 1)[:3]
@@ -160,19 +160,19 @@ class Program:
         return kernel
 
     def variable(self, name: str) -> np.ndarray[Any, Any]:
-        """The bytes of a `__device__` or `__constant__` variable, to be read and written."""
+        """The bytes of a `__device__` or `__constant__` variable, readable and writeable."""
         found = _find(self._loaded, "variable", name)
         if found is None:
             known = [v for file in self._files.rewritten for v in file.variables]
             raise LaunchError(
                 f"{self.source.name}: no __device__ or __constant__ variable {name!r}; "
-                f"there {'are ' + ', '.join(known) if known else 'is none'}"
+                f"{'known: ' + ', '.join(known) if known else 'the program has none'}"
             )
         address, size = found
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def variables(self) -> list[np.ndarray[Any, Any]]:
-        """All of them: what a kernel may touch besides its arguments."""
+        """All device variables: memory that a kernel may access besides its arguments."""
         found = []
         for file in self._files.rewritten:
             for name in file.variables:
@@ -189,20 +189,20 @@ class Program:
         near = difflib.get_close_matches(base, [kernel.name for kernel in self.kernels], 1, 0.4)
         templates = [k for k in self.kernels if k.template and k.name == base]
         if templates:
-            hint = f"; it is a template: name an instance such as {base}<float>"
+            hint = f"; it is a template: name an instance, such as {base}<float>"
         else:
             hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{self.source.name}: no kernel {name!r}{hint} (there are {known})"
+        return f"{self.source.name}: no kernel {name!r}{hint} (known: {known})"
 
 
 def parameters_of(kernels: Sequence[KernelSource], name: str) -> str | None:
-    """The parameters of a kernel as they are written."""
+    """A kernel's signature as written in the source, or None if there is no such kernel."""
     base = name.partition("<")[0].strip().removeprefix("::")
     return next((str(kernel) for kernel in kernels if kernel.name == base), None)
 
 
 def only_kernel(kernels: Sequence[KernelSource], source: str) -> str:
-    """The name of a program's only kernel. Raises ConfigError unless there is just one."""
+    """The name of a program's only kernel. Raises ConfigError unless there is exactly one."""
     if not kernels:
         raise ConfigError(f"{source} has no __global__ function")
     if len(kernels) > 1 or kernels[0].template:
@@ -233,7 +233,7 @@ class _Files:
 
 
 def _collect(source: Source) -> _Files:
-    """The program's own files, rewritten; headers of CUDA and of the host stay where they are."""
+    """The program's own files, rewritten; headers of CUDA and of the host are not copied."""
     texts = {"": source.text}
     names = {"": (source.name, "0.cpp")}
     pending, order = [("", source.folder)], [""]
@@ -280,7 +280,7 @@ def _collect(source: Source) -> _Files:
 
 
 def _own_file(include: str, quote: str, folder: Path | None, folders: Sequence[Path]) -> str | None:
-    """The program's file that an include names; None if it is none of its own."""
+    """The program's file that an include names; None if it is not one of the program's."""
     places = [folder] if quote == '"' and folder is not None else []
     for place in (*places, *folders):
         path = place / include
@@ -291,7 +291,7 @@ def _own_file(include: str, quote: str, folder: Path | None, folders: Sequence[P
 
 
 def _provided(include: str) -> str | None:
-    """The header that stands for `include`, of the emulator, of CUDA or of the host."""
+    """The emulator's, CUDA's or the host's header to use for `include`; None if there is none."""
     if include.startswith("cuda/std/"):
         include = include.removeprefix("cuda/std/").removeprefix("detail/libcxx/include/")
     if include.startswith("cub/"):
@@ -304,7 +304,7 @@ def _provided(include: str) -> str | None:
 
 @functools.cache
 def _header_folders() -> tuple[Path, ...]:
-    """CUDA's headers, and those that the host's compiler finds by itself."""
+    """The folder of CUDA's headers, and the default search path of the host's compiler."""
     command = [find_compiler().path, "-E", "-v", "-x", "c++", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     listed = said.partition("#include <...> search starts here:")[2].partition("End of search")[0]
@@ -319,7 +319,7 @@ def _macros(defines: Sequence[tuple[str, str]]) -> str:
 
 
 def _unit(files: dict[str, str], source: Source, expressions: Sequence[str]) -> dict[str, str]:
-    """The file to compile: macros, the program, its instances of templates and what finds them."""
+    """The file to compile: macros, the program, its template instances and the symbol lookup."""
     main = next(iter(files))
     instances = "".join(
         f"CUKIT_EMULATOR_TEMPLATE({_quoted(name)}, {name})\n" for name in expressions
@@ -342,7 +342,7 @@ def _shared(path: Path) -> ctypes.CDLL:
 
 
 def _load(path: Path, fresh: bool) -> ctypes.CDLL:
-    """fresh: with variables that no other program shares."""
+    """fresh: load a copy, whose variables no other program shares."""
     runtime()
     if not fresh:
         return _shared(path)
@@ -355,7 +355,7 @@ def _open(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
     except OSError as error:
         name = re.search(r"undefined symbol: (\S+)", str(error))
-        what = f"it calls {name[1]}, which is not here" if name else str(error)
+        what = f"it needs {name[1]}, which is not defined" if name else str(error)
         raise CompileError(f"the program cannot be loaded: {what}") from None
     for find in ("kernel", "variable"):
         function = getattr(library, f"cukit_find_{find}")
@@ -365,7 +365,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _find(library: ctypes.CDLL, what: str, name: str) -> tuple[int, int] | None:
-    """Address and size of a kernel's entry or of a variable."""
+    """The address and size of a kernel's entry or of a variable; None if there is none."""
     size = ctypes.c_size_t()
     bare = name.strip().removeprefix("::")
     address = getattr(library, f"cukit_find_{what}")(bare.encode(), ctypes.byref(size))
@@ -373,7 +373,7 @@ def _find(library: ctypes.CDLL, what: str, name: str) -> tuple[int, int] | None:
 
 
 def _is_of(symbol: str, name: str) -> bool:
-    """Whether a demangled symbol is that of the kernel `name`."""
+    """Whether a demangled symbol is the kernel `name`."""
     plain = re.sub(r"\s", "", name)
     found = re.sub(r"\s", "", re.sub(r"^void ", "", symbol))
     return found == plain or found.startswith(f"{plain}(")
@@ -383,9 +383,9 @@ def _is_of(symbol: str, name: str) -> bool:
 
 
 def as_argument(value: Any, size: int) -> Any:
-    """A scalar in the form that a launch takes: integers of any width that the parameter holds.
+    """A scalar in the form that a launch takes; integers may have any width that fits.
 
-    CUDA reads as many bytes as the parameter has, so that `n` may be a Python int.
+    CUDA reads as many bytes as the parameter has, so `n` may be a Python int.
     """
     if value is NULL or isinstance(value, np.ndarray):
         return value

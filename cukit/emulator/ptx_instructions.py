@@ -1,4 +1,4 @@
-"""PTX instructions as C++: calls of kernels_cu/common/emulator/inline_ptx.h."""
+"""Translates PTX instructions to C++: calls to kernels_cu/common/emulator/inline_ptx.h."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _cvt(statement: Statement, parts: list[str], operands: list[str]) -> str | N
         return f"{P}put({values[0]}, {P}to_tf32({P}get<float>({values[1]})));"
     if to is None or source is None:
         return None
-    if len(values) == 3:  # two numbers into the halves of one register, the first on top
+    if len(values) == 3:  # two numbers packed into one register, the first in the upper half
         half = {"__half2": "__half", "__nv_bfloat162": "__nv_bfloat16"}.get(to)
         if half is None:
             return None

@@ -42,12 +42,12 @@ _SPECIAL |= {
 
 
 class UntranslatedError(Exception):
-    """An instruction, or a form of one, that has no translation."""
+    """An instruction, or a form of one, without a translation."""
 
 
 @dataclass
 class Statement:
-    """What is known of one `asm` while its instructions are translated."""
+    """The state of translating one `asm` statement."""
 
     names: dict[str, str] = field(default_factory=dict)
     """Operands (`%0`, `%[x]`) and declared registers, as C++ variables."""
@@ -74,7 +74,7 @@ def split_operands(text: str) -> list[str]:
 
 
 def value_of(statement: Statement, text: str) -> str:
-    """A register, a special register or a number, as a C++ expression."""
+    """A C++ expression for a register, a special register or a number."""
     text = text.strip()
     if text in statement.names:
         return statement.names[text]
@@ -102,7 +102,7 @@ def elements_of(statement: Statement, text: str) -> list[str]:
 
 
 def address_of(statement: Statement, text: str) -> str:
-    """What stands in brackets, as a number."""
+    """The address in brackets, as a number."""
     inside = text.strip().strip("[]").strip()
     base, sign, offset = re.fullmatch(r"([^+-]+)(?:([+-])(.*))?", inside).groups()  # type: ignore[union-attr]
     number = f"{P}get<std::uint64_t>({value_of(statement, base)})"

@@ -1,7 +1,7 @@
 """A pytest plugin: `pytest --cukit-emulate` runs a CuPy project's tests without a GPU.
 
-The kernels that the project hands to CuPy are compiled for the CPU, and every access is checked
-(`cukit.emulate_cupy`). A kernel that is caught at a mistake fails its test with the message.
+The kernels that the project passes to CuPy are compiled for the CPU, and every access is checked
+(`cukit.emulate_cupy`). A mistake in a kernel fails the test that launched it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run CuPy's kernels in cukit's emulator, without a GPU, with race detection",
     )
     group.addoption(
-        "--cukit-seed", type=int, default=0, help="0: threads in order; else an order of its own"
+        "--cukit-seed",
+        type=int,
+        default=0,
+        help="0: run threads in order; any other number: another order",
     )
-    group.addoption("--cukit-arch", default="sm_90", help="the GPU that is emulated")
+    group.addoption("--cukit-arch", default="sm_90", help="the GPU to emulate")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported: `from cupy import RawKernel` takes the stand-in."""
+    """Installs the stand-in before any test module runs `from cupy import RawKernel`."""
     if config.getoption("--cukit-emulate"):
         from cukit.emulator.cupy_stand_in import emulate_cupy
 
@@ -42,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Says that it is on."""
+    """Reports that kernels are emulated."""
     if not config.getoption("--cukit-emulate"):
         return None
     return f"cukit: CuPy's kernels are emulated, as {config.getoption('--cukit-arch')}"

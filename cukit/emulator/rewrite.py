@@ -1,8 +1,9 @@
-"""Makes a CUDA source that was written for nvcc or NVRTC ready for the host's C++ compiler.
+"""Prepares a CUDA source written for nvcc or NVRTC for the host's C++ compiler.
 
-Most of CUDA's language is macros and headers (kernels_cu/common/emulator). What neither can express
-is rewritten here, without moving a line: `extern __shared__` arrays, inline PTX, launches, and host
-functions, which are left out. Every kernel and device variable is registered where it stands.
+Most of CUDA's language is emulated by macros and headers (kernels_cu/common/emulator). The rest is
+rewritten here, with line numbers preserved: `extern __shared__` arrays, inline PTX, launches, and
+host functions, which are removed. Every kernel and device variable is registered after its
+definition.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _DEFINE = re.compile(r"\s*#\s*define\s+(\w+)(\([^)]*\))?((?:\\\r?\n|.)*)", re.DO
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A `__global__` function as it is written.
+    """A `__global__` function as written in the source.
 
-    name: with namespaces. parameters: the text between the parentheses.
+    name: qualified by its namespaces. parameters: the text between the parentheses.
     """
 
     name: str
@@ -51,9 +52,9 @@ class KernelSource:
 
 @dataclass
 class Rewritten:
-    """text: for the host's compiler. kernels and variables: what the text defines.
+    """text: for the host's compiler. kernels and variables: those that the text defines.
 
-    cooperative: the text speaks of the whole grid as one group.
+    cooperative: whether the text uses the grid as a group (`grid.sync()`).
     """
 
     text: str
@@ -63,8 +64,8 @@ class Rewritten:
 
 
 def device_macros(texts: Iterable[str]) -> set[str]:
-    """Macros that stand for `__device__`, `__global__` and the like, in any of the sources."""
-    bodies: dict[str, set[str]] = {}  # of all definitions, whichever the preprocessor takes
+    """Macros that expand to `__device__`, `__global__` and the like, in any of the sources."""
+    bodies: dict[str, set[str]] = {}  # of all definitions, whichever is active
     for text in texts:
         for token in tokenize(text):
             if token.kind == "directive" and (match := _DEFINE.match(token.text)):
@@ -78,9 +79,10 @@ def device_macros(texts: Iterable[str]) -> set[str]:
 
 
 def rewrite(text: str, marks: set[str], keep_host: bool = False) -> Rewritten:
-    """marks: words that make a function the device's (`device_macros`).
+    """marks: words that make a function a device function (`device_macros`).
 
-    keep_host: functions without a mark are the device's too, as with NVRTC's `-default-device`.
+    keep_host: treat functions without such a word as device functions, as NVRTC's `-default-device`
+    does.
     """
     result = Rewritten("")
     tokens = tokenize(text)
@@ -95,7 +97,7 @@ def rewrite(text: str, marks: set[str], keep_host: bool = False) -> Rewritten:
 
 
 class _Declarations:
-    """Walks over namespaces; registers kernels and variables, and leaves host functions out."""
+    """Walks the namespaces; registers kernels and variables, and removes host functions."""
 
     def __init__(
         self, tokens: list[Token], marks: set[str], keep_host: bool, result: Rewritten
@@ -113,11 +115,11 @@ class _Declarations:
             if end is None:
                 end = self._declaration(i)
             if end is None:
-                return  # unbalanced, by the preprocessor most likely: the rest stays as it is
+                return  # unbalanced, probably by conditional directives: keep the rest
             i = end
 
     def _scope(self, i: int) -> int | None:
-        """Past the `{` or `}` of a namespace or an `extern "C"` block; None if it is neither."""
+        """The index after the `{` or `}` of a namespace or an `extern "C"` block, or None."""
         tokens = self.tokens
         text = tokens[i].text
         if text == "}":
@@ -149,12 +151,12 @@ class _Declarations:
         return None
 
     def _declaration(self, start: int) -> int | None:
-        """Past one declaration; None where no end can be found."""
+        """The index after one declaration; None if its end is not found."""
         tokens = self.tokens
         i = start
-        listed: int | None = None  # where the function's parameters begin
+        listed: int | None = None  # index of the function's parameter list
         assigned = is_class = in_initialisers = False
-        last = ""  # token before
+        last = ""  # previous token
         words: list[str] = []
         while i < len(tokens):
             token = tokens[i]
@@ -197,7 +199,7 @@ class _Declarations:
                 i, last = end + 1, "}"
                 continue
             elif text == "}":
-                return i  # the end of the scope around
+                return i  # the end of the enclosing scope
             elif text == "=":
                 assigned = last != "operator"
             elif text == ":" and listed is not None:
@@ -230,7 +232,7 @@ class _Declarations:
             tokens[end].text += f" CUKIT_EMULATOR_KERNEL({name}, {kernel.name})"
 
     def _statement(self, start: int, end: int, listed: int | None) -> None:
-        """A declaration that ends with a semicolon: of a variable of the device, perhaps."""
+        """A declaration that ends with a semicolon: perhaps of device variables."""
         tokens = self.tokens[start:end]
         words = {token.text for token in tokens if token.kind == "word"}
         if listed is not None or not words & (self.marks - {"constexpr", "consteval"}):
@@ -238,7 +240,7 @@ class _Declarations:
         if words & {"extern", "__shared__", "template", "using", "typedef", "friend", *_CLASS}:
             return
         if "__constant__" in words:
-            for token in tokens:  # the macro has a `static` of its own
+            for token in tokens:  # the macro adds `static` itself
                 token.text = "" if token.text == "static" else token.text
         added = ""
         for part in split(tokens, ","):
@@ -309,7 +311,7 @@ def _rewrite_macro(directive: Token) -> None:
 
 
 def _dynamic_shared(tokens: list[Token], start: int, in_function: bool) -> None:
-    """`extern __shared__ float tile[][32];` becomes a pointer to the block's dynamic memory."""
+    """Makes `extern __shared__ float tile[][32];` a pointer to the block's dynamic memory."""
     end = start
     while end < len(tokens) and tokens[end].text not in (";", "{", "("):
         end += 1
@@ -356,7 +358,7 @@ def _dynamic_shared(tokens: list[Token], start: int, in_function: bool) -> None:
 
 
 def _aligned_shared(tokens: list[Token], index: int) -> None:
-    """g++ takes `alignas` only before or after all of the specifiers, an attribute anywhere."""
+    """Replaces `alignas`: g++ accepts an attribute at any place among the specifiers."""
     after = following(tokens, index + 1)
     if after < len(tokens) and tokens[after].text == "alignas":
         close = closing(tokens, following(tokens, after + 1))
@@ -366,7 +368,7 @@ def _aligned_shared(tokens: list[Token], index: int) -> None:
 
 
 def _plain_shared(tokens: list[Token], index: int) -> None:
-    """`static __shared__`: the macro has a `static` of its own."""
+    """Removes `static` beside `__shared__`: the macro adds it itself."""
     for i in range(max(0, index - 4), min(index + 5, len(tokens))):
         between = tokens[min(i, index) + 1 : max(i, index)]
         if tokens[i].text == "static" and all(token.kind != "punctuation" for token in between):
@@ -374,7 +376,7 @@ def _plain_shared(tokens: list[Token], index: int) -> None:
 
 
 def _launch(tokens: list[Token], index: int) -> None:
-    """A launch in what is left of the host's code, or from a kernel: not emulated."""
+    """Makes a launch, in remaining host code or in a kernel, an error: it is not emulated."""
     start = index
     while start > 0 and not (
         tokens[start - 1].text in (";", "{", "}", ")") or tokens[start - 1].kind == "directive"

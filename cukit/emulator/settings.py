@@ -1,4 +1,4 @@
-"""What can be chosen about the emulator, and the environment variables that choose it."""
+"""The emulator's options, and the environment variables that set them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from cukit.errors import ConfigError
 class Settings:
     """How kernels are emulated.
 
-    arch: the GPU that plans are made for and whose instructions exist, e.g. `"sm_90"`.
-    checked: judge every access to memory (several times slower); without it kernels only run.
-    seed: 0 runs the threads of a block in order; any other number in an order of its own.
-    late: let asynchronous copies and products finish only when somebody waits for them.
-    threads: of the operating system, for the blocks of a grid; 0 for one per processor.
+    arch: the GPU that is emulated, e.g. `"sm_90"`: plans are made for it, and its instructions
+        exist.
+    checked: check every memory access (several times slower); without it kernels only run.
+    seed: 0 runs the threads of a block in order; every other number selects another order.
+    late: complete asynchronous copies and wgmmas only when a thread waits for them.
+    threads: OS threads that run the blocks of a grid; 0 for one per processor.
     debug: compile without optimisation, for a debugger.
-    patience: seconds for which all threads may poll, with nothing else done in the whole launch,
-        before they count as stuck.
+    patience: seconds without progress, in which all threads only poll or compute, before the
+        launch is ended as stuck.
     global_races: look for races in global memory too, between blocks as well as within them.
-    same_value_writes: several threads may write one value to one place with nothing in between.
-    cas_guesses: report plain reads beside atomics, too, whose value is the first guess of a loop
-        around atomicCAS.
-    all_checks: compile cukit's own kernels, too, with all checks that the compiler has, which takes
-        half as long again: pointers that leave their variable, misaligned structures, functions
-        that end without their value. Others' kernels always have them.
+    same_value_writes: allow several threads to write the same value to one address unordered.
+    cas_guesses: also report plain reads that race with atomics but only provide the first guess of
+        a loop around atomicCAS.
+    all_checks: compile cukit's own kernels, too, with every check that the compiler offers, which
+        takes half as long again: pointers that leave their variable, misaligned structures,
+        functions that end without a return value. Other projects' kernels always have them.
     """
 
     arch: str = "sm_90"
@@ -52,8 +53,8 @@ class Settings:
 
 
 def settings_from(environment: Mapping[str, str] = os.environ, **options: object) -> Settings:
-    """`options` where given, else the variables CUKIT_EMULATOR_ARCH, _CHECK, _SEED and so on, else
-    the defaults."""
+    """The settings: `options` where given, else the variables CUKIT_EMULATOR_ARCH, _CHECK, _SEED
+    and so on, else the defaults."""
     values: dict[str, object] = {}
     for name, variable in _VARIABLES.items():
         text = environment.get(f"CUKIT_EMULATOR_{variable}")

@@ -1,9 +1,10 @@
-"""A kernel's signature as the compiler prints it, and whether arguments of a launch go with it.
+"""A kernel's signature as the compiler prints it, and whether a launch's arguments match it.
 
-A pointer takes arrays of its own element type. What is left alone, since it may be meant: arrays
-of bytes for any pointer, any array for a pointer to bytes or to a type that NumPy does not have,
-signed integers for unsigned ones, numbers whose bits are moved as unsigned integers or as vectors
-of integers no narrower than they are, and integers that carry the bits of one or two 16-bit floats.
+A pointer takes arrays of its own element type. Some other arguments are accepted because kernels
+use them on purpose: arrays of bytes for any pointer, any array for a pointer to bytes or to a type
+that NumPy does not have, signed integers for unsigned ones, numbers that the kernel moves as
+unsigned integers or as vectors of integers at least as wide, and integers that hold the bits of one
+or two 16-bit floats.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _QUALIFIERS = re.compile(r"\b(const|volatile|__restrict__|__restrict)\b")
 
 @dataclass(frozen=True)
 class _Type:
-    """kind: i, u, f, or b for bfloat16. element_bytes: of one element of a vector."""
+    """kind: i, u, f, or b for bfloat16. element_bytes: size of a scalar or vector element."""
 
     kind: str
     element_bytes: int
@@ -53,13 +54,13 @@ class _Type:
 
 
 def parameter_name(printed: str) -> str:
-    """`"const float*"` of a function's name that ends in `[with T = const float*]`."""
+    """`"const float*"`, from a function's name that ends in `[with T = const float*]`."""
     name = printed.rpartition("T = ")[2].rstrip("]").partition("; ")[0]
     return re.sub(r" ?\*", "*", re.sub(r" ?__restrict(__)?", "", name)).strip()
 
 
 def misfit(name: str, argument: Any) -> str | None:
-    """What `argument` is, if a parameter of the type `name` cannot be meant to take it."""
+    """A description of `argument` if a parameter of the type `name` cannot take it; else None."""
     is_pointer = name.endswith("*")
     known = _type_of(name.rstrip("*") if name.count("*") <= 1 else "")
     if argument is None:
@@ -95,7 +96,7 @@ def _differs(known: _Type | None, dtype: np.dtype[Any]) -> bool:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """As of a parameter; empty for a type of another library that is no bfloat16."""
+    """The kind, as in `_Type`; empty for a type that is none of them."""
     if dtype.kind in "iub":
         return "i"
     if dtype.kind in "fc":

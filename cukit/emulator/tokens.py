@@ -1,4 +1,4 @@
-"""Tokens of C++ and CUDA sources: enough to find declarations, not to understand expressions."""
+"""Tokens of C++ and CUDA sources: enough to find declarations, not to parse expressions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _OPEN = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass
 class Token:
-    """kind: of `_PARTS`, or "directive" for a whole line of the preprocessor.
+    """kind: one of `_PARTS`, or "directive" for a whole line of the preprocessor.
 
-    text may be replaced; line is that of the first character.
+    text may be replaced; line is the line of the first character.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Token:
 
     @property
     def blank(self) -> bool:
-        """Whether the compiler does not see it."""
+        """Whether the compiler ignores it."""
         return self.kind in ("space", "newline", "comment")
 
 
@@ -61,12 +61,12 @@ def tokenize(text: str, line: int = 1) -> list[Token]:
 
 
 def join(tokens: Iterable[Token]) -> str:
-    """The text that the tokens make."""
+    """The text of the tokens."""
     return "".join(token.text for token in tokens)
 
 
 def following(tokens: Sequence[Token], index: int, end: int | None = None) -> int:
-    """Index of the first token from `index` on that the compiler sees; the end if there is none."""
+    """Index of the first token from `index` on that is not blank or a directive, or the end."""
     stop = len(tokens) if end is None else end
     while index < stop and (tokens[index].blank or tokens[index].kind == "directive"):
         index += 1
@@ -74,7 +74,7 @@ def following(tokens: Sequence[Token], index: int, end: int | None = None) -> in
 
 
 def closing(tokens: Sequence[Token], index: int) -> int | None:
-    """Index of the bracket that closes the one at `index`; None if there is none."""
+    """Index of the bracket that closes the one at `index`; None if it is not closed."""
     stack: list[str] = []
     for i in range(index, len(tokens)):
         if tokens[i].kind != "punctuation":
@@ -113,7 +113,7 @@ def closing_angle(tokens: Sequence[Token], index: int) -> int | None:
 
 
 def blank_out(tokens: Iterable[Token]) -> None:
-    """Removes tokens without moving any line; conditions of the preprocessor and macros stay."""
+    """Removes tokens but keeps line numbers; conditional directives and macros stay."""
     for token in tokens:
         if token.kind == "directive" and not re.match(r"\s*#\s*(include|pragma)\b", token.text):
             continue
@@ -121,7 +121,7 @@ def blank_out(tokens: Iterable[Token]) -> None:
 
 
 def split(tokens: Sequence[Token], separator: str) -> list[list[Token]]:
-    """The parts between `separator` outside of all brackets."""
+    """Splits at `separator` outside of all brackets."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:

@@ -1,4 +1,4 @@
-"""The host's C++ compiler, and the flags that the emulator gives it."""
+"""The host's C++ compiler, and the flags that the emulator passes to it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from cukit.core.source import kernels_root
 from cukit.errors import CompileError, MissingDependencyError
 
 WARNINGS = "-Wuninitialized"
-"""Has the compiler find variables that are used before they have a value."""
+"""Reports variables that are used before they have a value."""
 
 NAMES = ("-g2", "-fno-var-tracking")
-"""Has the debug information say what variables at fixed places and parameters are called."""
+"""Adds the names of parameters and of variables at fixed addresses to the debug information."""
 
 LIBRARIES = ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
-"""Of a kernel. The C++ library comes with the runtime, which is loaded before: reading its symbols
-takes a third of the time of linking."""
+"""Libraries of a kernel. The C++ library comes with the runtime, which is loaded first: reading its
+symbols takes a third of the link time."""
 
 RUNTIME_SOURCES = Path(__file__).resolve().parent / "runtime"
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """path: of the executable. version: its first line about itself."""
+    """path: of the executable. version: the first line that `--version` prints."""
 
     path: str
     version: str
@@ -41,17 +41,17 @@ class Compiler:
 
     @property
     def major(self) -> int:
-        """Of the version number."""
+        """The major version number."""
         number = re.search(r"\b(\d+)\.\d+\.\d+", self.version)
         return int(number[1]) if number else 0
 
     def run(self, arguments: list[str], what: str) -> str:
-        """The compiler's messages, in English. Raises CompileError with them."""
+        """The compiler's messages, in English. Raises CompileError, with them, if it fails."""
         command = [self.path, *arguments]
         environment = {**os.environ, "LC_ALL": "C"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
-            if WARNINGS in arguments:  # of which none is the reason
+            if WARNINGS in arguments:  # show the errors alone
                 return self.run(["-w" if each == WARNINGS else each for each in arguments], what)
             raise CompileError(f"{what} does not compile for the emulator\n{done.stderr.strip()}")
         return done.stderr
@@ -59,7 +59,7 @@ class Compiler:
 
 @functools.cache
 def find_compiler() -> Compiler:
-    """$CXX, else g++, else clang++."""
+    """The compiler named by $CXX, else g++, else clang++."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         path = shutil.which(name) if name else None
         if path:
@@ -72,7 +72,7 @@ def find_compiler() -> Compiler:
 
 @functools.cache
 def _machine_flags() -> tuple[str, ...]:
-    """AVX2 and fused multiply-add where the processor has them."""
+    """Enables AVX2 and fused multiply-add if the processor has them."""
     if platform.machine() != "x86_64":
         return ()
     try:
@@ -83,7 +83,7 @@ def _machine_flags() -> tuple[str, ...]:
 
 
 def include_flags() -> list[str]:
-    """The kernels, the stand-ins for CUDA's compiler headers, and CUDA's own headers."""
+    """The include folders: the kernels, replacements of CUDA's compiler headers, CUDA's headers."""
     root = kernels_root()
     return [
         f"-I{root}",
@@ -102,8 +102,8 @@ _LANGUAGE = (
     "-fwrapv",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-fstack-clash-protection",  # no frame leaps over the guard below a fiber's stack
-    "-gdwarf-4",  # of version 5 some addr2line mix up the files
+    "-fstack-clash-protection",  # no frame skips the guard below a fiber's stack
+    "-gdwarf-4",  # some versions of addr2line mix up files in version 5
 )
 
 _QUICK = (
@@ -111,13 +111,13 @@ _QUICK = (
     *("-fira-region=one", "-fira-algorithm=priority"),
     *("-fno-tree-loop-optimize", "-fno-ivopts", "-fno-tree-loop-im", "-fno-move-loop-invariants"),
 )
-"""Checked code mostly calls the runtime. Registers that are chosen with care and loops that are
-optimised make no kernel faster, and take a fifth of the time of compiling."""
+"""Checked code mostly calls the runtime. Better register allocation and loop optimisation do not
+make kernels faster, and take a fifth of the compile time."""
 
 _SANITIZERS = ("thread", "bounds", "alignment")
-"""Null pointers, divisions by zero and the alignment of plain accesses the runtime sees itself.
-`alignment`: without it GCC lets a call write the structure that it returns straight into its place,
-and tells the runtime nothing of that store."""
+"""The runtime itself finds null pointers, divisions by zero and misaligned plain accesses.
+`alignment`: without it GCC lets a call write a returned structure directly to its destination, a
+store that it does not instrument."""
 
 _MORE_SANITIZERS = (
     "null",
@@ -126,12 +126,12 @@ _MORE_SANITIZERS = (
     "unreachable",
     "object-size",
 )
-"""For what it does not see: ways out of a function without a value, pointers that leave the
-variable they were made of. They cost half of the time of compiling."""
+"""For mistakes that the runtime cannot see: functions that end without a value, pointers that leave
+their variable. They take half of the compile time."""
 
 
 def runtime_flags() -> tuple[str, ...]:
-    """For the emulator's own sources."""
+    """Flags for the emulator's own sources."""
     inner = ("-fno-semantic-interposition",)  # its functions call each other directly
     return (*_LANGUAGE, *_machine_flags(), *inner, "-w", "-O2", "-g1")
 
@@ -139,9 +139,9 @@ def runtime_flags() -> tuple[str, ...]:
 def kernel_flags(
     checked: bool, debug: bool, compiler: Compiler, all_checks: bool = True
 ) -> tuple[str, ...]:
-    """For a kernel. The sanitizers only instrument: what they call is the emulator's own.
+    """Flags for a kernel. The sanitizers only add calls, which the emulator's runtime defines.
 
-    all_checks: with all that the compiler can look for.
+    all_checks: enable every check that the compiler offers.
     """
     gcc = compiler.is_gcc
     flags = [*_LANGUAGE, *_machine_flags(), WARNINGS if checked and gcc else "-w"]
@@ -150,19 +150,19 @@ def kernel_flags(
     else:
         flags += [*(_QUICK if gcc else ("-O1",)), "-g1"] if checked else ["-O2", "-g1"]
     flags.append("-fno-plt")
-    flags.append("-fno-optimize-sibling-calls")  # calls of the emulator return to where they are
+    flags.append("-fno-optimize-sibling-calls")  # a return address identifies the line
     if gcc:
-        # Constants of templates belong to their kernel: two kernels may have the same names.
+        # Constants of templates must stay local: two kernels may use the same names.
         flags.append("-fno-gnu-unique")
     if checked:
         if not gcc or compiler.major >= 12:
-            # Whatever has no initialiser holds numbers that show, in every thread the same.
+            # Variables without an initialiser hold conspicuous values, the same in every thread.
             flags.append("-ftrivial-auto-var-init=pattern")
         sanitizers = (*_SANITIZERS, *_MORE_SANITIZERS) if all_checks else _SANITIZERS
         flags.append(f"-fsanitize={','.join(sanitizers)}")
-        # Every variable has its own place on the stack: wgmma's registers are known by it.
+        # Every variable has its own place on the stack, which identifies wgmma's registers.
         if gcc:
-            # Whole structures are loaded and stored at once: their alignment is what is checked.
+            # Structures are loaded and stored whole, so that their alignment is checked.
             flags += ["-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0"]
             flags.append("--param=tsan-distinguish-volatile=1")
             flags.append("-fstack-reuse=none")
@@ -172,13 +172,13 @@ def kernel_flags(
     return tuple(flags)
 
 
-# With one object and with an array; delete without and with the size.
+# For single objects and for arrays; delete without and with the size.
 _NEW_AND_DELETE = ("_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")
 
 
 def link_flags(checked: bool) -> tuple[str, ...]:
-    """For a kernel's library. Without the sanitizers, whose own runtimes must stay out; the
-    emulator sees copies by the C library's functions, which the compiler does not instrument, and
-    knows what is on the heap."""
+    """Flags to link a kernel's library, without the sanitizers' own runtimes. Calls of the C
+    library's copy functions and allocators are redirected to the emulator: the compiler does not
+    instrument them."""
     calls = ("memcpy", "memmove", "memset", "malloc", "free", *_NEW_AND_DELETE) if checked else ()
     return ("-shared", *(f"-Wl,--wrap={name}" for name in calls))

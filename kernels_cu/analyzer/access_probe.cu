@@ -1,12 +1,12 @@
-// What a strided load costs: every thread sums words that lie `stride` words apart.
+// The cost of strided loads: every thread sums words that are `stride` words apart.
 //
 //   sums[thread] = sum over i = thread, thread + threads, ... < count of words[i * stride]
 //
-// Neighbouring threads read words that are `stride` apart, as a kernel does that walks along a
-// column, or along one field of a structure. The sum keeps the compiler from dropping the loads.
+// Adjacent threads read words that are `stride` apart, like a kernel that walks along a column, or
+// along one field of a structure. The sum keeps the compiler from removing the loads.
 //
-// Mapping: a grid of any size; thread and grid stride run over the words. Shared memory: none.
-// Macros: WORDS 1|2|4, the floats of one load (4, 8 or 16 bytes); THREADS of a block.
+// Mapping: a grid of any size; grid-stride loop over the words. Shared memory: none.
+// Macros: WORDS 1|2|4, floats per load (4, 8 or 16 bytes); THREADS per block.
 // Minimum arch: sm_70. Reference: NumPy, words[::stride] summed by thread.
 #include "common/platform.cuh"
 #include "common/types.cuh"

@@ -1,10 +1,10 @@
-// Copies words of 16 bytes: what device memory can do, both ways at once.
+// Copies 16-byte words: measures the bandwidth of device memory, reads and writes together.
 //
 //   to[i] = from[i]   for i < count
 //
-// Mapping: a block copies a run of LOADS * THREADS words, and the grid covers them all; every
-//   thread has all of its loads in flight before its first store. Shared memory: none.
-// Macros: THREADS of a block; LOADS, words a thread.
+// Mapping: a block copies LOADS * THREADS consecutive words, and the grid covers all words; every
+//   thread issues all of its loads before its first store. Shared memory: none.
+// Macros: THREADS per block; LOADS, words per thread.
 // Minimum architecture: sm_80. Reference: NumPy's copy.
 #include "common/platform.cuh"
 #include "common/types.cuh"

@@ -1,12 +1,12 @@
-// Multiply-adds in float32 and next to nothing else: what the vector units can do, and a kernel
-// whose time follows from its rounds alone.
+// Float32 multiply-adds and little else: measures the rate of the vector units, and has a time that
+// is determined by its rounds alone.
 //
 //   CHAINS times: x = thread / 1024 + chain, then 8 * rounds times: x = x * scale + shift
 //   out[thread] = sum of the chains
 //
-// Mapping: a thread runs CHAINS independent chains, more than it takes to hide the latency of a
+// Mapping: a thread runs CHAINS independent chains, more than are needed to hide the latency of a
 //   multiply-add. Shared memory: none.
-// Macros: THREADS of a block; CHAINS.
+// Macros: THREADS per block; CHAINS.
 // Minimum architecture: sm_70. Reference: the recurrence in NumPy.
 #include "common/platform.cuh"
 

@@ -1,7 +1,7 @@
-// Keeps the stream busy for about `cycles` clocks of one multiprocessor.
+// Keeps the stream busy for about `cycles` clocks of one SM.
 //
-// The timer launches it before the start event, so that the host has enqueued all of a call's
-// kernels by the time the first may run: what is timed is the device, not the host.
+// The timer launches it before the start event, so that the host has enqueued all kernels of a call
+// before the first one can run: the device is timed, not the host.
 //
 // Grid: 1 block of 1 thread. Shared memory: none. Macros: none. Minimum arch: sm_80.
 // Reference: none (computes nothing).

@@ -150,7 +150,7 @@ def test_counters_show_uncoalesced_stores() -> None:
     )
     counted = replace(analysis(narrow), counters=Counters("ncu", store_sectors_per_request=32.0))
     found = by_rule(counted)["uncoalesced stores"]
-    assert found.evidence == "32.0 sectors a store request; 4 would do"
+    assert found.evidence == "32.0 sectors a store request; 4 suffice"
     assert found.expected_gain.startswith("at most 8.0x")
 
 
@@ -160,4 +160,4 @@ def test_without_widths_only_what_no_width_explains_is_uncoalesced() -> None:
     counters = Counters("ncu", load_sectors_per_request=16.0, store_sectors_per_request=32.0)
     found = by_rule(replace(analysis(traced), counters=counters))
     assert set(found) == {"uncoalesced stores"}
-    assert "16 would do for 16 bytes a thread" in found["uncoalesced stores"].evidence
+    assert "16 suffice for 16 bytes a thread" in found["uncoalesced stores"].evidence

@@ -85,7 +85,7 @@ def test_broken_kernels_say_what_is_wrong(static: KernelAnalyzer) -> None:
     with pytest.raises(CompileError, match='"z" is undefined'):
         static.analyze(broken, 1, 256)
     kernel = cupy.RawKernel(SAXPY, "saxpy")
-    with pytest.raises(LaunchError, match=r"512 threads a block, but __launch_bounds__.* 256"):
+    with pytest.raises(LaunchError, match=r"512 threads per block, but its __launch_bounds__.* 256"):
         static.analyze(kernel, 1, 512)
     with pytest.raises(LaunchError, match="2048 threads a block; 1024"):
         static.analyze(kernel, 1, (64, 32))
@@ -131,7 +131,7 @@ def test_a_report_travels_as_json(static: KernelAnalyzer, tmp_path: Path) -> Non
         from_json(text.replace('"schema_version": 1', '"schema_version": 99'))
     with pytest.raises(DataError, match="damaged"):
         from_json(text.replace('"registers": ', '"registers": "many", "was": '))
-    with pytest.raises(DataError, match="no analysis file"):
+    with pytest.raises(DataError, match="not an analysis file"):
         from_json("[1, 2]")
 
 

@@ -1,4 +1,4 @@
-"""Energy from a card whose counter ticks rarely, with a known power; and NVML when there is one."""
+"""Energy from a GPU whose counter ticks rarely, with a known power; and NVML when there is one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from cukit.analyzer import power
-from cukit.analyzer.power import Card, measure_energy, throttle_reasons
+from cukit.analyzer.power import Gpu, measure_energy, throttle_reasons
 from cukit.analyzer.schema import Conditions
 from cukit.errors import CukitError, MissingDependencyError
 
 
 class Bench:
-    """A clock that only calls advance, and a card that draws a constant power while they run."""
+    """A clock that only calls advance, and a GPU that draws a constant power while they run."""
 
     def __init__(self, *, call_us: float, watts: float, tick_s: float = 0.05) -> None:
         self.now = 100.0
@@ -118,7 +118,7 @@ def test_reasons_in_words() -> None:
 def test_without_nvml_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(MissingDependencyError, match="nvidia-ml-py"):
-        Card()
+        Gpu()
 
 
 def test_what_nvml_refuses_is_an_error_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +149,10 @@ def test_what_nvml_refuses_is_an_error_or_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(cupy.cuda.runtime, "deviceGetPCIBusId", lambda device: "0000:01:00.0")
     monkeypatch.setattr(cupy.cuda, "Device", lambda: types.SimpleNamespace(id=0))
-    card = Card()
+    gpu = Gpu()
     with pytest.raises(CukitError, match="TotalEnergyConsumption: Not Supported"):
-        card.joules()
+        gpu.joules()
     from cukit.analyzer.power import _Readings
 
-    conditions = card.conditions(_Readings())
+    conditions = gpu.conditions(_Readings())
     assert conditions == Conditions(None, 1980.0, None, 41.0, 700.0, ())

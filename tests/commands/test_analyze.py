@@ -158,7 +158,7 @@ def test_a_script_that_raises_shows_its_own_traceback(script: Path, capsys: Capt
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("nothing", "has no 'nothing'; it has"),
+        ("nothing", "has no 'nothing'; known"),
         ("number", "is neither a function nor a kernel but 3"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_source_file_is_described_for_any_architecture(tmp_path: Path, capsys:
     assert run(["analyze", str(source), "--block", "128"]) == 0
     assert "scale" in capsys.readouterr().out
     assert run(["analyze", str(source)]) == 2
-    assert "256 threads a block, but __launch_bounds__" in capsys.readouterr().err
+    assert "256 threads per block, but its __launch_bounds__" in capsys.readouterr().err
 
 
 def test_a_source_of_cukit_is_described_in_the_variants_that_run(capsys: Capture) -> None:

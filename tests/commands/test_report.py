@@ -76,7 +76,7 @@ def test_mistakes(results: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "odd.json").write_text("{}")
     for arguments, complaint in (
         ([str(tmp_path / "absent.json")], "absent.json"),
-        ([str(tmp_path / "odd.json")], "none of the results"),
+        ([str(tmp_path / "odd.json")], "not a kind of results"),
         ([str(results), "-o", str(tmp_path / "r.pdf")], "r.pdf"),
         ([str(results), "-o", str(tmp_path / "r.trace.json")], "no times of single ops"),
         ([str(results), "--arch", "sm_80"], "--arch"),

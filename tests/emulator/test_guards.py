@@ -144,7 +144,7 @@ def test_what_has_no_value_shows_in_the_result(source):
 @pytest.mark.emulator
 def test_limits_of_the_kernel_itself(source):
     assert launch(source, "copy", 64).sum() == 64
-    with pytest.raises(LaunchError, match="__launch_bounds__ of the kernel allows 64"):
+    with pytest.raises(LaunchError, match="the kernel's __launch_bounds__ allow 64"):
         launch(source, "copy", 96)
     with pytest.raises(LaunchError, match="52000 bytes of static shared memory"):
         launch(source, "large")

@@ -96,7 +96,7 @@ PLAIN = {
     "misaligned_vector_load": Bug(
         1028,
         0,
-        r"misaligned: .*float4.* needs a multiple of 16 bytes, the address is one of 4",
+        r"misaligned: .*float4.* needs 16-byte alignment, the address has 4-byte alignment",
         X[:1024:4],
     ),
     "missing_copy_wait": Bug(
@@ -108,7 +108,7 @@ PLAIN = {
     "mismatched_barrier": Bug(
         64,
         0,
-        r"mismatched barrier: (32|64) threads are expected here, (64|32) by",
+        r"mismatched barrier: (32|64) threads are expected here, and (64|32) by",
         X[:64][::-1],
     ),
     "divergent_barrier": Bug(
@@ -209,11 +209,11 @@ HOPPER = {
     ),
     "wrong_swizzle": (
         with_map(),
-        r"wrong swizzle[\s\S]*reads swizzled by 64 bytes what was written swizzled by 128",
+        r"wrong swizzle[\s\S]*with a swizzle of 64 bytes what was written with a swizzle of 128",
     ),
     "operand_reused_too_early": (with_map(), r"race: write[\s\S]*after the read by\n  wgmma"),
     "missing_proxy_fence": (only_map, "missing fence.proxy.async: read"),
-    "exit_before_the_store_has_read": (only_map, "exits without waiting until its bulk copies"),
+    "exit_before_the_store_has_read": (only_map, "exits before its bulk copies have"),
     "mbarrier_never_completes": (
         with_map(), r"deadlock[\s\S]*threads 0-127 wait at the mbarrier at shared address \d+",
     ),

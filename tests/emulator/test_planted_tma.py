@@ -16,7 +16,7 @@ pytestmark = pytest.mark.emulator
 
 SOURCE = "planted_tma.cu"
 NUMBERS = re.findall(r"^  X\((\w+)\)", (KERNELS / SOURCE).read_text(), re.MULTILINE)
-UNFENCED = r"missing fence.proxy.async: write of 8192 bytes by an async[\s\S]*the ordinary write by"
+UNFENCED = r"missing fence.proxy.async: write of 8192 bytes by an async[\s\S]*the write is by"
 
 BUGS = {
     "missing_proxy_fence_before_a_load": UNFENCED,

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.emulator
 
 SOURCE = "planted_wgmma.cu"
 THREADS = 256
-IN_FLIGHT = r"wgmma not waited for: {} in flight\n  block .*planted_wgmma\.cu[\s\S]*was started at"
-YOUNGER = r"[\s\S]*{} groups have been committed since its own: wgmma_wait<{}> or less"
+IN_FLIGHT = r"wgmma not waited for: {} in flight\n  block .*planted_wgmma\.cu[\s\S]*was issued at"
+LATER = r"[\s\S]*{} groups have been committed after its own: call wgmma_wait<{}> or less"
 UNFENCED = r"missing wgmma_fence: {}[\s\S]*the last one was executed at"
 MISSING = r"missing threads: {} is an instruction of a whole warpgroup .*, here threads {}"
 
 BUGS = {
     "accumulators_read_in_flight": IN_FLIGHT.format("read of 4 bytes of accumulator 0")
-    + YOUNGER.format(0, 0),
+    + LATER.format(0, 0),
     "accumulators_changed_in_flight": IN_FLIGHT.format("write of 4 bytes of accumulator 0"),
     "operand_a_changed_in_flight": IN_FLIGHT.format("write of 16 bytes of operand a"),
     "operand_a_read_in_flight": IN_FLIGHT.format("write of 4 bytes of operand a"),
@@ -30,37 +30,39 @@ BUGS = {
     + "[\\s\\S]*no wgmma_commit has followed it",
     "commit_too_early": IN_FLIGHT.format("read of 4 bytes of accumulator 0")
     + "[\\s\\S]*no wgmma_commit has followed it",
-    "lax_wait": IN_FLIGHT.format("read of 4 bytes of accumulator 0") + YOUNGER.format(0, 0),
+    "lax_wait": IN_FLIGHT.format("read of 4 bytes of accumulator 0") + LATER.format(0, 0),
     "lax_wait_for_an_operand": r"race: write of 4[\s\S]*after the read by\n  wgmma",
     "missing_barrier_after_the_wait": r"race: write of 4[\s\S]*after the read by\n  wgmma",
-    "exit_in_flight": "wgmma not waited for: a thread exits while" + r"[\s\S]*" + "was started at",
-    "missing_first_fence": "missing wgmma_fence: call it before a warpgroup's first product",
-    "missing_fence_after_the_accumulators": UNFENCED.format("accumulator 0 was touched"),
-    "missing_fence_after_a_read": UNFENCED.format("accumulator 0 was touched"),
-    "missing_fence_after_operand_a": UNFENCED.format("register 0 of operand a was touched"),
+    "exit_in_flight": "wgmma not waited for: a thread exits while" + r"[\s\S]*" + "was issued at",
+    "missing_first_fence": "missing wgmma_fence: call it before a warpgroup's first wgmma",
+    "missing_fence_after_the_accumulators": UNFENCED.format("accumulator 0 was accessed"),
+    "missing_fence_after_a_read": UNFENCED.format("accumulator 0 was accessed"),
+    "missing_fence_after_operand_a": UNFENCED.format("register 0 of operand a was accessed"),
     "missing_fence_between_shapes": UNFENCED.format(
-        "a product of m64n64k16 takes accumulators of one of m64n32k16"
+        "a wgmma of m64n64k16 uses accumulators of one of m64n32k16"
     ),
-    "accumulators_as_operand_a": "wgmma not waited for: register 0 of operand a of a new product "
+    "accumulators_as_operand_a": "wgmma not waited for: register 0 of operand a of a new wgmma "
     "is an accumulator of one in flight",
     "half_a_warpgroup": MISSING.format(
-        "wgmma.mma_async", r"128-255 .* and threads 192-255 do not come"
+        "wgmma.mma_async", r"128-255 .* and threads 192-255 do not reach it"
     )
     + r"[\s\S]*threads 0-127, 192-255 have exited",
-    "half_a_warpgroup_waits": r"divergent warpgroup: a thread comes to wgmma\.\w+ while others of "
+    "half_a_warpgroup_waits": r"divergent warpgroup: a thread reaches wgmma\.\w+ while others of "
     r"its warpgroup[\s\S]*threads [\d, -]+ are at wgmma\.\w+ at",
     "half_a_warpgroup_polls": MISSING.format(
-        "wgmma.mma_async", r"128-255 .* and threads 192-255 do not come"
+        "wgmma.mma_async", r"128-255 .* and threads 192-255 do not reach it"
     )
-    + r"[\s\S]*a thread polls and nothing happens",
+    + r"[\s\S]*no progress: a thread polls",
     "waits_differ": r"divergent warpgroup: wgmma.wait_group 1 by one thread and 0 by the first\n  "
     r"block \(0, 0, 0\), thread \(224, 0, 0\)",
-    "descriptors_differ": r"wgmma.mma_async: all threads of a warpgroup give the same.*\n  block "
+    "descriptors_differ": r"wgmma.mma_async: all threads of a warpgroup must give.*\n  block "
     r"\(0, 0, 0\), thread \(224, 0, 0\)",
-    "misplaced_warpgroup": MISSING.format("wgmma.fence", r"0-127 .* and threads 0-95 do not come")
-    + r" to it\n"
-    + MISSING.format("wgmma.fence", r"128-255 .* and threads 224-255 do not come"),
-    "missing_proxy_fence": r"missing fence.proxy.async: read of 16[\s\S]*the ordinary write by",
+    "misplaced_warpgroup": MISSING.format(
+        "wgmma.fence", r"0-127 .* and threads 0-95 do not reach it"
+    )
+    + r"\n"
+    + MISSING.format("wgmma.fence", r"128-255 .* and threads 224-255 do not reach it"),
+    "missing_proxy_fence": r"missing fence.proxy.async: read of 16[\s\S]*the write is by",
 }
 
 
@@ -116,7 +118,7 @@ def launch_lanes(instruction: str, mistake: int, threads: int = 32) -> np.ndarra
 def test_missing_lanes_are_named(instruction, mistake):
     message = (
         rf"missing threads: {instruction} is an instruction of all 32 lanes of a warp, here "
-        r"threads 0-31 of block \(0, 0, 0\), and threads 16-31 do not come to it"
+        r"threads 0-31 of block \(0, 0, 0\), and threads 16-31 do not reach it"
     )
     with pytest.raises(EmulatorError, match=message) as caught:
         launch_lanes(instruction, mistake)
@@ -131,5 +133,5 @@ def test_with_all_lanes_they_pass(instruction):
 
 
 def test_a_block_that_ends_within_a_warp():
-    with pytest.raises(EmulatorError, match=r"ldmatrix is .* and threads 16-31 do not come"):
+    with pytest.raises(EmulatorError, match=r"ldmatrix is .* and threads 16-31 do not reach it"):
         launch_lanes("ldmatrix", 0, threads=16)

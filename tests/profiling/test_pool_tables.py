@@ -112,7 +112,7 @@ def test_a_report_takes_the_records(tmp_path: Path) -> None:
     page = path.read_text(encoding="utf-8")
     assert "these complete: cukit 1, CuPy 0." in page
     assert "+50%, fails within 5%" in page
-    assert "0 cases, none with a peer beside ours." in str(made.sections)
+    assert "0 cases, none with both cukit and a peer." in str(made.sections)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

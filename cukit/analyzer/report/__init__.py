@@ -1,4 +1,4 @@
-"""Reports of results: on the terminal, as one HTML page, as JSON, as a trace.
+"""Reports of results: text for the terminal, an HTML page, JSON, or a trace.
 
 from cukit.analyzer.report import generate_report
 generate_report(["results.json", "runs/distill/report.json"], ["report.html"])
@@ -31,14 +31,14 @@ DEFAULT_TITLE = "cukit report"
 
 @dataclass(frozen=True)
 class Report:
-    """Documents under a title, ready to be written in any form."""
+    """Documents with a title, ready to be written in any format."""
 
     documents: tuple[Document, ...]
     title: str = DEFAULT_TITLE
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """A chapter for each document, numbered where titles repeat.
+        """One chapter per document, numbered if titles repeat.
 
         Raises DataError for a damaged document.
         """
@@ -52,7 +52,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: what the report was made from, unchanged, so that it can be made again."""
+        """The report's documents, unchanged and JSON-ready, so that it can be made again."""
         return {
             "schema": SCHEMA,
             "version": VERSION,
@@ -67,7 +67,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def to_text(self) -> str:
-        """Words and tables, as `cukit report` prints them."""
+        """Text and tables, as printed by `cukit report`."""
         return as_text(self.title, self.sections)
 
     def to_html(self) -> str:
@@ -76,21 +76,21 @@ class Report:
         return html.render(self.title, f"Made from {sources}", self.sections)
 
     def to_trace(self, max_bytes: int = MAX_BYTES) -> str:
-        """Trace events for Perfetto. Raises ConfigError where no document knows single times."""
+        """Trace events for Perfetto. Raises ConfigError if no document has times of single ops."""
         spans = spans_of(self.documents)
         if not spans:
             raise ConfigError(
-                "trace: these results hold no times of single ops or launches; an analysis with "
-                "traced launches or report.json of `cukit distill` does"
+                "trace: these results have no times of single ops or launches; use an analysis "
+                "with traced launches or report.json of `cukit distill`"
             )
         return trace_json(spans, max_bytes)
 
     def write(self, path: Path) -> None:
-        """In the form that the suffix names, as `content_for`."""
+        """Writes the report in the format of the suffix; see `content_for`."""
         _write(path, self.content_for(path))
 
     def content_for(self, path: Path) -> str:
-        """The form that the suffix names: .html, .txt, .json, .trace.json; or ConfigError."""
+        """The report in the suffix's format: .html, .txt, .json or .trace.json; or ConfigError."""
         check_suffix(path)
         if path.name.endswith(TRACE_SUFFIX):
             return self.to_trace()
@@ -102,19 +102,21 @@ class Report:
 
 
 def check_suffix(path: Path) -> None:
-    """Raises ConfigError for a file that no form of a report goes into."""
+    """Raises ConfigError for a suffix without a format."""
     if path.suffix not in (".html", ".txt", ".json"):
-        raise ConfigError(f"{path}: a report ends in .html, .txt, .json or {TRACE_SUFFIX}")
+        raise ConfigError(
+            f"{path}: the suffix of a report must be .html, .txt, .json or {TRACE_SUFFIX}"
+        )
 
 
 def generate_report(
     results: Sequence[Source], outputs: Sequence[Path | str] = (), *, title: str = DEFAULT_TITLE
 ) -> Report:
-    """Read results of any kind and write a report of them all.
+    """Reads results of any kind and writes a report of all of them.
 
     results: files, their contents, or AnalysisReports; see cukit/analyzer/report/documents.py.
-    outputs: files to write, each in the form that its suffix names.
-    Raises DataError for results that are none or damaged, ConfigError for another suffix,
+    outputs: files to write, each in the format of its suffix.
+    Raises DataError for unknown or damaged results, ConfigError for an unknown suffix,
     MissingDependencyError for HTML without Jinja2.
     """
     read = [Path(source) for source in results if isinstance(source, (Path, str))]
@@ -123,7 +125,7 @@ def generate_report(
         if any(_same_file(output, source) for source in read):
             raise ConfigError(f"{output}: is one of the results that the report is made from")
     report = Report(read_documents(results), printable(title))
-    # All forms are made before the first is written: one that fails leaves no others behind.
+    # All formats are generated before the first is written: if one fails, nothing is written.
     try:
         contents = [(Path(output), report.content_for(Path(output))) for output in outputs]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:

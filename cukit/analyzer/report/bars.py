@@ -1,4 +1,4 @@
-"""Horizontal bars: groups of a few bars each, on one scale."""
+"""Bar charts: groups of horizontal bars on a common scale."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ AXIS = 30.0
 PADDING = 4.0
 NARROW_BELOW = 600.0
 HEAVY = 1.12
-"""Heavy letters are wider by this much."""
+"""Bold letters are wider by this factor."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its series' number, its length, and what stands at its end."""
+    """One bar: its series' number, its length, and the text at its end."""
 
     series: int
     value: float
     note: str
     description: str
-    """Shown on hovering: who, what, in full."""
+    """The full description, shown on hovering."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Mark:
 def bar_chart(
     groups: Sequence[Group], *, title: str, unit: str, width: float, mark: Mark | None = None
 ) -> str:
-    """Bars from zero; labels to their left, or above them where the figure is narrow."""
+    """Bars from zero, with labels to their left, or above them if the figure is narrow."""
     narrow = width < NARROW_BELOW
     left = PADDING if narrow else PADDING + _label_width(groups)
     notes = [bar.note for group in groups for bar in group.bars]
@@ -87,7 +87,7 @@ def bar_chart(
 
 
 def _group(group: Group, scale: svg.Scale, y: float, *, narrow: bool) -> tuple[str, float]:
-    """The bars of a group from `y` down, and where they end."""
+    """The bars of a group, starting at `y`, and their lower end."""
     height = len(group.bars) * (BAR + BAR_GAP) - BAR_GAP
     parts = []
     if narrow:
@@ -126,7 +126,7 @@ def _group(group: Group, scale: svg.Scale, y: float, *, narrow: bool) -> tuple[s
 
 
 def _one_line(group: Group, x: float, y: float, anchor: str | None = None) -> str:
-    """Label and detail beside each other."""
+    """Label and detail on one line."""
     label = svg.element("tspan", escape(group.label), class_="label")
     detail = svg.element("tspan", escape(group.detail), class_="detail", dx=6.0)
     parts = [label, detail] if group.detail else [label]
@@ -134,7 +134,7 @@ def _one_line(group: Group, x: float, y: float, anchor: str | None = None) -> st
 
 
 def _cut(label: str, room: float) -> str:
-    """As much of it as finds room."""
+    """The label, shortened if it does not fit."""
     letters = int(room / (HEAVY * svg.text_width("m", LABEL_SIZE)))
     return label if len(label) <= letters else f"{label[: max(letters - 1, 1)]}…"
 

@@ -1,4 +1,4 @@
-"""Benchmark results as a report reads them: cases, implementations, who is how fast."""
+"""Benchmark results in the form that reports use: cases, implementations, speeds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TITLES = {"torch-eager": "torch", "torch-compile": "torch.compile", "liger": "Li
 Record = dict[str, Any]
 
 MEMORY_POOLS = "memory_pool"
-"""Family of the records about memory pools. They compare by the memory held and are no cases."""
+"""The family of memory-pool records, which compare memory held and are not cases."""
 
 EQUAL = 0.03
-"""Two speeds closer than this count as the same in a summary's words."""
+"""Relative differences below this count as equal in summaries."""
 
 
 def impl_title(impl: str) -> str:
-    """What a reader calls an implementation."""
+    """The displayed name of an implementation."""
     return TITLES.get(impl, impl)
 
 
 def is_ours(impl: str) -> bool:
-    """True for cukit and for its variants, such as a deterministic one."""
+    """Whether it is cukit or a variant of it, such as a deterministic one."""
     return impl.startswith(OURS)
 
 
@@ -58,10 +58,10 @@ class Case:
 
     @cached_property
     def floor_us(self) -> float | None:
-        """The best conceivable time: the larger of bytes and FLOPs over the machine's ceilings.
+        """The lower bound on the time: the larger of bytes and FLOPs over the machine's ceilings.
 
-        From the declared work where the file knows its ceilings, since older files hold every
-        precision to that of bfloat16; else as the file has it.
+        Computed from the declared work for FP8 and int8, since older files use the BF16 peak for
+        every precision; else taken from the file.
         """
         first = self.records[0]
         written = float(first["floor_us"]) if first.get("floor_us") else None
@@ -78,23 +78,23 @@ class Case:
 
     @property
     def ours(self) -> Record | None:
-        """Our record, unless there is none or its result was wrong."""
+        """cukit's record, or None if there is none or its result was wrong."""
         return next((r for r in self.records if r["impl"] == OURS and r["correct"]), None)
 
     @property
     def fastest_peer(self) -> Record | None:
-        """The quickest correct implementation that is not ours."""
+        """The fastest correct implementation other than cukit."""
         peers = [r for r in self.records if not is_ours(r["impl"]) and r["correct"]]
         return min(peers, key=lambda record: float(record["median_us"]), default=None)
 
     @property
     def speed(self) -> float | None:
-        """Our speed over that of the fastest peer: above 1 we are faster."""
+        """cukit's speed over that of the fastest peer: above 1, cukit is faster."""
         ours, peer = self.ours, self.fastest_peer
         return peer["median_us"] / ours["median_us"] if ours and peer else None
 
     def share_of_floor(self, record: Record) -> float | None:
-        """How near a record comes to the best conceivable speed: 1 is there."""
+        """The speed of a record relative to the floor's: 1 is the highest possible speed."""
         return self.floor_us / record["median_us"] if self.floor_us else None
 
 
@@ -108,7 +108,7 @@ class BenchmarkResults:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """In the order of the file."""
+        """All cases, in the order of the file."""
         groups: dict[tuple[str, ...], list[Record]] = {}
         for record in self.records:
             if record["family"] == MEMORY_POOLS:
@@ -119,7 +119,7 @@ class BenchmarkResults:
 
     @property
     def memory_pools(self) -> tuple[Record, ...]:
-        """What was measured of memory pools."""
+        """The records of memory pools."""
         return tuple(r for r in self.records if r["family"] == MEMORY_POOLS)
 
     @property
@@ -127,7 +127,7 @@ class BenchmarkResults:
         return tuple(dict.fromkeys(case.family for case in self.cases))
 
     def impls_of(self, family: str) -> tuple[str, ...]:
-        """Every implementation in a family, ours first, then our variants."""
+        """Every implementation in a family: cukit first, then its variants."""
         found = dict.fromkeys(r["impl"] for case in self.of_family(family) for r in case.records)
         return tuple(sorted(found, key=lambda impl: (impl != OURS, not is_ours(impl))))
 
@@ -141,7 +141,7 @@ class BenchmarkResults:
 
     @property
     def machine(self) -> str:
-        """GPU, driver, CUDA, clocks, software, date: what a reader needs to judge the figures."""
+        """GPU, driver, CUDA, clocks, software, date: what readers need to assess the figures."""
         found = self.environment
         parts = [str(found.get("gpu") or "unknown device")]
         parts += [f"driver {found['driver']}"] if found.get("driver") else []
@@ -154,33 +154,33 @@ class BenchmarkResults:
         if copy := self.ceiling("copy_gbps"):
             parts.append(f"measured copy {numbers.gbps(copy)}")
         if gemm := self.ceiling("bf16_gemm_tflops"):
-            parts.append(f"measured bf16 product {gemm:.0f} TFLOP/s")
+            parts.append(f"measured bf16 matrix product {gemm:.0f} TFLOP/s")
         parts += [f"commit {found['commit']}"] if found.get("commit") else []
         parts += [str(found["date"])] if found.get("date") else []
         return " · ".join(parts)
 
     @property
     def verdict(self) -> str:
-        """How many cases are faster, equal and slower than the fastest peer."""
+        """In how many cases cukit is faster than, equal to and slower than the fastest peer."""
         speeds = [case.speed for case in self.cases if case.speed is not None]
         if not speeds:
-            return f"{len(self.cases)} cases, none with a peer beside ours."
+            return f"{len(self.cases)} cases, none with both cukit and a peer."
         faster = sum(speed > 1 + EQUAL for speed in speeds)
         slower = sum(speed < 1 - EQUAL for speed in speeds)
         return (
-            f"Beside the fastest peer of each of {len(speeds)} cases, cukit is faster in {faster}, "
+            f"Compared with the fastest peer in {len(speeds)} cases, cukit is faster in {faster}, "
             f"within {EQUAL:.0%} in {len(speeds) - faster - slower} and slower in {slower}."
         )
 
 
 def largest_cases(cases: Sequence[Case]) -> list[Case]:
-    """One case an op: the one with the most work, among those that have a floor and our record.
+    """One case per op: the one with the most work, among cases with a floor and a cukit record.
 
-    Those that have a peer come before those that have none.
+    Cases with a peer take precedence.
     """
 
     def rank(case: Case) -> tuple[bool, float]:
-        # Floors follow from rounded rates: the same work may differ in the last digits.
+        # Floors follow from rounded rates: equal work may differ in the last digits.
         return case.fastest_peer is not None, float(f"{case.floor_us or 0.0:.3g}")
 
     largest: dict[tuple[str, str], Case] = {}

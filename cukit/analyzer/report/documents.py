@@ -1,4 +1,4 @@
-"""What a report is made from: files of results, recognised by what they hold.
+"""The results that a report is made from: files, recognised by their content.
 
 benchmarks     {"environment", "records"}                 `cukit bench`, `python -m profiling.run`
 kernels        {"kernels", "errors"}                      `cukit compile --json`
@@ -31,7 +31,7 @@ from cukit.errors import DataError
 
 SCHEMA = "cukit report"
 VERSION = 1
-"""Raised when a reader of the last version would misread the file."""
+"""Increased when a reader of the previous version would misread the file."""
 
 KEYS = {
     "benchmarks": ("environment", "records"),
@@ -40,14 +40,14 @@ KEYS = {
     "kernels": ("kernels", "errors"),
     "memory": ("segments", "device_traces"),
 }
-"""What makes a document of each kind."""
+"""The keys that identify each kind of document."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One set of results, as JSON has it, and where it came from.
+    """One set of results as JSON, and its source.
 
-    The content is kept as it is; chapters are made from its printable text.
+    The content is kept unchanged; chapters are made from its printable text.
     """
 
     kind: str
@@ -55,9 +55,9 @@ class Document:
     content: Mapping[str, Any]
 
     def section(self, number: int = 1) -> Section:
-        """The chapter it becomes, the `number`-th of its report.
+        """The document's chapter, the `number`-th of its report.
 
-        Raises DataError where something is missing or misshapen.
+        Raises DataError if something is missing or malformed.
         """
         content = all_printable(self.content)
         try:
@@ -70,7 +70,7 @@ class Document:
             if self.kind == "distillation":
                 return distillation_section(content)
             if self.kind == "memory":
-                # On first use: the pool is a large package, and few reports are about one.
+                # Imported on first use: the pool is a large package, and few reports need it.
                 from cukit.analyzer.report.section_memory import memory_section
 
                 return memory_section(content)
@@ -88,11 +88,11 @@ class Document:
 
 
 Source = Path | str | Mapping[str, Any] | AnalysisReport
-"""A file, its content, or an analysis as it comes from the analyzer."""
+"""A file, its content, or an AnalysisReport."""
 
 
 def read_documents(sources: Sequence[Source]) -> tuple[Document, ...]:
-    """Documents of all `sources`, in order. Raises DataError, which names the one that is none."""
+    """The documents of all `sources`, in order. Raises DataError, which names the source."""
     return tuple(document for source in sources for document in _read(source))
 
 
@@ -113,7 +113,7 @@ def _recognise(content: Any, source: str) -> list[Document]:
             if all(key in content for key in keys):
                 return [Document(kind, printable(source), content)]
     raise DataError(
-        f"{source}: none of the results that a report is made from: benchmark results, "
+        f"{source}: not a kind of results that reports are made from: benchmark results, "
         "`cukit compile --json`, an analysis, report.json of `cukit distill`, or a snapshot of a "
         "memory pool"
     )

@@ -1,4 +1,4 @@
-"""A report as one HTML file: style, script and drawings inside, nothing fetched from anywhere."""
+"""A report as one self-contained HTML file: styles, script and figures are inside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render(title: str, footer: str, sections: Sequence[Section]) -> str:
 
 
 def packed(index: Index) -> dict[str, Any]:
-    """An index as report.js reads it. Values and details that rows share are written once."""
+    """An index in the form that report.js reads. Values and details that rows share occur once."""
     values: list[dict[str, int]] = [{} for _ in index.facets]
     details: dict[Detail, int] = {}
     rows = [
@@ -66,7 +66,7 @@ def _packed_detail(detail: Detail) -> dict[str, Any]:
 
 
 def slug(title: str) -> str:
-    """Letters and digits of `title`, for an anchor."""
+    """An anchor for `title`: its letters and digits."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
@@ -88,11 +88,11 @@ def _environment() -> Any:
     environment.globals["packed"] = packed
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["kind"] = lambda block: type(block).__name__
-    # Long names break after an underscore rather than anywhere.
+    # Long names should break after an underscore.
     environment.filters["breakable"] = lambda text: escape(text).replace("_", Markup("_<wbr>"))
     environment.filters["shares"] = lambda shares: ",".join(
         f"{class_}:{100 * share:.1f}" for class_, share in shares
     )
-    # Drawings come from our own code, which escapes what it was given.
+    # Figures come from our own code, which escapes its input.
     environment.filters["drawing"] = Markup
     return environment

@@ -1,4 +1,4 @@
-"""Instruction mixes in a report: the colours and the order of their classes."""
+"""Instruction mixes in a report: colours and order of the instruction classes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _CLASSES = (
     *(svg.colour(series) for series in (0, 2, 4, 1, 5, 3, 6, 7)),
     svg.shade(0),
 )
-"""Of the drawing: one for each of `INSTRUCTION_CLASSES`; "other" is the faint one."""
+"""Classes of the figure, one for each of `INSTRUCTION_CLASSES`; "other" is faint."""
 
 
 def mix_class(name: str) -> str:
-    """Class of the drawing for a class of instructions; what is not known is "other"."""
+    """The figure's class for an instruction class; unknown ones count as "other"."""
     known = name in INSTRUCTION_CLASSES
     return _CLASSES[INSTRUCTION_CLASSES.index(name)] if known else _CLASSES[-1]
 
 
 def ordered_mix(mix: InstructionMix) -> list[tuple[str, int]]:
-    """Its classes in the order of every report."""
+    """The mix's classes in the order used by every report."""
     return [(name, mix.by_class[name]) for name in INSTRUCTION_CLASSES if name in mix.by_class]
 
 
 def mix_stack(label: str, mixes: Sequence[InstructionMix]) -> Stack:
-    """The mean of mixes: each counts alike, however long its code is."""
+    """The mean of mixes; each has the same weight, whatever its code size."""
     totals = dict.fromkeys(INSTRUCTION_CLASSES, 0.0)
     for mix in mixes:
         for name, count in ordered_mix(mix):
@@ -40,6 +40,6 @@ def mix_stack(label: str, mixes: Sequence[InstructionMix]) -> Stack:
 
 
 def mix_figure(title: str, stacks: Sequence[Stack]) -> Figure:
-    """One bar a stack."""
-    caption = "Instructions in the code, padding left out: one in a loop counts once."
+    """One bar per stack."""
+    caption = "Instructions in the code, without padding. Instructions in loops count once."
     return stacked_figure(title, caption, stacks)

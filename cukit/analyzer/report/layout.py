@@ -1,10 +1,10 @@
-"""What a report is made of, before it becomes HTML or lines on a terminal.
+"""The blocks of a report, before they become HTML or text on a terminal.
 
 A section is a list of blocks. Tables keep the number behind every cell, so that pages sort by it
 and tests compare it with the data; the terminal leaves figures out.
 
-A long table may carry an `Index`: facets to group and choose by, flags to filter by, and details
-that a page shows when a row is opened. The terminal then shows a line a group.
+A long table may have an `Index`: facets to select and group by, flags to filter by, and details
+that a page shows when a row is opened. The terminal then prints one line per group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Number: TypeAlias = "float | int | None"
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: what is read, and the number behind it."""
+    """A table's cell: its text, and the number behind it."""
 
     text: str
     value: Number = None
@@ -31,22 +31,22 @@ class Cell:
     note: str = ""
     """A second, smaller line."""
     shares: tuple[tuple[str, float], ...] = ()
-    """A bar of (class of the drawing, share of the whole), on a page."""
+    """A bar of (class of the figure, share of the whole), shown on pages only."""
 
 
 def cell(value: T | None, write: Callable[[T], str], tone: str = "") -> Cell:
-    """The cell of a number, which stays empty where nothing was measured."""
+    """The cell of a number, empty if there is none."""
     return Cell("") if value is None else Cell(write(value), value, tone)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column; `numeric` ones are aligned to the right."""
+    """A table's column; `numeric` ones are right-aligned."""
 
     title: str
     numeric: bool = False
     minor: bool = False
-    """Left out on a phone."""
+    """Hidden on a phone."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Shares:
-    """Detail of a row: parts of a whole, as a bar and in numbers."""
+    """Detail of a row: parts of a whole, as a bar and as numbers."""
 
     title: str
     parts: tuple[tuple[str, str, int], ...]
-    """(class of the drawing, name, count)."""
+    """(class of the figure, name, count)."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Detail of a row: a curve over evenly spaced x, with one of them marked."""
+    """Detail of a row: a curve over evenly spaced x, with one point marked."""
 
     title: str
     first: int
@@ -84,30 +84,30 @@ Detail: TypeAlias = Facts | Shares | Steps
 
 @dataclass(frozen=True)
 class Entry:
-    """What an index knows of one row."""
+    """The index of one row."""
 
     facets: tuple[str, ...]
-    """The row's value of each facet of the index."""
+    """The row's value for each facet of the index."""
     flags: tuple[str, ...] = ()
     details: tuple[Detail, ...] = ()
 
 
 @dataclass(frozen=True)
 class Index:
-    """How to find rows of a long table; one entry a row."""
+    """How to find rows of a long table; one entry per row."""
 
     anchor: str
-    """Where links lead, unique in a report."""
+    """The target of links, unique in a report."""
     noun: str
-    """What a row is, in plural: "variants"."""
+    """What the rows are, in plural: "variants"."""
     facets: tuple[str, ...]
-    """Names to choose and to group by; rows are grouped by the first."""
+    """Names to select and to group by; rows are grouped by the first one."""
     flags: tuple[tuple[str, str], ...]
-    """(flag, what a reader calls it)."""
+    """(flag, its label)."""
     entries: tuple[Entry, ...]
 
     def groups(self) -> dict[str, list[int]]:
-        """Rows by their value of the first facet."""
+        """Row numbers by value of the first facet."""
         found: dict[str, list[int]] = {}
         for number, entry in enumerate(self.entries):
             found.setdefault(entry.facets[0], []).append(number)
@@ -116,7 +116,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `emphasis` are the numbers of rows in bold."""
+    """Rows under columns. `emphasis`: numbers of the rows in bold."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -125,7 +125,7 @@ class Table:
     index: Index | None = None
 
     def without_empty_columns(self) -> Table:
-        """The same table, where columns that say nothing in any row are gone."""
+        """The same table without columns that are empty in every row."""
         kept = [
             number
             for number in range(len(self.columns))
@@ -140,13 +140,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure that matters, large."""
+    """One important figure, in large type."""
 
     value: str
     label: str
     tone: str = ""
     leads_to: str = ""
-    """An address in the page: `#anchor`, or `#anchor?flag=...` of an index."""
+    """An address within the page: `#anchor`, or `#anchor?flag=...` of an index."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Prose. `lead` for the sentence that carries the section."""
+    """Prose. `lead`: the section's main sentence."""
 
     text: str
     lead: bool = False
@@ -166,7 +166,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it is, in a monospaced font."""
+    """Preformatted text."""
 
     text: str
     title: str = ""
@@ -174,7 +174,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with a caption below and the names of its series above."""
+    """A plot with a caption below and a legend above."""
 
     title: str
     draw: Draw
@@ -185,14 +185,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Board:
-    """Figures side by side, one below the other on a phone."""
+    """Figures side by side; below one another on a phone."""
 
     figures: tuple[Figure, ...]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A drawing of one width, with its own title and colours; narrow screens scroll it."""
+class FixedFigure:
+    """A plot of fixed width with its own title and colours; narrow screens scroll it."""
 
     title: str
     markup: str
@@ -218,14 +218,14 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks behind a line that opens them."""
+    """Blocks that are hidden until the summary line is opened."""
 
     summary: str
     blocks: tuple[Block, ...]
     open: bool = False
 
 
-Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Board | Picture | Gallery | Fold
+Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Board | FixedFigure | Gallery | Fold
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Line charts: curves over steps, and occupancy over the size of a block."""
+"""Line charts: curves over steps, and occupancy over block size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cukit.analyzer.report import numbers, svg
 
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 14.0, 42.0
 FEW = 12
-"""Curves of no more points than this show each of them."""
+"""Curves with at most this many points show each of them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Curve:
 def line_chart(
     curves: Sequence[Curve], *, title: str, x_label: str, y_label: str, width: float
 ) -> str:
-    """Curves over a common x axis that begins at 0; the y axis spans what there is."""
+    """Curves over a common x axis that starts at 0; the y axis covers the range of the values."""
     height = 330.0 if width >= 600 else 260.0
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
@@ -65,7 +65,7 @@ def _curve(curve: Curve, x: svg.Scale, y: svg.Scale) -> str:
 def occupancy_curve(
     values: Sequence[tuple[int, float]], current: int, *, title: str, width: float = 220.0
 ) -> str:
-    """Share of resident warps over threads in a block, with the block size in use marked."""
+    """Share of resident warps over threads per block, with the current block size marked."""
     height = 104.0
     x = svg.Scale(0.0, float(values[-1][0]), 36.0, width - 16)
     y = svg.Scale(0.0, 1.0, height - 22, 10.0)

@@ -1,4 +1,4 @@
-"""What an analysis may measure beside single kernels: a whole script, and strided accesses."""
+"""Blocks for measurements other than of single kernels: a whole script, and strided accesses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Tabl
 from cukit.analyzer.report.lines import Curve, line_chart
 from cukit.analyzer.schema import AccessPoint, AnalysisReport, TracedLaunch
 
-MOST_KERNELS = 24
-"""More bars than this tell no more than the table below them."""
+MAX_KERNELS = 24
+"""More bars add nothing to the table below them."""
 
 LONGEST_NAME = 48
-"""Letters: templates and mangled names grow without bound."""
+"""In letters: names of templates can be arbitrarily long."""
 
 
 def script_blocks(report: AnalysisReport) -> list[Block]:
-    """Of a traced script: how busy the GPU was, and with what."""
+    """For a traced script: how busy the GPU was, and with which kernels."""
     traced = [analysis for analysis in report.analyses if analysis.warm]
     if not report.timeline or not traced:
         return []
@@ -27,34 +27,32 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
     launches = sum(samples for _, samples in totals.values())
     tiles = [
         Tile(f"{launches:,}", "kernel launches"),
-        Tile(numbers.microseconds(whole), "in kernels altogether"),
+        Tile(numbers.microseconds(whole), "in kernels in total"),
     ]
     if len(report.timeline) == launches:
         busy, span = _busy_us(report.timeline)
         tiles.append(Tile(numbers.percent(busy / span), "of the time a kernel was running"))
     groups = []
-    for name, (total, samples) in list(totals.items())[:MOST_KERNELS]:
+    for name, (total, samples) in list(totals.items())[:MAX_KERNELS]:
         note = f"{numbers.microseconds(total)}, {total / whole:.1%}"
         calls = f"{samples:,} {'launch' if samples == 1 else 'launches'}"
         groups.append(Group(shortened(name), calls, (Bar(0, total, note, f"{name}: {note}"),)))
-    title = "Where the time of the script goes"
+    title = "Time of the script by kernel"
     figure = Figure(
         title,
         lambda width: bar_chart(groups, title=title, unit="µs", width=width),
-        ""
-        if len(totals) <= MOST_KERNELS
-        else f"The first {MOST_KERNELS} of {len(totals)} kernels.",
+        "" if len(totals) <= MAX_KERNELS else f"The first {MAX_KERNELS} of {len(totals)} kernels.",
     )
     return [Tiles(tuple(tiles)), figure]
 
 
 def shortened(name: str) -> str:
-    """A name that fits a line."""
+    """A name shortened to fit on a line."""
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _busy_us(timeline: Sequence[TracedLaunch]) -> tuple[float, float]:
-    """Time in which at least one kernel ran, and from the first start to the last end."""
+    """Time in which at least one kernel ran, and time from the first start to the last end."""
     busy, end = 0.0, 0.0
     for launch in timeline:
         last = launch.start_us + launch.duration_us
@@ -64,27 +62,27 @@ def _busy_us(timeline: Sequence[TracedLaunch]) -> tuple[float, float]:
 
 
 def probe_blocks(accesses: Sequence[AccessPoint]) -> list[Block]:
-    """How much of the bandwidth is left to loads whose neighbours are a stride apart."""
+    """The bandwidth of loads by the stride between adjacent threads."""
     widths = tuple(dict.fromkeys(point.access_bytes for point in accesses))
     curves = [
         Curve(
-            f"{width} bytes a thread",
+            f"{width} bytes per thread",
             series,
             tuple((p.stride, 100 * p.efficiency) for p in accesses if p.access_bytes == width),
         )
         for series, width in enumerate(widths)
     ]
-    title = "Bandwidth left to strided loads"
+    title = "Bandwidth of strided loads"
     figure = Figure(
         title,
         lambda width: line_chart(
             curves, title=title, x_label="stride in words", y_label="% of the best", width=width
         ),
-        "Measured on this GPU: useful bytes a second of loads whose neighbouring threads read "
-        "words so many words apart.",
+        "Measured on this GPU: useful bytes per second of loads, by the distance between the words "
+        "of adjacent threads.",
         tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )
-    names = ("bytes a thread", "stride", "useful", "of the best", "sectors would allow")
+    names = ("bytes per thread", "stride", "useful", "of the best", "limit by sectors")
     rows = tuple(
         (
             Cell(str(point.access_bytes), point.access_bytes),

@@ -1,4 +1,4 @@
-"""Memory pools side by side: the records of profiling/memory_pool.py in tables and bars."""
+"""Comparison of memory pools: the records of profiling/memory_pool.py as table and bars."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TITLES = {
 }
 
 TIGHT_PERCENT = 5.0
-"""A tight limit allows so much more than the log's peak of live bytes."""
+"""A tight limit is the log's peak of live bytes plus this."""
 
 HELD = "Memory held beyond what is live"
 
 
 def pools_in(records: Sequence[Record]) -> list[str]:
-    """Every pool, ours first."""
+    """All pools, cukit's first."""
     found = dict.fromkeys(record["impl"] for record in records)
     return sorted(found, key=lambda pool: pool != OURS)
 
 
 def pool_title(pool: str) -> str:
-    """What a reader calls it."""
+    """The displayed name of a pool."""
     return TITLES.get(pool, pool)
 
 
@@ -49,12 +49,12 @@ def overhead(record: Record) -> float:
 
 
 def replayed_on(records: Sequence[Record]) -> list[str]:
-    """The pools that logs were replayed on."""
+    """The pools on which logs were replayed."""
     return pools_in([record for record in records if record["op"] == "replay"])
 
 
 def pool_blocks(records: Sequence[Record]) -> list[Block]:
-    """Verdict, bars and table of what each pool held on each log; nothing where none was run."""
+    """Verdict, bars and table of the memory each pool held for each log; empty without replays."""
     free, tight = by_case(records, "replay"), by_case(records, "replay_tight")
     if not free:
         return []
@@ -82,7 +82,7 @@ def pool_blocks(records: Sequence[Record]) -> list[Block]:
         Figure(
             HELD,
             lambda width: draw_held(records, width),
-            "Without a limit; the notes say who fails with one. Shorter is better.",
+            "Without a limit; the notes name pools that fail with one. Shorter is better.",
             tuple((svg.colour(number), pool_title(pool)) for number, pool in enumerate(pools)),
         ),
         Table(columns, tuple(rows), "Peak of bytes held over peak of bytes live"),
@@ -90,7 +90,7 @@ def pool_blocks(records: Sequence[Record]) -> list[Block]:
 
 
 def draw_held(records: Sequence[Record], width: float) -> str:
-    """A group of bars a log, one bar a pool: per cent more than what was live."""
+    """One group of bars per log, one bar per pool: percent more than the live bytes."""
     tight = by_case(records, "replay_tight")
     pools = replayed_on(records)
     groups = []

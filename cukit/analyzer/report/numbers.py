@@ -1,4 +1,4 @@
-"""Numbers in words, and text made safe: the same in the terminal, in tables and in figures."""
+"""Formats numbers and sanitises text, in the same way for the terminal, tables and figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tick(value: float) -> str:
 
 
 def microseconds(value: float) -> str:
-    """A time in the unit that needs the fewest digits."""
+    """A time, in the unit that needs the fewest digits."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if value >= size * (1 if unit == "s" else 10):
             return f"{digits(value / size)} {unit}"
@@ -63,19 +63,19 @@ def tflops(value: float) -> str:
 
 
 def gbps(value: float) -> str:
-    """A bandwidth, in TB/s from a thousand GB/s on."""
+    """A bandwidth, in TB/s from 1000 GB/s on."""
     return f"{value / 1e3:.2f} TB/s" if value >= 1e3 else f"{digits(value)} GB/s"
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a terminal obeys and a page may not hold."""
+    """The text without control characters, which terminals interpret and pages must not contain."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def all_printable(content: Any) -> Any:
-    """The same for every text in what JSON holds."""
+    """Applies `printable` to every text in JSON content."""
     if isinstance(content, str):
         return printable(content)
     if isinstance(content, Mapping):

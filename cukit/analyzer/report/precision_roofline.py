@@ -1,6 +1,6 @@
-"""The roofline of benchmark results: a roof for every precision, and who stands above one.
+"""The roofline of benchmark results: one roof per precision, and the points above a roof.
 
-Points take the colour of the precision that they compute in, and so does its roof.
+Points have the colour of the precision in which they compute, like its roof.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Para
 from cukit.analyzer.report.roofline import Point, Roof, roofline
 
 TOLERANCE = 1.005
-"""Rates are medians: less than half a per cent above a ceiling is on it."""
+"""Rates are medians: up to half a percent above a ceiling counts as on it."""
 
 COLOURS = {"fp16/bf16": 0, "fp8": 2, "int8": 3, "tf32": 4, "fp32": 5}
-"""Precision -> series; the second colour is the peers' elsewhere."""
+"""Precision -> series. The second colour is used for peers elsewhere."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A record with its arithmetic's precision."""
+    """A record with the precision of its arithmetic."""
 
     record: Record
     precision: str
@@ -41,7 +41,7 @@ class Placed:
 
 
 def roofline_blocks(results: BenchmarkResults) -> list[Block]:
-    """The figure, and what stands above a measured ceiling; nothing without ceilings."""
+    """The figure, and the points above a measured ceiling; empty without ceilings."""
     copy, known = results.ceiling("copy_gbps"), peaks.peaks(results.environment)
     placed = [found for record in results.records if (found := _place(record, known)) is not None]
     if copy is None or not placed:
@@ -62,9 +62,9 @@ def roofline_blocks(results: BenchmarkResults) -> list[Block]:
     figure = Figure(
         "Roofline",
         lambda width: roofline(roofs, points, title="Roofline of the benchmark cases", width=width),
-        "Each precision has the roof of its colour. Solid: measured in the same run; dashed: the "
-        "datasheet. Filled: cukit; rings: peers. FLOPs and bytes are those that the op cannot do "
-        "without, so traffic beyond them shows as a lower point.",
+        "Each precision has a roof of its colour. Solid: measured in the same run; dashed: the "
+        "datasheet. Filled: cukit; rings: peers. FLOPs and bytes are the minimum that the op "
+        "needs, so additional traffic shows as a lower point.",
         tuple((svg.colour(COLOURS[name]), _legend(name, known[name])) for name in present),
     )
     return [figure, *_above(placed, copy, known, results)]
@@ -85,7 +85,7 @@ def _roofs(
     if on_paper := peaks.on_paper_of(str(results.environment.get("gpu"))).datasheet_gbps:
         label = f"datasheet {numbers.gbps(on_paper)}"
         roofs.append(Roof("bandwidth", on_paper, label, measured=False))
-    # Precisions of one rate share a line, which has the colour of the first.
+    # Precisions with the same rate share a line in the colour of the first.
     lines: dict[tuple[float, bool], list[str]] = {}
     for name, found in known.items():
         for peak in found:
@@ -107,26 +107,26 @@ def _above(
     known: Mapping[str, tuple[Peak, ...]],
     results: BenchmarkResults,
 ) -> list[Block]:
-    """Why some points stand above a ceiling that was measured."""
+    """Explains points above a measured ceiling."""
     on_paper = peaks.on_paper_of(str(results.environment.get("gpu"))).datasheet_gbps
     rows = []
     for p in placed:
         rate, memory = p.record["tflops"], copy * p.intensity / 1e3
         peak = known[p.precision][0]
-        # The roof that holds at this intensity.
+        # The roof that applies at this intensity.
         if memory <= peak.tflops:
             ceiling, name, limit = memory, "measured copy", (on_paper or 0) * p.intensity / 1e3
             reason = "the ceiling is a copy, which writes as much as it reads"
         elif peak.measured:
             ceiling, name = peak.tflops, f"measured {p.precision}"
             limit = max((q.tflops for q in known[p.precision] if not q.measured), default=0.0)
-            reason = "the ceiling is one square product of random numbers"
+            reason = "the ceiling is one square matrix product of random numbers"
         else:
             continue
         if rate <= TOLERANCE * ceiling:
             continue
         if limit and rate > limit:
-            reason = "above the datasheet too: inputs in L2, or less work than declared"
+            reason = "above the datasheet, too: inputs in L2, or less work than declared"
         cells = (
             Cell(p.record["op"], tone="code"),
             Cell(f"{p.record['case']} {p.record['dtype']}"),
@@ -144,14 +144,14 @@ def _above(
     header = (
         *map(Column, ("op", "case", "implementation")),
         *(Column(name, numeric=True) for name in numeric),
-        Column("because"),
+        Column("reason"),
     )
-    many = "point stands" if len(rows) == 1 else "points stand"
+    many = "point is" if len(rows) == 1 else "points are"
     return [
         Paragraph(
             f"{len(rows)} {many} above a measured ceiling, by {rows[0][5].text[1:]} at most. A "
-            "measured ceiling is the rate of one program, a copy or a large square product of "
-            "cuBLAS, at the clocks that the GPU held for it. The hardware's limit is dashed."
+            "measured ceiling is the rate of one program, a copy or a large square matrix product "
+            "of cuBLAS, at the clocks during its run. The hardware's limit is dashed."
         ),
         Fold("Points above a measured ceiling", (Table(header, tuple(rows)),)),
     ]

@@ -1,4 +1,4 @@
-"""The roofline: what memory and the arithmetic units allow, and where kernels stand below that.
+"""The roofline: the limits of memory and arithmetic units, and the kernels below them.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for
 multicore architectures", Communications of the ACM 52(4), 2009.
@@ -14,7 +14,7 @@ from html import escape
 from cukit.analyzer.report import numbers, svg
 
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 44.0, 26.0, 44.0
-"""Ceilings are labelled in the right margin, where no kernel stands."""
+"""The right margin holds the labels of ceilings, since no kernel is there."""
 LABEL_HEIGHT = 13.0
 
 
@@ -25,11 +25,11 @@ class Roof:
     kind: str
     value: float
     label: str
-    """A few letters for a ceiling; words for a bandwidth, whose line has room."""
+    """A few letters for a ceiling; words for a bandwidth, whose line has room for them."""
     measured: bool
-    """A ceiling that this machine reached; else the datasheet's."""
+    """Whether this machine reached it; if not, it is the datasheet's."""
     class_: str = ""
-    """The colour of the points that it holds for; nothing for a roof of all."""
+    """The colour of the points to which it applies; empty for a roof of all points."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Point:
     class_: str
     description: str
     hollow: bool = False
-    """For what stands there to be compared with."""
+    """For points that are shown for comparison."""
 
 
 def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, width: float) -> str:
-    """Both axes logarithmic; the roof is drawn up to its ridge and flat from there."""
+    """Both axes are logarithmic; the roof rises up to its ridge and is flat from there."""
     height = 420.0 if width >= 600 else 340.0
     memory = [roof for roof in roofs if roof.kind == "bandwidth"]
     compute = [roof for roof in roofs if roof.kind == "compute"]
@@ -63,23 +63,23 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
     for roof, baseline in _placed(compute, y):
         parts += _flat(roof, x, y, memory, baseline)
     size = 1.0 if width >= 600 else 0.75
-    # What is compared with lies below what is measured.
+    # Points for comparison are drawn first, below the others.
     parts += [_dot(p, x, y, size) for p in sorted(points, key=lambda p: not p.hollow)]
     return svg.figure(width, height, title, parts)
 
 
 def _of_same_origin(roof: Roof, others: Sequence[Roof]) -> list[Roof]:
-    """Roofs measured as this one was, or from the datasheet like it; all where there is none."""
+    """Other roofs of the same origin, measured or datasheet; all if there are none."""
     return [other for other in others if other.measured == roof.measured] or list(others)
 
 
 def _ridges(memory: Sequence[Roof], compute: Sequence[Roof]) -> list[float]:
-    """Intensities from which arithmetic is the limit."""
+    """Intensities above which arithmetic is the limit."""
     return [1e3 * c.value / m.value for c in compute for m in memory]
 
 
 def _scale(values: Sequence[float], start: float, stop: float) -> svg.Scale:
-    """Room to either side of every point and of the ridge."""
+    """A scale with room on either side of every point and of the ridge."""
     return svg.Scale(min(values) / 4, max(values) * 2, start, stop, logarithmic=True)
 
 
@@ -106,7 +106,7 @@ def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float) -> str:
 
 
 def _slope_label(memory: Sequence[Roof], x: svg.Scale, y: svg.Scale, top: float) -> str:
-    """The names of all bandwidths, along the highest of them, above which nothing stands."""
+    """The names of all bandwidths, along the highest of them, above which there are no points."""
     ordered = sorted(memory, key=lambda roof: -roof.value)
     fastest = ordered[0].value
     first, last = max(x.low, 1e3 * y.low / fastest), min(1e3 * top / fastest, x.high)
@@ -124,7 +124,7 @@ def _slope_label(memory: Sequence[Roof], x: svg.Scale, y: svg.Scale, top: float)
 
 
 def _placed(compute: Sequence[Roof], y: svg.Scale) -> list[tuple[Roof, float]]:
-    """Every ceiling with the baseline of its label: beside its line, or below its neighbour."""
+    """Every ceiling with the baseline of its label: at its line, or below the previous label."""
     found: list[tuple[Roof, float]] = []
     for roof in sorted(compute, key=lambda roof: -roof.value):
         lowest = found[-1][1] + LABEL_HEIGHT if found else 0.0

@@ -1,4 +1,4 @@
-"""The chapter on analysed kernels: times, throughput, residency, advice, and what is missing."""
+"""The chapter on analysed kernels: times, throughput, residency, advice, and missing values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cukit.analyzer.schema import (
 
 
 def analysis_section(report: AnalysisReport) -> Section:
-    """Overview, roofline, and each kernel's details behind a fold."""
+    """Overview, roofline, and each kernel's details in a fold."""
     environment = report.environment
     blocks: list[Block] = [*script_blocks(report), _overview(report.analyses)]
     if figure := _roofline(report):
@@ -61,7 +61,7 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
     rows = []
     for analysis in analyses:
         cold, work = analysis.cold, analysis.throughput
-        # The last is the nearest: what this machine reached, where that was measured.
+        # The last roof is the closest one: the measured one, if there is one.
         roof = analysis.roofline[-1] if analysis.roofline else None
         launch = _main_launch(analysis)
         resources = launch.resources if launch else None
@@ -95,7 +95,7 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
 
 
 def _main_launch(analysis: KernelAnalysis) -> LaunchAnalysis | None:
-    """The launch that takes longest, or the first where none was traced."""
+    """The launch that takes longest, or the first if none was traced."""
     return max(analysis.launches, key=lambda launch: launch.device_us or 0.0, default=None)
 
 
@@ -155,7 +155,7 @@ def _roofline(report: AnalysisReport) -> Figure | None:
         lambda width: roofline(
             roofs, points, title="Roofline of the analysed kernels", width=width
         ),
-        f"Solid: what this machine reached; dashed: its datasheet. Ceilings in TFLOP/s: {limits}.",
+        f"Solid: measured on this machine; dashed: its datasheet. Ceilings in TFLOP/s: {limits}.",
         tuple((svg.colour(series), analysis.name) for series, analysis in enumerate(placed)),
     )
 
@@ -177,9 +177,9 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
     if thumbnails := _thumbnails(analysis.launches):
         blocks.append(
             Gallery(
-                "Occupancy over threads in a block",
-                "With the registers and shared memory of this variant; another block size may "
-                "compile to other registers.",
+                "Occupancy over threads per block",
+                "For the registers and shared memory of this variant; with another block size, the "
+                "compiler may use other registers.",
                 thumbnails,
             )
         )
@@ -191,9 +191,9 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
         rows = tuple(
             (Cell(name), Cell(why, tone="prose")) for name, why in analysis.missing.items()
         )
-        columns = (Column("not measured"), Column("because"))
-        blocks.append(Table(columns, rows, "What is missing"))
-    return blocks or [Paragraph("Nothing is known about this kernel.")]
+        columns = (Column("field"), Column("reason"))
+        blocks.append(Table(columns, rows, "Not measured"))
+    return blocks or [Paragraph("There are no results for this kernel.")]
 
 
 def _advice(analysis: KernelAnalysis) -> Table:
@@ -239,7 +239,7 @@ def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
 
 
 def _mixes(launches: Sequence[LaunchAnalysis]) -> Figure | None:
-    """What the instructions of each launch do, padding left out: loops count once."""
+    """The instruction mix of each launch, without padding. Instructions in loops count once."""
     known = {launch.name: launch.instruction_mix for launch in launches if launch.instruction_mix}
     if not known:
         return None
@@ -250,7 +250,7 @@ def _mixes(launches: Sequence[LaunchAnalysis]) -> Figure | None:
 
 
 def _accesses(launches: Sequence[LaunchAnalysis]) -> Table | None:
-    """Instructions that touch memory, as the code has them: loops count once."""
+    """Memory instructions in the code. Instructions in loops count once."""
     rows: list[tuple[Cell, ...]] = []
     for launch in launches:
         access = launch.memory_access
@@ -264,13 +264,13 @@ def _accesses(launches: Sequence[LaunchAnalysis]) -> Table | None:
         for what, number in (("bulk copy", access.bulk_copies), ("atomic", access.atomics)):
             if number:
                 rows.append((name, Cell(what), Cell(""), Cell(str(number), number)))
-    columns = (Column("launch"), Column("access"), Column("a thread", numeric=True))
+    columns = (Column("launch"), Column("access"), Column("per thread", numeric=True))
     header = (*columns, Column("instructions", numeric=True))
     return Table(header, tuple(rows), "Memory accesses in the code") if rows else None
 
 
 def _thumbnails(launches: Sequence[LaunchAnalysis]) -> tuple[Thumbnail, ...]:
-    """One curve for each distinct launch whose residency is known."""
+    """One curve for each distinct launch with known residency."""
     found: dict[tuple[object, ...], Thumbnail] = {}
     for launch in launches:
         resident = launch.occupancy
@@ -278,7 +278,7 @@ def _thumbnails(launches: Sequence[LaunchAnalysis]) -> tuple[Thumbnail, ...]:
             continue
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         values = [(point.value, point.fraction) for point in resident.by_threads]
-        title = f"{launch.name}: occupancy over threads in a block"
+        title = f"{launch.name}: occupancy over threads per block"
         share = numbers.percent(resident.fraction)
         detail = f"{share} at {threads} threads, limited by {resident.limiter}"
         markup = occupancy_curve(values, threads, title=title)
@@ -298,13 +298,13 @@ def _timings(timings: Sequence[TimeStatistics]) -> Table:
         rows.append((Cell(t.cache), Cell(t.timer), *cells, count, subtracted))
     header = (
         *(Column(name) for name in ("L2", "timer")),
-        *(Column(name, numeric=True) for name in (*names, "the timer's own, subtracted")),
+        *(Column(name, numeric=True) for name in (*names, "timer overhead, subtracted")),
     )
     return Table(header, tuple(rows), "Samples").without_empty_columns()
 
 
 def _facts(analysis: KernelAnalysis) -> Table | None:
-    """Energy, the card's state and counters, a row each."""
+    """Energy, the GPU's state and counters, one row each."""
     facts: list[tuple[str, str]] = []
     if energy := analysis.energy:
         value = f"{energy.joules_per_call:.3g} ± {energy.uncertainty_joules:.1g} J per call"
@@ -318,7 +318,7 @@ def _facts(analysis: KernelAnalysis) -> Table | None:
             facts.append(("temperature", f"{state.temperature_c:.0f} °C"))
         facts.append(("throttled by", ", ".join(state.throttle_reasons) or "nothing"))
     if analysis.peak_bytes is not None:
-        facts.append(("memory beside inputs", numbers.num_bytes(analysis.peak_bytes)))
+        facts.append(("memory besides inputs", numbers.num_bytes(analysis.peak_bytes)))
     if counters := analysis.counters:
         for name, count in (
             ("read", counters.dram_read_bytes),
@@ -336,7 +336,7 @@ def _facts(analysis: KernelAnalysis) -> Table | None:
             ("store", counters.store_sectors_per_request),
         ):
             if sectors is not None:
-                what = f"sectors a {name} request ({counters.source})"
+                what = f"sectors per {name} request ({counters.source})"
                 facts.append((what, numbers.digits(sectors)))
     rows = tuple((Cell(name), Cell(value, tone="prose")) for name, value in facts)
-    return Table((Column("fact"), Column("value")), rows, "Also known") if rows else None
+    return Table((Column("fact"), Column("value")), rows, "Other facts") if rows else None

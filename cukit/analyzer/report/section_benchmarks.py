@@ -51,7 +51,7 @@ FLAGS = (
 
 
 def benchmark_section(results: BenchmarkResults, anchor: str = "cases") -> Section:
-    """Verdict, summary over the ops, roofline, and every case in a table and in bars.
+    """Verdict, summary of the ops, roofline, and every case as a table and as bars.
 
     anchor: of the table, unique in a report.
     """
@@ -84,19 +84,20 @@ def _tiles(results: BenchmarkResults, anchor: str) -> Tiles:
     if speeds:
         mean = math.exp(sum(map(math.log, speeds)) / len(speeds))
         tone = "good" if mean > 1 + EQUAL else "bad" if mean < 1 - EQUAL else ""
-        tiles.append(Tile(f"{mean:.2f}×", "speed beside the fastest peer, geometric mean", tone))
+        label = "speed relative to the fastest peer, geometric mean"
+        tiles.append(Tile(f"{mean:.2f}×", label, tone))
     if floors:
         middle = sorted(floors)[len(floors) // 2]
         tiles.append(Tile(numbers.percent(middle), "of the best conceivable speed, median case"))
     if slower := flagged.count("slower"):
         label = "cases slower than the fastest peer"
         tiles.append(Tile(str(slower), label, leads_to=f"#{anchor}?flag=slower"))
-    tiles.append(Tile(str(wrong), "wrong results of ours", "bad" if wrong else ""))
+    tiles.append(Tile(str(wrong), "wrong results of cukit", "bad" if wrong else ""))
     return Tiles(tuple(tiles))
 
 
 def summary_figure(cases: Sequence[Case]) -> Figure | None:
-    """Ours beside the fastest peer, one pair of bars an op, or None without anything to show."""
+    """cukit and the fastest peer, one pair of bars per op, or None if there is nothing to show."""
     chosen = largest_cases(cases)
     if not chosen:
         return None
@@ -111,7 +112,7 @@ def summary_figure(cases: Sequence[Case]) -> Figure | None:
 
 
 def draw_summary(cases: Sequence[Case], width: float) -> str:
-    """The figure of :func:`summary_figure` for cases that have a floor and our record."""
+    """The figure of :func:`summary_figure`, for cases with a floor and a cukit record."""
     groups = []
     for case in cases:
         bars = [_share_bar(0, case, case.ours)] if case.ours else []
@@ -140,8 +141,8 @@ def _share_bar(series: int, case: Case, record: Record) -> Bar:
 
 
 def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
-    """Bars of all cases of an op: rates where work is declared, else calls per second."""
-    # One colour for an implementation throughout its family.
+    """Bars of all cases of an op: rates if work is declared, else calls per second."""
+    # An implementation has one colour throughout its family.
     series = {impl: number for number, impl in enumerate(results.impls_of(cases[0].family))}
     present = {record["impl"] for case in cases for record in case.records}
     field, unit, mark = _measure(cases, results)
@@ -174,12 +175,12 @@ def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
 def _measure(
     cases: Sequence[Case], results: BenchmarkResults
 ) -> tuple[str | None, str, Mark | None]:
-    """The field that an op's speed is shown in, its unit, and the ceiling for it."""
+    """The field that shows an op's speed, its unit, and its ceiling."""
     records = [record for case in cases for record in case.records if record["correct"]]
     if records and all(record.get("tflops") for record in records):
         used = {peaks.precision_of(r["dtype"], r["case"], r["impl"]) for r in records}
         known = peaks.peaks(results.environment).get(used.pop() or "") if len(used) == 1 else None
-        if not known:  # bars of several precisions have no ceiling in common
+        if not known:  # bars of several precisions have no common ceiling
             return "tflops", "TFLOP/s", None
         origin = "measured ceiling" if known[0].measured else "datasheet"
         return "tflops", "TFLOP/s", Mark(known[0].tflops, origin)
@@ -190,7 +191,7 @@ def _measure(
 
 
 def _table(cases: Sequence[Case], anchor: str) -> Table:
-    """Ours beside the fastest peer; a row opens on every implementation."""
+    """cukit and the fastest peer; opening a row shows every implementation."""
     counted = {flag for case in cases for flag in _flags(case)}
     index = Index(
         anchor,
@@ -244,8 +245,9 @@ def _flags(case: Case) -> tuple[str, ...]:
 
 
 def _implementations(case: Case) -> Facts:
-    """Beside every time what one needs to believe it."""
-    header = ("implementation", "median", "IQR", "believed between", "samples", "error", "result")
+    """Every implementation's time with its spread, samples and error."""
+    numeric = ("median", "IQR", "range of the median", "samples", "error")
+    header = ("implementation", *numeric, "result")
     rows = tuple(
         (
             impl_title(record["impl"]),
@@ -254,17 +256,17 @@ def _implementations(case: Case) -> Facts:
             _interval(record).text,
             str(record.get("samples", "")),
             "" if record.get("error") is None else f"{record['error']:.1e}",
-            "right" if record["correct"] else "wrong",
+            "correct" if record["correct"] else "wrong",
         )
         for record in sorted(case.records, key=lambda record: float(record["median_us"]))
     )
-    return Facts("Implementations, the fastest first", rows, header)
+    return Facts("Implementations, fastest first", rows, header)
 
 
 def _times(cases: Sequence[Case]) -> Table:
-    """Beside every time what one needs to believe it."""
-    numeric = ("median", "IQR", "believed between", "samples", "bandwidth", "FLOP/s", "error")
-    more = ("memory beside inputs", "energy per call", "calls per J")
+    """Every time with its spread, samples and error."""
+    numeric = ("median", "IQR", "range of the median", "samples", "bandwidth", "FLOP/s", "error")
+    more = ("memory besides inputs", "energy per call", "calls per J")
     rows = []
     for record in (record for case in cases for record in case.records):
         median, energy = record["median_us"], record.get("joules_per_call")
@@ -283,7 +285,7 @@ def _times(cases: Sequence[Case]) -> Table:
                 cell(record.get("peak_bytes"), numbers.num_bytes),
                 cell(energy, lambda joules: f"{joules:.3g} J"),
                 cell(1 / energy if energy else None, numbers.digits),
-                Cell("right") if record["correct"] else Cell("wrong", tone="bad"),
+                Cell("correct") if record["correct"] else Cell("wrong", tone="bad"),
             )
         )
     columns = [*map(Column, ("op", "case", "implementation"))]
@@ -292,7 +294,7 @@ def _times(cases: Sequence[Case]) -> Table:
 
 
 def _interval(record: Record) -> Cell:
-    """Where the true median is believed to be."""
+    """The estimated range of the true median."""
     if "range_us" not in record:
         return Cell("")
     low, high = record["range_us"]

@@ -32,7 +32,7 @@ TITLES = {
 COLOURS = {
     "student": 0, "student-alone": 1, "teacher": 2, "student-attention": 3, "student-hidden": 4,
 }  # fmt: skip
-"""The distilled student is ours."""
+"""The first colour, cukit's, is the distilled student's."""
 
 
 def distillation_section(run: dict[str, Any]) -> Section:
@@ -48,16 +48,17 @@ def distillation_section(run: dict[str, Any]) -> Section:
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
-        Code(run["sample"], "The distilled student writes"),
+        Code(run["sample"], "Text written by the distilled student"),
     ]
     if pool := run.get("pool"):
         blocks.append(_pool_table(pool))
     blocks.append(Fold("Settings", (_settings(run["settings"]),)))
     corpus = run["corpus"]
     subtitle = (
-        f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
-        f"{corpus['validation_bytes'] / 1e6:.1f} MB to judge by · {run['settings']['device']}, "
-        f"{run['settings']['dtype']} · {numbers.seconds(run['seconds'])}"
+        f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB of training text, "
+        f"{corpus['validation_bytes'] / 1e6:.1f} MB of validation text · "
+        f"{run['settings']['device']}, {run['settings']['dtype']} · "
+        f"{numbers.seconds(run['seconds'])}"
     )
     return Section("Distillation", subtitle, tuple(blocks))
 
@@ -65,7 +66,7 @@ def distillation_section(run: dict[str, Any]) -> Section:
 def _tiles(run: dict[str, Any]) -> Tiles:
     student, teacher = run["models"]["student"], run["models"]["teacher"]
     gain = run["gain_bits_per_byte"]
-    helped = run.get("distilled_beats_alone", gain > 0)  # None: no difference seen
+    helped = run.get("distilled_beats_alone", gain > 0)  # None: no significant difference
     tone = "quiet" if helped is None else "good" if helped else "bad"
     smaller = teacher["parameters"] / student["parameters"]
     return Tiles(
@@ -73,8 +74,8 @@ def _tiles(run: dict[str, Any]) -> Tiles:
             Tile(f"{gain:+.4f}", "bits per byte gained", tone),
             Tile(f"{student['bits_per_byte']:.4f}", "bits per byte, distilled student"),
             Tile(f"{smaller:.1f}×", "smaller than its teacher"),
-            Tile(f"{student['tokens_per_second']:,.0f}", "tokens a second in distillation"),
-            Tile(numbers.num_bytes(run["peak_memory_bytes"]), "of memory at the peak"),
+            Tile(f"{student['tokens_per_second']:,.0f}", "tokens per second in distillation"),
+            Tile(numbers.num_bytes(run["peak_memory_bytes"]), "peak memory"),
         )
     )
 
@@ -95,8 +96,8 @@ def _quality(models: Mapping[str, Any]) -> Figure:
 
 
 def _models_table(models: Mapping[str, Any]) -> Table:
-    columns = ("parameters", "bits per byte", "KL to teacher (bits)", "top-1 as teacher")
-    more = ("top-1 right", "tokens/s", "training time")
+    columns = ("parameters", "bits per byte", "KL to teacher (bits)")
+    more = ("top-1 agreement with teacher", "top-1 accuracy", "tokens/s", "training time")
     rows = []
     best = min(("student", "student-alone"), key=lambda phase: models[phase]["bits_per_byte"])
     for phase, facts in models.items():
@@ -120,7 +121,7 @@ def _models_table(models: Mapping[str, Any]) -> Table:
 
 
 def _ways(run: dict[str, Any]) -> list[Block]:
-    """What each term adds, for runs that were asked for it."""
+    """The gain of each term of the loss, for runs that measured it."""
     ways = run.get("ways") or []
     if len(ways) < 2:
         return []
@@ -146,7 +147,7 @@ def _ways(run: dict[str, Any]) -> list[Block]:
 
 
 def _quantized(run: dict[str, Any]) -> list[Block]:
-    """The student in other formats, for runs that were asked for them."""
+    """The student in other formats, for runs that quantised it."""
     found = run.get("quantized") or []
     if not found:
         return []
@@ -162,7 +163,7 @@ def _quantized(run: dict[str, Any]) -> list[Block]:
         )
         for each in found
     ]
-    names = ("bits a weight", "bytes", "bits per byte", "change", "KL to teacher (bits)")
+    names = ("bits per weight", "bytes", "bits per byte", "change", "KL to teacher (bits)")
     header = (Column("weights"), *(Column(name, numeric=True) for name in names))
     title = f"The distilled student's layers, quantised ({plain:.4f} bits per byte before)"
     return [Table(header, tuple(rows), title)]
@@ -181,8 +182,8 @@ def _curves(run: dict[str, Any]) -> list[Block]:
         title,
         lambda width: line_chart(curves, title=title, x_label="step", y_label="loss", width=width),
         "Nats per byte, on training batches. The distilled student minimises another loss than the "
-        f"others, {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
-        f"cross-entropy{states}: its height is not to be compared with theirs, its shape is.",
+        f"others: {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
+        f"cross-entropy{states}. Compare the curves' shapes, not their heights.",
         tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )
     return [figure] if curves else []
@@ -198,7 +199,7 @@ def _breakdown(ops: list[dict[str, Any]]) -> Figure:
         note = f"{numbers.digits(ms)} ms, {ms / whole:.1%}"
         bar = Bar(0, ms, note, f"{entry['name']}: {note}")
         groups.append(Group(entry["name"], calls, (bar,)))
-    title = "Where the time of a distillation step goes"
+    title = "Time of a distillation step by op"
     return Figure(
         title,
         lambda width: bar_chart(groups, title=title, unit="ms per step", width=width),
@@ -219,14 +220,14 @@ def _ops_table(ops: list[dict[str, Any]]) -> Table:
     ]
     names = ("calls", "ms", "share")
     header = (Column("op"), *(Column(name, numeric=True) for name in names))
-    return Table(header, tuple(rows), "A step, op by op")
+    return Table(header, tuple(rows), "Ops of a step")
 
 
 def _pool_table(pool: Mapping[str, Any]) -> Table:
-    """`pool`: null where the run had no pool of its own, and absent in older reports."""
+    """`pool`: null if the run had no pool of its own, absent in older reports."""
     rows = (
         (Cell("live at most"), Cell(numbers.num_bytes(pool["peak_live_bytes"]))),
-        (Cell("taken from the GPU at most"), Cell(numbers.num_bytes(pool["peak_reserved_bytes"]))),
+        (Cell("peak taken from the GPU"), Cell(numbers.num_bytes(pool["peak_reserved_bytes"]))),
         (Cell("allocations"), Cell(f"{pool['num_allocations']:,}")),
         (Cell("served from a list of that size"), Cell(f"{pool['hit_rate']:.1%}")),
         (Cell("pages remapped"), Cell(f"{pool['pages_remapped']:,}")),

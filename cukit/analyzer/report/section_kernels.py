@@ -1,4 +1,4 @@
-"""The chapter on compiled kernels: all that a cubin tells, without a GPU."""
+"""The chapter on compiled kernels: the contents of their cubins, without a GPU."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ WIDTHS = (8, 16, 32, 64, 128)
 GLOBAL = ("load", "store", "async copy")
 """Operations of `AccessWidth` on global memory."""
 
-MOST_SPILLING = 10
+MAX_SPILLING = 10
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled variant: what its record says, and what follows from that."""
+    """One compiled variant: its record, and what follows from it."""
 
     record: Kernel
     launch: LaunchAnalysis
@@ -116,7 +116,7 @@ class Variant:
 
     @functools.cached_property
     def widths(self) -> dict[int, int]:
-        """Instructions that access global memory, by bits a thread."""
+        """Instructions that access global memory, by bits per thread."""
         found = dict.fromkeys(WIDTHS, 0)
         access = self.launch.memory_access
         for width in access.widths if access else ():
@@ -131,7 +131,7 @@ class Variant:
 
     @property
     def wide_share(self) -> float | None:
-        """Of the instructions that access global memory; None without any."""
+        """Share of 16-byte accesses among those to global memory; None if there are none."""
         whole = sum(self.widths.values())
         return self.widths[WIDE_BITS] / whole if whole else None
 
@@ -149,7 +149,7 @@ class Variant:
 
 
 def kernel_section(compiled: Mapping[str, Any], anchor: str = "variants") -> Section:
-    """The figures first, then every variant, to be searched.
+    """The figures, then a searchable table of all variants.
 
     compiled: `{"kernels": [...], "errors": [...]}`, as `cukit compile --json` prints it.
     anchor: of the table, unique in a report.
@@ -160,7 +160,7 @@ def kernel_section(compiled: Mapping[str, Any], anchor: str = "variants") -> Sec
     blocks: list[Block] = [_tiles(variants, len(errors), anchor)]
     if errors:
         logs = tuple(Code(error["log"], f"{error['kernel']}, {error['arch']}") for error in errors)
-        blocks.append(Fold("What does not compile", logs, open=True))
+        blocks.append(Fold("Kernels that do not compile", logs, open=True))
     if variants:
         blocks.append(Board(tuple(_figures(variants))))
         blocks.append(_table(variants, anchor))
@@ -180,7 +180,7 @@ def _variant(record: Kernel) -> Variant:
             registers=int(record["registers"]),
             static_shared_bytes=int(record["static_shared_bytes"]),
             dynamic_shared_bytes=int(record["dynamic_shared_bytes"]),
-            # Records of older versions only have the sum.
+            # Records of older versions only have their sum.
             spill_store_bytes=record.get("spill_store_bytes"),
             spill_load_bytes=record.get("spill_load_bytes"),
             local_bytes=0,
@@ -254,8 +254,8 @@ def _occupancy_figure(variants: Sequence[Variant]) -> Figure:
     groups = _by(variants, lambda variant: str(variant.record["arch"]))
     return stacked_figure(
         "Theoretical occupancy of the variants",
-        "Share of the variants. Kernels that TMA feeds keep few warps by design: their pipelines "
-        "hide the latency.",
+        "Share of the variants. Kernels fed by TMA keep few warps resident by design: their "
+        "pipelines hide the latency.",
         [stack(arch, chosen) for arch, chosen in groups.items()],
     )
 
@@ -280,9 +280,9 @@ def _width_figure(variants: Sequence[Variant]) -> Figure:
 
     families = _by([v for v in variants if sum(v.widths.values())], lambda v: v.family)
     return stacked_figure(
-        "Width of global accesses, by thread",
-        "Share of the loads, stores and asynchronous copies in the code. TMA, which moves whole "
-        "tiles, is not among them.",
+        "Width of global accesses per thread",
+        "Share of the loads, stores and asynchronous copies in the code, without TMA, which moves "
+        "whole tiles.",
         [stack(family, chosen) for family, chosen in families.items()],
     )
 
@@ -302,17 +302,17 @@ def _spill_figure(variants: Sequence[Variant]) -> Figure:
                 worst[name] = variant
     ranked = sorted(worst.items(), key=lambda item: -item[1].record["spill_bytes"])
     groups = []
-    for name, variant in ranked[:MOST_SPILLING]:
+    for name, variant in ranked[:MAX_SPILLING]:
         spilled = variant.record["spill_bytes"]
         note = numbers.num_bytes(spilled)
         about = f"{name}, {variant.record['arch']} {variant.defines}: {note}"
         bar = Bar(0, spilled, note, about)
         groups.append(Group(name, f"{counts[name]} spill", (bar,)))
-    title = "Bytes that a thread spills, worst variant"
-    more = len(ranked) - MOST_SPILLING
+    title = "Bytes spilled per thread, worst variant"
+    more = len(ranked) - MAX_SPILLING
     return Figure(
         title,
-        lambda width: bar_chart(groups, title=title, unit="bytes a thread", width=width),
+        lambda width: bar_chart(groups, title=title, unit="bytes per thread", width=width),
         "Stores plus loads, as ptxas counts them."
         + (f" {more} further kernels spill less." if more > 0 else ""),
     )
@@ -373,7 +373,7 @@ def _row(variant: Variant) -> tuple[Cell, ...]:
 
 
 def _details(variant: Variant) -> list[Detail]:
-    """What opens below a row."""
+    """The details that open below a row."""
     found: list[Detail] = []
     if variant.advice:
         rows = tuple((a.suggestion, a.expected_gain, a.evidence) for a in variant.advice)
@@ -382,20 +382,18 @@ def _details(variant: Variant) -> list[Detail]:
         parts = tuple((mix_class(name), name, count) for name, count in ordered_mix(mix))
         found.append(Shares("Instructions in the code", parts))
     if accesses := _accesses(variant.launch.memory_access):
-        found.append(
-            Facts("Memory accesses in the code", accesses, ("access of a thread", "count"))
-        )
+        found.append(Facts("Memory accesses in the code", accesses, ("access per thread", "count")))
     if resident := variant.launch.occupancy:
         first, second = resident.by_threads[:2]
         found.append(
             Steps(
-                "Occupancy over threads in a block",
+                "Occupancy over threads per block",
                 first.value,
                 second.value - first.value,
                 tuple(round(100 * point.fraction) for point in resident.by_threads),
                 int(variant.record["threads"]),
-                f"{numbers.percent(resident.fraction)}, limited by {resident.limiter}; another "
-                "block size may compile to other registers",
+                f"{numbers.percent(resident.fraction)}, limited by {resident.limiter}; with "
+                "another block size, the compiler may use other registers",
             )
         )
     found.append(Facts("Compiled from", _origin(variant)))
@@ -449,6 +447,6 @@ def _architectures(variants: Sequence[Variant]) -> Table:
                 Cell(numbers.percent(resident), resident),
             )
         )
-    header = (Column("architecture"), Column("occupancy as on"))
+    header = (Column("architecture"), Column("reference GPU"))
     numeric = tuple(Column(name, numeric=True) for name in (*names, *counts))
     return Table((*header, *numeric), tuple(rows), "Architectures")

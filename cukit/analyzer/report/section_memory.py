@@ -1,7 +1,7 @@
-"""The chapter on a memory pool: its addresses as a map, fragmentation over time, who holds what.
+"""The chapter on a memory pool: its address map, fragmentation over time, memory by call site.
 
-Made from a snapshot in the format of PyTorch's memory viewer, as `cukit.memory.snapshot` writes it
-(JSON). `statistics`, any names with numbers, may stand beside its segments.
+Made from a snapshot in the format of PyTorch's memory viewer, as written by `cukit.memory.snapshot`
+(JSON). It may also contain `statistics`, a mapping of names to numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cukit.analyzer.report.layout import (
     Block,
     Cell,
     Column,
+    FixedFigure,
     Paragraph,
-    Picture,
     Section,
     Table,
     Tile,
@@ -37,23 +37,23 @@ STATES: Mapping[str, BlockState] = {
 ACTIONS = {"free_requested": "free"}
 
 LARGEST_PAGE = 2 << 20
-"""What GPUs map at once: for snapshots that do not say, whose segments are multiples of it."""
+"""The page size of GPUs: for snapshots that do not give one, whose segments are multiples of it."""
 
-MOST_CALL_SITES = 20
+MAX_CALL_SITES = 20
 
 
 def memory_section(content: Mapping[str, Any]) -> Section:
-    """Tiles, map, time line, and the largest holders of memory."""
+    """Tiles, map, timeline, and the call sites that hold the most memory."""
     ranges = ranges_of(content["segments"])
     remaps = any(segment.get("is_expandable", True) for segment in content["segments"])
     samples = timeline(list(events_of(content["device_traces"])), ranges, remaps=remaps)
     blocks: list[Block] = [_tiles(ranges, samples)]
     if ranges:
-        blocks.append(Picture("Map of the pool", map_svg(ranges)))
+        blocks.append(FixedFigure("Map of the pool", map_svg(ranges)))
     if samples:
-        blocks.append(Picture("Memory and fragmentation over time", timeline_svg(samples)))
+        blocks.append(FixedFigure("Memory and fragmentation over time", timeline_svg(samples)))
     else:
-        blocks.append(Paragraph("The snapshot holds no history, so nothing is known over time."))
+        blocks.append(Paragraph("The snapshot has no history, so there is no plot over time."))
     if sites := _call_sites(ranges):
         blocks.append(sites)
     if statistics := content.get("statistics"):
@@ -65,14 +65,14 @@ def memory_section(content: Mapping[str, Any]) -> Section:
 
 
 def ranges_of(segments: Sequence[Mapping[str, Any]]) -> list[Range]:
-    """The segments of a snapshot as the pool had them."""
+    """The segments of a snapshot as ranges of the pool."""
     sizes = [value for s in segments for value in (s["address"], s["total_size"])]
     page = math.gcd(LARGEST_PAGE, *sizes)
     found = []
     for segment in sorted(segments, key=lambda s: int(s["address"])):
         blocks, address = [], segment["address"]
         for block in segment["blocks"]:
-            # Older snapshots leave addresses out: blocks lie one behind the other.
+            # Older snapshots have no addresses: blocks follow one another.
             address = block.get("address", address)
             site = tuple(
                 Frame(f["filename"], f["line"], f["name"]) for f in block.get("frames", ())
@@ -91,7 +91,7 @@ def ranges_of(segments: Sequence[Mapping[str, Any]]) -> list[Range]:
 
 
 def events_of(traces: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Event]:
-    """What happened, of all devices, oldest first."""
+    """The events of all devices, oldest first."""
     entries = sorted((e for trace in traces for e in trace), key=lambda e: int(e.get("time_us", 0)))
     for entry in entries:
         action = ACTIONS.get(entry["action"], entry["action"])
@@ -119,7 +119,7 @@ def _tiles(ranges: Sequence[Range], samples: Sequence[Sample]) -> Tiles:
 
 
 def _call_sites(ranges: Sequence[Range]) -> Table | None:
-    """Live bytes by the line that asked for them; None where the pool did not record any."""
+    """Live bytes by the line that allocated them; None if the pool did not record call sites."""
     held: dict[Frame, tuple[int, int]] = {}
     for block in (block for part in ranges for block in part.blocks):
         if block.state == "live" and block.call_site:
@@ -127,7 +127,7 @@ def _call_sites(ranges: Sequence[Range]) -> Table | None:
             held[block.call_site[0]] = size + block.size, count + 1
     if not held:
         return None
-    largest = sorted(held.items(), key=lambda item: -item[1][0])[:MOST_CALL_SITES]
+    largest = sorted(held.items(), key=lambda item: -item[1][0])[:MAX_CALL_SITES]
     rows = tuple(
         (
             Cell(f"{frame.filename}:{frame.line} {frame.name}", tone="code"),
@@ -137,7 +137,7 @@ def _call_sites(ranges: Sequence[Range]) -> Table | None:
         for frame, (size, count) in largest
     )
     columns = (Column("allocated at"), Column("live", numeric=True), Column("blocks", numeric=True))
-    return Table(columns, rows, "Who holds memory")
+    return Table(columns, rows, "Memory by call site")
 
 
 def _statistic(name: str, value: Any) -> tuple[Cell, Cell]:

@@ -1,4 +1,4 @@
-"""Stacked bars: wholes of one length, and the parts that each is made of."""
+"""Stacked bar charts: bars of equal length, divided into parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stack:
-    """One bar. Parts of nothing are left out."""
+    """One bar. Parts of size zero are left out."""
 
     label: str
     detail: str
@@ -33,7 +33,7 @@ class Stack:
 
 
 def stacked_figure(title: str, caption: str, stacks: Sequence[Stack]) -> Figure:
-    """The chart with a legend of the parts that occur, in their order."""
+    """The chart with a legend of the parts that occur, in order."""
     names = {part.class_: part.name for stack in stacks for part in stack.parts if part.value > 0}
     order = dict.fromkeys(part.class_ for stack in stacks for part in stack.parts)
     return Figure(
@@ -45,7 +45,7 @@ def stacked_figure(title: str, caption: str, stacks: Sequence[Stack]) -> Figure:
 
 
 def stacked_chart(stacks: Sequence[Stack], *, title: str, width: float) -> str:
-    """Bars from 0 to 100%; labels to their left, or above them where the figure is narrow."""
+    """Bars from 0 to 100%, with labels to their left, or above them if the figure is narrow."""
     narrow = width < NARROW_BELOW
     labels = max((svg.text_width(stack.label, LABEL_SIZE) for stack in stacks), default=0.0)
     details = max((svg.text_width(stack.detail, DETAIL_SIZE) for stack in stacks), default=0.0)
@@ -82,7 +82,7 @@ def _parts(stack: Stack, scale: svg.Scale, y: float) -> list[str]:
         start += share
         note = numbers.percent(share)
         about = svg.tip(f"{stack.label}: {part.name} {share:.1%}")
-        # A gap of the page's colour keeps neighbours apart for those who see no colours.
+        # A gap in the page's colour separates neighbouring parts without relying on colours.
         size = {"width": max(length - 1.0, 0.5), "height": BAR}
         pieces = [about, svg.element("rect", x=x, y=y, class_=part.class_, **size)]
         if length > svg.text_width(note, NOTE_SIZE) + 10:

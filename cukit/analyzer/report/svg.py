@@ -1,7 +1,7 @@
-"""Small pieces of SVG: elements, scales and their ticks, the frame of a figure.
+"""SVG building blocks: elements, scales and ticks, the root of a figure.
 
-Colours are never written into a figure: its parts carry classes, and the page (or the style sheet
-of a figure that stands alone) says what those look like in light and in dark.
+Figures contain no colours: their parts have classes, and the page (or the style sheet of a
+standalone figure) defines how these look in light and in dark mode.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from html import escape
 from importlib.resources import files
 
 NUM_COLOURS = 8
-"""Classes `colour-0` to `colour-7`; 0 is ours."""
+"""Classes `colour-0` to `colour-7`; 0 is cukit."""
 
 WIDE, HALF, NARROW = 960.0, 640.0, 360.0
-"""Widths that figures are drawn for: a desk, half of one, and a phone."""
+"""Widths that figures are drawn for: a desktop, half of one, and a phone."""
 
 NUM_SHADES = 5
 """Classes `shade-0` (faint) to `shade-4`, for values that have an order."""
 
 EDGE = 2.0
-"""Nothing is written nearer to the edge of a figure."""
+"""Margin at the edge of a figure that stays free of text."""
 
 TICK_SIZE = 11.0
-"""Font size of the labels of ticks, as figure.css has it."""
+"""Font size of tick labels; must match figure.css."""
 
 Draw = Callable[[float], str]
 """Draws a figure for a width."""
@@ -51,7 +51,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
 
 
 def tick(content: str, x: float, y: float, low: float, high: float) -> str:
-    """The label of a tick at `x`, centred there, but nowhere beyond `low` and `high`."""
+    """The label of a tick, centred at `x` but kept between `low` and `high`."""
     half = text_width(content, TICK_SIZE) / 2
     if x + half > high:
         return text(content, high, y, "tick", "end")
@@ -61,7 +61,7 @@ def tick(content: str, x: float, y: float, low: float, high: float) -> str:
 
 
 def tip(content: str) -> str:
-    """What a browser shows while the mouse rests on the element around it."""
+    """The tooltip of the enclosing element."""
     return element("title", escape(content))
 
 
@@ -71,7 +71,7 @@ def colour(index: int) -> str:
 
 
 def figure(width: float, height: float, label: str, parts: Iterable[str]) -> str:
-    """The root of a drawing that scales with the page, and a name for those who do not see it."""
+    """The root of a figure that scales with the page, with a label for screen readers."""
     return element(
         "svg",
         *parts,
@@ -91,12 +91,12 @@ def shade(index: int) -> str:
 
 
 def responsive(draw: Draw, wide: float = WIDE) -> str:
-    """A figure drawn twice, for wide and for narrow screens; the page's style shows one of them."""
+    """A figure drawn twice, for wide and narrow screens; the page's style shows one of them."""
     return element("div", draw(wide), class_="wide") + element("div", draw(NARROW), class_="narrow")
 
 
 def text_width(content: str, size: float = 12.0) -> float:
-    """About how much room a line of text takes: no font can be asked."""
+    """The approximate width of a line of text, since no font metrics are available."""
     return 0.56 * size * len(content)
 
 
@@ -147,7 +147,7 @@ def nice_step(rough: float) -> float:
 
 
 def style() -> str:
-    """What a page says about the classes of figures, in light and in dark."""
+    """The style sheet for the classes of figures, for light and dark mode."""
     return (files(__package__) / "templates" / "figure.css").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""A report on a terminal: its words and tables, without the figures."""
+"""A report on a terminal: its text and tables, without figures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TONES = {"good": "green", "bad": "red", "quiet": "dim"}
 TEXT_WIDTH = 160
 
 FEW_ROWS = 40
-"""Tables behind a fold longer than this are left to the page, those with an index told by group."""
+"""Longer tables are left to the page in folds, and summarised by group if they have an index."""
 
 
 def as_text(title: str, sections: Iterable[Section]) -> str:
-    """What :func:`print_report` prints, without colours."""
+    """The output of :func:`print_report`, without colours."""
     console = Console(file=io.StringIO(), width=TEXT_WIDTH, no_color=True, force_terminal=False)
     with console.capture() as captured:
         print_report(console, title, sections)
@@ -42,7 +42,7 @@ def as_text(title: str, sections: Iterable[Section]) -> str:
 def print_report(
     console: Console, title: str, sections: Iterable[Section], *, tables: bool = True
 ) -> None:
-    """Every section, one below the other; without `tables` only words and the tiles' figures."""
+    """Prints every section; without `tables`, only paragraphs and tiles."""
     console.print(f"[bold]{escape(title)}[/]")
     for section in sections:
         console.print()
@@ -83,7 +83,7 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
 
 
 def _groups(table: Table, index: Index) -> RichTable:
-    """A line for each group of rows: how many there are, and from where to where numbers go."""
+    """A line for each group of rows: its number of rows, and the range of each numeric column."""
     found = _empty(table.title)
     found.add_column(index.facets[0])
     found.add_column(index.noun, justify="right")
@@ -105,7 +105,7 @@ def _range(cells: Sequence[Cell]) -> Text:
 
 
 def _empty(title: str) -> RichTable:
-    # Titles as Text: rich would read brackets in a string as markup.
+    # Titles are Text objects: rich would interpret brackets in a string as markup.
     return RichTable(
         box=None,
         header_style="bold",

@@ -1,8 +1,8 @@
 """Results as a trace for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing).
 
-The launches of a traced script stand where they ran. Elsewhere only durations are measured, not
-when each began: launches of one analysed call then stand one after the other in their order,
-without gaps, and ops of a training step likewise, the largest first. Their tracks' names say so.
+Launches of a traced script have their measured start times. Elsewhere only durations are measured:
+the launches of one analysed call are then placed one after another, in order and without gaps, and
+so are the ops of a training step, the longest first. The names of the tracks say so.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cukit.analyzer.report.documents import Document
 from cukit.errors import ConfigError
 
 MAX_BYTES = 16 * 2**20
-"""A viewer opens this at once; gigabytes it does not."""
+"""Viewers open a file of this size at once, but not one of gigabytes."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time."""
+    """One entry of the trace."""
 
     track: str
     name: str
@@ -31,7 +31,7 @@ class Span:
 
 
 def spans_of(documents: Sequence[Document]) -> list[Span]:
-    """Everything in `documents` that can stand on a time line."""
+    """Everything in `documents` that fits on a timeline."""
     spans: list[Span] = []
     for document in documents:
         if document.kind == "distillation":
@@ -42,7 +42,7 @@ def spans_of(documents: Sequence[Document]) -> list[Span]:
 
 
 def trace_json(spans: Sequence[Span], max_bytes: int = MAX_BYTES) -> str:
-    """Trace events as JSON of at most `max_bytes`: where that is too little, the shortest spans go.
+    """Trace events as JSON of at most `max_bytes`; the shortest spans are dropped if necessary.
 
     `otherData.left_out` counts them.
     """
@@ -56,7 +56,7 @@ def trace_json(spans: Sequence[Span], max_bytes: int = MAX_BYTES) -> str:
     kept: list[int] = []
     room = max_bytes - frame
     if room < 0:
-        raise ConfigError(f"trace: {max_bytes} bytes do not even hold the names of its tracks")
+        raise ConfigError(f"trace: {max_bytes} bytes are too few even for the names of the tracks")
     for index in by_size:
         room -= len(json.dumps(_event(spans[index], tracks))) + 2
         if room < 0:

@@ -1,7 +1,8 @@
-"""CuPy without a GPU: the kernels that a program hands to CuPy run in the emulator.
+"""CuPy without a GPU: the kernels that a program passes to CuPy run in the emulator.
 
-`with cukit.emulate_cupy():` puts NumPy-backed stand-ins into the `cupy` module (`namespace`), among
-them `RawKernel`, `RawModule` (`raw`), `ElementwiseKernel` and `ReductionKernel` (`generated`).
+`with cukit.emulate_cupy():` replaces names of the `cupy` module by stand-ins on NumPy arrays
+(`namespace`), among them `RawKernel` and `RawModule` (`raw`), `ElementwiseKernel` and
+`ReductionKernel` (`generated`).
 """
 
 from cukit.emulator.cupy_stand_in.namespace import emulate_cupy

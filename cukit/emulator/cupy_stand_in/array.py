@@ -1,4 +1,4 @@
-"""`cupy.ndarray` in main memory."""
+"""`cupy.ndarray` in host memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from cukit.emulator.cupy_stand_in.devices import Device
 from cukit.errors import ArrayError
 
 
 class Pointer:
-    """`cupy.cuda.MemoryPointer`: an address, and the memory that it keeps alive.
+    """`cupy.cuda.MemoryPointer`: an address, and a reference that keeps its memory alive.
 
-    ptr: the address. mem: itself, as far as programs look at it.
+    ptr: the address. mem: the pointer itself, which is enough for programs that read it.
     """
 
     def __init__(self, memory: np.ndarray[Any, Any], offset: int = 0) -> None:
@@ -38,7 +39,7 @@ class Pointer:
         return self
 
     def copy_from_host(self, source: Any, size: int | None = None) -> None:
-        """Sets the bytes from an array."""
+        """Copies the bytes of an array."""
         values = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         count = values.size if size is None else size
         self.bytes()[:count] = values[:count]
@@ -46,7 +47,7 @@ class Pointer:
     copy_from = copy_from_host
 
     def bytes(self) -> np.ndarray[Any, Any]:
-        """From the address to the end of the memory."""
+        """The bytes from the address to the end of the memory."""
         return self.memory.reshape(-1).view(np.uint8)[self.offset :]
 
 
@@ -54,14 +55,14 @@ _addressed: weakref.WeakValueDictionary[int, np.ndarray[Any, Any]] = weakref.Wea
 
 
 def addressed() -> list[np.ndarray[Any, Any]]:
-    """Arrays whose addresses the program has asked for: kernels may find them in memory."""
+    """Arrays whose addresses the program has read: kernels may find these addresses in memory."""
     return list(_addressed.values())
 
 
 class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
-    """A NumPy array with CuPy's methods; what NumPy makes of it is one again.
+    """A NumPy array with CuPy's methods; NumPy functions return this class, too.
 
-    As in CuPy, results of reductions and single elements are arrays without axes.
+    As in CuPy, results of reductions and single elements are arrays of no dimensions.
     """
 
     def __new__(
@@ -91,14 +92,12 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
         return super().__getitem__((*keys, ...))
 
     @property
-    def device(self) -> Any:
-        from cukit.emulator.cupy_stand_in.devices import Device
-
+    def device(self) -> Device:
         return Device(0)
 
     @property
     def data(self) -> Any:
-        """The address; kernels that read it from memory may use this array from now on."""
+        """The address; from now on kernels that load it from memory may access this array."""
         owner = owner_of(self)
         _addressed[id(owner)] = owner
         return Pointer(owner, int(self.ctypes.data) - int(owner.ctypes.data))
@@ -106,14 +105,14 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
     def get(
         self, stream: Any = None, order: Any = "C", out: Any = None, blocking: bool = True
     ) -> np.ndarray[Any, Any]:
-        """A NumPy array of its own, as from the GPU."""
+        """A copy as a NumPy array, as if from the GPU."""
         if out is not None:
             out[...] = self
             return out  # type: ignore[no-any-return]
         return np.array(self, order=order, subok=False)
 
     def set(self, array: Any, stream: Any = None) -> None:
-        """Takes the values of a NumPy array of the same shape and dtype."""
+        """Copies the values of a NumPy array of the same shape and dtype."""
         values = np.asarray(array)
         if values.shape != self.shape or values.dtype != self.dtype:
             raise ArrayError(
@@ -127,13 +126,13 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
 
 
 def poison(array: np.ndarray[Any, Any]) -> None:
-    """All bits set, NaN in floats: what a program forgets to write is seen."""
+    """Sets all bits, NaN in floats, so that elements which the program does not write stand out."""
     if not array.dtype.hasobject and array.size:
         np.asarray(array).reshape(-1).view(np.uint8).fill(0xFF)
 
 
 def wrapped(result: Any) -> Any:
-    """NumPy's results as CuPy would return them."""
+    """A result of NumPy's as CuPy would return it."""
     if isinstance(result, ndarray):
         return result
     if isinstance(result, np.ndarray):
@@ -146,7 +145,7 @@ def wrapped(result: Any) -> Any:
 
 
 def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array that has the memory of a view."""
+    """The array that owns the memory of a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array

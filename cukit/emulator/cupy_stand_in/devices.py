@@ -1,4 +1,4 @@
-"""`cupy.cuda`: one device, and streams on which everything is done when a call returns."""
+"""`cupy.cuda`: one device, and streams on which every call is synchronous."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cukit.core.device import typical_device
 from cukit.emulator.settings import Settings
 
 settings = Settings()
-"""Of the emulator, as `emulate_cupy` was given them."""
+"""The emulator's settings, as passed to `emulate_cupy`."""
 
 
 def choose(chosen: Settings) -> Settings:
-    """Makes `chosen` the settings of all launches; returns those of before."""
+    """Makes `chosen` the settings of all launches; returns the previous ones."""
     global settings
     before, settings = settings, chosen
     return before
@@ -25,7 +25,7 @@ def current_settings() -> Settings:
 
 
 def architecture() -> str:
-    """Of the emulated GPU, e.g. `"sm_90"`."""
+    """The emulated architecture, e.g. `"sm_90"`."""
     return settings.arch
 
 
@@ -86,7 +86,7 @@ class Device(_Context):
 
 
 class Stream(_Context):
-    """Work is done at once: there is nothing to order or to wait for."""
+    """A stream whose work is done as soon as a call returns: nothing is left to order or await."""
 
     null: Stream
     ptr = 0
@@ -112,7 +112,7 @@ Stream.null = Stream()
 
 
 class Event(_Context):
-    """The host's time when it was recorded; what it measures is the emulator."""
+    """The host's time at recording; differences measure the emulator, not a GPU."""
 
     done = True
 
@@ -125,7 +125,7 @@ class Event(_Context):
 
 
 class MemoryPool:
-    """An allocator that keeps nothing."""
+    """An allocator without a cache."""
 
     def malloc(self, size: int) -> Any:
         raise NotImplementedError("cupy.cuda.MemoryPool.malloc is not emulated: allocate arrays")
@@ -145,7 +145,7 @@ class MemoryPool:
 
 
 def runtime_functions() -> dict[str, Any]:
-    """`cupy.cuda.runtime`, as far as programs ask it about the machine."""
+    """The functions of `cupy.cuda.runtime` that describe the machine."""
     major, minor = typical_device(architecture()).compute_capability
     properties = {
         "name": b"cukit emulator",

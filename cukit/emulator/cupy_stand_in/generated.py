@@ -1,7 +1,7 @@
-"""`cupy.ElementwiseKernel` and `cupy.ReductionKernel`: kernels made of expressions.
+"""`cupy.ElementwiseKernel` and `cupy.ReductionKernel`: kernels generated from expressions.
 
-The code around the expressions is this project's own; what it promises them (`i`, `_ind.size()`,
-`raw` arguments, type placeholders, `loop_prep`, ...) is what CuPy documents.
+The code around the expressions is this project's own; it provides the names that CuPy documents
+(`i`, `_ind.size()`, `raw` arguments, type placeholders, `loop_prep`, ...).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from cukit.emulator.cupy_stand_in.array import ndarray, owner_of, wrapped
 from cukit.emulator.cupy_stand_in.devices import current_settings
-from cukit.emulator.cupy_stand_in.raw import _compiled_by
+from cukit.emulator.cupy_stand_in.raw import compiled_by
 from cukit.emulator.program import Program, Source
 from cukit.emulator.settings import Settings
 
-_MOST_AXES = 16
+_MAX_AXES = 16
 _THREADS = 128
-_MOST_BLOCKS = 1024
+_MAX_BLOCKS = 1024
 _C_TYPES = {
     "bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
     "uint16": "unsigned short", "int32": "int", "uint32": "unsigned", "int64": "long long",
@@ -39,7 +39,7 @@ struct CArray {{
   T* data_;
   long long size_;
   long long ndim_;
-  long long shape_[{_MOST_AXES}], strides_[{_MOST_AXES}];
+  long long shape_[{_MAX_AXES}], strides_[{_MAX_AXES}];
   __device__ ptrdiff_t size() const {{ return size_; }}
   __device__ const long long* shape() const {{ return shape_; }}
   __device__ const long long* strides() const {{ return strides_; }}
@@ -76,7 +76,7 @@ struct CIndexer {{
 
 @dataclass(frozen=True)
 class _Parameter:
-    """type: a dtype's name, or a placeholder."""
+    """type: the name of a dtype, or a placeholder."""
 
     type: str
     name: str
@@ -101,7 +101,7 @@ def _parameters(text: str) -> tuple[_Parameter, ...]:
 
 
 class _Generated:
-    """What both kinds of kernels share: types, arguments and launches."""
+    """The types, arguments and launches of both kinds of kernels."""
 
     def __init__(self, in_params: str, out_params: str, name: str, options: Sequence[str]) -> None:
         self.in_params = _parameters(in_params)
@@ -109,13 +109,13 @@ class _Generated:
         self.nin, self.nout = len(self.in_params), len(self.out_params)
         self.nargs = self.nin + self.nout
         self.name = name
-        self.entry = f"{name}_kernel"  # which is no function of the host's library
+        self.entry = f"{name}_kernel"  # not the name of a function in the host's library
         self.options = tuple(options)
 
     def _bind(
         self, ins: Sequence[Any], outs: Sequence[Any]
     ) -> tuple[list[np.ndarray[Any, Any]], dict[str, np.dtype[Any]]]:
-        """Inputs as arrays of their parameters' types, and the types of the placeholders."""
+        """The inputs, as arrays of their parameters' types, and the types of the placeholders."""
         types: dict[str, np.dtype[Any]] = {}
         pairs = [*zip(self.in_params, ins, strict=True), *zip(self.out_params, outs, strict=False)]
         for parameter, value in pairs:
@@ -123,7 +123,7 @@ class _Generated:
                 if not isinstance(value, ndarray):
                     raise TypeError(
                         f"{self.name}: {parameter.name} is a NumPy array, which a GPU cannot "
-                        "reach: cupy.asarray it"
+                        "access: pass cupy.asarray(...)"
                     )
                 self._agree(types, parameter, value.dtype)
         for parameter, value in zip(self.in_params, ins, strict=True):
@@ -147,7 +147,7 @@ class _Generated:
             )
 
     def _declared(self, types: Mapping[str, np.dtype[Any]]) -> str:
-        """The placeholders as C types."""
+        """Typedefs of the placeholders."""
         return "".join(f"typedef {_c_type(dtype)} {name};\n" for name, dtype in types.items())
 
     def _arguments(self, types: Mapping[str, np.dtype[Any]]) -> list[str]:
@@ -159,7 +159,7 @@ class _Generated:
         self, code: str, arrays: Sequence[np.ndarray[Any, Any]], grid: int, numbers: Sequence[int]
     ) -> None:
         settings = current_settings()
-        program = _program(code, self.name, self.options, _compiled_by(settings))
+        program = _program(code, self.name, self.options, compiled_by(settings))
         kernel = program.kernel(self.entry, (_THREADS,))
         arguments = [*map(_array_argument, arrays), *map(np.int64, numbers)]
         reachable = [*(owner_of(array) for array in arrays), *program.variables()]
@@ -174,7 +174,7 @@ class _Generated:
 
 
 class ElementwiseKernel(_Generated):
-    """One operation for every element of broadcast arrays."""
+    """One operation on every element of broadcast arrays."""
 
     def __init__(
         self,
@@ -219,10 +219,10 @@ class ElementwiseKernel(_Generated):
         ]
         if size is not None:
             if elements:
-                raise ValueError("Specified 'size' can decide only where no array is without raw")
+                raise ValueError("Specified 'size' can be used only if all arrays are raw")
             shape: tuple[int, ...] = (size,)
         elif not elements:
-            raise ValueError("Loop size is undecided. No array is without raw: pass size")
+            raise ValueError("Loop size is undecided: all arrays are raw, pass size")
         else:
             shape = np.broadcast_shapes(*elements)
         outs = self._outputs(given, shape, types)
@@ -232,7 +232,7 @@ class ElementwiseKernel(_Generated):
         ]
         count = math.prod(shape)
         if count:
-            blocks = min(-(-count // _THREADS), _MOST_BLOCKS)
+            blocks = min(-(-count // _THREADS), _MAX_BLOCKS)
             self._launch(self._code(types), [*spread, *outs], blocks, [count])
         if self.no_return:
             return None
@@ -268,7 +268,7 @@ extern "C" __global__ void {self.entry}({arguments}) {{
 
 
 class ReductionKernel(_Generated):
-    """A map, a reduction along axes and a map of the result: a block for each result."""
+    """A map, a reduction along axes and a map of the result; one block for each result."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class ReductionKernel(_Generated):
         results, count = math.prod(out_shape), math.prod(shape)
         if results:
             flat = [np.asarray(each).reshape(out_shape) for each in outs]
-            blocks = min(results, _MOST_BLOCKS)
+            blocks = min(results, _MAX_BLOCKS)
             self._launch(
                 self._code(types), [*spread, *flat], blocks, [results, count // results, count]
             )
@@ -353,7 +353,7 @@ class ReductionKernel(_Generated):
                 raws += f"  const CArray<{kind}>& {name} = _{name}_;\n"
             else:
                 results += f"      {kind}& {name} = _{name}_[_out];\n"
-        # Like CuPy's, the expressions see `a` and `b`, `_in_ind` and `_out_ind`, `_J` and `_j`.
+        # As in CuPy, the expressions may use `a` and `b`, `_in_ind` and `_out_ind`, `_J` and `_j`.
         return f"""{_HEADER}{self._declared(types)}{self.preamble}
 typedef {reduce_type} _type_reduce;
 extern "C" __global__ void {self.entry}({", ".join(arguments)}) {{
@@ -402,7 +402,9 @@ extern "C" __global__ void {self.entry}({", ".join(arguments)}) {{
 def _dtype(parameter: _Parameter, types: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
     if parameter.placeholder:
         if parameter.type not in types:
-            raise TypeError(f"the type {parameter.type} of {parameter.name} cannot be determined")
+            raise TypeError(
+                f"the type {parameter.type} of {parameter.name} cannot be determined: pass an array"
+            )
         return types[parameter.type]
     return np.dtype(parameter.type)
 
@@ -411,16 +413,16 @@ def _c_type(dtype: np.dtype[Any]) -> str:
     try:
         return _C_TYPES[dtype.name]
     except KeyError:
-        raise TypeError(f"no type of CUDA for {dtype}") from None
+        raise TypeError(f"{dtype} has no CUDA type") from None
 
 
 def _array_argument(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A CArray: address, size, axes, shape and strides in bytes."""
-    if array.ndim > _MOST_AXES:
-        raise ValueError(f"at most {_MOST_AXES} axes, got {array.ndim}")
+    """A CArray: address, size, number of axes, shape, and strides in bytes."""
+    if array.ndim > _MAX_AXES:
+        raise ValueError(f"at most {_MAX_AXES} axes, got {array.ndim}")
     numbers = [array.ctypes.data, array.size, array.ndim]
     for extents in (array.shape, array.strides):
-        numbers += itertools.islice(itertools.chain(extents, itertools.repeat(0)), _MOST_AXES)
+        numbers += itertools.islice(itertools.chain(extents, itertools.repeat(0)), _MAX_AXES)
     packed = np.array(numbers, np.int64)
     return packed.view(np.dtype((np.void, packed.nbytes)))
 

@@ -1,4 +1,4 @@
-"""The names of `cupy` that the emulator gives another meaning, and what happens to the rest."""
+"""The names of `cupy` that the emulator replaces, and the errors that the others raise."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from cukit.emulator.cupy_stand_in.raw import RawKernel, RawModule
 from cukit.emulator.settings import settings_from
 
 _DROPPED = ("stream", "blocking")
-"""Keywords that CuPy's functions take and NumPy's do not."""
+"""Keywords that CuPy's functions accept and NumPy's do not."""
 
 _SUBMODULES = ("linalg", "fft", "random", "testing")
 
 
 @contextlib.contextmanager
 def emulate_cupy(**settings: Any) -> Iterator[types.ModuleType]:
-    """Within the `with` block, CuPy's own kernels run in the emulator, on NumPy-backed arrays.
+    """Runs CuPy's kernels in the emulator within the `with` block, on NumPy-backed arrays.
 
     A program's `RawKernel`, `RawModule`, `ElementwiseKernel` and `ReductionKernel` are compiled for
     the CPU and launched with every access checked: bounds, initialisation, races, barriers.
-    `cupy.ndarray` is a NumPy array with CuPy's methods; functions that NumPy has too (`zeros`,
-    `asarray`, `sum`, `linalg`, `fft`, `random`, ...) are NumPy's. Everything else of the namespace
-    raises NotImplementedError with its name; `cupyx` is left as it is.
+    `cupy.ndarray` is a NumPy array with CuPy's methods; functions that NumPy also has (`zeros`,
+    `asarray`, `sum`, `linalg`, `fft`, `random`, ...) are NumPy's. Every other function of the
+    namespace raises NotImplementedError with its name; `cupyx` is not changed.
 
-    Works on the `cupy` module itself, so that programs which imported it before are emulated, but
-    not on names that they took out of it (`from cupy import RawKernel`) before the block. Without
-    CuPy a module of that name appears. Not for several threads at once.
+    Modifies the `cupy` module itself, so that modules which imported it before are affected, but
+    not names imported from it (`from cupy import RawKernel`) before the block. Without CuPy, a
+    module of that name is created. Not thread-safe.
 
     Args:
-        settings: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, ...
+        settings: the emulator's (`cukit.emulator.Settings`): arch, checked, seed, late, ...
 
     Raises:
-        EmulatorError: in the block, by the launch of a kernel that is caught at a mistake.
+        EmulatorError: in the block, from the launch of a kernel with a mistake.
         ConfigError: an option outside its legal values.
 
     >>> import cukit as ck
@@ -86,10 +86,10 @@ def emulate_cupy(**settings: Any) -> Iterator[types.ModuleType]:
 
 
 class _Function:
-    """A function of NumPy's that takes and returns `cupy.ndarray`."""
+    """A NumPy function that takes and returns `cupy.ndarray`."""
 
     def __init__(self, name: str, function: Any, casts: bool = False) -> None:
-        """casts: it takes a `dtype` in CuPy and not in NumPy."""
+        """casts: whether it takes a `dtype` in CuPy, but not in NumPy."""
         self.__name__ = name
         self.__doc__ = getattr(function, "__doc__", None)
         self._function = function
@@ -111,7 +111,7 @@ class _Function:
 
 
 class _Absent:
-    """A name of CuPy's that is not emulated."""
+    """A name of CuPy that is not emulated."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -128,12 +128,12 @@ class _Absent:
 def _absent(name: str) -> str:
     return (
         f"{name} is not emulated: cukit.emulate_cupy runs RawKernel, RawModule, ElementwiseKernel "
-        "and ReductionKernel, and has the functions that NumPy has too"
+        "and ReductionKernel, and provides the functions that NumPy has, too"
     )
 
 
 class _Module(types.ModuleType):
-    """A submodule of the stand-in; names that it lacks are not emulated, but modules are CuPy's."""
+    """A submodule of the stand-in. Other names are not emulated; other modules are CuPy's."""
 
     def __init__(self, name: str, names: dict[str, Any], real: Any = None) -> None:
         super().__init__(name)
@@ -151,7 +151,7 @@ class _Module(types.ModuleType):
 
 
 def _names(module: types.ModuleType) -> dict[str, Any]:
-    """Everything that changes in the namespace of `module`."""
+    """All names that are replaced in the namespace of `module`."""
     public = {name for name in dir(module) if not name.startswith("_")} | _of_numpy(np)
     names: dict[str, Any] = {}
     for name in public:
@@ -177,7 +177,7 @@ def _names(module: types.ModuleType) -> dict[str, Any]:
         "standard_normal",
     ):
         vars(names["random"])[name] = _Function(name, getattr(np.random, name), casts=True)
-    names.pop("testing", None)  # CuPy's own, which is made of these
+    names.pop("testing", None)  # CuPy's own module, which uses the names replaced here
     names["cuda"] = _cuda(getattr(module, "cuda", None))
     for name in ("empty", "empty_like"):
         names[name] = _poisoned(names[name])
@@ -210,7 +210,7 @@ def _of_numpy(module: Any) -> set[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Types of NumPy's and exceptions, which mean the same in both."""
+    """True for exceptions and for NumPy's types, which both namespaces share."""
     return isinstance(value, type) and (
         issubclass(value, (BaseException, np.generic)) or value.__module__.startswith("numpy")
     )
@@ -282,7 +282,7 @@ def _array(
 def _asarray(
     value: Any, dtype: Any = None, order: Any = None, *, blocking: bool = False, copy: Any = None
 ) -> Any:
-    """An array on the device: a copy of what is not there yet, as on a GPU."""
+    """An array on the device: a copy of anything not on it yet, as on a GPU."""
     if isinstance(value, ndarray) and not copy:
         same = dtype is None or value.dtype == np.dtype(dtype)
         if same and order in (None, "K", "A"):
@@ -304,7 +304,7 @@ def _array_module(module: types.ModuleType, *args: Any) -> types.ModuleType:
 
 
 def _decorator(*args: Any, **_: Any) -> Any:
-    """`@cupy.fuse` and `@cupy.fuse()`: the function as it is."""
+    """`@cupy.fuse` and `@cupy.fuse()`: returns the function unchanged."""
     return args[0] if args and callable(args[0]) else lambda function: function
 
 

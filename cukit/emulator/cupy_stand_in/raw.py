@@ -16,11 +16,11 @@ from cukit.emulator.settings import Settings
 from cukit.errors import LaunchError
 
 _SHARED_WITHOUT_OPTING_IN = 48 * 1024
-_MOST_SHARED = 227 * 1024
+_MAX_SHARED = 227 * 1024
 
 
 class RawModule:
-    """CUDA code, compiled when a kernel of it is launched first."""
+    """CUDA code, compiled when one of its kernels is first launched."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class RawModule:
             raise TypeError("cupy.RawModule: expected either code or path")
         if code is None:
             raise NotImplementedError(
-                f"cupy.RawModule(path={path!r}): compiled code cannot be emulated, pass its source"
+                f"cupy.RawModule(path={path!r}): compiled code cannot be emulated: pass its source "
+                "as code"
             )
         self.code = _cucomplex(code) if translate_cucomplex else code
         self.options = tuple(options)
@@ -51,27 +52,27 @@ class RawModule:
         self._instances = self.name_expressions
 
     def compile(self, log_stream: Any = None) -> None:
-        """Compiles now."""
+        """Compiles the code now."""
         self.program()
 
     def program(self, instance: str | None = None) -> Program:
-        """The program, with this instance of a template among its kernels."""
+        """The program, with this template instance among its kernels."""
         if instance is not None and "<" in instance and instance not in self._instances:
             self._instances = (*self._instances, instance)
         settings = current_settings()
-        key = (_compiled_by(settings), self._instances)
+        key = (compiled_by(settings), self._instances)
         if key not in self._loaded:
             self._loaded[key] = Program(_source(self), settings, self._instances)
         return self._loaded[key]
 
     def get_function(self, name: str) -> RawKernel:
-        """The kernel of this name, or the instance of a template."""
+        """The kernel of this name, or a template instance."""
         kernel = RawKernel.__new__(RawKernel)
         kernel._start(self, name)
         return kernel
 
     def get_global(self, name: str) -> Pointer:
-        """Where a `__device__` or `__constant__` variable lies."""
+        """The address of a `__device__` or `__constant__` variable."""
         return Pointer(self.program().variable(name))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class RawModule:
 
 
 class RawKernel:
-    """One kernel of a piece of CUDA code; call it with a grid, a block and its arguments."""
+    """One kernel in CUDA code; called with a grid, a block and its arguments."""
 
     def __init__(
         self,
@@ -112,12 +113,12 @@ class RawKernel:
         return self
 
     def compile(self, log_stream: Any = None) -> None:
-        """Compiles now."""
+        """Compiles the code now."""
         self._module.program(self.name)
 
     @property
     def attributes(self) -> dict[str, int]:
-        """As far as they mean something without a GPU."""
+        """Attributes of the kernel; those without a meaning on the CPU are 0 or a default."""
         return {
             "max_threads_per_block": 1024,
             "shared_size_bytes": 0,
@@ -137,21 +138,21 @@ class RawKernel:
     def __call__(
         self, grid: Any, block: Any, args: Sequence[Any], *, shared_mem: int = 0, stream: Any = None
     ) -> None:
-        """Runs to the end. Raises EmulatorError where the kernel is caught at a mistake."""
+        """Runs the kernel to its end. Raises EmulatorError at a mistake in it."""
         program = self._module.program(self.name)
         blocks, threads = _extents("grid", grid), _extents("block", block)
-        limit = min(self.max_dynamic_shared_size_bytes, _MOST_SHARED)
+        limit = min(self.max_dynamic_shared_size_bytes, _MAX_SHARED)
         if shared_mem > limit:
             raise LaunchError(
-                f"{self.name}: {shared_mem} bytes of dynamic shared memory, at most {limit}: set "
-                f"max_dynamic_shared_size_bytes (up to {_MOST_SHARED})"
+                f"{self.name}: {shared_mem} bytes of dynamic shared memory, the limit is {limit}: "
+                f"raise max_dynamic_shared_size_bytes (up to {_MAX_SHARED})"
             )
         kernel = program.kernel(self.name, threads, shared_mem, blocks)
         sizes = kernel.parameter_bytes
         message = f"{self.name} takes {len(sizes)} arguments, got {len(args)}"
         if len(args) < len(sizes):
             raise LaunchError(message)
-        if len(args) > len(sizes):  # CUDA looks at as many as there are parameters
+        if len(args) > len(sizes):  # CUDA ignores arguments beyond the last parameter
             warnings.warn(message, stacklevel=2)
         arguments, memory = [], [*program.variables(), *addressed()]
         for index, (value, size) in enumerate(zip(args, sizes, strict=False)):
@@ -160,16 +161,17 @@ class RawKernel:
 
 
 def _argument(name: str, index: int, value: Any, size: int, memory: list[Any]) -> Any:
-    """What a launch takes for one of CuPy's arguments; `memory` learns of what it leads to."""
+    """The launch's form of one of CuPy's arguments; adds the memory that it refers to."""
     if isinstance(value, ndarray):
-        memory.append(owner_of(value))  # a view may lead to all of the array
+        memory.append(owner_of(value))  # a view may be indexed beyond its own elements
         return np.asarray(value)
     if isinstance(value, Pointer):
         memory.append(value.memory)
         return np.uint64(value.ptr)
     if isinstance(value, np.ndarray) and value.dtype.type is not np.void:
         raise TypeError(
-            f"{name}: argument {index} is a NumPy array, which a GPU cannot reach: cupy.asarray it"
+            f"{name}: argument {index} is a NumPy array, which a GPU cannot access: pass "
+            "cupy.asarray(...)"
         )
     if isinstance(value, (np.void, np.ndarray)):
         raw = np.ascontiguousarray(value)
@@ -189,7 +191,7 @@ def _extents(what: str, value: Any) -> tuple[int, int, int]:
 
 
 def _cucomplex(code: str) -> str:
-    """CUDA's complex numbers as `complex<T>`."""
+    """Replaces CUDA's complex types by `complex<T>`."""
     code = re.sub(r"\bcuDoubleComplex\b", "complex<double>", code)
     code = re.sub(r"\bcu(Float)?Complex\b", "complex<float>", code)
     return f"#include <cupy/cuComplex_bridge.h>\n#line 1\n{code}"
@@ -201,6 +203,6 @@ def _source(module: RawModule) -> Source:
     return found.with_options(module.options)
 
 
-def _compiled_by(settings: Settings) -> Settings:
-    """The settings that a compiled program depends on."""
+def compiled_by(settings: Settings) -> Settings:
+    """The settings on which a compiled program depends."""
     return Settings(arch=settings.arch, checked=settings.checked, debug=settings.debug)

@@ -1,12 +1,12 @@
-// Shared memory by the 32-bit addresses that instructions take, in this block and in its cluster.
+// The 32-bit addresses of shared memory that instructions take, in this block and in its cluster.
 #include "block.h"
 
 namespace cukit::emulator {
 
 namespace {
 
-// Static shared memory from 0 on, then dynamic, as on the GPU, where both fit in the 18 bits of a
-// matrix descriptor. In a shared::cluster address the top byte is the block's rank plus one.
+// Static shared memory starts at 0, and dynamic follows, as on the GPU; a matrix descriptor's 18
+// bits cover both. In a shared::cluster address the top byte is the block's rank plus one.
 constexpr unsigned kRankShift = 24;
 constexpr std::uint32_t kAlignment = 1024;
 
@@ -22,7 +22,7 @@ std::uint32_t shared_address(const void* pointer) {
   Block& block = *me.block;
   const auto* at = static_cast<const unsigned char*>(pointer);
   const Launch& launch = *block.cluster->launch;
-  // One past the end is an address too.
+  // One past the end is a valid address, too.
   if (at >= block.dynamic_shared && at <= block.dynamic_shared + launch.dynamic_bytes) {
     return first_dynamic(*block.cluster) + static_cast<std::uint32_t>(at - block.dynamic_shared);
   }
@@ -30,8 +30,8 @@ std::uint32_t shared_address(const void* pointer) {
   if (static_bytes > 0 && at >= block.static_shared && at <= block.static_shared + static_bytes) {
     return static_cast<std::uint32_t>(at - block.static_shared);
   }
-  fault("not in shared memory: __cvta_generic_to_shared of another pointer\n  " + name_of(me) + " " +
-        where(me.call));
+  fault("not in shared memory: __cvta_generic_to_shared needs a pointer to shared memory\n  " +
+        name_of(me) + " " + where(me.call));
 }
 
 std::uint32_t map_to_rank(std::uint32_t address, unsigned rank) {
@@ -50,12 +50,14 @@ Place place_of(const Fiber& me, std::uint32_t address, std::size_t bytes) {
   Cluster& cluster = *me.block->cluster;
   const unsigned tag = address >> kRankShift;
   if (tag > cluster.num_blocks) {
-    fault(format("out of bounds: 0x%08x is no shared memory address of this cluster\n  ", address) +
+    fault(format("out of bounds: 0x%08x is not a shared memory address of this cluster\n  ",
+                 address) +
           name_of(me) + " " + where(me.call));
   }
   Block& block = tag == 0 ? *me.block : *cluster.blocks[tag - 1];
   if (block.live == 0) {
-    fault(format("the block of rank %u, whose shared memory this is, has exited\n  ", block.rank) +
+    fault(format("access to the shared memory of the block of rank %u, which has exited: put a "
+                 "cluster barrier before its exit\n  ", block.rank) +
           name_of(me) + " " + where(me.call));
   }
   const std::uint32_t at = local_address(address);

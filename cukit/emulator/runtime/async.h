@@ -1,4 +1,4 @@
-// What goes on in the background: cp.async, bulk copies, mbarriers and wgmma.
+// State of the asynchronous operations: cp.async, bulk copies, mbarriers and wgmma.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,15 @@ namespace cukit::emulator {
 struct Block;
 struct Fiber;
 
-// Something that an engine does: at once, or, in the late mode, when somebody waits for it.
+// An engine's work: done at once, or, in the late mode, when a thread waits for it.
 using Work = std::function<void()>;
 
-// A copy into shared memory that nobody has waited for yet.
+// A copy into shared memory that has not been waited for yet.
 struct Landing {
   Block* block;
   unsigned char* pointer;
   std::size_t bytes;
-  std::uint32_t phase;  // of the mbarrier it reports to
+  std::uint32_t phase;  // of the mbarrier it completes on
   Actor actor;
 };
 
@@ -32,11 +32,11 @@ struct Copy {
   std::uint64_t group;
   unsigned char* to;
   unsigned bytes;
-  Work work;  // empty if done
+  Work work;  // empty once done
 };
 
 struct CopyGroups {
-  std::uint64_t open = 0;  // number of the group that copies now join
+  std::uint64_t open = 0;  // number of the group that new copies join
   std::vector<Copy> copies;
 };
 
@@ -55,28 +55,28 @@ struct BulkGroups {
 struct Mbarrier {
   std::uint32_t expected = 0;
   std::uint32_t pending = 0;
-  std::int64_t transactions = 0;  // bytes still to come in this phase
+  std::int64_t transactions = 0;  // bytes still missing in this phase
   std::uint32_t phase = 0;        // number of phases completed
   std::vector<unsigned> arrivals; // agents that have arrived in this phase
   std::vector<Fiber*> waiters;
-  std::vector<Work> late;         // copies that report here
+  std::vector<Work> late;         // deferred copies that complete on it
   std::vector<Landing> landings;
   unsigned engine = 0;
   const Fiber* initialiser = nullptr;
-  std::uint32_t initialised = 0;  // in this epoch of its
+  std::uint32_t initialised = 0;  // the initialiser's epoch
   const void* initialised_call = nullptr;
-  Clock* joined = nullptr;        // of this phase
-  Clock* completed = nullptr;     // of the last
+  Clock* joined = nullptr;        // clocks of this phase's arrivals
+  Clock* completed = nullptr;     // those of the last completed phase
 };
 
-// A warpgroup's products, by group.
+// A warpgroup's wgmmas, by group.
 struct WarpGroup {
   static constexpr unsigned kWarps = 4;
   static constexpr unsigned kThreads = 128;
 
-  // Threads that have come to an instruction of the whole warpgroup and wait for the others.
+  // Threads that have reached a warpgroup-wide instruction and wait for the others.
   struct Meeting {
-    const char* name = nullptr;  // null while nobody has come
+    const char* name = nullptr;  // null until the first thread arrives
     unsigned arrived[kWarps] = {};
     unsigned count = 0;
     const void* call = nullptr;
@@ -86,22 +86,23 @@ struct WarpGroup {
     std::uint32_t number;          // of Cluster::register_events
     std::uint32_t epochs[kWarps];  // of the warps' engines
     const void* call;
-    std::size_t accumulators;      // where they lie on each thread's stack
-    unsigned count;                // of a thread
-    Work work;                     // empty if done
+    std::size_t accumulators;      // offset in each thread's stack
+    unsigned count;                // accumulators of one thread
+    Work work;                     // empty once done
   };
-  // Accumulators by the shape of the products that used them since the last fence.
+  // Accumulators, with the shape of the wgmmas that have used them since the last fence.
   struct Shaped {
-    std::size_t low, high;  // of the stack
+    std::size_t low, high;  // offsets in the stack
     unsigned shape;
   };
-  // True values of accumulators that products in flight will change, by the first thread's place.
+  // Late mode: values of accumulators of wgmmas in flight, by address in the warpgroup's first
+  // thread.
   struct Hidden {
     unsigned products = 0;
     std::vector<float> values;
   };
   Meeting meeting;
-  std::uint64_t open = 0;  // number of the group that products now join
+  std::uint64_t open = 0;  // number of the group that new wgmmas join
   std::vector<Product> products;
   std::vector<Shaped> shaped;
   const void* fence_call = nullptr;

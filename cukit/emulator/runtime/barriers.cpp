@@ -32,13 +32,13 @@ void acquire_from(Fiber& fiber, const Clock* from) {
 
 namespace {
 
-// All of them know what each of them knew: they share one clock from now on.
+// Orders each fiber of a group after all others: they share one clock from now on.
 template <typename ForEach>
 void join(Cluster& cluster, const ForEach& for_each, Clock* joined) {
   const Clock* last = nullptr;
   for_each([&](Fiber& fiber) {
     if (joined == nullptr) joined = cluster.clocks.copy(fiber.seen);
-    // Most have met at the same barrier before: the same clock, merged once.
+    // Most have met at a barrier before and share a clock, which is merged once.
     if (fiber.seen != last) cluster.clocks.merge(joined, fiber.seen);
     last = fiber.seen;
     joined->seen[fiber.agent] = fiber.epoch;
@@ -60,16 +60,16 @@ void for_lanes(Block& block, const Warp& warp, unsigned lanes, const Visit& visi
 
 [[noreturn]] void mismatch(const Fiber& me, const std::string& how, const Barrier& barrier) {
   fault("mismatched barrier: " + how + "\n  " + name_of(me) + " " + where(me.call) +
-        "\n  others came " + where(barrier.first_call));
+        "\n  other threads arrived " + where(barrier.first_call));
 }
 
-// Everybody has come whom the barrier waits for.
+// Whether every thread that the barrier waits for has arrived.
 bool complete(const Block& block, const Barrier& barrier) {
   const bool less_exited = barrier.whole && barrier.waiters == barrier.arrived;
   return barrier.arrived >= (less_exited ? block.live : barrier.expected);
 }
 
-// Lets all threads go on that wait at a complete barrier, and makes it new. `last` is running already.
+// Releases all threads that wait at a complete barrier, and resets it. `last` is running already.
 void open(Block& block, Barrier& barrier, const Fiber* last) {
   if (checked()) {
     join(*block.cluster, [&](const auto& visit) {
@@ -90,7 +90,7 @@ void open(Block& block, Barrier& barrier, const Fiber* last) {
   barrier = Barrier{};
 }
 
-// Arrives, and comes back when all others have.
+// Arrives, and returns once all others have arrived.
 void arrive_and_wait(Fiber& me, Barrier& barrier, const char* what, unsigned number = 0,
                      unsigned threads = 0) {
   Block& block = *me.block;
@@ -105,15 +105,15 @@ void arrive_and_wait(Fiber& me, Barrier& barrier, const char* what, unsigned num
   }
 }
 
-// The first to come says how many there will be.
+// The first thread to arrive sets how many there will be.
 void expect(const Fiber& me, Barrier& barrier, unsigned expected, bool whole) {
   if (barrier.expected == 0) {
     barrier.expected = expected;
     barrier.whole = whole;
     barrier.first_call = me.call;
   } else if (barrier.expected != expected) {
-    mismatch(me, format("%u threads are expected here, %u by those who came first", expected,
-                        barrier.expected), barrier);
+    mismatch(me, format("%u threads are expected here, and %u by the threads that arrived first",
+                        expected, barrier.expected), barrier);
   }
 }
 
@@ -134,19 +134,19 @@ std::string stuck_barriers(const Cluster& cluster) {
       if (barrier.arrived == 0) continue;
       const std::string name = barrier.whole && number == 0 ? std::string("__syncthreads")
                                                             : format("named barrier %u", number);
-      text += format("\n  %s lacks %u of %u arrivals", name.c_str(),
+      text += format("\n  %s is missing %u of %u arrivals", name.c_str(),
                      barrier.expected - barrier.arrived, barrier.expected);
       std::vector<unsigned> absent;
       for (const Fiber* fiber : block.fibers) {
         const bool waits = barrier.waiting[fiber->index / kLanes] >> fiber->lane & 1;
         if (!waits && fiber->state != State::Exited) absent.push_back(fiber->index);
       }
-      if (barrier.whole) text += ": threads " + list_of(absent) + " have not come";
+      if (barrier.whole) text += ": threads " + list_of(absent) + " have not arrived";
     }
     for (const auto& [address, barrier] : block.mbarriers) {
       if (barrier.waiters.empty()) continue;
-      text += format("\n  the mbarrier at shared address %u lacks %u of %u arrivals and %lld bytes of "
-                     "copies in its phase %u", address, barrier.pending, barrier.expected,
+      text += format("\n  the mbarrier at shared address %u is missing %u of %u arrivals and %lld "
+                     "bytes of copies in its phase %u", address, barrier.pending, barrier.expected,
                      static_cast<long long>(barrier.transactions), barrier.phase);
       std::vector<unsigned> here;
       for (const unsigned agent : barrier.arrivals) here.push_back(agent % cluster.threads);
@@ -171,7 +171,7 @@ int sync_block(BlockVote vote, int predicate, int line) {
   if (barrier.expected == 0) {
     barrier.vote = vote;
   } else if (barrier.vote != vote) {
-    mismatch(me, "different forms of __syncthreads", barrier);
+    mismatch(me, "threads of the block call different forms of __syncthreads", barrier);
   }
   barrier.votes_true += predicate != 0;
   expect(me, barrier, static_cast<unsigned>(block.fibers.size()), true);
@@ -185,8 +185,9 @@ Barrier& named(const Fiber& me, unsigned number, unsigned threads) {
   const unsigned all = static_cast<unsigned>(me.block->fibers.size());
   const unsigned expected = threads == 0 ? all : threads;
   if (number >= kNamedBarriers || expected % kLanes != 0 || expected > all) {
-    fault(format("mismatched barrier: number %u with %u threads; expected 0 to 15 and a multiple of "
-                 "32 up to %u\n  ", number, expected, all) + name_of(me) + " " + where(me.call));
+    fault(format("mismatched barrier: barrier %u with %u threads; the number must be 0 to 15, the "
+                 "threads a multiple of 32 up to %u\n  ", number, expected, all) +
+          name_of(me) + " " + where(me.call));
   }
   Barrier& barrier = me.block->barriers[number];
   expect(me, barrier, expected, threads == 0);
@@ -226,8 +227,8 @@ void cluster_arrive() {
   CUKIT_ENTER(me);
   Cluster& cluster = *me.block->cluster;
   if (me.cluster_arrived) {
-    fault("mismatched barrier: a thread arrives at the cluster barrier twice without waiting\n  " +
-          name_of(me) + " " + where(me.call));
+    fault("mismatched barrier: a thread arrives at the cluster barrier twice without waiting in "
+          "between\n  " + name_of(me) + " " + where(me.call));
   }
   me.cluster_arrived = true;
   if (checked()) release_to(me, &cluster.cluster_joined);
@@ -239,7 +240,7 @@ void cluster_wait() {
   CUKIT_ENTER(me);
   Cluster& cluster = *me.block->cluster;
   if (!me.cluster_arrived) {
-    fault("mismatched barrier: a thread waits at the cluster barrier where it has not arrived\n  " +
+    fault("mismatched barrier: a thread waits at the cluster barrier without having arrived\n  " +
           name_of(me) + " " + where(me.call));
   }
   me.cluster_arrived = false;
@@ -258,7 +259,7 @@ void complete_sync(Block& block, Warp& warp, unsigned, unsigned lanes) {
   join(*block.cluster, [&](const auto& visit) { for_lanes(block, warp, lanes, visit); }, nullptr);
 }
 
-// The lane whose value a shuffle brings to `lane`.
+// The lane whose value `lane` receives in a shuffle.
 unsigned source_lane(WarpOp op, unsigned lane, unsigned argument, unsigned width) {
   const unsigned base = lane & ~(width - 1);
   switch (op) {
@@ -278,7 +279,8 @@ void complete_shuffle(Block& block, Warp& warp, unsigned kind, unsigned lanes) {
     const unsigned from =
         source_lane(static_cast<WarpOp>(kind), fiber.lane, fiber.argument, fiber.width);
     if (from >= kLanes || (lanes >> from & 1) == 0) {
-      fault(format("a shuffle reads lane %u, which takes no part in it\n  ", from) +
+      fault(format("a shuffle reads lane %u, which does not take part: name it in the mask, and "
+                   "let it reach the shuffle\n  ", from) +
             name_of(fiber) + " " + where(fiber.call));
     }
     results[fiber.lane] = block.lane(warp, from).value;

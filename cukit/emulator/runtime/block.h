@@ -1,5 +1,5 @@
-// The machine: fibers, warps, blocks and clusters, and the scheduler that runs a cluster on one
-// thread of the operating system.
+// The emulated machine: fibers, warps, blocks and clusters, and the scheduler that runs a cluster
+// on one OS thread.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,7 @@ namespace cukit::emulator {
 
 constexpr unsigned kLanes = 32;
 constexpr unsigned kNamedBarriers = 16;
-constexpr unsigned kEngines = 64;  // agents beside the threads: copies and products in the background
+constexpr unsigned kEngines = 64;  // agents besides the threads: asynchronous copies and wgmma
 
 struct Block;
 struct Cluster;
@@ -30,28 +30,29 @@ struct Warp;
 
 enum class State : std::uint8_t { Ready, Waiting, Exited };
 
-// A write that would be a race, were its value not the one that is there: judged once it is done.
-struct Suspect {
+// A write that is a race unless it stores the value that is already there; judged after the store.
+struct RacingStore {
   const unsigned char* pointer;
   unsigned bytes;  // 0 if there is none
   unsigned char before[16];
 };
 
-// What has to wait until a load or store that is about to happen has happened.
+// Work deferred until the load or store being checked has executed.
 struct Deferred {
-  const void* learn_from = nullptr;
-  Suspect suspect{};
+  const void* acquire_address = nullptr;
+  RacingStore store{};
   std::string report;
 };
 
-// What a thread read last of what others change by atomics.
+// The thread's last plain load that raced with an atomic: perhaps the first guess of an atomicCAS
+// loop (guesses.h).
 struct Guess {
   const void* pointer = nullptr;
-  std::uint32_t call = 0;   // where the load is
+  std::uint32_t call = 0;   // offset of the load in the kernel's code
   std::uint32_t epoch = 0;  // of the thread
 };
 
-// A CUDA thread. It lies at the top of its own stack.
+// A CUDA thread, stored at the top of its own stack.
 struct Fiber : Thread {
   void* stack_pointer = nullptr;
   unsigned char* stack_low = nullptr;
@@ -61,62 +62,62 @@ struct Fiber : Thread {
   unsigned agent = 0;  // in its cluster
   State state = State::Ready;
 
-  const void* call = nullptr;      // where the kernel called the emulator last
-  const char* waits_for = nullptr; // of a waiting fiber: a format for the two numbers
+  const void* call = nullptr;      // return address of the kernel's last call into the emulator
+  const char* waits_for = nullptr; // what it waits for: a printf format for wait_numbers
   unsigned wait_numbers[2] = {};
   unsigned polls = 0;
   unsigned atomics = 0;
-  const void* polled = nullptr;    // what it read atomically last
+  const void* polled = nullptr;    // address of its last atomic or volatile access
   bool has_deferred = false;
   Deferred deferred;
   Guess guess;
 
-  std::uint64_t value = 0;         // what it brings to a warp collective, and takes from it
+  std::uint64_t value = 0;         // operand, then result, of a warp collective
   unsigned argument = 0, width = 0;
-  const void* operands = nullptr;  // of an instruction of the whole warp
-  std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
-  bool cluster_arrived = false;    // and has not waited yet
-  int vote = 0;                    // what it takes from a voting barrier
-  const void* converging = nullptr;  // where it waits for the lanes that are with it
-  unsigned converged = 0;            // and those that were
+  const void* operands = nullptr;  // of a warp-wide or warpgroup-wide instruction
+  std::uint64_t cluster_generation = 0;  // of the cluster barrier when this thread arrived
+  bool cluster_arrived = false;    // at the cluster barrier, and has not waited yet
+  int vote = 0;                    // result of a voting barrier, such as __syncthreads_count
+  const void* converging = nullptr;  // call site of the coalesced group being formed
+  unsigned converged = 0;            // lanes of the group formed last
 
   Clock* seen = nullptr;
-  Clock* fenced = nullptr;         // what it had seen at its last proxy fence
+  Clock* fenced = nullptr;         // `seen` at its last proxy fence
   std::uint32_t epoch = 0;
   std::uint32_t fence_epoch = 0;   // its own accesses up to here are visible to the async proxy
-  std::uint32_t mbarrier_fence_epoch = 0;  // mbarriers that it initialised up to here, to the cluster
+  std::uint32_t mbarrier_fence_epoch = 0;  // its mbarriers up to here are visible to the cluster
   Registers registers;
 
   CopyGroups copies;               // cp.async
-  BulkGroups bulk;                 // cp.async.bulk towards global memory
+  BulkGroups bulk;                 // cp.async.bulk to global memory
 };
 
-// Lanes that have come to one warp collective and wait for the rest of its mask.
+// Lanes that have reached one warp collective and wait for the rest of its mask.
 struct Meeting {
   const char* name;
   void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes);
   unsigned kind;
   unsigned mask;
   unsigned arrived;
-  bool whole;  // an instruction of all lanes, which one that has exited is missing from
+  bool whole;  // needs all 32 lanes, exited ones included
 };
 
 struct Warp {
-  unsigned first = 0;  // thread
-  unsigned lanes = 0;  // that exist
-  unsigned live = 0;   // that have not exited
-  unsigned ready = 0;  // that could run now
+  unsigned first = 0;  // index of its first thread
+  unsigned lanes = 0;  // mask of lanes that exist
+  unsigned live = 0;   // mask of lanes that have not exited
+  unsigned ready = 0;  // mask of lanes that can run
   std::vector<Meeting> meetings;
 };
 
 struct Barrier {
-  unsigned expected = 0;  // threads; 0 while nobody has come
+  unsigned expected = 0;  // threads; 0 until the first one arrives
   unsigned arrived = 0;
-  unsigned waiters = 0;           // of those that have arrived
-  bool whole = false;             // of all threads of the block, less those that have exited
-  unsigned waiting[kLanes] = {};  // lanes of each warp
+  unsigned waiters = 0;           // arrived threads that also wait
+  bool whole = false;             // expects all threads of the block but exited ones
+  unsigned waiting[kLanes] = {};  // waiting lanes of each warp
   const void* first_call = nullptr;
-  int line[kLanes] = {};          // where each warp's first lane came from
+  int line[kLanes] = {};          // source line of each warp's first arrival
   BlockVote vote = BlockVote::None;
   int votes_true = 0;
   Clock* joined = nullptr;
@@ -134,20 +135,20 @@ struct Block {
   std::unordered_map<std::uint32_t, Mbarrier> mbarriers;
   std::vector<WarpGroup> warp_groups;
 
-  // Static shared memory lives at `static_shared` while this block is the resident one of its
-  // cluster, and in `static_copy` otherwise.
+  // Static shared memory is at `static_shared` while this block is its cluster's resident one, and
+  // in `static_copy` otherwise.
   unsigned char* static_shared = nullptr;
   std::vector<unsigned char> static_copy;
   unsigned char* dynamic_shared = nullptr;
   std::unique_ptr<unsigned char[]> dynamic_storage;
   std::size_t dynamic_capacity = 0;
   Shadow shadow;
-  // What every access needs to know of the cluster and the launch.
+  // Fields of the cluster and the launch that every check reads.
   std::size_t static_bytes = 0, dynamic_bytes = 0;
   std::uintptr_t code_base = 0;
   std::uint32_t base_epoch = 0;
   bool global_races = false;
-  std::unordered_map<std::uintptr_t, Published> published;  // at addresses of shared memory
+  std::unordered_map<std::uintptr_t, Published> published;  // by address in shared memory
 
   Fiber& lane(const Warp& warp, unsigned i) { return *fibers[warp.first + i]; }
 };
@@ -176,10 +177,10 @@ struct Launch {
   std::uint32_t late;
   std::uint32_t global_races;
   std::uint32_t same_value_writes;
-  std::uint32_t cas_guesses;    // are reported, too
+  std::uint32_t cas_guesses;    // report them, too
   std::uint64_t seed;
   std::uint32_t interruptible;  // Ctrl-C ends it
-  std::uint32_t arch;           // the GPU's, as 900 for sm_90
+  std::uint32_t arch;           // of the emulated GPU: 900 for sm_90
   double patience;  // seconds
   char* message;
   std::uint32_t message_bytes;
@@ -195,7 +196,7 @@ struct Module {  // the kernel's shared object
 struct Run;  // a launch in progress (launch.cpp)
 struct Worker;
 
-// The state of all workers when one of them last made a step.
+// A snapshot of all workers, taken when one of them last made progress.
 struct Watch {
   std::uint64_t steps = 0;
   std::vector<std::uint64_t> polls;
@@ -216,7 +217,7 @@ struct Cluster {
   unsigned live = 0;
   Block* resident = nullptr;
   std::uint64_t random = 0;
-  // Progress, over all launches: whatever changes memory or lets a thread go on, polls left out.
+  // Progress over all launches: counts memory writes, ends of waits and exits, but no polls.
   std::uint64_t steps = 0;
   Watch watch;
 
@@ -229,7 +230,7 @@ struct Cluster {
   std::uint32_t base_epoch = 0;  // every access of earlier clusters is at or before it
   std::uint32_t newest_epoch = 0;
   std::uint32_t engine_epoch[kEngines] = {};
-  std::uint32_t register_events = 0;  // fences and products of wgmma, over all launches
+  std::uint32_t register_events = 0;  // wgmma fences and wgmmas, over all launches
 
   ~Cluster();
   // Runs the cluster of this number to its end, or until any worker finds a fault.
@@ -246,66 +247,69 @@ struct Cluster {
 
 inline Fiber& current() { return *static_cast<Fiber*>(cukit_emulator_thread); }
 
-// To be called first in every call from a kernel: remembers where from.
+// The first statement of every function that a kernel calls: records the call site.
 #define CUKIT_ENTER(name)                                     \
   ::cukit::emulator::Fiber& name = ::cukit::emulator::current(); \
-  ::cukit::emulator::settle(name);                            \
+  ::cukit::emulator::run_deferred(name);                            \
   name.call = __builtin_return_address(0)
 
-// Does what the thread has put off until after its last load or store.
-void settle_now(Fiber& me);
-inline void settle(Fiber& me) {
-  if (__builtin_expect(me.has_deferred, false)) settle_now(me);
+// Does the work that the thread has deferred until after its last load or store.
+void run_deferred_now(Fiber& me);
+inline void run_deferred(Fiber& me) {
+  if (__builtin_expect(me.has_deferred, false)) run_deferred_now(me);
 }
 
-// The running fiber waits for somebody to call make_ready. `what` says for what, should that never
-// happen: a format for the two numbers.
+// Blocks the running fiber until make_ready is called for it. `what` describes the wait in a
+// deadlock report: a printf format for the two numbers.
 void wait_for(const char* what, unsigned first = 0, unsigned second = 0);
 constexpr const char* kClusterWait = "the cluster barrier";
 void make_ready(Block& block, Warp& warp, unsigned lanes);
 inline void make_ready(Fiber& fiber) { make_ready(*fiber.block, *fiber.warp, 1u << fiber.lane); }
-// Lets others run now if the seed says so: after a barrier any thread may be first.
+// Switches to another fiber if the launch has a seed: after a barrier any thread may run first.
 void shuffle_order();
 std::uint32_t random_number(Cluster& cluster);
 
-// Comes back when every live lane of `mask` has called it with the same arguments; `complete` runs
-// once, before anybody comes back.
+// Returns once every live lane of `mask` has called it with the same arguments; `complete` runs
+// once, before any call returns.
 void meet(unsigned kind, unsigned mask, const char* name,
           void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes), bool whole = false);
-// The same for an instruction of a whole warp: comes back when all its 32 lanes have called it.
+// The same for a warp-wide instruction: returns once all 32 lanes have called it.
 inline void meet_warp(unsigned kind, const char* name,
                       void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes)) {
   meet(kind, ~0u, name, complete, true);
 }
-// The same for an instruction of a warpgroup: for the 128 threads of four warps, from a multiple of
-// four on. Ends the launch if some of them come to another one.
+// The same for a warpgroup-wide instruction: the 128 threads of four consecutive warps, the first
+// of which is a multiple of four. Ends the launch if some of them reach another such instruction.
 void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group));
 
-// A thread has exited: barriers of the whole block need not wait for it.
+// Called when a thread has exited: opens the block-wide barriers that waited only for that thread.
 void open_block_barriers(Block& block);
-// Whether a byte of static shared memory is the compiler's, who keeps there whether an object beside it has
-// been constructed. CUDA has only objects whose constructors do nothing: what the byte holds never matters.
+// Whether a byte of static shared memory belongs to a guard variable, in which the compiler records
+// that an object has been constructed. CUDA allows only objects with empty constructors, so its
+// value never matters.
 bool is_guard(const Module& module, std::size_t byte);
-// What the barriers lack that threads wait at, a line each: arrivals, and bytes of copies.
+// One line for each barrier that threads wait at: the arrivals and the bytes of copies it is
+// missing.
 std::string stuck_barriers(const Cluster& cluster);
 // "0-31, 64" for sorted numbers.
 std::string list_of(const std::vector<unsigned>& threads);
-// Everybody has arrived at the cluster barrier, or exited.
+// To be called when every thread has arrived at the cluster barrier or exited.
 void open_cluster_barrier(Cluster& cluster);
 
-// Instructions of whole warps and warpgroups that wait for threads which have not come: a line each.
+// One line for each warp-wide or warpgroup-wide instruction that is missing threads.
 std::string missing_threads(const Cluster& cluster);
 
-// Who waits where for what, and who has exited: lines that each begin with a newline.
+// Which threads wait, where and for what, and which have exited: each line begins with a newline.
 std::string waiting_threads(const Cluster& cluster);
 
-// Leaves the cluster as it stands: execute() returns.
-[[noreturn]] void leave(Cluster& cluster);
+// Abandons the cluster's threads: execute() returns.
+[[noreturn]] void abandon(Cluster& cluster);
 
-// Starts what was put off in the late mode. False if there is nothing that would help.
+// Does the work that the late mode has deferred and threads wait for. False if there is none.
 bool finish_late_work(Cluster& cluster);
 
-// Ends the launch. In the text, where(address) becomes a source line (cukit/emulator/report.py).
+// Ends the launch with this report; cukit/emulator/report.py turns where(address) into a source
+// line.
 [[noreturn]] void fault(const std::string& text);
 std::string where(const void* call);
 std::string name_of(const Fiber& fiber);
@@ -317,32 +321,33 @@ struct Place {
   Block* block;
   unsigned char* pointer;
 };
-// GPUs that have an instruction: from the one on, up to the other.
+// The architectures that have an instruction: `first` to `last`.
 struct Archs {
   std::uint32_t first, last;
 };
 constexpr Archs kSinceAda{890, ~0u};
 constexpr Archs kSinceHopper{900, ~0u};
 constexpr Archs kOnlyHopper{900, 900};
-[[noreturn]] void lacks(const Fiber& me, Archs archs, const char* instruction);
-// Ends the launch if the GPU that is emulated lacks the instruction.
+[[noreturn]] void missing_instruction(const Fiber& me, Archs archs, const char* instruction);
+// Ends the launch if the emulated GPU lacks the instruction.
 inline void require(const Fiber& me, Archs archs, const char* instruction) {
   const std::uint32_t arch = me.block->cluster->launch->arch;
-  if (arch < archs.first || arch > archs.last) lacks(me, archs, instruction);
+  if (arch < archs.first || arch > archs.last) missing_instruction(me, archs, instruction);
 }
 
-// Where a shared::cluster address lies. Ends the launch unless `bytes` of it are shared memory.
+// The block and the pointer of a shared::cluster address. Ends the launch unless all `bytes` are
+// shared memory.
 Place place_of(const Fiber& fiber, std::uint32_t address, std::size_t bytes);
 
-// Without the rank of a shared::cluster address.
+// A shared::cluster address without its rank.
 std::uint32_t local_address(std::uint32_t address);
 
 // Happens-before -----------------------------------------------------------------------------------
 
 inline bool checked() { return current().block->cluster->launch->checked != 0; }
-// The fiber's knowledge goes into *into (created if null), and its next accesses come after.
+// Merges the fiber's vector clock into *into (created if null) and starts the fiber's next epoch.
 void release_to(Fiber& fiber, Clock** into);
-// The fiber knows what `from` knows.
+// Merges `from` into the fiber's vector clock.
 void acquire_from(Fiber& fiber, const Clock* from);
 void advance(Fiber& fiber);
 

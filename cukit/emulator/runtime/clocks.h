@@ -1,33 +1,36 @@
-// Vector clocks: what each thread knows of the others' progress, through barriers and fences.
+// Vector clocks: for each thread, the epoch of every other agent up to which it is ordered after
+// that agent's accesses.
 //
-// Agents are the threads of a cluster and a few engines that copy and multiply on their own. Agent i
-// is at epoch e_i; an access by agent i in epoch e happened before one by agent j iff
+// Agents are the threads of a cluster and its engines, which copy and multiply asynchronously.
+// Agent i is at epoch e_i; an access by agent i in epoch e happened before one by agent j iff
 // e <= seen_j[i]. Threads that met at a barrier share one array, which is never changed afterwards.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "knowledge.h"
+#include "foreign_epochs.h"
 
 namespace cukit::emulator {
 
 struct Clock {
   unsigned references;
   std::uint32_t* seen;
-  Knowledge foreign;    // of other clusters
-  Knowledge published;  // what the last fences have made visible to whoever sees a later atomic write:
-  Knowledge published_in_block;  // to all of them, or, after a fence of the block, to threads of it
+  ForeignEpochs foreign;  // of other clusters
+  // What the last fences have made visible to readers of a later atomic write: to all of them, and,
+  // after a fence of the block, to threads of the block.
+  ForeignEpochs published;
+  ForeignEpochs published_in_block;
 };
 
 class ClockPool {
  public:
   ~ClockPool();
 
-  // Forgets all clocks; later ones have `agents` entries.
+  // Discards all clocks; later ones have `agents` entries.
   void reset(unsigned agents);
 
-  // A clock with every entry `epoch`, or a copy, referenced once.
+  // A clock with every entry `epoch`, or a copy; either has one reference.
   Clock* filled(std::uint32_t epoch);
   Clock* copy(const Clock* from);
 

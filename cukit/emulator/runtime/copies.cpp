@@ -1,4 +1,4 @@
-// cp.async, and bulk copies that report to mbarriers or are counted in groups.
+// cp.async, and bulk copies that complete on mbarriers or in groups.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -12,20 +12,21 @@ namespace {
 
 [[noreturn]] void misaligned(const Fiber& me, const char* what, std::uint64_t address,
                              unsigned alignment) {
-  fault(format("misaligned: %s needs multiples of %u bytes, got %llu more\n  ", what, alignment,
-               static_cast<unsigned long long>(address % alignment)) +
+  fault(format("misaligned: %s must be a multiple of %u bytes, and is %llu bytes more than one\n  ",
+               what, alignment, static_cast<unsigned long long>(address % alignment)) +
         name_of(me) + " " + where(me.call));
 }
 
 bool late(const Fiber& me) { return me.block->cluster->launch->late != 0; }
 
-// Static shared memory of a cluster moves whenever its blocks take turns, dynamic does not.
+// The late mode's copies need fixed addresses. A cluster's static shared memory changes place when
+// another of its blocks runs; dynamic shared memory does not.
 void require_steady(const Fiber& me, const Block& block, const unsigned char* pointer) {
   const Cluster& cluster = *me.block->cluster;
   const auto at = static_cast<std::size_t>(pointer - block.dynamic_shared);
   if (cluster.num_blocks > 1 && at >= cluster.launch->dynamic_bytes) {
-    fault("not emulated: a bulk copy of static shared memory in a cluster, put off by the late mode\n  " +
-          name_of(me) + " " + where(me.call));
+    fault("not emulated: a bulk copy of static shared memory in a cluster with late=True; use "
+          "dynamic shared memory\n  " + name_of(me) + " " + where(me.call));
   }
 }
 
@@ -35,9 +36,10 @@ void require_steady(const Fiber& me, const Block& block, const unsigned char* po
 
 void cp_async(std::uint32_t shared, const void* global, unsigned bytes, unsigned present) {
   CUKIT_ENTER(me);
-  if (shared % bytes != 0) misaligned(me, "cp.async to shared memory", shared, bytes);
+  if (shared % bytes != 0) misaligned(me, "the shared address of cp.async", shared, bytes);
   if (present > 0 && reinterpret_cast<std::uintptr_t>(global) % bytes != 0) {
-    misaligned(me, "cp.async from global memory", reinterpret_cast<std::uintptr_t>(global), bytes);
+    misaligned(me, "the global address of cp.async", reinterpret_cast<std::uintptr_t>(global),
+               bytes);
   }
   const Place place = place_of(me, shared, bytes);
   if (checked()) {
@@ -80,9 +82,10 @@ namespace {
 
 constexpr std::size_t kMbarrierBytes = 8;
 
-// mbarrier.init is an ordinary write. Threads of the own block know of it after a barrier; TMA, which
-// reports to the mbarrier, and threads of other blocks after a fence too, by the thread that initialised
-// it and before that barrier: fence.mbarrier_init, or, for TMA, a proxy fence.
+// mbarrier.init is an ordinary write. Threads of the same block may use the mbarrier after a
+// barrier. TMA, which completes on it, and threads of other blocks also need a fence between the
+// initialisation and that barrier, by the initialising thread: fence.mbarrier_init, or, for TMA, a
+// proxy fence.
 void check_initialisation(const Fiber& me, const Mbarrier& barrier, std::uint32_t address,
                           bool by_engine) {
   const Fiber& initialiser = *barrier.initialiser;
@@ -97,7 +100,7 @@ void check_initialisation(const Fiber& me, const Mbarrier& barrier, std::uint32_
   fault(format("missing fence_mbarrier_init: %s uses the mbarrier at shared address %u",
                by_engine ? "TMA" : "another block of the cluster", local_address(address)) +
         "\n  " + name_of(me) + " " + where(me.call) +
-        "\n  no fence_mbarrier_init, before the barrier in between, follows its initialisation by\n  " +
+        "\n  call fence_mbarrier_init() before the barrier that follows its initialisation by\n  " +
         name_of(initialiser) + " " + where(barrier.initialised_call));
 }
 
@@ -105,8 +108,10 @@ Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use, bool by
   const Place place = place_of(me, address, kMbarrierBytes);
   const auto found = place.block->mbarriers.find(local_address(address));
   if (found == place.block->mbarriers.end()) {
-    fault(format("%s of an mbarrier that was not initialised, at shared address %u\n  ", use,
-                 local_address(address)) + name_of(me) + " " + where(me.call));
+    fault(format("%s an mbarrier that was not initialised, at shared address %u: call "
+                 "mbarrier_init first, and put a barrier in between\n  ", use,
+                 local_address(address)) +
+          name_of(me) + " " + where(me.call));
   }
   if (checked()) {
     check_shared(thread_actor(me), *place.block, place.pointer, kMbarrierBytes, Access::Atomic);
@@ -115,8 +120,8 @@ Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use, bool by
   return found->second;
 }
 
-// Ends the phase if everybody has arrived and every byte has come.
-void settle(Cluster& cluster, Mbarrier& barrier) {
+// Completes the phase if every thread has arrived and every byte has been copied.
+void complete_phase(Cluster& cluster, Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.transactions != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
@@ -129,8 +134,8 @@ void settle(Cluster& cluster, Mbarrier& barrier) {
   barrier.waiters.clear();
 }
 
-// Who waits for the phase knows what the copies and products did that the thread has waited for, but
-// nothing of the thread's own accesses.
+// Threads that wait for the phase are ordered after the copies and wgmmas that this thread has
+// waited for, but not after its own accesses.
 void release_engines_to(const Fiber& me, Clock** into) {
   Cluster& cluster = *me.block->cluster;
   if (*into == nullptr) *into = cluster.clocks.filled(cluster.base_epoch);
@@ -141,8 +146,9 @@ void release_engines_to(const Fiber& me, Clock** into) {
 
 void arrive_once(Fiber& me, Mbarrier& barrier, bool relaxed) {
   if (barrier.pending == 0) {
-    fault(format("mbarrier: more arrivals in a phase than the %u it was initialised with\n  ",
-                 barrier.expected) + name_of(me) + " " + where(me.call));
+    fault(format("mbarrier: more arrivals in a phase than the %u of its mbarrier_init; raise that "
+                 "count, or let fewer threads arrive\n  ", barrier.expected) +
+          name_of(me) + " " + where(me.call));
   }
   if (checked()) {
     if (relaxed) {
@@ -153,14 +159,16 @@ void arrive_once(Fiber& me, Mbarrier& barrier, bool relaxed) {
   }
   --barrier.pending;
   barrier.arrivals.push_back(me.agent);
-  settle(*me.block->cluster, barrier);
+  complete_phase(*me.block->cluster, barrier);
 }
 
 }  // namespace
 
 void mbarrier_init(std::uint32_t address, unsigned arrivals) {
   CUKIT_ENTER(me);
-  if (address % kMbarrierBytes != 0) misaligned(me, "mbarrier", address, kMbarrierBytes);
+  if (address % kMbarrierBytes != 0) {
+    misaligned(me, "the shared address of an mbarrier", address, kMbarrierBytes);
+  }
   const Place place = place_of(me, address, kMbarrierBytes);
   if (checked()) {
     check_shared(thread_actor(me), *place.block, place.pointer, kMbarrierBytes, Access::Write);
@@ -184,19 +192,19 @@ void fence_mbarrier_init() {
 
 void mbarrier_arrive(std::uint32_t address, unsigned bytes) {
   CUKIT_ENTER(me);
-  Mbarrier& barrier = mbarrier_at(me, address, "arrive");
+  Mbarrier& barrier = mbarrier_at(me, address, "arrival at");
   barrier.transactions += bytes;
   arrive_once(me, barrier, false);
 }
 
 void mbarrier_arrive_relaxed(std::uint32_t address) {
   CUKIT_ENTER(me);
-  arrive_once(me, mbarrier_at(me, address, "arrive"), true);
+  arrive_once(me, mbarrier_at(me, address, "arrival at"), true);
 }
 
 void mbarrier_wait(std::uint32_t address, unsigned parity) {
   CUKIT_ENTER(me);
-  Mbarrier& barrier = mbarrier_at(me, address, "wait");
+  Mbarrier& barrier = mbarrier_at(me, address, "wait for");
   while ((barrier.phase & 1) == parity) {
     barrier.waiters.push_back(&me);
     wait_for("the mbarrier at shared address %u, phase of parity %u", local_address(address),
@@ -215,26 +223,26 @@ void mbarrier_wait(std::uint32_t address, unsigned parity) {
   barrier.landings.resize(kept);
 }
 
-void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
+void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
                 unsigned bytes, unsigned swizzle, Work work) {
   Mbarrier& barrier = mbarrier_at(
       me, target.rank == me.block->rank ? local_address(barrier_address)
                                         : map_to_rank(local_address(barrier_address), target.rank),
-      "a copy's report", true);
+      "completion of a copy on", true);
   Cluster& cluster = *me.block->cluster;
   if (checked()) {
     const Actor actor = engine_actor(me, barrier.engine);
     check_shared(actor, target, to, bytes, Access::Write, swizzle);
     set_pending(target, to, bytes);
     barrier.landings.push_back({&target, to, bytes, barrier.phase, actor});
-    // Who waits for the phase knows of the copy.
+    // Threads that wait for the phase are ordered after the copy.
     if (barrier.joined == nullptr) barrier.joined = cluster.clocks.filled(cluster.base_epoch);
     barrier.joined->seen[actor.agent] = actor.epoch;
   }
   Work finish = [&cluster, &barrier, bytes, work = std::move(work)] {
     work();
     barrier.transactions -= bytes;
-    settle(cluster, barrier);
+    complete_phase(cluster, barrier);
   };
   if (late(me)) {
     require_steady(me, target, to);
@@ -250,12 +258,12 @@ void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::ui
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "cp.async.bulk");
   const auto source = reinterpret_cast<std::uintptr_t>(global);
-  if (shared % 16 != 0) misaligned(me, "cp.async.bulk to shared memory", shared, 16);
-  if (source % 16 != 0) misaligned(me, "cp.async.bulk from global memory", source, 16);
+  if (shared % 16 != 0) misaligned(me, "the shared address of cp.async.bulk", shared, 16);
+  if (source % 16 != 0) misaligned(me, "the global address of cp.async.bulk", source, 16);
   if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
   if (checked()) check(thread_actor(me), global, bytes, Access::Read);
   unsigned char* const to = place_in(me, *me.block, shared, bytes);
-  land_later(me, *me.block, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
+  start_inbound_copy(me, *me.block, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
 }
 
 namespace {
@@ -275,11 +283,11 @@ void add_atomically(float* to, float value) {
   }
 }
 
-// The shared side of a bulk copy to global memory, whose alignments are in order.
+// Checks a bulk copy to global memory and returns its source in shared memory.
 Place bulk_source(Fiber& me, void* global, std::uint32_t shared, unsigned bytes, Access access) {
   const auto target = reinterpret_cast<std::uintptr_t>(global);
-  if (shared % 16 != 0) misaligned(me, "cp.async.bulk from shared memory", shared, 16);
-  if (target % 16 != 0) misaligned(me, "cp.async.bulk to global memory", target, 16);
+  if (shared % 16 != 0) misaligned(me, "the shared address of cp.async.bulk", shared, 16);
+  if (target % 16 != 0) misaligned(me, "the global address of cp.async.bulk", target, 16);
   if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
   if (checked()) check(thread_actor(me), global, bytes, access);
   return place_of(me, shared, bytes);
@@ -291,7 +299,7 @@ void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "cp.async.bulk");
   const Place place = bulk_source(me, global, shared, bytes, Access::Write);
-  read_later(me, place, bytes, [from = place.pointer, global, bytes] {
+  start_outbound_copy(me, place, bytes, [from = place.pointer, global, bytes] {
     std::memcpy(global, from, bytes);
   });
 }
@@ -300,7 +308,7 @@ void bulk_add(float* global, std::uint32_t shared, unsigned bytes) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "cp.reduce.async.bulk");
   const Place place = bulk_source(me, global, shared, bytes, Access::Atomic);
-  read_later(me, place, bytes, [from = place.pointer, global, bytes] {
+  start_outbound_copy(me, place, bytes, [from = place.pointer, global, bytes] {
     for (unsigned i = 0; i < bytes / sizeof(float); ++i) {
       float value;
       std::memcpy(&value, from + i * sizeof(float), sizeof(float));
@@ -309,7 +317,7 @@ void bulk_add(float* global, std::uint32_t shared, unsigned bytes) {
   });
 }
 
-void read_later(Fiber& me, const Place& place, unsigned bytes, Work work) {
+void start_outbound_copy(Fiber& me, const Place& place, unsigned bytes, Work work) {
   const unsigned engine = kMbarrierEngines + me.index % kStoreEngines;
   std::uint32_t epoch = 0;
   if (checked()) {
@@ -338,12 +346,12 @@ void bulk_wait(unsigned pending) {
   while (done < items.size() && items[done].group + pending < me.bulk.open) {
     BulkGroups::Item& item = items[done++];
     if (item.work) item.work();
-    if (checked()) learn_of_engine(me, item.engine, item.epoch);
+    if (checked()) order_after_engine(me, item.engine, item.epoch);
   }
   items.erase(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
+void order_after_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
   Cluster& cluster = *me.block->cluster;
   const unsigned agent = cluster.first_engine() + engine;
   if (me.seen->seen[agent] >= epoch) return;
@@ -368,7 +376,7 @@ void fence_proxy_async() {
 void store_remote(std::uint32_t address, std::uint32_t value) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "st.shared::cluster");
-  if (address % 4 != 0) misaligned(me, "st.shared::cluster", address, 4);
+  if (address % 4 != 0) misaligned(me, "the address of st.shared::cluster", address, 4);
   const Place place = place_of(me, address, 4);
   if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Write);
   std::memcpy(place.pointer, &value, 4);
@@ -377,10 +385,10 @@ void store_remote(std::uint32_t address, std::uint32_t value) {
 std::uint32_t fetch_add_remote(std::uint32_t address, std::uint32_t value) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "atom.shared::cluster");
-  if (address % 4 != 0) misaligned(me, "atom.shared::cluster", address, 4);
+  if (address % 4 != 0) misaligned(me, "the address of atom.shared::cluster", address, 4);
   const Place place = place_of(me, address, 4);
   if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Atomic);
-  // Blocks of a cluster take turns on one thread of the operating system.
+  // One OS thread runs all blocks of a cluster.
   std::uint32_t old;
   std::memcpy(&old, place.pointer, 4);
   const std::uint32_t sum = old + value;
@@ -392,11 +400,11 @@ void store_async(std::uint32_t address, const void* value, std::uint32_t barrier
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "st.async");
   constexpr unsigned kBytes = 16;
-  if (address % kBytes != 0) misaligned(me, "st.async", address, kBytes);
+  if (address % kBytes != 0) misaligned(me, "the address of st.async", address, kBytes);
   const Place place = place_of(me, address, kBytes);
   std::array<unsigned char, kBytes> bytes;
   std::memcpy(bytes.data(), value, kBytes);
-  land_later(me, *place.block, barrier, place.pointer, kBytes, 0,
+  start_inbound_copy(me, *place.block, barrier, place.pointer, kBytes, 0,
              [to = place.pointer, bytes] { std::memcpy(to, bytes.data(), kBytes); });
 }
 

@@ -1,16 +1,16 @@
-// The units that copy and multiply beside the threads.
+// Engines: the asynchronous units that copy and multiply while the threads run.
 #pragma once
 
 #include "block.h"
 
 namespace cukit::emulator {
 
-// Each engine is an agent of its own (clocks.h). Copies that report to one mbarrier share one, so do a
-// thread's stores and a warp's products.
+// Each engine is an agent (clocks.h). Copies that complete on one mbarrier share an engine, and so
+// do a thread's bulk stores and a warp's wgmmas.
 constexpr unsigned kMbarrierEngines = 16;
 constexpr unsigned kStoreEngines = 16;
 constexpr unsigned kProductEngines = 32;
-static_assert(kMbarrierEngines + kStoreEngines + kProductEngines == kEngines, "every agent is one");
+static_assert(kMbarrierEngines + kStoreEngines + kProductEngines == kEngines, "all engines");
 
 // For messages: what engine `number` does.
 inline std::string name_of_engine(unsigned number) {
@@ -19,20 +19,21 @@ inline std::string name_of_engine(unsigned number) {
                                                      : "wgmma, which runs asynchronously,";
 }
 
-// A copy of `bytes` to `to`, in the shared memory of `target`, that reports to that block's mbarrier.
-void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
+// Starts a copy of `bytes` to `to`, in the shared memory of `target`, that completes on that
+// block's mbarrier.
+void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
                 unsigned bytes, unsigned swizzle, Work work);
-// A copy out of shared memory, in the thread's open bulk group.
-void read_later(Fiber& me, const Place& place, unsigned bytes, Work work);
-// The thread has waited for what the engine did in this epoch.
-void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch);
-// Ends the launch: ordinary code touches registers that products in flight have.
+// Starts a copy out of shared memory, in the thread's open bulk group.
+void start_outbound_copy(Fiber& me, const Place& place, unsigned bytes, Work work);
+// The thread has waited for everything that the engine did up to this epoch.
+void order_after_engine(Fiber& me, unsigned engine, std::uint32_t epoch);
+// Ends the launch: ordinary code accesses registers of a wgmma in flight.
 [[noreturn]] void touched_in_flight(const Fiber& me, const void* pointer, std::size_t bytes,
                                     Access access);
-// Ends the launch: nobody has waited for products of the thread's warpgroup.
+// Ends the launch: the thread exits while a wgmma of its warpgroup is in flight.
 [[noreturn]] void exit_before_products(const Fiber& me);
 
-// The array of a tensor map among the launch's parameters, or inside of one.
+// The array of a tensor map that is a parameter of the launch or a member of one.
 struct MappedArray {
   std::uintptr_t low, high;
   unsigned argument;
@@ -41,7 +42,7 @@ struct MappedArray {
 };
 std::vector<MappedArray> arrays_of_maps(const Launch& launch);
 
-// An access of the thread to its own stack, where its registers are.
+// Records an access of the thread to its own stack, where its registers are.
 inline void touch(Fiber& me, const void* pointer, std::size_t bytes, Access access) {
   if (!me.registers.watched()) return;
   const auto place = static_cast<std::size_t>(static_cast<const unsigned char*>(pointer) -
@@ -54,12 +55,12 @@ inline bool on_stack(const Fiber& me, const void* pointer) {
   return static_cast<std::size_t>(static_cast<const unsigned char*>(pointer) - me.stack_low) <
          Stack::kBytes;
 }
-// What an instruction does with registers, which the compiler's instrumentation does not see.
+// Records an instruction's access to registers, which the compiler does not instrument.
 inline void use_registers(Fiber& me, const void* pointer, std::size_t bytes, Access access) {
   if (on_stack(me, pointer)) touch(me, pointer, bytes, access);
 }
 
-// The same place in another block of the cluster.
+// The same offset in the shared memory of another block of the cluster.
 inline unsigned char* place_in(const Fiber& me, const Block& target, std::uint32_t shared,
                                unsigned bytes) {
   const std::uint32_t local = local_address(shared);
@@ -67,7 +68,7 @@ inline unsigned char* place_in(const Fiber& me, const Block& target, std::uint32
       .pointer;
 }
 
-// The blocks of a multicast, by the bits of `blocks`; 0 stands for the caller's own.
+// Visits the blocks of a multicast: the set bits of `blocks`, or the caller's own block if it is 0.
 template <typename Visit>
 void for_targets(Fiber& me, unsigned blocks, const Visit& visit) {
   if (blocks == 0) {

@@ -68,7 +68,7 @@ cukit_emulator_switch:
 )");
 
 #else
-#error "the emulator switches fibers on x86-64 and aarch64"
+#error "the emulator supports x86-64 and aarch64 only"
 #endif
 
 namespace cukit::emulator {
@@ -78,7 +78,7 @@ constexpr std::size_t kMapped = Stack::kGuardBytes + Stack::kSpreadBytes + Stack
 }
 
 Stack::Stack(std::size_t number) {
-  constexpr std::size_t kStep = 320;  // five lines of a cache
+  constexpr std::size_t kStep = 320;  // five cache lines
   void* mapping = mmap(nullptr, kMapped, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();

@@ -1,4 +1,4 @@
-// A stack of its own and a way to switch to it.
+// A fiber's stack, and the switch between fibers.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,13 @@ extern "C" void cukit_emulator_switch(void** save, void* load);
 class Stack {
  public:
   static constexpr std::size_t kBytes = 256 * 1024;
-  static constexpr std::size_t kGuardBytes = 64 * 1024;  // whatever the size of pages
+  static constexpr std::size_t kGuardBytes = 64 * 1024;  // a multiple of every page size
   static constexpr std::size_t kSpreadBytes = 16 * 1024;
 
-  // `number` decides where in its memory the stack lies: what all fibers touch at every switch would otherwise
-  // compete for the same few sets of the processor's caches. A variable has the same distance from low() in
-  // all threads that call the same functions: wgmma's registers are known by it.
+  // `number` varies where the stack starts in its mapping: otherwise the lines that every fiber
+  // touches at a switch would compete for a few sets of the CPU's caches. A variable has the same
+  // distance from low() in all threads that call the same functions, by which wgmma's registers are
+  // identified.
   explicit Stack(std::size_t number);
   ~Stack();
   Stack(const Stack&) = delete;
@@ -32,7 +33,8 @@ class Stack {
   unsigned char* low_;
 };
 
-// The stack pointer that makes cukit_emulator_switch call `start` on the stack ending at `top`.
+// The stack pointer with which cukit_emulator_switch calls `start`, on the stack that ends at
+// `top`.
 void* prepare_stack(unsigned char* top, void (*start)());
 
 }  // namespace cukit::emulator

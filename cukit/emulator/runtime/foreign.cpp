@@ -1,4 +1,4 @@
-// What public sources need of the runtime beyond the kernels of this project (common/emulator/foreign.h).
+// Parts of the runtime that only other projects' sources need (common/emulator/foreign.h).
 #include "common/emulator/foreign.h"
 
 #include <algorithm>
@@ -13,7 +13,8 @@ namespace cukit::emulator {
 void* shared_memory(std::uint32_t address, std::size_t bytes) {
   CUKIT_ENTER(me);
   if ((bytes & (bytes - 1)) == 0 && address % bytes != 0) {
-    fault(format("misaligned: an access of %zu bytes at shared address %u\n  ", bytes, address) +
+    fault(format("misaligned: an access of %zu bytes needs %zu-byte alignment, the address is byte "
+                 "%u of shared memory\n  ", bytes, bytes, address) +
           name_of(me) + " " + where(me.call));
   }
   return place_of(me, address, bytes).pointer;
@@ -39,7 +40,7 @@ struct Exchange {
   unsigned char* all;
 };
 
-// `kind` says how many bytes each lane brings, so that lanes that disagree do not meet.
+// `kind` encodes the bytes that each lane contributes, so that lanes that disagree do not match.
 void complete_exchange(Block& block, Warp& warp, unsigned kind, unsigned) {
   const std::size_t bytes = kind / 2 - kExchange;
   for (unsigned to = 0; to < kLanes; ++to) {
@@ -65,8 +66,8 @@ unsigned converged_lanes() {
   Warp& warp = *me.warp;
   const unsigned mine = 1u << me.lane;
   const void* const call = me.call;
-  // Until every other lane has come here, waits elsewhere or has exited; a lane that polls may do so
-  // for this one, so it is not waited for long.
+  // Wait until every other lane has arrived here, waits elsewhere or has exited. Only for a while,
+  // since a lane that polls may be waiting for this one.
   constexpr unsigned kPatience = 64;
   me.converging = call;
   for (unsigned turn = 0; turn < kPatience; ++turn) {
@@ -79,7 +80,7 @@ unsigned converged_lanes() {
     if (elsewhere == 0 || me.converging == nullptr) break;
     yield();
   }
-  if (me.converging != nullptr) {  // nobody has put together the mask yet
+  if (me.converging != nullptr) {  // no other lane has formed the group yet
     unsigned together = mine;
     for (unsigned lane = 0; lane < kLanes; ++lane) {
       if ((warp.ready >> lane & 1) != 0 && me.block->lane(warp, lane).converging == call) {
@@ -101,7 +102,7 @@ namespace {
 
 using Bits160 = std::array<std::uint32_t, 5>;
 
-// A step of the generator as a matrix over single bits; column i is what becomes of bit i.
+// A step of the generator as a matrix over bits; column i is the image of bit i.
 struct Step {
   std::array<Bits160, 160> columns;
 
@@ -120,10 +121,10 @@ struct Step {
   }
 };
 
-// Element i is 2^i steps.
+// Element i advances the generator by 2^i steps.
 const std::vector<Step>& xorwow_steps() {
   static const std::vector<Step> steps = [] {
-    constexpr unsigned kMostBits = 64 + 67;
+    constexpr unsigned kMaxBits = 64 + 67;
     Step one;
     for (unsigned i = 0; i < 160; ++i) {
       Bits160 v{};
@@ -132,7 +133,7 @@ const std::vector<Step>& xorwow_steps() {
       one.columns[i] = {v[1], v[2], v[3], v[4], (v[4] ^ (v[4] << 4)) ^ (t ^ (t << 1))};
     }
     std::vector<Step> all{one};
-    while (all.size() < kMostBits) all.push_back(all.back().twice());
+    while (all.size() < kMaxBits) all.push_back(all.back().twice());
     return all;
   }();
   return steps;

@@ -11,42 +11,50 @@ namespace cukit::emulator {
 
 namespace {
 
-// An access of a thread, and what orders earlier ones before it.
-struct ElementJudge {
+// An access of a thread to an element; finds an earlier access that it races with.
+struct ElementCheck {
   const Actor& actor;
   const Cluster& cluster;
   Access access;
-  bool same_values;  // may be written by several threads
+  bool same_values;  // several threads may write the same value
 
-  bool ordered(const Past& past) const {
+  bool ordered(const PastAccess& past) const {
     if (past.cluster == cluster.number) {
       return past.agent == actor.agent || past.epoch <= actor.issuer->seen->seen[past.agent];
     }
-    const auto* known = part_of(actor.issuer->seen->foreign, past.cluster);
+    const auto* known = epochs_of(actor.issuer->seen->foreign, past.cluster);
     return known != nullptr && past.epoch <= (*known)[past.agent];
   }
-  bool clashes(const Past& past, std::uint8_t bytes) const {
+  bool clashes(const PastAccess& past, std::uint8_t bytes) const {
     return past.epoch != 0 && (past.bytes & bytes) != 0 && !ordered(past);
   }
 
-  // Two atomics of different blocks, one of which is atomic within its block alone.
-  bool out_of_scope(const Past& past) const {
+  // Whether both are atomics, of different blocks, and one of them has block scope.
+  bool out_of_scope(const PastAccess& past) const {
     if (!is_atomic(access) || !is_atomic(past.mark)) return false;
     if (access != Access::BlockAtomic && past.mark != Mark::BlockAtomic) return false;
     return past.cluster != cluster.number || past.agent / cluster.threads != actor.agent / cluster.threads;
   }
 
-  // The earlier access that this one is in a race with, or null.
-  const Past* clash(const GlobalCell& cell, std::uint8_t bytes) const {
+  // The earlier access that this one races with, or null.
+  const PastAccess* clash(const GlobalCell& cell, std::uint8_t bytes) const {
     if (clashes(cell.write, bytes)) return &cell.write;
-    for (const Past& read : cell.reads) {
+    for (const PastAccess& read : cell.reads) {
       if ((conflict(access, read.mark) || out_of_scope(read)) && clashes(read, bytes)) return &read;
     }
     return nullptr;
   }
 
+  // How to order the access after the earlier one.
+  const char* remedy(const PastAccess& past) const {
+    if (out_of_scope(past)) return "use an atomic of device scope, without _block";
+    const bool same_block = past.cluster == cluster.number &&
+                            past.agent / cluster.threads == actor.agent / cluster.threads;
+    return same_block ? kBlockRemedy : kGridRemedy;
+  }
+
   void note(GlobalCell& cell, std::uint8_t bytes) const {
-    const Past now{static_cast<std::uint32_t>(cluster.number), actor.epoch,
+    const PastAccess now{static_cast<std::uint32_t>(cluster.number), actor.epoch,
                    offset_of(cluster, actor.call), static_cast<std::uint16_t>(actor.agent), bytes,
                    mark_of(access)};
     if (access == Access::Write) {
@@ -56,7 +64,7 @@ struct ElementJudge {
     cell.reads[slot_for(
         now.mark, [&](int slot) { return cell.reads[slot].mark; },
         [&](int slot) {
-          const Past& past = cell.reads[slot];
+          const PastAccess& past = cell.reads[slot];
           return past.cluster == now.cluster && past.agent == now.agent && past.epoch != 0;
         },
         [&](int slot) { return cell.reads[slot].epoch == 0 || ordered(cell.reads[slot]); })] = now;
@@ -87,7 +95,7 @@ void GlobalShadow::watch(const Launch& launch, const Module& module) {
   }
   std::sort(extents.begin(), extents.end(),
             [](const Extent& a, const Extent& b) { return a.low < b.low; });
-  // Arrays may overlap: one region for both, in the smaller elements.
+  // Overlapping arrays share a region with the smaller granule.
   std::vector<Extent> joined;
   for (const Extent& extent : extents) {
     if (joined.empty() || extent.low >= joined.back().high) {
@@ -128,29 +136,31 @@ void GlobalShadow::visit(std::uintptr_t address, std::size_t bytes, const Visit&
 void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   const Cluster& cluster = *actor.issuer->block->cluster;
-  const ElementJudge judge{actor, cluster, access, cluster.launch->same_value_writes != 0};
+  const ElementCheck element{actor, cluster, access, cluster.launch->same_value_writes != 0};
   visit(address, bytes, [&](GlobalCell& cell, std::uint8_t mask, std::uintptr_t low) {
     std::atomic_flag& lock = locks_[low / kLine % kLocks];
     while (lock.test_and_set(std::memory_order_acquire)) {
     }
-    const Past* const clash = judge.clash(cell, mask);
+    const PastAccess* const clash = element.clash(cell, mask);
     const bool write = clash == &cell.write;
-    const Past earlier = clash == nullptr ? Past{} : *clash;
-    judge.note(cell, mask);
+    const PastAccess earlier = clash == nullptr ? PastAccess{} : *clash;
+    element.note(cell, mask);
     lock.clear(std::memory_order_release);
     if (clash == nullptr) return;
     const auto report = [&] {
       return report_race(
           actor, bytes, access, describe_global(*cluster.launch, std::max(low, address)),
           write ? Mark::Plain : earlier.mark, write,
-          name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call);
+          name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call,
+          element.remedy(earlier));
     };
     if (!write && may_guess(actor, bytes, access, earlier.mark)) {
       const bool reads = access == Access::Read;
       const std::uint32_t load = reads ? offset_of(cluster, actor.call) : earlier.call;
       if (reads) note_guess(pointer, load);
       cluster.run->guesses.postpone(load, report);
-    } else if (!(write && judge.same_values && suspect(actor, pointer, bytes, access, report()))) {
+    } else if (!(write && element.same_values &&
+                 defer_judgement(actor, pointer, bytes, access, report()))) {
       fault(report());
     }
   });
@@ -163,7 +173,7 @@ void GlobalShadow::confirm_guesses(const Fiber& me, const void* pointer, std::si
     std::atomic_flag& lock = locks_[low / kLine % kLocks];
     while (lock.test_and_set(std::memory_order_acquire)) {
     }
-    for (Past& read : cell.reads) {
+    for (PastAccess& read : cell.reads) {
       if (read.mark != Mark::Plain || read.epoch != me.epoch || read.agent != me.agent ||
           read.cluster != cluster.number) {
         continue;

@@ -1,5 +1,5 @@
-// What the checked mode knows of global memory where it looks for races there: for every element who
-// wrote it last, and who read it since, of all threads of the launch.
+// What the checked mode records for global memory with global_races: for every element, its last
+// write and the reads since, by any thread of the launch.
 #pragma once
 
 #include <atomic>
@@ -16,29 +16,29 @@ struct Launch;
 struct Module;
 
 // An access to some of the bytes of a granule.
-struct Past {
+struct PastAccess {
   std::uint32_t cluster;
   std::uint32_t epoch;  // 0 if there was none
   std::uint32_t call;   // offset in the kernel's code
   std::uint16_t agent;
-  std::uint8_t bytes;   // a bit for each
+  std::uint8_t bytes;   // a bit for each byte accessed
   Mark mark;
 };
 
-// A granule is an element of up to four bytes. Accesses to a part of it are told apart by their bytes, but
-// only the last of each kind is remembered.
+// A granule is an element of up to four bytes. Accesses to parts of it are told apart by their
+// bytes, but only the last of each kind is recorded.
 struct GlobalCell {
-  Past write;
-  Past reads[2];
+  PastAccess write;
+  PastAccess reads[2];
 };
 
 class GlobalShadow {
  public:
-  // Every array that the launch may write to, and the kernel's __device__ variables.
+  // Watches every array that the launch may write to, and the kernel's __device__ variables.
   void watch(const Launch& launch, const Module& module);
-  // Ends the launch at a race. Memory that is not watched is never in one.
+  // Ends the launch at a race. Accesses to memory that is not watched are ignored.
   void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
-  // What the thread has read here, since its last barrier or fence, was a guess (guesses.h).
+  // The thread's reads of these bytes since its last barrier or fence were guesses (guesses.h).
   void confirm_guesses(const Fiber& me, const void* pointer, std::size_t bytes);
 
  private:
@@ -48,9 +48,9 @@ class GlobalShadow {
   struct Region {
     std::uintptr_t low, high;
     unsigned granule;
-    std::unique_ptr<GlobalCell[], Free> cells;  // zeros that the system provides as they are touched
+    std::unique_ptr<GlobalCell[], Free> cells;  // zero pages that the OS provides on first touch
   };
-  // Calls visit(cell, mask of its bytes, its address) for the granules that an access touches, each alone.
+  // Calls visit(cell, mask of its bytes, its address) for each granule that an access touches.
   template <typename Visit>
   void visit(std::uintptr_t address, std::size_t bytes, const Visit& visit);
 
@@ -58,7 +58,7 @@ class GlobalShadow {
   static constexpr std::size_t kLocks = 1024;
 
   std::vector<Region> regions_;  // sorted
-  std::atomic_flag locks_[kLocks] = {};  // of lines; held while a cell is judged
+  std::atomic_flag locks_[kLocks] = {};  // by 64-byte line; held while a cell is checked
 };
 
 }  // namespace cukit::emulator

@@ -10,7 +10,7 @@
 
 #include "run.h"
 
-// The name of glibc's headers since 2.38.
+// glibc's headers define this name since 2.38.
 #ifndef sigev_notify_thread_id
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
@@ -20,7 +20,7 @@ namespace cukit::emulator {
 namespace {
 
 constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-// Ignored by default: one that arrives late does no harm.
+// Ignored by default: a late one does no harm.
 constexpr int kTick = SIGURG;
 
 // Why a worker leaves the kernel; filled in by a handler, read once the worker is on another stack.
@@ -49,7 +49,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   if ((old.sa_flags & SA_SIGINFO) != 0) {
     old.sa_sigaction(signal, info, context);
   } else if (old.sa_handler == SIG_DFL) {
-    sigaction(signal, &old, nullptr);  // the instruction crashes once more, and for good
+    sigaction(signal, &old, nullptr);  // the instruction faults again, and the process dies
   } else if (old.sa_handler != SIG_IGN) {
     old.sa_handler(signal);
   }
@@ -83,23 +83,24 @@ std::string describe(const Fiber& me) {
       }
       return "wild pointer: access " +
              (has_address ? "at global memory " + describe_outside(*cluster.launch, reason.address)
-                          : std::string("to an address that no memory can have"));
+                          : std::string("to a non-canonical address"));
     case SIGFPE: return "integer division by zero, or of the smallest number by -1";
-    case SIGILL: return "the kernel gave up: an illegal instruction, such as __builtin_trap";
-    case SIGABRT: return "the kernel gave up: abort, or an exception that nothing catches";
+    case SIGILL: return "the kernel aborted: an illegal instruction, such as __builtin_trap";
+    case SIGABRT: return "the kernel aborted: abort(), or an exception that is not caught";
     default:
-      return format("no progress: a thread has computed for %g seconds, and no thread of its block has "
-                    "written memory, gone on from a wait or exited; an endless loop?",
+      return format("no progress: a thread has computed for %g seconds, and no thread of its "
+                    "cluster has written memory, ended a wait or exited; is it an endless loop?",
                     cluster.launch->patience);
   }
 }
 
-// Where a handler lets its worker go on, on the guard's stack.
+// Entered from a handler, on the guard's stack: reports and leaves the kernel.
 [[noreturn]] void leave_kernel() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
-  if (reason.signal == kTick && cluster.run->stopped()) leave(cluster);
-  // Of code that the kernel called, its own place is where it called the emulator last.
+  if (reason.signal == kTick && cluster.run->stopped()) abandon(cluster);
+  // In code outside the kernel's library, the best known place is the kernel's last call to the
+  // emulator.
   const void* call = me.call;
   if (in_kernel(cluster, reason.pc)) call = reinterpret_cast<const void*>(reason.pc + 1);
   std::string text = describe(me) + "\n  " + name_of(me);
@@ -140,7 +141,7 @@ void on_tick(int signal, siginfo_t* info, void* context) {
   }
   if (cukit_emulator_thread == nullptr || leaving || !worker->overdue()) return;
   auto& interrupted = *static_cast<ucontext_t*>(context);
-  // Of the emulator's own code and of libraries any lock may be held.
+  // The emulator's own code and libraries may hold a lock.
   if (in_kernel(worker->cluster(), pc_of(interrupted))) {
     divert(*info, interrupted);
   } else {
@@ -199,7 +200,7 @@ WorkerGuard::WorkerGuard(Cluster& cluster)
   event.sigev_notify = SIGEV_THREAD_ID;
   event.sigev_signo = kTick;
   event.sigev_notify_thread_id = static_cast<int>(syscall(SYS_gettid));
-  // Time that the thread computes: neither a busy machine nor a debugger makes it overdue.
+  // CPU time of this thread: neither a busy machine nor a debugger makes it overdue.
   has_timer_ = timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer_) == 0;
   set_timer(tick_seconds_);
 }
@@ -224,7 +225,7 @@ void WorkerGuard::look_again_soon() { set_timer(0.001); }
 
 bool WorkerGuard::overdue() {
   if (cluster_.run->stopped()) return true;
-  // Threads that poll have a patience of their own (Run::check_patience).
+  // Polling threads have their own patience (Run::check_patience).
   const std::uint64_t progress =
       cluster_.steps + cluster_.worker->polls.load(std::memory_order_relaxed);
   if (progress != progress_seen_) {

@@ -1,4 +1,4 @@
-// What would kill the process or keep it busy for ever ends the launch instead.
+// Turns what would kill the process or hang it into faults, which end the launch.
 #pragma once
 
 #include <csignal>
@@ -10,8 +10,9 @@
 
 namespace cukit::emulator {
 
-// While one of them lives, crashes of kernels become faults, and so does Ctrl-C if `interruptible`.
-// Signals that come to threads which run no kernel go to the handlers that were there before.
+// While one is alive, crashes of kernels become faults, and Ctrl-C ends the launch if
+// `interruptible`. Signals to threads that run no kernel go to the handlers that were installed
+// before.
 class SignalHandlers {
  public:
   explicit SignalHandlers(bool interruptible);
@@ -23,11 +24,11 @@ class SignalHandlers {
   bool interruptible_;
 };
 
-// Counts Ctrl-C.
+// How often Ctrl-C has been pressed.
 std::uint32_t interrupts();
 
-// What a worker needs for its signals: a stack for the handlers, since a fiber's own may have no room
-// left, and a timer that looks whether the kernel still does anything.
+// A worker's signal state: a stack for the handlers, since a fiber's own may be exhausted, and a
+// timer that checks whether the kernel makes progress.
 class WorkerGuard {
  public:
   explicit WorkerGuard(Cluster& cluster);
@@ -37,9 +38,9 @@ class WorkerGuard {
 
   Cluster& cluster() const { return cluster_; }
   unsigned char* stack_top() const { return stack_.get() + kStackBytes; }
-  // At every tick of the timer. True if the launch has to end where the worker is.
+  // To be called at every tick of the timer. True if the launch must end where the worker is.
   bool overdue();
-  // Looks again soon, when the worker may be where it can be stopped.
+  // Ticks again soon: then the worker may be where it can be stopped.
   void look_again_soon();
 
  private:

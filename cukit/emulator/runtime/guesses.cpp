@@ -19,8 +19,9 @@ std::string Guesses::remaining() const {
 }
 
 bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier) {
-  constexpr std::size_t kMost = 8;  // bytes that atomicCAS exchanges
-  if (actor.engine || bytes > kMost || actor.issuer->block->cluster->launch->cas_guesses != 0) return false;
+  constexpr std::size_t kMaxBytes = 8;  // bytes that atomicCAS exchanges
+  const bool reported = actor.issuer->block->cluster->launch->cas_guesses != 0;
+  if (actor.engine || bytes > kMaxBytes || reported) return false;
   return (access == Access::Read && is_atomic(earlier)) || (is_atomic(access) && earlier == Mark::Plain);
 }
 
@@ -35,7 +36,7 @@ void check_compare(const void* pointer, std::size_t bytes, Access access) {
   Cluster& cluster = *me.block->cluster;
   Guesses& guesses = cluster.run->guesses;
   if (me.guess.pointer == pointer && me.guess.epoch == me.epoch) guesses.confirm(me.guess.call);
-  // A read that was in no race may be met by others' atomics later.
+  // The atomics of other threads may come after a read that was not in a race.
   const CellPlace place = cells_of(*me.block, pointer, bytes);
   if (place.cells != nullptr) {
     place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t) {

@@ -1,12 +1,12 @@
-// Plain reads beside atomics whose value is nothing but a guess for atomicCAS:
+// Plain reads that race with atomics, but whose value is only a first guess for atomicCAS:
 //
 //   old = *address;
 //   do { assumed = old; old = atomicCAS(address, assumed, ...); } while (assumed != old);
 //
-// Formally the read is in a race with the others' atomics; but a wrong guess is found out by the
-// atomicCAS. So a race of a plain read with an atomic is not reported at once. It is when the launch
-// ends, unless some thread that read there went on with an atomicCAS to the same address, before
-// its next barrier or fence.
+// Formally the read is a race with the other threads' atomics, but the atomicCAS detects a wrong
+// guess. So a race of a plain read with an atomic is reported only when the launch ends, unless a
+// thread that executed the read went on with an atomicCAS to the same address before its next
+// barrier or fence.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace cukit::emulator {
 
 class Guesses {
  public:
-  // The load at `call` (an offset in the kernel's code) reads guesses.
+  // The load at `call` (an offset in the kernel's code) reads a guess.
   void confirm(std::uint32_t call);
   // A race of the load at `call` with an atomic is reported later, if at all.
   template <typename Report>
@@ -31,7 +31,7 @@ class Guesses {
     if (confirmed_.count(call) != 0 || !doubted_.insert(call).second) return;
     reports_.emplace_back(call, report());
   }
-  // The first report of a load that reads no guesses; empty if there is none.
+  // The first report of a load that is not known to read a guess; empty if there is none.
   std::string remaining() const;
 
  private:
@@ -40,9 +40,10 @@ class Guesses {
   std::vector<std::pair<std::uint32_t, std::string>> reports_;
 };
 
-// Whether a race between an access and an earlier one, which left this mark, may be one of a guess.
+// Whether a race between an access and an earlier one, recorded with this mark, may be due to a
+// guess.
 bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier);
-// The thread has read, or is about to, what it may use as a guess.
+// Notes a load of the thread, executed or about to be, whose value may be a guess.
 void note_guess(const void* pointer, std::uint32_t call);
 
 }  // namespace cukit::emulator

@@ -10,7 +10,7 @@ namespace cukit::emulator {
 namespace {
 
 std::mutex heap_mutex;
-std::map<std::uintptr_t, std::size_t> heap;  // bytes of each allocation, by where it begins
+std::map<std::uintptr_t, std::size_t> heap;  // bytes of each allocation, by address
 
 void* allocate(std::size_t bytes) {
   void* const memory = std::malloc(bytes);
@@ -27,8 +27,8 @@ void release(void* memory, const void* call) {
       lock.unlock();
       Fiber& me = current();
       me.call = call;
-      fault("free of what malloc has not returned, or of what has been freed already\n  " + name_of(me) +
-            " " + where(call));
+      fault("invalid free: the pointer is not from malloc, or has already been freed\n  " +
+            name_of(me) + " " + where(call));
     }
   }
   std::free(memory);

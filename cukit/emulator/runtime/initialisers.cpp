@@ -1,4 +1,4 @@
-// The compiler's own variables beside __shared__ objects with constructors.
+// The compiler's guard variables of __shared__ objects with constructors.
 #include <dlfcn.h>
 #include <elf.h>
 
@@ -16,9 +16,9 @@ namespace cukit::emulator {
 
 namespace {
 
-using Extents = std::vector<std::pair<std::size_t, std::size_t>>;  // first byte, and the one past the last
+using Extents = std::vector<std::pair<std::size_t, std::size_t>>;  // first byte, one past the last
 
-// Of the guards in the symbol table of a library: _ZGV and the object's name.
+// The extents of guard variables in a library's symbol table: _ZGV and the object's name.
 Extents read_guards(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};

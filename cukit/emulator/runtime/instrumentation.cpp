@@ -1,6 +1,6 @@
-// What a checked kernel calls: the compiler instruments every load and store as for its thread
-// sanitizer, and pointers and array indices as for its undefined-behaviour sanitizer; the functions
-// it then calls are these. No sanitizer runtime is linked or loaded.
+// The functions that a checked kernel calls. The compiler instruments every load and store as for
+// its thread sanitizer, and pointers and array indices as for its undefined-behaviour sanitizer;
+// the functions that it then calls are defined here. No sanitizer runtime is linked or loaded.
 #include <cstdint>
 #include <cstring>
 
@@ -18,10 +18,11 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 
 namespace {
 
-// Below the frames of the functions that run there is nothing, and above them lies the thread itself, of
-// which only threadIdx and the like may be read.
-inline __attribute__((always_inline)) void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
-                        const void* frame) {
+// Below the frame of this function the stack is unused, and above the kernel's frames is the Fiber,
+// of which kernels may only read threadIdx and the like.
+inline __attribute__((always_inline)) void check_stack(const Fiber& me, const void* pointer,
+                                                       std::size_t bytes, Access access,
+                                                       const void* frame) {
   const auto* const at = static_cast<const unsigned char*>(pointer);
   const bool above = access != Access::Read && at + bytes > reinterpret_cast<const unsigned char*>(&me);
   if (!above && pointer >= frame) return;
@@ -30,10 +31,11 @@ inline __attribute__((always_inline)) void check_stack(const Fiber& me, const vo
         name_of(me) + " " + where(me.call));
 }
 
-inline __attribute__((always_inline)) void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void check_plain(void* pointer, std::size_t bytes,
+                                                       Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
-  settle(me);
+  run_deferred(me);
   me.call = call;
   if (on_stack(me, pointer)) {
     check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
@@ -43,11 +45,12 @@ inline __attribute__((always_inline)) void judge(void* pointer, std::size_t byte
   }
 }
 
-// Volatile: a load may see what another thread publishes, a store after a fence publishes.
-inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
+// Volatile: a load may observe what another thread publishes, and a store after a fence publishes.
+inline __attribute__((always_inline)) void check_volatile(void* pointer, std::size_t bytes,
+                                                          Access access, const void* call) {
   if (cukit_emulator_thread == nullptr) return;
   Fiber& me = current();
-  settle(me);
+  run_deferred(me);
   me.call = call;
   if (on_stack(me, pointer)) {
     check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
@@ -55,9 +58,9 @@ inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::si
   } else if (access == Access::Read) {
     count_poll(me, pointer);
     check(thread_actor(me), pointer, bytes, Access::StrongRead);
-    learn_later(me, pointer);
+    acquire_later(me, pointer);
   } else {
-    // The first store to shared memory is what initialises it, whatever its kind.
+    // The first store to shared memory initialises it, whatever its kind.
     const bool strong = publishes(me) && !uninitialised(*me.block, pointer);
     check(thread_actor(me), pointer, bytes, strong ? Access::Atomic : Access::Write);
     publish(me, pointer);
@@ -69,48 +72,49 @@ inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::si
   Fiber& me = current();
   me.call = call;
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  fault(format("misaligned: %s of %zu bytes needs a multiple of %zu bytes, the address is one of %zu\n  ",
-               access == Access::Read ? "load" : "store", bytes, bytes,
+  fault(format("misaligned: %s of %zu bytes needs %zu-byte alignment, the address has %zu-byte "
+               "alignment\n  ", access == Access::Read ? "load" : "store", bytes, bytes,
                static_cast<std::size_t>(address & -address)) +
         name_of(me) + " " + where(call));
 }
 
-// Of what the compiler takes to be aligned to its size. Local variables it places itself, as it likes.
-inline __attribute__((always_inline)) void judge_aligned(void* pointer, std::size_t bytes, Access access,
-                                                         const void* call) {
+// For accesses that the compiler takes to be aligned to their size. It places local variables as it
+// likes.
+inline __attribute__((always_inline)) void check_aligned(void* pointer, std::size_t bytes,
+                                                         Access access, const void* call) {
   if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false) &&
       cukit_emulator_thread != nullptr && !on_stack(current(), pointer)) {
     misaligned(pointer, bytes, access, call);
   }
-  judge(pointer, bytes, access, call);
+  check_plain(pointer, bytes, access, call);
 }
 
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes, judged)                               \
-  extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
-    judged(pointer, bytes, Access::Read, __builtin_return_address(0));      \
-  }                                                                         \
-  extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
-    judged(pointer, bytes, Access::Write, __builtin_return_address(0));     \
+#define CUKIT_INSTRUMENT(name, bytes, checker)                           \
+  extern "C" void __tsan_##name##read##bytes(void* pointer) {            \
+    checker(pointer, bytes, Access::Read, __builtin_return_address(0));  \
+  }                                                                      \
+  extern "C" void __tsan_##name##write##bytes(void* pointer) {           \
+    checker(pointer, bytes, Access::Write, __builtin_return_address(0)); \
   }
-CUKIT_INSTRUMENT(, 1, judge)
-CUKIT_INSTRUMENT(, 2, judge_aligned)
-CUKIT_INSTRUMENT(, 4, judge_aligned)
-CUKIT_INSTRUMENT(, 8, judge_aligned)
-CUKIT_INSTRUMENT(, 16, judge_aligned)
-CUKIT_INSTRUMENT(unaligned_, 2, judge)
-CUKIT_INSTRUMENT(unaligned_, 4, judge)
-CUKIT_INSTRUMENT(unaligned_, 8, judge)
-CUKIT_INSTRUMENT(unaligned_, 16, judge)
+CUKIT_INSTRUMENT(, 1, check_plain)
+CUKIT_INSTRUMENT(, 2, check_aligned)
+CUKIT_INSTRUMENT(, 4, check_aligned)
+CUKIT_INSTRUMENT(, 8, check_aligned)
+CUKIT_INSTRUMENT(, 16, check_aligned)
+CUKIT_INSTRUMENT(unaligned_, 2, check_plain)
+CUKIT_INSTRUMENT(unaligned_, 4, check_plain)
+CUKIT_INSTRUMENT(unaligned_, 8, check_plain)
+CUKIT_INSTRUMENT(unaligned_, 16, check_plain)
 #undef CUKIT_INSTRUMENT
 
 #define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \
   extern "C" void __tsan_volatile_read##bytes(void* pointer) {                  \
-    judge_volatile(pointer, bytes, Access::Read, __builtin_return_address(0));  \
+    check_volatile(pointer, bytes, Access::Read, __builtin_return_address(0));  \
   }                                                                             \
   extern "C" void __tsan_volatile_write##bytes(void* pointer) {                 \
-    judge_volatile(pointer, bytes, Access::Write, __builtin_return_address(0)); \
+    check_volatile(pointer, bytes, Access::Write, __builtin_return_address(0)); \
   }
 CUKIT_INSTRUMENT_VOLATILE(1)
 CUKIT_INSTRUMENT_VOLATILE(2)
@@ -120,27 +124,28 @@ CUKIT_INSTRUMENT_VOLATILE(16)
 #undef CUKIT_INSTRUMENT_VOLATILE
 
 extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
-  judge(pointer, bytes, Access::Read, __builtin_return_address(0));
+  check_plain(pointer, bytes, Access::Read, __builtin_return_address(0));
 }
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
-  judge(pointer, bytes, Access::Write, __builtin_return_address(0));
+  check_plain(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
-// Calls that the kernel makes (builder.py has the linker rename them) and, with the names of the thread
-// sanitizer, what clang makes of copied structures.
+// Calls that the kernel makes (builder.py has the linker rename them) and, under the thread
+// sanitizer's names, those that clang makes to copy structures.
 extern "C" void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
-  judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  check_plain(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
+  check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
 extern "C" void* __wrap_memmove(void* to, const void* from, std::size_t bytes) {
-  judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  check_plain(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
+  check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
 extern "C" void* __wrap_memset(void* to, int value, std::size_t bytes) {
-  // On the stack it may be the compiler's, which fills what has no initialiser: no use of a register.
+  // On the stack, the compiler may have added it to fill a variable without an initialiser: not an
+  // access.
   if (cukit_emulator_thread == nullptr || !on_stack(current(), to)) {
-    judge(to, bytes, Access::Write, __builtin_return_address(0));
+    check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   }
   return std::memset(to, value, bytes);
 }
@@ -155,7 +160,7 @@ extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_atomic_thread_fence(int order) { __atomic_thread_fence(order); }
 
-// What the compiler tells of a checked pointer or index (its layout is fixed by the sanitizers' ABI).
+// The compiler's description of a checked pointer or index (the sanitizers' ABI fixes its layout).
 struct SourcePlace {
   const char* file;
   std::uint32_t line, column;
@@ -188,8 +193,9 @@ extern "C" void __ubsan_handle_type_mismatch_v1(PointerCheck* data, std::uintptr
     fault(format("out of bounds: %s of %s outside of the variable that the pointer points into\n  ",
                  action, data->type->text) + name_of(me) + " " + where(me.call));
   }
-  fault(format("misaligned: %s of %s needs a multiple of %u bytes, the address is one of %zu\n  ",
-               action, data->type->text, alignment, static_cast<std::size_t>(pointer & -pointer)) +
+  fault(format("misaligned: %s of %s needs %u-byte alignment, the address has %zu-byte "
+               "alignment\n  ", action, data->type->text, alignment,
+               static_cast<std::size_t>(pointer & -pointer)) +
         name_of(me) + " " + where(me.call));
 }
 

@@ -1,4 +1,4 @@
-// From a launch to workers that run its clusters, and the report of what went wrong.
+// Runs a launch: its workers, its clusters, and the report of a fault.
 #include <link.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace cukit::emulator {
 
 namespace {
 
-// Flushes subnormal floats to zero while it lives, as -ftz=true does on the GPU.
+// While alive, flushes subnormal floats to zero, as -ftz=true does on the GPU.
 class FlushSubnormals {
  public:
 #if defined(__x86_64__)
@@ -107,9 +107,9 @@ void work(Run& run, Worker& worker) {
       ++cluster->steps;
     }
   } catch (const std::bad_alloc&) {
-    run.record("the host has not enough memory for the stacks and shared memory of the blocks");
+    run.record("the host is out of memory for the stacks and shared memory of the blocks");
     worker.done.store(true, std::memory_order_release);
-    return;  // what it had half prepared goes with it
+    return;  // and destroy the half-prepared cluster
   }
   worker.steps.store(cluster->steps, std::memory_order_relaxed);
   worker.done.store(true, std::memory_order_release);
@@ -139,12 +139,12 @@ void Cluster::prepare(std::uint64_t number) {
   random ^= random >> 29;
   if (random == 0) random = 1;
   if (launch->seed != 0) {
-    // Another order of blocks: multiplying by an odd number coprime to the count permutes them.
+    // A different order of blocks: multiplying by an odd number coprime to the count permutes them.
     std::uint64_t step = 0x9E3779B1u % run->clusters | 1;
     while (std::gcd(step, run->clusters) != 1) step += 2;
     number = (number * step + launch->seed) % run->clusters;
   }
-  if (register_events > Registers::kMostEvents) {
+  if (register_events > Registers::kMaxEvents) {
     register_events = 0;
     for (const auto& stack : stacks) fiber_of(*stack).registers.clear();
   }
@@ -174,7 +174,7 @@ uint3 index_of_block(const Run& run, std::uint64_t cluster, unsigned rank) {
                                 rank / shape[0] / shape[1])};
 }
 
-// Every block finds its shared memory full of NaN.
+// Fills shared memory with NaN before each block.
 void prepare_shared(Block& block, unsigned rank) {
   constexpr std::size_t kAlignment = 1024;
   Cluster& cluster = *block.cluster;
@@ -205,7 +205,7 @@ void prepare_shared(Block& block, unsigned rank) {
 }
 
 void Run::join() {
-  // A worker may start others until it ends.
+  // A running worker may start more of them.
   for (std::size_t i = 0;; ++i) {
     std::unique_lock<std::mutex> lock(mutex);
     if (i == threads.size()) return;
@@ -231,9 +231,9 @@ void Run::check_patience(Fiber& me) {
   if (++me.polls % kPolls != 0) return;
   std::this_thread::yield();
 
-  // A worker that computes, or that the system does not let run, does not poll either: only when all of
-  // them poll, each often enough for every thread of its cluster to have had a turn, is nobody left
-  // who could do what they wait for.
+  // A worker that computes, or that the OS has descheduled, does not poll. Only when every worker
+  // has polled, and often enough for every thread of its cluster to have had a turn, is no thread
+  // left that could end the wait.
   const auto now = std::chrono::steady_clock::now();
   Watch& watch = cluster.watch;
   const std::size_t count = started.load(std::memory_order_acquire);
@@ -244,7 +244,7 @@ void Run::check_patience(Fiber& me) {
   for (std::size_t i = 0; i < count; ++i) {
     const bool done = workers[i].done.load(std::memory_order_acquire);
     const std::uint64_t polls = workers[i].polls.load(std::memory_order_acquire);
-    steps += workers[i].steps.load(std::memory_order_relaxed);  // at least as new as the other two
+    steps += workers[i].steps.load(std::memory_order_relaxed);  // no older than the other two
     all_poll = all_poll && (done || polls - watch.polls[i] >= enough);
   }
   if (!known || steps != watch.steps) {
@@ -260,7 +260,7 @@ void Run::check_patience(Fiber& me) {
   if (now - watch.since < std::chrono::duration<double>(launch->patience)) return;
   const std::string missing = missing_threads(cluster);
   fault((missing.empty() ? "" : missing + "\n") +
-        "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
+        "no progress: a thread polls, and no other thread writes what it waits for\n  " +
         name_of(me) + " " + where(me.call) + stuck_barriers(cluster));
 }
 
@@ -271,7 +271,7 @@ bool Run::start_worker() {
   try {
     threads.emplace_back(work, std::ref(*this), std::ref(workers[count]));
   } catch (const std::system_error&) {
-    return false;  // the system has no more of them
+    return false;  // the OS refuses more threads
   }
   started.store(count + 1, std::memory_order_release);
   return true;
@@ -280,12 +280,12 @@ bool Run::start_worker() {
 void fault(const std::string& text) {
   Cluster& cluster = *current().block->cluster;
   cluster.run->record(text);
-  leave(cluster);
+  abandon(cluster);
 }
 
 std::string where(const void* call) {
   const std::uintptr_t base = current().block->cluster->module->base;
-  // A return address; the call itself lies before it.
+  // `call` is a return address: the call instruction is before it.
   return format("{at %zx}", reinterpret_cast<std::uintptr_t>(call) - base - 1);
 }
 
@@ -318,7 +318,7 @@ void not_emulated(const char* instruction) {
   fault(std::string("not emulated: ") + instruction + "\n  " + name_of(me) + " " + where(me.call));
 }
 
-void lacks(const Fiber& me, Archs archs, const char* instruction) {
+void missing_instruction(const Fiber& me, Archs archs, const char* instruction) {
   const std::uint32_t arch = me.block->cluster->launch->arch;
   fault(format("missing instruction: sm_%u has no %s, which %s sm_%u%s\n  ", arch / 10, instruction,
                archs.last == archs.first ? "exists only on" : "exists from",
@@ -328,10 +328,10 @@ void lacks(const Fiber& me, Archs archs, const char* instruction) {
 
 void trap(const char* reason) {
   CUKIT_ENTER(me);
-  fault(std::string("the kernel gave up: ") + reason + "\n  " + name_of(me) + " " + where(me.call));
+  fault(std::string("the kernel aborted: ") + reason + "\n  " + name_of(me) + " " + where(me.call));
 }
 
-// 0; 1 with a text in launch->message; or 2 where Ctrl-C ended it.
+// Returns 0, 1 with the report in launch->message, or 2 if Ctrl-C ended the launch.
 extern "C" int cukit_emulator_launch(const Launch* launch) {
   Run run;
   run.launch = launch;
@@ -346,18 +346,18 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
   }
   const SignalHandlers handlers(launch->interruptible != 0);
   if (launch->checked && launch->global_races) run.global.watch(*launch, run.module);
-  // Blocks that wait for others need them to run at the same time, as on a GPU: there is room for as many
-  // workers as a GPU of kProcessors has for clusters.
-  constexpr std::uint64_t kProcessors = 132;
-  constexpr std::uint64_t kThreads = 2048;  // of a processor
+  // Blocks that wait for other blocks need them to run concurrently, as on a GPU: there are up to
+  // as many workers as clusters fit on a GPU with kSms SMs.
+  constexpr std::uint64_t kSms = 132;
+  constexpr std::uint64_t kThreads = 2048;  // of an SM
   const std::uint64_t threads = std::uint64_t{1} * launch->cluster[0] * launch->cluster[1] *
                                 launch->cluster[2] * launch->block[0] * launch->block[1] *
                                 launch->block[2];
-  const std::uint64_t resident = std::max<std::uint64_t>(1, kProcessors * kThreads / threads);
-  const std::uint64_t at_first = std::min<std::uint64_t>(launch->most_workers, run.clusters);
-  run.workers = std::vector<Worker>(std::min(run.clusters, std::max(at_first, resident)));
+  const std::uint64_t resident = std::max<std::uint64_t>(1, kSms * kThreads / threads);
+  const std::uint64_t at_start = std::min<std::uint64_t>(launch->most_workers, run.clusters);
+  run.workers = std::vector<Worker>(std::min(run.clusters, std::max(at_start, resident)));
   run.started.store(1);
-  while (run.started.load() < at_first && run.start_worker()) {
+  while (run.started.load() < at_start && run.start_worker()) {
   }
   work(run, run.workers[0]);
   run.join();

@@ -14,20 +14,20 @@ struct MatrixMove {
   std::uint32_t shared;
 };
 
-// Where the 16 bytes of a matrix row lie: `lane` gave the address.
+// The 16 bytes of a matrix row, whose address `lane` has given.
 unsigned char* row_of(Block& block, const Warp& warp, unsigned lane, Access access) {
   const Fiber& fiber = block.lane(warp, lane);
   const auto* move = static_cast<const MatrixMove*>(fiber.operands);
   const Place place = place_of(fiber, move->shared, 16);
   if (move->shared % 16 != 0) {
-    fault(format("misaligned: a matrix row needs a multiple of 16 bytes, got byte %u\n  ",
-                 move->shared) + name_of(fiber) + " " + where(fiber.call));
+    fault(format("misaligned: a matrix row needs 16-byte alignment, the address is byte %u of "
+                 "shared memory\n  ", move->shared) + name_of(fiber) + " " + where(fiber.call));
   }
   if (checked()) check_shared(thread_actor(fiber), *place.block, place.pointer, 16, access);
   return place.pointer;
 }
 
-// Registers j of all lanes hold matrix j: lane l has elements 2 (l % 4) and + 1 of row l / 4, or,
+// Register j of all lanes holds matrix j: lane l has elements 2 (l % 4) and + 1 of row l / 4, or,
 // transposed, of column l / 4.
 template <bool Load>
 void complete_move(Block& block, Warp& warp, unsigned kind, unsigned) {
@@ -55,7 +55,7 @@ void complete_move(Block& block, Warp& warp, unsigned kind, unsigned) {
   }
 }
 
-// Lane 4 r + c gives elements 2 c and 2 c + 1 of row r and gets those of column r.
+// Lane 4 r + c provides elements 2 c and 2 c + 1 of row r and receives those of column r.
 void complete_transposition(Block& block, Warp& warp, unsigned, unsigned) {
   std::uint32_t columns[8][4] = {};
   for (unsigned lane = 0; lane < kLanes; ++lane) {

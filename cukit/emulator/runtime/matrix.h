@@ -1,4 +1,4 @@
-// A warp's products: 16 rows against n columns.
+// Matrix products of a warp: 16 rows by n columns.
 #pragma once
 
 #include <cstring>
@@ -9,17 +9,17 @@
 namespace cukit::emulator {
 
 constexpr unsigned kRows = 16;
-constexpr unsigned kMostColumns = 256;
-constexpr unsigned kMostDepth = 32;
+constexpr unsigned kMaxColumns = 256;
+constexpr unsigned kMaxDepth = 32;
 
 // a[row][k] and b[k][column], as floats.
 struct Operands {
-  float a[kRows][kMostDepth];
-  float b[kMostDepth][kMostColumns];
+  float a[kRows][kMaxDepth];
+  float b[kMaxDepth][kMaxColumns];
 };
 
-// Takes apart the four (or fewer) registers of operand A that a lane holds:
-// register r has row lane / 4 + 8 (r % 2), elements from (lane % 4 + 4 (r / 2)) * per_register on.
+// Unpacks the four (or fewer) registers of operand A that a lane holds: register r has elements of
+// row lane / 4 + 8 (r % 2), from (lane % 4 + 4 (r / 2)) * per_register on.
 inline void unpack_a(Operands& operands, unsigned lane, const unsigned* registers, Number type,
                      unsigned k) {
   const unsigned per_register = 4 / bytes_of(type);
@@ -33,27 +33,27 @@ inline void unpack_a(Operands& operands, unsigned lane, const unsigned* register
   }
 }
 
-// d += a b for one tile of eight columns; accumulators stay floats or, in the order of the
-// hardware's registers, ints. `d[lane]` points to the tile's four accumulators of a lane.
+// d += a b for one tile of eight columns. `d[lane]` points to the lane's four accumulators of the
+// tile: floats or ints, in the hardware's register order.
 template <typename T>
 inline void multiply_tile(const Operands& operands, unsigned k, unsigned column, T* const* d) {
-  T sums[kRows][8];
+  T accumulators[kRows][8];
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     for (unsigned i = 0; i < 4; ++i) {
-      sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2] = d[lane][i];
+      accumulators[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2] = d[lane][i];
     }
   }
   for (unsigned row = 0; row < kRows; ++row) {
     for (unsigned i = 0; i < k; ++i) {
       const float left = operands.a[row][i];
       for (unsigned n = 0; n < 8; ++n) {
-        sums[row][n] += static_cast<T>(left * operands.b[i][column + n]);
+        accumulators[row][n] += static_cast<T>(left * operands.b[i][column + n]);
       }
     }
   }
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     for (unsigned i = 0; i < 4; ++i) {
-      d[lane][i] = sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2];
+      d[lane][i] = accumulators[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2];
     }
   }
 }

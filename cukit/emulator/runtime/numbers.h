@@ -1,4 +1,4 @@
-// The element types of the tensor cores as floats.
+// Conversion of the tensor cores' element types to float.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ inline float as_float(std::uint32_t bits) {
   return value;
 }
 
-// A small float of `exponent_bits` and `mantissa_bits`, without its sign. Subnormals are computed from
-// integers, since the processor flushes its own.
+// A small float of `exponent_bits` and `mantissa_bits`, without its sign. Subnormals are computed
+// from integers, since the CPU is set to flush its own.
 inline float small_float(unsigned bits, int exponent_bits, int mantissa_bits) {
   const unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
   const unsigned exponent = bits >> mantissa_bits;

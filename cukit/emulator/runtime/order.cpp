@@ -9,22 +9,22 @@ namespace cukit::emulator {
 
 namespace {
 
-bool knows(const Fiber& me, const std::vector<std::uint32_t>& part) {
+bool covers(const Fiber& me, const std::vector<std::uint32_t>& part) {
   for (std::size_t i = 0; i < part.size(); ++i) {
     if (part[i] > me.seen->seen[i] && i != me.agent) return false;
   }
   return true;
 }
 
-// The thread knows what was published at an address.
-void take_in(Fiber& me, const Published& there) {
+// Orders the thread after what was published at an address.
+void acquire_from_published(Fiber& me, const Published& there) {
   Cluster& cluster = *me.block->cluster;
   const auto mine = static_cast<std::uint32_t>(cluster.number);
-  const auto* const own = part_of(there.everywhere, mine);
-  const auto* const own_in_block = part_of(there.in_block, mine);
-  Knowledge foreign = merged(me.seen->foreign, there.everywhere);
-  if (foreign == me.seen->foreign && (own == nullptr || knows(me, *own)) &&
-      (own_in_block == nullptr || knows(me, *own_in_block))) {
+  const auto* const own = epochs_of(there.everywhere, mine);
+  const auto* const own_in_block = epochs_of(there.in_block, mine);
+  ForeignEpochs foreign = merged(me.seen->foreign, there.everywhere);
+  if (foreign == me.seen->foreign && (own == nullptr || covers(me, *own)) &&
+      (own_in_block == nullptr || covers(me, *own_in_block))) {
     return;
   }
   Clock* clock = cluster.clocks.copy(me.seen);
@@ -38,13 +38,13 @@ void take_in(Fiber& me, const Published& there) {
   me.seen = clock;
 }
 
-void hand_out(const Fiber& me, Published& there) {
+void add_to_published(const Fiber& me, Published& there) {
   there.everywhere = merged(there.everywhere, me.seen->published);
   there.in_block = merged(there.in_block, me.seen->published_in_block);
 }
 
-// Calls visit(Published&) for an address, alone. Shared memory belongs to one thread of the operating
-// system.
+// Calls visit(Published&) for an address, under a lock. Shared memory needs none: one OS thread
+// runs the whole cluster.
 template <typename Visit>
 void visit_published(Fiber& me, const void* address, const Visit& visit) {
   const auto key = reinterpret_cast<std::uintptr_t>(address);
@@ -57,7 +57,7 @@ void visit_published(Fiber& me, const void* address, const Visit& visit) {
   visit(stripe.places[key]);
 }
 
-// No thread of the launch has executed a fence.
+// Whether no thread of the launch has executed a fence yet.
 bool nothing_published(const Fiber& me) {
   return !me.block->cluster->run->any_published.load(std::memory_order_acquire);
 }
@@ -71,8 +71,9 @@ void fence(FenceScope scope) {
   Cluster& cluster = *me.block->cluster;
   Clock* clock = cluster.clocks.copy(me.seen);
   clock->seen[me.agent] = me.epoch;
-  const Knowledge own = knowledge_of(static_cast<std::uint32_t>(cluster.number), clock->seen,
-                                     cluster.first_engine() + kEngines);
+  const ForeignEpochs own =
+      foreign_epochs_of(static_cast<std::uint32_t>(cluster.number), clock->seen,
+                        cluster.first_engine() + kEngines);
   clock->published_in_block = own;
   if (scope == FenceScope::Device) clock->published = merged(clock->foreign, own);
   cluster.clocks.release(me.seen);
@@ -83,16 +84,16 @@ void fence(FenceScope scope) {
 
 void publish(Fiber& me, const void* to) {
   if (!publishes(me)) return;
-  visit_published(me, to, [&](Published& there) { hand_out(me, there); });
+  visit_published(me, to, [&](Published& there) { add_to_published(me, there); });
 }
 
-void learn(Fiber& me, const void* from) {
+void acquire_published(Fiber& me, const void* from) {
   if (nothing_published(me)) return;
-  visit_published(me, from, [&](const Published& there) { take_in(me, there); });
+  visit_published(me, from, [&](const Published& there) { acquire_from_published(me, there); });
 }
 
 void count_poll(Fiber& me, const void* address) {
-  constexpr unsigned kSame = 32;  // reads of one address one after the other look like a spin
+  constexpr unsigned kSame = 32;  // consecutive reads of one address look like a spin loop
   constexpr unsigned kAny = 1024;
   const bool same = me.polled == address;
   me.polled = address;
@@ -138,12 +139,12 @@ std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uin
   if (checked() && !nothing_published(me)) {
     visit_published(me, to, [&](Published& there) {
       old = compare_exchange(to, expected, value, bytes);
-      take_in(me, there);
-      if (old == expected) hand_out(me, there);
+      acquire_from_published(me, there);
+      if (old == expected) add_to_published(me, there);
     });
   } else {
     old = compare_exchange(to, expected, value, bytes);
-    if (checked()) learn(me, to);  // somebody may have published first, just now
+    if (checked()) acquire_published(me, to);  // a first publication may have come in between
   }
   if (old == expected && value != expected) ++me.block->cluster->steps;
   return old;
@@ -152,7 +153,7 @@ std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uin
 std::uint64_t atomic_load(const void* from, std::size_t bytes) {
   CUKIT_ENTER(me);
   const std::uint64_t value = load(from, bytes);
-  if (checked()) learn(me, from);
+  if (checked()) acquire_published(me, from);
   return value;
 }
 

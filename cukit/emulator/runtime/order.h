@@ -1,8 +1,9 @@
-// The order that atomics, volatile accesses and fences make between threads.
+// The order that atomics, volatile accesses and fences establish between threads.
 //
-// An atomic write, or a volatile one after a fence, publishes at its address what the thread's last fence
-// has made visible; barriers hand that on to the other threads of the block. Whoever reads the address
-// atomically or as volatile knows it from then on. A fence on the reader's side is not asked for.
+// An atomic write, or a volatile write after a fence, publishes at its address what the thread's
+// last fence has made visible; barriers pass that on to the other threads of the block. A thread
+// that reads the address atomically or as volatile is ordered after it. No fence is required on the
+// reader's side.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +14,21 @@
 
 namespace cukit::emulator {
 
-// True if a fence of the thread, or of one that it has met at a barrier, came before.
+// True if the thread, or a thread it has met at a barrier, has executed a fence.
 inline bool publishes(const Fiber& me) {
   return me.seen->published_in_block != nullptr;
 }
-// To be called before the value is written, and after it has been read.
+// publish: to be called before the value is written; acquire_published: after it has been read.
 void publish(Fiber& me, const void* to);
-void learn(Fiber& me, const void* from);
+void acquire_published(Fiber& me, const void* from);
 
-// What is done at the thread's next access or call: it learns from an address that it is about to read.
-inline void learn_later(Fiber& me, const void* from) {
-  me.deferred.learn_from = from;
+// Defers acquire_published() to the thread's next access or call: the load has yet to execute.
+inline void acquire_later(Fiber& me, const void* from) {
+  me.deferred.acquire_address = from;
   me.has_deferred = true;
 }
 
-// A thread that spins must let the others run sooner or later.
+// Counts a read that may be part of a spin loop; every now and then other threads run.
 void count_poll(Fiber& me, const void* address);
 
 }  // namespace cukit::emulator

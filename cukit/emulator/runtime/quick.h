@@ -1,5 +1,6 @@
-// The short way of an ordinary load or store: most are in order, and a few comparisons show it. What they
-// cannot decide, above all every mistake, is left to check() (shadow.cpp), which judges from the beginning.
+// The fast path of an ordinary load or store: a few comparisons show that most are correct. What
+// they cannot decide, every mistake included, is left to check() (shadow.cpp), which starts from
+// scratch.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace cukit::emulator {
 
-// Of one thread, now.
-struct QuickJudge {
+// The state of the accessing thread.
+struct QuickCheck {
   const std::uint32_t* seen;
   std::uint32_t base_epoch, epoch, call;
   std::uint16_t agent;
@@ -19,7 +20,7 @@ struct QuickJudge {
   bool ordered(unsigned earlier, std::uint32_t at) const {
     return at <= base_epoch || earlier == agent || at <= seen[earlier];
   }
-  // Nothing but ordinary reads, and a write that is over, came before.
+  // Whether the cell has only ordinary reads, and a write that is ordered before this access.
   bool plain(const Cell& cell) const {
     return (static_cast<unsigned>(cell.mark[0]) | static_cast<unsigned>(cell.mark[1]) | cell.pending) == 0 &&
            ordered(cell.writer, cell.write_epoch);
@@ -62,7 +63,7 @@ inline bool quick_global(Fiber& me, const unsigned char* at, std::size_t bytes, 
   return false;
 }
 
-// True of an access in order, which is then remembered. It is none of the thread's own stack.
+// True if the access is correct; it is then recorded. Not for accesses to the thread's own stack.
 inline __attribute__((always_inline)) bool quick(Fiber& me, const void* pointer, std::size_t bytes, bool write) {
   Block& block = *me.block;
   const auto* const at = static_cast<const unsigned char*>(pointer);
@@ -77,13 +78,16 @@ inline __attribute__((always_inline)) bool quick(Fiber& me, const void* pointer,
     if (byte >= limit) return quick_global(me, at, bytes, write);
   }
   if ((byte | bytes) % Cells::kWord != 0 || byte + bytes > limit) return false;
-  const QuickJudge judge{me.seen->seen, block.base_epoch, me.epoch,
-                         static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(me.call) -
-                                                    block.code_base),
-                         static_cast<std::uint16_t>(me.agent)};
+  const auto call = reinterpret_cast<std::uintptr_t>(me.call) - block.code_base;
+  const QuickCheck quick_check{me.seen->seen, block.base_epoch, me.epoch,
+                               static_cast<std::uint32_t>(call),
+                               static_cast<std::uint16_t>(me.agent)};
   for (std::size_t i = 0; i < bytes; i += Cells::kWord) {
     Cells::Word& word = cells->word(byte + i);
-    if (word.split != 0 || !(write ? judge.write(word.cell, dynamic) : judge.read(word.cell))) return false;
+    if (word.split != 0) return false;
+    const bool correct =
+        write ? quick_check.write(word.cell, dynamic) : quick_check.read(word.cell);
+    if (!correct) return false;
   }
   if (write) ++block.cluster->steps;
   return true;

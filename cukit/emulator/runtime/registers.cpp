@@ -10,7 +10,7 @@ namespace cukit::emulator {
 void Registers::fence(std::uint32_t number) {
   if (!watched_) {
     if (words_ == nullptr) {
-      // Zeros that the system provides page by page, as they are touched.
+      // Zero pages that the OS provides on first touch.
       words_ = static_cast<std::uint32_t*>(std::calloc(Stack::kBytes / 4, sizeof(std::uint32_t)));
       if (words_ == nullptr) throw std::bad_alloc();
     }

@@ -1,7 +1,7 @@
-// What wgmma and ordinary code did last with a thread's registers.
+// The last use of each of a thread's registers, by wgmma or by ordinary code.
 //
-// Registers are local variables. Those whose address is taken, as wgmma takes it of accumulators and of
-// operand a, lie on the thread's stack, and the checked mode sees every access to them.
+// Registers are local variables. wgmma takes the addresses of its accumulators and of operand a, so
+// that these are on the thread's stack, and the checked mode sees every access to them.
 #pragma once
 
 #include <cstddef>
@@ -10,25 +10,25 @@
 
 namespace cukit::emulator {
 
-// For every four bytes of the stack a word:
-//   the number of the fence that an ordinary access followed, or
-//   kProduct + 2 * the number of the newest product that has the register, + 1 for an accumulator.
-// Fences and products are counted from launch to launch (Cluster::register_events), so that words left
-// by earlier threads on the same stack are older than any fence of this one.
+// One word for every four bytes of the stack:
+//   the number of the last wgmma fence before an ordinary access, or
+//   kProduct + 2 * the number of the last wgmma that uses the register, + 1 for an accumulator.
+// Fences and wgmmas are numbered across launches (Cluster::register_events), so that words left by
+// earlier threads on the same stack are older than any fence of this one.
 class Registers {
  public:
   static constexpr std::uint32_t kProduct = 1u << 31;
   static constexpr std::uint32_t kAccumulator = 1;
-  static constexpr std::uint32_t kMostEvents = 1u << 29;
+  static constexpr std::uint32_t kMaxEvents = 1u << 29;
 
   Registers() = default;
   ~Registers() { std::free(words_); }
   Registers(const Registers&) = delete;
   Registers& operator=(const Registers&) = delete;
 
-  // A new thread has them: it has executed no fence.
+  // To be called for a new thread, which has executed no fence.
   void start() { watched_ = false; }
-  // Forgets all words, for numbers to begin anew.
+  // Clears all words, so that numbering can start again.
   void clear() {
     std::free(words_);
     words_ = nullptr;
@@ -39,11 +39,11 @@ class Registers {
   bool watched() const { return watched_; }
 
   void fence(std::uint32_t number);
-  // The thread has waited for all products up to this one.
+  // The thread has waited for all wgmmas up to this one.
   void land(std::uint32_t product) { landed_ = mark(product, true); }
 
-  // An ordinary access to bytes of the stack. False if a product in flight may change one of the
-  // registers, or the access one that the product reads.
+  // Records an ordinary access to bytes of the stack. False if it reads or writes an accumulator of
+  // a wgmma in flight, or writes a register of its operand a.
   bool touch(std::size_t offset, std::size_t bytes, bool write) {
     for (std::size_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
       if (words_[i] <= landed_) {
@@ -55,12 +55,13 @@ class Registers {
     return true;
   }
 
-  // A product takes `count` registers from `offset` on. The first of them that it may not take, or
-  // `count`: touched by ordinary code since the last fence, or in flight in the other role.
+  // Records that a wgmma uses `count` registers from `offset` on. Returns the index of the first
+  // one that it must not use (accessed by ordinary code since the last fence, or in flight in the
+  // other role), or `count`.
   std::size_t take(std::size_t offset, std::size_t count, std::uint32_t product, bool accumulator);
 
   bool in_flight(std::size_t offset) const { return words_[offset / 4] > landed_; }
-  // The product that has a register in flight, and whether as an accumulator.
+  // The wgmma that a register is in flight for, and whether as an accumulator.
   std::uint32_t product_at(std::size_t offset) const {
     return (words_[offset / 4] & ~kProduct) >> 1;
   }

@@ -1,4 +1,4 @@
-// A launch in progress: the clusters still to do, and the first fault that any worker found.
+// A launch in progress: the clusters not yet run, and the first fault that any worker found.
 #pragma once
 
 #include <atomic>
@@ -15,11 +15,11 @@
 
 namespace cukit::emulator {
 
-// What a worker has done, for the threads that poll in others.
+// A worker's progress, read by the threads that poll in other workers.
 struct alignas(64) Worker {
   std::atomic<std::uint64_t> steps{0};  // Cluster::steps at its last poll
   std::atomic<std::uint64_t> polls{0};
-  std::atomic<bool> done{false};        // no cluster is left for it
+  std::atomic<bool> done{false};        // it has no cluster left to run
 };
 
 // What atomics have published in global memory, by address.
@@ -36,9 +36,9 @@ struct Run {
   std::uint64_t clusters_along[3];
   std::atomic<std::uint64_t> next{0};
   std::atomic<bool> faulty{false};
-  std::vector<Worker> workers;          // room for as many as may ever run
-  std::atomic<std::size_t> started{0};  // of them
-  std::vector<std::thread> threads;     // theirs, but for the first
+  std::vector<Worker> workers;          // as many as may ever run
+  std::atomic<std::size_t> started{0};  // number of workers started
+  std::vector<std::thread> threads;     // the workers', except the first one's
   std::atomic<bool> any_published{false};
   PublishedStripe published[kPublishedStripes];
   GlobalShadow global;
@@ -47,7 +47,7 @@ struct Run {
   std::uint32_t interrupts_before;
   std::string message;
 
-  // One more, if there is room for it and a cluster that it could run.
+  // Starts one more worker. False if all are started or no cluster is left to run.
   bool start_worker();
   void join();
 
@@ -55,10 +55,11 @@ struct Run {
   bool interrupted() const {
     return launch->interruptible != 0 && interrupts() != interrupts_before;
   }
-  // Whether workers should leave what they do.
+  // Whether workers should stop.
   bool stopped() const { return failed() || interrupted(); }
   void record(const std::string& text);
-  // Counts a poll. Ends the launch when for the length of `patience` all workers have only polled.
+  // Counts a poll. Ends the launch once all workers have done nothing but poll for `patience`
+  // seconds.
   void check_patience(Fiber& me);
 };
 
@@ -66,10 +67,10 @@ struct Run {
 void work(Run& run, Worker& worker);
 
 std::size_t fiber_bytes();
-// The fiber that lies at the top of its stack.
+// The fiber at the top of a stack.
 Fiber& fiber_of(const Stack& stack);
 void prepare_shared(Block& block, unsigned rank);
-// Of the block of this rank in a cluster.
+// The index of the block of this rank in a cluster.
 uint3 index_of_block(const Run& run, std::uint64_t cluster, unsigned rank);
 
 }  // namespace cukit::emulator

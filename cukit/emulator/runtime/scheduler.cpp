@@ -1,4 +1,4 @@
-// Which fiber runs next, and what happens when none can.
+// Which fiber runs next, and what happens if none can.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -14,7 +14,8 @@ namespace cukit::emulator {
 
 namespace {
 
-// Makes `fiber` the one whose kernel code runs; its cluster's static shared memory comes along.
+// Makes `fiber` the current thread, and its block the resident one: its static shared memory moves
+// into place.
 void install(Fiber& fiber) {
   Cluster& cluster = *fiber.block->cluster;
   cukit_emulator_thread = &fiber;
@@ -32,7 +33,7 @@ unsigned nth_set_bit(unsigned bits, unsigned n) {
   return static_cast<unsigned>(__builtin_ctz(bits));
 }
 
-// The first set bit after `position`, going round.
+// The first set bit after `position`, cyclically.
 unsigned next_set_bit(unsigned bits, unsigned position) {
   const unsigned later = position >= 31 ? 0 : bits & (~0u << (position + 1));
   return static_cast<unsigned>(__builtin_ctz(later != 0 ? later : bits));
@@ -43,8 +44,9 @@ unsigned choose(Cluster& cluster, unsigned bits, unsigned position) {
   return nth_set_bit(bits, random_number(cluster) % __builtin_popcount(bits));
 }
 
-// Takes a ready fiber out of the ready set, near `from` if the seed does not say otherwise; of another
-// warp if there is one and `from` polls, which other warps must be able to end.
+// Removes a ready fiber from the ready set and returns it: one near `from`, or a random one if the
+// launch has a seed. If `from` polls, one of another warp if any is ready, since that warp may end
+// the poll.
 Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
   Block* block = from != nullptr ? from->block : cluster.blocks[0].get();
   const bool seeded = cluster.launch->seed != 0;
@@ -78,7 +80,7 @@ Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
 
 }  // namespace
 
-void leave(Cluster& cluster) {
+void abandon(Cluster& cluster) {
   void* abandoned;
   cukit_emulator_switch(&abandoned, cluster.main_stack);
   __builtin_unreachable();
@@ -88,7 +90,7 @@ namespace {
 
 void switch_from(Fiber& from, Fiber& to) {
   Cluster& cluster = *from.block->cluster;
-  if (cluster.run->stopped()) leave(cluster);
+  if (cluster.run->stopped()) abandon(cluster);
   to.state = State::Ready;
   if (&from == &to) return;
   install(to);
@@ -111,14 +113,14 @@ std::string list_of(const std::vector<unsigned>& threads) {
 
 namespace {
 
-// Adds the threads of a warp that `lanes` names.
+// Appends the threads of a warp whose bits are set in `lanes`.
 void add_lanes(std::vector<unsigned>& threads, unsigned first, unsigned lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
     threads.push_back(first + static_cast<unsigned>(__builtin_ctz(lanes)));
   }
 }
 
-// Instructions of whole warps and warpgroups that wait for threads which do not come, a line each.
+// One line for each warp-wide or warpgroup-wide instruction that is missing threads.
 std::string missing_threads(const Block& block) {
   std::string text;
   const auto add = [&](const char* name, const char* of, unsigned first, unsigned count,
@@ -126,7 +128,7 @@ std::string missing_threads(const Block& block) {
     text += format("%smissing threads: %s is an instruction of %s, here threads %u-%u of block "
                    "(%u, %u, %u), and threads ", text.empty() ? "" : "\n", name, of, first,
                    first + count - 1, block.index.x, block.index.y, block.index.z) +
-            list_of(missing) + " do not come to it";
+            list_of(missing) + " do not reach it";
   };
   for (const Warp& warp : block.warps) {
     for (const Meeting& meeting : warp.meetings) {
@@ -144,7 +146,7 @@ std::string missing_threads(const Block& block) {
     for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
       add_lanes(missing, first + w * kLanes, ~meeting.arrived[w]);
     }
-    add(meeting.name, "a whole warpgroup (four warps, from a multiple of four on)", first,
+    add(meeting.name, "a whole warpgroup (four warps, the first a multiple of four)", first,
         WarpGroup::kThreads, missing);
   }
   return text;
@@ -193,9 +195,9 @@ namespace {
 [[noreturn]] void deadlock(Cluster& cluster) {
   std::string text = missing_threads(cluster);
   if (text.empty()) {
-    text = "deadlock: no thread can go on";
+    text = "deadlock: every thread waits";
   } else {
-    text += "; call it where no branch leaves threads out";
+    text += "; call it where all of them reach it";
   }
   fault(text + waiting_threads(cluster));
 }
@@ -207,7 +209,7 @@ Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
   }
 }
 
-// Lanes that wait in a collective for a lane that has exited need not wait any longer.
+// Completes collectives that waited only for a lane that has now exited.
 void complete_without(Block& block, Warp& warp) {
   for (std::size_t i = 0; i < warp.meetings.size(); ++i) {
     const Meeting meeting = warp.meetings[i];
@@ -219,10 +221,11 @@ void complete_without(Block& block, Warp& warp) {
 }
 
 [[noreturn]] void exit_fiber(Fiber& me) {
-  settle(me);
+  run_deferred(me);
   Cluster& cluster = *me.block->cluster;
   if (!me.bulk.items.empty()) {
-    fault("a thread exits without waiting until its bulk copies have read shared memory\n  " +
+    fault("a thread exits before its bulk copies have read shared memory: call bulk_wait "
+          "first\n  " +
           name_of(me) + " " + where(me.call));
   }
   if (!me.block->warp_groups[me.index / WarpGroup::kThreads].products.empty()) {
@@ -234,8 +237,8 @@ void complete_without(Block& block, Warp& warp) {
   --me.block->live;
   complete_without(*me.block, *me.warp);
   if (me.block->live > 0) open_block_barriers(*me.block);
-  if (--cluster.live == 0) leave(cluster);
-  // An exit counts as an arrival, and the thread's own does no more.
+  if (--cluster.live == 0) abandon(cluster);
+  // The exit counts as an arrival, so the thread's own arrival is taken back.
   if (me.cluster_arrived && me.cluster_generation == cluster.generation) --cluster.arrived;
   if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);
   Fiber& next = next_or_deadlock(cluster, &me);
@@ -272,7 +275,7 @@ void wait_for(const char* what, unsigned first, unsigned second) {
   me.waits_for = what;
   me.wait_numbers[0] = first;
   me.wait_numbers[1] = second;
-  // Without checks no store is seen: a wait is what shows that a thread goes on.
+  // Without checks stores are not seen: the end of a wait is what shows progress.
   if (me.block->cluster->launch->checked == 0) ++me.block->cluster->steps;
   switch_from(me, next_or_deadlock(*me.block->cluster, &me));
 }
@@ -288,8 +291,8 @@ void yield() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
   cluster.run->check_patience(me);
-  // A cluster with a thread that polls never runs out of threads: what the late mode holds back is
-  // done when the others have had their turns.
+  // While a thread polls, the cluster never runs out of ready threads: work that the late mode has
+  // deferred is done once the other threads have had their turns.
   constexpr unsigned kTurns = 256;
   if (me.polls % kTurns == 0) finish_late_work(cluster);
   make_ready(me);
@@ -302,8 +305,8 @@ void meet(unsigned kind, unsigned mask, const char* name,
   Warp& warp = *me.warp;
   const unsigned mine = 1u << me.lane;
   if ((mask & mine) == 0) {
-    fault(format("%s with mask 0x%08x, which does not name the calling lane %u\n  %s ", name, mask,
-                 me.lane, name_of(me).c_str()) + where(me.call));
+    fault(format("%s with mask 0x%08x, which does not contain the calling lane %u\n  %s ", name,
+                 mask, me.lane, name_of(me).c_str()) + where(me.call));
   }
   Meeting* found = nullptr;
   for (Meeting& meeting : warp.meetings) {
@@ -341,8 +344,8 @@ void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group))
     for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
       add_lanes(others, number * WarpGroup::kThreads + w * kLanes, meeting.arrived[w]);
     }
-    fault(format("divergent warpgroup: a thread comes to %s while others of its warpgroup are at "
-                 "another instruction that all 128 threads execute together\n  ", name) +
+    fault(format("divergent warpgroup: a thread reaches %s while others of its warpgroup wait at "
+                 "another instruction that all 128 threads must execute together\n  ", name) +
           name_of(me) + " " + where(me.call) + "\n  threads " + list_of(others) + " are at " +
           meeting.name + " " + where(meeting.call));
   }
@@ -447,7 +450,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     warp.lanes = count == kLanes ? ~0u : (1u << count) - 1;
     warp.live = warp.lanes;
     warp.meetings.clear();
-    warp.ready = 0;  // a launch that a fault ended leaves some
+    warp.ready = 0;  // a launch ended by a fault leaves some set
     make_ready(block, warp, warp.lanes);
   }
 }

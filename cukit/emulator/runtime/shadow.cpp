@@ -1,4 +1,4 @@
-// Judges every access of a checked kernel: is it inside something, aligned, initialised, ordered?
+// Checks every access of a checked kernel: bounds, initialisation, order.
 #include "shadow.h"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ std::string tail(const Actor& actor) {
   return "\n  " + name_of(*actor.issuer) + " " + where(actor.call);
 }
 
-struct Judge {
+struct SharedCheck {
   const Actor& actor;
   Block& block;
   const unsigned char* pointer;
@@ -48,14 +48,14 @@ struct Judge {
   const unsigned swizzle;
   const CellPlace place;
 
-  // Of an ordinary access by a thread.
-  bool suspected(const std::string& report) const {
+  // Whether the race is judged only once the value has been written (same_value_writes).
+  bool judged_later(const std::string& report) const {
     return block.cluster->launch->same_value_writes != 0 &&
-           suspect(actor, pointer, bytes, access, report);
+           defer_judgement(actor, pointer, bytes, access, report);
   }
 
   bool ordered(unsigned agent, std::uint32_t epoch) const {
-    // What earlier clusters did is over, and their agents were others.
+    // Accesses of earlier clusters have completed, and their agents were other threads.
     return epoch <= base_epoch || agent == actor.issuer->agent || epoch <= seen[agent] ||
            (actor.engine && agent == actor.agent);
   }
@@ -63,7 +63,7 @@ struct Judge {
   // Nothing orders the access after the cell's last write.
   __attribute__((cold, noinline)) void after_write(const Cell& cell, std::size_t i) const {
     const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
-    if (!suspected(report)) fault(report);
+    if (!judged_later(report)) fault(report);
   }
 
   // Nothing orders the access after a read or an atomic.
@@ -81,17 +81,28 @@ struct Judge {
   __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write,
                                                    unsigned agent, std::uint32_t call) const {
     return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
-                       name_of_agent(*block.cluster, agent), call);
+                       name_of_agent(*block.cluster, agent), call, remedy(agent));
   }
 
-  [[noreturn]] __attribute__((cold, noinline)) void early(std::size_t i, const char* what) const {
+  // How to order the access after an earlier one by this agent.
+  const char* remedy(unsigned agent) const {
+    const Cluster& cluster = *block.cluster;
+    const bool by_engine = agent >= cluster.first_engine();
+    if (by_engine) return "wait for the asynchronous operation before this access";
+    if (actor.engine) return "put a barrier or an mbarrier between the two";
+    if (agent / cluster.threads != actor.agent / cluster.threads) return kClusterRemedy;
+    return kBlockRemedy;
+  }
+
+  [[noreturn]] __attribute__((cold, noinline)) void fault_at(std::size_t i, const char* what,
+                                                          const char* remedy) const {
     fault(head(actor, what, bytes, access) + " at " + describe_shared(block, pointer + i) +
-          tail(actor));
+          tail(actor) + remedy);
   }
 
   bool is_static() const { return place.cells == &block.shadow.static_cells; }
 
-  // Bytes that nobody has written may lie between two variables, or the access may end there.
+  // An unwritten byte may be in the gap between two variables, or the access may run into the gap.
   void check_variable(std::size_t i) const {
     const Launch& launch = *block.cluster->launch;
     const auto first = static_cast<std::uint32_t>(place.byte + i);
@@ -106,16 +117,18 @@ struct Judge {
           tail(actor));
   }
 
-  void one(Cell& cell, std::size_t i) const {
+  void check_cell(Cell& cell, std::size_t i) const {
     const bool written = cell.write_epoch > base_epoch;
     if (cell.pending && written) {
       fault(head(actor, "asynchronous copy not waited for", bytes, access) + " at " +
-            describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
+            describe_shared(block, pointer + i) + tail(actor) +
+            "\n  wait for the copy before this access; it was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
     if (!written && is_static()) check_variable(i);
     if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
-      early(i, "uninitialised shared memory");
+      fault_at(i, "uninitialised shared memory",
+            "\n  no thread has written it yet: a store is missing, or a barrier after the store");
     }
     if (!ordered(cell.writer, cell.write_epoch)) after_write(cell, i);
     for (int slot = 0; slot < 2; ++slot) {
@@ -135,7 +148,7 @@ struct Judge {
     cell.pending = 0;
     cell.generic = !actor.engine;
     cell.swizzle = static_cast<std::uint16_t>(swizzle);
-    // What atomics have left is overwritten.
+    // The write supersedes recorded atomics.
     for (int slot = 0; slot < 2; ++slot) {
       if (cell.mark[slot] == Mark::Atomic) cell.read_epoch[slot] = 0;
     }
@@ -146,18 +159,20 @@ struct Judge {
                     static_cast<std::size_t>(pointer + i - block.static_shared));
   }
 
-  // A vector that begins with data may end in bytes that nobody has written: nobody need use them.
+  // A vector load whose first element was written may end in unwritten bytes: the kernel need not
+  // use them.
   bool behind_data(std::size_t i) const {
     constexpr std::size_t kElement = 4;
     return access == Access::Read && !actor.engine && bytes > kElement && i >= kElement;
   }
 
-  // TMA and wgmma (the async proxy) need a proxy fence between an ordinary write and their own access
-  // to the same bytes, which would else overtake it: to read what was written, and just so to overwrite
-  // it. The fence is executed by the writer after its write, or by the issuer once it knows of the write.
-  // No fence is needed between ordinary reads and a copy that overwrites what was read, if happens-before
-  // orders them (readers arrive at an mbarrier, the producer waits there and starts the copy): a read
-  // that has returned its value cannot be overtaken. Nor where the async proxy accessed the bytes last.
+  // The async proxy (TMA, wgmma) needs a proxy fence between a generic write and its own access to
+  // the same bytes, be it a read or a write; otherwise its access may overtake the generic write.
+  // The fence is executed by the writer after its write, or by the issuer once it is ordered after
+  // the write. No fence is needed between generic reads and a copy that overwrites those bytes, if
+  // happens-before orders them (readers arrive at an mbarrier, on which the producer waits before
+  // it starts the copy): a read that has returned its value cannot be overtaken. Nor is one needed
+  // after an access of the async proxy.
   void check_proxy(const Cell& cell, bool written, std::size_t i) const {
     if (written && cell.generic) require_fence(cell.writer, cell.write_epoch, cell.write_call, i);
     for (int slot = 0; slot < 2; ++slot) {
@@ -175,17 +190,19 @@ struct Judge {
     if (issuer.fenced != nullptr && epoch <= issuer.fenced->seen[agent]) return;
     fault(head(actor, "missing fence.proxy.async", bytes, access) + " at " +
           describe_shared(block, pointer + i) + tail(actor) +
-          "\n  no fence_proxy_async, before the barrier in between, follows the ordinary write by\n  " +
+          "\n  call fence_proxy_async() after the ordinary write, before the barrier that follows "
+          "it; the write is by\n  " +
           name_of(writer) + " " + where_offset(block, call));
   }
 
   [[noreturn]] void wrong_swizzle(const Cell& cell, std::size_t i) const {
     const auto name = [](unsigned chunks) {
-      return chunks == 1 ? std::string("without a swizzle") : format("swizzled by %u bytes", 16 * chunks);
+      return chunks == 1 ? std::string("without a swizzle")
+                         : format("with a swizzle of %u bytes", 16 * chunks);
     };
     fault(head(actor, "wrong swizzle", bytes, access) + " at " + describe_shared(block, pointer + i) +
           tail(actor) + "\n  reads " + name(swizzle) + " what was written " + name(cell.swizzle) +
-          " " + where_offset(block, cell.write_call));
+          " " + where_offset(block, cell.write_call) + ": both must use the same swizzle");
   }
 
   void note_read(Cell& cell) const {
@@ -203,7 +220,8 @@ struct Judge {
   }
 };
 
-// Where the launch keeps the values of the arguments, which the kernel's entry copies.
+// Whether the bytes are in the launch's copy of an argument, which the kernel's entry function
+// reads.
 bool is_argument(const Launch& launch, std::uintptr_t address, std::size_t bytes) {
   for (unsigned i = 0; i < launch.entry->num_parameters; ++i) {
     const auto low = reinterpret_cast<std::uintptr_t>(launch.arguments[i]);
@@ -212,7 +230,7 @@ bool is_argument(const Launch& launch, std::uintptr_t address, std::size_t bytes
   return false;
 }
 
-// The next accesses to this memory are quick ones. Always true.
+// Lets quick() accept the next accesses to this memory. Always true.
 bool remember(Shadow& shadow, Access access, std::uintptr_t low, std::uintptr_t high) {
   const Known known{reinterpret_cast<const unsigned char*>(low), high - low};
   if (access == Access::Read) shadow.readable[shadow.next_readable++ % Shadow::kKnown] = known;
@@ -220,7 +238,8 @@ bool remember(Shadow& shadow, Access access, std::uintptr_t low, std::uintptr_t 
   return true;
 }
 
-// Memory that the launch was given, or, to read, the kernel's own constants.
+// Whether the launch may access the bytes: an array, the kernel's own variables, an argument, the
+// heap.
 bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
   Shadow& shadow = actor.issuer->block->shadow;
   const Cluster& cluster = *actor.issuer->block->cluster;
@@ -229,7 +248,7 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   const Range* range = std::upper_bound(
       launch.ranges, end, address, [](std::uintptr_t at, const Range& each) { return at < each.low; });
   const Range* read_only = nullptr;
-  // Arrays may overlap: any that begins before the access may hold it.
+  // Arrays may overlap: any array that starts before the access may contain it.
   while (range != launch.ranges) {
     --range;
     if (address + bytes > range->high) continue;
@@ -242,7 +261,7 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
     fault(head(actor, "write to a read-only array", bytes, access) +
           format(" (argument %u)", read_only->argument) + tail(actor));
   }
-  // Constants, __device__ variables, the arguments, and what malloc has returned.
+  // __constant__ and __device__ variables, the arguments, and the heap of malloc.
   const Module& module = *cluster.module;
   if (address >= module.data_low && address + bytes <= module.data_high) {
     return remember(shadow, access, module.data_low, module.data_high);
@@ -254,7 +273,7 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   return in_heap(address, bytes);
 }
 
-// Whether an address that is nobody's was probably meant to be shared memory.
+// Whether an address outside all memory of the launch was probably meant to be in shared memory.
 bool near_shared(const Block& block, const unsigned char* at) {
   constexpr std::size_t kNear = 256;
   const std::size_t static_bytes = block.cluster->module->static_bytes;
@@ -289,17 +308,18 @@ std::uint32_t offset_of(const Cluster& cluster, const void* call) {
 }
 
 std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
-                        Mark mark, bool write, const std::string& by, std::uint32_t call) {
+                        Mark mark, bool write, const std::string& by, std::uint32_t call,
+                        const char* remedy) {
   const char* earlier = write ? "write" : is_atomic(mark) ? "atomic" : "read";
   return head(actor, "race", bytes, access) + " at " + place + tail(actor) +
          "\n  nothing orders it after the " + earlier + " by\n  " + by + " " +
-         where_offset(*actor.issuer->block, call);
+         where_offset(*actor.issuer->block, call) + "\n  fix: " + remedy;
 }
 
-bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+bool defer_judgement(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report) {
   Fiber& me = current();
-  Suspect& it = me.deferred.suspect;
+  RacingStore& it = me.deferred.store;
   if (actor.engine || access != Access::Write || bytes > sizeof it.before) return false;
   it.pointer = static_cast<const unsigned char*>(pointer);
   it.bytes = static_cast<unsigned>(bytes);
@@ -309,13 +329,13 @@ bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access 
   return true;
 }
 
-void settle_now(Fiber& me) {
+void run_deferred_now(Fiber& me) {
   me.has_deferred = false;
-  if (me.deferred.learn_from != nullptr) {
-    learn(me, me.deferred.learn_from);
-    me.deferred.learn_from = nullptr;
+  if (me.deferred.acquire_address != nullptr) {
+    acquire_published(me, me.deferred.acquire_address);
+    me.deferred.acquire_address = nullptr;
   }
-  Suspect& it = me.deferred.suspect;
+  RacingStore& it = me.deferred.store;
   if (it.bytes == 0) return;
   const bool same = std::memcmp(it.pointer, it.before, it.bytes) == 0;
   it.bytes = 0;
@@ -380,7 +400,8 @@ std::string describe_shared(Block& block, const void* pointer) {
   const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
   const std::size_t static_bytes = block.cluster->module->static_bytes;
   const auto byte = static_cast<std::size_t>(at - block.static_shared);
-  // An access beyond the end is told from where it starts. The two may lie side by side in the host's memory.
+  // An access past the end is described by where it starts. The two parts may be adjacent in host
+  // memory.
   if (byte >= static_bytes && at >= block.dynamic_shared && at <= block.dynamic_shared + dynamic_bytes + 4096) {
     return format("byte %zu of the dynamic shared memory of %zu bytes",
                   static_cast<std::size_t>(at - block.dynamic_shared), dynamic_bytes);
@@ -397,9 +418,9 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
           tail(actor));
   }
   if (access == Access::Write) ++block.cluster->steps;
-  const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
+  const SharedCheck shared{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
                     actor.issuer->seen->seen, block.cluster->base_epoch, swizzle, place};
-  // Bytes with the same past have the same future: neighbours mostly do.
+  // Equal cells change equally, and neighbouring cells mostly are equal.
   Cell before, after;
   bool any = false;
   place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t at) {
@@ -408,7 +429,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
       return;
     }
     before = cell;
-    judge.one(cell, at - place.byte);
+    shared.check_cell(cell, at - place.byte);
     after = cell;
     any = true;
   });
@@ -418,7 +439,7 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
   const Fiber& me = *actor.issuer;
   if (pointer == &cukit_emulator_thread) return;
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  // The thread's own stack, where it keeps itself too.
+  // The thread's own stack, which also holds its Fiber.
   if (address - reinterpret_cast<std::uintptr_t>(me.stack_low) < Stack::kBytes) return;
   Block& block = *me.block;
   if (cells_of(block, pointer, 1).cells != nullptr) {
@@ -446,7 +467,8 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
 void check_alignment(const void* pointer, std::size_t alignment, const char* what) {
   CUKIT_ENTER(me);
   if (reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0) return;
-  fault(format("misaligned: %s needs a multiple of %zu bytes, got one of %zu", what, alignment,
+  fault(format("misaligned: %s needs %zu-byte alignment, the address has %zu-byte alignment", what,
+               alignment,
                static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(pointer) &
                                         -reinterpret_cast<std::uintptr_t>(pointer))) +
         tail(thread_actor(me)));

@@ -1,5 +1,5 @@
-// What the checked mode knows of every byte of a block's shared memory: who wrote it last, and who
-// read it since.
+// What the checked mode records for every byte of a block's shared memory: its last write and the
+// reads since.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct Block;
 struct Fiber;
 struct Launch;
 
-// How a byte was read, besides or together with being changed. Strong reads are volatile and atomic loads.
+// The kind of a recorded read or atomic. Strong reads are volatile and atomic loads.
 enum class Mark : std::uint8_t { Plain, Atomic, Strong, BlockAtomic };
 
 inline bool is_atomic(Access access) { return access == Access::Atomic || access == Access::BlockAtomic; }
@@ -31,14 +31,15 @@ inline Mark mark_of(Access access) {
          : access == Access::BlockAtomic ? Mark::BlockAtomic
                                         : Mark::Plain;
 }
-// Whether an access and an earlier one that nothing orders are a race. A plain write is one with anything.
+// Whether an access and an earlier, unordered one are a race. A plain write conflicts with every
+// access.
 inline bool conflict(Access access, Mark earlier) {
   return access == Access::Write || (access == Access::Read && is_atomic(earlier)) ||
          (is_atomic(access) && earlier == Mark::Plain);
 }
 
-// Which of the two reads that a cell remembers makes room for another one: so that a writer whom nothing
-// orders after all readers meets at least one that is not itself, and of each kind, if possible.
+// Which of a cell's two recorded reads a new read replaces. The choice makes a later writer that is
+// not ordered after all readers find at least one read by another thread, of each kind if possible.
 template <typename MarkOf, typename IsMine, typename IsOrdered>
 int slot_for(Mark mark, const MarkOf& mark_of_slot, const IsMine& mine, const IsOrdered& ordered) {
   for (int slot = 0; slot < 2; ++slot) {
@@ -57,25 +58,25 @@ struct Cell {
   std::uint32_t read_call[2] = {};
   std::uint16_t writer = 0;
   std::uint16_t reader[2] = {};
-  std::uint16_t swizzle = 0;  // 16-byte chunks of the pattern it was written in; 0 if nobody said
+  std::uint16_t swizzle = 0;  // that it was written with: its width in 16-byte chunks; 0: unknown
   Mark mark[2] = {};          // of the reads
-  std::uint8_t pending = 0;   // a background copy is on its way here
-  std::uint8_t generic = 0;   // the last write was an ordinary one, not the async proxy's
+  std::uint8_t pending = 0;   // an asynchronous copy to it is in flight
+  std::uint8_t generic = 0;   // the last write was by the generic proxy, not the async proxy
 };
 static_assert(std::has_unique_object_representations_v<Cell>, "cells are compared as bytes");
 
-// Addresses below it come of a null pointer and an index.
+// Addresses below this are a null pointer plus an index.
 constexpr std::uintptr_t kNullBytes = 65536;
 
-// The cells of a part of shared memory. The bytes of a word mostly have one past: then one cell stands for
-// all of them.
+// The cells of a part of shared memory. The bytes of a word mostly have the same history; then one
+// cell stands for all four.
 class Cells {
  public:
   static constexpr unsigned kWord = 4;
 
   struct Word {
     Cell cell;
-    std::uint32_t split;  // 0, or the number of the cells of its bytes
+    std::uint32_t split;  // 0, or the number of its entry in bytes_ plus one
   };
 
   void cover(std::size_t bytes) {
@@ -90,8 +91,8 @@ class Cells {
     return word.split == 0 ? word.cell : bytes_[word.split - 1][byte % kWord];
   }
 
-  // Calls visit(cell, byte) for cells that together are those of `count` bytes from `first` on, and of no
-  // others: for every whole word of one past, and for every single byte elsewhere.
+  // Calls visit(cell, byte) for the cells of exactly `count` bytes from `first` on: once for a
+  // whole word whose bytes share a cell, and once for each byte elsewhere.
   template <typename Visit>
   void visit(std::size_t first, std::size_t count, const Visit& visit) {
     const std::size_t end = first + count;
@@ -120,7 +121,7 @@ class Cells {
     free_.pop_back();
     bytes_[word.split - 1].fill(word.cell);
   }
-  // If its bytes have one past again.
+  // Back to one cell, if the bytes have the same history again.
   void join(Word& word) {
     const std::array<Cell, kWord>& cells = bytes_[word.split - 1];
     if (std::memcmp(&cells[0], &cells[1], (kWord - 1) * sizeof(Cell)) != 0) return;
@@ -134,7 +135,7 @@ class Cells {
   std::vector<std::uint32_t> free_;
 };
 
-// Memory that threads mostly access: what check() need not look for each time.
+// Memory that was accessed recently, for which quick() skips the lookup.
 struct Known {
   const unsigned char* low = nullptr;
   std::size_t bytes = 0;
@@ -142,7 +143,7 @@ struct Known {
 
 struct Shadow {
   Cells static_cells, dynamic_cells;
-  // Global memory that was read and written last, whole arrays: all of it may be.
+  // Whole arrays of global memory that were read and written most recently.
   static constexpr unsigned kKnown = 4;
   Known readable[kKnown], writeable[kKnown];
   unsigned next_readable = 0, next_writeable = 0;
@@ -156,7 +157,7 @@ struct Shadow {
 struct Cluster;
 struct Launch;
 
-// Who does it: a thread, or an engine on behalf of the thread that issued it.
+// The agent of an access: a thread, or an engine on behalf of the thread that issued the operation.
 struct Actor {
   const Fiber* issuer;
   unsigned agent;
@@ -169,38 +170,48 @@ Actor thread_actor(const Fiber& fiber);
 // A new epoch of engine `number`.
 Actor engine_actor(const Fiber& issuer, unsigned number);
 
-// Ends the launch on an access outside the allocations, to data not yet there, or in a race.
+// Ends the launch if the access is out of bounds, reads data that is not there yet, or is a race.
 void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
-// The same for an access known to lie in the shared memory of `block`. `swizzle`: the chunks of the
-// pattern that a tensor map or a matrix descriptor names, 1 for none; 0 where nobody says.
+// The same for an access known to be in the shared memory of `block`. `swizzle`: the width, in
+// 16-byte chunks, of the swizzle that a tensor map or matrix descriptor names; 1 for none, 0 if
+// unknown.
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
                   Access access, unsigned swizzle = 0);
-// Bytes that a background copy will write, and has written, as seen by the thread that waited.
+// Bytes that an asynchronous copy will write, and bytes that it has written, for a thread that
+// waited.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
 
-// Code addresses as cells keep them.
+// A code address as cells store it.
 std::uint32_t offset_of(const Cluster& cluster, const void* call);
-// The text of a race with an earlier access: a write, or a read of this kind.
+// The report of a race with an earlier access: a write, or a read of this kind.
 std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
-                        Mark mark, bool write, const std::string& by, std::uint32_t call);
-// True if the race is to be judged once the value has been written: a store of up to 16 bytes.
-bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+                        Mark mark, bool write, const std::string& by, std::uint32_t call,
+                        const char* remedy);
+// Remedies for races: between threads of a block, of a cluster, and of the grid.
+constexpr const char* kBlockRemedy =
+    "put a barrier between the two: __syncthreads(), or __syncwarp() within a warp";
+constexpr const char* kClusterRemedy = "put a cluster barrier between the two";
+constexpr const char* kGridRemedy =
+    "order the blocks by __threadfence() and an atomic, or launch a second kernel";
+// Defers the judgement until the value has been written, if the access is a store of up to 16
+// bytes. False if it is not.
+bool defer_judgement(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report);
-// Whether bytes are of one allocation of the kernels' own.
+// Whether the bytes are in one allocation made by malloc or new in kernels.
 bool in_heap(std::uintptr_t address, std::size_t bytes);
-// Where an address lies that is nobody's: relative to the nearest array of the launch.
+// Describes an address outside all memory of the launch: relative to the nearest array.
 std::string describe_outside(const Launch& launch, std::uintptr_t address);
 // "byte 8 of argument 1", or a variable of the kernel's file.
 std::string describe_global(const Launch& launch, std::uintptr_t address);
 
-// Where `bytes` bytes of the shared memory of `block` have their cells.
+// The cells of `bytes` bytes of the shared memory of `block`.
 struct CellPlace {
   Cells* cells;  // null if they are not all shared memory of the block
   std::size_t byte;
 };
 CellPlace cells_of(Block& block, const void* pointer, std::size_t bytes);
-// True of shared memory that nobody in the block has written.
+// True for shared memory that no thread of the block has written.
 bool uninitialised(Block& block, const void* pointer);
 // "static shared memory, byte 8 of 32" and the like, for messages.
 std::string describe_shared(Block& block, const void* pointer);

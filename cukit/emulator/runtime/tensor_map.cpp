@@ -15,20 +15,20 @@ namespace cukit::emulator {
 
 namespace {
 
-constexpr unsigned kMostAxes = 5;
+constexpr unsigned kMaxAxes = 5;
 constexpr std::uint64_t kMagic = 0x63756B6974746D61ull;
 
-// What cukit/emulator/tensor_map.py packs; axes run from the innermost outwards.
+// The layout packed by cukit/emulator/tensor_map.py; axes run from the innermost outwards.
 struct __attribute__((packed)) TensorMap {
   std::uint64_t magic;
   std::uint64_t address;
-  std::uint64_t low, high;  // of the array that the map was made of
-  std::uint32_t extent[kMostAxes];
-  std::int64_t stride[kMostAxes];  // bytes
-  std::uint16_t box[kMostAxes];
+  std::uint64_t low, high;  // of the array that the map was made from
+  std::uint32_t extent[kMaxAxes];
+  std::int64_t stride[kMaxAxes];  // bytes
+  std::uint16_t box[kMaxAxes];
   std::uint8_t axes;
   std::uint8_t itemsize;
-  std::uint8_t swizzle_chunks;  // 16-byte chunks of the pattern's width; 0, 2, 4 or 8
+  std::uint8_t swizzle_chunks;  // width of the swizzle in 16-byte chunks: 0 (none), 2, 4 or 8
   std::uint8_t kind;            // 0 integer, 1 float, 2 other (bfloat16)
   std::uint8_t writeable;
 };
@@ -38,11 +38,12 @@ TensorMap read_map(const Fiber& me, const void* pointer, unsigned axes) {
   TensorMap map;
   std::memcpy(&map, pointer, sizeof map);
   if (map.magic != kMagic) {
-    fault("cp.async.bulk.tensor: the argument is no tensor map of the emulator (made outside "
-          "cukit.backend(\"emulator\")?)\n  " + name_of(me) + " " + where(me.call));
+    fault("cp.async.bulk.tensor: the argument is not a tensor map of the emulator; make it within "
+          "cukit.backend(\"emulator\")\n  " + name_of(me) + " " + where(me.call));
   }
   if (map.axes != axes) {
-    fault(format("cp.async.bulk.tensor: %u coordinates for a tensor of %u axes\n  ", axes, map.axes) +
+    fault(format("cp.async.bulk.tensor: %u coordinates for a tensor map of %u axes\n  ", axes,
+                 map.axes) +
           name_of(me) + " " + where(me.call));
   }
   return map;
@@ -55,24 +56,25 @@ unsigned box_bytes(const TensorMap& map) {
 }
 
 void check_target(const Fiber& me, const TensorMap& map, std::uint32_t shared) {
-  // The pattern repeats every eight rows of its width; without one, addresses are multiples of 128.
+  // The same for every swizzle, since the pattern is a function of the address alone.
   const std::uint32_t alignment = 128;
   if (shared % alignment != 0) {
-    fault(format("misaligned: cp.async.bulk.tensor needs shared memory at a multiple of %u bytes, got "
-                 "byte %u (swizzle of %u bytes)\n  ", alignment, shared, map.swizzle_chunks * 16) +
+    fault(format("misaligned: cp.async.bulk.tensor needs a shared address that is a multiple of %u "
+                 "bytes, got %u (swizzle of %u bytes)\n  ", alignment, shared,
+                 map.swizzle_chunks * 16) +
           name_of(me) + " " + where(me.call));
   }
 }
 
-// Where byte `at` of the box lies: 16-byte chunks of neighbouring rows change places by the bits of
-// their shared address.
+// The address of a byte after swizzling: 16-byte chunks within a row are permuted by the row's bits
+// of the shared address.
 std::uint32_t swizzled(const TensorMap& map, std::uint32_t address) {
   if (map.swizzle_chunks == 0) return address;
   return address ^ ((address >> 7 & (map.swizzle_chunks - 1u)) << 4);
 }
 
-// Visits the rows of the box: visit(offset in the box, pointer or null if the row lies outside the
-// tensor, first element inside, elements inside).
+// Visits the rows of the box: visit(offset in the box, pointer, or null if the row is outside the
+// tensor, first element inside, number of elements inside).
 template <typename Visit>
 void for_rows(const TensorMap& map, const int* position, const Visit& visit) {
   const unsigned row_bytes = map.box[0] * map.itemsize;
@@ -99,14 +101,15 @@ void for_rows(const TensorMap& map, const int* position, const Visit& visit) {
   }
 }
 
-// Ends the launch if the box reaches memory that is not the array's: rows of it, or the map's base address,
-// which the hardware touches when a box lies wholly outside the tensor (seen on the H200 for loads; stores
-// were not measured and are held to the same). A map that begins before its array does not own its base.
+// Ends the launch if the box reaches memory outside the array: in one of its rows, or at the map's
+// base address, which the hardware accesses when a box is entirely outside the tensor (measured on
+// the H200 for loads, and assumed for stores). The base of a map that begins before its array is
+// outside the array.
 void check_box(const Fiber& me, const TensorMap& map, const int* position) {
   const long long into_row = static_cast<long long>(position[0]) * map.itemsize;
   if (into_row % 16 != 0) {
-    fault(format("misaligned: cp.async.bulk.tensor of a box that begins %lld bytes into the rows of its "
-                 "tensor, which must be a multiple of 16\n  ",
+    fault(format("misaligned: cp.async.bulk.tensor of a box that begins %lld bytes into the rows "
+                 "of its tensor: the distance must be a multiple of 16\n  ",
                  into_row) +
           name_of(me) + " " + where(me.call));
   }
@@ -131,14 +134,14 @@ void check_box(const Fiber& me, const TensorMap& map, const int* position) {
   }
   fault("out of bounds: cp.async.bulk.tensor of a box wholly outside the tensor touches the map's base "
         "address, " +
-        format("%lld bytes before the array of the map: leave such boxes out\n  ",
+        format("%lld bytes before the array of the map: skip such boxes\n  ",
                static_cast<long long>(map.low - map.address)) +
         name_of(me) + " " + where(me.call) + "\n  the box begins at (" + place +
         ") in a tensor of (" + extents + "), innermost axis first");
 }
 
-// Rows of the box in global memory, as accesses of the thread that starts the copy: from then on the copy
-// may be at work.
+// Checks the box's rows in global memory for races, as accesses of the thread that starts the copy:
+// the copy may execute from then on.
 void look_for_races(Fiber& me, const TensorMap& map, const int* position, Access access) {
   const Cluster& cluster = *me.block->cluster;
   if (cluster.launch->checked == 0 || cluster.launch->global_races == 0) return;
@@ -148,7 +151,7 @@ void look_for_races(Fiber& me, const TensorMap& map, const int* position, Access
   });
 }
 
-// Moves `bytes` between a row of the box and linear memory, chunk by chunk.
+// Calls move(shared pointer, offset in the row, bytes) for each 16-byte chunk of a row of the box.
 template <typename Move>
 void for_chunks(const TensorMap& map, std::uint32_t shared, unsigned char* base, unsigned at,
                 unsigned bytes, const Move& move) {
@@ -160,7 +163,7 @@ void for_chunks(const TensorMap& map, std::uint32_t shared, unsigned char* base,
   }
 }
 
-std::mutex reduction_mutex;  // sums of different blocks into one tensor
+std::mutex reduction_mutex;  // different blocks may add to one tensor
 
 template <typename T>
 void add_as(unsigned char* to, const unsigned char* from, unsigned bytes) {
@@ -207,13 +210,14 @@ void tensor_load(std::uint32_t shared, const void* map_pointer, const int* posit
   check_target(me, map, local);
   if (checked()) check_box(me, map, position);
   struct Position {
-    int at[kMostAxes];
+    int at[kMaxAxes];
   } copied{};
   std::copy_n(position, axes, copied.at);
   look_for_races(me, map, position, Access::Read);
   for_targets(me, blocks, [&](Block& target) {
     unsigned char* const to = place_in(me, target, shared, bytes);
-    land_later(me, target, barrier, to, bytes, std::max<unsigned>(1, map.swizzle_chunks), [=] {
+    const unsigned swizzle = std::max<unsigned>(1, map.swizzle_chunks);
+    start_inbound_copy(me, target, barrier, to, bytes, swizzle, [=] {
       for_rows(map, copied.at, [&](unsigned at, const unsigned char* row, unsigned first,
                                    unsigned count) {
         const unsigned low = first * map.itemsize;
@@ -244,11 +248,11 @@ void tensor_store(const void* map_pointer, std::uint32_t shared, const int* posi
   if (checked()) check_box(me, map, position);
   const Place place = place_of(me, shared, bytes);
   struct Position {
-    int at[kMostAxes];
+    int at[kMaxAxes];
   } copied{};
   std::copy_n(position, axes, copied.at);
   look_for_races(me, map, position, add ? Access::Atomic : Access::Write);
-  read_later(me, place, bytes, [=, from = place.pointer] {
+  start_outbound_copy(me, place, bytes, [=, from = place.pointer] {
     std::unique_lock<std::mutex> lock(reduction_mutex, std::defer_lock);
     if (add) lock.lock();
     for_rows(map, copied.at, [&](unsigned at, unsigned char* row, unsigned first, unsigned count) {

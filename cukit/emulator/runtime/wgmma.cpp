@@ -1,11 +1,12 @@
-// wgmma: products of four warps, from shared memory described by 64 bits, in the background.
+// wgmma: asynchronous matrix products of four warps, whose operands in shared memory are given by
+// 64-bit descriptors.
 //
-// The rules for registers are those of the PTX ISA (wgmma.fence, wgmma.wait_group). From a product on
-// until its group has been waited for, ordinary code may neither read nor write its accumulators, nor
-// write the registers of its operand a. (The ISA calls reading operand a undefined too; it is allowed
-// here, as neither side changes the registers.) There is a fence between an ordinary access to any of
-// them and the product, between products of different shapes with the same accumulators, and before a
-// warpgroup's first product.
+// The rules for registers are those of the PTX ISA (wgmma.fence, wgmma.wait_group). From a wgmma
+// until its group has been waited for, ordinary code may neither read nor write its accumulators,
+// nor write the registers of its operand a. (The ISA makes reading operand a undefined, too; it is
+// allowed here, as neither side changes the registers.) A fence is required between an ordinary
+// access to any of them and the wgmma, between wgmmas of different shapes with the same
+// accumulators, and before a warpgroup's first wgmma.
 #include "engines.h"
 #include "matrix.h"
 
@@ -21,12 +22,12 @@ constexpr unsigned kThreads = WarpGroup::kThreads;
 constexpr unsigned kDepthBytes = 32;
 constexpr unsigned kCoreRows = 8;
 
-// A matrix descriptor: addresses and distances in bytes.
+// A decoded matrix descriptor: addresses and strides in bytes.
 struct Descriptor {
   std::uint32_t start;
   std::uint32_t leading;
   std::uint32_t stride;
-  unsigned chunks;  // 16-byte chunks of the swizzle's width; 1 without one
+  unsigned chunks;  // width of the swizzle in 16-byte chunks; 1 without one
 };
 
 Descriptor decode(std::uint64_t bits) {
@@ -37,8 +38,8 @@ Descriptor decode(std::uint64_t bits) {
           static_cast<std::uint32_t>(bits >> 32 & 0x3fff) << 4, kChunks[bits >> 62]};
 }
 
-// The shared address of the 16 bytes that hold element `k` of row (or column) `i`. K-major: 16 bytes
-// along k. MN-major: 16 bytes along i.
+// The shared address of the 16 bytes that hold element `k` of row (or column) `i`: 16 consecutive
+// bytes along k if K-major, along i if MN-major.
 std::uint32_t chunk_address(const Descriptor& matrix, unsigned i, unsigned k, unsigned itemsize,
                             bool mn_major) {
   const unsigned per_chunk = 16 / itemsize;
@@ -88,16 +89,16 @@ void check_matrix(const Fiber& fiber, const Actor& actor, const Descriptor& matr
   }
 }
 
-// A warpgroup's product, with what it needs of its threads copied.
+// A warpgroup's wgmma, with copies of its threads' registers.
 struct GroupProduct {
   Product product;
-  const Fiber* fiber;  // the first thread, for addresses
-  unsigned a[kThreads][4];  // where it comes from registers
+  const Fiber* fiber;  // the first thread, to resolve addresses
+  unsigned a[kThreads][4];  // if operand a is in registers
   float* d[kThreads];
 
   unsigned depth() const { return kDepthBytes / bytes_of(product.b_type); }
 
-  void run(float* const* sums) const {
+  void run(float* const* accumulators) const {
     Operands operands;
     const unsigned k = depth();
     read_matrix(*fiber, decode(product.b), 0, product.n, k, product.b_type, product.b_transposed,
@@ -116,7 +117,7 @@ struct GroupProduct {
       for (unsigned column = 0; column < product.n; column += 8) {
         float* tile[kLanes];
         for (unsigned lane = 0; lane < kLanes; ++lane) {
-          tile[lane] = sums[first + lane] + column / 2;
+          tile[lane] = accumulators[first + lane] + column / 2;
           if (!product.accumulate) std::fill_n(tile[lane], 4, 0.0f);  // 0 as an int too
         }
         if (is_integer(product.a_type)) {
@@ -129,12 +130,13 @@ struct GroupProduct {
   }
 };
 
-// In the late mode accumulators are NaN until somebody waits; their true values stay here.
-Work put_off(WarpGroup& group, const GroupProduct& product) {
+// In the late mode accumulators are NaN until they are waited for; their values are kept in
+// `hidden`.
+Work defer(WarpGroup& group, const GroupProduct& product) {
   const unsigned count = product.product.n / 2;
   WarpGroup::Hidden& hidden = group.hidden[product.d[0]];
   if (hidden.products > 0 && hidden.values.size() != kThreads * static_cast<std::size_t>(count)) {
-    // Products of another shape have these accumulators: no longer than until now.
+    // Earlier wgmmas of another shape use these accumulators: run them now.
     for (WarpGroup::Product& earlier : group.products) {
       if (earlier.work) earlier.work();
       earlier.work = nullptr;
@@ -149,11 +151,11 @@ Work put_off(WarpGroup& group, const GroupProduct& product) {
   }
   return [&group, product, count] {
     WarpGroup::Hidden& kept = group.hidden[product.d[0]];
-    float* sums[kThreads];
-    for (unsigned i = 0; i < kThreads; ++i) sums[i] = &kept.values[i * count];
-    product.run(sums);
+    float* accumulators[kThreads];
+    for (unsigned i = 0; i < kThreads; ++i) accumulators[i] = &kept.values[i * count];
+    product.run(accumulators);
     if (--kept.products > 0) return;
-    for (unsigned i = 0; i < kThreads; ++i) std::copy_n(sums[i], count, product.d[i]);
+    for (unsigned i = 0; i < kThreads; ++i) std::copy_n(accumulators[i], count, product.d[i]);
   };
 }
 
@@ -176,17 +178,18 @@ std::string name_of_register(std::size_t i, bool accumulator) {
   return accumulator ? format("accumulator %zu", i) : format("register %zu of operand a", i);
 }
 
-// What a product in flight is waiting for, and where it was started.
+// Where a wgmma in flight was issued, and which wait it needs.
 std::string state_of(const WarpGroup& group, std::uint32_t number) {
   for (const WarpGroup::Product& product : group.products) {
     if (product.number != number) continue;
-    const std::string started = "\n  the product was started " + where(product.call);
+    const std::string started = "\n  the wgmma was issued " + where(product.call);
     if (product.group == group.open) {
-      return started + "\n  no wgmma_commit has followed it: only committed groups are waited for";
+      return started +
+             "\n  no wgmma_commit has followed it: wgmma_wait waits for committed groups only";
     }
-    const auto younger = static_cast<unsigned>(group.open - product.group - 1);
-    return started + format("\n  %u groups have been committed since its own: wgmma_wait<%u> or less "
-                            "waits for it", younger, younger);
+    const auto later = static_cast<unsigned>(group.open - product.group - 1);
+    return started + format("\n  %u groups have been committed after its own: call wgmma_wait<%u> "
+                            "or less", later, later);
   }
   return "";
 }
@@ -198,34 +201,34 @@ std::string state_of(const WarpGroup& group, std::uint32_t number) {
                                : "\n  the last one was executed " + where(last_fence)));
 }
 
-// Registers that the product of this number takes of a thread.
+// Records the registers that a wgmma of this number uses in a thread.
 void take(Fiber& fiber, const WarpGroup& group, const void* pointer, std::size_t count,
           std::uint32_t number, bool accumulator) {
   const std::size_t place = place_on_stack(fiber, pointer);
   if (place >= Stack::kBytes) {
     fault(std::string("wgmma.mma_async: ") + (accumulator ? "accumulators" : "operand a") +
-          " must be local variables; others are copied to registers before it, and back while it "
-          "runs" + at(fiber));
+          " must be local variables: the compiler copies others to registers before the wgmma, and "
+          "back while it runs" + at(fiber));
   }
   const std::size_t i = fiber.registers.take(place, count, number, accumulator);
   if (i == count) return;
   const std::string name = name_of_register(i, accumulator);
   if (!fiber.registers.in_flight(place + 4 * i)) {
-    missing_fence(fiber, name + " was touched by ordinary code since the last one: call it between "
-                         "the access and the product", group.fence_call);
+    missing_fence(fiber, name + " was accessed by ordinary code since the last one: call it "
+                         "between the access and the wgmma", group.fence_call);
   }
-  fault("wgmma not waited for: " + name + " of a new product is " +
+  fault("wgmma not waited for: " + name + " of a new wgmma is " +
         (accumulator ? "operand a" : "an accumulator") + " of one in flight" + at(fiber) +
         state_of(group, fiber.registers.product_at(place + 4 * i)));
 }
 
-// Judges and notes the registers of a product.
+// Checks and records the registers of a wgmma.
 void take_registers(Block& block, unsigned number, const GroupProduct& mine,
                     WarpGroup::Product& record) {
   Fiber* const* const fibers = &block.fibers[number * kThreads];
   WarpGroup& group = block.warp_groups[number];
   if (group.fence_call == nullptr) {
-    missing_fence(*fibers[0], "call it before a warpgroup's first product", nullptr);
+    missing_fence(*fibers[0], "call it before a warpgroup's first wgmma", nullptr);
   }
   const std::size_t low = place_on_stack(*fibers[0], mine.d[0]);
   const std::size_t high = low + record.count * sizeof(float);
@@ -234,9 +237,10 @@ void take_registers(Block& block, unsigned number, const GroupProduct& mine,
   for (const WarpGroup::Shaped& shaped : group.shaped) {
     if (low >= shaped.high || high <= shaped.low) continue;
     if (shaped.shape != shape || shaped.low != low) {
-      missing_fence(*fibers[0], format("a product of m64n%uk%u takes accumulators of one of m64n%uk%u: "
-                                       "call it between them", mine.product.n, mine.depth(),
-                                       shaped.shape >> 8, shaped.shape & 0xff), group.fence_call);
+      missing_fence(*fibers[0], format("a wgmma of m64n%uk%u uses accumulators of one of "
+                                       "m64n%uk%u: call it between them", mine.product.n,
+                                       mine.depth(), shaped.shape >> 8, shaped.shape & 0xff),
+                    group.fence_call);
     }
     known = true;
   }
@@ -261,8 +265,9 @@ void complete_multiply(Block& block, unsigned number) {
   for (unsigned i = 0; i < kThreads; ++i) {
     const auto* product = static_cast<const Product*>(fibers[i]->operands);
     if (!alike(*product, mine.product)) {
-      fault("wgmma.mma_async: all threads of a warpgroup give the same shape, types, descriptors and "
-            "scale-d; this one differs from the first" + at(*fibers[i]));
+      fault("wgmma.mma_async: all threads of a warpgroup must give the same shape, types, "
+            "descriptors and scale-d; those of this thread differ from the first thread's" +
+            at(*fibers[i]));
     }
     mine.d[i] = static_cast<float*>(product->d);
     if (product->registers != nullptr) std::copy_n(product->registers, 4, mine.a[i]);
@@ -286,7 +291,7 @@ void complete_multiply(Block& block, unsigned number) {
     }
   }
   if (block.cluster->launch->late) {
-    record.work = put_off(group, mine);
+    record.work = defer(group, mine);
   } else {
     mine.run(mine.d);
     if (!checked()) return;
@@ -324,7 +329,7 @@ void complete_wait(Block& block, unsigned number) {
     for (unsigned i = 0; i < kThreads; ++i) {
       const unsigned warp = i / kLanes;
       fibers[i]->registers.land(last.number);
-      learn_of_engine(*fibers[i], product_engine(number * WarpGroup::kWarps + warp),
+      order_after_engine(*fibers[i], product_engine(number * WarpGroup::kWarps + warp),
                       last.epochs[warp]);
     }
   }
@@ -332,19 +337,19 @@ void complete_wait(Block& block, unsigned number) {
                        group.products.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-// Comes to an instruction of the whole warpgroup.
+// Meets the other threads at a warpgroup-wide instruction.
 void enter(const Fiber& me, const char* name, void (*complete)(Block&, unsigned)) {
   const unsigned first = me.index / kThreads * kThreads;
   const auto threads = static_cast<unsigned>(me.block->fibers.size());
   if (first + kThreads > threads) {
-    fault(format("missing threads: %s is an instruction of a whole warpgroup (four warps, from a "
-                 "multiple of four on), here threads %u-%u, and the block ends after %u", name, first,
-                 first + kThreads - 1, threads) + at(me));
+    fault(format("missing threads: %s is an instruction of a whole warpgroup (four warps, the "
+                 "first a multiple of four), here threads %u-%u, but the block has %u threads\n  ",
+                 name, first, first + kThreads - 1, threads) + name_of(me) + " " + where(me.call));
   }
   meet_warp_group(name, complete);
 }
 
-// Whether fences, commits and waits make a difference.
+// Whether fences, commits and waits have an effect.
 bool noted(const Fiber& me) {
   const Launch& launch = *me.block->cluster->launch;
   return launch.checked != 0 || launch.late != 0;
@@ -375,8 +380,8 @@ void touched_in_flight(const Fiber& me, const void* pointer, std::size_t bytes, 
 
 void exit_before_products(const Fiber& me) {
   const WarpGroup& group = me.block->warp_groups[me.index / kThreads];
-  fault("wgmma not waited for: a thread exits while products of its warpgroup are in flight" + at(me) +
-        state_of(group, group.products.front().number));
+  fault("wgmma not waited for: a thread exits while a wgmma of its warpgroup is in flight" +
+        at(me) + state_of(group, group.products.front().number));
 }
 
 void wgmma(const Product& product) {

@@ -207,12 +207,12 @@ def test_points_above_a_measured_ceiling_are_explained() -> None:
     )
     _, words, fold = roofline_blocks(found)
     assert isinstance(words, Paragraph)
-    assert words.text.startswith("3 points stand above a measured ceiling, by 41.9% at most.")
+    assert words.text.startswith("3 points are above a measured ceiling, by 41.9% at most.")
     assert isinstance(fold, Fold)
     (table,) = fold.blocks
     assert isinstance(table, Table)
     reasons = {row[3].value: row[-1].text for row in table.rows}
-    assert "datasheet too" in reasons[1050.0]
+    assert "datasheet, too" in reasons[1050.0]
     assert "square product" in reasons[777.0]
     assert "writes as much as it reads" in reasons[4.3]
 

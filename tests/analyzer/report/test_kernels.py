@@ -67,7 +67,7 @@ def test_rows_know_their_op_their_faults_and_their_details() -> None:
     titles = [detail.title for detail in fat.details]
     assert titles == [
         "Advice", "Instructions in the code", "Memory accesses in the code",
-        "Occupancy over threads in a block", "Compiled from",
+        "Occupancy over threads per block", "Compiled from",
     ]  # fmt: skip
     advice, mix, accesses, curve, origin = fat.details
     assert isinstance(advice, Facts)

@@ -1,11 +1,11 @@
 "use strict";
 
-// Tables sort by a click on a column's title. Long ones get a search box; those with an index
-// (report/html.py packs it) are also grouped, filtered by flags and facets, and open details below
-// a row. Everything is put into the page as text, never as markup.
+// Tables are sorted by a click on a column's title. Long ones get a search box; those with an index
+// (packed by report/html.py) are also grouped, filtered by flags and facets, and open details below
+// a row. Everything is inserted into the page as text, never as markup.
 
-const LONG = 25; // rows from which a table can be searched
-const FEW = 120; // rows up to which groups are open by themselves
+const LONG = 25; // tables with more rows can be searched
+const FEW = 120; // up to this many rows, groups start open
 const UNITS = { k: 2 ** 10, m: 2 ** 20, g: 2 ** 30 };
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -28,10 +28,10 @@ class Explorer {
     this.rows = Array.from(table.tBodies[0].rows, (row, number) => this.record(row, number));
     this.query = "";
     this.flags = new Set();
-    this.chosen = new Map(); // number of a facet -> number of its value
+    this.chosen = new Map(); // facet number -> value number
     this.by = this.index ? 0 : -1; // the facet that groups, or -1
     this.sort = null;
-    this.opened = new Map(); // name of a group -> whether a reader opened or closed it
+    this.opened = new Map(); // group name -> whether the user opened or closed it
     for (const header of this.columns) {
       header.firstElementChild.addEventListener("click", () => this.sortBy(header));
     }
@@ -56,7 +56,7 @@ class Explorer {
     const search = make("input", {
       type: "search",
       placeholder: this.index ? `Search: ${this.example()}` : "Search",
-      "aria-label": `Search ${this.noun}: words, -words to leave out, column>number`,
+      "aria-label": `Search ${this.noun}: words, -words to exclude, column>number`,
       spellcheck: "false",
     });
     search.addEventListener("input", () => {
@@ -111,8 +111,8 @@ class Explorer {
         this.show();
       });
       choices.append(this.grouping.parentElement, this.toggle);
-      // On a phone these stay closed until they are asked for.
-      const more = make("details", {}, make("summary", {}, "choose and group"), choices);
+      // On a phone these start closed.
+      const more = make("details", {}, make("summary", {}, "filter and group"), choices);
       more.open = matchMedia("(min-width: 40.01rem)").matches;
       tools.append(chips, more);
     }
@@ -121,7 +121,7 @@ class Explorer {
     this.tell(this.rows.length);
   }
 
-  // Of what may be searched for: a word, one to leave out, a column's numbers.
+  // An example search: a word, a word to exclude, a condition on a column.
   example() {
     const column = this.columns.find((header) => header.classList.contains("number"));
     const words = this.index.facets.map((facet) => facet.values[0]);
@@ -141,7 +141,7 @@ class Explorer {
     this.show();
   }
 
-  // The address keeps what was searched for: #anchor?q=...&flag=...&facet=...&by=...
+  // The address stores the search: #anchor?q=...&flag=...&facet=...&by=...
 
   readAddress() {
     const [anchor, rest = ""] = location.hash.slice(1).split("?");
@@ -174,7 +174,7 @@ class Explorer {
     history.replaceState(null, "", `#${this.home}${rest ? `?${rest}` : ""}`);
   }
 
-  // Which rows, in which order
+  // Selecting and sorting rows
 
   conditions() {
     return this.query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
@@ -210,7 +210,7 @@ class Explorer {
     this.show();
   }
 
-  // By the numbers behind cells, or by their text; empty cells stay last.
+  // Sorts by the numbers behind cells, or by their text; empty cells come last.
   sorted(records) {
     const { column, numeric, descending } = this.sort;
     const keyed = records.map((each) => {
@@ -226,7 +226,7 @@ class Explorer {
     return keyed.map(({ each }) => each);
   }
 
-  // What is seen
+  // Showing rows
 
   show() {
     const kept = this.kept();
@@ -319,7 +319,7 @@ class Explorer {
     first.prepend(each.button);
     each.row.classList.add("openable");
     each.row.addEventListener("click", () => {
-      if (String(getSelection())) return; // a reader marks text
+      if (String(getSelection())) return; // the user is selecting text
       const open = !each.details;
       each.button.setAttribute("aria-expanded", open);
       if (open) each.row.after((each.details = this.details(each)));
@@ -337,17 +337,17 @@ class Explorer {
   }
 }
 
-// As it is written in a search, where blanks part words.
+// A column's name as written in a search, where blanks separate words.
 function nameOf(header) {
   return header.textContent.toLowerCase().replaceAll(" ", "");
 }
 
-// Long names break after an underscore rather than anywhere.
+// Long names should break after an underscore.
 function breakable(name) {
   return name.split(/(?<=_)/).flatMap((part) => [part, make("wbr")]);
 }
 
-// What a reader sees: 25 where the cell says 25%.
+// The number as displayed: 25 if the cell says 25%.
 function valueOf(cell) {
   const value = parseFloat(cell.dataset.value);
   return cell.textContent.includes("%") ? 100 * value : value;
@@ -361,7 +361,7 @@ function compare(value, sign, number) {
   return value === number;
 }
 
-// The least and the largest of a column of numbers, as its cells write them.
+// The smallest and the largest value of a numeric column, as written in its cells.
 function range(records, column, className) {
   let [low, high] = [null, null];
   for (const each of records) {
@@ -435,31 +435,31 @@ function curve({ title, first, step, percents, marked }) {
   const last = first + step * (percents.length - 1);
   const x = (value) => 38 + (value / last) * 264;
   const y = (percent) => 96 - percent * 0.84;
-  const picture = draw("svg", { viewBox: "0 0 320 120", role: "img", class: "figure curve-figure" });
-  picture.setAttribute("aria-label", `${title}: ${percents[(marked - first) / step]}% at ${marked}`);
+  const plot = draw("svg", { viewBox: "0 0 320 120", role: "img", class: "figure curve-figure" });
+  plot.setAttribute("aria-label", `${title}: ${percents[(marked - first) / step]}% at ${marked}`);
   for (const percent of [0, 50, 100]) {
     const line = { x1: 38, x2: 302, y1: y(percent), y2: y(percent), class: percent ? "grid" : "axis" };
     const label = { x: 33, y: y(percent) + 4, class: "tick", "text-anchor": "end" };
-    picture.append(draw("line", line), draw("text", label, `${percent}%`));
+    plot.append(draw("line", line), draw("text", label, `${percent}%`));
   }
   for (const value of [256, 512, 768, 1024].filter((value) => value <= last)) {
     const label = { x: x(value), y: 113, class: "tick", "text-anchor": "middle" };
-    picture.append(draw("text", label, value));
+    plot.append(draw("text", label, value));
   }
   const points = percents.map((percent, place) => `${x(first + step * place)} ${y(percent)}`);
-  picture.append(draw("path", { d: `M${points.join("L")}`, class: "curve colour-0" }));
+  plot.append(draw("path", { d: `M${points.join("L")}`, class: "curve colour-0" }));
   const here = percents[Math.round((marked - first) / step)];
   if (here !== undefined) {
     const mark = { x1: x(marked), x2: x(marked), y1: y(0), y2: y(100), class: "mark" };
     const dot = { cx: x(marked), cy: y(here), r: 4, class: "dot colour-0" };
-    picture.append(draw("line", mark), draw("circle", dot));
+    plot.append(draw("line", mark), draw("circle", dot));
   }
-  return picture;
+  return plot;
 }
 
 const explorers = Array.from(document.querySelectorAll("table"), (table) => new Explorer(table));
 
-// "/" goes to the first search box.
+// "/" focuses the first search box.
 addEventListener("keydown", (event) => {
   if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest("input, select, textarea")) return;
@@ -469,7 +469,7 @@ addEventListener("keydown", (event) => {
   found.search.focus();
 });
 
-// Print everything, also what is folded away.
+// Printing includes folded content.
 addEventListener("beforeprint", () => {
   for (const fold of document.querySelectorAll("details")) fold.open = true;
 });

@@ -4,8 +4,8 @@
 // launch: block=64
 // options: patience=0.2
 // arg: np.zeros(1, np.int32)
-// report: polls and nothing happens
-// report: __syncthreads lacks 32 of 64 arrivals: threads 32-63 have not come
+// report: no progress: a thread polls
+// report: __syncthreads is missing 32 of 64 arrivals: threads 32-63 have not arrived
 extern "C" __global__ void barrier_in_a_branch(int* flag) {
 #if BROKEN
   if (threadIdx.x < 32) {

@@ -4,7 +4,7 @@
 // arg: np.zeros(64, np.float32)
 // result: np.where(np.arange(64) < 40, 1, 0)
 // report: deadlock
-// report: lacks 24 of 64 arrivals and 0 bytes of copies in its phase 0; threads 0-39 have arrived
+// report: is missing 24 of 64 arrivals and 0 bytes of copies in its phase 0; threads 0-39 have arrived
 // report: threads 40-63 have exited
 #include "common/ptx/mbarrier.cuh"
 

@@ -5,7 +5,7 @@
 // arg: np.zeros(64, np.float32)
 // result: np.arange(64)
 // report: deadlock
-// report: lacks 0 of 1 arrivals and 256 bytes of copies in its phase 0; threads 0 have arrived
+// report: is missing 0 of 1 arrivals and 256 bytes of copies in its phase 0; threads 0 have arrived
 // report: `__shared__ cukit::Mbarrier|mbarrier at shared address
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"

@@ -3,7 +3,7 @@
 // launch: block=96
 // arg: np.zeros(1, np.int32)
 // report: deadlock
-// report: named barrier 1 lacks 32 of 96 arrivals
+// report: named barrier 1 is missing 32 of 96 arrivals
 #include "common/ptx/warp_group.cuh"
 
 extern "C" __global__ void named_barrier_counts_too_many(int* out) {

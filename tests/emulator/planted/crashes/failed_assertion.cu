@@ -4,7 +4,7 @@
 // arg: np.arange(64, dtype=np.float32)
 // arg: np.zeros(64, np.float32)
 // result: np.arange(64)
-// report: the kernel gave up: assert\(x\[threadIdx.x\] < kMost\)
+// report: the kernel aborted: assert\(x\[threadIdx.x\] < kMost\)
 // report: thread \(40, 0, 0\)
 #ifndef __CUDACC_RTC__  // NVRTC knows assert
 #include <cassert>

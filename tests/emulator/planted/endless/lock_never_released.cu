@@ -5,7 +5,7 @@
 // arg: np.zeros(1, np.int32)
 // arg: np.zeros(1, np.float32)
 // result: np.array([64.0])
-// report: polls and nothing happens
+// report: no progress: a thread polls
 extern "C" __global__ void lock_never_released(int* lock, float* out) {
   while (atomicCAS(lock, 0, 1) != 0) {  // <- reported
   }

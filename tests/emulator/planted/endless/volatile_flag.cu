@@ -5,7 +5,7 @@
 // arg: np.zeros(1, np.int32)
 // arg: np.zeros(64, np.float32)
 // result: np.ones(64)
-// report: polls and nothing happens
+// report: no progress: a thread polls
 // report: thread \(\d+, 0, 0\)
 extern "C" __global__ void volatile_flag(int* flag, float* out) {
   if (threadIdx.x == 32 && !BROKEN) *static_cast<volatile int*>(flag) = 1;

@@ -3,7 +3,7 @@
 // launch: block=64, shared=256
 // arg: np.zeros(128, np.float32)
 // result: np.arange(128)
-// report: race: write of 4 bytes|exits without waiting
+// report: race: write of 4 bytes|exits before its bulk copies
 #include "common/ptx/tma.cuh"
 
 extern "C" __global__ void store_that_was_never_committed(float* out) {

@@ -1,4 +1,4 @@
-#include "knowledge.h"
+#include "foreign_epochs.h"
 
 #include <algorithm>
 
@@ -23,10 +23,10 @@ Epochs newest(const Epochs& a, const Epochs& b) {
 
 }  // namespace
 
-Knowledge merged(const Knowledge& a, const Knowledge& b) {
+ForeignEpochs merged(const ForeignEpochs& a, const ForeignEpochs& b) {
   if (b == nullptr || a == b) return a;
   if (a == nullptr) return b;
-  std::vector<Part> parts;
+  std::vector<ClusterEpochs> parts;
   parts.reserve(a->size() + b->size());
   bool all_of_a = true;
   bool all_of_b = true;
@@ -49,20 +49,21 @@ Knowledge merged(const Knowledge& a, const Knowledge& b) {
   }
   if (all_of_a) return a;
   if (all_of_b) return b;
-  return std::make_shared<const std::vector<Part>>(std::move(parts));
+  return std::make_shared<const std::vector<ClusterEpochs>>(std::move(parts));
 }
 
-Knowledge knowledge_of(std::uint32_t cluster, const std::uint32_t* seen, unsigned agents) {
+ForeignEpochs foreign_epochs_of(std::uint32_t cluster, const std::uint32_t* seen, unsigned agents) {
   auto epochs = std::make_shared<const std::vector<std::uint32_t>>(seen, seen + agents);
-  return std::make_shared<const std::vector<Part>>(1, Part{cluster, std::move(epochs)});
+  return std::make_shared<const std::vector<ClusterEpochs>>(
+      1, ClusterEpochs{cluster, std::move(epochs)});
 }
 
-const std::vector<std::uint32_t>* part_of(const Knowledge& knowledge, std::uint32_t cluster) {
-  if (knowledge == nullptr) return nullptr;
-  const auto found =
-      std::lower_bound(knowledge->begin(), knowledge->end(), cluster,
-                       [](const Part& part, std::uint32_t number) { return part.cluster < number; });
-  return found != knowledge->end() && found->cluster == cluster ? found->seen.get() : nullptr;
+const std::vector<std::uint32_t>* epochs_of(const ForeignEpochs& epochs, std::uint32_t cluster) {
+  if (epochs == nullptr) return nullptr;
+  const auto found = std::lower_bound(
+      epochs->begin(), epochs->end(), cluster,
+      [](const ClusterEpochs& each, std::uint32_t number) { return each.cluster < number; });
+  return found != epochs->end() && found->cluster == cluster ? found->seen.get() : nullptr;
 }
 
 }  // namespace cukit::emulator
