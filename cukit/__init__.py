@@ -1,7 +1,7 @@
-"""cukit: CUDA kernels as plain source strings, with a NumPy-like surface.
+"""cukit: CUDA kernels for transformers, called on CuPy or NumPy arrays.
 
 >>> import cukit as ck
->>> x = ck.ones((2, 8))          # on the GPU where there is one, else on the CPU
+>>> x = ck.ones((2, 8))          # on the GPU if there is one, else on the CPU
 >>> ck.rms_norm(x, ck.ones(8)).shape
 (2, 8)
 """
@@ -393,7 +393,7 @@ activate_from_environment()
 
 
 def __getattr__(name: str) -> Any:
-    # Which namespace `xp` is depends on the machine and on CUKIT_DEVICE: looked up when used.
+    # `xp` depends on the machine and on CUKIT_DEVICE, so it is resolved on each access.
     if name == "xp":
         return xp_namespace()
     raise AttributeError(f"module 'cukit' has no attribute {name!r}")

@@ -27,7 +27,7 @@ from cukit.commands.doctor import doctor
 from cukit.commands.list_ops import list_ops
 from cukit.commands.replay import replay
 from cukit.commands.report import report
-from cukit.core.interrupts import INTERRUPTED, in_time
+from cukit.core.interrupts import INTERRUPTED, interruptible
 from cukit.errors import ConfigError, CukitError
 
 BAD_INPUT = 2
@@ -123,7 +123,7 @@ def main() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 loses no result
-    with in_time():
+    with interruptible():
         code = run(sys.argv[1:])
         try:
             sys.stdout.flush()

@@ -1,23 +1,23 @@
-"""Every error that cukit raises on purpose.
+"""The exceptions that cukit raises.
 
 CukitError
-├── ArrayError                 an argument does not fit the op (also a ValueError)
+├── ArrayError                 an array argument is invalid for the op (also a ValueError)
 │   ├── ArrayShapeError
 │   ├── ArrayDtypeError        (also a TypeError)
 │   └── ArrayLayoutError       strides, device or alignment
 ├── ConfigError                an option outside its legal values (also a ValueError)
 ├── DataError                  a text, checkpoint or output folder that cannot be used
-├── UnsupportedDeviceError     this GPU, or its absence, rules the request out
-├── MissingDependencyError     a package or library is not installed; the message names the command
-├── CompileError               NVRTC's log, with the offending source line
-├── LaunchError                an argument list that does not fit the compiled kernel
-├── EmulatorError              the emulator caught a kernel at a mistake: what, where, which thread
+├── UnsupportedDeviceError     there is no GPU, or it does not support the request
+├── MissingDependencyError     a package or library is missing (also an ImportError)
+├── CompileError               a kernel does not compile; holds NVRTC's log
+├── LaunchError                a launch is invalid, e.g. arguments do not match the kernel
+├── EmulatorError              the emulator found an error in a kernel: kind, thread, source line
 ├── OutOfMemoryError           (also a MemoryError)
-├── CommunicationError         processes that train together lost touch, or disagree
-├── PointerError               freed twice, foreign, or of another pool (also a ValueError)
-└── CacheError                 the kernel cache cannot be written or read
+├── CommunicationError         processes of a run lost contact or are out of step
+├── PointerError               an address that a pool cannot free (also a ValueError)
+└── CacheError                 the kernel cache cannot be used
 
-A GPU failure raises; nothing falls back silently.
+A GPU failure raises an exception; nothing falls back to the CPU silently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CukitError(Exception):
 
 
 class ArrayError(CukitError, ValueError):
-    """An array argument does not fit the op. The message names op, argument and expectation."""
+    """An array argument is invalid. The message names the op, the argument and the requirement."""
 
 
 class ArrayShapeError(ArrayError):
@@ -36,11 +36,11 @@ class ArrayShapeError(ArrayError):
 
 
 class ArrayDtypeError(ArrayError, TypeError):
-    """A dtype outside the op's list."""
+    """A dtype that the op does not support."""
 
 
 class ArrayLayoutError(ArrayError):
-    """Strides, memory space or device that the op cannot take."""
+    """Strides, alignment, memory space or device that the op does not support."""
 
 
 class ConfigError(CukitError, ValueError):
@@ -52,39 +52,41 @@ class DataError(CukitError, ValueError):
 
 
 class UnsupportedDeviceError(CukitError):
-    """The request needs a GPU, or an architecture, that is not here."""
+    """The request needs a GPU, or an architecture, that is not available."""
 
 
 class MissingDependencyError(CukitError, ImportError):
-    """A package or shared library is missing. The message carries the command that installs it."""
+    """A package or shared library is missing. The message tells how to install it."""
 
 
 class CompileError(CukitError):
-    """NVRTC rejected a kernel. The message holds its log, which quotes the source line."""
+    """A kernel does not compile. The message contains NVRTC's log, which quotes the source line."""
 
 
 class LaunchError(CukitError):
-    """The arguments of a launch do not match the parameters of the compiled kernel."""
+    """A launch is invalid: arguments that do not match the kernel's parameters, or a launch
+    configuration that the driver or the emulator rejects."""
 
 
 class EmulatorError(CukitError):
-    """The emulator caught a kernel at a mistake. The message names it, the thread and the line."""
+    """The emulator found an error in a kernel. The message names the error, the thread and the
+    source line."""
 
 
 class OutOfMemoryError(CukitError, MemoryError):
-    """The GPU has not enough memory for the request. The message says what holds it."""
+    """An allocation failed for lack of memory. The message lists the largest consumers."""
 
     report: object = None
-    """From a memory pool: its facts as a cukit.memory.OutOfMemoryReport."""
+    """A cukit.memory.OutOfMemoryReport if a memory pool raised the error."""
 
 
 class CommunicationError(CukitError):
-    """Processes that work together lost touch, or disagree about what comes next."""
+    """Processes of a distributed run lost contact or called different collectives."""
 
 
 class PointerError(CukitError, ValueError):
-    """An address that the pool cannot free: freed twice, foreign, or of another pool."""
+    """An address that the pool cannot free: already freed, unknown, or of another pool."""
 
 
 class CacheError(CukitError):
-    """The kernel cache folder cannot be used."""
+    """The kernel cache cannot be used."""

@@ -1,4 +1,4 @@
-"""Every op by name: what implements it, what checks it, what it compiles to."""
+"""All ops by name: function, reference and kernel variants."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Op:
     """One registered op.
 
     name: e.g. `"rms_norm_backward"`.
-    family: the folder it lives in: layers, attention, gemm, distill...
-    function: what users call. Dispatches on the arrays' device by itself.
-    reference: plain array code with the same meaning; fallback and oracle. Takes arrays of any
+    family: the package that defines it: layers, attention, gemm, distill, ...
+    function: the public function. Dispatches on the device of its arrays.
+    reference: array code with the same semantics; fallback and test oracle. Takes arrays of any
         library that follows the array API standard.
-    specs: representative kernel variants for a device; what `cukit compile` and CI compile.
-        Empty for ops that are thin calls to a vendor library.
+    specs: representative kernel variants for a device, compiled by `cukit compile` and CI. Empty
+        for ops that call a vendor library.
     support: the architectures that have a kernel.
     """
 
@@ -36,12 +36,12 @@ class Op:
     support: Support = ANY_KERNEL
 
     def supports(self, device: Device) -> bool:
-        """True where the kernel can run."""
+        """True if the op has a kernel for `device`."""
         return self.support.reason_against(device) is None
 
     @property
     def has_kernel(self) -> bool:
-        """False for ops that call a vendor library instead of a kernel of ours."""
+        """False for ops that call a vendor library."""
         return self.specs is not no_kernel
 
 
@@ -54,7 +54,7 @@ _OPS: dict[str, Op] = {}
 
 
 def no_kernel(device: Device) -> list[KernelSpec]:
-    """`specs` of an op that launches no kernel of ours."""
+    """`specs` of an op without kernels of its own."""
     return []
 
 
@@ -67,7 +67,7 @@ def register(
     specs: Callable[[Device], list[KernelSpec]] = no_kernel,
     support: Support = ANY_KERNEL,
 ) -> None:
-    """Adds an op at import of its module. Raises ConfigError for a name already taken."""
+    """Registers an op when its module is imported. Raises ConfigError if the name is taken."""
     if name in _OPS:
         raise ConfigError(f"register: the op {name!r} exists already")
     _OPS[name] = Op(name, family, function, on_any_library(reference), specs, support)
@@ -77,11 +77,11 @@ def register(
 def register_kernel(
     name: str, function: Callable[..., Any], *, reference: Callable[..., Any] | None = None
 ) -> None:
-    """Registers a user's own op so that :func:`get_kernel` finds it.
+    """Registers a user-defined op, which :func:`get_kernel` then returns by name.
 
-    name: a new name; taken ones raise ConfigError.
-    function: the callable; it decides by itself what it runs on.
-    reference: plain array code for `get_kernel(name, platform="cpu")`; `function` where omitted.
+    name: an unused name; ConfigError if it is taken.
+    function: the callable, which dispatches on the device of its arguments.
+    reference: array code for `get_kernel(name, platform="cpu")`; default: `function`.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"register_kernel: name must be a string, got {name!r}")
@@ -94,9 +94,9 @@ def register_kernel(
 def get_kernel(name: str, platform: str | None = None) -> Callable[..., Any]:
     """The op called `name`.
 
-    platform: None for the op that dispatches on its arrays, `"gpu"` for the same but only where a
-        GPU is present (else UnsupportedDeviceError), `"cpu"` for the reference.
-    Raises ConfigError for an unknown name or platform, naming the closest.
+    platform: None for the op, which dispatches on its arrays; `"gpu"` for the op if a GPU is
+        present, else UnsupportedDeviceError; `"cpu"` for the reference.
+    Raises ConfigError for an unknown platform or name; the message lists similar names.
     """
     op = get_op(name)
     if platform is not None and not isinstance(platform, str):
@@ -114,7 +114,7 @@ def get_kernel(name: str, platform: str | None = None) -> Callable[..., Any]:
 
 
 def get_op(name: str) -> Op:
-    """The registry entry of `name`. Raises ConfigError naming the closest known names."""
+    """The registry entry of `name`. Raises ConfigError, with similar names, if there is none."""
     _load_families()
     if not isinstance(name, str):
         raise ConfigError(f"get_kernel: name must be a string, got {name!r}")
@@ -124,7 +124,7 @@ def get_op(name: str) -> Op:
         import difflib
 
         close = difflib.get_close_matches(name, _OPS, n=3)
-        hint = f"; did you mean {', '.join(close)}?" if close else "; `cukit list` shows all"
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `cukit list` lists all"
         raise ConfigError(f"no op named {name!r}{hint}") from None
 
 

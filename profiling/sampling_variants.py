@@ -20,7 +20,7 @@ import numpy as np
 from cukit.analyzer.benchmark import KernelBenchmark
 from cukit.errors import CukitError
 from cukit.sampling import sample as module_function
-from cukit.sampling.plan import SampleConfig, plan_sample, stream_bytes
+from cukit.sampling._plan import SampleConfig, plan_sample, stream_bytes
 from profiling.case import Call, PeerMissing
 from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_impls
 from profiling.data import array_module, normal

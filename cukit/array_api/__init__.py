@@ -1,8 +1,8 @@
-"""The NumPy-like surface: one script for machines with and without a GPU.
+"""NumPy-like functions, for scripts that run with and without a GPU.
 
-`xp` is the array-API-standard namespace of this machine: CuPy's where there is a GPU, else NumPy's.
-The creation functions here take the narrow dtypes as well, and place arrays on this machine's
-device. `CUKIT_DEVICE=cpu` keeps everything on the CPU.
+`xp` is the array-API-standard namespace of this machine: CuPy's with a GPU, else NumPy's. The
+creation functions place arrays on the default device, and `asarray` also takes the narrow dtypes.
+`CUKIT_DEVICE=cpu` selects the CPU.
 """
 
 from cukit.array_api.creation import (
@@ -25,7 +25,7 @@ from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, float8_e5m2, int4,
 from cukit.core.quantized_array import QuantizedArray
 
 NarrowArray = QuantizedArray
-"""What arrays without scales were called."""
+"""Former name of QuantizedArray without scales."""
 
 __all__ = [
     "NarrowArray",

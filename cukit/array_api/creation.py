@@ -1,4 +1,4 @@
-"""Arrays made on this machine's device, adopted from elsewhere, and brought back."""
+"""Creation of arrays on the default device, and conversion from and to other libraries."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from cukit.errors import (
 DeviceName = Literal["cpu", "gpu"]
 Shape = int | Sequence[int]
 Dtype = Any
-"""A NumPy dtype or its name, `"bfloat16"` and ml_dtypes' types included."""
+"""A NumPy dtype or its name, including `"bfloat16"` and the types of ml_dtypes."""
 
 _MOST_AXES = 64
 _MOST_BYTES = 2**63
 
 
 def default_device() -> DeviceName:
-    """`"gpu"` where one is present, else `"cpu"`; the environment variable CUKIT_DEVICE decides.
+    """The device of new arrays: `"gpu"` if there is one, else `"cpu"`.
 
-    The emulator works on the CPU's arrays.
+    The environment variable CUKIT_DEVICE overrides it. `"cpu"` while the emulator is active.
     """
     if backend.active is not None:
         return "cpu"
@@ -63,18 +63,21 @@ def asarray(
     device: DeviceName | None = None,
     copy: bool | None = None,
 ) -> Array:
-    """`obj` as an array on `device`, sharing memory where it is there already.
+    """`obj` as an array on `device`; shares memory if `obj` is there already.
 
     Args:
-        obj: NumPy or CuPy array, torch or JAX or other DLPack tensor, QuantizedArray, nested
-            sequence or number.
-        dtype: None keeps it (Python floats become float32); a narrow dtype rounds to it, without
-            scales.
-        device: None leaves GPU data on the GPU and moves the rest to the default device.
-        copy: True always copies, False raises ArrayError where a copy would be needed.
+        obj: NumPy or CuPy array, DLPack tensor (torch, JAX, ...), QuantizedArray, nested sequence
+            or number.
+        dtype: None keeps the dtype (Python floats become float32); a narrow dtype returns a
+            QuantizedArray without scales.
+        device: `"cpu"` or `"gpu"`; None leaves GPU data on the GPU and moves other data to the
+            default device.
+        copy: True always copies, False raises ArrayError if a copy would be needed, None copies if
+            needed.
 
     Raises:
-        ArrayError: `obj` is no array. UnsupportedDeviceError: `device="gpu"` without one.
+        ArrayError: `obj` cannot be converted to an array of numbers.
+        UnsupportedDeviceError: `device="gpu"` without a GPU.
     """
     if copy is not None:
         check_flag("asarray", "copy", copy)
@@ -100,9 +103,9 @@ def asarray(
 
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array with the contents of any array; shares memory with a CPU array.
+    """The contents of any array as a NumPy array; shares memory with a CPU array.
 
-    Waits for the GPU work that produces it. A QuantizedArray comes back as its float32 values.
+    Synchronises with the GPU for a GPU array. A QuantizedArray is decoded to float32.
     """
     if isinstance(array, QuantizedArray):
         array = array.decode()
@@ -111,28 +114,28 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 
 def empty(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
-    """An uninitialised array."""
+    """An uninitialised array on `device`, by default the default device."""
     resolved = _dtype("empty", dtype)
     extents = _extents("empty", shape, resolved)
     return _made("empty", lambda: _module(device).empty(extents, resolved))
 
 
 def zeros(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
-    """An array of zeros."""
+    """An array of zeros on `device`, by default the default device."""
     resolved = _dtype("zeros", dtype)
     extents = _extents("zeros", shape, resolved)
     return _made("zeros", lambda: _module(device).zeros(extents, resolved))
 
 
 def ones(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
-    """An array of ones."""
+    """An array of ones on `device`, by default the default device."""
     return full(shape, 1, dtype, device=device)
 
 
 def full(
     shape: Shape, value: float, dtype: Dtype = np.float32, *, device: DeviceName | None = None
 ) -> Array:
-    """An array filled with `value`."""
+    """An array filled with `value` on `device`, by default the default device."""
     resolved = _dtype("full", dtype)
     if not isinstance(value, numbers.Number) and getattr(value, "shape", None) != ():
         raise ConfigError(f"full: value must be a number, got {value!r}")
@@ -148,9 +151,9 @@ def arange(
     *,
     device: DeviceName | None = None,
 ) -> Array:
-    """Numbers from `start` (0 where `stop` is omitted) up to, without, `stop`.
+    """Numbers from `start` to `stop`, exclusive, in steps of `step`; `arange(stop)` starts at 0.
 
-    dtype: None gives int64 for integers and float32 otherwise.
+    dtype: None selects int64 for integer arguments, else float32.
     """
     if stop is None:
         start, stop = 0, start
@@ -175,7 +178,7 @@ def linspace(
     *,
     device: DeviceName | None = None,
 ) -> Array:
-    """`num` numbers from `start` to `stop`, both included."""
+    """`num` evenly spaced numbers from `start` to `stop`, inclusive."""
     resolved = _dtype("linspace", dtype)
     check_number("linspace", "start", start)
     check_number("linspace", "stop", stop)
@@ -185,22 +188,22 @@ def linspace(
 
 
 def empty_like(array: Array, dtype: Dtype | None = None) -> Array:
-    """An uninitialised array with the shape, device and (unless given) dtype of `array`."""
+    """An uninitialised array with shape, device and (unless given) dtype of `array`."""
     return _like(empty, "empty_like", array, dtype)
 
 
 def zeros_like(array: Array, dtype: Dtype | None = None) -> Array:
-    """Zeros with the shape, device and (unless given) dtype of `array`."""
+    """Zeros with shape, device and (unless given) dtype of `array`."""
     return _like(zeros, "zeros_like", array, dtype)
 
 
 def ones_like(array: Array, dtype: Dtype | None = None) -> Array:
-    """Ones with the shape, device and (unless given) dtype of `array`."""
+    """Ones with shape, device and (unless given) dtype of `array`."""
     return _like(ones, "ones_like", array, dtype)
 
 
 def full_like(array: Array, value: float, dtype: Dtype | None = None) -> Array:
-    """`value` with the shape, device and (unless given) dtype of `array`."""
+    """An array of `value` with shape, device and (unless given) dtype of `array`."""
     return _like(functools.partial(full, value=value), "full_like", array, dtype)
 
 
@@ -211,7 +214,8 @@ def _like(create: Callable[..., Array], op: str, array: Any, dtype: Dtype | None
 
 
 def _adopted(op: str, array: Any) -> Array:
-    """An array of numbers, of a Python object too. Raises ArrayError for anything else."""
+    """`array`, an array or a Python number or sequence, as an array of numbers. Raises ArrayError
+    for any other object."""
     if isinstance(array, (int, float, complex, bool, list, tuple)):
         try:
             array = np.asarray(array)
@@ -228,19 +232,19 @@ def _adopted(op: str, array: Any) -> Array:
 
 
 def _holds_numbers(dtype: np.dtype[Any]) -> bool:
-    """Python's and NumPy's numbers and those of ml_dtypes, which NumPy takes for raw bytes."""
+    """True for numeric dtypes, including those of ml_dtypes, which have NumPy's kind "V"."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.type is not np.void)
 
 
 def _extents(op: str, shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
     extents = check_shape(op, shape)
     if len(extents) > _MOST_AXES or math.prod(extents) * dtype.itemsize >= _MOST_BYTES:
-        raise ArrayShapeError(f"{op}: no array is as large as the shape {shape!r}")
+        raise ArrayShapeError(f"{op}: shape {shape!r} exceeds the limits of an array")
     return extents
 
 
 def _made(op: str, make: Callable[[], Array]) -> Array:
-    """`make()`, or an OutOfMemoryError of ours in place of the library's."""
+    """`make()`, with the library's memory and overflow errors translated to cukit's."""
     try:
         return make()
     except CukitError:
@@ -252,9 +256,9 @@ def _made(op: str, make: Callable[[], Array]) -> Array:
 
 
 def _dtype(op: str, dtype: Dtype) -> np.dtype[Any]:
-    """None is float32. Raises ArrayDtypeError for what is no dtype of numbers."""
+    """`dtype` as a NumPy dtype; None is float32. Raises ArrayDtypeError unless it is numeric."""
     if isinstance(dtype, NarrowDtype):
-        raise ConfigError(f"dtype: make a {dtype.name} array with asarray(values, {dtype.name})")
+        raise ConfigError(f"dtype: create a {dtype.name} array by asarray(values, {dtype.name})")
     is_bfloat16 = isinstance(dtype, str) and dtype == "bfloat16"
     try:
         resolved = np.dtype(
@@ -280,7 +284,7 @@ def _checked(device: str) -> DeviceName:
 def _place(device: DeviceName | None) -> DeviceName:
     place = default_device() if device is None else _checked(device)
     if place == "gpu" and not gpu_available():
-        raise UnsupportedDeviceError("device='gpu', but no GPU is here; `cukit doctor` says why")
+        raise UnsupportedDeviceError("device='gpu', but no GPU was found; run `cukit doctor`")
     return place
 
 

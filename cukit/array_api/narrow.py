@@ -1,7 +1,7 @@
-"""Rounding to the codes of a QuantizedArray, and the values of codes.
+"""Encoding and decoding of QuantizedArrays.
 
-Kernels convert between codes and numbers without scales; `cukit.quantization` chooses and applies
-those.
+The kernels convert between floats and codes without scales; `cukit.quantization` computes and
+applies scales.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode(
     axis: Axis = None,
     group_size: GroupSize = None,
 ) -> QuantizedArray:
-    """Rounds `x` to codes: see :meth:`QuantizedArray.encode`.
+    """Encodes `x`; see :meth:`QuantizedArray.encode`.
 
     x: float32|float16|bfloat16 [..., n], any layout.
     """
@@ -63,7 +63,7 @@ def encode(
 
 
 def decode(array: QuantizedArray, dtype: Any = float32) -> Array:
-    """The codes of `array` as numbers; its values where it has no scales.
+    """The codes of `array` as numbers, without scales applied.
 
     Returns float32|float16|bfloat16 [..., n] on the array's device.
     """
@@ -85,15 +85,15 @@ install_conversions(encode=encode, decode=decode)
 
 _THREADS = 128
 _VECS_PER_THREAD = 2
-_ITEMS_PER_THREAD = 8  # of the path for any alignment: bytes or values
+_ITEMS_PER_THREAD = 8  # bytes or values per thread with VEC 1
 _FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """The variant of a conversion: `vec` values an access, 1 where anything may be unaligned.
+    """The launch configuration of a conversion: `vec` values per access, 1 for unaligned arrays.
 
-    A thread makes `vecs_per_thread` accesses before it uses the first.
+    A thread issues `vecs_per_thread` loads before the first use.
     """
 
     entry: str
@@ -105,7 +105,7 @@ class NarrowConfig:
     num_blocks: int
 
     def spec(self) -> KernelSpec:
-        """What is compiled."""
+        """The kernel variant for this configuration."""
         defines = (
             ("FORMAT", self.format),
             ("DTYPE", self.dtype),
@@ -126,10 +126,10 @@ def plan_narrow(
     *,
     aligned: bool = True,
 ) -> NarrowConfig:
-    """How `entry` ("encode" or "decode") converts `rows` rows of `extent` values of `dtype`.
+    """The launch configuration of `entry` ("encode" or "decode") for values [rows, extent].
 
-    rows: 1 where no row ends in a byte that is not full: all values are one row then.
-    aligned: whether both arrays begin where accesses of a vector may.
+    rows: 1 if no row ends in a partially filled byte; all values then form one row.
+    aligned: whether both arrays are aligned for vector accesses.
     """
     vec = ACCESS_BYTES // dtype.itemsize if aligned and rows == 1 else 1
     per_byte = 1 if vec > 1 or entry == "decode" else 8 // narrow.bits
@@ -156,13 +156,13 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
 
 
 def _specs(entry: str, device: Device) -> list[KernelSpec]:
-    """Every format from and to 32 and 16 bits, and the format with padded rows unaligned."""
-    whole = [
+    """All formats from and to 32 and 16 bits, and int4 with padded rows."""
+    full_rows = [
         plan_narrow(entry, narrow, dtype, 1, 1 << 20)
         for narrow in NARROW_DTYPES
         for dtype in (float32, bfloat16)
     ]
-    return [config.spec() for config in (*whole, plan_narrow(entry, int4, float32, 64, 4097))]
+    return [config.spec() for config in (*full_rows, plan_narrow(entry, int4, float32, 64, 4097))]
 
 
 register(

@@ -1,1 +1,1 @@
-"""Arrays, devices, sources and kernels: the ground floor that every op stands on."""
+"""Arrays, devices, compilation and kernels: shared by all op families."""

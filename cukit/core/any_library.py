@@ -1,4 +1,4 @@
-"""Plain array code on arrays of any library that follows the array API standard."""
+"""Runs NumPy/CuPy array code on arrays of any library that follows the array API standard."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from cukit.core.arrays import adopt, foreign_namespace
 
 
 def on_any_library(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which takes NumPy or CuPy arrays, on arrays of JAX, torch, array-api-strict...
+    """Wraps `function`, written for NumPy and CuPy arrays, to accept other array-API libraries.
 
-    Arrays of other libraries come in through DLPack, in lists, tuples and dictionaries too, and
-    share their memory, so that what the function writes in place is seen outside. Results go back
-    to the library of the first such argument; those whose dtype it lacks stay NumPy arrays. NumPy
-    and CuPy arrays pass as they are.
+    Arrays of other libraries (JAX, torch, array-api-strict, ...), also inside lists, tuples,
+    dictionaries and dataclasses, are converted through DLPack. They share memory with the caller's
+    arrays, so in-place writes are visible to the caller. Results are converted to the library of
+    the first such argument, except those of a dtype that it lacks, which stay NumPy arrays. NumPy
+    and CuPy arrays are passed through.
     """
 
     @functools.wraps(function)
@@ -42,7 +43,7 @@ def on_any_library(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to every array in it; itself where that changes nothing."""
+    """`value` with `change` applied to every array in it; `value` itself if nothing changes."""
     if isinstance(value, dict):
         parts = {key: _each(part, change) for key, part in value.items()}
         return parts if any(parts[key] is not part for key, part in value.items()) else value

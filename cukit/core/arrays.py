@@ -1,6 +1,6 @@
 """Array checks, and the choice between kernel and reference.
 
-An op takes NumPy arrays, CuPy arrays, or anything that speaks DLPack (adopted without a copy).
+An op takes NumPy arrays, CuPy arrays, or any object with the DLPack protocol (no copy is made).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cukit.errors import (
 )
 
 Array = Any
-"""A `numpy.ndarray` or `cupy.ndarray`; ops document dtype and shape of each."""
+"""A `numpy.ndarray` or `cupy.ndarray`; each op documents dtype and shape."""
 
 bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 float16: np.dtype[Any] = np.dtype(np.float16)
@@ -35,7 +35,7 @@ int32: np.dtype[Any] = np.dtype(np.int32)
 int64: np.dtype[Any] = np.dtype(np.int64)
 
 KERNEL_DTYPES = (float32, float16, bfloat16)
-"""Element types of the kernels. References take float64 as well."""
+"""Element types of the kernels. References also take float64."""
 FLOAT_DTYPES = (*KERNEL_DTYPES, float64)
 INDEX_DTYPES = (int32, int64)
 
@@ -48,7 +48,7 @@ def _known_types() -> tuple[type, ...]:
 
 @functools.cache
 def _passing_types() -> frozenset[type]:
-    """Types that `adopt` hands on untouched."""
+    """Types that `adopt` returns unchanged."""
     return frozenset((*_known_types(), type(None)))
 
 
@@ -70,9 +70,10 @@ def namespace(array: Array) -> Any:
 
 
 def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
-    """The arguments as NumPy or CuPy arrays, sharing memory; None stays None.
+    """The arguments as NumPy or CuPy arrays that share their memory; None stays None.
 
-    Torch, JAX and other tensors come in through DLPack. Raises ArrayError for anything else.
+    Tensors of other libraries (torch, JAX, ...) are converted through DLPack. Raises ArrayError for
+    any other object.
     """
     passing = _passing_types()
     for array in arrays:
@@ -85,7 +86,7 @@ def _adopt_one(op: str, array: Any) -> Array:
     if isinstance(array, np.ma.MaskedArray):
         raise ArrayError(f"{op}: masked arrays are not supported; fill them first (array.filled)")
     if isinstance(array, np.ndarray):
-        return array.view(np.ndarray)  # np.matrix and other subclasses have rules of their own
+        return array.view(np.ndarray)  # subclasses such as np.matrix redefine operators
     if isinstance(array, _known_types()):
         return array
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -105,10 +106,10 @@ _DLPACK_CUDA = 2
 
 
 def foreign_namespace(array: Any) -> Any:
-    """The array-API namespace of an array that ops can only hand back to its own library.
+    """The array-API namespace to which results are converted, for CPU arrays of other libraries.
 
-    None for NumPy and CuPy arrays, for those on a CUDA device, which DLPack brings in, and for what
-    does not follow the standard.
+    None for NumPy and CuPy arrays, for arrays on a CUDA device (whose results are CuPy arrays), and
+    for objects without an array-API namespace.
     """
     if type(array) in _passing_types() or not hasattr(array, "__array_namespace__"):
         return None
@@ -121,9 +122,9 @@ def foreign_namespace(array: Any) -> Any:
 
 
 def describe(*values: Any) -> tuple[Hashable, ...]:
-    """Shape, strides, dtype, alignment and device of each array; other values as they are.
+    """Shape, strides, dtype, alignment and device of each array; other values unchanged.
 
-    On the path of every launch: one loop and, for arrays on the GPU, no further calls.
+    Runs on every launch, hence one loop without function calls for CuPy arrays.
     """
     gpu_type: Any = _gpu_type()
     return tuple(
@@ -143,7 +144,7 @@ def _describe_array(a: np.ndarray[Any, Any]) -> Hashable:
 
 
 def identify(*arrays: Array) -> tuple[Hashable, ...]:
-    """Address, dtype, size and device of each array: what a table of addresses depends on."""
+    """Address, dtype, size and device of each array: the key of a table of addresses."""
     gpu_type: Any = _gpu_type()
     return tuple(
         (array.data.ptr, array.dtype, array.size, array.data.device_id)
@@ -154,12 +155,12 @@ def identify(*arrays: Array) -> tuple[Hashable, ...]:
 
 
 ACCESS_BYTES = 16
-"""The widest access of one thread; what vectorised kernels want their rows aligned to."""
+"""The widest access of one thread, and the row alignment that allows it."""
 
 
 def access_width(extent: int, *arrays: Array | None) -> int:
-    """Elements that one access may move: the most, up to 16 bytes, that divides `extent` and to
-    which every array is aligned. `extent` is the contiguous run, e.g. the row length."""
+    """Elements per access: the widest vector, up to 16 bytes, that divides `extent` and to which
+    every array is aligned. `extent` is the length of a contiguous run, e.g. a row."""
     present = [array for array in arrays if array is not None]
     itemsize = present[0].itemsize
     width: int = ACCESS_BYTES // itemsize
@@ -171,16 +172,16 @@ def access_width(extent: int, *arrays: Array | None) -> int:
 
 
 def address_of(array: Array) -> int:
-    """Where the first element lies."""
+    """Address of the first element."""
     return int(array.ctypes.data if type(array) is np.ndarray else array.data.ptr)
 
 
 def runs_kernel(op: str, *arrays: Array | None) -> bool:
-    """True when the arrays live on a GPU that can run the op's kernel, False for the reference.
+    """True if the arrays are on a GPU that can run the op's kernel, False for the reference.
 
-    With an active backend (the emulator) NumPy arrays run the kernel, and CuPy arrays are refused.
-    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed. On a GPU that the op has no kernel
-    for (core.support) the reference runs on the CuPy arrays, with one warning per op.
+    With an active backend (the emulator) NumPy arrays run the kernel, and CuPy arrays are rejected.
+    Raises ArrayLayoutError if NumPy and CuPy arrays are mixed. On a GPU for which the op has no
+    kernel (core.support) the reference runs on the CuPy arrays, with one warning per op.
     """
     gpu_type = _gpu_type()
     kinds = set(map(type, arrays))
@@ -199,7 +200,7 @@ def runs_kernel(op: str, *arrays: Array | None) -> bool:
 
 
 def check_current_device(arrays: Iterable[Any]) -> None:
-    """Raises ArrayLayoutError unless all CuPy arrays lie on CuPy's current device."""
+    """Raises ArrayLayoutError unless all CuPy arrays are on CuPy's current device."""
     gpu_type: Any = _gpu_type()
     if gpu_type is None:
         return
@@ -207,7 +208,7 @@ def check_current_device(arrays: Iterable[Any]) -> None:
         current = cupy_module().cuda.runtime.getDevice()  # type: ignore[union-attr]
         if place != current:
             raise ArrayLayoutError(
-                f"an array lies on GPU {place}, but CuPy's current device is {current}; "
+                f"an array is on GPU {place}, but CuPy's current device is {current}; "
                 f"use `with cupy.cuda.Device({place})`"
             )
 
@@ -231,10 +232,10 @@ def check_array(
     least_ndim: int = 0,
     contiguous: bool | None = True,
 ) -> None:
-    """Raises an ArrayError that names op, argument, expectation and what came.
+    """Raises an ArrayError that names the op, the argument, the requirement and the actual value.
 
-    shape: required extents, None for any. contiguous: True requires C order, False that the last
-    axis is contiguous, None takes any strides.
+    shape: required extents, None for any. contiguous: True requires C order, False a contiguous
+    last axis; None allows any strides.
     """
     known: Any = _known_types()
     if not isinstance(array, known):
@@ -244,7 +245,7 @@ def check_array(
         raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
     if not _is_aligned(array):
         raise ArrayLayoutError(
-            f"{op}: {name} must begin at a multiple of its {array.itemsize} bytes an element, got "
+            f"{op}: {name} must be aligned to its element size of {array.itemsize} bytes, got "
             f"the address {address_of(array):#x}; copy it"
         )
     if ndim is not None and array.ndim != ndim:
@@ -279,16 +280,19 @@ def check_array(
 
 
 def _is_aligned(array: Array) -> bool:
-    """Views of bytes may begin anywhere; the GPU faults on such an address."""
+    """Whether the address is a multiple of the element size.
+
+    Views of byte arrays may start at any address; misaligned accesses fault on the GPU.
+    """
     if type(array) is np.ndarray:
         return array.flags.aligned or array.dtype.alignment == 1
     return bool(array.data.ptr % array.itemsize == 0)
 
 
 def adopt_arrays(op: str, name: str, arrays: Any) -> list[Array]:
-    """The members of a list or tuple as :func:`adopt` takes them.
+    """Applies :func:`adopt` to the members of a list or tuple.
 
-    Raises ArrayError for anything else, None included.
+    Raises ArrayError for any other object and for members that are None.
     """
     if not isinstance(arrays, (list, tuple)):
         raise ArrayError(f"{op}: {name} must be a list of arrays, got {type(arrays).__name__}")
@@ -303,7 +307,7 @@ def adopt_arrays(op: str, name: str, arrays: Any) -> list[Array]:
 
 
 def write_out(out: Array | None, value: Array) -> Array:
-    """`value`, or `out` filled with it: how an op on the reference path honours `out=`."""
+    """`value`, or `out` filled with it: implements `out=` on the reference path."""
     if out is None:
         return value
     out[...] = value
@@ -311,7 +315,7 @@ def write_out(out: Array | None, value: Array) -> Array:
 
 
 def check_same_dtype(op: str, **arrays: Array | None) -> None:
-    """All arrays (None skipped) have the dtype of the first."""
+    """Raises ArrayDtypeError unless all arrays (None is skipped) have the dtype of the first."""
     first, dtype = "", None
     for name, array in arrays.items():
         if array is None:

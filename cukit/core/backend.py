@@ -1,21 +1,29 @@
-"""Where kernels run: on CuPy's GPU, or on something that stands in for it.
+"""The backend that runs kernels in place of the GPU, such as the emulator.
 
-core knows only this interface. While `active` is set, NumPy arrays run kernels on it instead of the
-reference; CuPy arrays have no place there. The choice belongs to the process, not to a thread.
+core depends on this interface only. While `active` is set, ops on NumPy arrays run their kernels on
+the backend instead of the reference, and CuPy arrays are rejected. The setting is process-wide, not
+per thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from cukit.core.compiler import KernelSpec
-    from cukit.core.device import Device
-    from cukit.core.kernel import Kernel
-    from cukit.core.tensor_map import TensorView
+from cukit.core.compiler import KernelSpec
+from cukit.core.device import Device, set_device_source
+
+
+class TensorView(NamedTuple):
+    """The tensor that a tensor map describes: elements at `address` plus index times `strides`
+    bytes, within the memory of `array`."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    array: Any
 
 
 class Backend(Protocol):
@@ -23,29 +31,30 @@ class Backend(Protocol):
 
     @property
     def device(self) -> Device:
-        """Facts that plans are made for."""
+        """The device that plans are made for."""
 
     @property
     def key(self) -> Hashable:
-        """Plans and kernels made for one key serve every backend with the same."""
+        """Backends with equal keys share plans and compiled kernels."""
 
     def poison(self, array: np.ndarray[Any, Any]) -> None:
-        """Fills a new array so that an element that a kernel forgets to write is noticed."""
+        """Fills a new array so that elements a kernel fails to write are detected."""
 
-    def load_kernel(self, spec: KernelSpec) -> Kernel:
-        """The kernel, ready to be called with NumPy arrays and scalars."""
+    def load_kernel(self, spec: KernelSpec) -> Any:
+        """A :class:`cukit.core.kernel.Kernel` that takes NumPy arrays and scalars."""
 
     def encode_tensor_map(
         self, view: TensorView, box: Sequence[int], swizzle_bytes: int
     ) -> np.ndarray[Any, Any]:
-        """See :func:`cukit.core.tensor_map.encode_tensor_map`, whose checks have passed."""
+        """:func:`cukit.core.tensor_map.encode_tensor_map` after its checks have passed."""
 
 
 active: Backend | None = None
 
 
 def activate(backend: Backend | None) -> Backend | None:
-    """Makes `backend` the active one (None: the GPU). Returns the one before."""
+    """Sets the active backend (None: the GPU) and returns the previous one."""
     global active
-    before, active = active, backend
-    return before
+    previous, active = active, backend
+    set_device_source(backend)
+    return previous

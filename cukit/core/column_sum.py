@@ -1,4 +1,4 @@
-"""Second stage of gradients that are summed over rows: adds the partial rows that blocks wrote."""
+"""Second stage of gradients summed over rows: reduces the partial sums of the thread blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLUMNS_PER_BLOCK = 32
 
 
 def column_sum_spec(dtype: str) -> KernelSpec:
-    """The variant that writes elements of `dtype`."""
+    """The kernel variant whose output has `dtype`."""
     return KernelSpec(
         "common/column_sum.cu", "column_sum", (("DTYPE", dtype), ("THREADS", 512)), threads=512
     )

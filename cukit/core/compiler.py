@@ -1,8 +1,8 @@
 """Compiles kernel sources with NVRTC into a cache of cubins on disk.
 
-The same path with and without a GPU: `cukit compile` warms the very files that launches load.
-The cache key covers the source and everything it includes, the macros, the options, the target
-and the versions of NVRTC and of CUDA's own headers.
+The path is the same with and without a GPU: `cukit compile` writes the files that launches load.
+The cache key covers the source and all files it includes, the macros, the options, the target
+architecture and the versions of NVRTC and of the CUDA headers.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin on disk and what it says of itself."""
+    """A cubin on disk and its resource usage."""
 
     spec: KernelSpec
     arch: str
     path: Path
     info: CubinInfo
     log: str
-    """What NVRTC and ptxas said: registers, spills, warnings."""
+    """Output of NVRTC and ptxas: registers, spills, warnings."""
     compile_ms: float
     cached: bool
 
 
 def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
-    """Compiles `spec` for `arch` (e.g. `"sm_90a"`), or finds it in the cache.
+    """Compiles `spec` for `arch` (e.g. `"sm_90a"`), or loads it from the cache.
 
-    Raises CompileError with NVRTC's log, MissingDependencyError without NVRTC or CUDA's headers,
-    CacheError when the cache folder cannot be written, or others can write to it.
+    Raises CompileError with NVRTC's log, MissingDependencyError without NVRTC or the CUDA headers,
+    CacheError if the cache folder cannot be written or is writable by other users.
     """
     options = _options(spec, arch)
     path = cache_folder() / "kernels" / f"{spec.entry}-{arch}-{_key(spec, options)}.cubin"
@@ -90,7 +90,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
 
 
 def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
-    """compile_kernel that tells the user why a first call takes long; CUKIT_QUIET silences it."""
+    """compile_kernel that prints the compile time to stderr unless CUKIT_QUIET is set."""
     start = time.perf_counter()
     compiled = compile_kernel(spec, arch)
     if not compiled.cached and not os.environ.get("CUKIT_QUIET"):
@@ -101,7 +101,7 @@ def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
 
 @functools.cache
 def cuda_include_folder() -> Path:
-    """Folder of `cuda_fp16.h` and friends: from the runtime wheel or an installed toolkit."""
+    """Folder of the CUDA headers (`cuda_fp16.h`): of the runtime wheel or an installed toolkit."""
     candidates: list[Path] = []
     try:
         from cuda.pathfinder import find_nvidia_header_directory
@@ -118,7 +118,7 @@ def cuda_include_folder() -> Path:
         if (folder / "cuda_fp16.h").is_file():
             return folder
     raise MissingDependencyError(
-        f"CUDA's headers (cuda_fp16.h) were not found: {INSTALL_GPU_EXTRA}, or set CUDA_HOME"
+        f"the CUDA headers (cuda_fp16.h) were not found: {INSTALL_GPU_EXTRA}, or set CUDA_HOME"
     )
 
 
@@ -166,7 +166,7 @@ def _key(spec: KernelSpec, options: tuple[str, ...]) -> str:
 
 
 def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
-    nvrtc_version()  # a missing library is reported as such, before anything else
+    nvrtc_version()  # raises MissingDependencyError if the library is missing
     nvrtc = require_cupy("compiling kernels").cuda.nvrtc
     includes = (f"-I{kernels_root()}", f"-I{cuda_include_folder()}")
     text = f"{read_source(spec.source)}\n{layout_assertions(spec.source)}"
@@ -175,7 +175,7 @@ def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
         with python_handles_interrupts:
             nvrtc.compileProgram(program, (*options, *includes))
         log = nvrtc.getProgramLog(program)
-        # CuPy sizes the buffer for a C string and drops the last byte, which ELF tools miss.
+        # CuPy treats the cubin as a C string and drops its last byte, which ELF tools need.
         return nvrtc.getCUBIN(program) + b"\0", log
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip()

@@ -1,4 +1,4 @@
-"""Counters by which thread blocks of a launch find out who finishes last."""
+"""Arrival counters by which the last thread block of a launch identifies itself."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from cukit.core.arrays import Array
 from cukit.core.device import require_cupy
 
 _LEAST = 4096
-"""Of an allocation: most launches of a stream then share one."""
+"""Minimum size of an allocation, large enough for most launches of a stream to share one."""
 
 _zeros: dict[tuple[Any, int], Array] = {}
 
 
 def zero_counters(like: Array, count: int) -> Array:
-    """At least `count` zeros, int32, which every launch leaves as zeros: a stream's launches share
-    them.
+    """An int32 array of at least `count` zeros, which kernels reset before they end.
 
-    A graph gets its own, and with them the node that clears them at every replay: its replays may
-    run on any stream.
+    Launches on one stream share it. During graph capture a new array is allocated, and the memset
+    that clears it is captured too, because replays may run on any stream.
     """
     if backend.active is not None:
         return np.zeros(count, np.int32)

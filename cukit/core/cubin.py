@@ -1,9 +1,9 @@
-"""Reads what a compiled kernel says about itself: registers, shared memory, parameters.
+"""Reads the resource usage of a compiled kernel: registers, shared memory, parameters.
 
 A cubin is an ELF file. Every entry `k` has a `.text.k` section, an optional `.nv.shared.k` (static
-shared memory) and a `.nv.info.k` list of attributes, of which EIATTR_KPARAM_INFO gives offset and
-size of each parameter. The file-wide `.nv.info` has an EIATTR_REGCOUNT and an EIATTR_FRAME_SIZE for
-each entry.
+shared memory) and a `.nv.info.k` list of attributes, of which EIATTR_KPARAM_INFO holds the offset
+and size of each parameter. The file-wide `.nv.info` has an EIATTR_REGCOUNT and an EIATTR_FRAME_SIZE
+for each entry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EIATTR_MAX_THREADS = 0x05
 _EIATTR_KPARAM_INFO = 0x17
 _SHT_NOBITS = 8
 _SYMBOL_BYTES = 24
-# From Hopper on the system keeps the first KiB of a block's shared memory; ELF sections include it.
+# Since Hopper the system reserves 1 KiB of a block's shared memory, and ELF sections include it.
 _RESERVED_SHARED_BYTES = 1024
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -39,11 +39,11 @@ class CubinInfo:
     spill_store_bytes: int
     spill_load_bytes: int
     parameter_bytes: tuple[int, ...]
-    """Size of each parameter in order."""
+    """Size of each parameter, in order."""
     frame_bytes: int
-    """Local memory of a thread: spilled registers, and arrays that registers cannot hold."""
+    """Local memory per thread: spilled registers, and arrays that do not fit in registers."""
     max_threads_per_block: int | None
-    """As `__launch_bounds__` promises; None without it."""
+    """The limit set by `__launch_bounds__`; None without one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Section:
 
 
 def read_cubin(cubin: bytes, entry: str, log: str = "") -> CubinInfo:
-    """Resources of `entry`. `log` is ptxas' verbose output, the one place that counts spills."""
+    """Resources of `entry`. `log` is ptxas' verbose output, the only source of spill counts."""
     sections = _sections_with(cubin, entry)
     parameters: dict[int, int] = {}
     max_threads: int | None = None
@@ -83,12 +83,12 @@ def read_cubin(cubin: bytes, entry: str, log: str = "") -> CubinInfo:
 
 
 def kernel_code(cubin: bytes, entry: str) -> bytes:
-    """The instructions of `entry`, as the GPU reads them."""
+    """The machine code of `entry`."""
     return _sections_with(cubin, entry)[f".text.{entry}"].data
 
 
 def _sections_with(cubin: bytes, entry: str) -> dict[str, _Section]:
-    """All sections of a cubin. Raises CompileError if `entry` is none of its kernels."""
+    """All sections of a cubin. Raises CompileError if it has no kernel `entry`."""
     sections = {section.name: section for section in _sections(cubin)}
     if f".text.{entry}" not in sections:
         entries = [name[6:] for name in sections if name.startswith(".text.")]
@@ -97,7 +97,7 @@ def _sections_with(cubin: bytes, entry: str) -> dict[str, _Section]:
 
 
 def _of_entry(sections: dict[str, _Section], entry: str, wanted: int) -> int:
-    """A file-wide attribute that pairs a symbol's index with one number."""
+    """The value of a file-wide attribute, which pairs a symbol index with a number."""
     symbols, names = sections[".symtab"].data, sections[".strtab"].data
     for attribute, payload in _attributes(sections[".nv.info"].data):
         if attribute == wanted:
@@ -109,7 +109,7 @@ def _of_entry(sections: dict[str, _Section], entry: str, wanted: int) -> int:
 
 
 def _spills(log: str, entry: str) -> tuple[int, int]:
-    """Spill bytes that ptxas reported for `entry` (0, 0 where the log does not speak of it)."""
+    """Spill bytes that ptxas reported for `entry`; (0, 0) if the log does not mention it."""
     _, _, after = log.partition(f"Function properties for {entry}\n")
     match = _SPILLS.search(after.split("Function properties", 1)[0])
     return (int(match[1]), int(match[2])) if match else (0, 0)
@@ -133,7 +133,7 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """EIATTR records: format, attribute, 16-bit value or length; a payload follows EIFMT_SVAL."""
+    """EIATTR records: format, attribute, 16-bit value or length; EIFMT_SVAL has a payload."""
     position = 0
     while position + 4 <= len(data):
         kind, attribute, length = struct.unpack_from("<BBH", data, position)

@@ -1,6 +1,6 @@
-"""Launches that begin while the kernel before them still runs (programmatic dependent launch).
+"""Programmatic dependent launch: a kernel starts while the previous one is still running.
 
-CuPy has no call for them, so that this one goes to the driver by itself.
+CuPy has no call for it, so the driver's cuLaunchKernelEx is called through ctypes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig. extents: of the grid and of a block, then bytes of shared memory."""
+    """CUlaunchConfig. extents: grid and block dimensions, then bytes of dynamic shared memory."""
 
     _fields_ = (
         ("extents", ctypes.c_uint * 7),
@@ -33,12 +33,13 @@ class _Config(ctypes.Structure):
 
 
 class DependentFunction:
-    """A function of CuPy's, called as itself, that does not wait for the kernel before it to end.
+    """Wraps a CuPy function, with the same call signature, to launch without waiting for the
+    previous kernel to end.
 
-    It starts when every block of that kernel has ended or has called `release_next_grid()`, and has
-    to call `wait_for_previous_grids()` before it touches global memory
-    (kernels_cu/common/ptx/grid_dependency.cuh). Arguments are arrays, None, and what `by_value`
-    made.
+    The kernel starts once every block of the previous kernel has ended or has called
+    `release_next_grid()`; it must call `wait_for_previous_grids()` before it accesses global memory
+    (kernels_cu/common/ptx/grid_dependency.cuh). Arguments are arrays, None and results of
+    `by_value`.
     """
 
     __slots__ = ("_config", "_function")

@@ -1,7 +1,7 @@
-"""Facts about GPUs: the one in this machine, and typical ones for compiling without any.
+"""Properties of GPUs: of the one in this machine, and of typical ones for compiling without a GPU.
 
 A plan (`plan_<op>`) is a pure function of shapes and of a :class:`Device`, so that it can be
-computed, printed and tested on a machine that has no GPU at all.
+computed, printed and tested on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Protocol
 
-from cukit.core import backend
 from cukit.errors import ConfigError, MissingDependencyError, UnsupportedDeviceError
 
 KIB = 1024
@@ -23,13 +23,13 @@ INSTALL_GPU_EXTRA = "pip install 'cukit[cuda12]'   (or 'cukit[cuda13]' for a CUD
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan may know about a GPU. Sizes in bytes."""
+    """The properties of a GPU that plans depend on. Sizes in bytes."""
 
     name: str
     compute_capability: tuple[int, int]
     num_sms: int
     shared_bytes_per_block: int
-    """Largest shared memory a block may opt in to."""
+    """Maximum shared memory per block, with opt-in."""
     shared_bytes_per_sm: int
     max_threads_per_sm: int
     registers_per_sm: int
@@ -44,15 +44,15 @@ class Device:
 
     @property
     def compile_arch(self) -> str:
-        """The architecture given to NVRTC: with the `a` suffix from Hopper on.
+        """The target for NVRTC, with the `a` suffix since Hopper.
 
-        wgmma, setmaxnreg and their successors exist only in the architecture-specific targets, and
-        a cubin runs on the exact GPU it was compiled for anyway.
+        wgmma, setmaxnreg and their successors exist only in architecture-specific targets. The
+        suffix costs nothing, because cubins are compiled for the GPU they run on.
         """
         return self.arch + ("a" if self.compute_capability >= (9, 0) else "")
 
 
-# One typical GPU per architecture: what `cukit compile` plans for when the GPU is not here.
+# One typical GPU per architecture: `cukit compile` plans for it if the machine has no such GPU.
 TYPICAL_DEVICES: dict[str, Device] = {
     device.arch: device
     for device in (
@@ -67,7 +67,7 @@ TYPICAL_DEVICES: dict[str, Device] = {
 
 
 def parse_arch(arch: str) -> tuple[int, int]:
-    """`"sm_90a"` -> `(9, 0)`. Raises ConfigError for anything that is not an sm_XY name."""
+    """`"sm_90a"` -> `(9, 0)`. Raises ConfigError for anything but an sm_XY name."""
     digits = arch.removeprefix("sm_").rstrip("af")
     if not arch.startswith("sm_") or not digits.isdigit() or len(digits) < 2:
         raise ConfigError(f"arch: expected a name such as sm_80 or sm_90a, got {arch!r}")
@@ -75,20 +75,20 @@ def parse_arch(arch: str) -> tuple[int, int]:
 
 
 def typical_device(arch: str) -> Device:
-    """The device that stands for `arch` when no GPU is at hand (`"sm_90"` and `"sm_90a"` alike)."""
+    """The typical device of `arch`, for machines without one (`"sm_90"` and `"sm_90a"` alike)."""
     major, minor = parse_arch(arch)
     try:
         return TYPICAL_DEVICES[f"sm_{major}{minor}"]
     except KeyError:
         known = ", ".join(sorted(TYPICAL_DEVICES))
-        raise ConfigError(f"arch: {arch!r} is not known here; known: {known}") from None
+        raise ConfigError(f"arch: unknown architecture {arch!r}; known: {known}") from None
 
 
 @functools.cache
 def cupy_module() -> ModuleType | None:
-    """CuPy, or None where it is not installed. Imported once, on first need."""
+    """CuPy, or None if it is not installed. Imported on first use."""
     if "CUPY_CACHE_DIR" not in os.environ and not _home_is_writable():
-        # CuPy creates its cache folder at import and raises where it cannot.
+        # CuPy creates its cache folder on import and raises if it cannot.
         os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ.get("TMPDIR", "/tmp")) / "cukit-cupy")
     try:
         import cupy
@@ -103,7 +103,7 @@ def _home_is_writable() -> bool:
 
 
 def require_cupy(purpose: str) -> ModuleType:
-    """CuPy, or MissingDependencyError saying what for and how to get it."""
+    """CuPy. Raises MissingDependencyError, which names the purpose and how to install it."""
     module = cupy_module()
     if module is None:
         raise MissingDependencyError(f"{purpose} needs CuPy: {INSTALL_GPU_EXTRA}")
@@ -112,20 +112,42 @@ def require_cupy(purpose: str) -> ModuleType:
 
 @functools.cache
 def gpu_available() -> bool:
-    """True when CuPy is installed and a CUDA device answers."""
+    """True if CuPy is installed and finds a CUDA device."""
     module = cupy_module()
     return module is not None and bool(module.cuda.is_available())
 
 
-def current_device() -> Device:
-    """Facts of CuPy's current device, or of the active backend's.
+class DeviceSource(Protocol):
+    """Replaces the GPU of this machine as the device that plans are made for."""
 
-    Raises UnsupportedDeviceError where there is no GPU.
+    @property
+    def device(self) -> Device:
+        """The device to plan for."""
+
+
+_source: DeviceSource | None = None
+
+
+def set_device_source(source: DeviceSource | None) -> None:
+    """Makes `current_device` return `source.device`; None restores CuPy's current device.
+
+    Called by :func:`cukit.core.backend.activate` only.
     """
-    if backend.active is not None:
-        return backend.active.device
+    global _source
+    _source = source
+
+
+def current_device() -> Device:
+    """Properties of CuPy's current device, or of the active backend's device.
+
+    Raises UnsupportedDeviceError if there is no GPU.
+    """
+    if _source is not None:
+        return _source.device
     if not gpu_available():
-        raise UnsupportedDeviceError("no CUDA device found; `cukit doctor` says what is missing")
+        raise UnsupportedDeviceError(
+            "no CUDA device found; run `cukit doctor` to see what is missing"
+        )
     cupy = require_cupy("a GPU")
     return _device_facts(int(cupy.cuda.runtime.getDevice()))
 

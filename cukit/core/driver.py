@@ -1,10 +1,10 @@
-"""Which CUDA the NVIDIA driver of this machine runs, and so which extra of cukit fits it.
+"""Selects the cukit extra (`cuda12`, `cuda13`) that fits the NVIDIA driver of this machine.
 
     python -I cukit/core/driver.py
 
-prints `cuda12`, `cuda13` or an empty line, and the reason on stderr. It decides what to install, so
-it runs before anything is installed: on the standard library alone. $CUKIT_EXTRA overrides the
-answer ("none" for no GPU).
+prints `cuda12`, `cuda13` or an empty line, and the reason on stderr. It runs before any package is
+installed and therefore uses the standard library only. $CUKIT_EXTRA overrides the result ("none"
+for no GPU).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
-# First driver branch that runs each CUDA major version, newest first.
+# First driver branch that supports each CUDA major version, newest first.
 DRIVER_BRANCHES = ((580, 13), (525, 12))
 
 EXTRAS = {12: "cuda12", 13: "cuda13"}
@@ -26,26 +26,26 @@ EXTRAS = {12: "cuda12", 13: "cuda13"}
 
 @dataclass(frozen=True)
 class Driver:
-    """What is known of the NVIDIA driver."""
+    """Versions of the NVIDIA driver."""
 
     version: str | None
     """e.g. "580.159.04"; None if there is no driver."""
     cuda: int | None
-    """Newest CUDA major version that it runs."""
+    """Newest CUDA major version that it supports."""
 
     @property
     def extra(self) -> str:
-        """The extra of cukit for this driver; "" if there is none or it is too old."""
+        """The cukit extra for this driver; "" without a driver or if it is too old."""
         return "" if self.cuda is None else EXTRAS.get(min(self.cuda, max(EXTRAS)), "")
 
     def __str__(self) -> str:
         if self.version is None:
             return "no NVIDIA driver found"
-        return f"driver {self.version} runs CUDA {self.cuda or '< 12'}"
+        return f"driver {self.version} supports CUDA {self.cuda or '< 12'}"
 
 
 def find_driver() -> Driver:
-    """Asks `nvidia-smi`, and the kernel module where there is no nvidia-smi."""
+    """Reads the versions from `nvidia-smi`, or from the kernel module without nvidia-smi."""
     try:
         banner = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
@@ -64,7 +64,7 @@ def parse_nvidia_smi(banner: str) -> Driver:
 
 
 def parse_kernel_module(text: str) -> Driver:
-    """The version in /proc/driver/nvidia/version, and what that branch runs."""
+    """The version in /proc/driver/nvidia/version, and the CUDA version of its branch."""
     match = re.search(r"NVRM version:.*?\s((\d{3})\.[\d.]+)", text)
     if match is None:
         return Driver(None, None)
@@ -82,5 +82,5 @@ def choose_extra() -> tuple[str, str]:
 
 if __name__ == "__main__":
     extra, reason = choose_extra()
-    print(f"{reason}: {extra or 'no GPU extra, NumPy does the work'}", file=sys.stderr)
+    print(f"{reason}: {extra or 'no GPU extra, ops run on NumPy'}", file=sys.stderr)
     print(extra)

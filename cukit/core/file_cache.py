@@ -1,13 +1,13 @@
 """The kernel cache on disk: cubins, and the emulator's shared libraries.
 
-Code from the cache runs in the user's process, so the cache trusts only what it wrote:
+Code from the cache runs in the user's process, so only files that cukit wrote are loaded:
 
-- Folders belong to the user (or root) and only the owner may write to them; they are created with
-  mode 0700 whatever the umask. Symbolic links are not followed. No folder above lets everybody
-  rename what is in it.
-- Each file has a record beside it, `NAME.json`, with the SHA-256 of its contents. A file without a
-  record, or with other contents, is built again.
-- Files appear under their names complete or not at all, the record last.
+- Folders belong to the user (or root), and only the owner may write to them; they are created with
+  mode 0700 regardless of the umask. Symbolic links are not followed. No parent folder may be
+  world-writable without the sticky bit.
+- Each file has a record next to it, `NAME.json`, with the SHA-256 of its contents. A file without a
+  record, or with a different hash, is rebuilt.
+- Files are published by an atomic rename, the record last.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 def recall(path: Path) -> tuple[bytes, Record] | None:
     """Contents and record of a cached file; None if it is missing or damaged.
 
-    Raises CacheError where someone else could have written it.
+    Raises CacheError if another user could have written it.
     """
     record_path = _record_path(path)
     try:
@@ -59,7 +59,7 @@ def recall(path: Path) -> tuple[bytes, Record] | None:
 
 
 def store(path: Path, data: bytes, **facts: Any) -> None:
-    """Writes a cached file, and its record with `facts`. Raises CacheError where it cannot."""
+    """Writes a cached file, and its record with `facts`. Raises CacheError on failure."""
     with _explained():
         make_private_folder(path.parent)
         _publish(path, data)
@@ -70,7 +70,7 @@ def store(path: Path, data: bytes, **facts: Any) -> None:
 def build_once(path: Path, build: Callable[[], tuple[bytes, Record]]) -> tuple[bytes, Record, bool]:
     """Contents and record of a cached file, and whether this call built it.
 
-    Of several processes that need the file at the same time, one builds it and the others wait.
+    If several processes need the file at the same time, one builds it and the others wait.
     """
     found = recall(path)
     if found is not None:
@@ -85,32 +85,32 @@ def build_once(path: Path, build: Callable[[], tuple[bytes, Record]]) -> tuple[b
 
 
 def make_private_folder(folder: Path) -> None:
-    """Creates a folder of the cache, or checks the one that is there."""
+    """Creates a folder of the cache, or checks an existing one."""
     with _explained():
         for each in (*reversed(folder.parents), folder):
             if not each.exists():
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(each, 0o700)  # a umask only takes bits away
+                    os.mkdir(each, 0o700)  # the umask can only clear bits
         check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
-    """Raises CacheError unless only the user (or root) decides what `folder` holds.
+    """Raises CacheError unless only the user (or root) can change the contents of `folder`.
 
-    OSError if it is not there.
+    Raises OSError if it does not exist.
     """
     check_owner(folder)
     for above in folder.resolve().parents:
         mode = os.stat(above).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            problem = f"lets everybody replace {folder.name} (mode {_bits(mode)})"
+            problem = f"lets any user replace {folder.name} (mode {_bits(mode)})"
             raise _unsafe(above, problem, "run chmod o-w on it")
 
 
 def check_owner(path: Path) -> None:
-    """Raises CacheError unless only the user (or root) can have written `path`, itself no link.
+    """Raises CacheError if another user could have written `path`, or if it is a symbolic link.
 
-    OSError if it is not there.
+    Raises OSError if it does not exist.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -118,7 +118,7 @@ def check_owner(path: Path) -> None:
     elif status.st_uid not in (os.geteuid(), 0):
         problem = f"belongs to another user (uid {status.st_uid})"
     elif status.st_mode & _OTHERS_MAY_WRITE:
-        problem = f"can be written by others (mode {_bits(status.st_mode)})"
+        problem = f"is writable by other users (mode {_bits(status.st_mode)})"
     else:
         return
     raise _unsafe(path, problem, "delete it")
@@ -144,7 +144,7 @@ def _publish(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        os.replace(temporary, path)  # replaces a link itself, not what it points to
+        os.replace(temporary, path)  # a symbolic link is replaced, not its target
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -152,7 +152,8 @@ def _publish(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a cached file; without locks (some network folders) two build the same."""
+    """Holds the lock of a cached file. On file systems without locks (some network folders)
+    several processes may build the same file."""
     with _explained():
         make_private_folder(path.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,15 +163,15 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)  # the file stays: removing it would let two processes hold the lock
+        os.close(descriptor)  # not removed: then two processes could hold the lock
 
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Turns an OSError into a CacheError that says what to do."""
+    """Turns an OSError into a CacheError that names a remedy."""
     try:
         yield
     except OSError as error:
         raise CacheError(
-            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
+            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a writable folder"
         ) from error

@@ -1,7 +1,7 @@
-"""Files that users name: read with one clear error, written whole or not at all.
+"""Reads and writes user files: one clear error on failure, atomic writes.
 
-A file is written beside its final name, flushed to the disk and renamed: a reader, or a machine
-that loses power, sees the old file or the new one and never half of one. Named arrays are
+A file is written under a temporary name in the same folder, flushed to disk and renamed, so that
+readers see either the old or the new file, also after a power loss. Named arrays are
 safetensors files with a description and a checksum in the header.
 """
 
@@ -28,7 +28,7 @@ from cukit.errors import DataError
 
 HostArrays = Mapping[str, np.ndarray[Any, Any]]
 
-# safetensors' own NumPy reader knows neither bfloat16 nor float8.
+# The NumPy reader of safetensors supports neither bfloat16 nor FP8.
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -44,7 +44,7 @@ _DTYPES: dict[str, Any] = {
 
 
 def check_file(path: Path) -> None:
-    """Raises DataError unless `path` is a file: one that exists, and ends."""
+    """Raises DataError unless `path` is an existing regular file."""
     if path.is_dir():
         raise DataError(f"{path}: is a folder, not a file")
     if not path.exists():
@@ -54,7 +54,7 @@ def check_file(path: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file, or DataError."""
+    """The content of a file. Raises DataError."""
     try:
         check_file(path)
         return path.read_bytes()
@@ -63,7 +63,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The content of a file of UTF-8 text, or DataError."""
+    """The content of a UTF-8 text file. Raises DataError."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -71,15 +71,15 @@ def read_text(path: Path) -> str:
 
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading JSON of another form than expected raises."""
+"""Exceptions that reading malformed JSON can raise."""
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A path to write to that takes the place of `path` once the block ends without an error.
+    """Yields a temporary path, renamed to `path` when the block ends without an error.
 
-    Links are followed. A device or a pipe is written to directly: nothing can take its place.
-    Raises DataError where `path` is a folder or cannot be written.
+    Symbolic links are followed. A device or a pipe is written directly, because a rename cannot
+    replace it. Raises DataError if `path` is a folder or cannot be written.
     """
     if path.is_dir():
         raise DataError(f"{path}: is a folder, not a file")
@@ -89,7 +89,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         return
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
-        # O_EXCL: never through a link that somebody else has put there.
+        # O_EXCL: does not follow a symbolic link that another user has created.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield temporary
         with open(temporary, "rb") as file:
@@ -103,10 +103,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 class Exclusive:
-    """One process at a time replaces a file: this one, as long as the object lives.
+    """A lock that lets only this process replace a file, held for the lifetime of the object.
 
-    The lock is on a file beside it, for the file itself is another one after each write. Raises
-    DataError if another process has it, or if the folder cannot be written to.
+    It is taken on a separate lock file, because every write replaces the file itself. Raises
+    DataError if another process holds the lock, or if the folder is not writable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +115,7 @@ class Exclusive:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             while not self._acquire(path):
-                pass  # the one before removed its lock in the meantime
+                pass  # the previous holder removed the lock file in the meantime
         except OSError as error:
             raise DataError(f"{path}: cannot be written to ({error.strerror})") from error
         weakref.finalize(self, _unlock, self._descriptor, self._beside, self._process)
@@ -140,24 +140,24 @@ class Exclusive:
 
 
 def _unlock(descriptor: int, beside: Path, process: int) -> None:
-    if os.getpid() == process:  # and not a forked child, whose descriptor is a copy
+    if os.getpid() == process:  # not in a forked child, whose descriptor is a copy
         beside.unlink(missing_ok=True)
     os.close(descriptor)
 
 
 def write_text(path: Path, content: str) -> None:
-    """A file of UTF-8 text, all or nothing."""
+    """Writes a UTF-8 text file atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(content, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON, all or nothing."""
+    """Writes `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_arrays(path: Path, arrays: HostArrays, description: Mapping[str, Any]) -> None:
-    """One safetensors file with `arrays` and a JSON-ready `description`, all or nothing."""
+    """Writes `arrays` and a JSON-serialisable `description` to a safetensors file, atomically."""
     metadata = {
         "format": "cukit",
         "description": json.dumps(description),
@@ -169,7 +169,10 @@ def write_arrays(path: Path, arrays: HostArrays, description: Mapping[str, Any])
 
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
-    """What `write_arrays` wrote. Raises DataError if the file is absent, damaged or foreign."""
+    """Arrays and description of a file written by `write_arrays`.
+
+    Raises DataError if the file is missing, damaged or was written by another program.
+    """
     content = read_bytes(path)
     try:
         entries = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
@@ -192,7 +195,7 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, 
 
 
 def _checksum(arrays: HostArrays) -> int:
-    """CRC-32 over names and bytes, in the order of the names."""
+    """CRC-32 over names and bytes, sorted by name."""
     value = 0
     for name in sorted(arrays):
         value = zlib.crc32(name.encode(), value)

@@ -1,9 +1,9 @@
-"""Ctrl-C: of the `cukit` command, of work that saves its state first, and while NVRTC compiles.
+"""Ctrl-C in the `cukit` command, in work that saves its state first, and while NVRTC compiles.
 
 The command ends with one line on stderr and exit code 130, within about a second. KeyboardInterrupt
-alone does not do that: while modules are imported it ends in a traceback, or is lost in an import
-that catches it; and it waits until C code returns, which a compiler or a kernel in the emulator may
-not do for a minute.
+alone does not ensure this: during imports it prints a traceback, or is swallowed by an import that
+catches it; and it is delayed until C code returns, which takes a compiler or an emulated kernel up
+to a minute.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""Exit code, as shells have it for a program that SIGINT ended."""
+"""The exit code that shells report for a program terminated by SIGINT."""
 
 GRACE_SECONDS = 0.7
-"""What a command has, after Ctrl-C, to end by itself."""
+"""Time that a command has after Ctrl-C to end normally."""
 
 _SIGACTION_BYTES = 256
-"""More than struct sigaction has."""
+"""At least sizeof(struct sigaction)."""
 
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 
 
 def end_on_interrupt_while_starting() -> None:
-    """Where this process is the `cukit` command, Ctrl-C ends it at once until `in_time` begins."""
+    """In the `cukit` command, makes Ctrl-C exit at once until `interruptible` is entered."""
     if _is_the_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def _is_the_command() -> bool:
     program = os.path.basename(sys.argv[0]) if sys.argv else ""
-    if program != "-m":  # what it is until Python has found the module
+    if program != "-m":  # the value until Python has located the module
         return program == "cukit"
     return ["-m", "cukit"] in (sys.orig_argv[i : i + 2] for i in range(len(sys.orig_argv)))
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
-    """Within the block Ctrl-C raises KeyboardInterrupt, and ends the process if that takes longer
-    than GRACE_SECONDS; behind it, at once. For the main thread of a command."""
+def interruptible() -> Iterator[None]:
+    """Within the block Ctrl-C raises KeyboardInterrupt and, after GRACE_SECONDS, ends the process;
+    after the block it ends the process at once. For the main thread of a command."""
     if signal.getsignal(signal.SIGINT) not in (_end, signal.default_int_handler):
-        yield  # ignored, as for a job in the background
+        yield  # SIGINT is ignored, e.g. in a background job
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # Written by the signal itself, whatever the main thread is doing.
+    # The C-level signal handler writes to it, even while the main thread runs C code.
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,16 +64,16 @@ def in_time() -> Iterator[None]:
 
 
 def _watch(interrupts: int) -> None:
-    """Ends the process some time after a signal that nothing is said to wait for."""
+    """Ends the process GRACE_SECONDS after a SIGINT that no StopRequest handles."""
     while True:
         for number in os.read(interrupts, 64):
-            if number == signal.SIGINT and not StopRequest.takes():
+            if number == signal.SIGINT and not StopRequest.claims_interrupt():
                 time.sleep(GRACE_SECONDS)
                 _end()
 
 
 def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
-    """No cleanup: threads, imports and libraries are left where they are."""
+    """Exits without cleanup of threads, imports and libraries."""
     if os.isatty(2):
         os.write(2, _SHOW_CURSOR)  # a progress bar may have hidden it
     os.write(2, b"cukit: interrupted\n")
@@ -81,14 +81,14 @@ def _end(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoRetur
 
 
 class StopRequest:
-    """Within `with StopRequest() as stop:` the first Ctrl-C sets `stop.requested`, for work that
-    saves its state before it ends; the second raises KeyboardInterrupt.
+    """Within `with StopRequest() as stop:` the first Ctrl-C sets `stop.requested`, so that work can
+    save its state before it ends; the second raises KeyboardInterrupt.
 
-    Only the main thread handles signals; elsewhere the flag stays False.
+    Only the main thread handles signals; in other threads the flag stays False.
     """
 
     _current: StopRequest | None = None
-    _taken = False
+    _claimed = False
     requested = False
 
     def __enter__(self) -> StopRequest:
@@ -109,21 +109,21 @@ class StopRequest:
             StopRequest._current = None
 
     @classmethod
-    def takes(cls) -> bool:
-        """Whether an interrupt was the first one within a block."""
+    def claims_interrupt(cls) -> bool:
+        """True for the first interrupt within a block."""
         current = cls._current
-        if current is None or current._taken:
+        if current is None or current._claimed:
             return False
-        current._taken = True
+        current._claimed = True
         return True
 
 
 class _PythonsHandler:
-    """`with python_handles_interrupts:` SIGINT stays with Python while NVRTC compiles.
+    """`with python_handles_interrupts:` keeps Python's SIGINT handler while NVRTC compiles.
 
-    NVRTC handles the signal itself and ends the process with code 4; of two threads that compile at
-    once, the last one leaves its handler behind. So the handler that was there is put back each
-    millisecond, and at the end. For any number of threads.
+    NVRTC installs a handler of its own, which ends the process with code 4; if two threads compile
+    at once, the last one leaves it installed. The previous handler is therefore restored every
+    millisecond, and at the end. May be entered by several threads.
     """
 
     _PERIOD_SECONDS = 0.001

@@ -1,4 +1,4 @@
-"""Compiled once, arguments checked, launched on CuPy's current stream."""
+"""Kernels: compiled once, arguments checked, launched on CuPy's current stream."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 NULL = None
-"""Pass it where a kernel takes an optional pointer that this call does not have."""
+"""Argument for an optional pointer that a call does not pass."""
 
 Argument = Any
-"""A CuPy array, NULL, a NumPy scalar or a structured array of one element, or what `by_value` makes
-of the last two."""
+"""A CuPy array, NULL, a NumPy scalar, a structured array of one element, or a result of
+`by_value`."""
 
 _POINTER_BYTES = 8
 _MOST_SCALARS = 4096
@@ -41,8 +41,8 @@ _MOST_SCALARS = 4096
 class Kernel:
     """One entry of one cubin, loaded on the current device.
 
-    Call it with a grid and the kernel's arguments: CuPy arrays become pointers, NumPy scalars go by
-    value with their own size. Python numbers are refused, since their width would be a guess.
+    Call it with a grid and the kernel's arguments: CuPy arrays are passed as pointers, NumPy
+    scalars by value. Python numbers are rejected, because their width is ambiguous.
     """
 
     __slots__ = ("block", "compiled", "function", "shared_bytes")
@@ -51,8 +51,8 @@ class Kernel:
         cupy = require_cupy("launching kernels")
         spec = compiled.spec
         raw = cupy.RawModule(path=str(compiled.path)).get_function(spec.entry)
-        # CuPy loads a cubin once: specs that differ in their shared memory alone have one function,
-        # whose limit must hold for all of them.
+        # CuPy loads a cubin once: specs that differ only in shared memory share one function, so
+        # its limit must be the largest of theirs.
         if spec.shared_bytes > raw.max_dynamic_shared_size_bytes:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self.compiled = compiled
@@ -68,20 +68,23 @@ class Kernel:
     ) -> None:
         """Launches `grid` blocks on the current stream. An empty grid launches nothing.
 
-        reachable: arrays that the kernel finds through addresses in the memory of `args`. The
-        emulator lets it touch them; on the GPU nobody asks.
+        reachable: arrays that the kernel accesses through addresses stored in `args`. The emulator
+        permits accesses to them; ignored on the GPU.
         """
         self.check(args)
         if 0 not in grid:
             self.function(grid, self.block, args, self.shared_bytes)
 
     def check(self, args: tuple[Argument, ...]) -> None:
-        """Raises LaunchError where `args` do not fit the kernel's parameters."""
+        """Raises LaunchError if `args` do not match the kernel's parameters."""
         check_arguments(self.compiled, args)
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
-    """Compares sizes with the cubin's parameters: a wrong list would be silent corruption."""
+    """Raises LaunchError if number or sizes differ from the parameters in the cubin.
+
+    The driver does not check them: a mismatch would corrupt memory silently.
+    """
     expected = compiled.info.parameter_bytes
     wrapper = _by_value_type()
     got = tuple(
@@ -99,20 +102,21 @@ def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> Non
 
 def _bytes_of(spec: KernelSpec, index: int, argument: Argument) -> int:
     kind = type(argument)
-    # Of the class: an array makes its interface anew for every question.
+    # hasattr on the class, because the instance property builds a new dictionary.
     if argument is NULL or hasattr(kind, "__cuda_array_interface__"):
         return _POINTER_BYTES
     if issubclass(kind, (np.generic, np.ndarray)):
-        return int(argument.nbytes)  # an array by value is a structure, a tensor map say
+        return int(argument.nbytes)  # an array passed by value is a struct, e.g. a tensor map
     raise LaunchError(
         f"{spec}: argument {index} is a {kind.__name__}; expected a CuPy array or a NumPy scalar"
     )
 
 
 def load_kernel(spec: KernelSpec) -> Kernel:
-    """The kernel for the current device: from memory, from disk, or compiled on first use."""
+    """The kernel for the current device: from memory, from the disk cache, or newly compiled."""
     if backend.active is not None:
-        return backend.active.load_kernel(spec)
+        kernel: Kernel = backend.active.load_kernel(spec)
+        return kernel
     device_id = int(require_cupy("launching kernels").cuda.runtime.getDevice())
     return _load_on(spec, device_id)
 
@@ -123,11 +127,11 @@ def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
 
 
 def by_value(value: Argument) -> Argument:
-    """`value`, a NumPy scalar or an array of one element, in the form that costs a launch least.
+    """`value`, a NumPy scalar or an array of one element, as a reusable launch argument.
 
-    For what is passed again and again. CuPy makes an object of its own of every argument at every
-    launch, for a structure at the price of the whole launch; what it made once it takes as it is.
-    An active backend takes values as they are.
+    CuPy wraps every argument of every launch in an object of its own, which for a struct takes as
+    long as the launch itself; an object made here is passed as it is. With an active backend,
+    `value` is returned unchanged.
     """
     wrapper = None if backend.active is not None else _by_value_type()
     if wrapper is None or type(value) is wrapper:
@@ -140,14 +144,14 @@ def by_value(value: Argument) -> Argument:
 
 @functools.lru_cache(maxsize=_MOST_SCALARS, typed=True)
 def _integer_by_value(value: np.integer[Any]) -> Argument:
-    """The same ones come again: lengths, heads, blocks."""
+    """Cached, because launches repeat a few values: lengths, head counts, block counts."""
     storage = _bytes_type(value.nbytes).from_buffer_copy(value.tobytes())
     return _by_value_type()(storage, ctypes.addressof(storage), value.nbytes)
 
 
 def bytes_by_value(storage: Any, address: int, nbytes: int) -> Argument | None:
-    """What lies at `address` as an argument in the form that costs a launch least; `storage` owns
-    it. None where CuPy does not take that form."""
+    """The `nbytes` at `address`, owned by `storage`, as a reusable launch argument as `by_value`
+    makes it. None if CuPy has no such form."""
     wrapper = _by_value_type()
     return None if wrapper is None else wrapper(storage, address, nbytes)
 
@@ -159,9 +163,9 @@ def _bytes_type(nbytes: int) -> Any:
 
 @functools.cache
 def _by_value_type() -> Any:
-    """A kind of CuPy's own `CPointer`, the address of an argument.
+    """A subclass of CuPy's `CPointer`, the address of an argument.
 
-    None where CuPy has no such class any more: values then go the slow way.
+    None if CuPy has no such class; CuPy then wraps the values on every launch.
     """
     try:
         from cupy.cuda.function import CPointer
@@ -180,14 +184,14 @@ def _by_value_type() -> Any:
 
 
 class Launch:
-    """Everything of a launch that depends only on the description of its arguments.
+    """A prepared launch: everything that depends only on the description of the arguments.
 
-    Call it with the arrays; `scalars` follow them, then what `then` adds for this call. The
-    argument list is checked the first time: a launcher passes the same kinds for every set of
-    arrays with the same description.
+    Call it with the arrays; the kernel's arguments are the arrays, `scalars`, then `then` of this
+    call. The argument list is checked on the first call only: a launcher passes the same types for
+    all arrays of one description.
 
-    dependent: on GPUs that can, start while the launch before it still runs; the kernel waits for
-    that by itself (:class:`~cukit.core.dependent_launch.DependentFunction`).
+    dependent: use programmatic dependent launch on GPUs that support it; the kernel itself waits
+    for the previous launch (:class:`~cukit.core.dependent_launch.DependentFunction`).
     """
 
     __slots__ = ("_checked", "_function", "_idle", "grid", "kernel", "scalars")
@@ -221,8 +225,8 @@ class Launch:
 
 
 class Launches:
-    """Makes launches of one kernel that pass arguments of the same kinds: after the first has been
-    called, the next need no check."""
+    """Makes launches of one kernel with arguments of the same types: once the first has been
+    checked, later ones skip the check."""
 
     __slots__ = ("_last", "kernel")
 
@@ -231,7 +235,7 @@ class Launches:
         self._last: Launch | None = None
 
     def __call__(self, grid: tuple[int, ...], scalars: tuple[Argument, ...]) -> Launch:
-        """A launch of `grid` blocks with these scalars behind its arrays."""
+        """A launch of `grid` blocks whose arguments are the arrays followed by `scalars`."""
         launch = Launch(self.kernel, grid, scalars)
         launch._checked = self._last is not None and self._last._checked
         self._last = launch
@@ -239,7 +243,7 @@ class Launches:
 
 
 _MOST_DESCRIPTIONS = 4096
-_UNPLANNED = object()  # None is a plan too: that of a call which no kernel serves
+_UNPLANNED = object()  # not None, which `prepare` may return
 
 
 def launch_plan(
@@ -248,10 +252,10 @@ def launch_plan(
     """Memoises `prepare(*args)` by device and description (shape, strides, dtype) of its arrays.
 
     Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call
-    costs one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
-    `.forget()` of the result drops what is remembered.
+    costs one dictionary look-up. `prepare` must neither keep the arrays nor read their contents.
+    `.forget()` of the result clears the memo.
 
-    describe: from the device and the arguments to what decides about the result.
+    describe: computes the key from the device and the arguments.
     """
     memory: dict[Hashable, Any] = {}
     current_device_id: Callable[[], int] | None = None
@@ -268,7 +272,7 @@ def launch_plan(
         key = describe(device, *args)
         try:
             launch = memory.get(key, _UNPLANNED)
-        except TypeError:  # an option that cannot be hashed: the checks name it
+        except TypeError:  # an unhashable option: the checks report it
             return prepare(*args)
         if launch is _UNPLANNED:
             check_current_device(args)

@@ -1,4 +1,4 @@
-"""What the codes of a quantised array stand for: float8, int8 and int4."""
+"""Element types of quantised arrays: FP8, INT8 and INT4."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _UINT8: np.dtype[Any] = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class NarrowDtype:
-    """What the codes of a QuantizedArray stand for.
+    """The element type of a QuantizedArray.
 
     name: `"float8_e4m3"` (finite only: the `fn` variant), `"float8_e5m2"`, `"int8"` or `"int4"`.
-    bits: of one code, a divisor of 8. Codes of fewer than eight share bytes along the last axis,
+    bits: bits per code, a divisor of 8. Codes of fewer than 8 bits are packed along the last axis,
         the first in the lowest bits.
-    most: largest magnitude that survives on both sides of zero (int4 goes from -8 to 7).
+    most: largest magnitude that is representable with both signs (7 for int4, whose range is
+        -8 to 7).
     integer: whether codes are two's-complement integers, which may have zero points.
     """
 
@@ -32,11 +33,11 @@ class NarrowDtype:
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
-        """int8 where one code is one integer, else uint8."""
+        """dtype of the storage: int8 for int8 codes, else uint8."""
         return _INT8 if self.integer and self.bits == 8 else _UINT8
 
     def storage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The logical shape with the last axis in bytes, rounded up."""
+        """`shape` with the last extent in bytes, rounded up."""
         return (*shape[:-1], -(-shape[-1] * self.bits // 8))
 
     def __repr__(self) -> str:

@@ -1,5 +1,5 @@
-"""Refuses outputs that cannot be written, or that share memory with inputs, where a kernel would
-read what it has written."""
+"""Rejects outputs that are read-only or overlap inputs, which a kernel would overwrite while it
+reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cukit.core.arrays import Array, address_of
 from cukit.errors import ArrayLayoutError
 
 _MOST_WORK = 10_000
-"""Of the exact test for arrays with gaps; what takes longer counts as an overlap."""
+"""Effort limit of NumPy's exact test for strided arrays; beyond it an overlap is assumed."""
 
 
 def check_overlap(
@@ -23,12 +23,12 @@ def check_overlap(
     itself: str = "",
     **inputs: Array | None,
 ) -> None:
-    """Raises ArrayLayoutError if `out` is read-only or shares memory with one of `inputs`, which
-    may be None.
+    """Raises ArrayLayoutError if `out` is read-only or shares memory with one of `inputs`.
 
-    name: what the op calls `out`.
-    itself: the input that `out` may be (same address, shape and strides): for kernels whose threads
-        write only elements that no other thread reads.
+    name: the op's name for `out`.
+    itself: the input that `out` may be identical to (same address, shape and strides): for kernels
+        whose threads write only elements that no other thread reads.
+    inputs: None entries are skipped.
     """
     if out is None or out.size == 0:
         return
@@ -66,7 +66,7 @@ def _share(a: Array, b: Array) -> bool:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """First address, and the one behind the last byte."""
+    """Address of the first byte, and one past the last."""
     low = high = address_of(array)
     if array.size == 0:
         return low, low
@@ -79,7 +79,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def _shadow(array: Array) -> np.ndarray[Any, Any]:
-    """A NumPy array at the same addresses, which is never read: NumPy compares addresses alone."""
+    """A NumPy array with the same addresses, for NumPy's overlap test, which reads no memory."""
 
     interface = {
         "version": 3,

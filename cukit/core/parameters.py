@@ -1,8 +1,8 @@
-"""What kernels take by value: structs, defined once in CUDA, packed by name in Python.
+"""Kernel parameter structs, passed by value: defined once in CUDA, packed by field name in Python.
 
-A file `parameters.cuh` holds the structs of a family of kernels. Python reads the definitions from
-it, so that there is no second one to keep in step, and every compilation asserts that the compiler
-lays the structs out as Python does. Values are given by name: no position to mistake.
+A file `parameters.cuh` holds the structs of a kernel family. Python parses its definitions, so
+there is no second definition to keep in sync, and every compilation asserts that the compiler's
+layout equals Python's. Fields are given by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCALARS = {
     "float": np.float32,
     "double": np.float64,
 }
-# NumPy's characters for them, and those that `struct` takes for the same sizes everywhere.
+# NumPy's type characters, and those of `struct` in its standard, platform-independent sizes.
 _CHARACTERS = {"i": "i", "I": "I", "l": "q", "q": "q", "L": "Q", "Q": "Q", "f": "f", "d": "d"}
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"\bstruct\s+(\w+)\s*\{([^{}]*)\};")
@@ -43,7 +43,7 @@ class ParameterStruct:
     __slots__ = ("_layout", "_names", "_nested", "_pick", "_places", "_raw", "dtype", "name")
 
     def __init__(self, name: str, fields: Mapping[str, np.dtype[Any] | ParameterStruct]) -> None:
-        """fields: numbers, or structs defined before, by name and in order."""
+        """fields: dtypes or previously defined structs by name, in order of declaration."""
         self.name: str = name
         self._names = fields.keys()
         self._pick = _picker(*fields)
@@ -60,7 +60,7 @@ class ParameterStruct:
         self._raw = np.dtype((np.void, self.dtype.itemsize))
         self._layout = struct.Struct(_format(self.dtype))
         self._places = {}
-        """By name: offset, format, and the struct if it is one."""
+        """By name: offset, format, and the ParameterStruct of a nested struct, else None."""
         for key, field in fields.items():
             nested = field if isinstance(field, ParameterStruct) else None
             assert self.dtype.fields is not None
@@ -69,10 +69,10 @@ class ParameterStruct:
             self._places[key] = offset, struct.Struct(layout), nested
 
     def pack(self, **values: Any) -> np.ndarray[Any, Any]:
-        """An argument for a kernel: an array of one element that is nothing but bytes.
+        """The struct as a kernel argument: an array of one element of type void.
 
-        Each field by its name: a number, or for a struct what its own `pack` returned, or its
-        fields in order. Raises LaunchError where a field is missing, unknown or out of range.
+        values: each field by name: a number, or for a nested struct the result of its `pack` or a
+        sequence of its fields. Raises LaunchError if a field is missing, unknown or out of range.
         """
         names = self._names
         try:
@@ -86,11 +86,11 @@ class ParameterStruct:
                 f"{self.name}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; "
                 f"the fields are {', '.join(names)}"
             )
-        # CuPy asks an array for its interface at every launch: named fields would make that slow.
+        # void, because CuPy reads the array interface on every launch: slow with named fields.
         return np.frombuffer(self._bytes(fields), self._raw)
 
     def changed(self, packed: np.ndarray[Any, Any], **values: Any) -> np.ndarray[Any, Any]:
-        """What `pack` returned, with other values of some fields: quicker than packing all."""
+        """A copy of a packed struct with some fields replaced; faster than packing all fields."""
         data = bytearray(packed)
         for name, value in values.items():
             offset, layout, nested = self._places[name]
@@ -103,7 +103,7 @@ class ParameterStruct:
         return np.frombuffer(data, self._raw)
 
     def _bytes(self, values: Sequence[Any]) -> bytes:
-        """The struct with these fields, in order."""
+        """The bytes of the struct with these field values, in order."""
         flat = list(values)
         for index, nested in self._nested:
             flat[index] = nested._as_bytes(flat[index])
@@ -118,7 +118,7 @@ class ParameterStruct:
         return value.tobytes() if type(value) is np.ndarray else self._bytes(value)
 
     def assertions(self) -> str:
-        """C++ that fails to compile where the compiler's layout is another."""
+        """A static_assert that fails if the compiler's layout differs from Python's."""
         full = f"{_NAMESPACE}::{self.name}"
         offsets = [
             f"CUKIT_OFFSET({full}, {name}) == {offset}"
@@ -129,14 +129,14 @@ class ParameterStruct:
 
 
 def _picker(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """From values by name to those of these names."""
-    if len(names) == 1:  # itemgetter makes no tuple of one
+    """A function from values by name to the tuple of those of `names`."""
+    if len(names) == 1:  # itemgetter of one name returns no tuple
         return lambda values: (values[names[0]],)
     return itemgetter(*names)
 
 
 def _format(dtype: np.dtype[Any]) -> str:
-    """The format of a `struct.Struct` laid out as `dtype`; nested structs are bytes."""
+    """The format of a `struct.Struct` with the layout of `dtype`; nested structs are bytes."""
     parts, end = ["<"], 0
     for name in dtype.names or ():
         assert dtype.fields is not None
@@ -149,11 +149,11 @@ def _format(dtype: np.dtype[Any]) -> str:
 
 @functools.cache
 def parameter_structs(source: str) -> Mapping[str, ParameterStruct]:
-    """The structs of a file below `kernels_cu/`, e.g. `"attention/parameters.cuh"`, by name, with
-    those of the parameter files that it includes.
+    """The structs of a file below `kernels_cu/`, e.g. `"attention/parameters.cuh"`, and of the
+    parameter files that it includes, by name.
 
-    Fields are numbers (int, unsigned, long long, unsigned long long, float, double) or structs
-    defined before, in namespace cukit. Raises LaunchError for anything else.
+    Fields are numbers (int, unsigned, long long, unsigned long long, float, double) or previously
+    defined structs in namespace cukit. Raises LaunchError for any other type.
     """
     known: dict[str, ParameterStruct] = {}
     for file in _parameter_files(source):
@@ -167,7 +167,7 @@ def parameter_structs(source: str) -> Mapping[str, ParameterStruct]:
             if match is None or (kind not in _SCALARS and kind not in known):
                 raise LaunchError(
                     f"{source}: field {declaration!r} of {name} is neither a number "
-                    f"({', '.join(_SCALARS)}) nor a struct defined before"
+                    f"({', '.join(_SCALARS)}) nor a previously defined struct"
                 )
             field = known[kind] if kind in known else np.dtype(_SCALARS[kind])
             fields |= {each.strip(): field for each in match[2].split(",")}
@@ -176,7 +176,7 @@ def parameter_structs(source: str) -> Mapping[str, ParameterStruct]:
 
 
 def layout_assertions(source: str) -> str:
-    """What a compilation of `source` appends: assertions for all parameter structs it includes."""
+    """C++ appended to `source` when it is compiled: layout assertions for its parameter structs."""
     structs = {
         k: v for file in _parameter_files(source) for k, v in parameter_structs(file).items()
     }

@@ -1,12 +1,12 @@
-"""Arrays of 8-bit and 4-bit codes, with or without scales: one type for every family.
+"""Arrays of 8-bit and 4-bit codes, with or without scales, used by all op families.
 
-CuPy has neither float8 nor dtypes of fewer than eight bits, so a QuantizedArray pairs bytes in
-memory with what they stand for:
+CuPy has neither FP8 nor sub-byte dtypes, so a QuantizedArray pairs the bytes in memory with their
+interpretation:
 
     value = (code - zero_point) * scale
 
-Blocks of elements share a scale. They are described as NumPy describes reductions: `axis` names the
-axes along which elements share one, `group_size` how many of them do.
+Blocks of elements share a scale, specified as in a NumPy reduction: `axis` names the axes along
+which elements share a scale, `group_size` the number of elements that share one.
 
 | scales of                                  | axis     | group_size | scales.shape for [n, k]    |
 | ------------------------------------------ | -------- | ---------- | -------------------------- |
@@ -64,32 +64,34 @@ _conversions: dict[str, Callable[..., Any]] = {}
 
 
 def install_conversions(**functions: Callable[..., Any]) -> None:
-    """Sets what :meth:`QuantizedArray.encode` and `decode` call: `encode`, `decode`, `dequantize`.
+    """Sets the functions behind :meth:`QuantizedArray.encode` and `decode`: `encode`, `decode` and
+    `dequantize`.
 
-    Core stands below the ops; they pass their own on import.
+    core must not import the ops, so the modules that define these functions install them on import.
     """
     _conversions.update(functions)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray:
-    """Codes in memory, and what they stand for. Shares the memory of the arrays it is made of.
+    """Codes, their element type, and optional scales. Shares memory with the arrays passed in.
 
-    storage: int8 for int8, else uint8; the logical shape with the last axis in bytes (for int4 half
-        of it, rounded up). Any strides; ops say which they take.
-    dtype: what a code stands for.
-    shape: logical shape, of at least one axis.
-    scales: None, or float32|float16|bfloat16 with an extent of ceil(shape[i] / block_shape[i]) for
-        each axis i of the array.
-    zero_points: None, or int8|float32|float16|bfloat16 in the shape of scales; of integer dtypes.
-    axis: with scales: the axis or axes along which elements share a scale; None means all of them.
-        Kept as a tuple in ascending order.
-    group_size: with scales: how many consecutive elements along `axis` share a scale, one number
-        for all its axes or one for each; None means all. The last group may be shorter. Kept as a
-        tuple.
+    storage: int8 for int8, else uint8; the logical shape with the last extent in bytes (for int4
+        half of it, rounded up). Any strides; each op documents the layouts it supports.
+    dtype: element type of the codes.
+    shape: logical shape, at least one axis.
+    scales: None, or float32|float16|bfloat16 with extent ceil(shape[i] / block_shape[i]) for each
+        axis i of the array.
+    zero_points: None, or int8|float32|float16|bfloat16 with the shape of scales; integer dtypes
+        only.
+    axis: with scales: the axis or axes along which elements share a scale; None means all axes.
+        Stored as an ascending tuple.
+    group_size: with scales: number of consecutive elements along `axis` that share a scale, one
+        number for all its axes or one per axis; None means the whole axis. The last group may be
+        shorter. Stored as a tuple.
 
-    Raises ArrayShapeError, ArrayDtypeError, ArrayLayoutError or ConfigError where these do not fit
-    together.
+    Raises ArrayShapeError, ArrayDtypeError, ArrayLayoutError or ConfigError if the arguments are
+    inconsistent.
 
     >>> import numpy as np, cukit as ck
     >>> weights = np.array([[0.5, -1.0, 2.0], [3.0, 0.0, -6.0]], np.float32)
@@ -130,7 +132,7 @@ class QuantizedArray:
                 raise ConfigError(f"{_NAME}: {name} needs scales, got none")
 
     def _set(self, **fields: Any) -> None:
-        """Replaces what a caller gave by its normal form: only while the object is made."""
+        """Sets fields of this frozen dataclass to their normal form; for `__post_init__` only."""
         self.__dict__.update(fields)
 
     def _check_scales(self) -> None:
@@ -158,12 +160,12 @@ class QuantizedArray:
         axis: Axis = None,
         group_size: GroupSize = None,
     ) -> QuantizedArray:
-        """The nearest codes: round(x / scale + zero_point), ties to even, saturating.
+        """Rounds `x` to the nearest codes: round(x / scale + zero_point), ties to even, saturating.
 
-        x: float32|float16|bfloat16 [..., n], any layout. Overflow and infinities become the largest
-            finite value; NaN stays NaN in float8 and becomes 0 in integers.
-        The rest as for the class; without scales, x itself is rounded. A scale of 0 divides like 1.
-        `quantize` chooses the scales too.
+        x: float32|float16|bfloat16 [..., n], any layout. Overflow and infinities saturate to the
+            largest finite value; NaN stays NaN in float8 and becomes 0 in integers.
+        Other arguments as for the class; without scales, x itself is rounded. A scale of 0 is
+        treated as 1. `quantize` also computes the scales.
         """
         array: QuantizedArray = _conversions["encode"](
             x, dtype, scales, zero_points, axis, group_size
@@ -181,7 +183,8 @@ class QuantizedArray:
         return self.decode()
 
     def astype(self, dtype: Any) -> Array:
-        """The values as `dtype`: an array for NumPy's dtypes, codes without scales for ours."""
+        """The values as `dtype`: an array for a NumPy dtype, a QuantizedArray without scales for a
+        NarrowDtype."""
         if isinstance(dtype, NarrowDtype):
             return self.encode(self.decode(), dtype)
         resolved = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
@@ -207,17 +210,17 @@ class QuantizedArray:
 
     @property
     def device(self) -> Literal["cpu", "gpu"]:
-        """Where the arrays are, as `asarray` calls it."""
+        """Device of the arrays, as named by `asarray`."""
         return "gpu" if is_gpu_array(self.storage) else "cpu"
 
     def copy(self) -> QuantizedArray:
-        """The same in memory of its own, C-contiguous."""
+        """A C-contiguous copy."""
         return self._map(lambda array: array.copy(order="C"))
 
     def to_device(self, device: Literal["cpu", "gpu"]) -> QuantizedArray:
-        """This array where it is on `device` already, else a copy there.
+        """This array if it is on `device`, else a copy on `device`.
 
-        Raises UnsupportedDeviceError for `"gpu"` where there is none.
+        Raises UnsupportedDeviceError for `"gpu"` without a GPU.
         """
         if device not in ("cpu", "gpu"):
             raise ConfigError(f"device: expected 'cpu' or 'gpu', got {device!r}")
@@ -226,21 +229,19 @@ class QuantizedArray:
         if device == "cpu":
             return self._map(lambda array: array.get())
         if not gpu_available():
-            raise UnsupportedDeviceError(
-                "device='gpu', but no GPU is here; `cukit doctor` says why"
-            )
+            raise UnsupportedDeviceError("device='gpu', but no GPU was found; run `cukit doctor`")
         return self._map(require_cupy("GPU arrays").asarray)
 
     def __getitem__(self, index: int | slice) -> QuantizedArray:
-        """Elements of the first axis, without a copy (needs at least two axes).
+        """Indexes the first axis without a copy (requires at least two axes).
 
-        A slice that crosses groups of the first axis begins with a whole group.
+        A slice that spans several groups of the first axis must start at a group boundary.
         """
         if self.ndim < 2:
             raise ArrayShapeError(f"{_NAME}: one axis of codes cannot be indexed; use decode()")
         if not isinstance(index, (int, np.integer, slice)):
             raise ArrayError(
-                f"{_NAME}: only an int or a slice of the first axis can index, "
+                f"{_NAME}: index must be an int or a slice of the first axis, "
                 f"got {type(index).__name__}"
             )
         storage = self.storage[index]
@@ -286,20 +287,20 @@ class QuantizedArray:
 def block_shape(
     shape: Sequence[int], axis: Axis = None, group_size: GroupSize = None
 ) -> tuple[int, ...]:
-    """Elements along each axis of `shape` that share a scale."""
+    """Extents of the blocks of an array of `shape` whose elements share a scale."""
     return _grouping(shape, axis, group_size).block_shape
 
 
 def scales_shape(
     shape: Sequence[int], axis: Axis = None, group_size: GroupSize = None
 ) -> tuple[int, ...]:
-    """The shape of the scales of an array of `shape`; see the table of this module."""
+    """The shape of the scales of an array of `shape`; see the table in the module docstring."""
     return _grouping(shape, axis, group_size).scales_shape
 
 
 def is_float8(*arrays: Any) -> bool:
-    """Whether any is a QuantizedArray of float8."""
-    for array in arrays:  # noqa: SIM110  a generator costs more, and every attention call asks
+    """Whether any argument is a QuantizedArray of float8."""
+    for array in arrays:  # noqa: SIM110  faster than a generator; runs on every attention call
         if isinstance(array, QuantizedArray) and not array.dtype.integer:
             return True
     return False
@@ -313,16 +314,17 @@ class _Grouping(NamedTuple):
 
 
 def _grouping(shape: Sequence[int], axis: Axis, group_size: GroupSize) -> _Grouping:
-    """axis and group_size in full, ascending axes and a number for each, and what follows."""
+    """axis and group_size in normal form (ascending axes, one number each), and the shapes that
+    follow from them."""
     axes = None if axis is None else _integers("axis", axis)
     sizes = None if group_size is None else _integers("group_size", group_size, optional=True)
     return _group(tuple(shape), (axes,) if isinstance(axes, int) else axes, sizes)
 
 
 def _integers(name: str, value: Any, *, optional: bool = False) -> Any:
-    """`value`, an integer or several of them, as int or a tuple of int; optional: or of None.
+    """`value`, an integer or a sequence of integers, as an int or a tuple of ints.
 
-    Raises ConfigError for anything else.
+    optional: None is allowed too. Raises ConfigError for any other value.
     """
     if type(value) is int:
         return value
@@ -334,7 +336,7 @@ def _integers(name: str, value: Any, *, optional: bool = False) -> Any:
         )
     except TypeError:
         raise ConfigError(
-            f"{_NAME}: {name} must be None, an integer or several, got {value!r}"
+            f"{_NAME}: {name} must be None, an integer or a sequence of them, got {value!r}"
         ) from None
     return plain if several else plain[0]
 
@@ -354,11 +356,11 @@ def _group(
     ndim = len(shape)
     axes = tuple(range(ndim)) if axis is None else axis
     if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) < len(axes):
-        raise ConfigError(f"{_NAME}: axis must name different axes of shape {shape}, got {axis}")
+        raise ConfigError(f"{_NAME}: axis must name distinct axes of shape {shape}, got {axis}")
     sizes = group_size if isinstance(group_size, tuple) else (group_size,) * len(axes)
     if len(sizes) != len(axes) or any(size is not None and size < 1 for size in sizes):
         raise ConfigError(
-            f"{_NAME}: group_size must be None, a positive number, or one of these for each of "
+            f"{_NAME}: group_size must be None, a positive integer, or one of these for each of "
             f"the axes {axes}, got {group_size}"
         )
     block = [1] * ndim
@@ -386,8 +388,8 @@ def _groups_of(index: int | slice, extent: int, size: int) -> int | slice:
     first, last = start // size, chosen[-1] // size
     if first != last and (step != 1 or start % size):
         raise ArrayShapeError(
-            f"{_NAME}: a slice that crosses groups of {size} begins with one and has step 1, "
-            f"got {start}:{stop}:{step}"
+            f"{_NAME}: a slice across groups of {size} must start at a group boundary and have "
+            f"step 1, got {start}:{stop}:{step}"
         )
     return slice(first, last + 1)
 
@@ -412,7 +414,7 @@ def _check_factors(
     array: QuantizedArray,
     grouping: _Grouping,
 ) -> None:
-    """Scales or zero points of `array`."""
+    """Checks scales or zero points of `array`."""
     check_array(_NAME, name, factors, dtypes=dtypes, contiguous=None)
     if factors.shape != grouping.scales_shape:
         raise ArrayShapeError(

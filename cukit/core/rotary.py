@@ -1,4 +1,4 @@
-"""What the tables of rotary embeddings must be."""
+"""Checks of the cos and sin tables of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cukit.errors import ArrayShapeError
 
 
 def check_rotary_tables(op: str, cos: Array, sin: Array, head_dim: int) -> tuple[int, int]:
-    """Dtype and shape of `cos` and `sin` [max_positions, rotary_dim / 2]; returns the shape."""
+    """Checks `cos` and `sin` [max_positions, rotary_dim / 2] and returns their shape."""
     check_array(op, "cos", cos, dtypes=(float32, float64), ndim=2)
     check_array(op, "sin", sin, dtypes=(cos.dtype,), shape=cos.shape)
     max_positions, half = cos.shape

@@ -1,5 +1,4 @@
-"""One checker for scalar options, as core.arrays has one for arrays: name, what came, what is
-allowed."""
+"""Checks of scalar options; errors name the option, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ def check_number(
     most: float = math.inf,
     above: float | None = None,
 ) -> None:
-    """Raises ConfigError unless `value` is a finite real number, no bool, in [least, most].
+    """Raises ConfigError unless `value` is a finite real number in [least, most], not a bool.
 
-    above: and greater than this.
+    above: exclusive lower bound.
     """
     legal = isinstance(value, numbers.Real) and not isinstance(value, bool)
     legal = legal and _is_finite(value) and least <= value <= most
@@ -39,7 +38,7 @@ def check_number(
 
 
 def _is_finite(value: Any) -> bool:
-    """Also of integers that no float holds: they are not."""
+    """False also for integers that overflow a float."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -47,19 +46,19 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_real(op: str, name: str, value: numbers.Real) -> None:
-    """Raises ConfigError for an integer that no float holds. Infinite is a number, too."""
+    """Raises ConfigError for an integer that overflows a float. Infinity is allowed."""
     try:
         float(value)
     except OverflowError:
         raise ConfigError(
-            f"{op}: {name} must be a number that a float holds, got {value!r}"
+            f"{op}: {name} must be a number in the range of a float, got {value!r}"
         ) from None
 
 
 def check_integer(
     op: str, name: str, value: Any, *, least: float = -math.inf, most: float = math.inf
 ) -> None:
-    """Raises ConfigError unless `value` is an integer (Python's or NumPy's, no bool) in
+    """Raises ConfigError unless `value` is an integer (Python or NumPy, not a bool) in
     [least, most]."""
     try:
         legal = not isinstance(value, (bool, np.bool_)) and least <= operator.index(value) <= most
@@ -72,7 +71,7 @@ def check_integer(
 
 
 def check_shape(op: str, value: Any, name: str = "shape") -> tuple[int, ...]:
-    """`value`, an integer or a sequence of them, as extents. Raises ArrayShapeError."""
+    """`value`, an integer or a sequence of integers, as a tuple. Raises ArrayShapeError."""
     try:
         given = tuple(value) if isinstance(value, Sequence) else (value,)
         extents = tuple(map(operator.index, given))
@@ -84,7 +83,7 @@ def check_shape(op: str, value: Any, name: str = "shape") -> tuple[int, ...]:
 
 
 def check_path(op: str, name: str, value: Any) -> Path:
-    """`value`, a string or a path, as a path. Raises ConfigError."""
+    """`value`, a string or a Path, as a Path. Raises ConfigError."""
     if not isinstance(value, (str, Path)) or "\0" in str(value):
         raise ConfigError(f"{op}: {name} must be the path of a file, got {value!r}")
     return Path(value)
@@ -121,13 +120,13 @@ def _show(limit: float) -> str:
 def check_dtype(
     op: str, name: str, value: Any, allowed: Sequence[np.dtype[Any]] = FLOAT_DTYPES
 ) -> np.dtype[Any]:
-    """`value` as a dtype, whatever form NumPy takes it in. Raises ArrayDtypeError unless it is one
+    """`value`, in any form that NumPy accepts, as a dtype. Raises ArrayDtypeError unless it is one
     of `allowed`."""
     try:
         dtype = bfloat16 if isinstance(value, str) and value == "bfloat16" else np.dtype(value)
     except (TypeError, ValueError):
         dtype = None
-    if value is None or dtype is None or dtype not in allowed:  # to NumPy None is float64
+    if value is None or dtype is None or dtype not in allowed:  # np.dtype(None) is float64
         names = ", ".join(each.name for each in allowed)
         shown = value if dtype is None or value is None else dtype.name
         raise ArrayDtypeError(f"{op}: {name} must be {names}, got {shown!r}")

@@ -1,4 +1,4 @@
-"""Finds the CUDA sources and hashes everything that a kernel includes."""
+"""Finds the CUDA sources and hashes the include closure of a kernel."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @functools.cache
 def kernels_root() -> Path:
-    """Folder of the `.cu` files: inside an installed package, beside it in a checkout."""
+    """Folder of the `.cu` files: inside an installed package, next to the package in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
         if folder.is_dir():
             return folder
-    raise CukitError(f"kernels_cu not found in {package} or beside it: the installation is broken")
+    raise CukitError(f"kernels_cu not found in {package} or next to it: the installation is broken")
 
 
 def read_source(source: str) -> str:
-    """Text of a kernel source, named relative to `kernels_cu/`, e.g. `"layers/rms_norm.cu"`."""
+    """Text of a kernel source, given relative to `kernels_cu/`, e.g. `"layers/rms_norm.cu"`."""
     path = kernels_root() / source
     if not path.is_file():
         raise CukitError(f"kernel source {source!r} not found in {kernels_root()}")
@@ -45,13 +45,13 @@ def include_closure(source: str) -> tuple[str, ...]:
 
 
 def _resolve(include: str, including: str) -> str:
-    """Beside the including file first, then from the root: the compiler's own order."""
+    """Relative to the including file first, then to the root, as the compiler does."""
     beside = Path(including).parent / include
     return beside.as_posix() if (kernels_root() / beside).is_file() else include
 
 
 def closure_hash(source: str) -> str:
-    """SHA-256 over names and texts of the include closure: any edit in any header changes it."""
+    """SHA-256 over names and texts of the include closure."""
     digest = hashlib.sha256()
     for name in include_closure(source):
         digest.update(f"{name}\0{read_source(name)}\0".encode())

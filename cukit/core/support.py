@@ -1,4 +1,4 @@
-"""Which architectures an op has a kernel for: asked by launchers, `cukit list` and warnings."""
+"""The architectures for which each op has a kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cukit.core.device import Device, current_device, parse_arch
 
 OLDEST_ARCH = "sm_80"
-"""What kernels need unless their op says otherwise: mma.sync, cp.async and bfloat16."""
+"""Default minimum: the first architecture with mma.sync for bfloat16 and cp.async."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Support:
     """A range of architectures.
 
     minimum_arch: oldest architecture with a kernel.
-    maximum_arch: newest, where the kernel's instructions were dropped later; None for no end.
+    maximum_arch: newest one, for kernels whose instructions later architectures dropped; None for
+        no limit.
     """
 
     minimum_arch: str = OLDEST_ARCH
@@ -39,15 +40,16 @@ _DECLARED: dict[str, Support] = {}
 
 
 def declare_support(op: str, support: Support) -> None:
-    """Says what `op` has kernels for; the registry does, once for each op."""
+    """Declares the architectures of `op`; called by the registry, once per op."""
     _DECLARED[op] = support
 
 
 @functools.cache
 def kernel_runs_here(op: str, device_key: Hashable) -> bool:
-    """Whether the current device has a kernel for `op`; if not, warns that the reference runs.
+    """Whether `op` has a kernel for the current device; if not, warns that the reference runs.
 
-    device_key: the device's number or the active backend's key; answered, and warned of, once each.
+    device_key: device number or key of the active backend. The result is cached, so the warning is
+    issued once per op and device.
     """
     device = current_device()
     reason = _DECLARED.get(op, ANY_KERNEL).reason_against(device)

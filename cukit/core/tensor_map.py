@@ -1,4 +1,4 @@
-"""TMA descriptors: how a Hopper kernel asks the copy engine for tiles of a tensor."""
+"""TMA descriptors (tensor maps), which describe a tensor and its tiles to TMA on Hopper."""
 
 from __future__ import annotations
 
@@ -26,32 +26,22 @@ _DESCRIPTOR = np.dtype((np.void, 128))
 Box = tuple[int, ...]
 
 
-class TensorView(NamedTuple):
-    """What a map describes: elements at `address` + position * strides, in bytes, which belong to
-    `array`."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    array: Array
-
-
 class TensorMapCache:
-    """Tensor maps of arrays of one description, by address.
+    """Tensor maps of arrays of one description (shape, strides, dtype), cached by address.
 
-    A map holds nothing but that and the address; encoding one takes as long as a launch. Memory
-    pools hand out the same addresses again and again.
+    A map depends only on description and address. Encoding one takes as long as a launch, and
+    memory pools reuse addresses.
     """
 
     __slots__ = ("_encode", "_known")
 
     def __init__(self, encode: Callable[[Array], Any]) -> None:
-        """`encode`: from an array to its map."""
+        """encode: returns the map of an array."""
         self._encode = encode
         self._known: dict[int, Any] = {}
 
     def __call__(self, array: Array) -> Any:
-        """The map of an array, in the form that a launch takes."""
+        """The map of an array as a launch argument."""
         address = address_of(array)
         found = self._known.get(address)
         if found is None:
@@ -70,22 +60,22 @@ def encode_tensor_map(
     """A `CUtensorMap` over `array`, passed by value to a kernel (`const __grid_constant__`).
 
     Args:
-        array: CuPy array (NumPy for the emulator) of 2 to 5 axes; last axis contiguous, other
-            strides multiples of 16 bytes (of axes with more than one element), 16-byte aligned.
-            fp8 travels as uint8.
+        array: CuPy array (NumPy for the emulator) of 2 to 5 axes, 16-byte aligned; last axis
+            contiguous, other strides multiples of 16 bytes (of axes with more than one element).
+            FP8 is passed as uint8.
         box: extent of one tile on each axis of `array`, each at most 256; the innermost extent
-            times the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where
-            that is not 0.
-        swizzle_bytes: 0, 32, 64 or 128: width of the pattern that spreads rows over the banks.
-        batches: where `array` has an axis less than `box`, it is the only one of a batch.
+            times the element size must be a multiple of 16 bytes, and at most `swizzle_bytes`
+            unless that is 0.
+        swizzle_bytes: 0, 32, 64 or 128: width of the shared-memory swizzle pattern.
+        batches: if `array` has one axis fewer than `box`, prepend a batch axis of extent 1.
 
     Returns:
-        An argument for a launch: what `core.kernel.by_value` makes of 128 bytes, for the emulator
-        the bytes as a NumPy array. Elements outside `array` read as zero and are not written. It
-        holds the address of `array`: keep that alive, and encode anew for another.
+        A launch argument: 128 bytes in the form of `core.kernel.by_value`, or as a NumPy array for
+        the emulator. Elements outside `array` read as zero and are not written. The map contains
+        the address of `array`, which must stay alive.
 
     Raises:
-        ArrayLayoutError, ArrayShapeError, ConfigError: the rules above.
+        ArrayLayoutError, ArrayShapeError, ConfigError: a requirement above is violated.
     """
     shape, strides = array.shape, array.strides
     if batches and len(shape) < len(box):
@@ -95,23 +85,23 @@ def encode_tensor_map(
 
 
 def encode_sequence_map(array: Array, longest: int, box: Box, *, swizzle_bytes: int = 128) -> Any:
-    """A map of sequences that lie one behind the other, each with nothing but zeros behind it.
+    """A map of packed variable-length sequences in which rows past the end of a sequence read as 0.
 
-    Row `i` of a sequence of `length` rows that ends before row `end` of the array is found at
-    `[end, longest - length + i, ...]`; what lies behind its last row is outside, and zero, though
-    another sequence may begin there.
+    Row `i` of a sequence of `length` rows that ends before row `end` of the array has the
+    coordinates `[end, longest - length + i, ...]`. Rows past its last one are out of bounds of the
+    map and therefore zero, even if another sequence is stored there.
 
     Args:
-        array: [rows, ...], 2 to 4 axes, as encode_tensor_map asks for.
-        longest: no sequence has more rows.
-        box: extents of the map's axes, one more than the array's: [1, rows, ...].
+        array: [rows, ...], 2 to 4 axes, as required by encode_tensor_map.
+        longest: upper bound of the sequences' row counts.
+        box: extents of a tile: [1, rows, ...], one axis more than the array.
         swizzle_bytes: as in encode_tensor_map.
 
-    The map begins `longest` rows before the array, and a step along either of its first two axes is
-    a step of a row: no position that is inside leads to what is not the array's. Its own first
-    address may lie in memory that is not mapped, and TMA touches that address when a box is wholly
-    outside the tensor, whatever is outside: rows or columns. So a kernel must ask only for boxes
-    with at least one element inside (seen on Hopper; the emulator reports it).
+    The map starts `longest` rows before the array, and its first two axes both have the stride of a
+    row. The coordinates above stay within the array, but the map's base address may be unmapped,
+    and TMA accesses that address for a box that is completely out of bounds, in rows or in columns.
+    A kernel must therefore only load boxes with at least one element in bounds (observed on Hopper;
+    the emulator reports violations).
     """
     (rows, *others), itemsize = array.shape, array.itemsize
     row, *steps = _layout(array.shape, array.strides, itemsize).steps
@@ -123,7 +113,7 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
     shape, steps = layout.shape, layout.steps
     given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
-        view = TensorView(address, shape, steps, array)
+        view = backend.TensorView(address, shape, steps, array)
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
     room: Any = _Room()
     begin = ctypes.addressof(room)
@@ -143,7 +133,7 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
         _FILL_WITH_ZEROS,
     )
     status = _driver_function()(*arguments)
-    if status == _INVALID_CONTEXT:  # a thread that has not called CUDA's runtime yet
+    if status == _INVALID_CONTEXT:  # a thread that has not called the CUDA runtime yet
         array.device.use()
         require_cupy("tensor maps").cuda.runtime.free(0)
         status = _driver_function()(*arguments)
@@ -156,7 +146,7 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
     return np.frombuffer(room, _DESCRIPTOR, 1, start) if encoded is None else encoded
 
 
-# cuda.h: members of CUtensorMapDataType by NumPy's names, and of the other enumerations.
+# Values from cuda.h: CUtensorMapDataType by NumPy dtype name, then other enumerations.
 _DATA_TYPES = {
     "uint8": 0,
     "int8": 0,
@@ -176,7 +166,7 @@ _Room = ctypes.c_char * (_DESCRIPTOR.itemsize + _MAP_ALIGNMENT)
 
 
 class _DriverArguments(NamedTuple):
-    """What of a map does not depend on the array, as the driver takes it."""
+    """The driver arguments that do not depend on the array."""
 
     dtype: int
     box: bytes
@@ -203,19 +193,18 @@ def _driver_arguments(
 
 @functools.cache
 def _driver_function() -> Any:
-    """`cuTensorMapEncodeTiled`. cuda-bindings makes an object of every number, which takes longer
-    than the call. The call returns at once: the interpreter stays locked."""
+    """`cuTensorMapEncodeTiled` through ctypes: cuda-bindings wraps every number in an object, which
+    takes longer than the call. PyDLL keeps the GIL, because the call is short."""
     try:
         function = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
-        raise UnsupportedDeviceError(f"TMA needs a driver of CUDA 12 or newer: {error}") from error
-    # Without argtypes ctypes takes numbers as int, and bytes by their address, in half the time.
+        raise UnsupportedDeviceError(f"TMA needs a CUDA 12 driver or newer: {error}") from error
+    # Without argtypes ctypes passes numbers as int and bytes by address, in half the time.
     return function
 
 
 class _Layout(NamedTuple):
-    """Where the elements of an array lie: as numbers, strides in bytes, and as the driver takes
-    them."""
+    """Shape and strides in bytes of an array, as tuples and packed for the driver."""
 
     shape: tuple[int, ...]
     steps: tuple[int, ...]
@@ -228,8 +217,8 @@ _WORDS = [struct.Struct(f"{count}Q") for count in range(_MOST_AXES + 1)]
 
 @functools.lru_cache(maxsize=_MOST_MAPS)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Layout:
-    """Arrays of one layout come together: keys and values, queries and their gradient. An axis that
-    is never stepped along gets any stride the driver accepts."""
+    """Cached, because several arrays of a call have one layout: keys and values, queries and their
+    gradient. Axes of one element get a stride that the driver accepts."""
     axes = len(shape)
     if not 2 <= axes <= _MOST_AXES:
         raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {shape}")

@@ -1,4 +1,4 @@
-"""Work in processes of its own, which end with the process that started them, however it ends."""
+"""Worker processes that are killed when the process that started them ends, for any reason."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def run_in_workers(
     function: Callable[[_Task], _Result], tasks: Sequence[_Task], count: int
 ) -> Iterator[_Result]:
-    """`function(task)` of every task, as results come, from at most `count` processes.
+    """Runs `function(task)` for all tasks in at most `count` processes; yields results as they
+    complete.
 
-    The processes are started anew: a forked one may not touch CUDA. They are killed when the
-    iterator is closed, and by whatever ends this process. What `function` raises is raised here;
-    CukitError if a process dies.
+    The processes are spawned, because CUDA does not work in forked processes. They are killed when
+    the iterator is closed or this process ends. Exceptions of `function` are re-raised; CukitError
+    if a process dies.
     """
     spawn = multiprocessing.get_context("spawn")
     left = list(reversed(tasks))
     workers: dict[Any, BaseProcess] = {}  # by connection
     try:
-        with _deaf_children():
+        with _sigint_blocked():
             for _ in range(min(count, len(left))):
                 ours, theirs = spawn.Pipe()
                 worker = spawn.Process(target=_serve, args=(function, theirs, os.getpid()))
@@ -65,13 +66,13 @@ def _receive(connection: Any) -> tuple[Any, Exception | None]:
         answer: tuple[Any, Exception | None] = connection.recv()
     except (EOFError, ConnectionResetError):
         raise CukitError(
-            "a worker process was killed, perhaps for lack of memory; fewer at once take less"
+            "a worker process was killed, perhaps for lack of memory; try fewer workers"
         ) from None
     return answer
 
 
 def _serve(function: Callable[[Any], Any], connection: Any, parent: int) -> None:
-    """A worker's life: tasks come and results go until the other side closes."""
+    """Main loop of a worker: receives tasks and sends results until the connection closes."""
     end_with_parent(parent)
     while True:
         try:
@@ -86,16 +87,16 @@ def _serve(function: Callable[[Any], Any], connection: Any, parent: int) -> None
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on the kernel kills this process when `parent`, which started it, ends."""
+    """Makes the kernel kill this process when `parent`, the process that started it, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
-    """Processes that are started within the block never see Ctrl-C: their parent ends them."""
-    # Python starts it with the first process, and lets signals through again when it has.
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started within the block ignore Ctrl-C; their parent ends them."""
+    # Python starts the tracker with the first process and then unblocks SIGINT; so start it here.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

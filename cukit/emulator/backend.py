@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from cukit.core.backend import TensorView
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device, typical_device
 from cukit.core.kernel import Kernel
-from cukit.core.tensor_map import TensorView
 from cukit.emulator.builder import build_kernel
 from cukit.emulator.kernel import EmulatedKernel
 from cukit.emulator.settings import Settings

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import address_of
-from cukit.core.tensor_map import TensorView
+from cukit.core.backend import TensorView
 
 _MAGIC = 0x63756B6974746D61
 _MAX_AXES = 5

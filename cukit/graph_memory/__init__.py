@@ -1,4 +1,4 @@
-"""Memories whose rows are nodes of a graph: retrieval, diffusion, reads and writes."""
+"""Memories whose rows are the nodes of a graph: retrieval, diffusion, reads and writes."""
 
 from cukit.graph_memory.diffusion import graph_diffusion, graph_diffusion_backward
 from cukit.graph_memory.module import GraphDiffusionMemory

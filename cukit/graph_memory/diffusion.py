@@ -36,7 +36,7 @@ _THREADS = 256
 _WARP = 32
 _LANES = (8, 16, 32)
 _L2_SHARE = 0.7
-"""Of L2, for what all steps on a slice of columns touch."""
+"""Share of L2 for the data that the steps on a slice of columns access."""
 _MOST_STEPS = 1000
 
 
@@ -49,32 +49,33 @@ def graph_diffusion(
     method: str = "pagerank",
     time: float = 1.0,
 ) -> Array:
-    """Spreads the rows of a memory over the graph that connects them.
+    """Diffuses the rows of a memory over the graph that connects them.
 
-    pagerank: `z <- (1 - restart) T z + restart memory`, from z = memory: personalised PageRank.
-    heat: `exp(-time (I - T)) memory`, its series cut off after `steps` terms and scaled to weights
-    that add up to 1. Both are convex combinations of `T^s memory`: where the rows of T add up to 1,
-    a constant memory stays as it is; where the columns do, so does the sum over the nodes.
+    `"pagerank"`: personalised PageRank, `z <- (1 - restart) T z + restart memory`, starting from
+    z = memory. `"heat"`: `exp(-time (I - T)) memory`, the series truncated after `steps` terms and
+    its weights normalised to a sum of 1. Both are convex combinations of `T^s memory`: if the rows
+    of T sum to 1, a constant memory is unchanged; if its columns do, the sum over the nodes is
+    preserved.
 
     Args:
         memory: float32|float16|bfloat16 [num_nodes, dim], C-contiguous; float64 on the CPU only.
         transition: `Transition(row_offsets, columns, values)`: int32 [num_nodes + 1], int32 and
-            float32 [num_edges]. The CPU checks offsets and columns, the GPU does not.
-        steps: products with T, 0 to 1000.
-        restart: 0 to 1, of "pagerank".
-        method: "pagerank" or "heat".
-        time: 0 or more, of "heat".
+            float32 [num_edges]. Offsets and columns are validated on the CPU only.
+        steps: number of products with T, 0 to 1000.
+        restart: 0 to 1, for `"pagerank"`.
+        method: `"pagerank"` or `"heat"`.
+        time: at least 0, for `"heat"`.
 
     Returns:
-        Shape and dtype of `memory`, in which every step rounds its result.
+        The diffused memory, shape and dtype of `memory`; every step rounds to this dtype.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: an option out of range.
 
-    All steps run on a slice of columns before the next slice, so that the rows that they gather
-    stay in L2. Runs on CuPy's current stream without synchronisation. Adds in float32 in the order
-    of the edges: deterministic. Papers: Gasteiger et al., arXiv:1810.05997 (PageRank) and
+    All steps are applied to one slice of columns before the next slice, so that the gathered rows
+    stay in L2. Runs on CuPy's current stream without synchronisation. Accumulates in float32 in the
+    order of the edges: deterministic. Papers: Gasteiger et al., arXiv:1810.05997 (PageRank) and
     arXiv:1911.05485 (heat).
 
     >>> import numpy as np, cukit as ck
@@ -105,21 +106,22 @@ def graph_diffusion_backward(
     time: float = 1.0,
     values: bool = True,
 ) -> tuple[Array, Array | None]:
-    """Gradients of :func:`graph_diffusion` for the memory and for the transition's values.
+    """Gradients of :func:`graph_diffusion` with respect to the memory and the transition's values.
 
-    The diffusion is a polynomial of T, so that the memory's gradient is the same diffusion of
+    The diffusion is a polynomial in T, so the gradient of the memory is the same diffusion of
     `grad_out` with T transposed.
 
     Args:
         grad_out: shape and dtype of `memory`.
-        memory, transition, steps, restart, method, time: the forward's.
-        transposed: :func:`transpose` of the transition, the transition itself where it is
-            symmetric; computed where omitted.
-        values: whether the gradient of the values is wanted, which takes the states of all steps:
-            steps * num_nodes * dim elements of memory.
+        memory, transition, steps, restart, method, time: as in the forward.
+        transposed: :func:`transpose` of the transition, or the transition itself if it is
+            symmetric; computed by default.
+        values: compute the gradient of the values, which needs the states of all steps: a workspace
+            of steps * num_nodes * dim elements.
 
     Returns:
-        `(grad_memory, grad_values)`: like `memory`; float32 [num_edges], or None.
+        `(grad_memory, grad_values)`: shape and dtype of `memory`; float32 [num_edges], or None
+        unless `values`.
 
     Raises:
         ArrayError, ConfigError: as :func:`graph_diffusion`.
@@ -171,7 +173,7 @@ def _diffuse(op: str, memory: Array, transition: Transition, weights: tuple[floa
 
 
 def spread(z: Array, transition: Transition, *, on_kernel: bool) -> Array:
-    """`T z`, each sum in the order of the edges."""
+    """`T z`, with each row summed in the order of its edges."""
     if not on_kernel:
         reference.check_edges(transition, len(z))
         return reference.spread(transition, z)
@@ -181,7 +183,7 @@ def spread(z: Array, transition: Transition, *, on_kernel: bool) -> Array:
 
 
 def row_sums(transition: Transition, *, on_kernel: bool) -> Array:
-    """The sum of the values of each row, in the order of its edges."""
+    """Sums of the values of each row, in the order of its edges."""
     offsets, _, values = transition
     ones = namespace(values).ones((len(offsets) - 1, 1), values.dtype)
     return spread(ones, transition, on_kernel=on_kernel)[:, 0]
@@ -195,7 +197,7 @@ def _steps(
     weights: tuple[float, ...],
     inject: bool,
 ) -> Array:
-    """`state` after a step for each of `weights`."""
+    """`state` after one step per element of `weights`."""
     launches = _prepare(op, state, memory, *transition, weights, inject)
     out = empty(state, state.shape)
     scratch = empty(state, state.shape) if len(weights) > 1 else out
@@ -211,7 +213,7 @@ def _steps(
 
 @dataclass(frozen=True)
 class DiffuseConfig:
-    """One way to run the steps of a diffusion."""
+    """The launch configuration of diffusion steps."""
 
     dtype: str
     vec: int
@@ -220,7 +222,7 @@ class DiffuseConfig:
 
     @property
     def columns(self) -> int:
-        """Of a slice."""
+        """Columns per slice."""
         return self.lanes * self.vec
 
     def spec(self, inject: bool) -> KernelSpec:
@@ -239,8 +241,8 @@ class DiffuseConfig:
 def plan_diffusion(
     num_nodes: int, num_edges: int, dim: int, dtype: str, itemsize: int, vec: int, device: Device
 ) -> DiffuseConfig:
-    """Slices as wide as L2 holds two states, the memory and the edges: wider ones read the edges
-    less often. The narrowest where not even that fits."""
+    """Chooses the widest slices of columns whose two states, memory and edges fit in L2, because
+    wider slices read the edges less often; the narrowest slices if none fit."""
     lanes = next((lanes for lanes in _LANES if lanes * vec >= dim), _LANES[-1])
     room = _L2_SHARE * device.l2_bytes - 8 * num_edges
     most = room / max(3 * num_nodes * itemsize, 1)  # columns
@@ -263,7 +265,7 @@ def _prepare(
     weights: tuple[float, ...],
     inject: bool,
 ) -> list[list[Launch]]:
-    """Launches of all steps, for each slice of columns."""
+    """The launches of all steps, per slice of columns."""
     check_transition(op, memory, Transition(offsets, columns, values))
     check_array(op, "memory", memory, dtypes=KERNEL_DTYPES)
     check_array(op, "transition.values", values, dtypes=(float32,))
@@ -283,7 +285,7 @@ def _prepare(
             scalars = _PARAMETERS.pack(
                 num_rows=num_nodes, dim=dim, first=first, keep=keep, inject=1 - keep
             )
-            # What comes before the first launch may have made the transition.
+            # The first launch must wait: the previous kernel may have written the transition.
             dependent = bool(launches or of_slice)
             of_slice.append(Launch(kernel, grid, (scalars,), dependent=dependent))
         launches.append(of_slice)
@@ -335,14 +337,14 @@ def _options(op: str, steps: Any, restart: Any, method: Any, time: Any) -> dict[
 def check_transition(
     op: str, memory: Array, transition: Transition, name: str = "transition"
 ) -> None:
-    """Raises ArrayError unless memory and transition fit."""
+    """Raises ArrayError unless memory and transition are valid and match."""
     check_array(op, "memory", memory, dtypes=FLOAT_DTYPES, ndim=2)
     offsets, columns, values = transition
     check_array(op, f"{name}.row_offsets", offsets, dtypes=(int32,), shape=(len(memory) + 1,))
     check_array(op, f"{name}.columns", columns, dtypes=(int32,), ndim=1)
     check_array(op, f"{name}.values", values, dtypes=(float32, float64), shape=columns.shape)
     if len(memory) == 0 and len(columns):
-        raise ArrayShapeError(f"{op}: a memory without rows has no edges, got {len(columns)}")
+        raise ArrayShapeError(f"{op}: a memory without rows must have no edges, got {len(columns)}")
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -1,4 +1,4 @@
-"""A memory and its graph in one object."""
+"""A memory and its graph as one object."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from cukit.reference.graph_memory import Retrieved, Transition
 
 
 class GraphDiffusionMemory:
-    """Rows that spread over a graph before attention reads them, and are written through gates.
+    """A memory that is diffused over a graph, read by attention and written through gates.
 
-    memory: float16|bfloat16 [num_nodes, dim], float32|float64 on the CPU. transition: how its rows
-    are connected. Each method is one op, whose backward is a function of `cukit.graph_memory`.
+    memory: float16|bfloat16 [num_nodes, dim]; float32 and float64 on the CPU only.
+    transition: the edges between its rows.
+
+    Each method calls one op of `cukit.graph_memory`; the package has their backwards too.
 
     >>> import numpy as np, cukit as ck
     >>> memory = np.random.default_rng(0).standard_normal((100, 16)).astype(np.float32)
@@ -30,7 +32,7 @@ class GraphDiffusionMemory:
     def __init__(self, memory: Array, transition: Transition, **diffusion: Any) -> None:
         """diffusion: options of :func:`graph_diffusion`: steps, restart, method, time.
 
-        Raises ArrayError where memory and transition do not fit.
+        Raises ArrayError if the sizes of memory and transition differ.
         """
         op = "GraphDiffusionMemory"
         (memory,) = adopt(op, memory)
@@ -40,8 +42,8 @@ class GraphDiffusionMemory:
             raise ArrayError(f"{op}: transition must be a Transition, got {kind}")
         if len(transition.row_offsets) != len(memory) + 1:
             raise ArrayShapeError(
-                f"{op}: transition.row_offsets must have one element more than memory has rows "
-                f"({len(memory)}), got {len(transition.row_offsets)}"
+                f"{op}: transition.row_offsets must have num_nodes + 1 = {len(memory) + 1} "
+                f"elements, got {len(transition.row_offsets)}"
             )
         self.memory, self.transition, self.diffusion = memory, transition, diffusion
         self._diffused: Array | None = None
@@ -56,7 +58,7 @@ class GraphDiffusionMemory:
         normalize: str = "softmax",
         **diffusion: Any,
     ) -> GraphDiffusionMemory:
-        """Edges to the `k` rows most alike: :func:`transition_from_similarity`."""
+        """Connects each row to the `k` most similar ones: :func:`transition_from_similarity`."""
         transition = transition_from_similarity(memory, k, scale=scale, normalize=normalize)
         return cls(memory, transition, **diffusion)
 
@@ -64,26 +66,26 @@ class GraphDiffusionMemory:
     def from_adjacency(
         cls, memory: Array, adjacency: Any, *, normalize: str = "row", **diffusion: Any
     ) -> GraphDiffusionMemory:
-        """Edges as given: :func:`transition_from_adjacency`."""
+        """Connects rows by the given edges: :func:`transition_from_adjacency`."""
         transition = transition_from_adjacency(adjacency, normalize=normalize)
         return cls(memory, transition, **diffusion)
 
     @property
     def diffused(self) -> Array:
-        """The memory after it has spread; computed once, and again after a write."""
+        """The diffused memory; cached until the next write."""
         if self._diffused is None:
             self._diffused = graph_diffusion(self.memory, self.transition, **self.diffusion)
         return self._diffused
 
     def read(self, queries: Array, *, scale: float | None = None) -> Array:
-        """:func:`memory_read` of the diffused memory."""
+        """:func:`memory_read` from the diffused memory."""
         return memory_read(queries, self.diffused, scale=scale)
 
     def retrieve_top_k(self, queries: Array, k: int) -> Retrieved:
-        """:func:`retrieve_top_k` in the diffused memory."""
+        """:func:`retrieve_top_k` from the diffused memory."""
         return retrieve_top_k(queries, self.diffused, k)
 
     def write(self, indices: Array, values: Array, gates: Array) -> None:
-        """:func:`memory_write` to the memory itself; the graph stays as it is."""
+        """:func:`memory_write` to the memory; the graph is not changed."""
         self.memory = memory_write(self.memory, indices, values, gates)
         self._diffused = None

@@ -1,4 +1,4 @@
-"""Attention over the rows of a memory, which are its keys and its values."""
+"""Attention over the rows of a memory, which are both keys and values."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from cukit.reference import graph_memory as reference
 from cukit.registry import get_op, register
 
 _QUERIES = 128
-"""Of a block of attention."""
+"""Queries per thread block of attention."""
 _LEAST_ROWS = 512
-"""Of a share of the memory."""
+"""Fewest rows per part of the memory."""
 
 
 def memory_read(
@@ -42,21 +42,21 @@ def memory_read(
 
     Args:
         queries: float16|bfloat16 [num_queries, dim]; float32|float64 on the CPU only. On the GPU
-            dim is a multiple of 8, up to 256.
-        memory: as queries, [num_rows, dim], C-contiguous, with at least one row.
-        scale: positive; 1 / sqrt(dim) where omitted.
-        return_lse: return the log-sum-exp of the scores too, which the backward needs.
+            dim must be a multiple of 8, at most 256.
+        memory: dtype of queries, [num_rows, dim], C-contiguous, at least one row.
+        scale: positive; default 1 / sqrt(dim).
+        return_lse: also return the log-sum-exp of the scores, which the backward needs.
 
     Returns:
         `out`, shape and dtype of queries; with `return_lse`, `(out, lse)`, float32 [num_queries].
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: an option out of range.
 
-    Where few queries do not fill the GPU, shares of the memory are read side by side and their
+    If there are too few queries to fill the GPU, parts of the memory are read in parallel and the
     results merged. Runs on CuPy's current stream without synchronisation; accumulates in float32,
-    deterministic. Attention of one head: :func:`flash_attention`.
+    deterministic. Implemented by single-head :func:`flash_attention`.
 
     >>> import numpy as np, cukit as ck
     >>> ck.memory_read(np.zeros((1, 2)), np.array([[1.0, 0.0], [3.0, 4.0]]))
@@ -90,15 +90,15 @@ def memory_read_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
-    """Gradients of :func:`memory_read` for the queries and the memory.
+    """Gradients of :func:`memory_read` with respect to queries and memory.
 
     Args:
         grad_out: gradient of `out`, [num_queries, dim].
-        queries, memory, scale: the forward's.
-        out, lse: what the forward returned with `return_lse`.
+        queries, memory, scale: as in the forward.
+        out, lse: results of the forward with `return_lse`.
 
     Returns:
-        `(grad_queries, grad_memory)`, each like what it is of; deterministic.
+        `(grad_queries, grad_memory)`, shapes and dtypes of queries and memory; deterministic.
 
     Raises:
         ArrayError, ConfigError: as :func:`memory_read`.
@@ -137,14 +137,14 @@ def memory_read_backward(
 
 
 def _repeated(array: Array, parts: int) -> Array:
-    """One head of attention, for each share of the memory: [parts, num_queries, 1, ...]."""
+    """`array` repeated for each part of the memory: [parts, num_queries, 1, ...]."""
     xp = namespace(array)
     head = array[None, :, None]
     return head if parts == 1 else xp.ascontiguousarray(xp.repeat(head, parts, axis=0))
 
 
 def plan_parts(num_queries: int, num_rows: int, device: Device) -> int:
-    """Equal shares of the memory, a power of two of them, to give each multiprocessor a block."""
+    """Number of equal parts of the memory, a power of two, with at most one block per SM."""
     blocks = -(-num_queries // _QUERIES)
     parts = 1
     while (

@@ -1,4 +1,4 @@
-"""The rows of a memory that match queries best: exact, without a matrix of scores."""
+"""Exact top-k retrieval by inner product, without a matrix of scores."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ from cukit.registry import register
 
 _STRUCTS = parameter_structs("graph_memory/parameters.cuh")
 GROUP = 32
-"""Rows of which only the best score is kept at first."""
+"""Rows per group; the first pass keeps only the best score of a group."""
 _ACCESS = 8
 """Elements of a 16-byte copy."""
 _MOST_DIM = 256
 MOST_K = 256
 _MAXIMA_BYTES = 128 << 20
-"""Of scratch memory for the queries of a launch."""
+"""Limit of the workspace for the queries of a launch."""
 _CAPACITY = 4096
-"""Keys that a block sorts: 32 KiB."""
+"""Keys that a block can sort: 32 KiB."""
 _MOST_INT32 = 2**31 - 1
 
 
 def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
-    """The `k` rows of a memory with the largest inner products, for each query: brute force, exact.
+    """Exact (brute-force) retrieval of the `k` rows with the largest inner product, per query.
 
     Args:
         queries: float16|bfloat16 [num_queries, dim]; float32 and float64 on the CPU only. On the
-            GPU dim is a multiple of 8, up to 256.
-        memory: as queries, [num_rows, dim], C-contiguous.
+            GPU dim must be a multiple of 8, at most 256.
+        memory: dtype of queries, [num_rows, dim], C-contiguous.
         k: 1 to 256, at most num_rows.
 
     Returns:
-        `Retrieved(scores, indices)`: float32 and int32 [num_queries, k], best first. Among equal
-        scores the lowest index comes first; scores of NaN count as -infinity.
+        `Retrieved(scores, indices)`: float32 and int32 [num_queries, k], best first. Ties are
+        ordered by index, lowest first; a score of NaN is treated as -infinity.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: `k`, or a size that the kernel does not take.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: `k` out of range, or a size that the kernel does not support.
 
-    Scores never leave the multiprocessor that computes them: one pass writes the best of every 32
-    rows, then the k best groups, in which the k best rows must lie, are scored again. The
-    time does not depend on the scores. Runs on CuPy's current stream without synchronisation;
-    accumulates in float32, deterministic.
+    The matrix of scores is not stored: a first pass writes the best score of every 32 rows, then
+    the k best groups, which contain the k best rows, are scored again. The run time does not depend
+    on the scores. Runs on CuPy's current stream without synchronisation; accumulates in float32,
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> memory = np.array([[1, 0], [0, 2], [1, 1], [1, 0]], np.float32)
@@ -108,7 +108,7 @@ def _retrieve(
 
 @dataclass(frozen=True)
 class MaximaConfig:
-    """One way to run the pass over all scores."""
+    """The launch configuration of the pass over all scores."""
 
     dtype: str
     width: int
@@ -116,17 +116,17 @@ class MaximaConfig:
     query_warps: int
     row_warps: int
     rows: int
-    """Of a tile."""
+    """Rows per tile."""
     stages: int
     blocks: int
 
     @property
     def queries(self) -> int:
-        """Of a block."""
+        """Queries per block."""
         return 16 * self.query_tiles * self.query_warps
 
     def spec(self) -> KernelSpec:
-        """The kernel."""
+        """The kernel variant for this configuration."""
         threads = 32 * self.query_warps * self.row_warps
         defines: tuple[tuple[str, MacroValue], ...] = (
             ("DTYPE", self.dtype),
@@ -143,7 +143,7 @@ class MaximaConfig:
 
 
 def _power_of_two(value: int) -> int:
-    """The least that is not smaller."""
+    """The smallest power of two that is at least `value`."""
     return 1 << max(value - 1, 0).bit_length()
 
 
@@ -151,7 +151,8 @@ def _power_of_two(value: int) -> int:
 def plan_maxima(
     num_queries: int, num_rows: int, dim: int, dtype: str, device: Device
 ) -> MaximaConfig:
-    """As many queries a block as registers hold: a tile of the memory is then read once for all."""
+    """The launch configuration: as many queries per block as fit in registers, because all of them
+    share the loads of a tile of the memory."""
     width = -(-dim // 64) * 64
     most = next(tiles for tiles in (4, 2, 1) if tiles * width <= 512)
     query_tiles = min(most, _power_of_two(-(-num_queries // 16)))
@@ -168,14 +169,14 @@ def plan_maxima(
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """One way to select the best of rows of `count` entries."""
+    """The launch configuration of a selection of the best entries of each row."""
 
     threads: int
     capacity: int
     parts: int
 
     def spec(self, from_scores: bool, last: bool) -> KernelSpec:
-        """The kernel, for scores or keys."""
+        """The kernel variant for input scores or keys."""
         defines: tuple[tuple[str, MacroValue], ...] = (
             ("FROM_SCORES", from_scores),
             ("LAST", last),
@@ -189,8 +190,8 @@ class SelectConfig:
 
 @cache
 def plan_select(count: int, k: int, rows: int | None, device: Device) -> SelectConfig:
-    """Parts of a row so small that a block can hold what its bound leaves; of few `rows` as many as
-    fill the GPU, where these are given."""
+    """The launch configuration: parts of a row small enough that the candidates of a part fit in a
+    block; if `rows` is given and small, enough parts to fill the GPU."""
     threads = 1024 if count > 4096 else 256
     capacity = _CAPACITY
     most = capacity // k * threads
@@ -205,14 +206,14 @@ class _Launches(NamedTuple):
     maxima: Launch
     select: Launch
     joins: list[tuple[Launch, int]]
-    """Of the parts of a row, down to one, and how many each leaves."""
+    """Launches that merge the parts of a row, until one is left, and the parts after each."""
     rescore: Launch
     last: Launch
 
 
 @launch_plan
 def _prepare(queries: Array, memory: Array, k: int) -> list[tuple[int, _Launches]]:
-    """First query and launches of each share of the queries."""
+    """First query and launches of each batch of queries."""
     _check(queries, memory, k)
     _check_kernel(queries, memory)
     num_queries, num_rows = len(queries), len(memory)
@@ -261,7 +262,7 @@ def _select(
     from_scores: bool = False,
     last: bool = False,
 ) -> tuple[Launch, int]:
-    """A selection, and the number of parts of a row that it leaves."""
+    """A selection, and the number of parts per row after it."""
     config = plan_select(count, k, rows if from_scores else None, device)
     scalars = (_STRUCTS["SelectParameters"].pack(count=count, parts=config.parts, k=k),)
     spec = config.spec(from_scores, last)
@@ -293,10 +294,10 @@ def _check_kernel(queries: Array, memory: Array) -> None:
             f"{op}: dim must be a multiple of 8 and at most {_MOST_DIM} on the GPU, got {dim}"
         )
     if len(memory) > _MOST_INT32 - 4096:
-        raise ArrayShapeError(f"{op}: memory must have fewer rows than 2^31, got {len(memory)}")
+        raise ArrayShapeError(f"{op}: memory must have fewer than 2^31 rows, got {len(memory)}")
     for name, array in (("queries", queries), ("memory", memory)):
         if access_width(_ACCESS, array) < _ACCESS:
-            raise ArrayLayoutError(f"{op}: {name} must begin at a multiple of 16 bytes; copy it")
+            raise ArrayLayoutError(f"{op}: {name} must be 16-byte aligned; copy it")
 
 
 def _specs(device: Device) -> list[KernelSpec]:

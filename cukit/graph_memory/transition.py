@@ -1,4 +1,4 @@
-"""Transitions between the nodes of a memory: from weighted edges, or from similarity."""
+"""Transition matrices between the nodes of a memory, from weighted edges or from similarity."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ NORMALIZATIONS = ("row", "softmax", "symmetric")
 
 
 def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Transition:
-    """The transition of a random walk over weighted edges.
+    """The transition matrix of a random walk over weighted edges.
 
     Args:
-        adjacency: float32|float64 [num_nodes, num_nodes], whose entries that are not 0 are edges,
-            or a `Transition` whose values are weights.
-        normalize: "row" divides each row by its sum (D^-1 A); "softmax" takes the softmax of each
-            row's edges; "symmetric" is D^-1/2 A D^-1/2, for symmetric weights that are not
-            negative. Rows without edges, or with a sum of 0, stay 0.
+        adjacency: float32|float64 [num_nodes, num_nodes], whose nonzero entries are edges, or a
+            `Transition` whose values are weights.
+        normalize: `"row"` divides each row by its sum (D^-1 A); `"softmax"` applies a softmax to
+            the edges of each row; `"symmetric"` is D^-1/2 A D^-1/2, for symmetric non-negative
+            weights. Rows without edges, or with a sum of 0, stay 0.
 
     Returns:
-        A `Transition` with values of float32 (float64 for float64).
+        A `Transition` with float32 values (float64 for float64).
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: `normalize`.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: an unknown `normalize`.
 
-    On the GPU a dense adjacency synchronises: the number of its edges decides about shapes.
+    A dense adjacency on the GPU synchronises, because shapes depend on its number of edges.
 
     >>> import numpy as np
     >>> from cukit.graph_memory import transition_from_adjacency
@@ -76,25 +76,28 @@ def transition_from_similarity(
     normalize: str = "softmax",
     self_loops: bool = False,
 ) -> Transition:
-    """Edges from each row of a memory to the `k` rows most like it, by inner product.
+    """The transition matrix with edges from each row of a memory to its `k` most similar rows.
+
+    Similarity is the scaled inner product.
 
     Args:
-        memory: float16|bfloat16 [num_nodes, dim], float32 and float64 on the CPU only, as for
-            :func:`retrieve_top_k`.
-        k: 1 to 255, below num_nodes.
-        scale: positive factor of the inner products; 1 / sqrt(dim) where omitted.
-        normalize: "softmax" or "row": each row is the softmax of its scores; "symmetric":
-            D^-1/2 A D^-1/2 of A = (W + W^T) / 2 with W = exp(scores), of 2 k num_nodes edges.
+        memory: float16|bfloat16 [num_nodes, dim]; float32 and float64 on the CPU only. Other limits
+            as for :func:`retrieve_top_k`.
+        k: 1 to 255; less than num_nodes, or at most num_nodes with `self_loops`.
+        scale: positive factor of the inner products; default 1 / sqrt(dim).
+        normalize: `"softmax"` or `"row"`: each row is the softmax of its scores; `"symmetric"`:
+            D^-1/2 A D^-1/2 with A = (W + W^T) / 2 and W = exp(scores), which has 2 k num_nodes
+            edges.
         self_loops: whether a row may be its own neighbour.
 
     Returns:
-        A `Transition`; edges of a row from the most alike on, or by column ("symmetric").
+        A `Transition`; edges of a row by descending similarity, for `"symmetric"` by column.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: an option out of range.
 
-    Deterministic, like :func:`retrieve_top_k`, which finds the neighbours.
+    Deterministic, as :func:`retrieve_top_k`, which finds the neighbours.
     """
     op = "transition_from_similarity"
     (memory,) = adopt(op, memory)
@@ -135,23 +138,22 @@ def transition_from_similarity(
 def transition_from_similarity_backward(
     grad_values: Array, memory: Array, transition: Transition, *, scale: float | None = None
 ) -> Array:
-    """Gradient of :func:`transition_from_similarity` with "softmax" with respect to the memory.
+    """Gradient of :func:`transition_from_similarity` with `"softmax"` with respect to the memory.
 
-    The choice of neighbours is a constant. With `grad_values` from
-    :func:`graph_diffusion_backward` and its `grad_memory` added, this is the gradient of a
-    diffusion over the memory's own graph.
+    The choice of neighbours is treated as constant. For a diffusion over the memory's own graph,
+    pass `grad_values` of :func:`graph_diffusion_backward` and add the result to its `grad_memory`.
 
     Args:
         grad_values: gradient of the transition's values, float32 [num_edges].
-        memory, scale: the forward's.
-        transition: what the forward returned.
+        memory, scale: as in the forward.
+        transition: result of the forward.
 
     Returns:
-        Shape and dtype of `memory`; added in float32, deterministic.
+        The gradient, shape and dtype of `memory`; accumulated in float32, deterministic.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: `scale`.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: `scale` is not a positive number.
     """
     op = "transition_from_similarity_backward"
     if not isinstance(transition, Transition):
@@ -180,7 +182,7 @@ def transition_from_similarity_backward(
 
 
 def _ends(xp: Any, counts: Array) -> Array:
-    """Offsets of rows with so many edges."""
+    """Row offsets from the numbers of edges per row."""
     offsets = xp.zeros(len(counts) + 1, int32)
     offsets[1:] = xp.cumsum(counts)
     return offsets

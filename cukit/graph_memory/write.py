@@ -1,4 +1,4 @@
-"""Gated writes to a memory, whose bits do not depend on the order of the writes."""
+"""Gated writes to a memory, bitwise independent of the order of the writes."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def memory_write(
     keep: bool = False,
     inplace: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Writes rows to a memory, each through its gate; a row may be written by any number.
+    """Writes rows to a memory through gates; several writes may target the same row.
 
         s = sum_w gates[w],  c = max(1, s)      over the writes w with indices[w] = i
         memory[i] <- (1 - s / c) memory[i] + sum_w gates[w] values[w] / c
 
-    A convex combination: a gate of 1 replaces the row, several writes with gates that add up to
-    more than 1 replace it by their weighted mean, and what all values have in common is kept.
+    The result is a convex combination: a gate of 1 replaces the row, and writes whose gates sum to
+    more than 1 replace it by their weighted mean.
 
     Args:
         memory: float32|float16|bfloat16 [num_rows, dim], C-contiguous; float64 on the CPU only.
-        indices: int32 [num_writes]; writes to rows that there are not are left out.
+        indices: int32 [num_writes]; writes with an index out of range are ignored.
         values: dtype of `memory`, [num_writes, dim].
-        gates: float32 [num_writes], 0 or more; negative ones count as 0.
+        gates: float32 [num_writes]; negative gates are treated as 0.
         keep: also return the sums of gates, which the backward needs.
-        inplace: change `memory` itself, which is then what is returned.
+        inplace: update and return `memory` itself.
 
     Returns:
-        The memory behind the writes; with `keep`, `(memory, totals)`, float32 [num_rows].
+        The memory after the writes; with `keep`, `(memory, totals)`, totals float32 [num_rows].
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: `keep` or `inplace` is no bool.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: `keep` or `inplace` is not a bool.
 
-    The same writes in another order give the same bits: terms are added as integers of one scale,
-    that of the largest. Elements with a term that is not finite become NaN. Runs on CuPy's current
-    stream without synchronisation; computes in float32.
+    Results are bitwise independent of the order of the writes: terms are summed as fixed-point
+    integers, scaled by the largest term. Elements with a non-finite term become NaN. Runs on CuPy's
+    current stream without synchronisation; computes in float32.
 
     >>> import numpy as np, cukit as ck
     >>> memory, rows = np.array([[4.0], [8.0]]), np.array([0, 0, 1], np.int32)
@@ -103,17 +103,17 @@ def memory_write_backward(
     gates: Array,
     totals: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of :func:`memory_write` for the memory, the values and the gates.
+    """Gradients of :func:`memory_write` with respect to memory, values and gates.
 
     Args:
-        grad_out: gradient of the memory behind the writes, shape and dtype of `memory`.
-        memory: as it was before the writes.
-        out, totals: what the forward returned with `keep`.
-        indices, values, gates: the forward's.
+        grad_out: gradient of the written memory, shape and dtype of `memory`.
+        memory: the memory before the writes.
+        out, totals: results of the forward with `keep`.
+        indices, values, gates: as in the forward.
 
     Returns:
-        `(grad_memory, grad_values, grad_gates)`, each like what it is of. At a sum of gates of
-        exactly 1 the gradient is that above 1.
+        `(grad_memory, grad_values, grad_gates)`, shapes and dtypes of memory, values and gates. If
+        the gates of a row sum to exactly 1, its gradient is that for sums above 1.
 
     Raises:
         ArrayError: as :func:`memory_write`.
@@ -138,7 +138,7 @@ def memory_write_backward(
 
 @launch_plan
 def _prepare(memory: Array, indices: Array, values: Array, gates: Array) -> tuple[Launch, Launch]:
-    """Links the writes of each row; writes."""
+    """The launches that link the writes of each row, and that apply them."""
     _check_kernel("memory_write", memory, gates)
     vec = access_width(memory.shape[1], memory, values)
     spec = _spec("memory_write", memory.dtype.name, vec)
@@ -192,7 +192,7 @@ def _check(op: str, memory: Array, indices: Array, values: Array, gates: Array) 
     check_same_dtype(op, memory=memory, values=values)
     check_array(op, "gates", gates, dtypes=(float32, float64), shape=indices.shape)
     if len(memory) + len(indices) > _MOST_INT32:
-        raise ArrayShapeError(f"{op}: rows and writes must be fewer than 2^31 together")
+        raise ArrayShapeError(f"{op}: the number of rows plus writes must be less than 2^31")
 
 
 def _check_kernel(op: str, memory: Array, gates: Array) -> None:

@@ -1,4 +1,4 @@
-"""Normalisation, positions, activations and embeddings."""
+"""Normalisation, rotary embeddings, activations and token embeddings."""
 
 from cukit.layers.embedding import embedding, embedding_backward
 from cukit.layers.gelu import gelu, gelu_backward

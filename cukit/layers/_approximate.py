@@ -1,4 +1,4 @@
-"""GELU's two forms by the names that PyTorch gave them."""
+"""The exact and the tanh form of GELU, named as in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _ACTIVATIONS = {"none": "GeluErf", "tanh": "GeluTanh"}
 
 
 def check_approximate(op: str, approximate: str) -> None:
-    """Raises ConfigError for anything but `"none"` and `"tanh"`."""
+    """Raises ConfigError unless `approximate` is `"none"` or `"tanh"`."""
     check_choice(op, "approximate", approximate, tuple(_ACTIVATIONS))
 
 
 def gelu_macro(approximate: str) -> tuple[str, str]:
-    """The macro that chooses the form of a kernel."""
+    """The macro that selects the form in a kernel."""
     return "ACTIVATION", _ACTIVATIONS[approximate]
 
 
 def gelu_macros() -> list[tuple[str, str]]:
-    """Both choices."""
+    """The macros of both forms."""
     return [gelu_macro(approximate) for approximate in _ACTIVATIONS]

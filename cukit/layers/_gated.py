@@ -1,4 +1,4 @@
-"""What silu_and_mul and gelu_and_mul share: checks and plans of `[..., 2H]` -> `[..., H]`."""
+"""Checks and plans shared by silu_and_mul and gelu_and_mul, `[..., 2H]` -> `[..., H]`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Macros = tuple[tuple[str, MacroValue], ...]
 
 
 def half_shape(x: Array) -> tuple[int, ...]:
-    """Shape of the result: the last axis halved."""
+    """Shape of the result: the last extent halved."""
     return (*x.shape[:-1], x.shape[-1] // 2)
 
 
 def check_gated(op: str, x: Array, **like_result: Array | None) -> None:
-    """`x` is `[..., 2H]`; the others have its dtype and `[..., H]`."""
+    """Checks that `x` is `[..., 2H]` and the other arrays `[..., H]` of the same dtype."""
     check_array(op, "x", x, dtypes=FLOAT_DTYPES)
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ArrayShapeError(
-            f"{op}: the last axis of x holds gate and up side by side, so it must be even; "
+            f"{op}: the last extent of x must be even, because it holds gate and up; "
             f"got shape {x.shape}"
         )
     for name, array in like_result.items():
@@ -43,7 +43,7 @@ def check_gated(op: str, x: Array, **like_result: Array | None) -> None:
 
 
 def prepare_gated(op: str, x: Array, out: Array | None, macros: Macros) -> Launch:
-    """Checks, plan and scalars of a forward launch."""
+    """Checks the arguments and plans a forward launch."""
     check_gated(op, x, out=out)
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     *_, hidden = half_shape(x)
@@ -53,7 +53,7 @@ def prepare_gated(op: str, x: Array, out: Array | None, macros: Macros) -> Launc
 
 
 def prepare_gated_backward(op: str, grad_out: Array, x: Array, macros: Macros) -> Launch:
-    """Checks, plan and scalars of a backward launch."""
+    """Checks the arguments and plans a backward launch."""
     check_gated(op, x, grad_out=grad_out)
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     *_, hidden = half_shape(x)
@@ -63,7 +63,7 @@ def prepare_gated_backward(op: str, grad_out: Array, x: Array, macros: Macros) -
 
 
 def gated_specs(op: str, device: Device, macros: Macros = ()) -> list[KernelSpec]:
-    """The variants that long rows of each dtype take."""
+    """The kernel variants for long rows of each dtype."""
     return [
         plan_elementwise(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize).spec(
             op, op, ("DTYPE", dtype.name), *macros

@@ -1,4 +1,4 @@
-"""Brings tokens into the order of their ids: a stable counting sort on the GPU, digit by digit."""
+"""Sorts tokens by id: a stable LSD radix sort on the GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cukit.core.arrays import Array, empty
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 
 _THREADS = 256
-_FEWEST_DIGIT_BITS = 8  # a bin for each thread
+_FEWEST_DIGIT_BITS = 8  # one bin per thread
 _MOST_DIGIT_BITS = 10  # 37 KiB of shared memory
 _SMALLEST_CHUNK = 2048
 _MOST_CHUNKS = 64
-"""Every block reads the counts of all chunks."""
+"""Limited, because every block reads the counts of all chunks."""
 
 
 @dataclass(frozen=True)
 class IdSortConfig:
-    """`num_passes` passes over digits of `digit_bits` bits, a block for each `chunk` tokens."""
+    """`num_passes` passes over digits of `digit_bits` bits, one block per `chunk` tokens."""
 
     digit_bits: int
     num_passes: int
@@ -48,8 +48,8 @@ class IdSortConfig:
 
 @cache
 def plan_id_sort(num_tokens: int, num_keys: int) -> IdSortConfig:
-    """As few passes as the key range allows; few enough chunks that adding them up stays cheap."""
-    key_bits = num_keys.bit_length()  # the largest key, num_keys, stands for ids out of range
+    """The fewest passes for the key range, and few enough chunks to keep the prefix sum cheap."""
+    key_bits = num_keys.bit_length()  # the largest key, num_keys, is that of ids out of range
     num_passes = max(1, -(-key_bits // _MOST_DIGIT_BITS))
     digit_bits = max(_FEWEST_DIGIT_BITS, -(-key_bits // num_passes))
     chunk = _SMALLEST_CHUNK
@@ -59,9 +59,10 @@ def plan_id_sort(num_tokens: int, num_keys: int) -> IdSortConfig:
 
 
 def sort_ids(ids: Array, num_keys: int) -> tuple[Array, Array]:
-    """`(keys, tokens)`, uint32 and int32 [num_tokens]: ids in ascending order, and whose they are.
+    """`(keys, tokens)`, uint32 and int32 [num_tokens]: ascending ids and the indices of their
+    tokens.
 
-    Equal ids keep their order. Ids outside [0, num_keys) come last, with the key `num_keys`.
+    The sort is stable. Ids outside [0, num_keys) get the key `num_keys` and come last.
     """
     passes, counts_shape = _prepare(ids, num_keys)
     keys, tokens = ids, NULL

@@ -1,40 +1,72 @@
-"""How kernels that hold rows in registers split them over the threads of a block."""
+"""Shared by the norms: checks, and launch configurations of kernels that hold rows in registers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+from cukit.core.arrays import FLOAT_DTYPES, Array, check_array, check_same_dtype
 from cukit.core.compiler import KernelSpec, MacroValue
 from cukit.core.device import KIB, Device
+from cukit.core.scalars import check_number
 from cukit.errors import ArrayShapeError
 
 _MOST_THREADS = 1024
 _MOST_REGISTERS = 32
-"""32-bit registers of a thread that may hold its share of one row; more would spill."""
+"""32-bit registers per thread for its share of one row; more would spill."""
 
 _WARP = 32
 _MOST_SHORT_VECS = 4
-"""Accesses of a thread to a row that lies in one warp."""
+"""Maximum accesses per thread of a row that is held by one warp."""
 _MOST_SHORT_BYTES = 2048
 _SHORT_ROW_THREADS = 128
 _COPY_BYTES = 16
-"""Of an asynchronous copy to shared memory that passes L1 by."""
+"""Size of an asynchronous copy to shared memory that bypasses L1."""
 _FEED_THREADS = 1024
-"""Of an SM, for each sum of a column that its threads keep: registers."""
+"""Thread budget per SM of kernels that keep one sum per column in registers; with several sums per
+column it is divided by their number."""
 _SHORT_FEED_THREADS = 256
 _FEWEST_AHEAD_THREADS = 128
 
 
 REPRESENTATIVE_COLS = (128, 4096)
-"""Row lengths of either kind: several rows a block, a block a row."""
+"""One row length for each split: several rows per block, one row per block."""
+
+
+def check_norm(
+    op: str,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    like_x: dict[str, Array | None],
+    eps: float,
+) -> None:
+    """Checks the arguments of a normalisation or its backward.
+
+    like_x: arrays by name, with the shape and dtype of `x`; None is skipped, except for grad_out.
+    """
+    check_number(op, "eps", eps, least=0)
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    check_array(op, "weight", weight, shape=x.shape[-1:])
+    if bias is not None:
+        check_array(op, "bias", bias, shape=x.shape[-1:])
+    for name, array in like_x.items():
+        if array is not None or name == "grad_out":
+            check_array(op, name, array, shape=x.shape)
+    check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
+
+
+def rows_and_cols(x: Array) -> tuple[int, int]:
+    """Number of rows and row length of `x` [..., cols]."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 @dataclass(frozen=True)
 class RowSplit:
     """`lanes` threads share a row, each holding `vecs_per_thread` accesses of `vec` elements.
 
-    A block of `threads` threads works on `threads / lanes` rows side by side, and every thread on
-    `rows_per_thread` rows at once. Long rows take a block each: `lanes == threads`.
+    A block of `threads` threads has `threads / lanes` groups of lanes, each of which processes
+    `rows_per_thread` rows at once. Long rows take a whole block: `lanes == threads`.
     """
 
     threads: int
@@ -45,15 +77,15 @@ class RowSplit:
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows that a block works on at once."""
+        """Rows that a block processes at once."""
         return self.threads // self.lanes * self.rows_per_thread
 
     def passes(self, rows: int) -> int:
-        """Passes of a block that `rows` rows take."""
+        """Number of block passes over `rows` rows."""
         return -(-rows // self.rows_per_pass)
 
     def defines(self) -> tuple[tuple[str, int], ...]:
-        """The macros that the row kernels share."""
+        """The macros common to the row kernels."""
         return (
             ("THREADS", self.threads),
             ("LANES", self.lanes),
@@ -72,11 +104,12 @@ def split_row(
     *,
     short_rows_per_thread: int = 1,
 ) -> RowSplit:
-    """A split for a kernel that sees a row once: about `vecs_per_thread` accesses a thread in
-    flight, more for very long rows; of short rows `short_rows_per_thread` at once.
+    """The split for a kernel that reads each row once: about `vecs_per_thread` accesses per thread
+    in flight, more for very long rows.
 
-    cols: row length in elements, a multiple of `vec`. Raises ArrayShapeError where a row does not
-    fit the registers of one block.
+    cols: row length in elements, a multiple of `vec`.
+    short_rows_per_thread: short rows that a thread processes at once.
+    Raises ArrayShapeError if a row does not fit in the registers of one block.
     """
     num_vecs = max(1, cols // vec)
     if _is_short(cols, itemsize, num_vecs, _MOST_SHORT_VECS):
@@ -87,8 +120,9 @@ def split_row(
 
 
 def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
-    """A split for a kernel whose blocks make many passes over two tensors and keep sums of their
-    columns, `sums` for each: the more, the fewer threads. Raises as :func:`split_row`."""
+    """The split for a kernel whose blocks make many passes over two tensors and accumulate `sums`
+    sums per column; more sums need more registers, hence fewer threads. Raises as
+    :func:`split_row`."""
     num_vecs = max(1, cols // vec)
     most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
     if _is_short(cols, itemsize, num_vecs, most_vecs):
@@ -118,14 +152,17 @@ def _split_long_row(
         longest = _MOST_REGISTERS // max(1, vec * itemsize // 4) * vec * _MOST_THREADS
         raise ArrayShapeError(
             f"{op}: the last axis has {cols} elements; with accesses of {vec} elements the kernel "
-            f"takes up to {longest}"
+            f"supports up to {longest}"
         )
     return RowSplit(threads, threads, vec, per_thread)
 
 
 def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> RowSplit:
-    """A power of two of lanes within a warp: of those that leave fewest places empty the one with
-    two accesses a lane, or next to that. A reduction over few lanes takes few exchanges."""
+    """The split of a row over a power of two of lanes within a warp.
+
+    Minimises idle lane slots first, then the distance from two accesses per lane. Fewer lanes need
+    fewer shuffles for a reduction.
+    """
 
     def lanes_for(per_thread: int) -> int:
         return 1 << (-(-num_vecs // per_thread) - 1).bit_length()
@@ -136,26 +173,26 @@ def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> R
 
 
 _STATIC_AND_SYSTEM_BYTES = 4 * KIB
-"""Of a block's shared memory."""
+"""Shared memory of a block besides the dynamic part."""
 
 
 @dataclass(frozen=True)
 class PassFeed:
-    """How blocks that make many passes get their rows of two tensors.
+    """How blocks that make many passes load their rows of two tensors.
 
-    ahead: the next pass is copied to shared memory while one is worked on.
-    blocks_per_sm: resident at once, which limits the registers of a thread.
+    ahead: prefetch the rows of the next pass into shared memory.
+    blocks_per_sm: resident blocks per SM, which limits the registers per thread.
     """
 
     ahead: bool
     blocks_per_sm: int
 
     def defines(self) -> tuple[tuple[str, int], ...]:
-        """The macros of kernels that make many passes."""
+        """The macros of kernels with many passes per block."""
         return (("AHEAD", self.ahead), ("BLOCKS_PER_SM", self.blocks_per_sm))
 
     def shared_bytes(self, split: RowSplit) -> int:
-        """Dynamic shared memory of a block: two tensors, this pass and the next."""
+        """Dynamic shared memory of a block: two tensors, two passes."""
         if not self.ahead:
             return 0
         vectors = split.rows_per_thread * split.vecs_per_thread * split.threads
@@ -164,7 +201,7 @@ class PassFeed:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """One way to run a normalisation or its backward: a split of rows over a block, and blocks."""
+    """The launch configuration of a normalisation or its backward."""
 
     entry: str
     dtype: str
@@ -172,14 +209,14 @@ class NormConfig:
     split: RowSplit
     num_blocks: int
     loads: str | None = None
-    """Of a forward: how the caches treat its inputs."""
+    """Forward: the cache policy of its inputs."""
     feed: PassFeed | None = None
-    """Of a backward, whose blocks make several passes."""
+    """Backward, whose blocks make several passes."""
     bias: bool | None = None
-    """None: the op knows none."""
+    """None: the op has no bias."""
 
     def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
+        """The kernel variant for this configuration."""
         defines: tuple[tuple[str, MacroValue], ...] = (
             ("DTYPE", self.dtype),
             *self.split.defines(),
@@ -198,9 +235,9 @@ class NormConfig:
 
 
 def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> PassFeed:
-    """As many blocks as registers allow; where rows are long, the next pass ahead.
+    """As many resident blocks as registers allow; for long rows with a prefetch of the next pass.
 
-    Short ones keep enough loads in flight without. sums: as in :func:`split_feed_row`.
+    Blocks of short rows have enough loads in flight without it. sums: as in :func:`split_feed_row`.
     """
     if split.lanes <= _WARP:
         return PassFeed(False, _FEED_THREADS // 2 // split.threads)
@@ -213,9 +250,9 @@ def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> 
 
 
 def input_cache(total_bytes: int, device: Device) -> str:
-    """How a kernel that sees rows once loads them: the LOADS macro.
+    """The LOADS macro of a kernel that reads each row once: its cache policy.
 
-    Kept in L2 last, inputs let the outputs leave it in order. Where most of the outputs fit in L2,
-    they had better stay.
+    "Kept" loads are the last that L2 evicts, so outputs are written back in order. "Cached", the
+    default policy, is used if inputs and outputs mostly fit in L2, so that the outputs stay there.
     """
     return "Cached" if total_bytes <= 1.5 * device.l2_bytes else "Kept"

@@ -1,4 +1,4 @@
-"""Token embedding: rows of a table by id."""
+"""Token embedding: look-up of table rows by id."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ _MOST_INT32 = 2**31 - 1
 
 
 def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
-    """Rows of a table by id: `y[...] = weight[ids[...]]`.
+    """Token embedding: `y[...] = weight[ids[...]]`.
 
     Args:
-        ids: int32|int64, any shape, C-contiguous. An id outside the table gives a row of NaN on the
-            GPU and an ArrayError on the CPU.
+        ids: int32|int64, any shape, C-contiguous. An id out of range yields a row of NaN on the GPU
+            and raises ArrayError on the CPU.
         weight: float32|float16|bfloat16 [num_embeddings, hidden], C-contiguous. float64 on the CPU
             only.
-        out: where to write `y`; dtype of `weight`, [..., hidden].
+        out: output array for `y`; dtype of `weight`, [..., hidden].
 
     Returns:
         `y`, [..., hidden], dtype of `weight`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps an input.
 
-    Runs on CuPy's current stream, is deterministic.
+    Runs on CuPy's current stream; deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.embedding(np.array([2, 0]), np.array([[0.0], [1.0], [2.0]], np.float32))
@@ -74,23 +74,23 @@ def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
 def embedding_backward(
     grad_out: Array, ids: Array, num_embeddings: int, *, dtype: npt.DTypeLike | None = None
 ) -> Array:
-    """Gradient of :func:`embedding` with respect to `weight`: sums of the rows that share an id.
+    """Gradient of :func:`embedding` with respect to `weight`: the sum of `grad_out` rows per id.
 
     Args:
         grad_out: gradient of `y`, float32|float16|bfloat16 [..., hidden], C-contiguous.
-        ids: as in the forward. Ids outside the table are passed over on the GPU and are an
-            ArrayError on the CPU.
+        ids: as in the forward. Ids out of range are skipped on the GPU and raise ArrayError on the
+            CPU.
         num_embeddings: rows of `weight`.
-        dtype: of the result, by default that of `grad_out`; float32 keeps the full sums.
+        dtype: dtype of the result, by default that of `grad_out`; float32 avoids rounding the sums.
 
     Returns:
         `grad_weight`, [num_embeddings, hidden].
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
 
-    Deterministic: ids are sorted and the rows of each added in the order of their tokens, in
-    float32, without atomics on floats. Extra memory: up to 24 bytes a token, 1/16 of `grad_out`.
+    Deterministic: tokens are sorted by id, and the rows of each id are summed in token order, in
+    float32, without float atomics. Workspace: up to 24 bytes per token plus 1/16 of `grad_out`.
     """
     op = "embedding_backward"
     grad_out, ids = adopt(op, grad_out, ids)
@@ -111,7 +111,7 @@ def embedding_backward(
 
 @dataclass(frozen=True)
 class EmbeddingBackwardConfig:
-    """Chunks of `span` tokens and slices of `threads * vec` columns, a block for each pair."""
+    """Chunks of `span` tokens and slices of `threads * vec` columns, one block for each pair."""
 
     dtype: str
     out_dtype: str
@@ -132,7 +132,7 @@ class EmbeddingBackwardConfig:
         )
 
     def join_spec(self) -> KernelSpec:
-        """The kernel that adds up what chunks left of runs that were cut."""
+        """The kernel that sums the parts of runs that cross chunks."""
         return KernelSpec(
             "layers/embedding_backward_join.cu",
             "embedding_backward_join",
@@ -148,10 +148,10 @@ class EmbeddingBackwardConfig:
 def plan_embedding_backward(
     num_tokens: int, hidden: int, dtype: str, vec: int, out_dtype: str, *, span: int = 64
 ) -> EmbeddingBackwardConfig:
-    """Chunks short enough to fill the GPU, long enough that runs cut at their ends cost little.
+    """The launch configuration: chunks short enough to fill the GPU, and long enough to make runs
+    that cross chunks rare.
 
-    vec: elements an access, a divisor of `hidden`. `span` may be given to try a variant; a multiple
-    of 8.
+    vec: elements per access, a divisor of `hidden`. span: for tuning; a multiple of 8.
     """
     join_vec = next(width for width in (4, 2, 1) if hidden % width == 0)
     threads, slices = _slices(hidden, vec)
@@ -171,7 +171,7 @@ def plan_embedding_backward(
 
 
 def _slices(hidden: int, vec: int, most_threads: int = 256) -> tuple[int, int]:
-    """Threads of a block, whole warps, and how many blocks cover a row."""
+    """Threads per block, a multiple of 32, and the number of blocks that cover a row."""
     vecs = hidden // vec
     threads = min(most_threads, max(32, -(-vecs // 32) * 32))
     return threads, -(-vecs // threads)
@@ -212,7 +212,9 @@ def _prepare_backward(
     _check_backward(grad_out, ids, num_embeddings)
     check_array("embedding_backward", "grad_out", grad_out, dtypes=KERNEL_DTYPES)
     if dtype not in KERNEL_DTYPES:
-        raise ArrayDtypeError(f"embedding_backward: dtype {dtype.name} exists on the CPU only")
+        raise ArrayDtypeError(
+            f"embedding_backward: dtype {dtype.name} is supported on the CPU only"
+        )
     if ids.size > _MOST_INT32:
         raise ArrayShapeError(
             f"embedding_backward: ids may have up to {_MOST_INT32} elements, got {ids.size}"

@@ -28,21 +28,21 @@ from cukit.registry import register
 
 
 def gelu(x: Array, *, approximate: str = "none", out: Array | None = None) -> Array:
-    """`y = x Phi(x)`, Phi the normal distribution function, or its tanh form.
+    """Gaussian error linear unit: `y = x Phi(x)`, Phi the standard normal CDF, or its tanh form.
 
     Args:
         x: float32|float16|bfloat16, any shape, C-contiguous. float64 on the CPU only.
         approximate: `"none"`, or `"tanh"`: `y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
-        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+        out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
         `y`, shape and dtype of `x`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: `approximate` is neither of the two.
+        ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps `x`.
+        ConfigError: `approximate` is neither `"none"` nor `"tanh"`.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream; computes in float32; deterministic.
     Paper: Hendrycks and Gimpel, arXiv:1606.08415.
 
     >>> import numpy as np, cukit as ck
@@ -66,7 +66,7 @@ def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Ar
 
     Args:
         grad_out: gradient of `y`; dtype and shape of `x`.
-        x: the forward's input.
+        x: input of the forward.
         approximate: as in the forward.
 
     Returns:

@@ -1,4 +1,4 @@
-"""GeGLU's activation: GELU of the gate times the up projection."""
+"""The GeGLU activation: GELU of the gate times the up projection."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def gelu_and_mul(x: Array, *, approximate: str = "tanh", out: Array | None = Non
         x: float32|float16|bfloat16 [..., 2H], C-contiguous. float64 on the CPU only.
         approximate: `"none"`, `gelu(t) = t Phi(t)`, or `"tanh"`,
             `gelu(t) = t/2 (1 + tanh(sqrt(2/pi) (t + 0.044715 t^3)))`.
-        out: where to write `y`; dtype of `x`, [..., H].
+        out: output array for `y`; dtype of `x`, [..., H].
 
     Returns:
         `y`, [..., H], dtype of `x`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: `approximate` is neither of the two.
+        ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps `x`.
+        ConfigError: `approximate` is neither `"none"` nor `"tanh"`.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream; computes in float32; deterministic.
     Paper: Shazeer, arXiv:2002.05202.
 
     >>> import numpy as np, cukit as ck
@@ -57,11 +57,11 @@ def gelu_and_mul(x: Array, *, approximate: str = "tanh", out: Array | None = Non
 
 
 def gelu_and_mul_backward(grad_out: Array, x: Array, *, approximate: str = "tanh") -> Array:
-    """Gradient of :func:`gelu_and_mul` with respect to `x`, both halves in one pass.
+    """Gradient of :func:`gelu_and_mul` with respect to `x`, in one pass.
 
     Args:
         grad_out: gradient of `y`, [..., H], dtype of `x`.
-        x: the forward's input, [..., 2H].
+        x: input of the forward, [..., 2H].
         approximate: as in the forward.
 
     Returns:

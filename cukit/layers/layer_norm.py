@@ -1,20 +1,17 @@
-"""Layer normalisation with the residual addition fused in."""
+"""Layer normalisation with a fused residual addition."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import numpy as np
 
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
     access_width,
     adopt,
     check_array,
-    check_same_dtype,
     empty,
     runs_kernel,
     write_out,
@@ -23,14 +20,16 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_flag, check_number
+from cukit.core.scalars import check_flag
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
     PassFeed,
     RowSplit,
+    check_norm,
     input_cache,
     plan_feed,
+    rows_and_cols,
     split_feed_row,
     split_row,
 )
@@ -49,25 +48,26 @@ def layer_norm(
 ) -> Array | tuple[Array, Array]:
     """Layer normalisation: `y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias`.
 
-    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype
-    of `x`, is what is normalised and is returned beside `y`.
+    `s` is `x`, or with `residual` the sum `x + residual` rounded to the dtype of `x`, which is also
+    returned.
 
     Args:
         x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
         weight: dtype of `x`, [hidden].
         bias: dtype of `x`, [hidden].
         eps: added to the variance.
-        residual: dtype and shape of `x`.
-        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+        residual: added to `x` before the normalisation; dtype and shape of `x`.
+        out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
-            for float32 or rows that are not 16-byte aligned).
+        ArrayError: invalid dtype, shape, layout or device of an argument; more than 65536 columns
+            (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ConfigError: `eps` is negative or not a number.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream; accumulates in float32; deterministic.
     Paper: Ba, Kiros and Hinton, arXiv:1607.06450.
 
     >>> import numpy as np, cukit as ck
@@ -106,15 +106,15 @@ def layer_norm_backward(
 
     Args:
         grad_out: gradient of `y`; dtype and shape of `x`.
-        x: what was normalised: `x` of the forward, or its second result where a residual was added.
+        x: the normalised input `s`: `x` of the forward, or its second result with `residual`.
         weight: [hidden], dtype of `x`.
         eps: as in the forward.
-        has_bias: whether the gradient of a bias is wanted.
-        grad_residual: gradient that arrives at the residual stream from elsewhere; added to
-            `grad_x`, so that the sum flows on to both `x` and `residual` of the forward.
+        has_bias: compute `grad_bias`.
+        grad_residual: gradient of the forward's second result, dtype and shape of `x`; added to
+            `grad_x`, which is then the gradient of both `x` and `residual`.
 
     Returns:
-        `(grad_x, grad_weight, grad_bias)`, dtype of `x`; `grad_bias` is None without `has_bias`.
+        `(grad_x, grad_weight, grad_bias)`, dtype of `x`; `grad_bias` is None unless `has_bias`.
 
     Raises:
         ArrayError: as :func:`layer_norm`.
@@ -150,10 +150,10 @@ def plan_layer_norm(
     *,
     split: RowSplit | None = None,
 ) -> NormConfig:
-    """A block for every pass. Small blocks: two reductions wait less for four warps than for
-    sixteen.
+    """The launch configuration of the forward: one pass per block.
 
-    split: to try another one.
+    Blocks are smaller than those of rms_norm, because two reductions synchronise the block. split:
+    for tuning.
     """
     split = split or split_row("layer_norm", cols, itemsize, vec, 4, short_rows_per_thread=2)
     loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
@@ -174,9 +174,10 @@ def plan_layer_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> NormConfig:
-    """A quarter of the threads of the GPU, or half of them: their sums take registers.
+    """The launch configuration of the backward.
 
-    split, feed: to try others.
+    Grids of a fixed size fill a quarter to a half of the GPU's thread slots, because the column
+    sums take registers. split, feed: for tuning.
     """
     sums = 2 if bias else 1
     split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)
@@ -195,7 +196,7 @@ def _check(
     out: Array | None,
     eps: float,
 ) -> None:
-    _check_rows("layer_norm", x, weight, bias, {"residual": residual, "out": out}, eps)
+    check_norm("layer_norm", x, weight, bias, {"residual": residual, "out": out}, eps)
 
 
 def _check_backward(
@@ -208,30 +209,7 @@ def _check_backward(
 ) -> None:
     check_flag("layer_norm_backward", "has_bias", has_bias)
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
-    _check_rows("layer_norm_backward", x, weight, None, others, eps)
-
-
-def _check_rows(
-    op: str,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    like_x: dict[str, Array | None],
-    eps: float,
-) -> None:
-    check_number(op, "eps", eps, least=0)
-    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
-    check_array(op, "weight", weight, shape=x.shape[-1:])
-    if bias is not None:
-        check_array(op, "bias", bias, shape=x.shape[-1:])
-    for name, array in like_x.items():
-        if array is not None or name == "grad_out":
-            check_array(op, name, array, shape=x.shape)
-    check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
-
-
-def _rows_and_cols(x: Array) -> tuple[int, int]:
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    check_norm("layer_norm_backward", x, weight, None, others, eps)
 
 
 @launch_plan
@@ -245,7 +223,7 @@ def _prepare(
 ) -> Launch:
     _check(x, weight, bias, residual, out, eps)
     check_array("layer_norm", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, x, weight, bias, residual, out)
     config = plan_layer_norm(
         rows,
@@ -272,7 +250,7 @@ def _prepare_backward(
 ) -> Launch:
     _check_backward(grad_out, x, weight, grad_residual, eps, has_bias)
     check_array("layer_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)
     config = plan_layer_norm_backward(
         rows,

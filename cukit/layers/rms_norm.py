@@ -1,20 +1,17 @@
-"""Root-mean-square normalisation with the residual addition fused in."""
+"""Root-mean-square normalisation with a fused residual addition."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import numpy as np
 
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
     access_width,
     adopt,
     check_array,
-    check_same_dtype,
     empty,
     runs_kernel,
     write_out,
@@ -23,14 +20,15 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_number
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
     PassFeed,
     RowSplit,
+    check_norm,
     input_cache,
     plan_feed,
+    rows_and_cols,
     split_feed_row,
     split_row,
 )
@@ -48,25 +46,25 @@ def rms_norm(
 ) -> Array | tuple[Array, Array]:
     """Root-mean-square normalisation: `y = s / sqrt(mean(s^2) + eps) * weight`.
 
-    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype
-    of `x`, is what is normalised and is returned beside `y`.
+    `s` is `x`, or with `residual` the sum `x + residual` rounded to the dtype of `x`, which is also
+    returned.
 
     Args:
         x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
         weight: dtype of `x`, [hidden].
         eps: added to the mean square.
-        residual: dtype and shape of `x`.
-        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+        residual: added to `x` before the normalisation; dtype and shape of `x`.
+        out: output array for `y`; dtype and shape of `x`. May be `x` itself.
 
     Returns:
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
-            for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
-        ConfigError: `eps` is negative or no number.
+        ArrayError: invalid dtype, shape, layout or device of an argument; more than 65536 columns
+            (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ConfigError: `eps` is negative or not a number.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream; accumulates in float32; deterministic.
     Paper: Zhang and Sennrich, arXiv:1910.07467.
 
     >>> import numpy as np, cukit as ck
@@ -104,11 +102,11 @@ def rms_norm_backward(
 
     Args:
         grad_out: gradient of `y`; dtype and shape of `x`.
-        x: what was normalised: `x` of the forward, or its second result where a residual was added.
+        x: the normalised input `s`: `x` of the forward, or its second result with `residual`.
         weight: [hidden], dtype of `x`.
         eps: as in the forward.
-        grad_residual: gradient that arrives at the residual stream from elsewhere; added to
-            `grad_x`, so that the sum flows on to both `x` and `residual` of the forward.
+        grad_residual: gradient of the forward's second result, dtype and shape of `x`; added to
+            `grad_x`, which is then the gradient of both `x` and `residual`.
 
     Returns:
         `(grad_x, grad_weight)`, dtypes of `x` and `weight`.
@@ -143,9 +141,9 @@ def plan_rms_norm(
     *,
     split: RowSplit | None = None,
 ) -> NormConfig:
-    """A block for every pass: enough blocks in flight hide latency, and none waits for another.
+    """The launch configuration of the forward: one pass per block.
 
-    split: to try another one.
+    split: for tuning.
     """
     split = split or split_row("rms_norm", cols, itemsize, vec)
     loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
@@ -165,9 +163,10 @@ def plan_rms_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> NormConfig:
-    """A quarter of the threads of the GPU, or half of them: their sums take registers.
+    """The launch configuration of the backward.
 
-    split, feed: to try others.
+    Grids of a fixed size fill a quarter to a half of the GPU's thread slots, because the column
+    sums take registers. split, feed: for tuning.
     """
     sums = 1
     split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)
@@ -177,30 +176,14 @@ def plan_rms_norm_backward(
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float) -> None:
-    _check_rows("rms_norm", x, weight, {"residual": residual, "out": out}, eps)
+    check_norm("rms_norm", x, weight, None, {"residual": residual, "out": out}, eps)
 
 
 def _check_backward(
     grad_out: Array, x: Array, weight: Array, grad_residual: Array | None, eps: float
 ) -> None:
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
-    _check_rows("rms_norm_backward", x, weight, others, eps)
-
-
-def _check_rows(
-    op: str, x: Array, weight: Array, like_x: dict[str, Array | None], eps: float
-) -> None:
-    check_number(op, "eps", eps, least=0)
-    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
-    check_array(op, "weight", weight, shape=x.shape[-1:])
-    for name, array in like_x.items():
-        if array is not None or name == "grad_out":
-            check_array(op, name, array, shape=x.shape)
-    check_same_dtype(op, x=x, weight=weight, **like_x)
-
-
-def _rows_and_cols(x: Array) -> tuple[int, int]:
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    check_norm("rms_norm_backward", x, weight, None, others, eps)
 
 
 @launch_plan
@@ -209,7 +192,7 @@ def _prepare(
 ) -> Launch:
     _check(x, weight, residual, out, eps)
     check_array("rms_norm", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, x, weight, residual, out)
     config = plan_rms_norm(
         rows, cols, x.dtype.name, x.itemsize, vec, residual is not None, current_device()
@@ -224,7 +207,7 @@ def _prepare_backward(
 ) -> Launch:
     _check_backward(grad_out, x, weight, grad_residual, eps)
     check_array("rms_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
-    rows, cols = _rows_and_cols(x)
+    rows, cols = rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)
     config = plan_rms_norm_backward(
         rows, cols, x.dtype.name, x.itemsize, vec, grad_residual is not None, current_device()

@@ -48,34 +48,34 @@ def rope(
     inplace: bool = False,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """Rotary position embedding: pairs `(a, b)` of every head turn by the angle of their position.
+    """Rotary position embedding: rotates pairs `(a, b)` of each head by an angle per position.
 
     `a' = a cos - b sin`, `b' = b cos + a sin`; pairs are `(x[i], x[i + rotary_dim / 2])`, or
-    neighbours `(x[2i], x[2i + 1])` when interleaved.
+    `(x[2i], x[2i + 1])` if interleaved.
 
     Args:
         q: float32|float16|bfloat16 [batch, seq_len, num_heads_q, head_dim]. Any strides with a
-            contiguous last axis, so that slices of a fused projection need no copy. float64 on the
-            CPU only.
-        k: [batch, seq_len, num_heads_k, head_dim], dtype of `q`; strides of its own.
+            contiguous last axis, e.g. slices of a fused projection. float64 on the CPU only.
+        k: [batch, seq_len, num_heads_k, head_dim], dtype of `q`; any strides, as `q`.
         cos, sin: float32 [max_positions, rotary_dim / 2], C-contiguous.
         position_ids: int32|int64 [batch, seq_len] or [seq_len], by default 0, 1, 2, ... A position
-            outside the tables gives NaN on the GPU and an ArrayError on the CPU.
-        interleaved: which elements form a pair.
-        rotary_dim: leading elements of a head that turn, the others stay; even, by default what
-            `cos` says.
+            out of range yields NaN on the GPU and raises ArrayError on the CPU.
+        interleaved: pair adjacent elements.
+        rotary_dim: number of leading elements of a head that are rotated, even; the others are
+            copied. Default: twice the number of columns of `cos`.
         inplace: write into `q` and `k`.
-        out: the pair `(q_out, k_out)` to write into: dtype and shapes of `q` and `k`, strides of
-            their own. They must not overlap the other arguments.
+        out: the pair `(q_out, k_out)` to write into: dtype and shapes of `q` and `k`, any strides.
+            They must not overlap the other arguments.
 
     Returns:
         `(q_out, k_out)`: `out`, or new C-contiguous arrays, or `q` and `k` themselves.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; more tokens than positions.
-        ConfigError: `inplace` with `out`.
+        ArrayError: invalid dtype, shape, layout or device of an argument; without `position_ids`,
+            `seq_len` exceeds max_positions.
+        ConfigError: `inplace` together with `out`.
 
-    Runs on CuPy's current stream, one launch for both; computes in float32, is deterministic.
+    Runs on CuPy's current stream, in one launch; computes in float32; deterministic.
     Paper: Su et al., arXiv:2104.09864.
 
     >>> import numpy as np, cukit as ck
@@ -149,7 +149,7 @@ def _rotate(
     )
     if inplace is True:
         if q_out is not None:
-            raise ConfigError(f"{op}: inplace=True and out exclude each other")
+            raise ConfigError(f"{op}: inplace=True and out are mutually exclusive")
         check_overlap(op, q, name="q", k=k, cos=cos, sin=sin)
         check_overlap(op, k, name="k", cos=cos, sin=sin)
     inputs = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
@@ -179,7 +179,7 @@ def _rotate(
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How a head is split over threads, and how many heads share a thread's angles."""
+    """The launch configuration: the split of a head over threads, and the heads per thread."""
 
     dtype: str
     vec: int
@@ -198,7 +198,7 @@ class RopeConfig:
     num_blocks: int
 
     def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
+        """The kernel variant for this configuration."""
         defines = (
             ("DTYPE", self.dtype),
             ("THREADS", self.threads),
@@ -236,10 +236,11 @@ def plan_rope(
     heads_per_thread: int = 2,
     threads: int = 128,
 ) -> RopeConfig:
-    """A thread serves several heads of a token, which saves reading their angles again.
+    """The launch configuration. A thread processes several heads of a token with the same angles.
 
-    positions: number of axes of `position_ids`, 0 without; vec: elements an access, a divisor of
-    `rotary_dim / 2` and of `head_dim - rotary_dim`. The last two may be given to try a variant.
+    vec: elements per access, a divisor of `rotary_dim / 2` and of `head_dim - rotary_dim`.
+    positions: number of axes of `position_ids`, 0 if there are none.
+    heads_per_thread, threads: for tuning.
     """
     heads = num_heads_q + num_heads_k
     heads_per_thread = max(1, min(heads, heads_per_thread))
@@ -365,16 +366,16 @@ def _element_strides(x: Array) -> tuple[int, ...]:
 
 
 def _contiguous_strides(x: Array) -> tuple[int, ...]:
-    """The same of a new array of the shape of `x`."""
+    """`_element_strides` of a C-contiguous array with the shape of `x`."""
     _, seq_len, num_heads, head_dim = x.shape
     return seq_len * num_heads * head_dim, num_heads * head_dim, head_dim
 
 
 def _vec(half: int, rest: int, tables: tuple[Array, Array], arrays: Sequence[Array]) -> int:
-    """The widest access that every head, every copied rest and every table row is aligned to."""
+    """The widest access to which all heads, all copied elements and all table rows are aligned."""
     strides = [stride for x in arrays for stride in _element_strides(x)]
     vec = access_width(math.gcd(half, rest, *strides), *arrays)
-    table_vec = access_width(half, *tables)  # wider rows take several accesses
+    table_vec = access_width(half, *tables)  # wider table rows take several accesses
     return vec if min(vec, ACCESS_BYTES // tables[0].itemsize) <= table_vec else table_vec
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU's activation: SiLU of the gate times the up projection."""
+"""The SwiGLU activation: SiLU of the gate times the up projection."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
 
     Args:
         x: float32|float16|bfloat16 [..., 2H], C-contiguous. float64 on the CPU only.
-        out: where to write `y`; dtype of `x`, [..., H].
+        out: output array for `y`; dtype of `x`, [..., H].
 
     Returns:
         `y`, [..., H], dtype of `x`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument; `out` overlaps `x`.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream; computes in float32; deterministic.
     Paper: Shazeer, arXiv:2002.05202.
 
     >>> import numpy as np, cukit as ck
@@ -53,11 +53,11 @@ def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
 
 
 def silu_and_mul_backward(grad_out: Array, x: Array) -> Array:
-    """Gradient of :func:`silu_and_mul` with respect to `x`, both halves in one pass.
+    """Gradient of :func:`silu_and_mul` with respect to `x`, in one pass.
 
     Args:
         grad_out: gradient of `y`, [..., H], dtype of `x`.
-        x: the forward's input, [..., 2H].
+        x: input of the forward, [..., 2H].
 
     Returns:
         `grad_x`, shape and dtype of `x`.

@@ -1,5 +1,5 @@
-"""What every op means, in plain array code: the fallback without a GPU and the oracle of the tests.
+"""Reference implementations of all ops in plain array code: the CPU fallback and the test oracle.
 
-Works on NumPy and on CuPy arrays. Computes in float64 for float64 inputs, else in float32, and
-returns the dtype of its inputs.
+They work on NumPy and CuPy arrays, compute in float64 for float64 inputs, else in float32, and
+return the dtype of their inputs.
 """

@@ -1,4 +1,4 @@
-"""The array namespace of an argument, and the dtype a reference computes in."""
+"""The array namespace of an argument, and the dtype in which a reference computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = Any
 
 
 def array_namespace(array: Array) -> Any:
-    """`cupy` for a CuPy array, else `numpy`. A CuPy array exists only once CuPy is imported."""
+    """`cupy` for a CuPy array, else `numpy`. Does not import CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
 
@@ -25,12 +25,12 @@ def working_dtype(*arrays: Array | None) -> Any:
 
 
 def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
-    """The arrays in `dtype`, without a copy where they have it already; None stays None."""
+    """The arrays converted to `dtype`, without a copy if they have it; None stays None."""
     return tuple(None if a is None else a.astype(dtype, copy=False) for a in arrays)
 
 
 def check_range(name: str, index: Array, extent: int) -> None:
-    """Raises ArrayError for an index outside [0, extent): array indexing takes negative ones."""
+    """Raises ArrayError for an index outside [0, extent), including negative ones."""
     if index.size and (int(index.min()) < 0 or int(index.max()) >= extent):
         raise ArrayError(
             f"{name} must be 0 to {extent - 1}, got {int(index.min())} to {int(index.max())}"

@@ -1,6 +1,6 @@
-"""Gated and plain activations: SwiGLU, GeGLU, GELU, with their gradients.
+"""Gated and plain activations (SwiGLU, GeGLU, GELU) and their gradients.
 
-A gated input holds the gate and the up projection side by side on its last axis, `[..., 2H]`.
+A gated input is the concatenation of gate and up projection along the last axis, `[..., 2H]`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def gelu_and_mul_backward(grad_out: Array, x: Array, *, approximate: str = "tanh
 
 
 def gelu(x: Array, *, approximate: str = "none") -> Array:
-    """`x Phi(x)`, Phi the normal distribution function (Hendrycks & Gimpel 2016)."""
+    """`x Phi(x)`, Phi the standard normal CDF (Hendrycks & Gimpel 2016)."""
     return _gelu(x.astype(working_dtype(x), copy=False), approximate).astype(x.dtype)
 
 
@@ -70,10 +70,7 @@ def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Ar
 
 
 def activate(z: Array, name: str | None) -> Array:
-    """The activation of a linear layer by its name: None, relu, gelu, gelu_tanh or silu.
-
-    `z` in the dtype that is computed in.
-    """
+    """Applies the activation of a linear layer: None, "relu", "gelu", "gelu_tanh" or "silu"."""
     if name is None:
         return z
     if name == "relu":
@@ -84,7 +81,7 @@ def activate(z: Array, name: str | None) -> Array:
 
 
 def activation_slope(z: Array, name: str | None) -> Array:
-    """Derivative of `activate` at `z`; at 0 that of ReLU is 0."""
+    """Derivative of `activate` at `z`; that of ReLU is 0 at 0."""
     if name is None:
         return array_namespace(z).ones_like(z)
     if name == "relu":
@@ -113,7 +110,7 @@ def _join(grad_gate: Array, grad_up: Array, x: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    """The logistic function. Where exp(-x) overflows, its reciprocal is the zero it should be."""
+    """The logistic function. If exp(-x) overflows to infinity, the result is 0, as it should be."""
     xp = array_namespace(x)
     with np.errstate(over="ignore"):
         return 1 / (1 + xp.exp(-x))
@@ -124,7 +121,7 @@ def _gelu(x: Array, approximate: str) -> Array:
 
 
 def _gelu_gate(x: Array, approximate: str) -> Array:
-    """What GELU multiplies its input with. 0.5 (1 + tanh(u)) is the sigmoid of 2u."""
+    """GELU(x) / x. Uses 0.5 (1 + tanh(u)) = sigmoid(2u)."""
     if approximate == "tanh":
         return _sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x**3))
     return 0.5 * _erfc(x * -math.sqrt(0.5))
@@ -139,7 +136,7 @@ def _gelu_slope(x: Array, approximate: str) -> Array:
 
 
 def _erfc(x: Array) -> Array:
-    """The complementary error function; NumPy has none, so there the C library's, per element."""
+    """The complementary error function; for NumPy, which has none, math.erfc per element."""
     xp = array_namespace(x)
     if xp.__name__ == "numpy":
         return xp.asarray(xp.frompyfunc(math.erfc, 1, 1)(x), x.dtype)

@@ -1,4 +1,4 @@
-"""New keys and values into the blocks of a cache, in place."""
+"""Writes new keys and values to the blocks of a cache, in place."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def append_kv(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
 ) -> Array | None:
-    """Row `slots[i]` of the caches becomes `k[i]` and `v[i]`; returns the turned queries.
+    """Stores `k[i]` and `v[i]` in row `slots[i]` of the caches; returns the rotated queries.
 
-    codes: what the caches hold, with their scales [num_blocks, block_size, num_heads_kv, 1]; "" for
-    caches of k's dtype. Keys that turn are rounded once, to what the cache holds.
+    codes: element format of caches with scales [num_blocks, block_size, num_heads_kv, 1]; "" for
+    caches of k's dtype. Rotated keys are rounded once, to the format of the cache.
     """
     xp = array_namespace(k)
     wide = k.astype(working_dtype(k), copy=False)

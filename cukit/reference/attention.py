@@ -1,4 +1,4 @@
-"""Exact attention with the whole score matrix in memory."""
+"""Exact attention with the full score matrix in memory."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def flash_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """softmax(scores) v over [batch, seq, heads, head_dim], and the log-sum-exp.
+    """softmax(scores) v of arrays [batch, seq, heads, head_dim], and the log-sum-exp.
 
-    With cu_seqlens over [total, heads, head_dim], sequence by sequence.
+    With cu_seqlens, of arrays [total, heads, head_dim], sequence by sequence.
     """
     options = ScoreOptions(scale, softcap, alibi_slopes, bias, mask, causal, window_size, sinks)
     if cu_seqlens_q is None:
@@ -84,7 +84,7 @@ def flash_attention_backward(
     scale: float | None = None,
     deterministic: bool = False,
 ) -> tuple[Array, ...]:
-    """Gradients of flash_attention for q, k, v and, where there are any, sinks. Always
+    """Gradients of flash_attention with respect to q, k, v and, if given, sinks. Always
     deterministic."""
     options = ScoreOptions(scale, softcap, alibi_slopes, bias, mask, causal, window_size, sinks)
     if cu_seqlens_q is None:
@@ -112,7 +112,7 @@ def flash_attention_backward(
 
 
 def _sequences(cu_q: Array, cu_kv: Array) -> Iterator[tuple[int, slice, slice]]:
-    """Number and rows of every sequence."""
+    """Index, query rows and key rows of every sequence."""
     host = [np.asarray(x.get() if hasattr(x, "get") else x).tolist() for x in (cu_q, cu_kv)]
     for index in range(len(host[0]) - 1):
         rows = (slice(ends[index], ends[index + 1]) for ends in host)
@@ -131,7 +131,7 @@ def _forward(q: Array, k: Array, v: Array, options: ScoreOptions) -> tuple[Array
     if options.sinks is not None:
         sink = sink_scores(options.sinks, k.shape[2], group_of(q, k), scores.dtype)
         maximum = xp.maximum(maximum, sink)
-    # A row without keys has no finite maximum; its exponentials are zeros under any other one.
+    # A row without keys has no finite maximum; with base 0 its exponentials are 0.
     base = xp.where(maximum == -math.inf, 0, maximum)
     scores -= base
     weights = xp.exp(scores, out=scores)
@@ -155,7 +155,7 @@ def _backward(
     g, q_wide, k_wide, v_wide, o = upcast(dtype, grad_out, q, k, v, out)
     factor = scale_of(q, options.scale)
     group = group_of(q, k)
-    # exp(score - lse) is 0 for a row without keys once its lse is +infinity.
+    # lse of a row without keys is set to +infinity, so that exp(score - lse) is 0.
     row_lse = xp.where(lse == -math.inf, math.inf, lse).astype(dtype, copy=False)
     row_lse = row_lse.reshape(q.shape[0], k.shape[2], group, q.shape[1], 1)
     weights, slope = attention_scores(xp, q_wide, k_wide, options)
@@ -178,7 +178,7 @@ def _backward(
     )
     if options.sinks is None:
         return gradients
-    # A sink has a weight in every row, and a value of zero.
+    # A sink has a weight in every row, and the value 0.
     sink = sink_scores(options.sinks, k.shape[2], group, dtype)
     grad_sinks = -(xp.exp(sink - row_lse) * delta).sum(axis=(0, 3, 4)).reshape(-1)
     return *gradients, grad_sinks.astype(options.sinks.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Divergence between two models' attention distributions, with whole matrices in memory."""
+"""Divergence between the attention distributions of two models, with full matrices in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cukit.reference.attention_scores import ScoreOptions, attention_scores, sca
 Array = Any
 Window = tuple[int | None, int | None]
 
-_SERIES = 0.1  # below it the series of expm1(-d) + d, above it the formula
+_SERIES = 0.1  # expm1(-d) + d is computed by its series for |d| below this
 
 
 def attention_kl(
@@ -42,9 +42,9 @@ def attention_kl(
     precise: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL(softmax(teacher's scores) || softmax(student's)) of every query and head of the student.
+    """KL(softmax(teacher scores) || softmax(student scores)) per query and head of the student.
 
-    Always as exact as `precise`.
+    `precise` has no effect: the result always has that accuracy.
     """
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
@@ -88,7 +88,7 @@ def attention_kl_backward(
     grad_loss: Any = None,
     deterministic: bool = False,
 ) -> tuple[Array, Array]:
-    """Gradients of attention_kl for q_s and k_s. Always deterministic."""
+    """Gradients of attention_kl with respect to q_s and k_s. Always deterministic."""
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     factor = temperature**2 if scale_by_temperature_squared else 1.0
@@ -123,7 +123,7 @@ def attention_kl_backward(
 
 
 class _Part(NamedTuple):
-    """One sequence of several, or the whole batch."""
+    """One variable-length sequence, or the whole batch."""
 
     q_t: Array
     k_t: Array
@@ -134,7 +134,7 @@ class _Part(NamedTuple):
     whole: bool
 
     def rows_of(self, array: Array | None) -> Array | None:
-        """Its share of an array of one number a head and query."""
+        """This part's slice of an array with one value per head and query."""
         if array is None or self.whole:
             return array
         return array[None, :, self.of_q]
@@ -171,7 +171,7 @@ def _scores(
     window_size: Window | None,
     given: tuple[Array | None, Array | None],
 ) -> _Pair:
-    """Logarithms of both distributions, -infinity where hidden, [batch, heads_s, seq_q, seq_kv]."""
+    """Logarithms of both distributions, -infinity where masked, [batch, heads_s, seq_q, seq_kv]."""
     q_t, k_t = part.q_t, part.k_t
     heads_t, heads_s = q_t.shape[2], part.q_s.shape[2]
     if head_map is None and heads_t != heads_s:
@@ -213,7 +213,7 @@ def _scores(
 
 
 def _divergence(xp: Any, pair: _Pair) -> Array:
-    """sum p (expm1(-d) + d), d = log p - log q: no term is negative, none cancels another."""
+    """sum p (expm1(-d) + d), d = log p - log q: terms are non-negative, so none cancel."""
     p = xp.exp(pair.log_p_t)
     hidden = pair.log_p_t == -math.inf
     d = xp.where(hidden, 0, pair.log_p_t - xp.where(hidden, 0, pair.log_p_s))
@@ -230,14 +230,14 @@ def _divergence(xp: Any, pair: _Pair) -> Array:
     )
     far = xp.where(near, 0, d)
     terms = p * xp.where(near, series, xp.expm1(-far) + far)
-    # A pair that only the teacher finds impossible leaves the student's probability.
+    # The limit of a term for p = 0 is q.
     return xp.where(hidden, xp.exp(pair.log_p_s), terms).sum(axis=-1)
 
 
 def _joined(
     xp: Any, parts: list[Array], q_s: Array, cu_seqlens_q: Array | None, dtype: Any
 ) -> Array:
-    """One number a head and query, of all sequences."""
+    """Concatenates values per head and query over the sequences."""
     if cu_seqlens_q is None:
         return xp.ascontiguousarray(parts[0].astype(dtype, copy=False))
     if not parts:
@@ -246,14 +246,14 @@ def _joined(
 
 
 def _by_rows(xp: Any, weights: Array, varlen: bool) -> Array:
-    """Weights of queries, [batch, seq] or [total], to be broadcast over heads."""
+    """Weights of queries, [batch, seq] or [total], in a shape that broadcasts over heads."""
     return weights[None] if varlen else weights[:, None]
 
 
 def _divisor(
     xp: Any, rows: tuple[int, ...], weights: Array | None, normalizer: Any, varlen: bool
 ) -> Any:
-    """What a mean divides by: heads times the weight of all queries."""
+    """The divisor of the mean: number of heads times the total weight of the queries."""
     heads = rows[0] if varlen else rows[1]
     if normalizer is None:
         queries = rows[1] if varlen else rows[0] * rows[2]
@@ -266,9 +266,9 @@ def _divisor(
 def reduced_rows(
     xp: Any, kl: Array, weights: Array | None, reduction: str, normalizer: Any, varlen: bool
 ) -> Array:
-    """The loss from the divergences of rows, [batch, heads, seq] or [heads, total]."""
+    """Reduces the divergences of rows, [batch, heads, seq] or [heads, total], to the loss."""
     if weights is not None:
-        # What has no weight has no loss, though it were infinite.
+        # A row with weight 0 has loss 0, even if its divergence is infinite.
         by_rows = _by_rows(xp, weights.astype(kl.dtype, copy=False), varlen)
         kl = xp.where(by_rows == 0, 0, kl * by_rows)
     if reduction == "none":
@@ -289,7 +289,7 @@ def row_factors(
     grad_loss: Any,
     varlen: bool,
 ) -> Array:
-    """The derivative of the loss by every row of the divergence, [batch, heads, seq]."""
+    """Derivative of the loss with respect to each row's divergence, [batch, heads, seq]."""
     factors = xp.ones(rows, dtype=dtype)
     if weights is not None:
         factors = factors * _by_rows(xp, weights.astype(dtype, copy=False), varlen)

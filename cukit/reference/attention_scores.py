@@ -1,6 +1,6 @@
-"""Scores of attention under every option, as the whole matrix.
+"""The full matrix of attention scores, with all options.
 
-Heads of one group share their keys: arrays are viewed as [batch, heads_kv, group, seq, head_dim].
+Query heads of a group share keys: arrays are viewed as [batch, heads_kv, group, seq, head_dim].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Array = Any
 
 
 class ScoreOptions(NamedTuple):
-    """What happens to `scale * q k^T` on its way to the softmax, in the order of the fields."""
+    """The operations applied to `q k^T` before the softmax, in the order of the fields."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -24,7 +24,7 @@ class ScoreOptions(NamedTuple):
     sinks: Array | None = None  # [heads_q]
 
     def of_sequence(self, index: int, seq_q: int, seq_kv: int) -> ScoreOptions:
-        """The options of one sequence of several: its part of what differs between them."""
+        """The options of one sequence: selects its part of per-sequence arrays."""
         slopes = self.alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[index : index + 1]
@@ -47,12 +47,12 @@ def _part(matrix: Array | None, index: int, seq_q: int, seq_kv: int) -> Array | 
 
 
 def four_axes(matrix: Array) -> Array:
-    """A view with leading axes of one, as broadcasting would add them."""
+    """A view with four axes; leading axes of extent 1 are added, as in broadcasting."""
     return matrix.reshape((1,) * (4 - matrix.ndim) + matrix.shape)
 
 
 def scale_of(q: Array, scale: float | None) -> float:
-    """The factor of the scores."""
+    """The scale of the scores; default 1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
@@ -74,15 +74,15 @@ def merge_heads(x: Array) -> Array:
 
 
 def group_of(q: Array, k: Array) -> int:
-    """Query heads that share a key head."""
+    """Number of query heads per key head."""
     return q.shape[2] // k.shape[2] if k.shape[2] else 1
 
 
 def attention_scores(
     xp: Any, q: Array, k: Array, options: ScoreOptions
 ) -> tuple[Array, Array | None]:
-    """The scores [batch, heads_kv, group, seq_q, seq_kv], -infinity where hidden, and with a
-    softcap its derivative there."""
+    """The scores [batch, heads_kv, group, seq_q, seq_kv], -infinity where masked, and the
+    derivative of the softcap, None without one."""
     group = group_of(q, k)
     scaled = q * q.dtype.type(scale_of(q, options.scale))
     scores = xp.matmul(q_heads(scaled, group), kv_heads(k).swapaxes(-1, -2))
@@ -93,7 +93,7 @@ def attention_scores(
         slope = 1 - scores * scores
         scores *= options.softcap
     seq_q, seq_kv = scores.shape[-2:]
-    # Keys after the one that lies opposite the query; both sequences end together.
+    # Offset of a key from the diagonal, which is aligned to the ends of both sequences.
     ahead = xp.arange(seq_kv) - xp.arange(seq_q)[:, None] - (seq_kv - seq_q)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.astype(scores.dtype, copy=False)

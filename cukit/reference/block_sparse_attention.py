@@ -1,4 +1,4 @@
-"""Attention under a mask of blocks, with the whole score matrix in memory."""
+"""Attention with a block mask, with the full score matrix in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = Any
 def expand_blocks(
     block_mask: Array, block_size: tuple[int, int], seq_len_q: int, seq_len_kv: int
 ) -> Array:
-    """[heads, blocks of queries, blocks of keys] -> [1, heads, seq_len_q, seq_len_kv]."""
+    """[heads, query blocks, key blocks] -> [1, heads, seq_len_q, seq_len_kv]."""
     xp = array_namespace(block_mask)
     rows = xp.arange(seq_len_q) // block_size[0]
     columns = xp.arange(seq_len_kv) // block_size[1]
@@ -29,7 +29,7 @@ def block_sparse_attention(
     block_size: int | tuple[int, int] = 128,
     **options: Any,
 ) -> Array | tuple[Array, Array]:
-    """flash_attention under the mask that the blocks add up to."""
+    """flash_attention with the block mask expanded to elements."""
     size = (block_size, block_size) if isinstance(block_size, int) else block_size
     mask = block_mask if block_mask.ndim == 3 else block_mask[None]
     return flash_attention(

@@ -1,4 +1,4 @@
-"""Causal convolutions along time, one filter for each channel."""
+"""Causal depthwise convolutions along time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ACTIVATIONS = ("silu", "none")
 
 
 class ConvGradients(NamedTuple):
-    """Gradients of a causal convolution's arguments, each like its argument; None where there was
-    none."""
+    """Gradients of a causal convolution's arguments, each with dtype and shape of its argument;
+    None for an argument that is None."""
 
     x: Array
     weight: Array
@@ -32,7 +32,7 @@ def causal_conv(
     """`z[t] = bias + sum_k weight[:, k] x[t - (width - 1) + k]`, `y = activation(z)`.
 
     x [batch, seq_len, channels]; weight [channels, width]; initial_state [batch, width - 1,
-    channels]: what comes before x, zeros where omitted.
+    channels]: the inputs before x, by default zeros.
     """
     z = _before_activation(x, weight, bias, initial_state)[0]
     xp = array_namespace(x)
@@ -48,7 +48,7 @@ def causal_conv_step(
     *,
     activation: str = "silu",
 ) -> Array:
-    """One token of each sequence, x [batch, channels]; changes `state` and returns y."""
+    """One token per sequence, x [batch, channels]; updates `state` and returns y."""
     y = causal_conv(x[:, None], weight, bias, initial_state=state, activation=activation)[:, 0]
     state[:, :-1] = state[:, 1:].copy()
     state[:, -1] = x
@@ -87,7 +87,7 @@ def causal_conv_backward(
 def _before_activation(
     x: Array, weight: Array, bias: Array | None, initial_state: Array | None
 ) -> tuple[Array, Array, Array]:
-    """z, x behind what comes before it, and the weights, in the working dtype."""
+    """z, the padded input (initial state followed by x) and the weights, in the working dtype."""
     xp = array_namespace(x)
     work = working_dtype(x, weight, bias, initial_state)
     wide, filters, shift, past = upcast(work, x, weight, bias, initial_state)
@@ -105,6 +105,6 @@ def _before_activation(
 
 
 def _sigmoid(xp: Any, z: Array) -> Array:
-    """Without overflow."""
+    """Sigmoid without overflow."""
     small = xp.exp(-xp.abs(z))
     return xp.where(z < 0, small, 1) / (1 + small)

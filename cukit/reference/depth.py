@@ -1,4 +1,4 @@
-"""Layers that only some tokens pass through: by a depth of their own, or the best of a router."""
+"""Layers that skip tokens: per-token depth, or tokens chosen by a router (mixture of depths)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ Array = Any
 
 
 class DepthRouting(NamedTuple):
-    """The tokens of each sequence that a router sends through a block."""
+    """The tokens of each sequence that a router selects for a block."""
 
     indices: Array
-    """int32 [batch, capacity]: their positions, ascending."""
+    """int32 [batch, capacity]: positions of the selected tokens, ascending."""
     slots: Array
-    """int32 [batch, seq_len]: where each token is among them; -1 for the others."""
+    """int32 [batch, seq_len]: index of each token in `indices`; -1 if not selected."""
     weights: Array
-    """float32 [batch, capacity] (float64 for float64 logits): what the block's result is multiplied
-    with."""
+    """float32 [batch, capacity] (float64 for float64 logits): factors of the block's results."""
 
 
 def depth_router(logits: Array, capacity: int) -> DepthRouting:
-    """The `capacity` tokens with the largest logits; of equals the first, NaN after all others."""
+    """Selects the `capacity` tokens with the largest logits; ties by position, NaN last."""
     xp = array_namespace(logits)
     (wide,) = upcast(working_dtype(logits), logits)
     order = xp.argsort(-wide, axis=1, kind="stable")
@@ -39,7 +38,7 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
 def depth_router_backward(
     grad_weights: Array, weights: Array, slots: Array, dtype: Any = None
 ) -> Array:
-    """The gradient of the logits: that of the sigmoid for chosen tokens, else zero."""
+    """Gradient of the logits: that of the sigmoid for selected tokens, else 0."""
     grad = grad_weights * weights * (1 - weights)
     return _at_slots(grad[:, :, None], slots)[:, :, 0].astype(
         weights.dtype if dtype is None else dtype
@@ -47,8 +46,8 @@ def depth_router_backward(
 
 
 def _at_slots(rows: Array, slots: Array) -> Array:
-    """The rows of [batch, capacity, hidden] at slots [batch, seq_len]; zeros for a slot outside
-    [0, capacity)."""
+    """The rows of [batch, capacity, hidden] at slots [batch, seq_len]; zeros for slots out of
+    range."""
     xp = array_namespace(rows)
     batch, capacity, hidden = rows.shape
     padded = xp.concatenate([rows, xp.zeros((batch, 1, hidden), rows.dtype)], axis=1)
@@ -60,13 +59,13 @@ def depth_gather(x: Array, indices: Array) -> Array:
     """The rows of x [batch, seq_len, hidden] at indices [batch, capacity]."""
     xp = array_namespace(x)
     check_range("indices", indices, x.shape[1])
-    bits = x.view(np.uint16) if x.itemsize == 2 else x  # CuPy indexes no bfloat16
+    bits = x.view(np.uint16) if x.itemsize == 2 else x  # CuPy cannot index bfloat16
     chosen = xp.take_along_axis(bits, indices[:, :, None].astype(np.int64), axis=1)
     return chosen.view(x.dtype)
 
 
 def depth_combine(x: Array, y: Array, weights: Array, slots: Array) -> Array:
-    """x, plus weights * y at the tokens that have a slot."""
+    """x plus weights * y at the selected tokens."""
     wide, rows, factors = upcast(working_dtype(x), x, y, weights)
     added = _at_slots(rows * factors[:, :, None], slots)
     return (wide + added).astype(x.dtype, copy=False)
@@ -75,7 +74,7 @@ def depth_combine(x: Array, y: Array, weights: Array, slots: Array) -> Array:
 def depth_combine_backward(
     grad_out: Array, y: Array, weights: Array, indices: Array
 ) -> tuple[Array, Array]:
-    """Gradients of y and of weights; that of x is grad_out itself."""
+    """Gradients of y and weights; that of x is grad_out."""
     grad, rows, factors = upcast(working_dtype(grad_out), grad_out, y, weights)
     chosen = depth_gather(grad, indices)
     grad_y = (chosen * factors[:, :, None]).astype(y.dtype, copy=False)
@@ -89,7 +88,7 @@ def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
 
 
 def adaptive_depth(x: Array, weights: Array, depth: Array, activation: str | None = None) -> Array:
-    """Every token through its own layers: all of them, and the result of those it asks for."""
+    """Applies to each token as many layers as its depth."""
     xp = array_namespace(x)
     for mask, weight in zip(create_adaptive_depth_mask(depth, len(weights)), weights, strict=True):
         x = xp.where(mask[:, None], linear(x, weight, None, activation), x)

@@ -1,11 +1,11 @@
-"""Divergences between the softmax of teacher and of student logits, row by row, with gradients.
+"""Divergences between the softmax of teacher and student logits, row by row, with gradients.
 
     p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
 
-Each divergence is a sum of terms that are never negative. Where p and q are close, a term is a
-power series in x = min(p, q) / max(p, q) - 1: nothing cancels, where the usual sum of p d loses all
-digits.
-The gradient for student / T is q_v (slope_v - sum_w q_w slope_w), with slopes that vanish with d.
+Each divergence is a sum of non-negative terms. If p and q are close, a term is computed as a power
+series, in d or in x = min(p, q) / max(p, q) - 1, without the cancellation in which the usual sum of
+p d loses all digits. The gradient with respect to student / T is q_v (slope_v - sum_w q_w slope_w),
+with slopes that vanish with d.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 NO_MASS = -1e30
-"""Logits below this carry no probability: -inf, and masks such as float32's smallest number."""
+"""Logits below this have probability 0: -inf, and mask values such as the lowest float32."""
 
 _REMAINDER_RADIUS = 0.5
 _REMAINDER = tuple((-1.0) ** k / math.factorial(k) for k in range(2, 19))
@@ -29,18 +29,18 @@ _REMAINDER = tuple((-1.0) ** k / math.factorial(k) for k in range(2, 19))
 
 _EXCESS_RADIUS = 0.125
 _LOG_EXCESS = tuple((-1.0) ** k / k for k in range(2, 20))
-"""Of w - log(1 + w) = w^2/2 - w^3/3 + ..."""
+"""Taylor coefficients of w - log(1 + w) = w^2/2 - w^3/3 + ..."""
 _ENTROPY_EXCESS = tuple((-1.0) ** k / (k * (k - 1)) for k in range(2, 20))
-"""Of (1 + x) log(1 + x) - x = x^2/2 - x^3/6 + ..."""
+"""Taylor coefficients of (1 + x) log(1 + x) - x = x^2/2 - x^3/6 + ..."""
 
 
 def softmax(xp: Any, z: Array, scale: float = 1.0) -> tuple[Array, Array, Array]:
-    """Softmax of scale * z, z's maximum and the sum of exp(scale * (z - maximum)), row by row.
+    """Softmax of scale * z, maximum of z and sum of exp(scale * (z - maximum)), row by row.
 
-    A row without mass has softmax zero.
+    The softmax of a row without mass is 0.
     """
     top = xp.maximum(xp.max(z, axis=-1, keepdims=True), z.dtype.type(NO_MASS))
-    with np.errstate(invalid="ignore"):  # infinities, in rows that may well be ignored
+    with np.errstate(invalid="ignore"):  # infinities, possibly in ignored rows
         exps = z - top
     if scale != 1:
         exps *= scale
@@ -53,8 +53,8 @@ def softmax(xp: Any, z: Array, scale: float = 1.0) -> tuple[Array, Array, Array]
 def divergence_rows(
     student: Array, teacher: Array, kept: Array, temperature: float, divergence: str, beta: float
 ) -> tuple[Array, Array]:
-    """The divergence [rows] and its gradient for the student's logits [rows, vocab], each row on
-    its own; zero where `kept` is False or a row has no mass."""
+    """The divergence of each row [rows] and its gradient with respect to the student's logits
+    [rows, vocab]; 0 where `kept` is False or a row has no mass."""
     xp = array_namespace(student)
     inverse = student.dtype.type(1.0 / temperature)
     q, q_top, q_total = softmax(xp, student, inverse)
@@ -62,7 +62,7 @@ def divergence_rows(
     active = kept & (q_total[:, 0] != 0) & (p_total[:, 0] != 0)
     safe_q, safe_p = (xp.where(total == 0, 1, total) for total in (q_total, p_total))
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # in branches not taken
-        # log p - log q, with the sums' logarithms taken of their ratio, which is near one.
+        # log p - log q; the logarithm of the ratio of the sums, near 1, is more precise.
         d = ((teacher - student) - (p_top - q_top)) * inverse - xp.log(safe_p / safe_q)
         d = xp.where((p == 0) & (q == 0), d.dtype.type(0), d)
         if divergence == "forward_kl":
@@ -78,7 +78,7 @@ def divergence_rows(
 
 
 def forward_kl(xp: Any, p: Array, q: Array, d: Array) -> tuple[Array, Array]:
-    """Terms p (expm1(-d) + d) with d = log p - log q, and q - p, accurate where d is small."""
+    """Terms p (expm1(-d) + d) with d = log p - log q, and q - p, accurate for small d."""
     near = xp.abs(d) < _REMAINDER_RADIUS
     series = _remainder(xp, d)
     gradient = xp.where(near, p * (series - d), q - p)
@@ -94,7 +94,7 @@ def _reverse_kl(xp: Any, p: Array, q: Array, d: Array, beta: Any) -> tuple[Array
 
 def _jsd(xp: Any, p: Array, q: Array, d: Array, beta: Any) -> tuple[Array, Array]:
     gap, x, likelier, larger = _compare(xp, p, q, d)
-    share = xp.where(likelier, 1 - beta, beta)  # of the smaller one in m
+    share = xp.where(likelier, 1 - beta, beta)  # weight of the smaller one in m
     log_m = xp.log1p(share * x)  # log(m / larger)
     own = xp.where(x > -1, -(1 + x) * gap, 0)
     of_x = _excess(xp, x, own - x, _ENTROPY_EXCESS)
@@ -118,7 +118,7 @@ def _skewed(xp: Any, a: Array, b: Array, d: Array, beta: Any) -> tuple[Array, Ar
     gap, x, likelier, _ = _compare(xp, a, b, d)
     share = 1 - beta
     of_smaller = xp.where(likelier, share, beta)
-    m = 1 + of_smaller * x  # over the larger one
+    m = 1 + of_smaller * x  # divided by the larger one
     log_m = xp.log1p(of_smaller * x)
     w = share * xp.where(likelier, x, -x / (1 + x))  # m / a - 1
     by_series = likelier | (w < _EXCESS_RADIUS)
@@ -143,25 +143,25 @@ _CENTRED: dict[str, Callable[..., tuple[Array, Array]]] = {
 
 
 def _compare(xp: Any, p: Array, q: Array, d: Array) -> tuple[Array, Array, Array, Array]:
-    """|d|, x, whether p >= q, and the larger of both."""
+    """|d|, x, whether p >= q, and max(p, q)."""
     gap, likelier = xp.abs(d), d >= 0
     return gap, xp.expm1(-gap), likelier, xp.where(likelier, p, q)
 
 
 def _remainder(xp: Any, d: Array) -> Array:
-    """expm1(-d) + d without cancellation, where |d| < _REMAINDER_RADIUS."""
+    """expm1(-d) + d without cancellation, for |d| < _REMAINDER_RADIUS."""
     near = xp.where(xp.abs(d) < _REMAINDER_RADIUS, d, d.dtype.type(0))
     return _series(near, _REMAINDER)
 
 
 def _excess(xp: Any, x: Array, far: Array, coefficients: tuple[float, ...]) -> Array:
-    """The series where |x| < _EXCESS_RADIUS, else `far`."""
+    """The series for |x| < _EXCESS_RADIUS, else `far`."""
     near = xp.abs(x) < _EXCESS_RADIUS
     return xp.where(near, _series(xp.where(near, x, x.dtype.type(0)), coefficients), far)
 
 
 def _series(x: Array, coefficients: tuple[float, ...]) -> Array:
-    """x^2 (c_0 + c_1 x + ...), with as many terms as the dtype can tell."""
+    """x^2 (c_0 + c_1 x + ...), with as many terms as the precision of the dtype needs."""
     count = len(coefficients) if x.dtype.itemsize == 8 else 8
     value = x * x.dtype.type(coefficients[count - 1])
     for coefficient in reversed(coefficients[1 : count - 1]):

@@ -1,4 +1,4 @@
-"""Token embedding: rows of a table by id, and the gradient of the table."""
+"""Token embedding: look-up of table rows by id, and the gradient of the table."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def embedding(ids: Array, weight: Array) -> Array:
 def embedding_backward(
     grad_out: Array, ids: Array, num_embeddings: int, *, dtype: Any = None
 ) -> Array:
-    """Sum the rows of `grad_out` that share an id: `[num_embeddings, hidden]`.
+    """Sums of the rows of `grad_out` per id: `[num_embeddings, hidden]`.
 
-    Rows are brought into the order of their ids (a stable sort) and summed run by run.
+    Rows are sorted by id (stable) and summed per run of equal ids.
     """
     xp = array_namespace(grad_out)
     hidden = grad_out.shape[-1]
@@ -34,7 +34,7 @@ def embedding_backward(
     is_start = xp.ones(sorted_ids.shape, bool)
     is_start[1:] = sorted_ids[1:] != sorted_ids[:-1]
     starts = xp.flatnonzero(is_start)
-    # CuPy's reduceat takes differences of running sums, which float32 would spoil.
+    # CuPy's reduceat subtracts prefix sums, which cancels in float32.
     wide = working_dtype(grad_out) if xp.__name__ == "numpy" else xp.float64
     rows = grad_out.reshape(-1, hidden)[order].astype(wide, copy=False)
     grad_weight[sorted_ids[starts]] = xp.add.reduceat(rows, starts, axis=0)

@@ -21,7 +21,7 @@ def matmul(
     accumulate: bool = False,
     out_dtype: Any = None,
 ) -> Array:
-    """op(a) @ op(b), with all axes of an operand but the last flattened to rows."""
+    """op(a) @ op(b), with all axes but the last flattened to rows."""
     xp = array_namespace(a)
     left, right = upcast(working_dtype(a, b), _rows(a), _rows(b))
     product = xp.matmul(left.T if transpose_a else left, right.T if transpose_b else right)
@@ -43,7 +43,7 @@ def linear(
     *,
     return_preactivation: bool = False,
 ) -> Any:
-    """`f(x w^T + bias)`, and on request what f is applied to."""
+    """`f(x w^T + bias)`, and optionally the pre-activation."""
     z = _product(x, w)
     if bias is not None:
         z = z + bias.astype(z.dtype, copy=False)
@@ -58,7 +58,7 @@ def gated_linear(
     *,
     return_preactivation: bool = False,
 ) -> Any:
-    """`f(x gate^T) * (x up^T)`, and on request both factors' products side by side."""
+    """`f(x gate^T) * (x up^T)`, and optionally both products, concatenated."""
     xp = array_namespace(x)
     half = 0 if isinstance(w, tuple) else w.shape[0] // 2
     w_gate, w_up = w if isinstance(w, tuple) else (w[:half], w[half:])
@@ -98,7 +98,7 @@ def gated_linear_backward(
     preactivation: Array,
     activation: str = "silu",
 ) -> tuple[Array, Array]:
-    """Gradients of `gated_linear` with respect to `x` and `w`, gate's rows before up's."""
+    """Gradients of `gated_linear` with respect to `x` and `w`, gate rows before up rows."""
     half = w.shape[0] // 2
     outer, z = upcast(working_dtype(x), grad_out, preactivation)
     gate, up = z[..., :half], z[..., half:]
@@ -109,7 +109,7 @@ def gated_linear_backward(
 
 
 def _product(x: Array, w: Array) -> Array:
-    """x w^T in the dtype that is computed in."""
+    """x w^T in the working dtype."""
     left, right = upcast(working_dtype(x, w), x, w)
     return array_namespace(x).matmul(left, right.T)
 
@@ -123,7 +123,7 @@ def matmul_standard(
     transpose_b: bool = False,
     out_dtype: Any = None,
 ) -> Array:
-    """op(a) @ op(b) with nothing but what the array API standard has: `xp` is its namespace."""
+    """op(a) @ op(b) using the array API standard only; `xp` is the namespace."""
     left, right = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, b))
     left = xp.matrix_transpose(left) if transpose_a else left
     product = xp.matmul(left, xp.matrix_transpose(right) if transpose_b else right)
@@ -146,7 +146,7 @@ def tree_matmul(
     out: Array | None = None,
     out_dtype: Any = None,
 ) -> Array:
-    """a @ b, the sum over k split in halves down to at most `leaf` terms; see cukit.gemm.tree."""
+    """a @ b with the sum over k halved recursively down to `leaf` terms; see cukit.gemm.tree."""
     xp = array_namespace(a)
     left, right = upcast(working_dtype(a, b), _rows(a), b.T if transpose_b else b)
     product = _strassen(xp, left, right, leaf) if strassen else _halves(xp, left, right, leaf)
@@ -168,13 +168,13 @@ def _halves(xp: Any, a: Array, b: Array, leaf: int) -> Array:
 
 
 def half_of(k: int, leaf: int) -> int:
-    """Where a sum of k terms, more than a leaf's, is split: after half of its leaves."""
+    """The split point of a sum of k > leaf terms: after half of its leaves."""
     leaves = -(-k // leaf)
     return (leaves + 1) // 2 * leaf
 
 
 def _strassen(xp: Any, a: Array, b: Array, leaf: int) -> Array:
-    """Seven products of halves in place of eight."""
+    """Strassen's algorithm: seven products of blocks instead of eight."""
     m, k, n = a.shape[0] // 2, a.shape[1] // 2, b.shape[1] // 2
     a11, a12, a21, a22 = a[:m, :k], a[:m, k:], a[m:, :k], a[m:, k:]
     b11, b12, b21, b22 = b[:k, :n], b[:k, n:], b[k:, :n], b[k:, n:]

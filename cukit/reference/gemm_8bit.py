@@ -1,4 +1,4 @@
-"""Products of quantised matrices: of int8 and float8 codes with their scales."""
+"""Products of quantised matrices: int8 and float8 codes with scales."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def matmul_int8(
     out_dtype: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """a b^T of int8 arrays with scales: sums are exact, as int32 where there are no scales.
+    """a b^T of int8 arrays with scales. Sums are exact; without scales the result is int32.
 
-    column_sums: ignored; the sums of `b` are computed.
+    column_sums: ignored; the sums of `b` are recomputed.
     """
     xp = array_namespace(a.storage)
-    # float64 holds sums of up to 2^38 products of two codes exactly.
+    # float64 represents sums of up to 2^38 products of two codes exactly.
     sums = xp.matmul(a.storage.astype(xp.float64), b.storage.astype(xp.float64).T)
     if a.scales is None:
         return _result(sums, None, np.int32, out)
@@ -47,7 +47,7 @@ def matmul_fp8(
     out: Array | None = None,
     fast_accumulation: bool = False,
 ) -> Array:
-    """a b^T of float8 arrays, summed in float64: `fast_accumulation` makes no difference."""
+    """a b^T of float8 arrays, accumulated in float64; `fast_accumulation` has no effect."""
     xp = array_namespace(a.storage)
     with np.errstate(invalid="ignore"):  # NaN and infinite scales
         product = xp.matmul(quantized_values(a), quantized_values(b).T)
@@ -55,7 +55,7 @@ def matmul_fp8(
 
 
 def quantized_values(array: Any) -> Array:
-    """What a QuantizedArray stands for, in float64."""
+    """The values of a QuantizedArray in float64."""
     xp = array_namespace(array.storage)
     codes = decode(array.storage, array.dtype.name, array.shape[-1]).astype(xp.float64)
     if array.scales is None:
@@ -64,10 +64,10 @@ def quantized_values(array: Any) -> Array:
 
 
 def _result(values: Array, bias: Array | None, out_dtype: Any, out: Array | None) -> Array:
-    """The values with bias, in the dtype of `out`, else in `out_dtype`, else in bfloat16."""
+    """The values plus bias, in the dtype of `out`, else in `out_dtype`, else in bfloat16."""
     if bias is not None:
         values = values + bias.astype(values.dtype)
-    with np.errstate(over="ignore"):  # what lies beyond the range becomes infinite
+    with np.errstate(over="ignore"):  # values out of range become infinite
         result = values.astype(result_dtype(out_dtype) if out is None else out.dtype)
     if out is None:
         return result
@@ -76,5 +76,5 @@ def _result(values: Array, bias: Array | None, out_dtype: Any, out: Array | None
 
 
 def result_dtype(given: Any) -> Any:
-    """bfloat16 unless another is given."""
+    """The given dtype; default bfloat16."""
     return ml_dtypes.bfloat16 if given is None or given == "bfloat16" else given

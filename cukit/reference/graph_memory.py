@@ -1,4 +1,4 @@
-"""Memories on graphs: retrieval, diffusion, gated writes, in plain array code."""
+"""Graph memories: retrieval, diffusion, attention reads and gated writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCORES_AT_ONCE = 1 << 24
 
 
 class Retrieved(NamedTuple):
-    """The best rows of a memory, best first.
+    """The best rows of a memory per query, best first.
 
     scores: float32 [num_queries, k].
     indices: int32 [num_queries, k].
@@ -24,7 +24,7 @@ class Retrieved(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """A sparse matrix of transitions by rows (CSR), T[i, columns[e]] = values[e].
+    """A sparse transition matrix in CSR format: T[i, columns[e]] = values[e].
 
     row_offsets: int32 [num_nodes + 1]; the edges of row i are row_offsets[i] to row_offsets[i + 1].
     columns: int32 [num_edges], 0 to num_nodes - 1.
@@ -37,7 +37,7 @@ class Transition(NamedTuple):
 
 
 def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
-    """The k rows with the largest inner products; ties: the lowest index first."""
+    """The k rows with the largest inner products; ties are ordered by index."""
     xp = array_namespace(queries)
     dtype = working_dtype(queries, memory)
     table = memory.astype(dtype, copy=False)
@@ -54,7 +54,7 @@ def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
 
 
 def _order(xp: Any, scores: Array, k: int) -> Array:
-    """A stable sort of what the k-th largest score leaves: ties in the order of their indices."""
+    """Indices of the k largest scores, descending; ties are ordered by index."""
     if 4 * k >= scores.shape[1]:
         return xp.argsort(-scores, axis=1, kind="stable")[:, :k]
     rows = []
@@ -66,7 +66,7 @@ def _order(xp: Any, scores: Array, k: int) -> Array:
 
 
 def spread(transition: Transition, z: Array) -> Array:
-    """`T z`, added up in the order of the edges' rows."""
+    """`T z`, accumulated in the order of the edges."""
     xp = array_namespace(z)
     offsets, columns, values = transition
     rows = rows_of_edges(transition)
@@ -80,7 +80,7 @@ def spread(transition: Transition, z: Array) -> Array:
 
 
 def rows_of_edges(transition: Transition) -> Array:
-    """int32 [num_edges]."""
+    """The row of each edge, int32 [num_edges]."""
     xp = array_namespace(transition.columns)
     edges = xp.arange(len(transition.columns))
     rows = xp.searchsorted(transition.row_offsets[1:], edges, side="right")
@@ -88,7 +88,7 @@ def rows_of_edges(transition: Transition) -> Array:
 
 
 def transpose(transition: Transition) -> Transition:
-    """The transition backwards; edges of a row by ascending column."""
+    """The transposed transition matrix; edges of a row by ascending column."""
     xp = array_namespace(transition.columns)
     offsets, columns, values = transition
     rows = rows_of_edges(transition)
@@ -103,14 +103,14 @@ METHODS = ("pagerank", "heat")
 
 
 def step_weights(steps: int, restart: float, method: str, time: float) -> tuple[float, ...]:
-    """What each step keeps: `z <- keep T z + (1 - keep) memory`, from z = memory.
+    """The factor `keep` of each step, `z <- keep T z + (1 - keep) memory` from z = memory.
 
-    heat: Horner's scheme for the series of `exp(time T)` up to T^steps, its partial sums divided by
-    the sum of their weights.
+    heat: Horner's scheme for the series of `exp(time T)` up to T^steps, with every partial sum
+    divided by the sum of its weights.
     """
     if method == "pagerank":
         return (1.0 - restart,) * steps
-    weights, total = [], 1.0  # of the part of the series from one term on, over that term
+    weights, total = [], 1.0  # total: sum of the series from a term on, divided by that term
     for term in range(steps, 0, -1):
         ratio = time / term * total
         weights.append(ratio / (1.0 + ratio))
@@ -127,7 +127,7 @@ def graph_diffusion(
     method: str = "pagerank",
     time: float = 1.0,
 ) -> Array:
-    """`z <- keep T z + (1 - keep) memory` for each step, from z = memory."""
+    """`z <- keep T z + (1 - keep) memory` in each step, from z = memory."""
     check_edges(transition, len(memory))
     dtype = working_dtype(memory)
     wide = memory.astype(dtype, copy=False)
@@ -149,7 +149,7 @@ def graph_diffusion_backward(
     time: float = 1.0,
     values: bool = True,
 ) -> tuple[Array, Array | None]:
-    """Gradients of :func:`graph_diffusion` for the memory and the values of the transition."""
+    """Gradients of :func:`graph_diffusion` with respect to memory and transition values."""
     check_edges(transition, len(memory))
     xp = array_namespace(memory)
     dtype = working_dtype(memory)
@@ -172,7 +172,7 @@ def graph_diffusion_backward(
 
 
 def check_edges(transition: Transition, num_nodes: int) -> None:
-    """Raises ArrayError unless offsets ascend from 0 to the number of edges and columns exist."""
+    """Raises ArrayError unless offsets ascend from 0 to num_edges and columns are valid."""
     offsets, columns, _ = transition
     ends = int(offsets[0]), int(offsets[-1])
     if ends != (0, len(columns)) or (len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any())):
@@ -220,7 +220,7 @@ def memory_write(
 
 
 def _sums_in_any_order(rows: Array, terms: Array, num_rows: int) -> Array:
-    """Of the terms of each row, as integers of one scale: the same bits in any order."""
+    """Sums of the terms of each row as fixed-point integers: bitwise independent of the order."""
     xp = array_namespace(terms)
     counts = xp.bincount(rows, minlength=num_rows) if len(rows) else xp.zeros(num_rows, int)
     largest = xp.zeros((num_rows, terms.shape[1]), terms.dtype)
@@ -229,7 +229,7 @@ def _sums_in_any_order(rows: Array, terms: Array, num_rows: int) -> Array:
     bits = xp.frexp(counts.astype(terms.dtype))[1][:, None]
     shift = 62 - xp.frexp(xp.where(finite, largest, 0))[1] - bits
     scaled = xp.where(finite[rows], xp.rint(xp.ldexp(terms, shift[rows])), 0)
-    total = xp.zeros(largest.shape, xp.uint64)  # modulo 2^64: int64
+    total = xp.zeros(largest.shape, xp.uint64)  # wraps modulo 2^64, as int64
     xp.add.at(total, rows, scaled.astype(xp.int64).view(xp.uint64))
     sums = xp.ldexp(total.view(xp.int64).astype(terms.dtype), -shift)
     return xp.where(finite, sums, xp.nan).astype(terms.dtype)
@@ -244,7 +244,7 @@ def memory_write_backward(
     gates: Array,
     totals: Array,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of :func:`memory_write` for the memory, the values and the gates."""
+    """Gradients of :func:`memory_write` with respect to memory, values and gates."""
     xp = array_namespace(memory)
     dtype = working_dtype(memory)
     grad, s = grad_out.astype(dtype, copy=False), totals.astype(dtype, copy=False)
@@ -293,7 +293,7 @@ def memory_read_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
-    """Gradients of :func:`memory_read` for queries and memory."""
+    """Gradients of :func:`memory_read` with respect to queries and memory."""
     xp = array_namespace(queries)
     dtype = working_dtype(queries)
     grad, q, m, o = (a.astype(dtype, copy=False) for a in (grad_out, queries, memory, out))

@@ -1,7 +1,7 @@
-"""Products of groups of rows, each group with a matrix of its own.
+"""Grouped matrix products: each group of rows is multiplied by its own matrix.
 
-Groups lie one behind the other, x [rows, k] with `expert_offsets` [groups + 1], or each has rows
-set aside, x [groups, capacity, k] with `expert_counts` [groups]. Rows of no group are zero in
+Groups are contiguous, x [rows, k] with `expert_offsets` [groups + 1], or padded to a capacity,
+x [groups, capacity, k] with `expert_counts` [groups]. Rows that belong to no group are 0 in the
 results.
 """
 
@@ -65,8 +65,7 @@ def grouped_gated_linear(
     expert_counts: Array | None = None,
     activation: str = "silu",
 ) -> Array:
-    """`y[r] = f(gate[g] x[r]) * (up[g] x[r])`, weights [groups, 2 n, k] the two one behind the
-    other."""
+    """`y[r] = f(gate[g] x[r]) * (up[g] x[r])`, weights [groups, 2 n, k]: gate, then up."""
     joined = grouped_gemm(
         x.astype(working_dtype(x), copy=False),
         weights.astype(working_dtype(x), copy=False),
@@ -90,7 +89,7 @@ def grouped_gemm_fp8(
     out_dtype: Any = None,
     out: Array | None = None,
 ) -> Array:
-    """`grouped_gemm` of float8 arrays with scales of blocks, in float64."""
+    """`grouped_gemm` of float8 arrays with block scales, in float64."""
     y = grouped_gemm(
         quantized_values(x), quantized_values(weights), expert_offsets, expert_counts=expert_counts
     )
@@ -102,7 +101,7 @@ def grouped_gemm_fp8(
 
 
 def _groups(expert_offsets: Array | None, expert_counts: Array | None) -> Iterator[tuple[int, Any]]:
-    """Each group that has rows, and where they are."""
+    """The non-empty groups and their rows."""
     if expert_offsets is not None:
         ends = expert_offsets.tolist()
         for group, (begin, end) in enumerate(itertools.pairwise(ends)):
@@ -111,5 +110,5 @@ def _groups(expert_offsets: Array | None, expert_counts: Array | None) -> Iterat
         return
     assert expert_counts is not None
     for group, count in enumerate(expert_counts.tolist()):
-        if count > 0:  # beyond the capacity a slice ends by itself
+        if count > 0:  # a count above the capacity is clipped by slicing
             yield group, (group, slice(0, count))

@@ -1,4 +1,4 @@
-"""Divergence of a sparse-attention indexer from attention, with whole matrices in memory."""
+"""Divergence of a sparse-attention indexer from attention, with full matrices in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def indexer_kl(
     normalizer: Any = None,
     return_statistics: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL(attention summed over heads || softmax(sum_h weights max(0, q_s k_s))) of every query."""
+    """KL(attention summed over heads || softmax(sum_h weights max(0, q_s k_s))) per query."""
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     varlen = cu_seqlens_q is not None
@@ -85,7 +85,7 @@ def indexer_kl_backward(
     normalizer: Any = None,
     grad_loss: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of indexer_kl for q_s, k_s and weights."""
+    """Gradients of indexer_kl with respect to q_s, k_s and weights."""
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     varlen = cu_seqlens_q is not None
@@ -128,7 +128,7 @@ def indexer_kl_backward(
 
 
 class _Part(NamedTuple):
-    """One sequence of several, or the whole batch; arrays have a batch axis."""
+    """One variable-length sequence, or the whole batch; arrays have a batch axis."""
 
     q_t: Array
     k_t: Array
@@ -142,7 +142,7 @@ class _Part(NamedTuple):
     whole: bool
 
     def packed(self, x: Array) -> Array:
-        """Without the batch axis if the arrays have none."""
+        """`x` without the batch axis if the op's arrays have none."""
         return x if self.whole else x[0]
 
     def unpacked(self, x: Array) -> Array:
@@ -177,9 +177,9 @@ def _parts(
 
 class _Pair(NamedTuple):
     attention: Array
-    """Sum over heads of the probabilities, 0 where hidden, [batch, seq_q, seq_kv]."""
+    """Attention probabilities summed over heads, 0 where masked, [batch, seq_q, seq_kv]."""
     scores: Array
-    """Of the indexer, -infinity where hidden."""
+    """Scores of the indexer, -infinity where masked."""
     hidden: Array
 
 
@@ -205,7 +205,7 @@ def _scores(part: _Part, causal: bool, scale_t: float | None, scale_s: float) ->
 
 
 def _named(xp: Any, indices: Array, seq_kv: int) -> Array:
-    """Which keys are in the lists, [batch, seq_q, seq_kv]."""
+    """Mask of the keys in the lists, [batch, seq_q, seq_kv]."""
     named = xp.zeros((*indices.shape[:2], seq_kv + 1), dtype=bool)
     out = (indices < 0) | (indices >= seq_kv)
     b, i = xp.arange(indices.shape[0])[:, None, None], xp.arange(indices.shape[1])[None, :, None]

@@ -1,4 +1,4 @@
-"""A bank of layers of which each sample goes through a few, put together from references."""
+"""A bank of layers with a router that selects a few layers per sample."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Array = Any
 
 
 class BankActivations(NamedTuple):
-    """What the backward of `layer_bank` needs of the forward.
+    """Intermediate results of `layer_bank` for its backward.
 
     means: float32 [batch, dim], the mean token of each sample.
     logits: float32 [batch, num_layers].
-    routing: of :func:`topk_router`.
-    permuted: dtype of x [batch * top_k, seq_len, dim], the samples of each layer in turn.
-    hidden: like permuted, before the activation.
+    routing: result of :func:`topk_router`.
+    permuted: dtype of x [batch * top_k, seq_len, dim], the samples sorted by layer.
+    hidden: like permuted, pre-activations.
     """
 
     means: Array
@@ -30,7 +30,7 @@ class BankActivations(NamedTuple):
 
 
 class BankGradients(NamedTuple):
-    """Gradients of `layer_bank`: each in the shape of what it is of."""
+    """Gradients of `layer_bank`, each with the shape of its argument."""
 
     x: Array
     router: Array
@@ -47,7 +47,7 @@ def layer_bank(
     renormalize: bool = False,
     keep: bool = False,
 ) -> Array | tuple[Array, BankActivations]:
-    """`y = x + sum_i p_i act(layers[i] x)` over the best layers of each sample."""
+    """`y = x + sum_i p_i act(layers[i] x)` over the selected layers of each sample."""
     xp = array_namespace(x)
     dtype = working_dtype(x)
     batch, seq_len, dim = x.shape
@@ -78,7 +78,7 @@ def layer_bank_backward(
     activation: str = "silu",
     renormalize: bool = False,
 ) -> BankGradients:
-    """Gradients of :func:`layer_bank` for its input, its router and its layers."""
+    """Gradients of :func:`layer_bank` with respect to input, router and layers."""
     means, logits, routing, permuted, hidden = activations
     dtype = working_dtype(grad_out)
     _, seq_len, dim = grad_out.shape

@@ -1,9 +1,9 @@
 """Cross-entropy and divergences on logits, and both fused with a language-model head.
 
-Rows are the flattened leading axes. A row counts for nothing (zero loss, zero gradient) when its
-target is `ignore_index`, when its weight is 0, or when one of its distributions has no mass at all:
-every logit below `NO_MASS`, -inf included. Logits are `softcap * tanh(logit_scale * x / softcap)`
-of the first `vocab_size` columns of what is passed; gradients are for what is passed.
+Rows are the flattened leading axes. A row is ignored (loss 0, gradient 0) if its target is
+`ignore_index`, its weight is 0, or one of its distributions has no mass: all logits below
+`NO_MASS`, including -inf. Logits are `softcap * tanh(logit_scale * x / softcap)` of the first
+`vocab_size` columns of the argument x; gradients are with respect to x.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Array = Any
 
 
 class LinearKlResult(NamedTuple):
-    """What the distillation losses fused with a head return: float32 losses, and the gradients of
-    `loss`; with reduction "none" the losses are [rows]."""
+    """Result of the distillation losses fused with a head: float32 losses, [rows] with reduction
+    "none", and the gradients of `loss`."""
 
     loss: Array
     """soft_weight * soft_loss + hard_weight * hard_loss."""
     soft_loss: Array
-    """The divergence, with its temperature-squared factor where asked for."""
+    """The divergence, with the factor T^2 if requested."""
     hard_loss: Array
-    """The cross-entropy on the targets; 0 where `hard_weight` is 0."""
+    """The cross-entropy of the targets; 0 if `hard_weight` is 0."""
     grad_hidden: Array
     grad_weight: Array
     grad_bias: Array | None = None
-    """None for a head without bias."""
+    """None if the head has no bias."""
 
 
 class LinearCrossEntropyResult(NamedTuple):
-    """What linear_cross_entropy returns: the float32 loss and its gradients."""
+    """Result of linear_cross_entropy: the float32 loss and its gradients."""
 
     loss: Array
     grad_hidden: Array
@@ -46,7 +46,7 @@ class LinearCrossEntropyResult(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Losses [rows] and gradients [rows, vocab] of the rows, each on its own."""
+    """Losses [rows] and gradients [rows, vocab] of the individual rows."""
 
     soft: Array | None
     soft_grad: Array | None
@@ -55,7 +55,7 @@ class _Parts(NamedTuple):
 
 
 class _Rows:
-    """Which rows count how much, and what their losses are multiplied by."""
+    """The weights of the rows, and the factor of the reduction."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class _Rows:
             self.factor = (1.0 / xp.asarray(normalizer, like.dtype)).astype(like.dtype)
 
     def reduce(self, rows: Array) -> Array:
-        """float32 (float64 for float64 logits), 0-d; [rows] where the reduction is "none"."""
+        """The reduced loss, float32 (float64 for float64 logits); [rows] for reduction "none"."""
         xp = array_namespace(rows)
         rows = xp.where(self.kept, rows, rows.dtype.type(0)) * self.weights
         return rows if self.reduction == "none" else xp.asarray(xp.sum(rows) * self.factor)
 
     def scale(self, grad: Array, grad_loss: Any) -> Array:
-        """The gradient of the reduced loss times `grad_loss`."""
+        """The gradient of the reduced loss, times `grad_loss`."""
         xp = array_namespace(grad)
         factor = self.weights * self.factor
         if grad_loss is not None:
@@ -99,13 +99,13 @@ class _Rows:
 
 
 class _Logits(NamedTuple):
-    """Logits [rows, vocab] out of an array, and the way back."""
+    """Logits [rows, vocab] computed from an array, and the gradient with respect to the array."""
 
     values: Array
     slope: Array | None
-    """By what they change with the array's elements; None: as these."""
+    """Derivative of the logits with respect to the array's elements; None: 1."""
     width: int
-    """Columns of the array."""
+    """Number of columns of the array."""
 
     @classmethod
     def of(
@@ -123,7 +123,8 @@ class _Logits(NamedTuple):
         return cls(number(softcap) * share, number(scale) * (1 - share * share), array.shape[-1])
 
     def gradient(self, grad: Array, like: Array | None = None) -> Array:
-        """The gradient for the array, given that for the logits; in shape and dtype of `like`."""
+        """The gradient with respect to the array from that of the logits; shape and dtype of
+        `like`."""
         grad = grad if self.slope is None else grad * self.slope
         if like is None:
             return grad
@@ -160,7 +161,7 @@ def cross_entropy(
 def cross_entropy_backward(
     grad_loss: Any, logits: Array, targets: Array, *, inplace: bool = False, **options: Any
 ) -> Array:
-    """Gradient of cross_entropy, with its options, for the logits."""
+    """Gradient of cross_entropy, with its options, with respect to the logits."""
     _, grad = cross_entropy(logits, targets, return_grad=True, grad_loss=grad_loss, **options)
     return _into(logits, grad) if inplace else grad
 
@@ -203,7 +204,7 @@ def distillation_loss(
 def kl_divergence(
     student_logits: Array, teacher_logits: Array, **options: Any
 ) -> Array | tuple[Array, Array]:
-    """distillation_loss with the forward KL alone, KL(p || q)."""
+    """distillation_loss with the forward KL divergence only, KL(p || q)."""
     return distillation_loss(student_logits, teacher_logits, **options)
 
 
@@ -215,7 +216,7 @@ def kl_divergence_backward(
     inplace: bool = False,
     **options: Any,
 ) -> Array:
-    """Gradient of kl_divergence, with its options, for the student's logits."""
+    """Gradient of kl_divergence, with its options, with respect to the student's logits."""
     _, grad = kl_divergence(
         student_logits, teacher_logits, return_grad=True, grad_loss=grad_loss, **options
     )
@@ -243,7 +244,7 @@ def topk_distillation_loss(
     return_grad: bool = False,
     grad_loss: Any = None,
 ) -> Array | tuple[Array, Array]:
-    """KL(p || q) from a teacher of whom the probabilities of some tokens are known."""
+    """KL(p || q) for a teacher of which only the probabilities of some tokens are known."""
     student = _Logits.of(student_logits, vocab_size, logit_scale, softcap)
     rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
     soft = _topk_rows(student.values, teacher_log_probs, teacher_ids, rows.kept, tail, temperature)
@@ -274,8 +275,8 @@ def sampled_distillation_loss(
     return_grad: bool = False,
     grad_loss: Any = None,
 ) -> Array | tuple[Array, Array]:
-    """sum_k w_k (log p_k - log q_k) over tokens that were sampled from a teacher; without
-    `teacher_log_probs` 0 in the place of log p_k."""
+    """sum_k w_k (log p_k - log q_k) over tokens sampled from a teacher; log p_k is 0 without
+    `teacher_log_probs`."""
     student = _Logits.of(student_logits, vocab_size, logit_scale, softcap)
     rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
     soft = _sampled_rows(
@@ -304,7 +305,7 @@ def linear_distillation_loss(
     """distillation_loss of the logits hidden @ weight^T + bias, with the gradients of the student's
     factors.
 
-    Computed on the whole logits at once: `chunk_tokens` and `workspace_bytes` change nothing here.
+    The full logits are computed at once: `chunk_tokens` and `workspace_bytes` have no effect.
     """
 
     def soft(student: Array, kept: Array, temperature: float) -> tuple[Array, Array]:
@@ -392,7 +393,8 @@ def _linear_loss(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
-    """soft(student's logits, rows that count, temperature): losses and gradients of the rows."""
+    """soft(student logits, mask of kept rows, temperature) returns losses and gradients of the
+    rows."""
     logits = _head_logits(hidden, weight, bias)
     student = _Logits.of(logits, vocab_size, logit_scale, softcap)
     rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
@@ -435,13 +437,13 @@ def _parts(
 def _losses(
     parts: _Parts, rows: _Rows, soft_weight: float, hard_weight: float
 ) -> tuple[Array, Array, Array]:
-    """The soft loss, the hard one, and their mix."""
+    """The soft loss, the hard loss, and their weighted sum."""
     found = [None if part is None else rows.reduce(part) for part in (parts.soft, parts.hard)]
     like = next(part for part in found if part is not None)
     xp, number = array_namespace(like), like.dtype.type
     zero = xp.zeros_like(like)
     soft, hard = (zero if part is None else part for part in found)
-    # A weight of zero leaves the other loss alone even where this one is infinite.
+    # A loss with weight 0 is dropped, even if it is infinite.
     mix = zero
     for part, weight in ((soft, soft_weight), (hard, hard_weight)):
         mix = mix if weight == 0.0 else mix + part * number(weight)
@@ -484,7 +486,7 @@ def _topk_rows(
     q, top, total = softmax(xp, z, inverse)
     known_p = xp.sum(xp.exp(log_p), axis=-1, keepdims=True)
     active = kept & (total[:, 0] != 0) & (known_p[:, 0] != 0)
-    with np.errstate(divide="ignore", invalid="ignore"):  # of rows and branches not taken
+    with np.errstate(divide="ignore", invalid="ignore"):  # in rows and branches not taken
         if tail == "renormalise":
             log_p = log_p - xp.log(known_p)
         p, known_q = xp.exp(log_p), xp.take_along_axis(q, ids, axis=1)
@@ -528,14 +530,14 @@ def _sampled_rows(
         terms = xp.where(w == 0, 0, w * terms)
     gradient = q * mass
     row_numbers = xp.broadcast_to(xp.arange(z.shape[0])[:, None], ids.shape)
-    # ufunc.at adds every time that an index occurs
+    # ufunc.at accumulates repeated indices
     xp.subtract.at(gradient, (row_numbers, ids), w)
     losses = xp.where(active, xp.sum(terms, axis=-1), 0).astype(z.dtype)
     return losses, xp.where(active[:, None], gradient, gradient.dtype.type(0)) * inverse
 
 
 def _cross_entropy_rows(z: Array, rows: _Rows, *, want_grad: bool) -> tuple[Array, Array | None]:
-    """Loss [rows] and gradient [rows, vocab] of each row on its own."""
+    """Losses [rows] and gradients [rows, vocab] of the individual rows."""
     xp, targets = array_namespace(z), rows.targets
     assert targets is not None
     grad, top, total = softmax(xp, z)
@@ -545,7 +547,7 @@ def _cross_entropy_rows(z: Array, rows: _Rows, *, want_grad: bool) -> tuple[Arra
     at_target = xp.take_along_axis(z, index, axis=1)
     with np.errstate(invalid="ignore"):
         loss = xp.log(xp.where(active[:, None], total, 1)) - (at_target - top)
-    # A target outside the vocabulary poisons its row: a kernel cannot raise.
+    # A target outside the vocabulary makes its row NaN, because a kernel cannot raise.
     loss = xp.where(in_range, loss[:, 0], loss.dtype.type(math.nan))
     loss = xp.where(active, loss, loss.dtype.type(0)).astype(z.dtype, copy=False)
     if not want_grad:
@@ -564,8 +566,8 @@ def _head_gradients(
     grad_weight: Array | None,
     grad_bias: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of logits = hidden @ weight^T + bias, those of the parameters added to what is
-    given."""
+    """Gradients of logits = hidden @ weight^T + bias; those of the parameters are added to the
+    given arrays."""
     xp = array_namespace(grad)
     rows = hidden.reshape(-1, hidden.shape[-1]).astype(grad.dtype, copy=False)
     grad_hidden = matmul(grad, weight.astype(grad.dtype, copy=False))

@@ -1,4 +1,4 @@
-"""Copies within one memory, one after the other; pages that are compared with patterns."""
+"""Sequential copies within one memory, and checks of guard pages against patterns."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Array = Any
 
 
 def batched_copy(memory: Array, moves: Iterable[tuple[int, int, int]]) -> Array:
-    """`memory[d : d + n] = memory[s : s + n]` for each `(d, s, n)` in turn, in place."""
+    """`memory[d : d + n] = memory[s : s + n]` for each `(d, s, n)` in order, in place."""
     for destination, source, size in moves:
         memory[destination : destination + size] = memory[source : source + size].copy()
     return memory
 
 
 def guard_pages(memory: Array, pages: Array, page_bytes: int) -> Array:
-    """Bytes of each page that are not as its pattern `before` was, outside `[begin, end)`; then
-    fills it with its pattern `after`, in place.
+    """Finds bytes of each page, outside `[begin, end)`, that differ from its pattern `before`, then
+    fills the page with its pattern `after`, in place.
 
-    memory: uint8. pages: int64 [pages, 5]: address, begin, end, before, after; patterns may be 0,
-    for none. Returns int32 [pages, 3]: how many bytes, page_bytes - the first, the last + 1; zeros
-    for none.
+    memory: uint8. pages: int64 [pages, 5]: address, begin, end, before, after; pattern 0 means
+    none. Returns int32 [pages, 3]: the number of differing bytes, page_bytes - the first offset,
+    the last offset + 1; zeros if none differ.
     """
     damage = np.zeros((len(pages), 3), np.int32)
     offsets = np.arange(page_bytes)
@@ -40,7 +40,8 @@ def guard_pages(memory: Array, pages: Array, page_bytes: int) -> Array:
 
 
 def guard_pattern(pattern: int, page_bytes: int) -> Array:
-    """uint8 [page_bytes]: the word `pattern` again and again, or from 2^32 on hashes of places."""
+    """uint8 [page_bytes]: the 32-bit word `pattern` repeated; from 2^32 on, hashes of the word
+    offsets."""
     words = np.arange(page_bytes // 4, dtype=np.uint32)
     seed = pattern >> 32
     if not seed:

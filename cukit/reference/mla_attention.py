@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a cache of latents: the up-projections are absorbed."""
+"""Multi-head latent attention over a latent cache, with absorbed up-projections."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cukit.reference.paged_attention import paged_attention
 Array = Any
 
 LATENT_DIM = 512
-"""Columns of a cached row that are the value of every head, and its key's first columns."""
+"""Latent columns of a cached row: the values, and the first columns of the keys, of all heads."""
 ROPE_DIM = 64
-"""Columns behind them: the rotated part of the key, which all heads share."""
+"""Columns after the latent: the rotary part of the key, shared by all heads."""
 GROUP = 128
-"""Columns of a float8 latent that share a scale."""
+"""Columns of an FP8 latent per scale."""
 CODE_BYTES = LATENT_DIM + 4 * (LATENT_DIM // GROUP) + 2 * ROPE_DIM
-"""A token of a float8 cache: codes, float32 scales, bfloat16 rotated part."""
+"""Bytes per token of an FP8 cache: codes, float32 scales, bfloat16 rotary part."""
 SCALE = 192**-0.5
-"""Of the heads before absorption: 128 columns and 64 rotated ones."""
+"""Default scale, from the head size before absorption: 128 columns plus 64 rotary ones."""
 
 
 def mla_attention(
@@ -35,7 +35,7 @@ def mla_attention(
     latent_dim: int = LATENT_DIM,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """paged_attention with one key head, whose first latent_dim columns are the values."""
+    """paged_attention with one KV head; the first latent_dim columns of its keys are the values."""
     cache = kv_cache
     if kv_cache.dtype == np.uint8:
         cache = decode_latents(kv_cache).astype(np.promote_types(q.dtype, np.float32), copy=False)
@@ -52,20 +52,20 @@ def mla_attention(
 
 
 def decode_latents(cache: Array) -> Array:
-    """float32 [..., 576] of a float8 cache [..., 656]."""
+    """Decodes an FP8 cache [..., 656] to float32 [..., 576]."""
     xp = array_namespace(cache)
     codes = decode_float8(cache[..., :LATENT_DIM], "float8_e4m3")
     rest = xp.ascontiguousarray(cache[..., LATENT_DIM:])
     scales = rest[..., : -2 * ROPE_DIM].copy().view(np.float32)
-    # A bfloat16 is the upper half of its float32.
+    # A bfloat16 is the upper half of a float32.
     halves = rest[..., -2 * ROPE_DIM :].copy().view(np.uint16)
     rope = (halves.astype(np.uint32) << 16).view(np.float32)
     return xp.concatenate((codes * xp.repeat(scales, GROUP, axis=-1), rope), axis=-1)
 
 
 def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> tuple[Array, Array]:
-    """W_q with W_uk^T in front of each head's first rows, W_o with W_uv behind each head's columns;
-    products in float32."""
+    """Absorbs the up-projections: W_uk^T is multiplied into the non-rotary rows of each head of
+    W_q, W_uv into its columns of W_o, in float32."""
     xp = array_namespace(w_q)
     heads, nope, latent_dim = w_uk.shape
     hidden, value_dim = w_o.shape[0], w_uv.shape[1]

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, expert order and its inverse, with gradients."""
+"""Mixture of experts: routing, permutation to expert order and back, with gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Array = Any
 
 
 class ExpertOrder(NamedTuple):
-    """Where the tokens of each expert lie, so that every expert's rows are neighbours.
+    """A permutation of the tokens' choices that makes the rows of each expert contiguous.
 
     rows: int32, shape of the expert ids: the row of each choice of a token, -1 for none.
-    expert_counts: int32 [num_experts], choices of each expert.
-    expert_offsets: int32 [num_experts + 1], choices of the experts before; the last: of all.
+    expert_counts: int32 [num_experts], number of choices per expert.
+    expert_offsets: int32 [num_experts + 1], exclusive prefix sum of the counts; the last is the
+        total.
     """
 
     rows: Array
@@ -25,12 +26,12 @@ class ExpertOrder(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Each token's experts, and their order.
+    """The experts of each token, and the expert order.
 
-    weights: float32 [num_tokens, top_k]; 0 where the choice was dropped.
+    weights: float32 [num_tokens, top_k]; 0 for dropped choices.
     experts: int32 [num_tokens, top_k], best first.
     rows, expert_counts, expert_offsets: see :class:`ExpertOrder`; counts include dropped choices.
-    balance_loss, z_loss: float32 scalars, None where not asked for.
+    balance_loss, z_loss: float32 scalars, None if not requested.
     """
 
     weights: Array
@@ -57,7 +58,7 @@ def topk_router(
     wide = logits.astype(working_dtype(logits), copy=False)
     scores = _scores(wide, scoring)
     ranked = wide if bias is None else scores + bias.astype(wide.dtype, copy=False)
-    # A stable sort of the negative values: NaN comes last, ties keep the lowest expert first.
+    # Stable sort of the negated values: NaN last, ties by expert index.
     experts = xp.argsort(-ranked, axis=1, kind="stable")[:, :top_k]
     weights = xp.take_along_axis(scores, experts, axis=1)
     if renormalize:
@@ -82,7 +83,7 @@ def topk_router_backward(
     grad_balance_loss: float = 0.0,
     grad_z_loss: float = 0.0,
 ) -> Array:
-    """Gradient of `topk_router` with respect to `logits`; counts of choices are constants."""
+    """Gradient of `topk_router` with respect to `logits`; expert counts are constants."""
     xp = array_namespace(logits)
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -116,7 +117,7 @@ def topk_router_backward(
 
 
 def expert_order(experts: Array, num_experts: int, *, capacity: int | None = None) -> ExpertOrder:
-    """A stable counting sort of expert ids of any shape; ids outside the experts get no row."""
+    """Stable counting sort of expert ids of any shape; ids out of range get no row."""
     xp = array_namespace(experts)
     ids = experts.reshape(-1)
     ids = xp.where((ids < 0) | (ids >= num_experts), num_experts, ids)
@@ -155,7 +156,7 @@ def moe_permute_backward(grad_out: Array, rows: Array) -> Array:
 
 
 def moe_unpermute(y: Array, rows: Array, weights: Array | None = None) -> Array:
-    """`x[t] = sum_s weights[t, s] y[rows[t, s]]`, without `weights` their plain sum."""
+    """`x[t] = sum_s weights[t, s] y[rows[t, s]]`; weights default to 1."""
     xp = array_namespace(y)
     wide = working_dtype(y)
     total = xp.zeros((rows.shape[0], y.shape[1]), wide)
@@ -172,7 +173,7 @@ def moe_unpermute(y: Array, rows: Array, weights: Array | None = None) -> Array:
 def moe_unpermute_backward(
     grad_out: Array, y: Array, rows: Array, weights: Array
 ) -> tuple[Array, Array]:
-    """Gradients of `moe_unpermute` with respect to `y` (zero in unused rows) and `weights`."""
+    """Gradients of `moe_unpermute` with respect to `y` (0 in unused rows) and `weights`."""
     xp = array_namespace(y)
     wide = working_dtype(y)
     grad_y = xp.zeros_like(y)
@@ -188,10 +189,10 @@ def moe_unpermute_backward(
 
 
 def _scores(wide: Array, scoring: str) -> Array:
-    """Of every expert, [num_tokens, num_experts]."""
+    """Scores of all experts, [num_tokens, num_experts]."""
     xp = array_namespace(wide)
     if scoring == "sigmoid":
-        with np.errstate(over="ignore"):  # the reciprocal is the zero that it should be
+        with np.errstate(over="ignore"):  # 1 / infinity is 0, as it should be
             return 1 / (1 + xp.exp(-wide))
     with np.errstate(invalid="ignore"):  # a row without a finite largest logit is NaN
         exponential = xp.exp(wide - _row_max(xp, wide))
@@ -208,7 +209,7 @@ def _log_sum_exp(xp: Any, wide: Array) -> Array:
 
 
 def _nonzero(xp: Any, total: Array) -> Array:
-    """A divisor: where all scores are zero, so is what is divided."""
+    """`total` as a divisor: 1 in place of 0, where the dividends are 0 too."""
     return xp.where(total == 0, xp.ones_like(total), total)
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a mixture of experts, put together from references."""
+"""The feed-forward layer of a mixture of experts, composed of other references."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Array = Any
 
 
 class ExpertActivations(NamedTuple):
-    """What the backward of `moe_ffn` needs of the forward, in expert order.
+    """Intermediate results of `moe_ffn` for its backward, in expert order.
 
     permuted: [rows, hidden], or [num_experts, capacity, hidden].
-    joined: [..., 2 * width], gate and up before the activation.
+    joined: [..., 2 * width], gate and up, pre-activation.
     gated: [..., width].
     out: [..., hidden], before the weighted sum.
     """
@@ -35,8 +35,9 @@ class ExpertActivations(NamedTuple):
 class ExpertGradients(NamedTuple):
     """Gradients of `moe_ffn`.
 
-    x: [num_tokens, hidden]. weights: of the routing, float32 [num_tokens, top_k].
-    gate_up, down: of the experts, in their shapes.
+    x: [num_tokens, hidden].
+    weights: routing weights, float32 [num_tokens, top_k].
+    gate_up, down: shapes of the experts' weights.
     """
 
     x: Array
@@ -77,7 +78,7 @@ def moe_ffn_backward(
     *,
     capacity: int | None = None,
 ) -> ExpertGradients:
-    """Gradients of `moe_ffn`, from what it kept."""
+    """Gradients of `moe_ffn`, from its intermediate results."""
     permuted, joined, gated, out = activations
     hidden = grad_out.shape[1]
     groups = groups_of(routing, capacity)
@@ -94,7 +95,7 @@ def moe_ffn_backward(
 
 
 def groups_of(routing: Routing, capacity: int | None) -> dict[str, Array]:
-    """The argument of grouped products that says where the experts' rows are."""
+    """The keyword argument of grouped products that locates the rows of the experts."""
     if capacity is None:
         return {"expert_offsets": routing.expert_offsets}
     return {"expert_counts": routing.expert_counts}

@@ -1,4 +1,4 @@
-"""Eight- and four-bit storage formats: rounding to them, and what the stored bits mean."""
+"""8-bit and 4-bit storage formats: encoding and decoding."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ Array = Any
 FLOAT8 = {"float8_e4m3": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: the reciprocal of less may be infinite."""
+"""The smallest normal float32: reciprocals of smaller numbers may be infinite."""
 
 
 def largest(dtype: Any) -> float:
-    """The largest finite number of a floating dtype, bfloat16 included."""
+    """The largest finite number of a floating-point dtype, including bfloat16."""
     return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def encode(x: Array, name: str) -> Array:
-    """Codes of `x` [..., n] as the storage of the format `name`."""
+    """Encodes `x` [..., n] in the format `name`."""
     if name == "int4":
         return encode_int4(x)
     return encode_int8(x) if name == "int8" else encode_float8(x, name)
 
 
 def decode(storage: Array, name: str, extent: int) -> Array:
-    """float32 values of storage; `extent` is the length of the last axis of values."""
+    """Decodes storage to float32; `extent` is the length of the last axis of the values."""
     if name == "int4":
         return decode_int4(storage, extent)
     return storage.astype(np.float32) if name == "int8" else decode_float8(storage, name)
 
 
 def encode_float8(x: Array, name: str) -> Array:
-    """Nearest float8 (ties to even) of each element, saturated to the largest finite, as uint8.
+    """Rounds to the nearest float8 (ties to even), saturating to the largest finite, as uint8.
 
     NaN stays NaN; infinities saturate. Micikevicius et al., "FP8 Formats for Deep Learning".
     """
@@ -49,16 +49,16 @@ def encode_float8(x: Array, name: str) -> Array:
 
 
 def decode_float8(storage: Array, name: str) -> Array:
-    """float32 values of uint8 storage."""
+    """Decodes uint8 storage to float32."""
     xp = array_namespace(storage)
     values = np.arange(256, dtype=np.uint8).view(FLOAT8[name]).astype(np.float32)
     return xp.asarray(values)[storage]
 
 
 def encode_int4(x: Array) -> Array:
-    """Nearest integer in [-8, 7] (ties to even), two to a byte on the last axis, the first low.
+    """Rounds to the nearest integer in [-8, 7] (ties to even), packed two per byte, the first low.
 
-    An odd last axis is padded with 0. NaN becomes 0.
+    A last axis of odd length is padded with 0. NaN becomes 0.
     """
     xp = array_namespace(x)
     values = xp.minimum(xp.maximum(encode_int8(x), -8), 7)
@@ -70,7 +70,7 @@ def encode_int4(x: Array) -> Array:
 
 
 def decode_int4(storage: Array, extent: int) -> Array:
-    """float32 values of packed nibbles; `extent` is the length of the last axis unpacked."""
+    """Decodes packed nibbles to float32; `extent` is the length of the last axis of the values."""
     xp = array_namespace(storage)
     pairs = xp.stack((storage & 15, storage >> 4), axis=-1).astype(xp.int8)
     signed = (pairs ^ 8) - 8
@@ -79,14 +79,14 @@ def decode_int4(storage: Array, extent: int) -> Array:
 
 
 def encode_int8(x: Array) -> Array:
-    """Nearest integer in [-128, 127] (ties to even) as int8. NaN becomes 0."""
+    """Rounds to the nearest integer in [-128, 127] (ties to even). NaN becomes 0."""
     xp = array_namespace(x)
     values = x.astype(xp.float32)
     return xp.clip(xp.rint(xp.where(xp.isnan(values), 0, values)), -128, 127).astype(xp.int8)
 
 
 def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, ...]) -> Array:
-    """One factor a block of elements -> float32 that broadcasts against [*shape]."""
+    """Expands one factor per block to a float32 array that broadcasts to `shape`."""
     xp = array_namespace(factors)
     factors = factors.astype(xp.float32)
     for axis, (extent, size) in enumerate(zip(shape, block, strict=True)):
@@ -97,10 +97,9 @@ def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, 
 
 
 def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]) -> Array:
-    """x * (1 / scale) + zero_point in float32: what is rounded to codes. A factor serves a block.
+    """x * (1 / scale) + zero_point in float32, before rounding to codes; one factor per block.
 
-    A scale of 0, which the largest magnitude of a block of zeros gives, divides like 1, and so does
-    every other below SMALLEST_SCALE.
+    A scale below SMALLEST_SCALE, such as that of a block of zeros, is treated as 1.
     """
     xp = array_namespace(x)
     wide = scales.astype(np.float32)
@@ -115,7 +114,7 @@ def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[in
 def dequantize(
     codes: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]
 ) -> Array:
-    """(code - zero_point) * scale in float32, of codes as float32. Each factor serves a block."""
+    """(code - zero_point) * scale in float32, for codes given as float32; one factor per block."""
     if zero_points is not None:
         codes = codes - broadcast_factors(zero_points, codes.shape, block)
     return codes * broadcast_factors(scales, codes.shape, block)

@@ -15,12 +15,12 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """y = s / sqrt(mean(s^2) + eps) * weight, s = x or x + residual; that sum is returned too."""
+    """y = s / sqrt(mean(s^2) + eps) * weight, s = x or x + residual; the sum is also returned."""
     xp = array_namespace(x)
     wide, w, r = upcast(working_dtype(x), x, weight, residual)
     new_residual = None
     if r is not None:
-        # Rounded first: what is normalised is exactly what is handed on.
+        # Rounded first, so that the normalised sum equals the returned one.
         new_residual = (wide + r).astype(x.dtype, copy=False)
         wide = new_residual.astype(wide.dtype, copy=False)
     rstd = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + wide.dtype.type(eps))
@@ -36,7 +36,7 @@ def rms_norm_backward(
     *,
     grad_residual: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Gradients of rms_norm for the array that was normalised and for the weight."""
+    """Gradients of rms_norm with respect to the normalised array and the weight."""
     xp = array_namespace(x)
     g, wide, w, gr = upcast(working_dtype(x), grad_out, x, weight, grad_residual)
     rstd = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + wide.dtype.type(eps))
@@ -78,7 +78,7 @@ def layer_norm_backward(
     has_bias: bool = True,
     grad_residual: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of layer_norm for the array that was normalised, the weight and the bias."""
+    """Gradients of layer_norm with respect to the normalised array, the weight and the bias."""
     xp = array_namespace(x)
     g, wide, w, gr = upcast(working_dtype(x), grad_out, x, weight, grad_residual)
     normalised, rstd = _normalise(wide, eps)

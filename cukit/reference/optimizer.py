@@ -29,7 +29,7 @@ def adamw(
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,
     w = w - lr (weight_decay w + (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)).
 
-    `state` has the lists `master`, `exp_avg`, `exp_avg_sq`; the parameter is the rounded master.
+    `state` has the lists `master`, `exp_avg`, `exp_avg_sq`; parameters are the rounded masters.
     """
     step_size = lr / (1.0 - beta1**step)
     root = math.sqrt(1.0 - beta2**step)
@@ -52,7 +52,7 @@ def adamw(
 
 
 def global_norm(arrays: Sequence[Array]) -> Array:
-    """sqrt of the sum of all squares, float32 (float64 for float64 arrays)."""
+    """Square root of the sum of all squares, float32 (float64 for float64 arrays)."""
     xp = array_namespace(arrays[0])
     work = xp.float64 if any(array.dtype == xp.float64 for array in arrays) else xp.float32
     total = xp.zeros((), xp.float64)
@@ -68,7 +68,7 @@ def ema_update(
     decay: float,
     copies: Sequence[Array] | None = None,
 ) -> None:
-    """average += (1 - decay) (value - average), in place; copies are the averages, rounded."""
+    """average += (1 - decay) (value - average), in place; copies are the rounded averages."""
     for average, value in zip(averages, values, strict=True):
         average += (1.0 - decay) * (value.astype(average.dtype, copy=False) - average)
     for copy, average in zip(copies or (), averages, strict=bool(copies)):

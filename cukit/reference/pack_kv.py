@@ -1,4 +1,4 @@
-"""Keys and values of 16 bits as int4 codes of groups that cover their own range (KIVI)."""
+"""16-bit keys and values as int4 codes with asymmetric scales per group (KIVI)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_ZERO = np.float32(1024)
 
 
 def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
-    """Codes (uint8, two a byte of the last axis), float16 scales and zero points, shared along
-    `axis`."""
+    """Codes (uint8, two per byte along the last axis), float16 scales and zero points, one per
+    group along `axis`."""
     xp = array_namespace(x)
     x = x.astype(np.float32)
     low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
@@ -35,7 +35,7 @@ def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
 
 
 def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targets: Array) -> None:
-    """Groups `targets` of the caches become groups `sources` of k and v. Caches have the arrays
+    """Packs groups `sources` of k and v into groups `targets` of the caches, which have the arrays
     `storage`, `scales` and `zero_points`."""
     xp = array_namespace(k)
     parts = [(each.storage, each.scales, each.zero_points) for each in (k_cache, v_cache)]
@@ -55,7 +55,7 @@ def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targ
 
 
 def _rows(groups: Array, block_size: int, size: int) -> tuple[Array, Array]:
-    """Blocks and rows of groups, [groups, size] each."""
+    """Blocks and rows of the tokens of groups, [groups, size] each."""
     xp = array_namespace(groups)
     first = groups.astype(np.int64)[:, None] * size + xp.arange(size)
     return first // block_size, first % block_size

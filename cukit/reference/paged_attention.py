@@ -1,4 +1,4 @@
-"""Attention over a cache in blocks: the keys and values of each request, gathered."""
+"""Attention over a paged cache: gathers the keys and values of each request."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def paged_attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """flash_attention, request by request, over the rows that the block table names.
+    """flash_attention per request over the rows selected by the block table.
 
-    recent: rings k and v [num_rings, num_rows, ...], which of them each request has (rings), and
-    its first key there (packed_lens); None where all keys are in the cache.
+    recent: ring buffers k and v [num_rings, num_rows, ...], the ring buffer of each request
+    (rings), and the position of its first key there (packed_lens); None if all keys are in the
+    cache.
     """
     xp = array_namespace(q)
     *rows_q, heads_q, _ = q.shape
@@ -81,20 +82,20 @@ def cascade_attention(
     prefixes: Any,
     **options: Any,
 ) -> Array | tuple[Array, Array]:
-    """paged_attention: the keys are the same, whoever shares them."""
+    """paged_attention: shared prefixes do not change the result."""
     return paged_attention(q, k_cache, v_cache, block_table, seq_lens, **options)
 
 
 def merge_attention_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
 ) -> tuple[Array, Array]:
-    """Both outputs, weighted by what their keys weigh."""
+    """Combines two outputs over disjoint keys, weighted by their softmax sums."""
     xp = array_namespace(out_a)
     top = xp.maximum(lse_a, lse_b)
     base = xp.where(top == -math.inf, 0, top)
     weights = [xp.exp(lse - base).swapaxes(1, 2)[..., None] for lse in (lse_a, lse_b)]
     total = weights[0] + weights[1]
-    # A side without keys has no output that counts, not even a NaN.
+    # An output without keys is ignored, even if it is NaN.
     sides = [xp.where(w == 0, 0, w * out) for w, out in zip(weights, (out_a, out_b), strict=True)]
     out = (sides[0] + sides[1]) / xp.where(total == 0, 1, total)
     whole = total[..., 0].swapaxes(1, 2)
@@ -103,7 +104,7 @@ def merge_attention_states(
 
 
 def first_key(seq_len: Any, seq_q: int, window_size: tuple[int | None, int | None] | None) -> Any:
-    """The first key that a query sees. Those before it may have left the cache."""
+    """The first key within the window of any query; earlier keys may be missing in the cache."""
     left = None if window_size is None else window_size[0]
     return 0 * seq_len if left is None else np.maximum(0, seq_len - seq_q - left)
 

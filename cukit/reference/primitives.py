@@ -1,4 +1,4 @@
-"""Scans, sorts, reductions and histograms as NumPy and CuPy have them."""
+"""Scans, sorts, reductions and histograms by NumPy and CuPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parallel_scan(
 def parallel_sort(
     x: Array, *, axis: int = -1, descending: bool = False, return_indices: bool = False
 ) -> Array | tuple[Array, Array]:
-    """A stable sort along an axis, with the indices on request."""
+    """Stable sort along an axis, optionally with the indices."""
     xp = array_namespace(x)
     given = xp.flip(x, axis) if descending else x
     order = xp.argsort(xp.ascontiguousarray(given), axis=axis, kind="stable")
@@ -51,7 +51,7 @@ def strided_reduction(
     operation: str = "sum",
     keepdims: bool = False,
 ) -> Array:
-    """A sum, product, mean, maximum or minimum over axes of an array of any strides."""
+    """Sum, product, mean, maximum or minimum over axes of an array with any strides."""
     xp = array_namespace(x)
     if operation in ("max", "min"):
         return xp.asarray(getattr(xp, operation)(x, axis=axis, keepdims=keepdims))
@@ -62,7 +62,7 @@ def strided_reduction(
 
 
 def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
-    """Counts of values in equal bins from `low` to `high`, which the last includes."""
+    """Counts of values in equal bins from `low` to `high`; the last bin includes `high`."""
     xp = array_namespace(x)
     wide = x.astype(xp.float64 if x.dtype.itemsize > 4 else xp.float32, copy=False)
     inside = (wide >= low) & (wide <= high)

@@ -1,4 +1,4 @@
-"""Scales, zero points and codes of blocks that share a scale."""
+"""Scales, zero points and codes, with one scale per block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = Any
 SMALLEST_SCALE = narrow.SMALLEST_SCALE
 CLIP_CANDIDATES = 16
 CLIP_STEP = 1 / 32
-"""`clip="mse"` tries 1, 1 - CLIP_STEP ... of a block's range."""
+"""`clip="mse"` tries the fractions 1, 1 - CLIP_STEP, ... of a block's range."""
 
 INTEGERS = {"int8": 127, "int4": 7}
 
@@ -30,9 +30,9 @@ def quantize(
     scale_dtype: Any = np.float32,
     power_of_two: bool = False,
 ) -> tuple[Array, Array, Array | None]:
-    """Storage of `x` [..., n] in the format `name`, scales, and int8 zero points or None.
+    """Quantises `x` [..., n] to the format `name`: storage, scales, and int8 zero points or None.
 
-    block: elements along each axis that share a scale.
+    block: extents of the blocks that share a scale.
     """
     xp = array_namespace(x)
     x = x.astype(np.float32, copy=False)
@@ -76,13 +76,13 @@ def dequantize(
     zero_points: Array | None,
     block: tuple[int, ...],
 ) -> Array:
-    """float32 (code - zero_point) * scale; `extent` is the length of the last axis of values."""
+    """(code - zero_point) * scale in float32; `extent` is the length of the values' last axis."""
     codes = narrow.decode(storage, name, extent)
     return narrow.dequantize(codes, scales, zero_points, block)
 
 
 def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:
-    """x, filled up with zeros to whole blocks, as [blocks along each axis..., elements]."""
+    """x, zero-padded to full blocks, as [blocks along each axis..., elements]."""
     xp = array_namespace(x)
     block = tuple(min(size, n) for size, n in zip(block, x.shape, strict=True))
     counts = [-(-n // size) for n, size in zip(x.shape, block, strict=True)]
@@ -94,7 +94,7 @@ def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:
 
 
 def _extremes(x: Array, block: tuple[int, ...]) -> tuple[Array, Array]:
-    """The smallest value of each block and the largest, 0 among them. NaN where a block has one."""
+    """Minimum and maximum of 0 and the values of each block. NaN if a block contains NaN."""
     xp = array_namespace(x)
     blocks = _in_blocks(x, block)
     return xp.minimum(blocks.min(axis=-1), 0), xp.maximum(blocks.max(axis=-1), 0)
@@ -107,7 +107,7 @@ def _sums(x: Array, block: tuple[int, ...]) -> Array:
 def _factors(
     high: Array, low: Array | None, name: str, scale_dtype: Any, power_of_two: bool
 ) -> tuple[Array, Array | None]:
-    """Scales, and zero points where there is a `low`, of blocks with these extremes."""
+    """Scales of blocks with the given extremes, and zero points if `low` is given."""
     xp = array_namespace(high)
     if low is None:
         return _round_scales(high / np.float32(narrow.MOST[name]), scale_dtype, power_of_two), None
@@ -122,14 +122,14 @@ def _factors(
 
 
 def _flush(x: Array) -> Array:
-    """Subnormal numbers (here none is negative) become 0, as in the kernels."""
+    """Flushes subnormal numbers to 0, as the kernels do; `x` is not negative."""
     xp = array_namespace(x)
     return xp.where(x < SMALLEST_SCALE, xp.zeros_like(x), x)
 
 
 def _round_scales(scales: Array, dtype: Any, power_of_two: bool) -> Array:
-    """To a power of two upwards if asked, then to `dtype`: saturating, 1 instead of 0, NaN for
-    everything that is not finite."""
+    """Rounds up to a power of two if requested, then rounds to `dtype`, saturating. 0 becomes 1,
+    non-finite values become NaN."""
     xp = array_namespace(scales)
     finite = xp.isfinite(scales)
     scales = _flush(scales)

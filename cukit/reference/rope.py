@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, RoFormer) of queries and keys, and its gradient.
 
-A pair `(a, b)` of a head turns by the angle of its position: `(a cos - b sin, b cos + a sin)`.
-Pairs are `(x[i], x[i + rotary_dim / 2])`, or neighbours `(x[2i], x[2i + 1])` when interleaved.
+A pair `(a, b)` of a head is rotated by the angle of its position: `(a cos - b sin, b cos + a sin)`.
+Pairs are `(x[i], x[i + rotary_dim / 2])`, or `(x[2i], x[2i + 1])` if interleaved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rope(
     inplace: bool = False,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """Rotate the first `rotary_dim` elements of every head of `q` and `k`; copy the others.
+    """Rotates the first `rotary_dim` elements of every head of `q` and `k`; copies the others.
 
     q, k: `[batch, seq_len, num_heads, head_dim]`; cos, sin: `[max_positions, rotary_dim / 2]`;
     position_ids: `[batch, seq_len]` or `[seq_len]`, by default 0, 1, 2, ...
@@ -54,7 +54,7 @@ def rope_backward(
     inplace: bool = False,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """Gradient of `rope`: a rotation's transpose is the rotation by the opposite angle."""
+    """Gradient of `rope`: the rotation by the opposite angle."""
     options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
     return rope(grad_q, grad_k, cos, -sin, position_ids, inplace=inplace, out=out, **options)
 

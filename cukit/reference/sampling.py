@@ -1,4 +1,4 @@
-"""Sampling of tokens, in float64: penalties, truncation, draws, checks of drafts."""
+"""Sampling of tokens in float64: penalties, truncation, draws, verification of drafts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 DRAW, ACCEPT, RESAMPLE = 0, 1, 2
-"""Streams of random numbers."""
+"""Random streams."""
 
 
 class Sample(NamedTuple):
-    """Tokens drawn, with their log-probabilities.
+    """Sampled tokens and their log-probabilities.
 
-    tokens: int32 [batch]; -1 where logits or options were refused.
-    logprobs: float32 [batch], None where not asked for.
-    top_tokens: int32 [batch, n], the most likely tokens, best first; None where not asked for.
+    tokens: int32 [batch]; -1 if logits or options are invalid.
+    logprobs: float32 [batch], None if not requested.
+    top_tokens: int32 [batch, n], the most likely tokens, most likely first; None if not requested.
     top_logprobs: float32 [batch, n].
     """
 
@@ -30,10 +30,10 @@ class Sample(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What checked drafts add to each text.
+    """The tokens that verified drafts append to each request.
 
     tokens: int32 [batch, num_drafts + 1]: the accepted drafts and one more token, then -1.
-    num_accepted: int32 [batch]; -1 where logits or options were refused.
+    num_accepted: int32 [batch]; -1 if logits or options are invalid.
     """
 
     tokens: Array
@@ -41,7 +41,7 @@ class Verified(NamedTuple):
 
 
 def philox_uint64(seed: Array, step: Array, stream: int) -> Array:
-    """64 bits of Philox4x32-10 for each key `seed` and counter `(step, stream, 0)`, all uint64."""
+    """64 bits of Philox4x32-10 per key `seed` and counter `(step, stream, 0)`, all uint64."""
     xp = array_namespace(seed)
     low, shift = xp.uint64(0xFFFFFFFF), xp.uint64(32)
     c0, c1 = step & low, step >> shift
@@ -55,10 +55,10 @@ def philox_uint64(seed: Array, step: Array, stream: int) -> Array:
 
 
 def count_tokens(history: Array, vocab_size: int, prompt_lengths: Array | None = None) -> Array:
-    """How often each token was drawn, the highest bit set where it was in the text at all.
+    """Counts how often each token was generated; the highest bit is set if it is in `history`.
 
-    history: int32 [batch, length]; ids outside the vocabulary are passed over. The first
-    `prompt_lengths[b]` of a text were not drawn. Returns int32 [batch, vocab_size].
+    history: int32 [batch, length]; ids outside the vocabulary are ignored. The first
+    `prompt_lengths[b]` tokens belong to the prompt. Returns int32 [batch, vocab_size].
     """
     xp = array_namespace(history)
     batch, length = history.shape
@@ -89,7 +89,7 @@ def sample(
     step: Array | int = 0,
     logprobs: int | None = None,
 ) -> Sample:
-    """A token of each row of `logits [batch, vocab_size]`."""
+    """Samples a token from each row of `logits [batch, vocab_size]`."""
     xp = array_namespace(logits)
     penalties = (repetition_penalty, presence_penalty, frequency_penalty)
     z = _lowered(xp, logits, history, prompt_lengths, penalties)
@@ -118,7 +118,7 @@ def kept_tokens(
     top_p: Array | float | None = None,
     min_p: Array | float | None = None,
 ) -> Array:
-    """bool [batch, vocab_size]: which tokens the options leave."""
+    """bool [batch, vocab_size]: the tokens that remain after truncation."""
     xp = array_namespace(logits)
     return _Rows(xp, logits.astype(np.float64), temperature, top_k, top_p, min_p).weights > 0
 
@@ -135,7 +135,7 @@ def speculative_verify(
     seed: Array | int = 0,
     step: Array | int = 0,
 ) -> Verified:
-    """Drafts `[batch, num_drafts]` against `logits [batch, num_drafts + 1, vocab_size]`."""
+    """Verifies drafts `[batch, num_drafts]` with `logits [batch, num_drafts + 1, vocab_size]`."""
     xp = array_namespace(logits)
     batch, num_drafts = draft_tokens.shape
     vocab_size = logits.shape[-1]
@@ -183,7 +183,7 @@ def speculative_verify(
 
 
 class _Rows:
-    """Rows of logits with what their options leave of them."""
+    """Rows of logits after truncation."""
 
     def __init__(
         self, xp: Any, z: Array, temperature: Any, top_k: Any, top_p: Any, min_p: Any
@@ -208,22 +208,23 @@ class _Rows:
         ranked = xp.where(xp.arange(vocab_size)[None, :] < most, ranked, 0.0)
         total = ranked.sum(axis=1, keepdims=True)
         before = xp.cumsum(ranked, axis=1) - ranked
-        # The token that crosses top_p stays, the first always.
+        # The token that crosses top_p is kept, and always the first token.
         kept = (part >= 1) | (before < part * total) | (xp.arange(vocab_size)[None, :] == 0)
         ranked = xp.where(kept & (ranked >= least), ranked, 0.0)
         self.weights = xp.take_along_axis(ranked, xp.argsort(self.order, axis=1), axis=1)
 
     def draw(self, weights: Array, bits: Array) -> Array:
-        """The first token of each row whose weights up to it exceed that part of all."""
+        """Inverse CDF: the first token of each row whose cumulative weight exceeds bits / 2^64 of
+        the row's total."""
         xp = self.xp
         upto = xp.cumsum(weights, axis=1)
         place = upto[:, -1:] * (bits.astype(np.float64) * 2.0**-64)[:, None]
-        # Rounding may lift the place to the sum itself: then the last token with any weight.
+        # Rounding may make `place` equal to the total: then the last token with a positive weight.
         last = weights.shape[1] - 1 - xp.argmax(weights[:, ::-1] > 0, axis=1)
         return xp.minimum((upto <= place).sum(axis=1), last)
 
     def logprobs(self) -> Array:
-        """Of all tokens, before any truncation."""
+        """Log-probabilities of all tokens, before truncation."""
         xp = self.xp
         return self.scaled - xp.log(xp.exp(self.scaled).sum(axis=1, keepdims=True))
 
@@ -231,7 +232,7 @@ class _Rows:
 def _lowered(
     xp: Any, logits: Array, history: Array | None, prompt_lengths: Array | None, penalties: Any
 ) -> Array:
-    """Logits in float64, those of tokens in `history` lowered."""
+    """Logits in float64, after the penalties."""
     z = logits.astype(np.float64)
     if history is None:
         return z
@@ -254,7 +255,7 @@ def _column(xp: Any, value: Any, batch: int, default: float) -> Array:
 
 
 def _counters(xp: Any, seed: Any, step: Any, batch: int) -> tuple[Array, Array]:
-    """Seeds and steps of the requests, uint64 [batch]. A seed that is a number counts up."""
+    """Seeds and steps of the requests, uint64 [batch]; row r of a scalar seed has seed + r."""
     if isinstance(seed, int):
         seeds = xp.arange(batch).astype(xp.uint64) + xp.uint64(seed % 2**64)
     else:
@@ -268,5 +269,5 @@ def _counters(xp: Any, seed: Any, step: Any, batch: int) -> tuple[Array, Array]:
 
 
 def _repeated(xp: Any, option: Any, times: int) -> Any:
-    """An option of each request for each of its rows; numbers stay."""
+    """A per-request array repeated for each of the request's rows; numbers are returned as is."""
     return xp.repeat(option, times) if getattr(option, "ndim", 0) else option

@@ -1,4 +1,4 @@
-"""Scans over sequences: states that decay, and what is read from them."""
+"""Gated linear recurrences over sequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cukit.reference._xp import array_namespace, upcast, working_dtype
 Array = Any
 
 LEAST_LOG_DECAY = -104.0
-"""exp of it is 0 in float32: what lies below counts as this."""
+"""Lower clamp of log decays; its exponential is 0 in float32."""
 
 
 class Scan(NamedTuple):
-    """Outputs of a scan, and the states behind the last tokens.
+    """Outputs of a scan, and the states after the last tokens.
 
     y: shape and dtype of x.
     final_state: float32 [num_sequences, num_heads, state_dim, head_dim].
@@ -30,7 +30,7 @@ class ScanGradients(NamedTuple):
     """Gradients of a scan's arguments, each shaped like its argument.
 
     x, b, c: dtype of x.
-    log_decay: float32; 0 where log_decay lay outside of what counts.
+    log_decay: float32; 0 where the forward clamps log_decay.
     initial_state: float32 [num_sequences, num_heads, state_dim, head_dim].
     """
 
@@ -54,8 +54,8 @@ def gated_scan(
     """`h_t = exp(l_t) h_{t-1} + b_t x_t^T`, `y_t = h_t^T c_t`, chunk by chunk.
 
     x [batch, seq_len, num_heads, head_dim]; b, c [batch, seq_len, num_groups, state_dim];
-    log_decay [batch, seq_len, num_heads]; cu_seqlens: ends of the sequences in a batch of one.
-    Within a chunk only differences of the decays' cumulative sum are exponentiated.
+    log_decay [batch, seq_len, num_heads]; cu_seqlens: boundaries of the sequences in a batch of
+    one. Within a chunk only differences of the decays' cumulative sum are exponentiated.
     """
     xp = array_namespace(x)
     batch, seq_len, num_heads, head_dim = x.shape
@@ -81,7 +81,7 @@ def gated_scan(
 
 
 def _ranges(batch: int, seq_len: int, cu_seqlens: Array | None) -> list[tuple[int, int, int]]:
-    """Row of the batch, first token and end of each sequence."""
+    """Batch index, first token and end of each sequence."""
     if cu_seqlens is None:
         return [(row, 0, seq_len) for row in range(batch)]
     ends = [int(end) for end in cu_seqlens]
@@ -89,7 +89,7 @@ def _ranges(batch: int, seq_len: int, cu_seqlens: Array | None) -> list[tuple[in
 
 
 def _chunk(xp: Any, h: Array, x: Array, b: Array, c: Array, decay: Array) -> tuple[Array, Array]:
-    """Outputs of a chunk and the state behind it; h [num_heads, state_dim, head_dim]."""
+    """Outputs of a chunk and the state after it; h [num_heads, state_dim, head_dim]."""
     upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
     tokens = len(x)
     causal = xp.arange(tokens)[:, None] >= xp.arange(tokens)[None, :]
@@ -114,9 +114,10 @@ def gated_scan_backward(
     cu_seqlens: Array | None = None,
     chunk: int = 64,
 ) -> ScanGradients:
-    """Gradients of :func:`gated_scan`: the states before all chunks, then chunks from the last on.
+    """Gradients of :func:`gated_scan`: recomputes the states before all chunks, then processes the
+    chunks in reverse.
 
-    Arguments as there; grad_y like x, grad_final_state like initial_state.
+    Arguments as in :func:`gated_scan`; grad_y like x, grad_final_state like initial_state.
     """
     xp = array_namespace(x)
     batch, seq_len, num_heads, head_dim = x.shape
@@ -161,8 +162,10 @@ def gated_scan_backward(
 def _chunk_backward(
     xp: Any, h: Array, g: Array, grad_y: Array, x: Array, b: Array, c: Array, decay: Array
 ) -> tuple[Array, ...]:
-    """Gradients of a chunk's x, b, c and decays, and of the state before it; h: that state, g: the
-    gradient of the state behind the chunk."""
+    """Gradients of a chunk's x, b, c and decays, and of the state before it.
+
+    h: the state before the chunk, g: the gradient of the state after it.
+    """
     upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
     tokens = len(x)
     causal = xp.arange(tokens)[:, None] >= xp.arange(tokens)[None, :]
@@ -180,8 +183,9 @@ def _chunk_backward(
     grad_x = left * xp.einsum("hnp,jhn->jhp", g, b) + xp.einsum("hij,ihp->jhp", scores, grad_y)
     grad_h = kept * g + xp.einsum("ihn,ihp->hnp", c * grown, grad_y)
 
-    # A decay is a factor of every product of a token from it on with one before it, of what its own
-    # and later tokens read from the state before, of what earlier ones leave in the state behind.
+    # The decay of token t is a factor of: products of tokens i >= t with tokens j < t; reads of
+    # tokens i >= t from the state before the chunk; contributions of tokens j < t to the state
+    # after it.
     products = xp.tril(scores * grad_scores, -1)
     read = xp.sum(c * from_state, axis=-1)
     written = xp.sum(b * to_state, axis=-1)
@@ -201,7 +205,7 @@ def gated_scan_step(
     c: Array,
     log_decay: Array,
 ) -> Array:
-    """One token of each sequence; changes `state` and returns y [batch, num_heads, head_dim]."""
+    """One token per sequence; updates `state` and returns y [batch, num_heads, head_dim]."""
     xp = array_namespace(x)
     work = working_dtype(state, x, b, c, log_decay)
     wide, keys, queries, decay = upcast(work, x, b, c, log_decay)

@@ -1,4 +1,4 @@
-"""Linear layers with a quantised weight."""
+"""Linear layers with quantised weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cukit.reference.narrow import decode, dequantize
 
 Array = Any
 Quantized = Any
-"""What has the attributes of a QuantizedArray."""
+"""An object with the attributes of a QuantizedArray."""
 
 
 def quantized_linear(
@@ -24,7 +24,7 @@ def quantized_linear(
 ) -> Array:
     """x [..., k] times the transpose of the dequantised weight [n, k], plus bias [n].
 
-    Summed in float64 where x is float64, else in float32; rounded to `out_dtype`, by default the
+    Accumulated in float64 if x is float64, else in float32; rounded to `out_dtype`, by default the
     dtype of x.
     """
     rows = _values(x) if hasattr(x, "storage") else x
@@ -39,7 +39,7 @@ def quantized_linear(
 
 
 def _values(array: Quantized) -> Array:
-    """float32 values of a quantised array."""
+    """The values of a quantised array in float32."""
     codes = decode(array.storage, array.dtype.name, array.shape[-1])
     if array.scales is None:
         return codes

@@ -1,4 +1,4 @@
-"""Tokens from logits: sampling, and checks of tokens that a draft model proposed."""
+"""Sampling of tokens from logits, and verification of drafted tokens."""
 
 from cukit.reference.sampling import Sample, Verified
 from cukit.sampling.sample import sample

@@ -1,4 +1,4 @@
-"""Drawing a token from each row of logits."""
+"""Sampling a token from each row of logits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from cukit.errors import ConfigError
 from cukit.reference import sampling as reference
 from cukit.reference.sampling import Sample
 from cukit.registry import register
-from cukit.sampling.options import RequestOptions
-from cukit.sampling.plan import (
+from cukit.sampling._options import RequestOptions
+from cukit.sampling._plan import (
     MOST_BEST,
     MOST_LISTED,
     MOST_TOKENS,
@@ -55,54 +55,54 @@ def sample(
     step: Array | int = 0,
     logprobs: int | None = None,
 ) -> Sample:
-    """Draws a token from each row of logits.
+    """Samples a token from each row of logits.
 
-    `p = softmax(z / temperature)`, with z the logits lowered by the penalties. Of the `top_k` most
-    likely tokens, the fewest that together have at least `top_p` of their probability are kept, the
-    token that crosses `top_p` included; of these the ones with at least `min_p` times the largest
-    probability. One of them is drawn in proportion to p. Tokens with equal logits are ordered by
-    token, the lowest first: `top_k=1` and `temperature=0` are argmax.
+    `p = softmax(z / temperature)`, where z is the logits after the penalties. The candidates are
+    truncated in order: the `top_k` most likely tokens; of these the smallest set with at least
+    `top_p` of their probability, including the token that crosses `top_p`; of these the tokens with
+    at least `min_p` times the largest probability. One candidate is drawn with probability
+    proportional to p. Ties are ordered by token id, lowest first: `top_k=1` and `temperature=0` are
+    argmax.
 
-    Every option may be a number for all requests or an array with one for each.
+    Every option may be a number for all requests or an array with one value per request.
 
     Args:
         logits: float32|float16|bfloat16 [batch, vocab_size], C-contiguous. float64 on the CPU only.
-            On the GPU up to 2^20 tokens.
-        temperature: float32 [batch], or a number of 0 or more.
-        top_k: int32 [batch], 0 for all; or a number, None for all.
-        top_p: float32 [batch] or a number, 0 to 1. 0 keeps the most likely token.
+            Up to 2^20 tokens on the GPU.
+        temperature: float32 [batch] or a number, at least 0.
+        top_k: int32 [batch], 0 for no limit; or a number, None for no limit.
+        top_p: float32 [batch] or a number, 0 to 1. 0 keeps only the most likely token.
         min_p: float32 [batch] or a number, 0 to 1.
-        repetition_penalty: float32 [batch] or a number above 0. Logits of tokens in `history` are
-            divided by it where positive and else multiplied (Keskar et al., arXiv:1909.05858).
-        presence_penalty, frequency_penalty: float32 [batch] or a number. A token drawn n > 0 times
-            loses presence_penalty + n * frequency_penalty.
-        history: int32 [batch, length], each text so far; ids outside the vocabulary, -1 say, fill
-            up. None: no penalties.
-        prompt_lengths: int32 [batch]. The first so many tokens of `history` were not drawn; only
-            the repetition penalty counts them. None: 0.
-        seed: int64 [batch]; or a number, to which row r adds r.
-        step: int64 [batch] or a number: how many tokens the request has drawn. The same seed and
-            step draw the same token from the same logits and options, whatever the other rows and
-            the GPU.
-        logprobs: None for none, 0 for the token drawn, n for the n most likely as well (up to 512
-            on the GPU).
+        repetition_penalty: float32 [batch] or a number above 0. Positive logits of tokens in
+            `history` are divided by it, negative ones multiplied (Keskar et al., arXiv:1909.05858).
+        presence_penalty, frequency_penalty: float32 [batch] or a number. The logit of a token that
+            was generated n > 0 times is reduced by presence_penalty + n * frequency_penalty.
+        history: int32 [batch, length], the tokens of each request so far, padded with ids outside
+            the vocabulary such as -1. None: no penalties.
+        prompt_lengths: int32 [batch]: number of leading tokens of `history` that belong to the
+            prompt; only the repetition penalty counts them. None: 0.
+        seed: int64 [batch]; or a number, with seed + r for row r.
+        step: int64 [batch] or a number: tokens generated so far. The same seed and step draw the
+            same token from the same logits and options, regardless of the other rows and the GPU.
+        logprobs: None for none, 0 for the drawn token, n to also list the n most likely tokens (up
+            to 512 on the GPU).
 
     Returns:
         `Sample(tokens, logprobs, top_tokens, top_logprobs)`: int32 [batch], float32 [batch],
-        int32 [batch, n] and float32 [batch, n], best first; None where not asked for.
-        Log-probabilities are those of softmax(z / temperature) before any truncation (temperature
-        1 where it is 0). A row with a NaN or +infinity, nothing but -infinity, or an option out of
-        range in an array gets token -1 and NaN.
+        int32 [batch, n] and float32 [batch, n], most likely first; None if not requested.
+        Log-probabilities are those of softmax(z / temperature) before truncation (for temperature
+        0, of softmax(z)). An invalid row (a NaN, +infinity or only -infinity, or an option out of
+        range in an array) has token -1 and log-probabilities NaN.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: a number out of range.
 
-    Probabilities are float32 weights made integers, 2^-42 of the largest and more; their sums are
-    exact, so results depend neither on the order of threads nor on how many blocks share a row.
-    Runs on CuPy's current stream without synchronisation. Random numbers are Philox4x32-10 (Salmon
-    et al., SC 2011): 64 bits a draw. Papers: Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et
-    al., arXiv:2407.01082 (min-p).
+    Probabilities are computed in float32 and rounded down to integer multiples of 2^-42 of the
+    largest. Integer sums are exact, so results depend neither on the thread order nor on the number
+    of blocks per row. Runs on CuPy's current stream without synchronisation. Random numbers are
+    Philox4x32-10 (Salmon et al., SC 2011), 64 bits per draw. Papers: Holtzman et al.,
+    arXiv:1904.09751 (top-p); Nguyen et al., arXiv:2407.01082 (min-p).
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]).astype("float32")
@@ -148,7 +148,7 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    few = _wants_few(options, top_n)
+    few = _needs_few(options, top_n)
     prepared = _prepare(logits, history, few)
     counts = NULL
     if prepared.count_tokens is not None:
@@ -183,7 +183,7 @@ def pack_options(
     logprobs: int | None = None,
     rows_per_request: int = 1,
 ) -> Any:
-    """The kernel's parameters by value."""
+    """The kernel's parameter struct."""
     return _STRUCTS["SampleParameters"].pack(
         seed=options.number("seed") % 2**64,
         step=options.number("step") % 2**64,
@@ -209,8 +209,9 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
-def _wants_few(options: RequestOptions, top_n: int) -> bool:
-    """Whether rows need their first tokens alone, or may: other rows are read more than once."""
+def _needs_few(options: RequestOptions, top_n: int) -> bool:
+    """Whether rows need at most their first MOST_BEST tokens, as far as the host can tell; the
+    kernel reads rows that need more a second time."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
     listed = not options.is_number("top_k") or 0 < options.number("top_k") <= MOST_BEST
     return (greedy or listed) and top_n <= MOST_BEST
@@ -265,17 +266,17 @@ def _check(
 
 
 def check_vocabulary(op: str, vocab_size: int) -> None:
-    """Raises ConfigError where there is nothing to draw from."""
+    """Raises ConfigError if the vocabulary is empty."""
     if vocab_size < 1:
-        raise ConfigError(f"{op}: logits must have at least one token a row, got {vocab_size}")
+        raise ConfigError(f"{op}: logits must have at least one token per row, got {vocab_size}")
 
 
 def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
-    """What the kernel asks for beyond the reference."""
+    """Checks the requirements of the kernel that the reference does not have."""
     check_array(op, "logits", logits, dtypes=KERNEL_DTYPES)
     if logits.shape[-1] > MOST_TOKENS:
         raise ConfigError(
-            f"{op}: logits must have at most {MOST_TOKENS} tokens a row on the GPU, "
+            f"{op}: logits must have at most {MOST_TOKENS} tokens per row on the GPU, "
             f"got {logits.shape[-1]}"
         )
     for name, value in options.values.items():

@@ -1,4 +1,4 @@
-"""Checking tokens that a draft model proposed."""
+"""Verification of drafted tokens (speculative decoding)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from cukit.core.parameters import parameter_structs
 from cukit.reference import sampling as reference
 from cukit.reference.sampling import Verified
 from cukit.registry import register
-from cukit.sampling.options import RequestOptions
-from cukit.sampling.plan import SampleConfig, plan_sample
+from cukit.sampling._options import RequestOptions
+from cukit.sampling._plan import SampleConfig, plan_sample
 from cukit.sampling.sample import check_limits, check_vocabulary, pack_options
 
 _COLLECT = parameter_structs("sampling/parameters.cuh")["CollectParameters"]
@@ -43,33 +43,34 @@ def speculative_verify(
     seed: Array | int = 0,
     step: Array | int = 0,
 ) -> Verified:
-    """Accepts drafted tokens so that texts have the target model's distribution exactly.
+    """Speculative sampling: accepts drafted tokens so that outputs follow the target distribution.
 
     With p the target's distribution after temperature, top_k, top_p and min_p as in
-    :func:`sample`, and q that of the draft, token x of place j is accepted with probability
-    `min(1, p_j(x) / q_j(x))`. The first that is not is replaced by a draw from
-    `max(p_j - q_j, 0)`, normalised; after the last a token is drawn from p. Acceptance, replacement
-    and the last token have streams of random numbers of their own.
+    :func:`sample`, and q the draft's, token x drafted at position j is accepted with probability
+    `min(1, p_j(x) / q_j(x))`. The first rejected token is replaced by a draw from
+    `max(p_j - q_j, 0)`, normalised; if all are accepted, one more token is drawn from p.
+    Acceptance, replacement and the last token use separate random streams.
 
     Args:
-        draft_tokens: int32 [batch, num_drafts]. A token outside the vocabulary (-1) is never
-            accepted: texts with fewer drafts are filled up with it.
-        logits: the target's, float32|float16|bfloat16 [batch, num_drafts + 1, vocab_size].
-        draft_probs: float32 [batch, num_drafts, vocab_size], what each draft was drawn from. None
-            for drafts that were no draws, as those of n-grams or of a greedy draft model.
-        temperature, top_k, top_p, min_p, seed, step: as in :func:`sample`, one for each request;
-            place j counts as step + j. Without drafts the token is that of :func:`sample`.
+        draft_tokens: int32 [batch, num_drafts]. Tokens outside the vocabulary, such as -1, are
+            never accepted; use them to pad requests with fewer drafts.
+        logits: of the target model, float32|float16|bfloat16 [batch, num_drafts + 1, vocab_size].
+            float64 on the CPU only.
+        draft_probs: float32 [batch, num_drafts, vocab_size], the distributions that the drafts
+            were drawn from. None for deterministic drafts, such as n-grams or greedy decoding.
+        temperature, top_k, top_p, min_p, seed, step: as in :func:`sample`, one value per request;
+            position j uses step + j. Without drafts the token is that of :func:`sample`.
 
     Returns:
         `Verified(tokens, num_accepted)`: int32 [batch, num_drafts + 1], the accepted drafts and one
-        more token, then -1; and int32 [batch]. A request that comes upon logits or options that
-        :func:`sample` refuses ends there: num_accepted is -1.
+        more token, then -1; and int32 [batch]. A request whose logits or options are invalid, as
+        defined by :func:`sample`, ends at that position, and its num_accepted is -1.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: a number out of range.
 
-    Runs on CuPy's current stream without synchronisation; deterministic as :func:`sample` is.
+    Runs on CuPy's current stream without synchronisation; deterministic, as :func:`sample`.
     Paper: Leviathan et al., arXiv:2211.17192.
 
     >>> import numpy as np, cukit as ck

@@ -1,4 +1,4 @@
-"""Operators over sequences: recurrences whose state decays, short causal convolutions, bits."""
+"""Sequence operators: gated linear recurrences, short causal convolutions, scans and sorts."""
 
 from cukit.reference.convolution import ConvGradients
 from cukit.reference.sequence import Scan, ScanGradients

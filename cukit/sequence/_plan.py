@@ -1,5 +1,5 @@
-"""What the scan and its backward share: checks of arguments, how sequences are split over the GPU,
-and the kernels of the states."""
+"""Shared by the gated scan and its backward: argument checks, launch configurations, and the
+kernels that compute states."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ STRUCTS = parameter_structs("sequence/parameters.cuh")
 THREADS = 128
 CHUNK = 64
 COLUMNS = 64
-"""Of a head, a block of the scan."""
+"""Columns of head_dim per block."""
 STATE_TILES = (64, 128)
 _LEAST_CHUNKS = 4
-"""Of a segment: each costs a second reading of keys and values."""
+"""Fewest chunks per segment: splitting costs a second pass over keys and values."""
 _BLOCKS_PER_SM = 2
 _JOIN_THREADS = 256
 _SUM_THREADS = 256
@@ -41,23 +41,23 @@ _ACCESS = 8
 """Elements of a 16-byte copy."""
 
 OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
-"""STATES of the kernel."""
+"""Values of the kernel's STATES macro."""
 
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """One way to run the kernels of a scan."""
+    """The launch configuration of a scan's kernels."""
 
     dtype: str
     state_tile: int
     padded: bool
     segments: int
-    """Of each sequence."""
+    """Segments per sequence."""
     hopper: bool = False
-    """Products of states and outputs by wgmma."""
+    """Use wgmma."""
 
     def defines(self) -> tuple[tuple[str, MacroValue], ...]:
-        """Of every kernel."""
+        """The macros common to all kernels."""
         return (
             ("DTYPE", self.dtype),
             ("STATE_TILE", self.state_tile),
@@ -67,16 +67,16 @@ class ScanConfig:
 
     @property
     def key_bytes(self) -> int:
-        """Of a chunk's keys, or of its queries."""
+        """Bytes of the keys, or of the queries, of a chunk."""
         return CHUNK * self.state_tile * 2
 
     @property
     def state_bytes(self) -> int:
-        """Of a state, rounded."""
+        """Bytes of a state in 16 bits."""
         return self.state_tile * COLUMNS * 2
 
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
-        """The kernel of the outputs, of the states behind segments, or of those before chunks."""
+        """The kernel of the outputs, of the segments' states, or of the chunks' states."""
         defines = (*self.defines(), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
@@ -97,10 +97,10 @@ def plan_gated_scan(
     dtype: str,
     device: Device,
 ) -> ScanConfig:
-    """A block for each head and each 64 of its columns; several for a long sequence, with a segment
-    each, where heads alone would leave multiprocessors idle.
+    """The launch configuration: one block per sequence, head and 64 columns of the head; if these
+    do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: of the longest sequence that there may be.
+    seq_len: upper bound of the sequence lengths.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
@@ -115,7 +115,7 @@ def plan_gated_scan(
 
 
 class SegmentStates(NamedTuple):
-    """Launches that find the states at the ends of segments, or gradients of those."""
+    """Launches that compute the states at segment boundaries, or their gradients."""
 
     states: Launch
     join: Launch
@@ -125,8 +125,11 @@ class SegmentStates(NamedTuple):
     def run(
         self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None, outer: Array | None
     ) -> Array:
-        """float32: states before the segments, from that before the first; reversed, gradients of
-        the states behind them, from that of the final one (x: grad_y, b: c)."""
+        """The initial states of all segments, float32, given that of the first (`outer`).
+
+        Reversed launches: the gradients of the final states of all segments, given that of the
+        last, with grad_y for x and c for b.
+        """
         states = empty(x, self.shape, float32)
         decays = empty(x, self.shape[:3], float32)
         self.states(x, b, NULL, log_decay, cu_seqlens, NULL, NULL, states, decays)
@@ -135,7 +138,7 @@ class SegmentStates(NamedTuple):
 
 
 class ScanLaunches(NamedTuple):
-    """What launches of a scan have in common."""
+    """The parts common to all launches of a scan."""
 
     config: ScanConfig
     scalars: tuple[object, ...]
@@ -143,11 +146,11 @@ class ScanLaunches(NamedTuple):
     state_shape: tuple[int, ...]
 
     def launch(self, spec: KernelSpec) -> Launch:
-        """Of all segments."""
+        """A launch over all segments."""
         return Launch(load_kernel(spec), self.grid, self.scalars)
 
     def segment_states(self, reverse: bool = False) -> SegmentStates | None:
-        """None where sequences are not split."""
+        """The launches for the segments' states; None if sequences are not split."""
         segments, columns, heads = self.grid
         if segments == 1:
             return None
@@ -162,7 +165,7 @@ class ScanLaunches(NamedTuple):
 def scan_launches(
     x: Array, num_groups: int, state_shape: tuple[int, ...], device: Device
 ) -> ScanLaunches:
-    """Plan of a scan over checked arrays."""
+    """Plans a scan over checked arrays."""
     _, seq_len, num_heads, head_dim = x.shape
     num_sequences, _, state_dim, _ = state_shape
     config = plan_gated_scan(
@@ -183,20 +186,20 @@ def scan_launches(
 
 @cache
 def join_spec(reverse: bool) -> KernelSpec:
-    """The kernel that makes states before segments of what each segment adds."""
+    """The kernel that combines the segments' contributions to their initial states."""
     defines = (("REVERSE", reverse), ("THREADS", _JOIN_THREADS))
     return KernelSpec("sequence/join_segments.cu", "join_segments", defines, _JOIN_THREADS)
 
 
 @cache
 def sum_spec(dtype: str) -> KernelSpec:
-    """The kernel that adds up parts of results."""
+    """The kernel that sums partial results."""
     defines = (("DTYPE", dtype), ("THREADS", _SUM_THREADS))
     return KernelSpec("sequence/sum_parts.cu", "sum_parts", defines, _SUM_THREADS)
 
 
 def sum_launch(dtype: str, rows: int, parts: int, cols: int) -> Launch:
-    """Of parts [rows, parts, cols]."""
+    """A launch that sums parts [rows, parts, cols] over axis 1."""
     scalars = (STRUCTS["SumParameters"].pack(rows=rows, parts=parts, cols=cols),)
     return Launch(load_kernel(sum_spec(dtype)), (-(-rows * cols // _SUM_THREADS),), scalars)
 
@@ -210,7 +213,7 @@ def check_scan(
     initial_state: Array | None,
     cu_seqlens: Array | None,
 ) -> tuple[int, ...]:
-    """Raises ArrayError; returns the shape of the states."""
+    """Checks the arguments; returns the shape of the states. Raises ArrayError."""
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=4)
     batch, seq_len, num_heads, head_dim = x.shape
     check_array(op, "b", b, dtypes=FLOAT_DTYPES, shape=(batch, seq_len, None, None))
@@ -234,17 +237,18 @@ def check_scan(
 
 
 def check_groups(op: str, num_heads: int, num_groups: int) -> None:
-    """Raises ArrayShapeError where heads cannot share keys evenly."""
+    """Raises ArrayShapeError unless num_groups divides num_heads."""
     if num_groups < 1 or num_heads % num_groups:
         raise ArrayShapeError(
-            f"{op}: b must have a number of groups that divides num_heads ({num_heads}), "
-            f"got {num_groups}"
+            f"{op}: the number of groups of b must divide num_heads ({num_heads}), got {num_groups}"
         )
 
 
 def check_kernel(op: str, x: Array, state_dim: int, **arrays: Array | None) -> None:
-    """Raises where the kernels do not take x; arrays: those that must be float32, or of x's
-    dtype and copied 16 bytes at a time."""
+    """Checks the kernels' requirements: dtypes, sizes, alignment.
+
+    arrays: must be float32, or have the dtype of x and 16-byte alignment.
+    """
     check_array(op, "x", x, dtypes=(float16, bfloat16))
     for name, array in arrays.items():
         if array is not None and array.dtype != x.dtype:
@@ -261,15 +265,15 @@ def check_kernel(op: str, x: Array, state_dim: int, **arrays: Array | None) -> N
         if array is None or array.dtype != x.dtype:
             continue
         if access_width(_ACCESS, array) < _ACCESS:
-            raise ArrayLayoutError(f"{op}: {name} must begin at a multiple of 16 bytes; copy it")
+            raise ArrayLayoutError(f"{op}: {name} must be 16-byte aligned; copy it")
 
 
 REPRESENTATIVE = ((1, 65536, 64, 64), (1, 65536, 64, 128), (2, 2048, 48, 72))
-"""[sequences, tokens, head_dim, state_dim] whose kernels are compiled ahead."""
+"""[sequences, tokens, head_dim, state_dim] for which kernels are compiled ahead of time."""
 
 
 def representative_configs(device: Device) -> list[ScanConfig]:
-    """Configurations that differ in their kernels."""
+    """Configurations with different kernels."""
     return [
         plan_gated_scan(sequences, length, 32, head_dim, state_dim, dtype.name, device)
         for dtype in (float16, bfloat16)

@@ -1,4 +1,4 @@
-"""Short causal convolutions along time, fused with SiLU: what mixes neighbours before a scan."""
+"""Short causal convolutions along time, fused with SiLU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from cukit.sequence._plan import STRUCTS
 
 _THREADS = 128
 _TOKENS = 64
-"""Of a thread, at most; with fewer there are more blocks and more reading of neighbours."""
+"""Most tokens per thread. Fewer give more blocks, but more redundant loads at their boundaries."""
 _LEAST_TOKENS = 16
 _MOST_BACKWARD = 4
-"""Channels of a thread of the backward: sums for eight of them spill."""
+"""Most channels per thread in the backward: the sums of eight would spill."""
 _WIDTHS = (2, 3, 4)
 _NAMES = {"silu": "Silu", "none": "NoActivation"}
 _MOST_BATCH = 65535
@@ -45,23 +45,25 @@ def causal_conv(
     initial_state: Array | None = None,
     activation: str = "silu",
 ) -> Array:
-    """`z[t] = bias + sum_k weight[:, k] x[t - (width - 1) + k]`, `y = activation(z)`.
+    """Causal depthwise convolution along time with an optional SiLU.
 
-    Each channel alone.
+    `z[t] = bias + sum_k weight[:, k] x[t - (width - 1) + k]`, `y = activation(z)`.
 
     Args:
         x: float32|float16|bfloat16 [batch, seq_len, channels]; float64 on the CPU only.
-        weight: as x, [channels, width], width 2, 3 or 4; the last column meets the token itself.
-        bias: as x, [channels].
-        initial_state: as x, [batch, width - 1, channels], the inputs before x; None for zeros.
-        activation: "silu" or "none".
+        weight: dtype of x, [channels, width], width 2, 3 or 4; the last column multiplies the
+            current token.
+        bias: dtype of x, [channels].
+        initial_state: dtype of x, [batch, width - 1, channels], the inputs before x; None for
+            zeros.
+        activation: `"silu"` or `"none"`.
 
     Returns:
         y, shape and dtype of x. The state for the next call is the last width - 1 tokens of x.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: activation, or a batch above 65535 on the GPU.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: an unknown activation, or a batch above 65535 on the GPU.
 
     Runs on CuPy's current stream without synchronisation; computes in float32, deterministic.
 
@@ -93,15 +95,15 @@ def causal_conv_backward(
     initial_state: Array | None = None,
     activation: str = "silu",
 ) -> ConvGradients:
-    """Gradients of :func:`causal_conv`; nothing is kept of the forward but its arguments.
+    """Gradients of :func:`causal_conv`. Needs no intermediate results of the forward.
 
     Args:
-        grad_y: like x.
-        x, weight, bias, initial_state, activation: those of the forward call.
+        grad_y: dtype and shape of x.
+        x, weight, bias, initial_state, activation: as in the forward.
 
     Returns:
-        `ConvGradients(x, weight, bias, initial_state)`, each like its argument; None where there
-        was none.
+        `ConvGradients(x, weight, bias, initial_state)`, each with dtype and shape of its argument;
+        None for an argument that is None.
 
     Raises:
         ArrayError, ConfigError: as :func:`causal_conv`.
@@ -144,12 +146,12 @@ def causal_conv_step(
     *,
     activation: str = "silu",
 ) -> Array:
-    """One token of each sequence of :func:`causal_conv`: what decoding does.
+    """One decode step of :func:`causal_conv`: one token per sequence.
 
     Args:
-        state: [batch, width - 1, channels], the inputs before x; changed in place.
+        state: dtype of x, [batch, width - 1, channels], the inputs before x; updated in place.
         x: float32|float16|bfloat16 [batch, channels].
-        weight, bias, activation: as :func:`causal_conv`; all arrays of one dtype.
+        weight, bias, activation: as in :func:`causal_conv`.
 
     Returns:
         y, shape and dtype of x.
@@ -178,7 +180,7 @@ def causal_conv_step(
 class _Backward(NamedTuple):
     launch: Launch
     rows: int
-    """Of partial sums."""
+    """Rows of partial sums."""
 
 
 @launch_plan
@@ -215,7 +217,10 @@ def _prepare_step(
 
 
 def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array | None) -> Launch:
-    """A launch of the op's kernel over x [batch, seq_len, channels]; accessed: by whole vectors."""
+    """A launch of the op's kernel over x [batch, seq_len, channels].
+
+    accessed: arrays with vectorised accesses.
+    """
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     batch, seq_len, channels = x.shape
     if batch > _MOST_BATCH:
@@ -231,7 +236,7 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
 
 
 def _plan_tokens(batch: int, seq_len: int, columns: int, device: Device) -> int:
-    """Tokens of a thread: as many as leave every multiprocessor eight blocks."""
+    """Tokens per thread: as many as leave eight blocks per SM."""
     tokens = _TOKENS
     while tokens > _LEAST_TOKENS and batch * columns * -(-seq_len // tokens) < 8 * device.num_sms:
         tokens //= 2

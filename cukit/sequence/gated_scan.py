@@ -1,4 +1,4 @@
-"""Gated linear recurrences: whole sequences on tensor cores, and one token at a time."""
+"""Gated linear recurrences: full sequences on tensor cores, and single decode steps."""
 
 from __future__ import annotations
 
@@ -48,34 +48,37 @@ def gated_scan(
     initial_state: Array | None = None,
     cu_seqlens: Array | None = None,
 ) -> Scan:
-    """`h_t = exp(l_t) h_{t-1} + b_t x_t^T`, `y_t = h_t^T c_t`: linear attention with decay.
+    """Linear attention with decay: `h_t = exp(l_t) h_{t-1} + b_t x_t^T`, `y_t = h_t^T c_t`.
 
-    The recurrence of Mamba-2 (x with the step size multiplied in, B and C), of retention and of
-    gated linear attention with one decay a head (values x, keys b, queries c).
+    This is the recurrence of Mamba-2 (x already multiplied by the step size, B and C), of retention
+    and of gated linear attention with one decay per head (values x, keys b, queries c).
 
     Args:
         x: float16|bfloat16 [batch, seq_len, num_heads, head_dim]; float32 and float64 on the CPU
-            only. On the GPU head_dim is a multiple of 8.
-        b, c: as x, [batch, seq_len, num_groups, state_dim]; heads of a group share them. On the GPU
-            state_dim is a multiple of 8, up to 128.
-        log_decay: float32 [batch, seq_len, num_heads], l_t <= 0 (what is above counts as 0, what is
-            below -104 as -104: a decay of 0 in float32).
-        initial_state: float32 [num_sequences, num_heads, state_dim, head_dim]; None for zero.
-        cu_seqlens: int32 [num_sequences + 1], where the sequences of a batch of one begin and end,
-            from 0 to seq_len; never read on the host. None: a sequence a batch.
+            only. On the GPU head_dim must be a multiple of 8.
+        b, c: dtype of x, [batch, seq_len, num_groups, state_dim]; num_groups divides num_heads, and
+            the heads of a group share b and c. On the GPU state_dim must be a multiple of 8, at
+            most 128.
+        log_decay: float32 [batch, seq_len, num_heads], l_t; clamped to [-104, 0] (exp(-104) is 0 in
+            float32).
+        initial_state: float32 [num_sequences, num_heads, state_dim, head_dim]; None for zeros.
+        cu_seqlens: int32 [num_sequences + 1], the boundaries of variable-length sequences packed
+            into a batch of one, from 0 to seq_len; never read on the host. None: one sequence per
+            batch entry.
 
     Returns:
-        `Scan(y, final_state)`: y like x; final_state float32, shaped like initial_state. The state
-        of one call is the next one's initial state.
+        `Scan(y, final_state)`: y like x; final_state float32, shaped like initial_state. Pass it as
+        the initial state of the next call to continue the sequences.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: a size that the kernel does not take.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: a size that the kernel does not support.
 
-    Long sequences are split over the GPU: the state behind each segment first, then all outputs.
-    Runs on CuPy's current stream without synchronisation; accumulates in float32, and rounds the
-    state to x's dtype where outputs are read from it. Deterministic. Papers: Dao and Gu,
-    arXiv:2405.21060; Yang et al., arXiv:2312.06635.
+    If there are too few sequences and heads to fill the GPU, long sequences are split into
+    segments: one pass computes the segments' states, a second one all outputs. Runs on CuPy's
+    current stream without synchronisation; accumulates in float32, and rounds the state to the
+    dtype of x for the products that read it. Deterministic. Papers: Dao and Gu, arXiv:2405.21060;
+    Yang et al., arXiv:2312.06635.
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.ones((1, 4, 1, 1), np.float32)
@@ -104,19 +107,20 @@ def gated_scan(
 
 
 def gated_scan_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) -> Array:
-    """One token of each sequence of :func:`gated_scan`: what decoding does.
+    """One decode step of :func:`gated_scan`: one token per sequence.
 
     Args:
-        state: float32 [batch, num_heads, state_dim, head_dim]; changed in place.
+        state: float32 [batch, num_heads, state_dim, head_dim]; updated in place.
         x: float32|float16|bfloat16 [batch, num_heads, head_dim].
-        b, c: like x, [batch, num_groups, state_dim].
+        b, c: dtype of x, [batch, num_groups, state_dim].
         log_decay: float32 [batch, num_heads].
 
     Returns:
         y, shape and dtype of x.
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: state_dim too large for the shared memory of the GPU.
 
     Runs on CuPy's current stream without synchronisation; computes in float32, deterministic.
 

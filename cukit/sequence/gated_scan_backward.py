@@ -42,27 +42,27 @@ def gated_scan_backward(
     initial_state: Array | None = None,
     cu_seqlens: Array | None = None,
 ) -> ScanGradients:
-    """Gradients of :func:`gated_scan` for those of its outputs and of its final state.
+    """Gradients of :func:`gated_scan`, given those of its outputs and of its final state.
 
     Args:
-        grad_y: like x.
-        x, b, c, log_decay, initial_state, cu_seqlens: those of the forward call.
-        grad_final_state: float32 [num_sequences, num_heads, state_dim, head_dim]; None for zero.
+        grad_y: dtype and shape of x.
+        x, b, c, log_decay, initial_state, cu_seqlens: as in the forward.
+        grad_final_state: float32 [num_sequences, num_heads, state_dim, head_dim]; None for zeros.
 
     Returns:
         `ScanGradients(x, b, c, log_decay, initial_state)`, each shaped like its argument, those of
-        log_decay and of initial_state in float32. Where log_decay lies outside [-104, 0], which
-        counts as the nearer end, its gradient is 0.
+        log_decay and of initial_state in float32. The gradient of log_decay is 0 where the forward
+        clamps it, outside [-104, 0].
 
     Raises:
-        ArrayError: dtype, shape or layout of an argument.
-        ConfigError: a size that the kernel does not take.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: a size that the kernel does not support.
 
-    Nothing of the forward call is kept: the states before all chunks of 64 tokens are computed
-    anew and held in x's dtype, as many bytes as `state_dim / 64` times x; with fewer groups than
-    heads b's and c's gradients are held for each head as well. Runs on CuPy's current stream
-    without synchronisation; accumulates in float32, deterministic. Papers: Dao and Gu,
-    arXiv:2405.21060; Yang et al., arXiv:2312.06635.
+    Needs no intermediate results of the forward. Workspace: the state before each chunk of 64
+    tokens is recomputed and stored in the dtype of x, which takes `state_dim / 64` times the bytes
+    of x; if several heads share a group, the gradients of b and c are also stored per head. Runs on
+    CuPy's current stream without synchronisation; accumulates in float32, deterministic. Papers:
+    Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.ones((1, 3, 1, 1), np.float32)
@@ -164,7 +164,7 @@ def _prepare(
         sum_keys = sum_launch(x.dtype.name, tokens * num_groups, parts, state_dim)
     if tiles > 1:
         sum_decays = sum_launch("float32", tokens * num_heads, tiles, 1)
-    slots = tokens // CHUNK + state_shape[0]  # each sequence may end within a chunk
+    slots = tokens // CHUNK + state_shape[0]  # the last chunk of each sequence may be partial
     return _Prepared(
         gradients=launches.launch(spec),
         chunk_states=launches.launch(config.spec(CHUNK_STATES)),
@@ -180,7 +180,7 @@ def _prepare(
 
 
 def _spec(config: ScanConfig, device: Device) -> KernelSpec:
-    """With mma.sync in two stages where two blocks of a multiprocessor have room for them."""
+    """The gradient kernel. The mma.sync version has two stages if two blocks fit on an SM."""
     entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
     if config.hopper:
@@ -205,7 +205,7 @@ def _check(
     initial_state: Array | None,
     cu_seqlens: Array | None,
 ) -> tuple[int, ...]:
-    """Raises ArrayError; returns the shape of the states."""
+    """Checks the arguments; returns the shape of the states. Raises ArrayError."""
     op = "gated_scan_backward"
     shape = check_scan(op, x, b, c, log_decay, initial_state, cu_seqlens)
     check_array(op, "grad_y", grad_y, dtypes=(x.dtype,), shape=x.shape)

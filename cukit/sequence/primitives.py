@@ -1,4 +1,4 @@
-"""Thin calls: scans, sorts, reductions and histograms, which CuPy and CUB do well."""
+"""Thin wrappers: scans, sorts, reductions and histograms of NumPy and CuPy (CUB)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def parallel_scan(
 
     Args:
         x: float16|float32|float64|uint8|int32|int64 [..., n, ...], any strides.
-        axis: along which.
-        operation: "sum" or "product".
-        exclusive: leave out the element itself, beginning with 0 or 1.
-        reverse: from the end.
+        axis: the axis to scan along.
+        operation: `"sum"` or `"product"`.
+        exclusive: exclude the element itself; the first result is 0 or 1.
+        reverse: scan from the end.
 
     Returns:
-        Shape and dtype of `x`; float16 is added up in float32.
+        An array with shape and dtype of `x`; float16 is accumulated in float32.
 
     Raises:
-        ArrayError: dtype or shape of `x`.
+        ArrayError: invalid dtype or shape of `x`.
         ConfigError: an option out of range.
 
-    A call of `cumsum` or `cumprod` of NumPy, or of CuPy, which uses CUB.
+    Calls `cumsum` or `cumprod` of NumPy or CuPy; CuPy uses CUB.
 
     >>> import numpy as np, cukit as ck
     >>> ck.parallel_scan(np.arange(4), exclusive=True, reverse=True)
@@ -62,23 +62,23 @@ def parallel_scan(
 def parallel_sort(
     x: Array, *, axis: int = -1, descending: bool = False, return_indices: bool = False
 ) -> Array | tuple[Array, Array]:
-    """A stable sort along an axis: equal elements keep their order, also in descending order.
+    """Stable sort along an axis. Equal elements keep their order, also in descending sorts.
 
     Args:
         x: float16|float32|float64|uint8|int32|int64 [..., n, ...], any strides.
-        axis: along which.
+        axis: the axis to sort along.
         descending: largest first.
-        return_indices: return where each element was, too.
+        return_indices: also return the original index of each element.
 
     Returns:
-        The sorted array, shape and dtype of `x`; with `return_indices`, `(sorted, indices)`, int64.
-        NaN counts as the largest.
+        The sorted array, shape and dtype of `x`; with `return_indices`, `(sorted, indices)`, the
+        indices int64. NaN is the largest value.
 
     Raises:
-        ArrayError: dtype or shape of `x`.
+        ArrayError: invalid dtype or shape of `x`.
         ConfigError: an option out of range.
 
-    A call of `argsort` of NumPy or CuPy.
+    Calls `argsort` of NumPy or CuPy.
 
     >>> import numpy as np, cukit as ck
     >>> ck.parallel_sort(np.array([1, 3, 1, 3]), descending=True, return_indices=True)[1]
@@ -100,23 +100,25 @@ def strided_reduction(
     operation: str = "sum",
     keepdims: bool = False,
 ) -> Array:
-    """A sum, product, mean, maximum or minimum over axes of an array of any strides.
+    """Sum, product, mean, maximum or minimum over axes of an array with any strides.
 
     Args:
         x: float16|float32|float64|uint8|int32|int64 [...], any strides: views are not copied.
-        axis: one, several, or None for all.
-        operation: "sum", "product", "mean", "max" or "min".
-        keepdims: keep the axes, with an extent of 1.
+        axis: one axis, a tuple of axes, or None for all.
+        operation: `"sum"`, `"product"`, `"mean"`, `"max"` or `"min"`.
+        keepdims: keep the reduced axes, with extent 1.
 
     Returns:
-        An array without the axes. dtype: of `x` for floats (float16 is added up in float32) and for
-        "max" and "min"; int64 (uint64) for sums and products of integers, float64 for their means.
+        The reduced array. Its dtype is that of `x` for floats (float16 is accumulated in float32)
+        and for `"max"` and `"min"`; int64 (uint64 for uint8) for sums and products of integers,
+        float64 for their means.
 
     Raises:
-        ArrayError: dtype or shape of `x`; axes without elements, but for "sum" and "product".
+        ArrayError: invalid dtype or shape of `x`; no elements along the axes for an operation other
+            than `"sum"` and `"product"`.
         ConfigError: an option out of range.
 
-    A call of NumPy's or CuPy's reduction; CUB's where the axes allow it.
+    Calls the reduction of NumPy or CuPy; CuPy uses CUB if the axes allow it.
 
     >>> import numpy as np, cukit as ck
     >>> ck.strided_reduction(np.arange(12).reshape(3, 4)[:, ::2], axis=0, operation="max")
@@ -130,7 +132,7 @@ def strided_reduction(
         x, _ = _check(op, x, each)
     places = [int(each) % x.ndim for each in axes]
     if len(set(places)) < len(places):
-        raise ConfigError(f"{op}: axis must not name an axis twice, got {axis!r}")
+        raise ConfigError(f"{op}: axis must not contain duplicates, got {axis!r}")
     reduced = x.shape if axis is None else [x.shape[place] for place in places]
     if operation not in ("sum", "product") and 0 in reduced:
         raise ArrayShapeError(f"{op}: {operation} of no elements: x has shape {x.shape}")
@@ -139,23 +141,22 @@ def strided_reduction(
 
 
 def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
-    """How many elements fall into each of `bins` equal bins from `low` to `high`.
+    """Number of elements in each of `bins` equal bins from `low` to `high`.
 
     Args:
         x: float16|float32|float64|uint8|int32|int64 [...], any shape and strides.
         bins: 1 to 2^24.
-        low, high: ends of the range; the last bin includes `high`. What lies outside, and NaN, is
+        low, high: limits of the range; the last bin includes `high`. Values outside and NaN are
             not counted.
 
     Returns:
         int64 [bins].
 
     Raises:
-        ArrayError: dtype of `x`.
+        ArrayError: invalid dtype of `x`.
         ConfigError: `bins`, `low` or `high` out of range.
 
-    A call of NumPy's or CuPy's `bincount`, which on the GPU synchronises; exact, the same counts
-    every time.
+    Calls `bincount` of NumPy or CuPy, which synchronises on the GPU. Deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.histogram(np.array([0.0, 0.5, 1.0, 2.0, np.nan]), 2, low=0.0, high=2.0)
@@ -171,7 +172,7 @@ def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
 
 
 def _check(op: str, x: Any, axis: Any) -> tuple[Array, int]:
-    """`x` as an array, and `axis` from 0 on."""
+    """`x` as an array, and `axis` as a non-negative number."""
     (x,) = adopt(op, x)
     check_array(op, "x", x, dtypes=_DTYPES, least_ndim=1, contiguous=None)
     check_integer(op, "axis", axis, least=-x.ndim, most=x.ndim - 1)

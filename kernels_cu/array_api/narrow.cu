@@ -1,20 +1,21 @@
-// Numbers to codes of 8 or 4 bits, and back. No scales.
+// Conversion between floats and 8-bit or 4-bit codes, without scales.
 //
 //   encode: nearest, ties to even, saturating;  decode: exact
 //
-// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two to a
-//   byte, the first in the low bits, each row of `extent` values in `cols` whole bytes.
-// Mapping with VEC > 1, for rows that need no padding between them: a block takes THREADS *
-//   VECS_PER_THREAD consecutive vectors of VEC values, thread t the t-th of every THREADS, and asks
-//   for all of them before it uses the first. Consecutive threads touch consecutive 16 bytes of the
-//   values: any wider run per thread leaves holes in what a warp stores at once, and L2 writes the
-//   parts of a sector one by one. Some threads of block 0 also do what follows the last whole vector.
-// Mapping with VEC 1, for any alignment and any padding: one byte at a time (encode) or one value
-//   (decode), in the same order.
+// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two per
+//   byte, the first in the low bits, each row of `extent` values padded to `cols` bytes.
+// Mapping with VEC > 1, for rows without padding: a block converts THREADS * VECS_PER_THREAD
+//   consecutive vectors of VEC values, thread t the t-th of every THREADS, and issues all loads before
+//   the first use. Consecutive threads access consecutive 16 bytes of the values: with wider runs per
+//   thread a warp's store is not contiguous, and L2 writes partial sectors. Threads of block 0 also
+//   convert the values after the last full vector.
+// Mapping with VEC 1, for any alignment and padding: one byte (encode) or one value (decode) per step,
+//   in the same order.
 // Shared memory: none.
 // Macros: FORMAT E4M3|E5M2|INT8|INT4; DTYPE float32|float16|bfloat16, of the values; VEC 1 or 16 /
-//   sizeof(DTYPE), which asks for values on 16 bytes and storage on the bytes of VEC codes; THREADS;
-//   VECS_PER_THREAD; INDEX uint32|uint64, which must hold the number of values and one block's more.
+//   sizeof(DTYPE), which requires values aligned to 16 bytes and storage to the bytes of VEC codes;
+//   THREADS; VECS_PER_THREAD; INDEX uint32|uint64, which must hold the number of values plus one
+//   block's.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/narrow.py.
 #include "common/platform.cuh"
@@ -33,9 +34,9 @@ constexpr int kPerByte = cukit::kCodesPerByte;
 
 using cukit::kGroup;
 using Group = cukit::CodeGroup;
-constexpr int kGroups = VEC > kGroup ? VEC / kGroup : 1;  // of a vector
+constexpr int kGroups = VEC > kGroup ? VEC / kGroup : 1;  // per vector
 
-// 32 bits of values: one float32, or two of 16 bits.
+// A 32-bit word of values: one float32 or two 16-bit values.
 template <typename Element>
 CUKIT_DEVICE unsigned word_of(const float* x) {
   if constexpr (sizeof(Element) == 4) {
@@ -45,7 +46,7 @@ CUKIT_DEVICE unsigned word_of(const float* x) {
   }
 }
 
-// The byte of values[0] and, where `count` reaches so far, those after it; codes beyond are 0.
+// Encodes the first kPerByte values into a byte; codes of values from `count` on are 0.
 CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
   float x[kGroup] = {};
 #pragma unroll
@@ -55,19 +56,19 @@ CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
   return static_cast<unsigned char>(cukit::encode_group(x));
 }
 
-// The value at `position` of the codes that begin with `storage`.
+// Decodes the value at `position` of `storage`.
 CUKIT_DEVICE T decode_value(const unsigned char* storage, long long position) {
   float x[kGroup];
   cukit::decode_group(x, storage[position / kPerByte]);
   return cukit::from_float<T>(kPerByte > 1 && position % kPerByte ? x[1] : x[0]);
 }
 
-// What this thread begins with: a vector, or with VEC 1 a byte (encode) or a value (decode).
+// Index of this thread's first vector, or with VEC 1 of its first byte (encode) or value (decode).
 CUKIT_DEVICE Index first_index() {
   return static_cast<Index>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
 }
 
-// Row and column of items that are THREADS apart, in rows of `width`, without a division each.
+// Row and column, in rows of `width`, of items THREADS apart, without a division per item.
 struct Position {
   Index width, row, col, rows_step, cols_step;
 

@@ -2,15 +2,15 @@
 //
 //   out[i] = keep * sum_e values[e] z[columns[e]] + inject * memory[i]      e: the edges of row i
 //
-// The work is the gathering of rows of z. Columns of z never mix, so that the launcher runs all steps on a
-// slice of columns before the next: what a slice gathers from stays in L2.
+// Bound by the gathers of rows of z. Columns are independent, so the launcher runs all steps on a slice of columns
+// before the next slice: the gathered rows of a slice stay in L2.
 //
-// Mapping: LANES threads a row, VEC columns each; THREADS / LANES rows a block; grid (rows, slices of LANES * VEC
-//   columns). Lanes load an edge each and hand it round; eight gathers are in flight. Each sum is taken in the order of
-//   the edges, in float: the same bits whatever the slices.
+// Mapping: LANES threads per row, VEC columns each; THREADS / LANES rows per block; grid (rows, slices of LANES * VEC
+//   columns). Each lane loads an edge and broadcasts it by shuffles; eight gathers are in flight. Sums are
+//   accumulated in float in the order of the edges: bitwise independent of the slices.
 // Shared memory: none. Macros: DTYPE float32|float16|bfloat16; VEC 1..8; LANES 8|16|32; INJECT 0|1; THREADS. Minimum
 //   architecture: sm_80. Deterministic.
-// Reference: cukit/reference/graph_memory.py, diffuse.
+// Reference: cukit/reference/graph_memory.py, graph_diffusion.
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/types.cuh"
@@ -22,7 +22,7 @@ using T = cukit::element_t;
 using Part = cukit::Vec<T, VEC>;
 
 constexpr int kAhead = 8;  // gathers in flight
-static_assert(LANES % kAhead == 0, "whole batches of edges");
+static_assert(LANES % kAhead == 0, "full batches of edges");
 
 }  // namespace
 
@@ -37,10 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
   const int lane = threadIdx.x % LANES;
   const int row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
   const int column = p.first + (blockIdx.y * LANES + lane) * VEC;
-  const bool works = row < p.num_rows && column < p.dim;
+  const bool active = row < p.num_rows && column < p.dim;
   const int begin = row < p.num_rows ? offsets[row] : 0;
   const int degree = row < p.num_rows ? offsets[row + 1] - begin : 0;
-  int longest = degree;  // of the rows of this warp
+  int longest = degree;  // largest degree among this warp's rows
 #pragma unroll
   for (int distance = LANES; distance < cukit::kWarpSize; distance *= 2) {
     longest = max(longest, __shfl_xor_sync(cukit::kFullMask, longest, distance));
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
   int next_column = lane < degree ? columns[begin + lane] : 0;
   float next_value = lane < degree ? values[begin + lane] : 0.0f;
   cukit::wait_for_previous_grids();
-  cukit::release_next_grid();  // which loads its first edges while the last blocks here finish
+  cukit::release_next_grid();  // the next step loads its first edges while the last blocks finish
 
   const T* from = z + column;
   float sum[VEC] = {};
@@ -70,13 +70,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
       for (int j = 0; j < kAhead; ++j) {
         const int from_row = __shfl_sync(cukit::kFullMask, own_column, batch + j, LANES);
         weights[j] = __shfl_sync(cukit::kFullMask, own_value, batch + j, LANES);
-        if (works && base + batch + j < degree) {
+        if (active && base + batch + j < degree) {
           cukit::load(gathered[j], from + static_cast<long long>(from_row) * p.dim);
         }
       }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        if (works && base + batch + j < degree) {
+        if (active && base + batch + j < degree) {
           float part[VEC];
           cukit::to_floats(part, gathered[j]);
 #pragma unroll
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
       }
     }
   }
-  if (works) {
+  if (active) {
     const long long place = static_cast<long long>(row) * p.dim + column;
     float result[VEC];
 #pragma unroll

@@ -1,15 +1,15 @@
-// Sums that do not depend on the order of their terms.
+// Sums that are bitwise independent of the order of their terms.
 //
-// All terms are rounded to integers of one scale, which follows from the largest of them and their
-// number: integers add up to the same bits in any order. The scale leaves 62 bits less those of the
-// number of terms, so that the sum is closer than one in float.
+// All terms are rounded to fixed-point integers, whose scale follows from the largest term and the number
+// of terms; integer sums do not depend on the order. A term has 62 bits minus those of the number of
+// terms, so the sum is more precise than one in float.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// N sums at once: first every term is shown to `see`, then, after `scale`, to `add`, in any order.
+// N sums at once: pass every term to `see`, then call `scale`, then pass every term to `add`, in any order.
 template <int N>
 struct SumsInAnyOrder {
   float largest[N];
@@ -24,7 +24,7 @@ struct SumsInAnyOrder {
     }
   }
 
-  // A term that is not finite makes `largest` infinite.
+  // A non-finite term makes `largest` infinite.
   CUKIT_DEVICE void see(int i, float term) {
     const float size = fabsf(term);
     largest[i] = size < infinity() ? fmaxf(largest[i], size) : infinity();

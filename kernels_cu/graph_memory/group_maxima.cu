@@ -1,14 +1,15 @@
-// The highest score of each query among every 32 neighbouring rows of a memory. Scores are not stored.
+// The highest score of each query in every group of 32 consecutive rows of a memory. Scores are not stored.
 //
 //   maxima[q, g] = max over rows r of group g of <queries[q], memory[r]>
 //
-// The k best rows lie in the k groups with the highest maxima (ties: the lower group): a row outside them has k
-// better ones, the best of each. So this pass is the only one over all scores, and nothing in it depends on them.
+// The k best rows are in the k groups with the highest maxima (ties: the lower group), because for a row outside
+// these groups the best rows of all k groups are better. So this is the only pass over all scores, and its control
+// flow does not depend on them.
 //
 // Mapping: grid (blocks, query tiles). A block keeps QUERY_WARPS * QUERY_TILES * 16 queries in registers, as
-//   operands of tensor cores, and walks over tiles of ROWS rows, which cp.async brings STAGES - 1 ahead. The
-//   ROW_WARPS warps that have the same queries share the groups of a tile. Rows of the memory are columns of the
-//   product: most of a group's scores meet in one thread, the rest in four lanes.
+//   tensor-core operands, and iterates over tiles of ROWS rows, prefetched by cp.async STAGES - 1 tiles ahead. The
+//   ROW_WARPS warps with the same queries split the groups of a tile. Rows of the memory are columns of the
+//   product, so a group's maximum is reduced within a thread first, and then over four lanes.
 // Shared memory: STAGES * ROWS * WIDTH * 2 bytes, dynamic.
 // Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; QUERY_TILES 1|2|4; QUERY_WARPS 1|2|4; ROW_WARPS
 //   and ROWS, a multiple of 32 * ROW_WARPS; STAGES 2..4; THREADS 32 * QUERY_WARPS * ROW_WARPS.
@@ -30,15 +31,15 @@ using cukit::kWarpSize;
 constexpr int kRows = ROWS;
 constexpr int kGroup = 32;
 constexpr int kSteps = WIDTH / 16;
-constexpr int kGroups = kRows / kGroup / ROW_WARPS;  // of a warp, in a tile
+constexpr int kGroups = kRows / kGroup / ROW_WARPS;  // per warp and tile
 constexpr int kTileBytes = kRows * WIDTH * 2;
 constexpr int kQueries = QUERY_WARPS * QUERY_TILES * 16;
-static_assert(QUERY_TILES * WIDTH <= 512, "queries stay in registers");
-static_assert(THREADS == kWarpSize * QUERY_WARPS * ROW_WARPS, "a warp for each part of a tile");
-static_assert(kRows % (kGroup * ROW_WARPS) == 0, "whole groups");
+static_assert(QUERY_TILES * WIDTH <= 512, "queries fit in registers");
+static_assert(THREADS == kWarpSize * QUERY_WARPS * ROW_WARPS, "one warp per part of a tile");
+static_assert(kRows % (kGroup * ROW_WARPS) == 0, "full groups");
 
-// Maxima of QUERY_TILES values over four lanes; each lane gets one of them, or none (owned -1). With four values
-// the lanes exchange halves twice, which takes three shuffles instead of eight.
+// Maxima of QUERY_TILES values over four lanes; each lane returns that of tile `owned`, or none (-1). With four
+// values, lanes exchange halves twice: three shuffles instead of eight.
 CUKIT_DEVICE float quad_maximum(const float (&values)[QUERY_TILES], int& owned) {
   const int lane = threadIdx.x % kWarpSize;
   const bool odd = lane % 2 != 0, high = lane % 4 >= 2;
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_maxima(
           },
           [&](unsigned(&r)[4], int n, int k) { rows(r, 8 * n, 16 * k); });
 
-      const int left = p.num_rows - tile * kRows - row;  // rows from the group's first on
+      const int left = p.num_rows - tile * kRows - row;  // rows from the group's first one on
       if (left <= 0) continue;
       if (left < kGroup) {
 #pragma unroll
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_maxima(
             best[m] = fmaxf(best[m], fmaxf(acc[m][n][2 * half], acc[m][n][2 * half + 1]));
           }
         }
-        int owned;  // query tile whose maximum this lane gets
+        int owned;  // query tile of this lane's maximum
         const float maximum = quad_maximum(best, owned);
         const int query = first_query + 16 * owned + lane / 4 + 8 * half;
         if (owned >= 0 && query < p.num_queries) {

@@ -1,15 +1,16 @@
-// Chains the writes to each row of a memory: heads[i] is one of them, next[w] another one, -1 the end.
+// Builds a linked list of the writes to each row of a memory: heads[i] is the first, next[w] the one after w, -1
+// the end.
 //
-// The order within a chain is that in which atomics arrive, and differs from run to run: what is made of a
-// chain must not depend on it (gated_sum.cuh).
-// Mapping: a thread a write. Shared memory: none. Macros: THREADS. Minimum architecture: sm_80.
+// The order within a list is the order of the atomics and differs between runs; results computed from a list
+// must not depend on it (gated_sum.cuh).
+// Mapping: one thread per write. Shared memory: none. Macros: THREADS. Minimum architecture: sm_80.
 // Reference: cukit/reference/graph_memory.py, memory_write.
 #include "common/platform.cuh"
 #include "graph_memory/parameters.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) link_writes(
     const int* __restrict__ indices,  // [num_writes]
-    int* __restrict__ heads,          // [num_rows], -1 before
+    int* __restrict__ heads,          // [num_rows], initialised to -1
     int* __restrict__ next,           // [num_writes]
     const __grid_constant__ cukit::WriteParameters p) {
   const int write = blockIdx.x * THREADS + threadIdx.x;

@@ -1,11 +1,11 @@
-// Writes of several rows each to a memory: the same bits in whatever order they are given.
+// Gated writes to the rows of a memory, bitwise independent of the order of the writes.
 //
 //   s = sum_w gates[w], u = sum_w gates[w] values[w] over the writes w to row i
 //   out[i] = (1 - s / c) memory[i] + u / c, c = max(1, s)
 //
-// The writes to a row are a chain in any order (link_writes.cu), and sums do not depend on it (gated_sum.cuh).
-// Negative gates count as 0.
-// Mapping: a warp a row, VEC columns a lane; rows without writes are copied. Shared memory: none.
+// The writes to a row are a linked list in any order (link_writes.cu); sums do not depend on it (gated_sum.cuh).
+// Negative gates are treated as 0.
+// Mapping: one warp per row, VEC columns per lane; rows without writes are copied. Shared memory: none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Computes in float.
 // Reference: cukit/reference/graph_memory.py, memory_write.
 #include "common/platform.cuh"
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
   if (lane == 0) totals[row] = total;
   if (count == 0 && out == memory) return;
 
-  // A row that is replaced as a whole loses what was there, NaN as well.
+  // A replaced row does not read the old values, which may be NaN.
   const bool replaced = total >= 1.0f;
   const float scale = replaced ? 1.0f / total : 1.0f;
 #pragma unroll 1

@@ -1,11 +1,12 @@
-// Gradients of memory_write.cu: of the memory as it was, and of each write.
+// Gradients of memory_write.cu with respect to the old memory, and to values and gates of each write.
 //
 //   s < 1:  grad_memory[i] = (1 - s) grad[i]    grad_gates[w] = <grad[i], values[w] - memory[i]>
 //   else:   grad_memory[i] = 0                  grad_gates[w] = <grad[i], values[w] - out[i]> / s
 //   grad_values[w] = gates[w] / max(1, s) * grad[i]
 //
-// Mapping: a warp a row of the memory, then a warp a write. Shared memory: none.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Adds in float; deterministic.
+// Mapping: one warp per row of the memory, followed by one warp per write. Shared memory: none.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Accumulates in float;
+//   deterministic.
 // Reference: cukit/reference/graph_memory.py, memory_write_backward.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"
@@ -17,7 +18,7 @@ using T = cukit::element_t;
 extern "C" __global__ void __launch_bounds__(THREADS) memory_write_backward(
     const T* __restrict__ grad,        // [num_rows, dim]
     const T* __restrict__ memory,      // [num_rows, dim], before the writes
-    const T* __restrict__ out,         // [num_rows, dim], behind them
+    const T* __restrict__ out,         // [num_rows, dim], after the writes
     const int* __restrict__ indices,   // [num_writes]
     const T* __restrict__ values,      // [num_writes, dim]
     const float* __restrict__ gates,   // [num_writes]

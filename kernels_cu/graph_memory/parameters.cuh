@@ -1,6 +1,6 @@
-// What the kernels of graph memories take by value, beside their arrays.
+// Parameter structs of the graph memory kernels.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
 #pragma once
 
 namespace cukit {
@@ -8,21 +8,21 @@ namespace cukit {
 // group_maxima, rescore_groups
 struct RetrieveParameters {
   int num_queries, num_rows, dim;
-  int num_groups;  // of 32 rows
+  int num_groups;  // groups of 32 rows
   int k;
 };
 
 // select_top
 struct SelectParameters {
-  int count;  // of a row
-  int parts;  // of a row, one block each
+  int count;  // entries per row
+  int parts;  // parts per row, one block each
   int k;
 };
 
 // diffuse_step
 struct DiffuseParameters {
   int num_rows, dim;
-  int first;  // column
+  int first;  // first column
   float keep, inject;
 };
 

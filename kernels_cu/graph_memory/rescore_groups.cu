@@ -1,8 +1,8 @@
-// Scores of a query with the 32 rows of each of its groups, by the same products as group_maxima.cu: a
-// score has the same bits in both.
+// Scores of a query with the 32 rows of each of its selected groups. The products are those of group_maxima.cu, so
+// scores are bitwise equal.
 //
-// Mapping: grid (ceil(k / warps), num_queries); a warp takes one group, which it copies to its own tile of shared
-//   memory. The query is the first row of the left operand, the others are zeros.
+// Mapping: grid (num_queries, ceil(k / warps)); one warp per group, which it copies to its own tile of shared
+//   memory. The query is the first row of the left operand; the other rows are zero.
 // Shared memory: (THREADS / 32) * 32 * WIDTH * 2 bytes, dynamic.
 // Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; THREADS. Minimum architecture: sm_80. Deterministic.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
@@ -29,8 +29,8 @@ constexpr int kChunks = WIDTH / 8;
 extern "C" __global__ void __launch_bounds__(THREADS) rescore_groups(
     const T* __restrict__ queries,   // [num_queries, dim]
     const T* __restrict__ memory,    // [num_rows, dim]
-    const Key* __restrict__ groups,  // [num_queries, k]: of maxima, with the number of the group
-    Key* __restrict__ keys,          // [num_queries, k, 32]: of scores, with the number of the row
+    const Key* __restrict__ groups,  // [num_queries, k]: keys of maxima and group indices
+    Key* __restrict__ keys,          // [num_queries, k, 32]: keys of scores and row indices
     const __grid_constant__ cukit::RetrieveParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tiles);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

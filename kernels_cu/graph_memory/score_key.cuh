@@ -1,5 +1,5 @@
-// Scores with their indices as integers that sort like them: the higher score first, among equal ones
-// the lower index. Every key of a score is above 0, which stands for nothing.
+// Sort keys of scores and their indices: a larger key has a higher score or, for equal scores, a lower
+// index. Keys of scores are positive; 0 marks an empty entry.
 #pragma once
 
 #include "common/platform.cuh"
@@ -8,7 +8,7 @@ namespace cukit {
 
 using Key = unsigned long long;
 
-// NaN counts as -infinity, -0 as 0.
+// NaN is treated as -infinity, -0 as 0.
 CUKIT_DEVICE Key key_of_score(float score, unsigned index) {
   const float value = score != score ? -infinity() : score + 0.0f;
   const unsigned bits = __float_as_uint(value);

@@ -1,13 +1,13 @@
-// The k best entries of each row, best first; among equal scores the lower index.
+// Selects the k best entries of each row, best first; ties are ordered by index, lowest first.
 //
-// A thread finds the best of every THREADS-th entry; the k-th best of these bounds the k-th best of all from
-// below, and only threads whose own best reaches it can have entries that do: k threads, since no two keys are
-// equal. Their entries, at most k * ceil(entries / THREADS) and about k of random ones, are collected and sorted.
+// Each thread finds the best of every THREADS-th entry. The k-th best of these maxima is a lower bound of the k-th
+// best entry, and only the k threads whose maximum reaches the bound have entries that do (keys are distinct). These
+// entries, at most k * ceil(entries / THREADS), about k for random scores, are collected and sorted.
 //
-// Mapping: grid (rows, parts): a block takes one of `parts` shares of a row. Deterministic: the order of keys is total.
+// Mapping: grid (rows, parts): one block per part of a row. Deterministic, because the order of keys is total.
 // Shared memory: CAPACITY * 8 bytes, dynamic; CAPACITY a power of two, at least THREADS and
 //   k * ceil(ceil(count / parts) / THREADS).
-// Macros: FROM_SCORES 0|1; LAST 0|1: scores and indices leave instead of keys; CAPACITY; THREADS, a power of two, at
+// Macros: FROM_SCORES 0|1; LAST 0|1: writes scores and indices instead of keys; CAPACITY; THREADS, a power of two, at
 //   least k. Minimum architecture: sm_80.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
 #include "common/platform.cuh"
@@ -18,8 +18,8 @@ namespace {
 
 using cukit::Key;
 
-// Descending, of one key a thread: thread i of the first `size`, a power of two, gets the i-th. Neighbours in a warp
-// exchange keys by shuffles, others through the list, which holds THREADS keys. All threads.
+// Bitonic sort, descending, of one key per thread: thread i of the first `size`, a power of two, gets the i-th. Lanes
+// of a warp exchange keys by shuffles, others through `list`, which holds THREADS keys. All threads must call it.
 CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
   const int thread = threadIdx.x;
   for (int run = 2; run <= size; run *= 2) {
@@ -40,7 +40,7 @@ CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
   return own;
 }
 
-// Descending, of a list; `size` is a power of two. All threads; a barrier before and behind.
+// Bitonic sort of a list, descending; `size` is a power of two. All threads must call it; contains barriers.
 CUKIT_DEVICE void sort(Key* list, int size) {
   if (size <= THREADS) {
     const int thread = threadIdx.x;
@@ -71,7 +71,7 @@ CUKIT_DEVICE void sort(Key* list, int size) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) select_top(
     const float* __restrict__ scores,  // [rows, count], FROM_SCORES 1
-    const Key* __restrict__ keys,      // [rows, count], FROM_SCORES 0; 0 for nothing
+    const Key* __restrict__ keys,      // [rows, count], FROM_SCORES 0; 0: empty entry
     Key* __restrict__ best,            // [rows, parts, k], LAST 0
     float* __restrict__ best_scores,   // [rows, k], LAST 1
     int* __restrict__ best_indices,    // [rows, k], LAST 1

@@ -1,8 +1,8 @@
-// First half of a pass of the counting sort of token ids: how often each digit occurs in each chunk.
+// First step of a radix sort pass over token ids: histogram of the digits of each chunk.
 //
 //   counts[chunk, digit] = number of keys of the chunk with that digit
 //
-// Mapping: a block a chunk of CHUNK keys. Shared memory: 4 * 2^DIGIT_BITS bytes, static.
+// Mapping: one block per chunk of CHUNK keys. Shared memory: 4 * 2^DIGIT_BITS bytes, static.
 // Macros: common/radix.cuh, and ID int32|int64|uint32, the type of `keys` (uint32 after the first
 //   pass). Minimum architecture: sm_80. Integer counts: deterministic. Reference: numpy.bincount.
 #include "common/platform.cuh"

@@ -1,9 +1,9 @@
-// Rows of a table by id: out[n] = weight[ids[n]]. An id outside the table gives a row of NaN.
+// Embedding look-up: out[n] = weight[ids[n]]. An id out of range yields a row of NaN.
 //
-// Mapping: the vectors of [tokens, hidden] are numbered row by row; a block takes THREADS *
-//   VECS_PER_THREAD consecutive ones, thread t the t-th of every THREADS, and asks for all of them
-//   before it stores the first. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16; ID int32|int64; THREADS; VEC elements an access (VEC *
+// Mapping: the vectors of [tokens, hidden] are numbered row by row; a block copies THREADS *
+//   VECS_PER_THREAD consecutive vectors, thread t the t-th of every THREADS, and issues all loads
+//   before the first store. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; ID int32|int64; THREADS; VEC elements per access (VEC *
 //   sizeof(DTYPE) <= 16), a divisor of hidden; VECS_PER_THREAD; INDEX uint32|uint64, which must hold
 //   the number of vectors.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/embedding.py.

@@ -1,11 +1,11 @@
-// Gradient of embedding, first half: sums of gradient rows over runs of equal ids, chunk by chunk.
+// Gradient of embedding, first step: sums gradient rows over runs of equal ids within each chunk.
 //
 //   grad_weight[id] = sum of grad_out[n] over the tokens n with ids[n] == id
 //
-// Tokens come in the order of their ids (count_digits.cu, scatter_by_digit.cu). Runs that reach
-// beyond their chunk go to `parts`, which embedding_backward_join.cu adds up.
-// Mapping: block (c, s) sums the SPAN tokens of chunk c over its slice of THREADS * VEC columns;
-//   a thread owns VEC neighbouring columns and reads kAhead rows at a time.
+// Tokens are sorted by id (count_digits.cu, scatter_by_digit.cu). The sums of runs that cross chunks
+// are written to `parts`, which embedding_backward_join.cu adds up.
+// Mapping: block (c, s) sums the SPAN tokens of chunk c over slice s of THREADS * VEC columns; a
+//   thread owns VEC consecutive columns and loads kAhead rows at a time.
 // Shared memory: 8 * SPAN + 8 bytes, static. Macros: common/runs.cuh. Needs hidden % VEC == 0.
 // Minimum architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
@@ -19,20 +19,20 @@ using T = cukit::element_t;
 using Out = cukit::OUT;
 
 constexpr int kAhead = 8;  // rows in flight
-constexpr int kResidentThreads = 768;  // on an SM, which leaves a thread the registers for them
-static_assert(SPAN % kAhead == 0, "a chunk is whole batches of rows");
+constexpr int kResidentThreads = 768;  // per SM: allows 80 registers per thread, for those rows
+static_assert(SPAN % kAhead == 0, "a chunk is a multiple of kAhead rows");
 
 }  // namespace
 
 extern "C" __global__ void
 __launch_bounds__(THREADS, kResidentThreads / THREADS) embedding_backward(
     const T* __restrict__ grad_out,              // [num_tokens, hidden]
-    const unsigned int* __restrict__ keys,       // [num_tokens], ascending; >= num_keys: no row
+    const unsigned int* __restrict__ keys,       // [num_tokens], ascending; >= num_keys: ignored
     const int* __restrict__ tokens,              // [num_tokens], the token of each key
     Out* __restrict__ grad_weight,               // [num_keys, hidden], zeroed
     float* __restrict__ parts,                   // [chunks, 2, hidden]
     int num_tokens, int num_keys, int hidden) {
-  // keys_near[1 + i] is key i of the chunk; before and after it come the neighbours.
+  // keys_near[1 + i] is key i of the chunk; the first and last entries are the adjacent keys.
   __shared__ unsigned int keys_near[SPAN + 2];
   __shared__ int tokens_here[SPAN];
   const int chunk = blockIdx.x;

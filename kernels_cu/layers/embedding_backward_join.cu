@@ -1,7 +1,7 @@
-// Gradient of embedding, second half: adds up the parts of runs that embedding_backward.cu cut.
+// Gradient of embedding, second step: sums the parts of runs that cross chunks.
 //
-// Mapping: block (c, s) serves the run that starts in chunk c and goes on in chunk c + 1, if there is
-//   one, over its slice of THREADS * VEC columns; the others return at once. No shared memory.
+// Mapping: block (c, s) sums the run that starts in chunk c and continues in chunk c + 1, if there is
+//   one, over slice s of THREADS * VEC columns; other blocks return at once. No shared memory.
 // Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in common/runs.cuh. Needs hidden % VEC == 0. Minimum
 //   architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
@@ -12,7 +12,7 @@
 using Out = cukit::OUT;
 
 extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward_join(
-    const unsigned int* __restrict__ keys,  // [num_tokens], ascending; >= num_keys: no row
+    const unsigned int* __restrict__ keys,  // [num_tokens], ascending; >= num_keys: ignored
     const float* __restrict__ parts,        // [chunks, 2, hidden]
     Out* __restrict__ grad_weight,          // [num_keys, hidden]
     int num_tokens, int num_keys, int hidden) {
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward_join(
   const int col = (blockIdx.y * THREADS + threadIdx.x) * VEC;
   if (col >= hidden) return;
 
-  // The last chunk whose first token belongs to the run: keys ascend, so it is found by halving.
+  // The last chunk whose first token belongs to the run, by binary search: keys ascend.
   int last = chunk + 1, beyond = (num_tokens + SPAN - 1) / SPAN;
   while (beyond - last > 1) {
     const int middle = last + (beyond - last) / 2;

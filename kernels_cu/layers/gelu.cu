@@ -1,12 +1,12 @@
-// GELU and its gradient, element by element.
+// GELU and its gradient, elementwise.
 //
 //   out = gelu(x)        BACKWARD: grad_x = grad_out * gelu'(x)
 //
 // Paper: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415.
-// Mapping: a block takes THREADS * VECS_PER_THREAD consecutive vectors, thread t the t-th of every
-//   THREADS, and asks for all of them before it uses the first; one thread also does the elements
-//   after the last whole vector. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements an access (VEC * sizeof(DTYPE) <=
+// Mapping: a block processes THREADS * VECS_PER_THREAD consecutive vectors, thread t the t-th of every
+//   THREADS, and issues all loads before the first use; threads of block 0 also process the elements
+//   after the last full vector. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements per access (VEC * sizeof(DTYPE) <=
 //   16); VECS_PER_THREAD; ACTIVATION GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the
 //   number of vectors; BACKWARD 0|1.
 // Minimum architecture: sm_80. Computes in float; deterministic. Reference:

@@ -4,17 +4,19 @@
 //   grad_x = rstd * (g - mean(g) - n * mean(g * n)) (+ grad_residual)
 //   grad_weight = sum over rows of grad_out * n,  grad_bias = sum over rows of grad_out
 //
-// Mapping: a fixed number of blocks; rows.cuh says how the threads of one share rows, of which block b
-//   takes the passes b, b + gridDim.x, ... A thread owns the same columns in every row and keeps their
-//   share of the weight and bias gradients in registers. The block writes their sums once, to
-//   `partial`, which column_sum.cu adds up. Mean and rstd are computed again: x is here anyway.
-//   Where a block holds a row, each warp sums around its own mean, and the warps' sums are moved to
-//   the row's mean when they meet (Chan, Golub and LeVeque): one barrier a pass, no cancellation.
-// Shared memory: 8 * ROWS * THREADS / 32 floats, or as many as the columns that LANES threads hold for
-//   every warp, static; with AHEAD that of row_feed.cuh, dynamic.
+// Mapping: a persistent grid; block b makes the passes b, b + gridDim.x, ... over the rows, which are
+//   distributed over threads as in rows.cuh. A thread holds the same columns in every row and
+//   accumulates their weight and bias gradients in registers. At its end a block writes its sums to
+//   `partial`, which column_sum.cu reduces. Mean and rstd are recomputed, because x is loaded anyway.
+//   If a row spans several warps, each warp computes moments about its own mean, and the moments are
+//   combined to those about the row's mean (Chan, Golub and LeVeque): one barrier per pass, no
+//   cancellation.
+// Shared memory: static, 8 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats and
+//   kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
-//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (a gradient to
-//   add to grad_x); BIAS 0|1; BLOCKS_PER_SM resident at once, which limits the registers of a thread.
+//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
+//   grad_residual to grad_x); BIAS 0|1; BLOCKS_PER_SM resident blocks, which limits the registers per
+//   thread.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
@@ -28,9 +30,9 @@ using T = cukit::element_t;
 using Vector = cukit::Vec<T, VEC>;
 
 constexpr int kPartials = BIAS ? 2 : 1;
-constexpr int kLanes = cukit::kSumsMeet ? cukit::kWarpSize : LANES;
+constexpr int kLanes = cukit::kCrossWarp ? cukit::kWarpSize : LANES;
 
-// Of a row, or of a warp's part of one.
+// Moments of a row, or of the part of a row that a warp holds.
 struct Moments {
   float mean;
   float squares;     // sum of (x - mean)^2
@@ -38,7 +40,8 @@ struct Moments {
   float along_mean;  // sum of g (x - mean)
 };
 
-// Brings the warps' moments together. `held` is how many columns warp `lane` of the block holds.
+// Combines the moments of the warps. `held` is the number of columns that warp `lane` of the block
+// holds.
 CUKIT_DEVICE void join_warps(Moments (&rows)[ROWS], float held, float inverse_cols,
                              Moments* scratch) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -60,7 +63,7 @@ CUKIT_DEVICE void join_warps(Moments (&rows)[ROWS], float held, float inverse_co
   }
 }
 
-// How many columns warp `warp` holds.
+// Number of columns that warp `warp` holds.
 CUKIT_DEVICE int columns_of_warp(int warp, int num_vecs) {
   int vecs = 0;
 #pragma unroll
@@ -90,9 +93,9 @@ __launch_bounds__(THREADS, BLOCKS_PER_SM) layer_norm_backward(
   const long long stride = static_cast<long long>(gridDim.x) * cukit::kPassRows;
   const cukit::PassWeights<T> weights(weight, num_vecs);
   cukit::RowFeed feed(x, grad_out, rows, cols, begin, stride, slots);
-  // Columns that enter the mean of this thread's lanes, and those of the warp that it stands for
-  // where the warps meet.
-  const int held = cukit::kSumsMeet ? columns_of_warp(threadIdx.x / cukit::kWarpSize, num_vecs) : cols;
+  // Number of columns in this warp's mean, and in that of the warp whose moments this lane loads in
+  // join_warps.
+  const int held = cukit::kCrossWarp ? columns_of_warp(threadIdx.x / cukit::kWarpSize, num_vecs) : cols;
   const float inverse_held = held > 0 ? 1.0f / held : 0.0f;
   const int peer = threadIdx.x % cukit::kWarpSize;
   const float held_by_peer = peer < cukit::kWarps ? columns_of_warp(peer, num_vecs) : 0;
@@ -146,7 +149,7 @@ __launch_bounds__(THREADS, BLOCKS_PER_SM) layer_norm_backward(
       moments[r].grads = cukit::warp_reduce<cukit::Sum, kLanes>(moments[r].grads);
       moments[r].along_mean = cukit::warp_reduce<cukit::Sum, kLanes>(moments[r].along_mean);
     }
-    if constexpr (cukit::kSumsMeet) join_warps(moments, held_by_peer, inverse_cols, scratch[turn]);
+    if constexpr (cukit::kCrossWarp) join_warps(moments, held_by_peer, inverse_cols, scratch[turn]);
     cukit::stay_packed(values);
     cukit::stay_packed(grads);
 

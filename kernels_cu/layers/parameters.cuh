@@ -1,11 +1,11 @@
-// What kernels of layers take by value, beside their arrays.
+// Parameter structs of the layer kernels.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
 #pragma once
 
 namespace cukit {
 
-// Of an array [batch, seq_len, heads, head_dim], head_dim contiguous, in elements.
+// Strides of an array [batch, seq_len, heads, head_dim], head_dim contiguous, in elements.
 struct TokenStrides {
   long long batch, token, head;
 };

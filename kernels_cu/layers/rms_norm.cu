@@ -1,14 +1,15 @@
-// RMSNorm over rows, optionally with the residual addition that comes before it.
+// RMSNorm over rows, optionally fused with the preceding residual addition.
 //
 //   s = x + residual (rounded to the element type and written back)     or  s = x
 //   y = s * rsqrt(mean(s^2) + eps) * weight
 //
 // Paper: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
-// Mapping: rows.cuh says how threads share rows; a block makes one pass. Every element is read from
-//   device memory once.
+// Mapping: rows over threads as in rows.cuh; one pass per block. Every element is read from device
+//   memory once.
 // Shared memory: ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
-//   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, of x; RESIDUAL 0|1.
+//   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, the cache policy of x; RESIDUAL
+//   0|1.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
       if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
-  // Rows of one thread share the weight: with several it waits in registers from the start.
+  // With several rows per thread, which share the weight, it is loaded early, together with x.
   Vector scale[VECS_PER_THREAD];
   const auto load_weight = [&] {
 #pragma unroll

@@ -4,15 +4,15 @@
 //   grad_x = r g w - x r^3 d / cols (+ grad_residual)
 //   grad_weight = sum over rows of g x r
 //
-// Mapping: a fixed number of blocks; rows.cuh says how the threads of one share rows, of which block b
-//   takes the passes b, b + gridDim.x, ... A thread owns the same columns in every row, so it keeps
-//   its share of grad_weight in registers. The block writes their sum once, to row b of
-//   `grad_weight_partial`; column_sum.cu adds those rows up.
-// Shared memory: 4 * ROWS * THREADS / 32 floats, or as many as the columns that LANES threads hold for
-//   every warp, static; with AHEAD that of row_feed.cuh, dynamic.
+// Mapping: a persistent grid; block b makes the passes b, b + gridDim.x, ... over the rows, which are
+//   distributed over threads as in rows.cuh. A thread holds the same columns in every row and
+//   accumulates their grad_weight in registers. At its end block b writes its sums to row b of
+//   `grad_weight_partial`; column_sum.cu reduces those rows.
+// Shared memory: static, 4 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats and
+//   kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
-//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (a gradient to
-//   add to grad_x); BLOCKS_PER_SM resident at once, which limits the registers of a thread.
+//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
+//   grad_residual to grad_x); BLOCKS_PER_SM resident blocks, which limits the registers per thread.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"

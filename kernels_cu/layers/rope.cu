@@ -2,20 +2,21 @@
 //
 //   pair (a, b) at position p:   a' = a cos[p] - b sin[p]     b' = b cos[p] + a sin[p]
 //
-// INVERSE turns the other way, which is the gradient. Pairs are (x[i], x[i + HALF]), or neighbours
-// (x[2i], x[2i + 1]) when INTERLEAVED, HALF = HALF_VECS * VEC = rotary_dim / 2; elements of a head
-// from 2 HALF on are copied. A position outside the tables gives NaN.
+// INVERSE rotates by the opposite angle, which is the gradient. Pairs are (x[i], x[i + HALF]), or
+// (x[2i], x[2i + 1]) if INTERLEAVED, with HALF = HALF_VECS * VEC = rotary_dim / 2; elements of a head
+// from 2 HALF on are copied. A position out of range yields NaN.
 // Paper: Su et al., "RoFormer", arXiv:2104.09864.
-// Mapping: the heads of q and k together are the heads of a token. A head is split over LANES =
-//   HALF_VECS + COPY_VECS threads: a turning lane holds VEC pairs in two accesses HALF elements
-//   apart, so that either is contiguous over the lanes (two neighbours where VEC is 1 and pairs are
-//   neighbours), a copying lane one access. Threads are numbered (token, head group, lane); one
-//   serves the HEADS_PER_THREAD heads g, g + GROUPS, ... of its group g with the same angles, and
-//   asks for all of them at once.
+// Mapping: the heads of q followed by those of k are the heads of a token. A head is split over
+//   LANES = HALF_VECS + COPY_VECS threads. A rotating lane holds VEC pairs in two accesses HALF
+//   elements apart, each contiguous over the lanes (adjacent elements if INTERLEAVED and VEC is 1);
+//   a copying lane holds one access. Threads are numbered (token, head group, lane); a thread of
+//   group g processes the HEADS_PER_THREAD heads g, g + GROUPS, ... with the same angles and issues
+//   the loads of all heads first.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC (VEC * sizeof(DTYPE) <= 16); HALF_VECS;
 //   COPY_VECS (head_dim - rotary_dim) / VEC, or 0 in place; HEAD_DIM; HEADS_Q; HEADS_K;
-//   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; POSITIONS 0 none: 0, 1, 2, ... | 1 [seq_len] | 2 [batch, seq_len];
-//   ID int32|int64 of the positions; INDEX uint32|uint64, which must hold the number of threads.
+//   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; POSITIONS 0: none, positions are 0, 1,
+//   2, ... | 1: [seq_len] | 2: [batch, seq_len]; ID int32|int64, the type of the positions; INDEX
+//   uint32|uint64, which must hold the number of threads.
 // Strides and base addresses must be multiples of VEC. No shared memory. Minimum architecture: sm_80.
 // Computes in float; deterministic. Reference: cukit/reference/rope.py.
 #include "common/platform.cuh"
@@ -31,7 +32,7 @@ constexpr int kLanes = HALF_VECS + COPY_VECS;
 constexpr int kHeads = HEADS_Q + HEADS_K;
 constexpr int kGroups = (kHeads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
 constexpr int kHalf = HALF_VECS * VEC;
-constexpr int kResidentThreads = 512;  // on an SM, which leaves a thread the registers for its heads
+constexpr int kResidentThreads = 512;  // per SM: allows 128 registers per thread
 
 using Strides = cukit::TokenStrides;
 
@@ -40,7 +41,7 @@ CUKIT_DEVICE long long offset_of(const Strides& strides, int batch, int index, i
   return batch * strides.batch + index * strides.token + head * strides.head;
 }
 
-// N floats of a table row; 16 bytes at a time where there are as many.
+// Loads N floats of a table row, in accesses of up to 16 bytes.
 template <int N>
 CUKIT_DEVICE void load_floats(float* into, const float* from) {
   constexpr int kChunk = N < 4 ? N : 4;
@@ -53,11 +54,11 @@ CUKIT_DEVICE void load_floats(float* into, const float* from) {
   }
 }
 
-// Where neighbours are pairs, an access holds VEC / 2 of them; alone, an element has no neighbour.
+// Interleaved pairs: an access holds VEC / 2 of them; with VEC 1 a pair takes two accesses.
 constexpr bool kPairsInAccess = INTERLEAVED && VEC > 1;
 constexpr bool kPairOfAccesses = INTERLEAVED && VEC == 1;
 
-// Cosines or sines of the pairs that a turning lane holds.
+// Loads the cosines or sines of the pairs of a rotating lane.
 CUKIT_DEVICE void load_angles(float (&into)[VEC], const float* row, int lane) {
   if constexpr (kPairsInAccess) {
     load_floats<VEC / 2>(into, row + lane * (VEC / 2));
@@ -67,7 +68,7 @@ CUKIT_DEVICE void load_angles(float (&into)[VEC], const float* row, int lane) {
   }
 }
 
-// Elements of the j-th pair among the two accesses of a lane.
+// Indices of the j-th pair within the two accesses of a lane.
 CUKIT_DEVICE constexpr int first_of(int j) { return INTERLEAVED ? 2 * j : j; }
 CUKIT_DEVICE constexpr int second_of(int j) { return INTERLEAVED ? 2 * j + 1 : VEC + j; }
 
@@ -92,7 +93,7 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
   const int index = static_cast<int>(token) - batch * params.seq_len;
 
   const bool turns = lane < HALF_VECS;
-  // Where the lane's accesses begin within a head; a copying lane has the first one only.
+  // Offsets of the lane's accesses within a head; a copying lane uses only the first.
   const int first = turns ? lane * (kPairOfAccesses ? 2 : VEC) : kHalf + lane * VEC;
   const int second = kPairOfAccesses ? first + 1 : first + kHalf;
 

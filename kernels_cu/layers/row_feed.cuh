@@ -1,8 +1,8 @@
-// The rows of two tensors, on their way from device memory to the threads that use them.
+// Loads the rows of two tensors, pass by pass, into registers.
 //
-// Macros: those of rows.cuh; AHEAD 1: while a pass is worked on, asynchronous copies bring the next
-//   one to shared memory, 4 * ROWS * VECS_PER_THREAD * THREADS vectors of 16 bytes; each thread
-//   copies what it reads itself, so that no barrier is needed. AHEAD 0: plain loads.
+// Macros: those of rows.cuh; AHEAD 1: asynchronous copies (cp.async) prefetch the next pass into shared
+//   memory, 4 * ROWS * VECS_PER_THREAD * THREADS vectors of 16 bytes; each thread copies only the
+//   vectors that it reads, so no barrier is needed. AHEAD 0: plain loads.
 #pragma once
 
 #include "common/platform.cuh"
@@ -19,7 +19,7 @@ class RowFeed {
   using Vector = Vec<T, VEC>;
   using Rows = Vector[ROWS][VECS_PER_THREAD];
 
-  // `slots` is the dynamic shared memory; passes are `stride` rows apart, the first at `first_row`.
+  // `slots`: dynamic shared memory. Passes start at rows `first_row`, `first_row + stride`, ...
   CUKIT_DEVICE RowFeed(const T* first, const T* second, int rows, int cols, long long first_row,
                        long long stride, Vector* slots)
       : tensors_{first, second}, rows_(rows), cols_(cols), stride_(stride), slots_(slots + threadIdx.x) {
@@ -28,10 +28,10 @@ class RowFeed {
 
   CUKIT_DEVICE bool holds(long long row, int vec) const { return row < rows_ && vec < cols_ / VEC; }
 
-  // The rows of the pass at `first_row`, each pass once and in order.
+  // Loads the rows of the pass at `first_row`. Must be called once per pass, in order.
   CUKIT_DEVICE void take(Rows& first, Rows& second, long long first_row) {
     if constexpr (AHEAD) {
-      // Into the half that the pass before this one has used.
+      // Prefetch into the buffer that the previous pass has read.
       half_ ^= 1;
       copy(first_row + stride_);
       cp_async_wait<1>();
@@ -79,7 +79,7 @@ class RowFeed {
   int rows_, cols_;
   long long stride_;
   Vector* slots_;
-  int half_ = 0;  // where the last copy went
+  int half_ = 0;  // destination of the last copy
   RowShare share_;
 };
 

@@ -1,13 +1,13 @@
-// How the threads of a block share the rows of a normalisation.
+// Distribution of the rows of a normalisation over the threads of a block.
 //
-// LANES neighbouring threads hold a row, lane t of them its vectors t, t + LANES, ...:
-//   LANES == THREADS       a block a row: long rows, whose sums meet in shared memory
-//   LANES <= 32            THREADS / LANES rows a block side by side: short rows, no barrier
-// A thread works on ROWS rows at once, THREADS / LANES apart, so that loads of short rows are in
-// flight together. A pass of a block covers kPassRows neighbouring rows.
+// LANES consecutive threads hold a row; lane t holds its vectors t, t + LANES, ...:
+//   LANES == THREADS       one row per block: long rows, reduced through shared memory
+//   LANES <= 32            THREADS / LANES rows per block in parallel: short rows, no barrier
+// A thread processes ROWS rows at once, THREADS / LANES apart, so that the loads of several short
+// rows are in flight together. A pass of a block covers kPassRows consecutive rows.
 //
 // Macros: THREADS multiple of 32, 32..1024; LANES: THREADS or a power of two up to 32; VEC elements
-//   an access; VECS_PER_THREAD vectors of a row that a thread holds; ROWS.
+//   per access; VECS_PER_THREAD vectors per thread and row; ROWS.
 #pragma once
 
 #include "common/platform.cuh"
@@ -17,15 +17,15 @@
 
 namespace cukit {
 
-static_assert(LANES == THREADS || LANES <= kWarpSize, "a row lies in one warp or fills the block");
+static_assert(LANES == THREADS || LANES <= kWarpSize, "a row is held by one warp or the block");
 
 constexpr int kGroups = THREADS / LANES;
 constexpr int kPassRows = kGroups * ROWS;
 constexpr int kWarps = THREADS / kWarpSize;
-constexpr bool kSumsMeet = LANES > kWarpSize;  // in shared memory
-constexpr int kScratch = kSumsMeet ? kWarps : 1;  // floats of shared memory for a sum
+constexpr bool kCrossWarp = LANES > kWarpSize;  // rows are reduced across warps
+constexpr int kScratch = kCrossWarp ? kWarps : 1;  // floats of shared memory per sum
 
-// This thread's rows and columns.
+// The rows and columns of a thread.
 struct RowShare {
   int group = threadIdx.x / LANES;
   int lane = threadIdx.x % LANES;
@@ -38,14 +38,14 @@ struct RowShare {
   CUKIT_DEVICE int vec(int i) const { return lane + i * LANES; }
 };
 
-// Every thread gets the N sums over its row. `scratch` holds N * kScratch floats of shared memory and
-// must not be written again before another barrier: take turns between two.
+// Replaces N values per thread by their sums over the row. `scratch` is N * kScratch floats of shared
+// memory, which must not be written again before another barrier: alternate between two buffers.
 template <int N>
 CUKIT_DEVICE void row_sums(float (&values)[N], float* scratch) {
-  constexpr int kLanes = kSumsMeet ? kWarpSize : LANES;
+  constexpr int kLanes = kCrossWarp ? kWarpSize : LANES;
 #pragma unroll
   for (int n = 0; n < N; ++n) values[n] = warp_reduce<Sum, kLanes>(values[n]);
-  if constexpr (kSumsMeet) {
+  if constexpr (kCrossWarp) {
     const int lane = threadIdx.x % kWarpSize;
     if (lane == 0) {
 #pragma unroll
@@ -59,8 +59,8 @@ CUKIT_DEVICE void row_sums(float (&values)[N], float* scratch) {
   }
 }
 
-// Vectors stay as they are packed: without this the compiler unpacks an element once and keeps it, as
-// a float of its own, until it is used again behind the sums.
+// Keeps 16-bit elements packed in registers across the row sums. Without it the compiler keeps the
+// unpacked floats live until their second use, which takes twice the registers.
 template <typename T>
 CUKIT_DEVICE void stay_packed(Vec<T, VEC> (&rows)[ROWS][VECS_PER_THREAD]) {
   if constexpr (sizeof(T) < 4 && sizeof(rows[0][0]) >= 4) {
@@ -76,13 +76,13 @@ CUKIT_DEVICE void stay_packed(Vec<T, VEC> (&rows)[ROWS][VECS_PER_THREAD]) {
   }
 }
 
-// The weights of this thread's columns in a kernel that makes many passes: in registers where rows are
-// short, else read in every pass, which L1 serves, to leave the registers to what has no other place.
+// The weights of this thread's columns in a kernel with many passes: in registers for short rows, else
+// reloaded in every pass, from L1, to save registers.
 template <typename T>
 class PassWeights {
  public:
   CUKIT_DEVICE PassWeights(const T* weight, int num_vecs) : weight_(weight) {
-    if constexpr (!kSumsMeet) {
+    if constexpr (!kCrossWarp) {
 #pragma unroll
       for (int i = 0; i < VECS_PER_THREAD; ++i) {
         if (share_.vec(i) < num_vecs) load(held_[i], weight + share_.vec(i) * VEC);
@@ -90,9 +90,9 @@ class PassWeights {
     }
   }
 
-  // Of the i-th vector, which must be within the row.
+  // The weights of the i-th vector, which must be within the row.
   CUKIT_DEVICE Vec<T, VEC> operator()(int i) const {
-    if constexpr (!kSumsMeet) return held_[i];
+    if constexpr (!kCrossWarp) return held_[i];
     Vec<T, VEC> read;
     load(read, weight_ + opaque(share_.vec(i) * VEC));
     return read;
@@ -104,9 +104,9 @@ class PassWeights {
   RowShare share_;
 };
 
-// Writes a block's share of a gradient of the columns, the sum over its groups in a fixed order, to
-// `into` [cols]. `sums` holds the elements of this thread's vectors; `scratch`, shared memory that
-// nobody uses any more, kColumnScratch floats. All threads must call it.
+// Writes a block's partial column gradient, summed over its groups in a fixed order, to `into` [cols].
+// `sums` holds the sums of this thread's vectors; `scratch` is kColumnScratch floats of shared memory.
+// All threads must call it.
 constexpr int kMostColumns = LANES * VECS_PER_THREAD * VEC;
 constexpr int kColumnScratch = kGroups > 1 ? kWarps * kMostColumns : 1;
 

@@ -1,10 +1,11 @@
-// Second half of a pass of the counting sort of token ids: every key moves to its place.
+// Second step of a radix sort pass over token ids: scatters every key to its destination.
 //
-// The place of a key is the number of keys with a smaller digit, plus those with its digit in earlier
-// chunks, in earlier warps of the block and in earlier rounds and lanes of its warp. So equal digits
-// keep their order, and the result does not depend on the order in which blocks run.
+// The destination of a key is the number of keys with a smaller digit, plus those with the same digit
+// in earlier chunks, in earlier warps of the block and in earlier rounds and lanes of its warp. The
+// sort is therefore stable, and independent of the order in which blocks run.
 //
-// Mapping: a block a chunk of CHUNK keys; a warp takes CHUNK / warps consecutive ones, 32 a round.
+// Mapping: one block per chunk of CHUNK keys; a warp scatters CHUNK / warps consecutive keys, 32 per
+//   round.
 // Shared memory: 4 * 2^DIGIT_BITS * (THREADS / 32 + 1) + 4 * THREADS / 32 bytes, static.
 // Macros: common/radix.cuh; ID int32|int64|uint32, the type of `keys`; FIRST 0|1: the first pass,
 //   where the token of a key is its position. Minimum architecture: sm_80. Deterministic.
@@ -23,9 +24,9 @@ using cukit::kWarpSize;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr int kKeysPerWarp = CHUNK / kWarps;
 constexpr int kBinsPerThread = kBins / THREADS;
-static_assert(CHUNK % THREADS == 0 && kBins % THREADS == 0, "whole rounds and equal shares only");
+static_assert(CHUNK % THREADS == 0 && kBins % THREADS == 0, "full rounds, equal bins per thread");
 
-// Replaces values[kBins] by the sums of all values before each. All threads must call it.
+// Exclusive prefix sum of values[kBins], in place. All threads must call it.
 CUKIT_DEVICE void exclusive_scan(int* values, int* warp_sums) {
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_by_digit(
     unsigned int* __restrict__ keys_out,   // [num_tokens]
     int* __restrict__ tokens_out,          // [num_tokens]
     int num_tokens, int num_keys) {
-  __shared__ int places[kWarps][kBins];  // counts of a warp at first, then its next free places
+  __shared__ int places[kWarps][kBins];  // counts of each warp, then its next free destinations
   __shared__ int starts[kBins];
   __shared__ int warp_sums[kWarps];
   const int lane = threadIdx.x % kWarpSize;
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_by_digit(
   __syncthreads();
   exclusive_scan(starts, warp_sums);
 
-  // Warp w counts into the row of warp w + 1, so that sums over rows give where each warp begins.
+  // Warp w counts into row w + 1, so that prefix sums over the rows are the warps' first destinations.
   if (warp + 1 < kWarps) {
     for (int i = lane; i < kKeysPerWarp; i += kWarpSize) {
       if (begin + i < num_tokens) {

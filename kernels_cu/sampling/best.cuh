@@ -1,13 +1,13 @@
-// The first tokens of a row in their order, 128 at most, from one reading of the row.
+// Finds the first (most likely) tokens of a row, at most 128, sorted, in a single pass over the row.
 //
-// A block streams its run of atoms through registers. The largest logits of 128 groups of threads after the
-// first round give a limit that `want` tokens reach: tokens that reach it are appended to a list in shared
-// memory. At the end the limit is taken again from all rounds; of the tokens in the list that reach it each
-// finds its place by counting those before it, and writes itself there in block 0. Block 0 then merges the
-// blocks' lists.
+// A block streams its range of atoms through registers. After the first round the largest logits of 128
+// groups of threads yield a threshold that at least `want` tokens reach; tokens at or above it are
+// appended to a list in shared memory. At the end the threshold is recomputed from all rounds. Each listed
+// token that reaches it is ranked by counting the entries before it, and is stored at that rank in the
+// memory of block 0, which then merges the lists of the blocks.
 //
-// A list that overflows, as after a run of rising logits, is filled once more with the limit of all rounds. Where
-// that does not help (thousands of equal logits) the row is left to select.cuh.
+// If the list overflows, e.g. because logits increase along the row, a second pass fills it with the final
+// threshold. If it overflows again (thousands of equal logits), the row is left to select.cuh.
 #pragma once
 
 #include "common/platform.cuh"
@@ -16,14 +16,14 @@
 
 namespace cukit {
 
-constexpr int kMostBest = 128;  // tokens; as cukit/sampling/plan.py has it
-constexpr int kStreamed = 2 * kBins * sizeof(unsigned) / sizeof(uint64);  // entries of the list: the bins' memory
+constexpr int kMostBest = 128;  // tokens; MOST_BEST in cukit/sampling/_plan.py
+constexpr int kStreamed = 2 * kBins * sizeof(unsigned) / sizeof(uint64);  // list capacity: reuses the bins
 static_assert(ATOM * VEC <= 32, "a bit for each logit of a lane");
-static_assert(kMostBest * CLUSTER <= kMost, "block 0's list has a place for every block's");
+static_assert(kMostBest * CLUSTER <= kMost, "block 0's list holds the lists of all blocks");
 
 class Best {
  public:
-  // parts: shared memory for rounds() * THREADS elements.
+  // parts: shared memory for rounds_ * THREADS elements.
   CUKIT_DEVICE Best(Team& team, const Row& row, Workspace& space, Part* parts)
       : team_(team), row_(row), space_(space), parts_(parts) {
     const int atoms = (row.columns() + kAtomTokens - 1) / kAtomTokens;
@@ -33,8 +33,8 @@ class Best {
     rounds_ = (share + kWarps - 1) / kWarps;
   }
 
-  // Fills `want` places of block 0's list for each block, in order, kNoRank behind the last token that is not
-  // -infinity. slope: with `weigh`, which keeps what total() needs.
+  // Stores the first `want` tokens of each block in block 0's list, sorted, padded with kNoRank; tokens of
+  // logit -infinity are left out. weigh: also store the atoms' sums for total(), with `slope`.
   CUKIT_DEVICE Team::Gathered collect(int want, bool weigh, float slope) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -107,7 +107,7 @@ class Best {
     return team_.sum(sum).total;
   }
 
-  // The blocks' lists in one order, in block 0: the first `want`, kNoRank behind the last.
+  // Merges the blocks' lists, in block 0: the first `want` tokens, padded with kNoRank.
   CUKIT_DEVICE uint64* merged(int want) {
     if constexpr (CLUSTER == 1) return space_.list;
     uint64* into = entries();
@@ -116,7 +116,7 @@ class Best {
     for (int i = threadIdx.x; i < want * CLUSTER; i += THREADS) {
       const uint64 own = space_.list[i / want * kMostBest + i % want];
       if (own == kNoRank) continue;
-      // As many entries of each list as come before, its own included: binary searches side by side.
+      // Rank of the entry: the number of entries before it in each list, by interleaved binary searches.
       int before[CLUSTER];
 #pragma unroll
       for (int other = 0; other < CLUSTER; ++other) before[other] = 0;
@@ -139,12 +139,12 @@ class Best {
 
  private:
   static constexpr int kGroups = THREADS < kMostBest ? THREADS : kMostBest;
-  static constexpr int kTogether = THREADS / kGroups;  // threads of a group
+  static constexpr int kTogether = THREADS / kGroups;  // threads per group
 
   CUKIT_DEVICE uint64* entries() const { return reinterpret_cast<uint64*>(space_.bins); }
 
-  // A logit that `want` of the block's tokens reach, where so many are not -infinity: the want-th largest of the groups'
-  // largest. `largest`: this thread's. Barriers within.
+  // A threshold that `want` tokens of the block reach, if that many are above -infinity: the want-th largest
+  // of the groups' maxima. `largest`: the maximum of this thread. Contains barriers.
   CUKIT_DEVICE float bound(float largest, int want) {
     unsigned key = descending_key(largest + 0.0f);
 #pragma unroll
@@ -171,7 +171,7 @@ class Best {
     return want > kGroups ? kLowest : limit >= kLowest ? limit : kLowest;
   }
 
-  // Tokens that reach the limit are few, and code that runs once is slow to fetch: a loop reads them again.
+  // Few tokens reach the limit, so a rolled loop reloads them: unrolled code would cost instruction fetches.
   CUKIT_DEVICE void append(const Row::Atom& vectors, int first, float limit) {
     unsigned reaching = 0;
 #pragma unroll

@@ -1,16 +1,16 @@
-// The tokens that a checked draft adds to each text: the accepted ones up to the first that was not, and
-// the one drawn in its place, or after the last.
+// The tokens that verified drafts append to each request: the drafts before the first rejected one, and the
+// token drawn in its place or, if all are accepted, after the last.
 //
-// Mapping: a thread a request. Macros: THREADS. Minimum architecture: sm_80.
+// Mapping: one thread per request. Macros: THREADS. Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, speculative_verify.
 #include "common/platform.cuh"
 #include "sampling/parameters.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) collect_drafts(
     const int* __restrict__ drawn,     // [requests, num_drafts + 1]
-    const int* __restrict__ accepted,  // [requests, num_drafts + 1]: 1, 0, or -1: refused
-    int* tokens,                       // [requests, num_drafts + 1]; -1 behind the last
-    int* num_accepted,                 // [requests]; -1: logits were refused
+    const int* __restrict__ accepted,  // [requests, num_drafts + 1]: 1, 0, or -1: invalid row
+    int* tokens,                       // [requests, num_drafts + 1]; -1 past the last
+    int* num_accepted,                 // [requests]; -1: invalid row
     const __grid_constant__ cukit::CollectParameters p) {
   const int request = static_cast<int>(blockIdx.x) * THREADS + static_cast<int>(threadIdx.x);
   if (request >= p.num_requests) return;

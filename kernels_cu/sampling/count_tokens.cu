@@ -1,9 +1,9 @@
-// How often each token of the vocabulary was drawn, and whether it was in a text at all.
+// Counts how often each token was generated, and marks the tokens that occur in the history at all.
 //
 //   counts[request, v] = #{i >= prompt_length : history[request, i] == v} + 2^31 (v in history[request])
 //
 // Mapping: grid (chunks of the vocabulary, requests); a block clears its chunk and then counts the tokens of
-//   the text that fall into it. Tokens outside the vocabulary (-1, say) are passed over.
+//   the history that fall into it. Ids outside the vocabulary, such as -1, are ignored.
 // Macros: THREADS. Minimum architecture: sm_80. Integers: deterministic.
 // Reference: cukit/reference/sampling.py, count_tokens.
 #include "common/platform.cuh"

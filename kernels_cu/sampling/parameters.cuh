@@ -1,28 +1,28 @@
-// What the kernels that sample tokens take by value, beside their arrays.
+// Parameter structs of the sampling kernels.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
 #pragma once
 
 namespace cukit {
 
-// sample. Options that are the same for all rows; an array of options takes the place of each.
+// sample. Options for all requests; each is overridden by an array of per-request options if given.
 struct SampleParameters {
-  unsigned long long seed;  // of row 0; row r has seed + r
+  unsigned long long seed;  // of request 0; request r has seed + r
   unsigned long long step;
   int num_rows, vocab_size;
-  int iterations;           // vectors of a thread
-  int logprobs;             // 1: log-probability of the token drawn
-  int top_n;                // tokens listed with their log-probabilities
+  int iterations;           // vectors per thread
+  int logprobs;             // 1: log-probability of the drawn token
+  int top_n;                // number of tokens listed with their log-probabilities
   int rows_per_request;     // rows that share a request's options: 1, or draft tokens + 1
   float temperature, top_p, min_p;
   float repetition_penalty, presence_penalty, frequency_penalty;
-  int top_k;                // 0: all
+  int top_k;                // 0: no limit
 };
 
 // count_tokens
 struct CountParameters {
   int vocab_size, length;
-  int chunk;  // tokens of the vocabulary that a block counts
+  int chunk;  // tokens of the vocabulary per block
 };
 
 // collect_drafts

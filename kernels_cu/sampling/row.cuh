@@ -1,14 +1,14 @@
-// A row of logits, shared out over the warps of one block or of a cluster.
+// A row of logits, distributed over the warps of a block or of a cluster.
 //
-// Each warp has a run of neighbouring tokens, of which lane l takes vectors l, l + 32, ...: sums over warps
-// in their order are sums over tokens in theirs.
+// Each warp has a range of consecutive tokens, of which lane l holds vectors l, l + 32, ...: a prefix sum over
+// warps is a prefix sum over tokens.
 //
-// Macros: DTYPE; VEC, logits an access, a divisor of the vocabulary; THREADS, CLUSTER; RESIDENT 0|1: the
-// row stays in shared memory, as floats, once it has been read; PENALIZED 0|1; ATOM, vectors of a lane in an atom.
+// Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER; RESIDENT 0|1:
+// keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in an atom.
 //
-// Atoms are the row's smallest shares where tokens need no order: ATOM * 32 * VEC neighbouring tokens, of which
-// lane l takes vectors l, l + 32, ... The sum of a lane's weights in an atom is a float and has nothing to do with
-// how atoms are shared out; sums of such sums are integers.
+// An atom, the unit of work where token order does not matter, is ATOM * 32 * VEC consecutive tokens, of which
+// lane l holds vectors l, l + 32, ... A lane sums its weights of an atom in float, independently of how atoms
+// are distributed over warps; these sums are then added as integers.
 #pragma once
 
 #include "common/platform.cuh"
@@ -20,8 +20,8 @@
 
 namespace cukit {
 
-// Lowers the logits of tokens that a text holds already. `counts` has, for each token of the vocabulary,
-// how often it was drawn; the highest bit is set where it was in the text at all.
+// Penalties on the logits of tokens that occurred before. `counts` holds, for each token of the vocabulary,
+// how often it was generated; the highest bit is set if it is in the history at all (count_tokens.cu).
 struct Penalties {
   const int* counts;  // [vocab_size], with PENALIZED
   float repetition, presence, frequency;
@@ -39,12 +39,12 @@ struct Penalties {
 
 constexpr int kAtomTokens = ATOM * kWarpSize * VEC;
 
-// A lane's share of an atom: its largest logit, and the sum of its weights where that one's is 1.
+// A lane's part of an atom: its largest logit, and the sum of its weights relative to that logit's.
 struct Part {
   float largest, sum;
 };
 
-// In units of 2^-kScale of the weight of the row's `largest` logit.
+// The weight of a part as an integer, in units of 2^-kScale of the weight of the row's `largest` logit.
 CUKIT_DEVICE Weight weight_of(const Part& part, float largest, float slope) {
   if (!(part.sum > 0.0f)) return 0;
   const float weight = part.sum * exp2f((part.largest - largest) * slope);
@@ -73,7 +73,7 @@ class Row {
   CUKIT_DEVICE int columns() const { return columns_; }
   CUKIT_DEVICE int column(int i) const { return first_ + i * (kWarpSize * VEC); }
 
-  // Reads the row; returns the least key among this thread's logits, that of its largest.
+  // Reads the row; returns the smallest key of this thread's logits, that of the largest logit.
   CUKIT_DEVICE unsigned read() {
     unsigned least = descending_key(-infinity());
 #pragma unroll 1
@@ -97,7 +97,7 @@ class Row {
     return least;
   }
 
-  // This thread's logits of one access, from column(i) on; -infinity behind the vocabulary.
+  // This thread's logits of access i, from column(i) on; -infinity past the end of the vocabulary.
   CUKIT_DEVICE void fetch(float (&x)[VEC], int i) const {
     if constexpr (RESIDENT) {
 #pragma unroll
@@ -126,13 +126,13 @@ class Row {
     }
   }
 
-  // The first token of this lane in an atom, and that of vector u.
+  // The first token of this lane in an atom, and the first token of its vector u.
   CUKIT_DEVICE int first_of(int atom) const {
     return atom * kAtomTokens + static_cast<int>(threadIdx.x) % kWarpSize * VEC;
   }
   CUKIT_DEVICE int column_of(int first, int u) const { return first + u * (kWarpSize * VEC); }
 
-  // -infinity behind the vocabulary.
+  // Loads -infinity past the end of the vocabulary.
   CUKIT_DEVICE void load_atom(Atom& atom, int first) const {
     if (first - first % kAtomTokens + kAtomTokens <= columns_) {
 #pragma unroll
@@ -148,7 +148,7 @@ class Row {
     }
   }
 
-  // -0 stays -0.
+  // Unlike fetch(), keeps -0.
   CUKIT_DEVICE void values_of(float (&x)[VEC], const Atom& atom, int u, int first) const {
     to_floats(x, atom.vectors[u]);
     if constexpr (PENALIZED) {
@@ -160,7 +160,7 @@ class Row {
     }
   }
 
-  // NaN if there is one.
+  // NaN if any logit is NaN.
   CUKIT_DEVICE float largest_of(const Atom& atom, int first) const {
     float largest = -infinity();
 #pragma unroll
@@ -175,7 +175,7 @@ class Row {
     return largest;
   }
 
-  // Weights of this lane's tokens where that of `largest`, the largest of them, is 1.
+  // Sum of the weights of this lane's tokens relative to that of `largest`, the largest of them.
   CUKIT_DEVICE float sum_of(const Atom& atom, int first, float largest, float slope) const {
     float sums[VEC];
 #pragma unroll
@@ -195,7 +195,7 @@ class Row {
     return largest > -infinity() ? sums[0] : 0.0f;
   }
 
-  // This thread's part of the sum of all weights, with the row's `largest` logit known.
+  // This thread's partial sum of all weights, given the row's `largest` logit.
   CUKIT_DEVICE Weight weigh_atoms(int first_atom, int stride, float largest, float slope) const {
     Weight sum = 0;
     const int atoms = (columns_ + kAtomTokens - 1) / kAtomTokens;
@@ -212,7 +212,7 @@ class Row {
     return sum;
   }
 
-  // One logit, whoever has it.
+  // The logit of any token, loaded from global memory.
   CUKIT_DEVICE float at(int token) const {
     const float x = to_float(logits_[token]) + 0.0f;
     return PENALIZED ? penalties_.apply(x, token) : x;
@@ -222,7 +222,7 @@ class Row {
   static constexpr int kBatch = 4;
   static constexpr int kPart = VEC < 4 ? VEC : 4;
 
-  // -0 becomes 0: the two are equal.
+  // Maps -0 to 0, so that the two have equal keys.
   CUKIT_DEVICE void convert(float (&x)[VEC], const Vec<element_t, VEC>& from, int at) const {
     const bool exists = at < columns_;
 #pragma unroll

@@ -1,24 +1,23 @@
-// Draws a token from each row of logits, or checks the token that a draft model drew.
+// Samples a token from each row of logits, or verifies the token of a draft model.
 //
-//   weight(v) = floor(2^42 exp((z_v - max z) / temperature)), z: logits lowered by penalties
-//   kept: the top_k first tokens; of these the fewest that weigh top_p of them together, the one that
-//     crosses top_p included; of these those with weight >= min_p times the largest
-//   token = the first v, in order of tokens, with sum_{u <= v, kept} weight(u) > uniform * sum_{kept} weight
+//   weight(v) = floor(2^42 exp((z_v - max z) / temperature)), z: logits after the penalties
+//   kept: the first top_k tokens; of these the fewest with top_p of their total weight, including the one
+//     that crosses top_p; of these the tokens with weight >= min_p times the largest
+//   token = the first v, by token id, with sum_{u <= v, kept} weight(u) > uniform * sum_{kept} weight
 //
-// Tokens with equal logits are ordered by token, the lowest first; temperature 0 is top_k = 1. Sums are
-// integers: the same token from the same seed however many threads, blocks or GPUs share the rows. Random
-// numbers: philox.cuh, streams below. The distribution of weights is exact to 2^-42 of the largest.
+// Ties are ordered by token id, lowest first; temperature 0 is top_k = 1. Sums are integers, so a seed yields
+// the same token for any number of threads, blocks or GPUs that share the rows. Random numbers: philox.cuh,
+// streams below. The distribution of weights is exact to 2^-42 of the largest.
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
-// Mapping: a cluster a row (row.cuh). A row is read once, where it is resident. Small top_k and the listed
-//   log-probabilities: up to 128 tokens are taken from one reading of the row (best.cuh), up to 512 from
-//   block 0's list (select.cuh). Otherwise the cut is found by select.cuh and all threads add their weights
-//   up for the draw.
+// Mapping: one cluster per row (row.cuh). A resident row is read from global memory once. For small top_k and
+//   the listed log-probabilities, up to 128 tokens are found in a single pass (best.cuh), up to 512 in block
+//   0's list (select.cuh). Otherwise select.cuh finds the cut, and all threads sum their weights for the draw.
 // Shared memory, dynamic: kWorkspaceBytes + the larger of RESIDENT * 4 * iterations * THREADS * VEC bytes and
 //   STREAMED * 8 * ceil(ceil(atoms / CLUSTER) / warps) * THREADS bytes.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
-//   PENALIZED 0|1; VERIFY 0|1: check drafts; ATOM: row.cuh; STREAMED 0|1: with best.cuh; BLOCKS_PER_SM.
+//   PENALIZED 0|1; VERIFY 0|1: verify drafts; ATOM: row.cuh; STREAMED 0|1: with best.cuh; BLOCKS_PER_SM.
 //   Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
@@ -38,15 +37,15 @@ using cukit::uint64;
 using cukit::Workspace;
 using T = cukit::element_t;
 
-constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // streams
-constexpr int kListed = 512;  // top_k up to here is taken from a sorted list
+constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // random streams
+constexpr int kListed = 512;  // largest top_k that is drawn from a sorted list
 
 template <typename V>
 CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
   return values == nullptr ? otherwise : values[request];
 }
 
-// How a row is cut and drawn from.
+// Truncation and random numbers of a row.
 struct Draw {
   float top_p;
   uint64 least_weight;
@@ -57,7 +56,7 @@ struct Draw {
   }
 };
 
-// The results of a row, written by the threads that find them.
+// Where the results of a row are written.
 struct Results {
   int* token;
   float* logprob;        // with p.logprobs
@@ -70,7 +69,7 @@ CUKIT_DEVICE float log_of(uint64 weights) {
   return cukit::kLn2 * (log2f(static_cast<float>(weights)) - static_cast<float>(cukit::kScale));
 }
 
-// Sum of weights before a thread's own tokens, and of all; draws the token at `place` of the sum.
+// Finds the token at `place` of the prefix sum of weights, given this thread's `sum`, and calls `winner`.
 template <typename WeightOf, typename Winner>
 CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
                              const WeightOf& weight_of, const Winner& winner) {
@@ -98,8 +97,8 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
   }
 }
 
-// Cuts the first `ranked` entries of an ordered list to what is kept, and draws from these, in the order of tokens.
-// Block 0 alone. weights: memory for `ranked`.
+// Truncates the first `ranked` entries of a sorted list by top_p and min_p, and draws from the rest, in the
+// order of token ids. For block 0 only. weights: shared memory for `ranked` values.
 template <typename Winner>
 CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* scans,
                                  const Selection& selection, const Draw& draw, int ranked,
@@ -124,7 +123,7 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
     before += own[j];
   }
   __syncthreads();
-  // A few lanes add up what comes before an entry in the order of tokens, and everything.
+  // kLanes lanes per entry sum the weights of all entries, and of those with a smaller token id.
   constexpr int kLanes = 8;
   const int part = threadIdx.x % kLanes;
   for (int begin = 0; begin < ranked; begin += THREADS / kLanes) {
@@ -149,7 +148,7 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
   }
 }
 
-// Block 0's share of the results: the first p.top_n entries of its ordered list.
+// Writes the first p.top_n entries of block 0's sorted list.
 template <typename LogprobOf>
 CUKIT_DEVICE void list_best(const uint64* list, const Results& results, const SampleParameters& p,
                             const LogprobOf& logprob_of) {
@@ -177,7 +176,7 @@ CUKIT_DEVICE void refuse(const Results& results, const SampleParameters& p) {
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM) sample(
     const T* __restrict__ logits,           // [num_rows, vocab_size]
     const int* __restrict__ counts,         // [requests, vocab_size], with PENALIZED: row.cuh
-    const float* __restrict__ temperature,  // [requests] or null, as all up to step
+    const float* __restrict__ temperature,  // [requests] or null; so are all arrays up to step
     const int* __restrict__ top_k,
     const float* __restrict__ top_p,
     const float* __restrict__ min_p,
@@ -188,11 +187,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     const long long* __restrict__ step,
     const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with VERIFY
     const float* __restrict__ draft_probs,  // [requests, rows_per_request - 1, vocab_size] or null
-    int* tokens,                            // [num_rows]; -1: refused
+    int* tokens,                            // [num_rows]; -1: invalid row
     float* logprobs,                        // [num_rows]
     int* top_tokens,                        // [num_rows, top_n]
     float* top_logprobs,                    // [num_rows, top_n]
-    int* accepted,                          // [num_rows], with VERIFY: 1, 0, or -1: refused
+    int* accepted,                          // [num_rows], with VERIFY: 1, 0, or -1: invalid row
     const __grid_constant__ SampleParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   Workspace& space = *reinterpret_cast<Workspace*>(memory);
@@ -203,7 +202,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const int number = static_cast<int>(blockIdx.x) / CLUSTER;
   const int request = number / p.rows_per_request;
   const int turn = number % p.rows_per_request;
-  // Pointers and options are worked out where they are used: a thread that streams has no registers left.
+  // Pointers and options are computed at their use, to save registers while streaming.
   const auto results_of_row = [&] {
     const long long first = static_cast<long long>(number) * p.top_n;
     return Results{tokens + number, logprobs + number, top_tokens + first, top_logprobs + first,
@@ -223,10 +222,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const float least_part = option(min_p, request, p.min_p), part = option(top_p, request, p.top_p);
   const bool valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && part >= 0.0f &&
                      least_part <= 1.0f && least_part >= 0.0f;
-  // In (0, infinity), so that slope * infinity is infinity and slope * 0 is 0.
+  // Clamped to (0, infinity), so that slope * infinity is infinity and slope * 0 is 0.
   const float slope =
       heat > 0.0f ? fminf(fmaxf(cukit::kLog2E / heat, 1.2e-38f), 3.0e38f) : cukit::kLog2E;
-  const int most = heat > 0.0f ? k >= p.vocab_size ? 0 : k : 1;  // 0: all
+  const int most = heat > 0.0f ? k >= p.vocab_size ? 0 : k : 1;  // 0: no limit
 
   Team team(space.team);
   cukit::Penalties penalties{};
@@ -237,7 +236,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                  option(frequency, request, p.frequency_penalty)};
   }
   Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, values, team.rank(), p);
-  // NaN and infinity come first; nothing but -infinity last.
+  // The smallest key shows a NaN or +infinity, or that all logits are -infinity.
   const auto drawable = [&](unsigned least) {
     return valid && least > cukit::descending_key(cukit::infinity()) &&
            least < cukit::descending_key(-cukit::infinity());
@@ -292,7 +291,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const float largest = cukit::logit_of(least);
   Selection selection(team, row, space, largest, slope);
 
-  // Log-probabilities are those of the whole vocabulary.
+  // Log-probabilities are normalised over the whole vocabulary.
   uint64 all_weights = 0;
   if (p.logprobs) {
     const int warp = static_cast<int>(threadIdx.x) / cukit::kWarpSize;
@@ -364,7 +363,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         if (writes) drawn(row.at(draft), draft);
         return;
       }
-      // What the target has more of than the draft.
+      // Resample from the excess of the target over the draft.
       stream = kResample;
       const double share = 1.0 / static_cast<double>(kept.total);
       const auto excess = [&](float x, int column) -> uint64 {

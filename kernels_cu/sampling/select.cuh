@@ -1,8 +1,9 @@
-// The tokens of a row down to a rank or to a part of the row's weight, without sorting the row.
+// Finds the last kept token for a rank limit (top-k) or a weight limit (top-p), without sorting the row.
 //
-// Tokens are counted, or weighed, in bins: by their distance from the largest logit first, then by the digits
-// of their rank, the bits of the logit and of the token. Every round the bin that the limit lies in takes the
-// place of the row. Once it holds at most kMost tokens, block 0 collects and sorts them.
+// Radix select: tokens are counted, or their weights summed, in bins, first by their distance from the
+// largest logit, then by the digits of their sort key (bits of the logit, then of the token id). Every round
+// continues with the tokens of the bin that contains the limit. Once that bin holds at most kMost tokens,
+// block 0 collects and sorts them.
 #pragma once
 
 #include "common/platform.cuh"
@@ -15,23 +16,23 @@ namespace cukit {
 constexpr int kBins = 2048;
 constexpr int kMost = 1024;          // tokens that block 0 can sort
 constexpr int kBinsPerOctaveLog2 = 5;
-constexpr float kBinsPerNat = 46.166241308446828f;  // as many for counts at temperature 1
+constexpr float kBinsPerNat = 46.166241308446828f;  // of counts: 2^5 per octave at temperature 1
 constexpr int kLowBits = 12;
-static_assert(((kScale + 1) << kBinsPerOctaveLog2) < kBins, "a bin for every weight");
-static_assert(kMost % THREADS == 0, "entries of a thread");
+static_assert(((kScale + 1) << kBinsPerOctaveLog2) < kBins, "every weight has a bin");
+static_assert(kMost % THREADS == 0, "equally many entries per thread");
 
-// Shared memory of a block; what is said of `bins` holds between rounds.
+// Shared memory of a block. Between rounds `bins` and `cursor` are zero.
 struct Workspace {
   Team::Shared team;
-  unsigned bins[2][kBins];  // zero. Counts; or low and high parts of sums of significands
+  unsigned bins[2][kBins];  // counts, or low and high parts of sums of significands
   uint64 list[kMost];       // ranks, in block 0
   uint64 scans[kWarps];
   unsigned groups[128];     // best.cuh
-  unsigned cursor;          // zero
+  unsigned cursor;          // entries appended to a list
   unsigned limit;           // best.cuh
 };
 constexpr int kWorkspaceBytes = 26 * 1024;
-static_assert(sizeof(Workspace) <= kWorkspaceBytes, "as cukit/sampling/plan.py has it");
+static_assert(sizeof(Workspace) <= kWorkspaceBytes, "_WORKSPACE_BYTES in cukit/sampling/_plan.py");
 
 // The last token that is kept.
 struct Cut {
@@ -45,7 +46,7 @@ struct Cut {
 
 enum class By { Count, Weight };
 
-// A block's sum of the threads before this one, and of all. Barriers before and after.
+// Exclusive prefix sum over the threads of a block; `total` is the sum of all. Contains barriers.
 CUKIT_DEVICE uint64 block_scan(uint64 value, uint64& total, uint64* scratch) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const uint64 upto = warp_scan(value);
@@ -57,7 +58,7 @@ CUKIT_DEVICE uint64 block_scan(uint64 value, uint64& total, uint64* scratch) {
   return warp_sum(lane < warp ? other : 0) + upto - value;
 }
 
-// Sorts the first `count` of a block's entries, the least first. All threads; barriers before and after.
+// Bitonic sort of the first `count` entries, ascending. All threads must call it; contains barriers.
 CUKIT_DEVICE void sort_list(uint64* list, int count) {
   int size = 2;
   while (size < count) size *= 2;
@@ -85,10 +86,10 @@ class Selection {
 
   CUKIT_DEVICE Scaled scaled(float x) const { return Scaled(largest_ - x, slope_); }
 
-  // Collects the `want` first tokens in block 0's list, and others behind them; returns how many there
-  // would be. `own` is the key of this thread's largest logit.
+  // Collects at least the first `want` tokens in block 0's list, unsorted; returns their number, which may
+  // exceed the list's capacity. `own` is the key of this thread's largest logit.
   CUKIT_DEVICE int collect_best(int want, unsigned own) {
-    // `want` of the threads' largest logits are above a bin's lower end, so as many tokens are.
+    // If `want` threads have their largest logit above a bin's lower edge, so have `want` tokens.
     atomicAdd(&space_.bins[0][count_bin(largest_ - logit_of(own))], 1u);
     const Found found = find<By::Count>(static_cast<uint64>(want), 0.0f, -1);
     const bool all = found.bin == kBins - 1;
@@ -100,7 +101,7 @@ class Selection {
     return static_cast<int>(sum.count);
   }
 
-  // Collects the tokens down to `cut`; at most kMost.
+  // Collects the tokens that `cut` keeps, at most kMost of them; returns their number.
   CUKIT_DEVICE int collect(const Cut& cut) {
     const unsigned mine = append([&](float x, int column) { return cut.keeps(x, column); });
     const Team::Sum sum = team_.sum(0, mine);
@@ -108,14 +109,14 @@ class Selection {
     return static_cast<int>(sum.count);
   }
 
-  // By::Count: the cut behind `rank` tokens. By::Weight: the cut behind the fewest tokens that weigh at
-  // least `part` of all that `within` keeps.
+  // By::Count: the cut after `rank` tokens. By::Weight: the cut after the fewest tokens whose weight is at
+  // least `part` of the weight of all tokens that `within` keeps.
   template <By by>
   CUKIT_DEVICE Cut cut(int rank, float part, const Cut& within) {
     uint64 target = rank;
-    uint64 prefix = 0;     // of the ranks that are left
+    uint64 prefix = 0;     // of the remaining sort keys
     int prefix_shift = kRankBits;
-    unsigned bin = 0;      // of the first round
+    unsigned bin = 0;      // chosen in the first round
     Span span;             // of that bin
     const bool whole = within.token == Cut().token && within.logit == Cut().logit;
 #pragma unroll 1
@@ -172,10 +173,10 @@ class Selection {
 
   struct Found {
     unsigned bin;
-    uint64 target;  // what is left of it within the bin
+    uint64 target;  // remainder of the target within the bin
   };
 
-  // Of the rank's digits, the highest first: 11, 11 and 10 bits of the logit, 10 and 10 of the token.
+  // Digits of the sort key, most significant first: 11, 11 and 10 bits of the logit, 10 and 10 of the token.
   CUKIT_DEVICE static int digit_bits(int round) { return round == 0 ? 0 : round < 3 ? 11 : 10; }
 
   CUKIT_DEVICE static uint64 packed_rank(float x, int column) {
@@ -192,8 +193,8 @@ class Selection {
     return weight.below_one >> (kOctaveShift - kBinsPerOctaveLog2);
   }
 
-  // Distances from the largest logit that a bin's tokens may have, and a little more: most tokens are
-  // told from those of the bin without their weights.
+  // Range of distances from the largest logit of a bin's tokens, slightly widened: rejects most tokens of
+  // other bins without computing their weights.
   struct Span {
     float nearest = 0.0f, farthest = infinity();
 
@@ -219,7 +220,7 @@ class Selection {
     return span;
   }
 
-  // Appends this thread's tokens for which `inside` holds to block 0's list; returns how many.
+  // Appends this thread's tokens that satisfy `inside` to block 0's list; returns their number.
   template <typename Inside>
   CUKIT_DEVICE unsigned append(const Inside& inside) {
     unsigned mine = 0;
@@ -232,9 +233,9 @@ class Selection {
     return mine;
   }
 
-  // Adds the blocks' bins up and finds the one in which their sum reaches `target`, or, where `part` is
-  // not negative and they are weights, that part of the whole; the last bin where it does not. Leaves
-  // the bins zero. octave: of all weights; -1: the bins have their own.
+  // Adds up the bins of all blocks and finds the bin in which the prefix sum reaches `target`, or, by
+  // weight and if `part` is not negative, `part` of the total; the last bin if none does. Clears the bins.
+  // octave: that of all weights; -1: each bin has its own.
   template <By by>
   CUKIT_DEVICE Found find(uint64 target, float part, int octave) {
     constexpr int kKinds = by == By::Count ? 1 : 2;
@@ -253,7 +254,7 @@ class Selection {
       }
     }
     team_.sync();
-    bool speaks = false;
+    bool sends = false;
     unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
     if (team_.leads()) {
       uint64 own[kPer], sum = 0;
@@ -272,8 +273,8 @@ class Selection {
       uint64 total;
       uint64 before = block_scan(sum, total, space_.scans);
       if (by == By::Weight && part >= 0.0f) target = part_of(total, part);
-      speaks = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
-      if (speaks && total >= target) {
+      sends = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
+      if (sends && total >= target) {
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
           if (before < target && target <= before + own[j]) {
@@ -285,14 +286,14 @@ class Selection {
         }
       }
     }
-    team_.broadcast(message, speaks);
+    team_.broadcast(message, sends);
     return {message[0], static_cast<uint64>(message[2]) << 32 | message[1]};
   }
 
-  // The token of the list's first `count`, in order, with which their sum reaches `target`.
+  // The token among the first `count` of the list, sorted, at which the prefix sum reaches `target`.
   template <By by>
   CUKIT_DEVICE Cut last_of(int count, uint64 target) {
-    bool speaks = false;
+    bool sends = false;
     unsigned message[kMessage] = {};
     if (team_.leads()) {
       sort_list(space_.list, count);
@@ -313,14 +314,14 @@ class Selection {
       for (int j = 0; j < kPer; ++j) {
         if (before < target && target <= before + own[j]) {
           const uint64 rank = space_.list[threadIdx.x * kPer + j];
-          speaks = true;
+          sends = true;
           message[0] = static_cast<unsigned>(rank >> 32);
           message[1] = static_cast<unsigned>(rank);
         }
         before += own[j];
       }
     }
-    team_.broadcast(message, speaks);
+    team_.broadcast(message, sends);
     return {logit_of(message[0]), static_cast<int>(message[1])};
   }
 

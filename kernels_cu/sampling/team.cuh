@@ -1,8 +1,8 @@
-// The blocks that work on one row: a cluster, or a single block.
+// Reductions over the blocks of a row: a cluster, or a single block.
 //
-// Results are pushed into the others' shared memory. Slots alternate: a block that writes the slots of an
-// exchange has passed the barrier of the one before, so that everyone has read those of the one before
-// that.
+// Blocks push their values into the shared memory of the others. Slots are double-buffered: a block that
+// writes the slots of an exchange has passed the barrier of the previous one, so all blocks have read the
+// slots of the one before that.
 //
 // Macros: THREADS; CLUSTER 1|2|4|8 (above 1: sm_90).
 #pragma once
@@ -52,7 +52,7 @@ class Team {
 
   struct Sum {
     uint64 total;   // over the row
-    uint64 before;  // over the warps before this one, those of the blocks before included
+    uint64 before;  // over the warps before this one, in earlier blocks too
     unsigned count;
   };
 
@@ -61,7 +61,7 @@ class Team {
     bool failed;
   };
 
-  // Others may write here from now on: what they write to has to be initialised before.
+  // After this, other blocks may write to this block's shared memory, which must be initialised before.
   CUKIT_DEVICE Team(Shared& shared) : shared_(shared) {
     rank_ = CLUSTER > 1 ? cluster_rank() : 0;
     if constexpr (CLUSTER > 1) {
@@ -71,7 +71,7 @@ class Team {
     }
   }
 
-  // Once, before anything else that concerns other blocks.
+  // Must be called once, before any access to other blocks.
   CUKIT_DEVICE void wait_for_start() const {
     if constexpr (CLUSTER > 1) cluster_wait();
   }
@@ -79,7 +79,7 @@ class Team {
   CUKIT_DEVICE int rank() const { return rank_; }
   CUKIT_DEVICE bool leads() const { return rank_ == 0; }
 
-  // A barrier over the threads of the row.
+  // Barrier over all threads of the row.
   CUKIT_DEVICE void sync() const {
     if constexpr (CLUSTER > 1) {
       cluster_arrive();
@@ -89,22 +89,22 @@ class Team {
     }
   }
 
-  // Sums over the row of a 64-bit value and a count, for every thread.
+  // Sums a 64-bit value and a count over the row; all threads get the result.
   CUKIT_DEVICE Sum sum(uint64 value, unsigned count = 0) {
-    turn_ ^= 1;
+    buffer_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const uint64 of_warp = warp_sum(value);
     const unsigned count_of_warp = __reduce_add_sync(kFullMask, count);
     if (lane == 0) {
-      shared_.warps[turn_][warp] = of_warp;
-      shared_.counts[turn_][warp] = count_of_warp;
+      shared_.warps[buffer_][warp] = of_warp;
+      shared_.counts[buffer_][warp] = count_of_warp;
     }
     __syncthreads();
-    const uint64 other = lane < kWarps ? shared_.warps[turn_][lane] : 0;
+    const uint64 other = lane < kWarps ? shared_.warps[buffer_][lane] : 0;
     Sum sum;
     sum.total = warp_sum(other);
     sum.before = warp_sum(lane < warp ? other : 0);
-    sum.count = __reduce_add_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : 0u);
+    sum.count = __reduce_add_sync(kFullMask, lane < kWarps ? shared_.counts[buffer_][lane] : 0u);
     if constexpr (CLUSTER > 1) {
       const unsigned message[kMessage] = {static_cast<unsigned>(sum.total),
                                           static_cast<unsigned>(sum.total >> 32), sum.count, 0};
@@ -113,7 +113,7 @@ class Team {
       sum.total = sum.count = 0;
 #pragma unroll
       for (int i = 0; i < CLUSTER; ++i) {
-        const unsigned* slot = shared_.slots[turn_][i];
+        const unsigned* slot = shared_.slots[buffer_][i];
         const uint64 part = static_cast<uint64>(slot[1]) << 32 | slot[0];
         sum.total += part;
         if (i < rank_) sum.before += part;
@@ -123,17 +123,17 @@ class Team {
     return sum;
   }
 
-  // The least over the row, for every thread.
+  // Minimum over the row; all threads get the result.
   CUKIT_DEVICE unsigned least(unsigned value) { return gather(value, 0, false).least; }
 
-  // The least over the row's threads, the sum over its blocks of `count`, and whether any block failed.
+  // Minimum of `value` over the threads, sum of `count` over the blocks, and whether any block failed.
   CUKIT_DEVICE Gathered gather(unsigned value, unsigned count, bool failed) {
-    turn_ ^= 1;
+    buffer_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     value = __reduce_min_sync(kFullMask, value);
-    if (lane == 0) shared_.counts[turn_][warp] = value;
+    if (lane == 0) shared_.counts[buffer_][warp] = value;
     __syncthreads();
-    value = __reduce_min_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : ~0u);
+    value = __reduce_min_sync(kFullMask, lane < kWarps ? shared_.counts[buffer_][lane] : ~0u);
     Gathered all{value, count, failed};
     if constexpr (CLUSTER > 1) {
       const unsigned message[kMessage] = {value, count, failed, 0};
@@ -142,7 +142,7 @@ class Team {
       all.count = 0;
 #pragma unroll
       for (int i = 0; i < CLUSTER; ++i) {
-        const unsigned* slot = shared_.slots[turn_][i];
+        const unsigned* slot = shared_.slots[buffer_][i];
         all.least = min(all.least, slot[0]);
         all.count += slot[1];
         all.failed = all.failed || slot[2] != 0;
@@ -151,19 +151,19 @@ class Team {
     return all;
   }
 
-  // Every thread gets the message of one thread of block 0, the one where `speaks`.
-  CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool speaks) {
-    turn_ ^= 1;
-    if (speaks) {
+  // Broadcasts the message of the one thread of block 0 with `sends` to all threads.
+  CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool sends) {
+    buffer_ ^= 1;
+    if (sends) {
 #pragma unroll
       for (int i = 0; i < CLUSTER; ++i) push(message, i, 0);
     }
     sync();
 #pragma unroll
-    for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[turn_][0][w];
+    for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[buffer_][0][w];
   }
 
-  // atomicAdd on the place that a counter has in block 0.
+  // atomicAdd on block 0's copy of `counter`.
   CUKIT_DEVICE unsigned add_to_leader(unsigned* counter, unsigned value) const {
     if constexpr (CLUSTER > 1) {
       return fetch_add_remote(counter, 0, value);
@@ -186,7 +186,7 @@ class Team {
   CUKIT_DEVICE void push(const unsigned (&message)[kMessage], int to, int slot) {
 #pragma unroll
     for (int w = 0; w < kMessage; ++w) {
-      unsigned* place = &shared_.slots[turn_][slot][w];
+      unsigned* place = &shared_.slots[buffer_][slot][w];
       if constexpr (CLUSTER > 1) {
         store_remote(reinterpret_cast<float*>(place), to, __uint_as_float(message[w]));
       } else {
@@ -197,7 +197,7 @@ class Team {
 
   Shared& shared_;
   int rank_;
-  int turn_ = 0;
+  int buffer_ = 0;
 };
 
 }  // namespace cukit

@@ -1,11 +1,11 @@
-// Weights of tokens as integers, and the order of tokens.
+// Integer weights of tokens, and the order of tokens.
 //
 // The weight of a logit d below the row's maximum is floor(2^kScale * 2^(-d * slope)), with
-// slope = log2(e) / temperature and 24 significant bits. Sums of integers depend on no order: the same
-// bits however a row is split, and thresholds and draws are exact. A token 2^-kScale as likely as the
-// best weighs nothing.
+// slope = log2(e) / temperature and 24 significant bits. Integer sums are independent of the order of
+// summation, so results are bitwise equal for any split of a row, and thresholds and draws are exact.
+// The weight of a token that is less than 2^-kScale times as likely as the best is 0.
 //
-// Tokens are ordered by logit, the largest first, and equal ones by token, the lowest first.
+// Tokens are ordered by descending logit, ties by ascending token id.
 #pragma once
 
 #include "common/platform.cuh"
@@ -16,15 +16,15 @@ using Weight = unsigned long long;
 
 constexpr int kScale = 42;
 constexpr int kVocabularyBits = 20;
-static_assert(kScale + kVocabularyBits < 63, "the weights of a vocabulary add up to 63 bits at most");
+static_assert(kScale + kVocabularyBits < 63, "the sum of all weights fits in 63 bits");
 
 constexpr int kMantissaBits = 24;
-constexpr unsigned kOne = 0x3f800000u;  // of a float
+constexpr unsigned kOne = 0x3f800000u;  // bits of 1.0f
 constexpr int kOctaveShift = 23;
 
 // 2^(-d * slope) as significand * 2^-(24 + octave), significand in (2^23, 2^24].
 struct Scaled {
-  unsigned below_one;  // distance of the float from 1 in units of its last place; orders weights
+  unsigned below_one;  // kOne minus the bits of 2^(-d * slope); smaller for larger weights
 
   CUKIT_DEVICE Scaled(float d, float slope) {
     const unsigned bits = __float_as_uint(exp2f(-d * slope));
@@ -45,7 +45,7 @@ struct Scaled {
   CUKIT_DEVICE Weight weight() const { return static_cast<Weight>(units()) << shift(octave()); }
 };
 
-// Smaller for larger logits; NaN comes first of all.
+// Smaller for larger logits; NaN has the smallest key.
 CUKIT_DEVICE unsigned descending_key(float x) {
   const unsigned bits = __float_as_uint(x);
   return x != x ? 0u : bits & 0x80000000u ? bits : ~(bits | 0x80000000u);
@@ -55,7 +55,7 @@ CUKIT_DEVICE float logit_of(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key : ~key & 0x7fffffffu);
 }
 
-// A token by its place in the order: the logit above, the token below.
+// Sort key of a token: logit in the high word, token id in the low word.
 CUKIT_DEVICE unsigned long long rank_of(float x, int token) {
   return static_cast<unsigned long long>(descending_key(x)) << 32 | static_cast<unsigned>(token);
 }

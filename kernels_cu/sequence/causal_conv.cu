@@ -1,11 +1,11 @@
-// Causal convolution of each channel along time, with an activation.
+// Causal depthwise convolution along time, with an activation.
 //
 //   z[t] = bias + sum_k weight[k] x[t - (WIDTH - 1) + k]      y = act(z)
 //
-// What comes before the first token is `before`, or zeros.
+// The inputs before the first token are `before`, or zeros.
 //
-// Memory-bound. Mapping: grid (channels, time, sequence); a thread walks over TOKENS tokens of VEC channels, the last
-//   WIDTH - 1 of which stay in registers.
+// Memory-bound. Mapping: grid (channels, time, sequence); a thread iterates over TOKENS tokens of VEC channels and
+//   keeps the last WIDTH - 1 inputs in registers.
 // Macros: DTYPE float32|float16|bfloat16; ACTIVATION Silu|NoActivation; WIDTH 2|3|4; VEC a power of two that divides
 //   channels, at most 16 bytes; TOKENS; THREADS. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/convolution.py, causal_conv.

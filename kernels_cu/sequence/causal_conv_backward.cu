@@ -1,11 +1,11 @@
-// Gradients of a causal convolution of each channel along time; z is computed anew.
+// Gradients of a causal depthwise convolution along time; z is recomputed.
 //
 //   dz = dy act'(z)      dx[u] = sum_k weight[k] dz[u + WIDTH - 1 - k]
 //   dweight[k] = sum_t dz[t] x[t - (WIDTH - 1) + k]      dbias = sum_t dz[t]
 //
-// Memory-bound. Mapping: grid (channels, time, sequence); a thread walks over TOKENS tokens of VEC channels and the
-//   WIDTH - 1 behind them, whose dz it needs. Its sums for weight and bias are a row of `partial_weight` and of
-//   `partial_bias`, which common/column_sum.cu adds up.
+// Memory-bound. Mapping: grid (channels, time, sequence); a thread iterates over TOKENS tokens of VEC channels and the
+//   WIDTH - 1 tokens after them, whose dz it needs. Each block of time writes its sums for weight and bias to a row of
+//   `partial_weight` and `partial_bias`, which common/column_sum.cu reduces.
 // Macros: as causal_conv.cu. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/convolution.py, causal_conv_backward.
 #include "common/activation.cuh"
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) causal_conv_backward(
 
   cukit::Taps taps(weight, bias, channel);
   cukit::Window window(x, before, first, p.channels);
-  float later[WIDTH - 1][VEC] = {};  // dz of the last tokens, the oldest first
+  float later[WIDTH - 1][VEC] = {};  // dz of the previous tokens, oldest first
   float sum_weight[VEC][WIDTH] = {}, sum_bias[VEC] = {};
 #pragma unroll 4
   for (int t = first; t < end + WIDTH - 1; ++t) {
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) causal_conv_backward(
         sum_weight[j][WIDTH - 1] = fmaf(dz, value, sum_weight[j][WIDTH - 1]);
       }
       window.push(j, value);
-      // dx of the token WIDTH - 1 ago.
+      // dx of token t - (WIDTH - 1).
       float dx = taps.weight[0][j] * dz;
 #pragma unroll
       for (int k = 1; k < WIDTH; ++k) dx = fmaf(taps.weight[k][j], later[WIDTH - 1 - k][j], dx);

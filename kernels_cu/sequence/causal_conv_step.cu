@@ -1,6 +1,6 @@
-// One token of each sequence of a causal convolution; the states, the last WIDTH - 1 inputs, change in place.
+// One token per sequence of a causal convolution; updates the states, the last WIDTH - 1 inputs, in place.
 //
-// Memory-bound. Mapping: grid (channels, 1, sequence), a thread for VEC channels. Macros: as causal_conv.cu, without
+// Memory-bound. Mapping: grid (channels, 1, sequence), one thread per VEC channels. Macros: as causal_conv.cu, without
 //   TOKENS. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/convolution.py, causal_conv_step.
 #include "common/activation.cuh"

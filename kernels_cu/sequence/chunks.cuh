@@ -1,4 +1,4 @@
-// Which chunks of a scan a block works on, and how their decays add up.
+// Building blocks of the gated scan: the work of a block, decays of a chunk, tiles of states.
 #pragma once
 
 #include "common/platform.cuh"
@@ -10,12 +10,12 @@
 namespace cukit {
 
 constexpr int kChunk = 64;        // tokens
-constexpr int kHeadColumns = 64;  // of head_dim, a block
+constexpr int kHeadColumns = 64;  // columns of head_dim per block
 constexpr float kLeastLogDecay = -104.0f;
-// 2^x is 0 in float from here down.
+// 2^x is 0 in float for x <= this.
 constexpr float kNothingLeft = -150.0f;
 
-// A block's part of a sequence: chunks [first, end) of those that begin at token `begin`.
+// The work of a block: chunks [first, end) of the sequence that starts at token `begin`.
 // Grid: (segment, column tile, sequence * num_heads + head).
 struct ScanWork {
   int segment, column, columns, sequence, head, group;
@@ -38,20 +38,20 @@ struct ScanWork {
     end = min(first + share, chunks);
   }
 
-  // Of this segment's state among [num_sequences, segments, num_heads].
+  // Index of this segment's state in [num_sequences, segments, num_heads].
   CUKIT_DEVICE long long place(const ScanParameters& p) const {
     return (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
   }
 
-  // Of a chunk's state among [slots, num_heads]: sequences of any lengths have slots of their own,
-  // since floor(a + b) + 1 >= floor(a) + ceil(b).
+  // Index of a chunk's state in [slots, num_heads]. Slots of different sequences do not overlap, because
+  // floor(a + b) + 1 >= floor(a) + ceil(b).
   CUKIT_DEVICE long long chunk_place(const ScanParameters& p, int chunk) const {
     return (begin / kChunk + sequence + chunk) * p.num_heads + head;
   }
 };
 
-// Log decays, base 2, of tokens 2 l and 2 l + 1 of a chunk, for lane l. `log_decay`: the sequence's
-// first of this head.
+// Loads the log decays, base 2, of tokens 2 l and 2 l + 1 of a chunk into lane l. `log_decay` points to the
+// first one of the sequence and head.
 CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_heads, int chunk,
                               int length) {
 #pragma unroll
@@ -62,11 +62,11 @@ CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_h
   }
 }
 
-// Sums of the decays of a chunk, for one warp.
+// Prefix sums of the log decays of a chunk, computed by one warp.
 struct ChunkDecays {
   float* upto;  // [kChunk], log2
 
-  // Lane l brings the decays of tokens 2 l and 2 l + 1.
+  // Lane l passes the decays of tokens 2 l and 2 l + 1.
   CUKIT_DEVICE void scan(const float (&own)[2]) const {
     const int lane = threadIdx.x % kWarpSize;
     float sum = own[0] + own[1];
@@ -84,9 +84,9 @@ struct ChunkDecays {
   CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
 };
 
-// Gradients of a chunk's decays, by one warp. What passes over a token grows by what begins before it and
-// shrinks by what ends there: lane l brings the changes of tokens 2 l and 2 l + 1, and all lanes what passes
-// over the chunk's first token. `grads`: the sequence's first of this head and column tile.
+// Writes the gradients of a chunk's log decays, by one warp, as a prefix sum: that of token 0 is `first`, that of
+// token t + 1 exceeds that of token t by change(t). Lane l passes the changes of tokens 2 l and 2 l + 1. `grads`
+// points to the first one of the sequence, head and column tile.
 CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], float first,
                                         const float* log_decay, int token, int length, int num_heads,
                                         int tiles) {
@@ -111,7 +111,7 @@ CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], 
   }
 }
 
-// to = the values of a chunk, each row times factor(row); tiles [kChunk][kHeadColumns].
+// Scales the rows of a chunk's values by factor(row); tiles [kChunk][kHeadColumns].
 template <typename T, int Threads, typename Factor>
 CUKIT_DEVICE void scale_values(unsigned char* to, const unsigned char* values, const Factor& factor) {
   constexpr int kChunks = kHeadColumns / 8;
@@ -133,7 +133,7 @@ CUKIT_DEVICE void scale_values(unsigned char* to, const unsigned char* values, c
   }
 }
 
-// Starts copying a chunk's rows of up to Columns columns to parts of 64 columns.
+// Starts asynchronous copies of a chunk's rows of up to Columns columns, stored in parts of 64 columns.
 template <int Columns, int Threads, bool Padded, typename T>
 CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int rows, int columns) {
 #pragma unroll
@@ -143,15 +143,15 @@ CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int 
   }
 }
 
-// A warp's rows of a state: of each 64 of them sixteen, all columns of the block. Values lie as products on
-// tensor cores leave them, for mma.sync as [kTiles][kColumnTiles][4], for wgmma as [kTiles][4 kColumnTiles].
+// The rows of a state that a warp holds: 16 of every 64, all columns of the block, in the accumulator layout of
+// mma.sync, [kTiles][kColumnTiles][4], or of wgmma, [kTiles][4 kColumnTiles].
 template <int StateTile>
 struct StateRows {
   static constexpr int kTiles = StateTile / 64;
   static constexpr int kColumnTiles = kHeadColumns / 8;
-  static_assert(StateTile % 64 == 0, "four warps of sixteen rows");
+  static_assert(StateTile % 64 == 0, "16 rows for each of four warps");
 
-  int row, column;  // of a lane's first value
+  int row, column;  // of this lane's first value
 
   CUKIT_DEVICE StateRows()
       : row(16 * static_cast<int>(threadIdx.x / kWarpSize) + static_cast<int>(threadIdx.x % kWarpSize) / 4),
@@ -162,7 +162,7 @@ struct StateRows {
     return values[4 * n + i];
   }
 
-  // body(value, offset) for each value that the state [state_dim, head_dim] has.
+  // Calls body(value, offset) for each value within the state [state_dim, head_dim].
   template <typename Values, typename Body>
   CUKIT_DEVICE void each(Values& values, const ScanParameters& p, int first_column,
                          const Body& body) const {
@@ -180,7 +180,7 @@ struct StateRows {
         }
   }
 
-  // Rounds the values to a tile [StateTile][kHeadColumns] in shared memory.
+  // Rounds the values to T and stores them in a tile [StateTile][kHeadColumns] in shared memory.
   template <typename T, typename Values>
   CUKIT_DEVICE void round(unsigned char* tile, Values& values) const {
 #pragma unroll

@@ -1,4 +1,4 @@
-// A thread's weights and its last inputs, of the causal convolutions. Macros: WIDTH, VEC.
+// The weights and the previous inputs of a thread of the causal convolutions. Macros: WIDTH, VEC.
 #pragma once
 
 #include "common/platform.cuh"
@@ -6,7 +6,7 @@
 
 namespace cukit {
 
-// Inputs before the current token, the oldest first.
+// Inputs before the current token, oldest first.
 struct Window {
   float past[WIDTH - 1][VEC];
 

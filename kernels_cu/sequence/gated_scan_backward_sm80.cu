@@ -1,29 +1,30 @@
 // Gradients of a gated linear recurrence, chunk by chunk from the last to the first on tensor cores.
 //
-//   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one for each head
+//   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one per head
 //
-// With s_i the sum of a chunk's decays l up to token i, h the state before the chunk, g the gradient of the state
-// behind it, d_i that of y_i, e_ij = exp(s_i - s_j):
+// With s_i the sum of a chunk's log decays l up to token i, h the state before the chunk, g the gradient of the state
+// after it, d_i that of y_i, e_ij = exp(s_i - s_j):
 //   dx_j = sum_{i >= j} e_ij (c_i . b_j) d_i + exp(s_last - s_j) g^T b_j
 //   db_j = sum_{i >= j} e_ij (d_i . x_j) c_i + exp(s_last - s_j) g x_j
 //   dc_i = sum_{j <= i} e_ij (d_i . x_j) b_j + exp(s_i) h d_i
 //   dl_t = sum_{i >= t > j} e_ij (c_i . b_j) (d_i . x_j) + sum_{i >= t} exp(s_i) c_i . h d_i
 //        + sum_{j < t} exp(s_last - s_j) b_j . g x_j + exp(s_last) <g, h>
 //   g'   = exp(s_last) g + sum_i exp(s_i) c_i d_i^T
-// The first sum of dl is a running sum of column sums minus row sums of one float matrix: what has decayed
-// leaves nothing behind, unlike differences of y . d and x . dx. dl is 0 where l lies outside [-104, 0].
+// The first sum of dl is a prefix sum of column sums minus row sums of one float matrix. Unlike differences of y . d
+// and x . dx, it leaves no rounding residue of decayed terms. dl is 0 where l is clamped, outside [-104, 0].
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps takes the chunks of 64
-//   tokens of its segment in turn, the last first. g stays in registers as floats, a quarter of its rows a warp,
-//   and is rounded to the inputs' type where products read it; h comes rounded from gated_scan_sm80.cu or gated_scan_sm90.cu (STATES 2).
-//   Scores: tiles of 16 x 32, six of eight of which the causal mask leaves. db and dc: warps two by two.
-//   Heads of a group and column tiles write parts of db, dc and dl, which sum_parts.cu adds up.
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps iterates over the
+//   chunks of 64 tokens of its segment, from the last to the first. g stays in registers as floats, a quarter of
+//   its rows per warp, and is rounded to the inputs' type for the products that read it; h is read, rounded, from
+//   the output of gated_scan_sm80.cu or gated_scan_sm90.cu with STATES 2.
+//   Scores: tiles of 16 x 32, of which six of eight are not fully masked. db and dc: 2 x 2 warps.
+//   The heads of a group and the column tiles write partial db, dc and dl, which sum_parts.cu reduces.
 // Shared memory: STAGES x (64 x STATE_TILE keys and as many queries, 64 x 64 values and as many gradients of
 //   outputs, STATE_TILE x 64 state) of 2 bytes, STATE_TILE x 64 x 2 bytes of g, 2 x 64 x 64 x 2 bytes of scores,
 //   dynamic; 11 x 64 + 4 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STAGES 1|2; PADDED 0|1: state_dim or
-//   head_dim is no multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80. Accumulates
+//   head_dim is not a multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80. Accumulates
 //   in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/platform.cuh"
@@ -52,31 +53,31 @@ constexpr int kScoreBytes = kChunk * kChunk * 2;
 constexpr int kKeys = 0, kQueries = kKeyBytes, kValues = 2 * kKeyBytes;
 constexpr int kGrads = kValues + kValueBytes, kState = kGrads + kValueBytes;
 constexpr int kStageBytes = kState + kStateBytes;
-static_assert(kWarps == 4 && kChunk == 64, "warps lie two by two on a chunk's rows");
+static_assert(kWarps == 4 && kChunk == 64, "2 x 2 warps over a chunk's rows and columns");
 
 using Rows = cukit::StateRows<STATE_TILE>;
 using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 using Scores = cukit::Swizzle<kChunk>;
 
-// Sums over a chunk's products, by token, and of the two states.
+// Sums of a chunk's products per token, and <g, h>: the terms of the decays' gradients.
 struct Sums {
-  float rows[2][kChunk];     // of scores, by column tile
-  float columns[4][kChunk];  // by row tile
-  float read[2][kChunk];     // c . h d, by half of the states
+  float rows[2][kChunk];     // row sums of scores, per column tile
+  float columns[4][kChunk];  // column sums of scores, per row tile
+  float read[2][kChunk];     // c . h d, per half of the states
   float written[2][kChunk];  // b . g x
   float passing[kWarps];     // <g, h>
 };
 
-// Two neighbouring elements of a tile.
+// Loads two adjacent elements of a tile.
 template <int Cols>
 CUKIT_DEVICE void pair_at(float (&to)[2], const unsigned char* tile, int row, int column) {
   const unsigned at = cukit::Swizzle<Cols>::offset(row, column / 8) + 2 * (column % 8);
   cukit::unpack<T>(to, *reinterpret_cast<const unsigned*>(tile + at));
 }
 
-// Writes a warp's MT x 16 rows from `first_row` on, NT x 8 columns from `first_column` on.
+// Stores a warp's accumulators: MT x 16 rows from `first_row` on, NT x 8 columns from `first_column` on.
 template <int MT, int NT>
-CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&sums)[MT][NT][4], int first_row,
+CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&acc)[MT][NT][4], int first_row,
                              int rows, int first_column, int columns) {
   static_assert(NT % 4 == 0, "a quad stores 32 columns of a row");
   const int lane = threadIdx.x % kWarpSize;
@@ -90,7 +91,7 @@ CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&sums)[MT][NT
         unsigned chunk[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          const float* pair = &sums[m][4 * four + n][2 * half];
+          const float* pair = &acc[m][4 * four + n][2 * half];
           chunk[n] = cukit::pack<T>(pair[0], pair[1]);
         }
         cukit::transpose_quad(chunk);
@@ -103,9 +104,9 @@ CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&sums)[MT][NT
     }
 }
 
-// Multiplies rows of sums with factor(row), `first_row` a warp's first.
+// Scales rows of accumulators by factor(row); `first_row` is the first row of the warp.
 template <int MT, int NT, typename Factor>
-CUKIT_DEVICE void scale_rows(float (&sums)[MT][NT][4], int first_row, const Factor& factor) {
+CUKIT_DEVICE void scale_rows(float (&acc)[MT][NT][4], int first_row, const Factor& factor) {
 #pragma unroll
   for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -113,15 +114,15 @@ CUKIT_DEVICE void scale_rows(float (&sums)[MT][NT][4], int first_row, const Fact
       const float by = factor(first_row + 16 * m + 8 * half + static_cast<int>(threadIdx.x % kWarpSize) / 4);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        sums[m][n][2 * half] *= by;
-        sums[m][n][2 * half + 1] *= by;
+        acc[m][n][2 * half] *= by;
+        acc[m][n][2 * half + 1] *= by;
       }
     }
 }
 
-// to[row] = the dot product of a warp's rows of sums with those of a tile of keys or queries; `more`: +=
+// Stores to to[row] (`more`: adds) the dot product of a warp's rows of accumulators with the rows of a tile.
 template <int MT, int NT>
-CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[MT][NT][4], const unsigned char* tile,
+CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[MT][NT][4], const unsigned char* tile,
                            int first_row, int first_column) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
@@ -134,8 +135,8 @@ CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[MT][NT][4],
       for (int n = 0; n < NT; ++n) {
         float pair[2];
         pair_at<STATE_TILE>(pair, tile, row, first_column + 8 * n + 2 * (lane % 4));
-        sum = fmaf(sums[m][n][2 * half], pair[0], sum);
-        sum = fmaf(sums[m][n][2 * half + 1], pair[1], sum);
+        sum = fmaf(acc[m][n][2 * half], pair[0], sum);
+        sum = fmaf(acc[m][n][2 * half + 1], pair[1], sum);
       }
       sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
       if (lane % 4 == 0) to[row] = more ? to[row] + sum : sum;
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const float* __restrict__ log_decay,  // [tokens, num_heads]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const T* __restrict__ chunk_states,   // [slots, num_heads, state_dim, head_dim], before each chunk
-    const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], behind
+    const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], after
                                             // each segment, or null
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
     T* __restrict__ grad_b,                 // [tokens, num_heads, column tiles, state_dim]
@@ -203,11 +204,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     state_rows.each(g, p, column, [&](float& value, int at) { value = from[at]; });
   }
 
-  const cukit::ChunkDecays decay{decays};  // warp 1 adds them up, for all
+  const cukit::ChunkDecays decay{decays};  // computed by warp 1
   const int quad_column = 2 * (lane % 4);
-  const int row0 = 32 * (warp % 2);                     // a warp's rows of db, dc and dx
-  const int key0 = STATE_TILE / 2 * (warp / 2);         // its columns of db and dc
-  const int value0 = kColumns / 2 * (warp / 2);         // of dx
+  const int row0 = 32 * (warp % 2);                     // first row of this warp in db, dc and dx
+  const int key0 = STATE_TILE / 2 * (warp / 2);         // its first column in db and dc
+  const int value0 = kColumns / 2 * (warp / 2);         // its first column in dx
   float own[2];
   if (work.first < work.end) {
     start(work.end - 1, 0);
@@ -233,15 +234,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const float last = decay.last();
     const int token = chunk * kChunk;
     const int rows = length - token;
-    // Opaque, so that no address within the tiles is kept in a register from chunk to chunk.
+    // Opaque, so that the compiler does not keep addresses within the tiles in registers across chunks.
     const unsigned at = cukit::opaque(base + stage * kStageBytes);
     unsigned char* const tile = memory + (at - base);
     const unsigned g_at = at + (STAGES - stage) * kStageBytes;
     const unsigned score_at = g_at + kStateBytes;  // e (c . b)
     const unsigned grad_score_at = score_at + kScoreBytes;  // e (d . x)
 
-    // Scores and their gradients: tiles of rows 16 r.. and columns 32 t.., the second column tile of
-    // the last two row tiles for the first two warps.
+    // Scores and their gradients, in tiles of 16 rows and 32 columns. In the second turn the first two warps
+    // compute the second column tile of the last two row tiles.
 #pragma unroll 1
     for (int turn = 0; turn < (warp < 2 ? 2 : 1); ++turn) {
       const int row_tile = turn == 0 ? warp : warp + 2;
@@ -302,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 
     const cukit::LeftMK<kColumns> grads(at + kGrads, row0, 0);
     const cukit::LeftMK<kColumns> values(at + kValues, row0, 0);
-    // Half a warp's columns of dc and db at a time, which leaves registers for g.
+    // 32 columns of dc and db at a time, because g occupies registers.
 #pragma unroll 1
     for (int first = key0; first < key0 + STATE_TILE / 2; first += 32) {  // dc
       float out[2][4][4];
@@ -394,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const cukit::RightKN<kColumns> grad_rows(at + kGrads, 0, 0);
 #pragma unroll 1
     for (int step = 0; step < kChunk; step += 16) {
-      float grown[2][2];  // of this lane's tokens
+      float grown[2][2];  // decay from the start of the chunk to this lane's tokens
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
@@ -412,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           },
           [&](unsigned(&r)[4], int n, int) { grad_rows(r, step, 8 * n); });
     }
-    __syncthreads();  // all warps have read the tiles, and their sums are there
+    __syncthreads();  // all warps have read the tiles, and their sums are visible
 
     if constexpr (STAGES == 1) {
       if (more) start(chunk - 1, 0);

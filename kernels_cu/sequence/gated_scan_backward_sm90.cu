@@ -1,12 +1,12 @@
-// Gradients of a gated linear recurrence, chunk by chunk from the last to the first on Hopper's tensor cores:
-// gated_scan_backward_sm80.cu says what is computed.
+// Gradients of a gated linear recurrence, chunk by chunk from the last to the first on Hopper's tensor cores.
+// Equations: see gated_scan_backward_sm80.cu.
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which takes the
-//   chunks of 64 tokens of its segment in turn, the last first. g, the gradient of the state behind a chunk, stays in
-//   registers as floats and is rounded to shared memory where products read it. Of a chunk, with D the gradients of
-//   outputs, e the decay between two tokens, 64 columns of dc and db at a time:
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which iterates
+//   over the chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a
+//   chunk, stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk,
+//   with D the gradients of outputs, e the decay between two tokens, 64 columns of dc and db at a time:
 //
 //     S  = C B^T,  V = D X^T              e S and e V rounded to shared memory; sums for the decays
 //     dc = exp(s) (D h^T) + (e V) B
@@ -14,10 +14,11 @@
 //     dx = exp(s_last - s) (B g) + (e S)^T D
 //     g  = exp(s_last) g + C^T D',        D'_i = exp(s_i) d_i
 //
-// Shared memory, in parts of 64 columns with a swizzle of 128 bytes: 64 x STATE_TILE keys and as many queries, 64 x 64
-//   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64 each,
-//   all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: blocks of a multiprocessor copy and multiply in turn.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim or head_dim is no
+// Shared memory, in parts of 64 columns with a 128-byte swizzle: 64 x STATE_TILE keys and as many queries, 64 x 64
+//   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
+//   each, all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: copies of one block overlap the products of
+//   another on the same SM.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim or head_dim is not a
 //   multiple of its tile (both are of 8); THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
@@ -51,13 +52,13 @@ using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using ScoreTile = cukit::SharedTile<T, kChunk, kChunk>;
 using Rows = cukit::StateRows<STATE_TILE>;
 
-constexpr int kKeySums = 32;  // accumulators of 64 x 64
-constexpr int kValueSums = kColumns / 2;
+constexpr int kKeyAccumulators = 32;  // per thread, of 64 x 64
+constexpr int kValueAccumulators = kColumns / 2;
 
-// Sums over a chunk's products, by token, and of the two states.
+// Sums of a chunk's products per token, and <g, h>: the terms of the decays' gradients.
 struct Sums {
-  float rows[kChunk];             // of scores
-  float columns[kWarps][kChunk];  // by sixteen rows
+  float rows[kChunk];             // row sums of scores
+  float columns[kWarps][kChunk];  // column sums of scores, per 16 rows
   float read[kChunk];             // c . h d
   float written[kChunk];          // b . g x
   float passing[kWarps];          // <g, h>
@@ -78,7 +79,7 @@ struct Tiles {
         scaled(grad_scores + ScoreTile::kBytes) {}
 };
 
-// Two neighbouring elements of a tile whose parts have `Rows` rows.
+// Loads two adjacent elements of a tile whose parts have `Rows` rows.
 template <int Rows>
 CUKIT_DEVICE void pair_at(float (&to)[2], const unsigned char* tile, int row, int column) {
   const unsigned at = column / 64 * (Rows * 128) + cukit::Swizzle<64>::offset(row, column % 64 / 8) +
@@ -86,16 +87,16 @@ CUKIT_DEVICE void pair_at(float (&to)[2], const unsigned char* tile, int row, in
   cukit::unpack<T>(to, *reinterpret_cast<const unsigned*>(tile + at));
 }
 
-// Multiplies a lane's two rows of accumulators.
+// Scales a lane's two rows of accumulators.
 template <int N>
-CUKIT_DEVICE void scale_rows(float (&sums)[N], const float (&by)[2]) {
+CUKIT_DEVICE void scale_rows(float (&acc)[N], const float (&by)[2]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[i] *= by[i / 2 % 2];
+  for (int i = 0; i < N; ++i) acc[i] *= by[i / 2 % 2];
 }
 
-// to[row] = the dot product of rows of accumulators with those of 64 columns of keys or queries; `more`: +=
+// Stores to to[row] (`more`: adds) the dot product of rows of accumulators with 64 columns of keys or queries.
 template <int N>
-CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[N], const unsigned char* tile) {
+CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[N], const unsigned char* tile) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = cukit::accumulator_row() + 8 * half;
@@ -104,8 +105,8 @@ CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[N], const u
     for (int n = 0; n < N / 4; ++n) {
       float pair[2];
       pair_at<kChunk>(pair, tile, row, 8 * n + cukit::accumulator_column());
-      sum = fmaf(sums[4 * n + 2 * half], pair[0], sum);
-      sum = fmaf(sums[4 * n + 2 * half + 1], pair[1], sum);
+      sum = fmaf(acc[4 * n + 2 * half], pair[0], sum);
+      sum = fmaf(acc[4 * n + 2 * half + 1], pair[1], sum);
     }
     sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
     if (threadIdx.x % 4 == 0) to[row] = more ? to[row] + sum : sum;
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const float* __restrict__ log_decay,    // [tokens, num_heads]
     const int* __restrict__ cu_seqlens,     // [num_sequences + 1] or null: seq_len each
     const T* __restrict__ chunk_states,     // [slots, num_heads, state_dim, head_dim], before each chunk
-    const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], behind
+    const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], after
                                             // each segment, or null
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
     T* __restrict__ grad_b,                 // [tokens, num_heads, column tiles, state_dim]
@@ -169,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                   columns);
   };
 
-  float g[Rows::kTiles][kValueSums];
+  float g[Rows::kTiles][kValueAccumulators];
 #pragma unroll
   for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -180,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     state_rows.each(g, p, column, [&](float& value, int at) { value = from[at]; });
   }
 
-  const cukit::ChunkDecays decay{decays};  // warp 1 adds them up, for all
+  const cukit::ChunkDecays decay{decays};  // computed by warp 1
   const int row = cukit::accumulator_row(), first_column = cukit::accumulator_column();
   float own[2];
   if (work.first < work.end) {
@@ -197,9 +198,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   for (int chunk = work.end - 1; chunk >= work.first; --chunk) {
     const bool more = chunk > work.first;
     cukit::cp_async_wait<0>();
-    cukit::fence_proxy_async();  // of what was copied, and of the rounded g
+    cukit::fence_proxy_async();  // for the copied tiles and the rounded g
     __syncthreads();
-    // Opaque, so that no address within the tiles is kept in a register from chunk to chunk.
+    // Opaque, so that the compiler does not keep addresses within the tiles in registers across chunks.
     const Tiles tile(memory + cukit::opaque(0));
     const int token = chunk * kChunk;
     const bool exists[2] = {token + row < length, token + row + 8 < length};
@@ -266,14 +267,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       row_sum[half] = cukit::warp_reduce<cukit::Sum, 4>(row_sum[half]);
       if (lane % 4 == 0) sums.rows[row + 8 * half] = row_sum[half];
     }
-    cukit::fence_proxy_async();  // of the scores and scaled gradients
-    __syncthreads();  // they are there
+    cukit::fence_proxy_async();  // for the scores and scaled gradients
+    __syncthreads();
 
-    // 64 columns of dc and db at a time, which leaves registers for g.
+    // 64 columns of dc and db at a time, because g occupies registers.
     const long long key_row = part_at + (token + row) * part_stride;
 #pragma unroll 1
     for (int part = 0; part < KeyTile::kParts; ++part) {
-      float of_queries[kKeySums], of_keys[kKeySums];
+      float of_queries[kKeyAccumulators], of_keys[kKeyAccumulators];
       const unsigned long long states = part * StateTile::rows(64), keys = part * KeyTile::kPart;
       cukit::wgmma_fence();
 #pragma unroll
@@ -323,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::write_rows<PADDED>(of_keys, target);
     }
 
-    float of_values[kValueSums];
+    float of_values[kValueAccumulators];
     cukit::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KeyTile::kSteps; ++k) {
@@ -380,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     cukit::write_rows<PADDED>(of_values, to_values);
 #pragma unroll
     for (int m = 0; m < Rows::kTiles; ++m) cukit::wgmma_wait<0>(g[m]);
-    __syncthreads();  // all products have read the tiles, and the sums are there
+    __syncthreads();  // all products have read the tiles, and the sums are visible
 
     if (more) {
       start(chunk - 1);

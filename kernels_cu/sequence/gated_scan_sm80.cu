@@ -1,29 +1,30 @@
 // Gated linear recurrence, chunk by chunk on tensor cores.
 //
-//   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one for each head
+//   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one per head
 //
-// With s_i the sum of a chunk's decays l up to token i, and h the state before the chunk:
+// With s_i the sum of a chunk's log decays l up to token i, and h the state before the chunk:
 //   y_i = exp(s_i) h^T c_i + sum_{j <= i} exp(s_i - s_j) (c_i . b_j) x_j
 //   h'  = exp(s_last) h + sum_j exp(s_last - s_j) b_j x_j^T
-// Only differences of s are exponentiated, none of them positive. l below -104 counts as -104, whose
-// exponential is 0 in float: s keeps its digits.
+// Only differences of s, which are not positive, are exponentiated. l is clamped to -104, whose exponential is 0 in
+// float, so that s keeps its precision.
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps takes the chunks of 64
-//   tokens of its segment in turn. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and
-//   a quarter of the state's rows, which stay in its registers as floats. A state is rounded to the
-//   inputs' type where outputs are read from it, and so are decayed scores and keys.
-// STATES 1: no outputs, but the state behind each segment, from zero, of which join_segments.cu makes initial
-//   states (the grid leaves out the last segment). The last chunk comes first, so that the walk ends where
-//   everything earlier has decayed to 0.
-//   With REVERSE the gradient of the state before each segment, from gradients of outputs y in place of
-//   values and queries in place of keys (the grid leaves out the first segment):
-//   g = sum_i exp(s_i) c_i y_i^T, s from the segment's first token on; the first chunk comes first.
-// STATES 2: no outputs, but the state before each chunk, rounded, for gated_scan_backward.cu.
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps iterates over the
+//   chunks of 64 tokens of its segment. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and a
+//   quarter of the state's rows, which stay in registers as floats. The state is rounded to the inputs' type
+//   for the products that read it, and so are decayed scores and keys.
+// STATES 0: outputs, and the final state of each sequence.
+// STATES 1: the final state of each segment for an initial state of 0, from which join_segments.cu computes the
+//   segments' initial states (the grid omits the last segment). Chunks are processed from the last one on, and
+//   the loop ends once all earlier contributions have decayed to 0.
+//   With REVERSE: the gradient of each segment's initial state, g = sum_i exp(s_i) c_i y_i^T, with s summed from
+//   the segment's first token on, gradients of outputs in place of values, and queries in place of keys (the
+//   grid omits the first segment). Chunks are processed from the first one on.
+// STATES 2: the state before each chunk, rounded, for gated_scan_backward_sm80.cu and _sm90.cu.
 // Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries with outputs, 64 x 64 values) of 2 bytes,
 //   STATE_TILE x 64 x 2 bytes of state unless STATES is 1, dynamic; 4 x 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; PADDED 0|1: state_dim or head_dim is no multiple of its tile (both are of 8); THREADS 128.
+//   STATES is 1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128.
 //   Minimum architecture: sm_80. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
@@ -48,8 +49,8 @@ constexpr int kValueBytes = kChunk * kColumns * 2;
 constexpr int kQueryBytes = STATES ? 0 : kKeyBytes;
 constexpr int kStageBytes = kKeyBytes + kQueryBytes + kValueBytes;
 constexpr bool kSegments = STATES == 1;
-static_assert(kChunk == 16 * kWarps, "a warp has sixteen rows of a chunk");
-static_assert(!REVERSE || kSegments, "gradients of states behind segments alone");
+static_assert(kChunk == 16 * kWarps, "16 rows of a chunk per warp");
+static_assert(!REVERSE || kSegments, "REVERSE needs STATES 1");
 
 using Rows = cukit::StateRows<STATE_TILE>;
 using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[0][n][i] *= grown[i / 2];
 
-      // Sixteen keys at a time; those behind the warp's rows are left out.
+      // 16 keys per step; steps past the warp's rows are fully masked and skipped.
       const cukit::RightNK<STATE_TILE> key_rows(keys, 0, 0);
       const cukit::RightKN<kColumns> value_rows(values, 0, 0);
 #pragma unroll
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
             [&](unsigned(&r)[4], int n, int) { value_rows(r, 16 * step, 8 * n); });
       }
 
-      // The warp's queries have been read: their place takes its outputs to whole rows.
+      // The warp's queries are no longer needed: their memory stages its outputs for coalesced stores.
       __syncwarp();
       unsigned char* staged =
           memory + stage * kStageBytes + kKeyBytes + kValueBytes + warp * (16 * STATE_TILE * 2);
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
 #pragma unroll
           for (int i = 0; i < 4; ++i) h[m][n][i] *= kept;
     }
-    // What remains of a token's product at the end of the chunk, or at its beginning.
+    // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
     const auto remaining = [&](int token) {
       return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
     };
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
       total += last;
       if (total <= cukit::kNothingLeft) break;
     } else {
-      __syncthreads();  // all warps have read the state before
+      __syncthreads();  // all warps have read the previous state
       if (more) rows.round<T>(state_tile, h);
     }
   }

@@ -1,21 +1,21 @@
-// Gated linear recurrence, chunk by chunk on Hopper's tensor cores: gated_scan_sm80.cu says what is computed, and
-// what STATES and REVERSE mean.
+// Gated linear recurrence, chunk by chunk on Hopper's tensor cores. Equations, STATES and REVERSE: see
+// gated_scan_sm80.cu.
 //
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which takes the
-//   chunks of 64 tokens of its segment in turn, the next one on its way. The state stays in registers as floats,
-//   the accumulators of its update, and is rounded to shared memory for the outputs. Of a chunk:
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which iterates
+//   over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as the
+//   float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
 //
-//     scores  = C B^T              outputs = C h            in the background, while values are scaled
+//     scores  = C B^T              outputs = C h            asynchronously, while values are scaled
 //     outputs = exp(s) outputs + (decayed scores) X         scores from registers
 //     h       = exp(s_last) h + B^T X',   X'_j = exp(s_last - s_j) x_j
 //
-// Shared memory, in parts of 64 columns with a swizzle of 128 bytes: 2 stages x (64 x STATE_TILE keys, 64 x 64
+// Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
 //   is 1, all of 2 bytes, dynamic; 4 x 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; PADDED 0|1: state_dim or head_dim is no multiple of its tile (both are of 8); THREADS 128.
+//   STATES is 1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -40,7 +40,7 @@ constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr bool kSegments = STATES == 1;
 static_assert(THREADS == cukit::kWarpgroupThreads, "one warpgroup");
-static_assert(!REVERSE || kSegments, "gradients of states behind segments alone");
+static_assert(!REVERSE || kSegments, "REVERSE needs STATES 1");
 
 using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
 using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
@@ -87,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
     cukit::start_parts<STATE_TILE, THREADS, PADDED>(at, b + key_at + token * key_stride, key_stride, rows, p.state_dim);
     Values::start(at + KeyTile::kBytes, x + value_at + token * value_stride, value_stride, rows, columns);
     if constexpr (!STATES) {
-      cukit::start_parts<STATE_TILE, THREADS, PADDED>(at + KeyTile::kBytes + ValueTile::kBytes, c + key_at + token * key_stride, key_stride, rows,
-                 p.state_dim);
+      cukit::start_parts<STATE_TILE, THREADS, PADDED>(at + KeyTile::kBytes + ValueTile::kBytes,
+                                                      c + key_at + token * key_stride, key_stride, rows, p.state_dim);
     }
   };
 
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
     unsigned char* const keys = memory + turn % 2 * kStageBytes;
     unsigned char* const values = keys + KeyTile::kBytes;
     cukit::cp_async_wait<0>();
-    cukit::fence_proxy_async();  // of what was copied, and of the rounded state
+    cukit::fence_proxy_async();  // for the copied tiles and the rounded state
     __syncthreads();
     if (more) start(chunk + step, (turn + 1) % 2);
     cukit::cp_async_commit();
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
     decay.scan(own);
     if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
     const float last = decay.last();
-    // What remains of a token's product at the end of the chunk, or at its beginning.
+    // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
     cukit::scale_values<T, THREADS>(scaled, values, [&](int token) {
       return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
     });
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[4 * n + i] *= grown[i / 2];
     }
-    __syncthreads();  // the scaled values are there, and all warps have read the state before
+    __syncthreads();  // scaled values are visible, and all warps have read the previous state
 
     float added[kSegments ? Rows::kTiles : 1][4 * Rows::kColumnTiles];
     if constexpr (!kSegments) {

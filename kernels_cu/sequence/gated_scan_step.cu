@@ -1,9 +1,9 @@
-// One token of each sequence of a gated linear recurrence; the states change in place.
+// One token per sequence of a gated linear recurrence; updates the states in place.
 //
 //   h = exp(l) h + b x^T      y = h^T c
 //
-// Memory-bound: a state is read and written once. Mapping: a block a (sequence, head). A thread has VEC columns of
-// every LANES-th row; partial sums of y meet in shared memory and are added in a fixed order.
+// Memory-bound: a state is read and written once. Mapping: one block per (sequence, head). A thread processes VEC
+// columns of every rows-th row of the state; partial sums of y are reduced in shared memory in a fixed order.
 // Shared memory: 4 * (2 * state_dim + THREADS * VEC) bytes, dynamic.
 // Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; THREADS. Minimum architecture:
 //   sm_80. Computes in float; deterministic.
@@ -41,16 +41,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
   T* out = y + static_cast<long long>(blockIdx.x) * p.head_dim;
   __syncthreads();
 
-  // Columns by VEC, as many as there are threads at a time.
+  // Vectors of VEC columns, up to THREADS per iteration.
   const int vecs = p.head_dim / VEC;
   const int width = min(vecs, THREADS);
-  const int rows = THREADS / width;  // at a time
+  const int rows = THREADS / width;  // processed at once
   const int row = thread / width;
   for (int first = 0; first < vecs; first += width) {
     const int vec = first + thread % width;
-    const bool works = row < rows && vec < vecs;
+    const bool active = row < rows && vec < vecs;
     float sum[VEC] = {};
-    if (works) {
+    if (active) {
       float own[VEC];
 #pragma unroll
       for (int j = 0; j < VEC; ++j) own[j] = cukit::to_float(value[vec * VEC + j]);

@@ -1,13 +1,12 @@
-// States before the segments of a sequence, from what each segment adds to a state of zero.
+// Initial states of the segments of a sequence, from each segment's final state for an initial state of 0.
 //
 //   before[0] = initial      before[s + 1] = 2^total_decay[s] before[s] + added[s]
 //
-// Nothing is read of what the last segment adds. With REVERSE from the last segment to the first: gradients of
-// the states behind segments, from the gradient of the final state and what each segment adds to that of
-// the state before it.
+// added[s] of the last segment is not used. With REVERSE the recurrence runs from the last segment to the
+// first and computes the gradients of the segments' final states from that of the sequence's final state.
 //
-// Mapping: grid (parts of a state, sequence * num_heads + head), a thread an element; in place.
-// Macros: REVERSE 0|1; THREADS. Minimum architecture: sm_80. In order: deterministic.
+// Mapping: grid (parts of a state, sequence * num_heads + head), one thread per element; in place.
+// Macros: REVERSE 0|1; THREADS. Minimum architecture: sm_80. Sequential, hence deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
 #include "sequence/parameters.cuh"

@@ -1,6 +1,6 @@
-// What the kernels of sequences take by value, beside their arrays.
+// Parameter structs of the sequence kernels.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
 #pragma once
 
 namespace cukit {
@@ -8,7 +8,7 @@ namespace cukit {
 // gated_scan, gated_scan_backward, join_segments
 struct ScanParameters {
   int num_sequences, seq_len, num_heads, num_groups, head_dim, state_dim;
-  int segments;  // of a sequence
+  int segments;  // per sequence
 };
 
 // sum_parts

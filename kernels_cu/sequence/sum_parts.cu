@@ -1,8 +1,8 @@
-// Adds up parts of results, in order.
+// Sums partial results in a fixed order.
 //
 //   out[row, col] = sum_p parts[row, p, col]
 //
-// Mapping: a thread an element of `out`. Macros: DTYPE float32|float16|bfloat16; THREADS. Minimum architecture:
+// Mapping: one thread per element of `out`. Macros: DTYPE float32|float16|bfloat16; THREADS. Minimum architecture:
 //   sm_80. Accumulates in float in a fixed order: deterministic. Reference: numpy.sum(axis=1).
 #include "common/platform.cuh"
 #include "common/types.cuh"

@@ -45,7 +45,7 @@ def test_what_others_may_write_is_refused(path, name, mode):
     store(path, b"code")
     target = path.parent / name
     target.chmod(target.stat().st_mode | mode)
-    with pytest.raises(CacheError, match=r"can be written by others \(mode \d+\); delete it"):
+    with pytest.raises(CacheError, match=r"is writable by other users \(mode \d+\); delete it"):
         recall(path)
 
 
@@ -53,7 +53,7 @@ def test_a_folder_above_that_everybody_may_change_is_refused(path):
     store(path, b"code")
     above = cache_folder().parent
     above.chmod(0o777)
-    with pytest.raises(CacheError, match=r"lets everybody replace .* run chmod o-w"):
+    with pytest.raises(CacheError, match=r"lets any user replace .* run chmod o-w"):
         recall(path)
     above.chmod(0o1777)  # as /tmp: only owners rename
     assert recall(path)

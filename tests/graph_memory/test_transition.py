@@ -138,5 +138,5 @@ def test_errors_name_the_argument(rng):
         transition_from_adjacency(wrong)
     with pytest.raises(ConfigError, match=r"k must be below the number of rows \(9\), got 9"):
         transition_from_similarity(memory, 9)
-    with pytest.raises(ArrayShapeError, match="one element more than memory has rows"):
+    with pytest.raises(ArrayShapeError, match=r"must have num_nodes \+ 1 ="):
         GraphDiffusionMemory(memory, graph(rng, 8))

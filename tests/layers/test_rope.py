@@ -203,7 +203,7 @@ def test_positions_outside_the_tables_give_nan(rng, position):
 
 def test_errors_of_out():
     q, cos_sin = np.ones((1, 2, 1, 4), np.float32), tables(2, 4)
-    with pytest.raises(ConfigError, match="inplace=True and out exclude each other"):
+    with pytest.raises(ConfigError, match="inplace=True and out are mutually exclusive"):
         rope(q, q.copy(), *cos_sin, inplace=True, out=(q.copy(), q.copy()))
     with pytest.raises(ConfigError, match="out must be a pair of arrays, got ndarray"):
         rope(q, q, *cos_sin, out=q.copy())

@@ -137,7 +137,7 @@ def test_more_than_2_31_elements(rng):
     ("x", "error", "message"),
     [
         (np.ones((2, 4), np.int32), ArrayDtypeError, "x must be float32"),
-        (np.ones((2, 5), np.float32), ArrayShapeError, "the last axis of x holds gate and up"),
+        (np.ones((2, 5), np.float32), ArrayShapeError, "the last extent of x must be even"),
         (np.ones((4, 2), np.float32).T, ArrayLayoutError, "x must be C-contiguous"),
     ],
 )

@@ -12,7 +12,7 @@ from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sampling as reference
 from cukit.sampling import sample
-from cukit.sampling.plan import plan_sample
+from cukit.sampling._plan import plan_sample
 from tests.contract import DTYPES, another_order, dtype_of, random, to_device, to_host
 from tests.quick_run import possible
 

@@ -273,7 +273,7 @@ def test_errors_name_the_argument(rng):
         gated_scan(x, b, c[:, :4].copy(), decay)
     with pytest.raises(ArrayDtypeError, match="log_decay must be float32"):
         gated_scan(x, b, c, decay.astype(np.float16))
-    with pytest.raises(ArrayShapeError, match="number of groups that divides num_heads"):
+    with pytest.raises(ArrayShapeError, match="number of groups of b must divide num_heads"):
         gated_scan(x[:, :, :3].copy(), b, c, decay[:, :, :3].copy())
     with pytest.raises(ArrayShapeError, match="with cu_seqlens x must have a batch of 1, got 2"):
         gated_scan(x, b, c, decay, cu_seqlens=np.array([0, 5], np.int32))

@@ -1,4 +1,4 @@
-"""How many blocks share a row of logits, and what of it they keep in shared memory."""
+"""Launch configurations of sampling: blocks per row of logits, and their use of shared memory."""
 
 from __future__ import annotations
 
@@ -9,63 +9,64 @@ from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec
 
 MOST_TOKENS = 1 << 20
-"""Of a vocabulary, in the kernel: sums of integer weights must fit in 63 bits."""
+"""Largest vocabulary of the kernel: sums of integer weights must fit in 63 bits."""
 MOST_LISTED = 512
-"""Log-probabilities of a row, in the kernel."""
+"""Most log-probabilities per row that the kernel lists."""
 
 MOST_BEST = 128
-"""kMostBest in kernels_cu/sampling/best.cuh: tokens that one reading of a row finds."""
+"""kMostBest in kernels_cu/sampling/best.cuh: most tokens found in a single pass over a row."""
 
 _WORKSPACE_BYTES = 26 * KIB
 """kWorkspaceBytes in kernels_cu/sampling/select.cuh."""
 _FULL_BLOCK = 1024
 _SHARED_BLOCK = 512
 _LIGHT_ACCESS = 4
-"""Logits an access up to which 64 registers, those of a full block's thread, suffice."""
+"""Widest access, in logits, for which 64 registers per thread, those of a full block, suffice."""
 _SMALL_BLOCK = 128
 _SMALL_SHARE = 2048
-"""Tokens of a block up to which four warps suffice."""
+"""Most tokens per block for which four warps suffice."""
 _RESIDENT_TOKENS = 16640
-"""Tokens a block: two blocks of so many fit on a multiprocessor of Hopper."""
+"""Most tokens per block of which two blocks fit on a Hopper SM."""
 _LARGEST_CLUSTER = 8
 _WARP = 32
 _ATOM_LOGITS = 32
-"""Logits of a lane in an atom, 128 bytes in flight a thread."""
+"""Logits per lane in an atom: 128 bytes in flight per thread."""
 _SMALL_VOCABULARY = 16384
-"""Below, atoms are one access a lane, so that there are enough of them."""
+"""Below this size an atom is one access per lane, so that there are enough atoms."""
 _STREAM_BYTES = 64 * KIB
-"""Sums of atoms that a block may keep."""
+"""Most shared memory for the sums of a block's atoms."""
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """One way to run the kernel over rows of one vocabulary."""
+    """A launch configuration of the kernel for one vocabulary size."""
 
     dtype: str
     vec: int
     threads: int
     cluster: int
     iterations: int
-    """Accesses of a thread."""
+    """Accesses per thread."""
     resident: bool
-    """A row stays in shared memory where it is read more than once."""
+    """The row is kept in shared memory, for repeated reads."""
     penalized: bool
     verify: bool
     atom: int
-    """Accesses of a lane in an atom; depends on the vocabulary and `vec` alone, so that sums do."""
+    """Accesses per lane in an atom. A function of vocabulary size and `vec` only, hence so are the
+    sums."""
     stream_bytes: int
-    """Shared memory for the sums of the atoms that a block streams; 0: rows are not streamed."""
+    """Shared memory for the sums of a block's atoms if rows are streamed; else 0."""
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory per block."""
         values = self.iterations * self.threads * self.vec * 4 if self.resident else 0
         return _WORKSPACE_BYTES + max(values, self.stream_bytes)
 
     def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
-        crowded = not (self.penalized or self.verify) and self.threads > _SMALL_BLOCK
-        crowded &= not (self.stream_bytes and self.cluster > 1)
+        """The kernel variant for this configuration."""
+        full_sm = not (self.penalized or self.verify) and self.threads > _SMALL_BLOCK
+        full_sm &= not (self.stream_bytes and self.cluster > 1)
         defines = (
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
@@ -76,7 +77,7 @@ class SampleConfig:
             ("VERIFY", self.verify),
             ("ATOM", self.atom),
             ("STREAMED", self.stream_bytes > 0),
-            ("BLOCKS_PER_SM", max(_FULL_BLOCK // self.threads, 1) if crowded else 1),
+            ("BLOCKS_PER_SM", max(_FULL_BLOCK // self.threads, 1) if full_sm else 1),
         )
         source = "sampling/sample.cu"
         return KernelSpec(source, "sample", defines, self.threads, self.shared_bytes)
@@ -94,13 +95,13 @@ def plan_sample(
     verify: bool = False,
     few: bool = False,
 ) -> SampleConfig:
-    """A cluster a row, of so many blocks that the row fits into their shared memory; of more where
-    there are too few rows for all multiprocessors. One block before Hopper.
+    """The launch configuration: one cluster per row, with enough blocks to hold the row in shared
+    memory, and more if there are too few rows to fill the GPU. One block per row before Hopper.
 
-    vec: logits an access, a divisor of `vocab_size`.
-    few: most rows need their first MOST_BEST tokens at most, so that one block streams each row: on
-        an H200 one large block took 20.7 us for one row and 29.0 us for 64, eight and four blocks
-        of 512 threads 25.3 us and 45.2 us (profiling/notes/sampling.md).
+    vec: logits per access, a divisor of `vocab_size`.
+    few: rows need at most their first MOST_BEST tokens, so one block streams each row if possible.
+        On an H200 one large block per row took 20.7 us for one row and 29.0 us for 64 rows, eight
+        and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
     """
     light = not (penalized or verify)
     clusters = device.compute_capability >= (9, 0)
@@ -116,7 +117,7 @@ def plan_sample(
         while (
             clusters
             and cluster < _LARGEST_CLUSTER
-            and _wants_more(num_rows, vocab_size, cluster, device)
+            and _needs_more_blocks(num_rows, vocab_size, cluster, device)
         ):
             cluster *= 2
     share = -(-vocab_size // cluster)
@@ -138,7 +139,7 @@ def plan_sample(
 
 
 def stream_bytes(vocab_size: int, config: SampleConfig) -> int:
-    """Shared memory for the sums of the atoms that a block of `config` streams."""
+    """Shared memory for the sums of the atoms of a block of `config`."""
     return _stream_bytes(vocab_size, config.vec, config.cluster, config.threads)
 
 
@@ -147,14 +148,14 @@ def _atom(vocab_size: int, vec: int) -> int:
 
 
 def _stream_bytes(vocab_size: int, vec: int, cluster: int, threads: int) -> int:
-    """8 bytes for each thread and round of a block."""
+    """8 bytes per thread and round of a block."""
     atoms = -(-vocab_size // (_atom(vocab_size, vec) * _WARP * vec))
     share = -(-atoms // cluster)
     rounds = -(-share // (threads // _WARP))
     return 8 * threads * rounds
 
 
-def _wants_more(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:
+def _needs_more_blocks(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:
     share = vocab_size / cluster
-    crowded = share > _RESIDENT_TOKENS
-    return crowded or (share > 2 * _SMALL_SHARE and 2 * num_rows * cluster <= device.num_sms)
+    too_large = share > _RESIDENT_TOKENS
+    return too_large or (share > 2 * _SMALL_SHARE and 2 * num_rows * cluster <= device.num_sms)

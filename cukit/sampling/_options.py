@@ -1,4 +1,4 @@
-"""Options of sampling, each one number for all requests or an array with one for each."""
+"""Sampling options: each is a number for all requests or an array with one value per request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDER = (
     "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "step",
 )  # fmt: skip
-"""As the kernel takes them."""
+"""Order of the kernel's arguments."""
 DEFAULTS: Mapping[str, float] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, float] = {
     "seed": 0,
     "step": 0,
 }
-"""What None stands for."""
+"""Values for None."""
 _LARGEST = float(np.finfo(np.float32).max)
 _RANGES: Mapping[str, dict[str, float]] = {
     "temperature": {"least": 0, "most": _LARGEST},
@@ -44,7 +44,7 @@ _RANGES: Mapping[str, dict[str, float]] = {
 
 
 class RequestOptions:
-    """The options of a call: numbers checked, arrays adopted."""
+    """The options of a call: checks numbers and adopts arrays."""
 
     def __init__(self, op: str, given: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}
@@ -53,27 +53,27 @@ class RequestOptions:
 
     @property
     def arrays(self) -> list[Array]:
-        """Those that are arrays."""
+        """The options that are arrays."""
         return [value for value in self.values.values() if hasattr(value, "shape")]
 
     def check_shapes(self, op: str, batch: int) -> None:
-        """Raises ArrayError for an array that has not one number for each request."""
+        """Raises ArrayError unless each array has one value per request."""
         for name, value in self.values.items():
             if hasattr(value, "shape"):
                 check_array(op, name, value, dtypes=_dtypes(name), shape=(batch,))
 
     def is_number(self, name: str) -> bool:
-        """Whether the option is the same for all requests."""
+        """Whether the option is a number, the same for all requests."""
         return not hasattr(self.values.get(name), "shape")
 
     def pointers(self) -> list[Array | None]:
-        """Arguments of the kernel: the arrays, NULL for numbers."""
+        """Kernel arguments: the arrays, NULL for numbers."""
         return [
             value if hasattr(value := self.values.get(name), "shape") else NULL for name in ORDER
         ]
 
     def number(self, name: str) -> Any:
-        """The option's number; its default where it is an array or not given."""
+        """The value of an option; its default if it is an array or None."""
         value = self.values.get(name)
         return DEFAULTS[name] if value is None or hasattr(value, "shape") else value
 
