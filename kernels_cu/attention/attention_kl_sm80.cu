@@ -49,10 +49,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_k
       cukit::row_statistics(pairs.b, pairs.head, params.heads_q, pairs.sequence, settings) + row;
   const int rows_left = pairs.sequence.seq_q - row;
   cukit::KlRows rows(arrays, first, rows_left, params.teacher_scale_log2, params.scale_log2);
-  pairs.walk(shared, q_s, k_s, k_t, q_t, options.past, [&](const cukit::QueryPairs::Tile& tile) {
+  pairs.walk(shared, q_s, k_s, k_t, q_t, options.causal_offset, [&](const cukit::QueryPairs::Tile& tile) {
     cukit::QueryPairs::Scores s, t;
     const auto hide = [&](cukit::QueryPairs::Scores& scores) {
-      if (tile.whole) return;
+      if (tile.unmasked) return;
       cukit::apply_options(cukit::flat(scores[0]), tile.at, options, 1.0f, settings, false,
                            tile.ends);
       cukit::make_finite(cukit::flat(scores[0]));

@@ -72,13 +72,13 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
   KeyState t_at, s_at;
   Products t, s;
 
-  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  cukit::QueryTileScheduler<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   int part = own_group;  // of a tile's queries
   while (next_work(work, pipelines, group(), q_at, queue)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
-    const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const int causal_offset = work.sequence.seq_kv - work.sequence.seq_q;
     const int seq_kv = cukit::warp_uniform(work.sequence.seq_kv);
     const cukit::TileRange seen = cukit::own_keys<TILE_N>(work, first_row, settings);
     // Where the lane's first row is read and written.
@@ -120,8 +120,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
       }
     };
     const auto hide = [&](Products& products) {
-      if (seen.whole(tile)) return;
-      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, past, seq_kv, settings);
+      if (seen.unmasked(tile)) return;
+      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv, settings);
       cukit::make_finite(products);
     };
 

@@ -32,7 +32,7 @@ struct TileScores {
   // `head` of the block's, `warp_row`: of the keys of the block's first.
   CUKIT_DEVICE TileScores(const Walk& walk, int head, int tile, int warp_row)
       : head(walk.arrays, walk.settings, walk.batch, walk.first_head + head,
-             {0, 0, walk.first_key + walk.keys_left - walk.past, walk.first_key + walk.keys_left}),
+             {0, 0, walk.first_key + walk.keys_left - walk.causal_offset, walk.first_key + walk.keys_left}),
         settings(walk.settings),
         first_query(tile * TILE_M),
         first_key(walk.first_key + warp_row) {}
@@ -61,7 +61,7 @@ CUKIT_DEVICE float modified(float product, float ahead, const TileScores& tile, 
 // How far the query of the lane's first score stands behind its key's own.
 CUKIT_DEVICE float first_ahead(const TileScores& tile) {
   const int lane = threadIdx.x % kWarpSize;
-  return static_cast<float>(tile.first_query + lane % 4 * 2 + tile.head.past - tile.first_key -
+  return static_cast<float>(tile.first_query + lane % 4 * 2 + tile.head.causal_offset - tile.first_key -
                             lane / 4);
 }
 

@@ -175,9 +175,9 @@ CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_quer
   const int right = CAUSAL ? 0 : walk.settings.window_right;
   const int left = walk.settings.window_left;
   if (walk.keys_left < TILE_N ||
-      ((CAUSAL || WINDOW) && walk.first_key + TILE_N - 1 > first_query + walk.past + right) ||
-      (WINDOW && walk.first_key < first_query + TILE_M - 1 + walk.past - left)) {
-    mask(scores, key, walk.keys_left, walk.first_key + key - walk.past - first_query, walk.settings);
+      ((CAUSAL || WINDOW) && walk.first_key + TILE_N - 1 > first_query + walk.causal_offset + right) ||
+      (WINDOW && walk.first_key < first_query + TILE_M - 1 + walk.causal_offset - left)) {
+    mask(scores, key, walk.keys_left, walk.first_key + key - walk.causal_offset - first_query, walk.settings);
   }
 }
 

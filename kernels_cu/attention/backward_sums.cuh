@@ -46,7 +46,7 @@ CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int ti
   const int key_tile = work.first_key / TILE_N;
   if (!CAUSAL && !WINDOW) return key_tile;
   const int right = CAUSAL ? 0 : settings.window_right;
-  const int last_seen = (tile * TILE_M + TILE_M - 1 + work.past + right) / TILE_N;
+  const int last_seen = (tile * TILE_M + TILE_M - 1 + work.causal_offset + right) / TILE_N;
   return min(work.key_tiles - 1, last_seen) - key_tile;
 }
 

@@ -82,7 +82,7 @@ struct Work {
   int head;        // key_head, or one of those that share it
   int key_row;     // of first_key, in k
   int keys_left;   // to the end of the sequence
-  int past;        // query i stands opposite key i + past
+  int causal_offset;        // query i stands opposite key i + causal_offset
   int first_head;  // of q
 #if DISTILL
   int value_head;

@@ -58,7 +58,7 @@ struct KeyProblem {
     work.key_head = work.head / call.splits;
     work.first_key = tile * TILE_N;
     work.keys_left = sequence.seq_kv - work.first_key;
-    work.past = sequence.seq_kv - sequence.seq_q;
+    work.causal_offset = sequence.seq_kv - sequence.seq_q;
     work.first_head = work.head * call.group;
 #if DISTILL
     work.value_head = work.first_head / call.teacher_group;
@@ -75,11 +75,11 @@ struct KeyProblem {
       work.key_row = work.batch * call.seq_kv + work.first_key;
       work.first_scratch_tile = (work.batch * call.heads + work.head) * call.group * work.tiles;
     }
-    work.first_tile = CAUSAL ? min(work.tiles, max(0, work.first_key - work.past) / TILE_M) : 0;
+    work.first_tile = CAUSAL ? min(work.tiles, max(0, work.first_key - work.causal_offset) / TILE_M) : 0;
     work.end_tile = work.tiles;
     if constexpr (WINDOW || VARLEN) {
       const TileRange seen = query_tiles<TILE_M>(work.first_key, min(TILE_N, work.keys_left),
-                                                 work.past, sequence.seq_q, call.settings);
+                                                 work.causal_offset, sequence.seq_q, call.settings);
       work.first_tile = seen.begin;
       work.end_tile = seen.end;
     }

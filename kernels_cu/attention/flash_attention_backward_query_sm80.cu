@@ -63,13 +63,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   float dq[1][HEAD_DIM / 8][4];
   cukit::clear(dq);
-  pairs.walk(shared, q, k, v, grad_out, options.past, [&](const cukit::QueryPairs::Tile& tile) {
+  pairs.walk(shared, q, k, v, grad_out, options.causal_offset, [&](const cukit::QueryPairs::Tile& tile) {
     cukit::QueryPairs::Scores p, dp;
     tile.multiply_first(p);
-    rows.weigh(cukit::flat(p[0]), tile.at, tile.whole, tile.ends);
+    rows.weigh(cukit::flat(p[0]), tile.at, tile.unmasked, tile.ends);
     tile.multiply_second(dp);
 #if DISTILL
-    rows.weigh_second(cukit::flat(dp[0]), tile.at, tile.whole, tile.ends,
+    rows.weigh_second(cukit::flat(dp[0]), tile.at, tile.unmasked, tile.ends,
                       params.teacher_scale_log2);
 #endif
     const auto score_gradient = [&](int e) {

@@ -69,7 +69,7 @@ using cukit::QueryWork;
 using QueryState = cukit::PipelineState<1>;
 using KeyState = cukit::PipelineState<KEY_STAGES>;
 using ValueState = cukit::PipelineState<VALUE_STAGES>;
-using WorkQueue = cukit::WorkQueue<TILE_M, TILE_N>;
+using QueryTileScheduler = cukit::QueryTileScheduler<TILE_M, TILE_N>;
 
 struct Shared {
   cukit::Pipeline<1> queries;  // Q and dO, with the work
@@ -119,7 +119,7 @@ struct MapPlace {
 };
 
 // One thread: draws works and starts the copies of their tiles.
-CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps, WorkQueue& queue,
+CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps, QueryTileScheduler& queue,
                           const cukit::MappedQueryParameters& params) {
   QueryState q_at;
   KeyState k_at;
@@ -245,7 +245,7 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
   // The scores have come.
   const auto weigh = [&](Scores& s) {
     const int key = tile * TILE_N;
-    rows.weigh(s, {row, key + cukit::accumulator_column()}, seen.whole(tile),
+    rows.weigh(s, {row, key + cukit::accumulator_column()}, seen.unmasked(tile),
                key + TILE_N > work.sequence.seq_kv);
 #pragma unroll
     for (int i = 0; i < TILE_N / 4; ++i) {
@@ -382,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
           const cukit::WorkProblem problem{params.batch,  params.heads_q, params.seq_q,
                                            params.seq_kv, cu_seqlens_q,   cu_seqlens_kv};
           const cukit::WorkPlan order{plan, plan + 1, plan + 2 + params.batch};
-          WorkQueue queue(problem, order, params.settings);
+          QueryTileScheduler queue(problem, order, params.settings);
           produce(shared, tiles, {&q, &k, &v, &grad_out}, queue, params);
         }
       },

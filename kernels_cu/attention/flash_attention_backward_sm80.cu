@@ -155,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const int keys_left = sequence.seq_kv - first_key;
   if (VARLEN && keys_left <= 0) return;
   const int seq_q = sequence.seq_q;
-  const int past = sequence.seq_kv - seq_q;
+  const int causal_offset = sequence.seq_kv - seq_q;
   const cukit::TileRange tiles =
-      cukit::query_tiles<TILE_M>(first_key, min(TILE_N, keys_left), past, seq_q, settings);
+      cukit::query_tiles<TILE_M>(first_key, min(TILE_N, keys_left), causal_offset, seq_q, settings);
   const int tiles_per_head = tiles.end - tiles.begin;
   const int steps = tiles_per_head * params.group;
   const int turn = CAUSAL || WINDOW || tiles.end == 0 ? 0 : work.tile % tiles.end;
@@ -256,14 +256,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         [&](unsigned(&r)[4], int n, int i) { k_right(r, 8 * n, 16 * i); });
     const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, b,
                                     key_head * params.group + head_of(step), sequence);
-    const bool whole = keys_left >= TILE_N && tiles.whole(tile);
+    const bool unmasked = keys_left >= TILE_N && tiles.unmasked(tile);
     const int lane_query = tile * TILE_M + score_row + lane / 4;
     const int lane_key = first_key + score_col + lane % 4 * 2;
     if constexpr (!SOFTCAP) {
 #pragma unroll
       for (int m = 0; m < kScoreRows / 16; ++m) {
         cukit::apply_options(cukit::flat(p[m]), {lane_query + 16 * m, lane_key}, options,
-                             scale_log2, settings, whole, keys_left < TILE_N);
+                             scale_log2, settings, unmasked, keys_left < TILE_N);
       }
     }
     cukit::clear(dp);
@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #pragma unroll
     for (int m = 0; m < kScoreRows / 16; ++m) {
       cukit::apply_options(cukit::flat(dp[m]), {lane_query + 16 * m, lane_key}, options,
-                           params.teacher_scale_log2, settings, whole, keys_left < TILE_N);
+                           params.teacher_scale_log2, settings, unmasked, keys_left < TILE_N);
     }
 #endif
     // The probability of a score. A softcap's derivative, `slope`, is only known with the product.
@@ -284,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       if constexpr (SOFTCAP) {
         const int query = lane_query + row, key = lane_key + column;
         const float value = options.score(score, query, key, scale_log2, settings, slope);
-        const cukit::Span seen = cukit::visible_keys(query, past, sequence.seq_kv, settings);
-        const bool hidden = !whole && options.hidden(seen, query, key, settings);
+        const cukit::Span seen = cukit::visible_keys(query, causal_offset, sequence.seq_kv, settings);
+        const bool hidden = !unmasked && options.hidden(seen, query, key, settings);
         return hidden ? 0.0f : exp2f(value - row_lse);
       } else {
         slope = 1.0f;

@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const cukit::HeadScores head(arrays, settings, place.b, place.head, sequence);
   const int seq_kv = sequence.seq_kv;
   const cukit::TileRange tiles = cukit::key_tiles<TILE_N>(
-      first_row, min(TILE_M, rows_left), head.past, seq_kv, settings);
+      first_row, min(TILE_M, rows_left), head.causal_offset, seq_kv, settings);
 
   const auto copy_keys = [&](int tile, int stage) {
     const int row = tile * TILE_N;
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
       cukit::apply_options(cukit::flat(scores[m]), {lane_row + 16 * m, lane_key}, head, scale_log2,
-                           settings, tiles.whole(tile), tile * TILE_N + TILE_N > seq_kv);
+                           settings, tiles.unmasked(tile), tile * TILE_N + TILE_N > seq_kv);
     }
     renew_maxima(rows, scores, factor);
     multiply_values(rows, scores, v_operand, stage * kValueBytes, factor);

@@ -213,13 +213,13 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     multiply_keys(scores, q, k);
   };
 
-  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  cukit::QueryTileScheduler<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   int part = own_group;  // of a tile's queries
   while (next_work(work, pipelines, group(), q_at, queue)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
-    const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const int causal_offset = work.sequence.seq_kv - work.sequence.seq_q;
     const float descale = descales.scores(work.b, work.head / arguments.group);
     const float scale_log2 = scale * descale;
     const float factor = cukit::exponent_factor(scale_log2);
@@ -248,12 +248,12 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     // The scores of a tile have come.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
-      bool whole = seen.whole(tile);
+      bool unmasked = seen.unmasked(tile);
 #if BLOCK_SPARSE
       const int listed = cukit::warp_uniform(pipelines.listed[k_at.index]);
       __syncwarp();  // all lanes have read it before one of them releases the stage
       first_key = listed / 2 * TILE_N;
-      whole = listed % 2 == 0;
+      unmasked = listed % 2 == 0;
 #endif
       pipelines.k.release(k_at);
       k_at.advance();
@@ -275,13 +275,13 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       }
       if (MASK && (ends || !mask_aligned)) {
         cukit::hide_scores(scores, at, [&](int i, int j) {
-          return head.hidden(cukit::visible_keys(i, past, head.seq_kv, settings), i, j, settings);
+          return head.hidden(cukit::visible_keys(i, causal_offset, head.seq_kv, settings), i, j, settings);
         });
-      } else if (!whole) {
+      } else if (!unmasked) {
         if constexpr (MASK) {
           cukit::hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
         }
-        cukit::hide_keys(scores, at, past, head.seq_kv, settings);
+        cukit::hide_keys(scores, at, causal_offset, head.seq_kv, settings);
 #if BLOCK_SPARSE
         const cukit::BlockMask blocks(arguments.blocks, work.head);
         if constexpr (kWholeBlocks) {

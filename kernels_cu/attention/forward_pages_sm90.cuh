@@ -39,8 +39,8 @@ struct PagedKeyValues {
   // The first key that a tile of queries sees.
   CUKIT_DEVICE int first_key(const QueryWork& work) const {
     const int seq_kv = work.sequence.seq_kv;
-    const int past = seq_kv - work.sequence.seq_q;
-    return max(0, cukit::visible_keys(work.first_row, past, seq_kv, settings).begin);
+    const int causal_offset = seq_kv - work.sequence.seq_q;
+    return max(0, cukit::visible_keys(work.first_row, causal_offset, seq_kv, settings).begin);
   }
 
   CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,

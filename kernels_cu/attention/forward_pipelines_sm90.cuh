@@ -50,7 +50,7 @@ using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_DIM>;
 
 // Two consumers can do with fewer registers, for a producer that has more to keep in mind; with three
 // or four it then keeps two or three words of a tile of queries in memory.
-constexpr bool kBusyProducer = DEALT || WINDOW;
+constexpr bool kBusyProducer = DYNAMIC_SCHEDULE || WINDOW;
 constexpr int kProducerRegisters =
     PREPARES                                        ? 56
     : DISTILL                                       ? 40
@@ -100,7 +100,7 @@ struct Pipelines {
   cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // of each its own: none waits for another's queries
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
-#if DEALT
+#if DYNAMIC_SCHEDULE
   QueryWork work[QUERY_STAGES];  // goes round with Q
 #endif
 #if CLEARED
@@ -138,7 +138,7 @@ struct Pipelines {
 #endif
   }
 
-#if DEALT
+#if DYNAMIC_SCHEDULE
   // Says what the stage's queries are, once all consumers have released those before.
   CUKIT_DEVICE void announce(const QueryState& at, const QueryWork& next) {
     for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.acquire(at);

@@ -124,7 +124,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #else
   KeyState v_at;
 #endif
-  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  cukit::QueryTileScheduler<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   while (queue.next(work)) {
     const typename KeyValues::Place place = key_values.place(work);
@@ -193,14 +193,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
         load_values(tile + 1);
 #endif
       } else {
-#if DEALT
+#if DYNAMIC_SCHEDULE
         pipelines.announce(q_at, work);
 #endif
-#pragma unroll (DEALT ? CONSUMERS : 1)
+#pragma unroll (DYNAMIC_SCHEDULE ? CONSUMERS : 1)
         for (int group = 0; group < CONSUMERS; ++group) {
           cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
           const int part = first_part == 0 ? group : first_part - group;
-          if (!DEALT) queries.acquire(q_at);
+          if (!DYNAMIC_SCHEDULE) queries.acquire(q_at);
           const int at = q_at.index * CONSUMERS + group;
           const int row =
               work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows;
@@ -223,7 +223,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #endif
     }
   }
-#if DEALT
+#if DYNAMIC_SCHEDULE
   pipelines.announce(q_at, QueryWork{});
   for (cukit::Pipeline<QUERY_STAGES>& queries : pipelines.q) queries.commit(q_at);
 #endif

@@ -17,9 +17,9 @@ namespace consumer {
 // The next work and its queries, which have come; false if there is none. Work that is dealt lies
 // beside them; else every warp finds it by itself, while its results are on their way out.
 CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int group, const QueryState& at,
-                            cukit::WorkQueue<kTileM, TILE_N>& queue) {
+                            cukit::QueryTileScheduler<kTileM, TILE_N>& queue) {
   cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
-#if DEALT
+#if DYNAMIC_SCHEDULE
   queries.wait(at);
   __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
   work = pipelines.work[at.index];
@@ -28,9 +28,9 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int group, co
   if (!queue.next(work)) return false;
 #endif
   work.keys = {cukit::warp_uniform(work.keys.begin), cukit::warp_uniform(work.keys.end),
-               cukit::warp_uniform(work.keys.whole_begin), cukit::warp_uniform(work.keys.whole_end)};
-  if (!WINDOW) work.keys.begin = work.keys.whole_begin = 0;
-#if DEALT
+               cukit::warp_uniform(work.keys.unmasked_begin), cukit::warp_uniform(work.keys.unmasked_end)};
+  if (!WINDOW) work.keys.begin = work.keys.unmasked_begin = 0;
+#if DYNAMIC_SCHEDULE
   return work.keys.end > 0;
 #else
   queue.share();

@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   const int tile_of_chunk = CAUSAL ? params.chunk_tiles - 1 - index : index;
   const cukit::IndexerWork work(tile_of_chunk, first_tile, params, cu_seqlens_q, cu_seqlens_kv);
   if (work.rows_left <= 0) return;
-  const int seq_kv = work.sequence.seq_kv, past = work.past();
+  const int seq_kv = work.sequence.seq_kv, causal_offset = work.causal_offset();
   const cukit::TileRange range = work.keys<TILE_N>(settings);
   constexpr int kWhole = KEY_TILE / TILE_N;
   const int last = GRADIENT ? (range.end + kWhole - 1) / kWhole * kWhole : range.end;
@@ -292,10 +292,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
                                     tile * kWords + word] >> lane_column;
       }
 #endif
-    const bool whole = !SELECTED && range.whole(tile);
+    const bool unmasked = !SELECTED && range.unmasked(tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const cukit::Span seen = cukit::visible_keys(row + 8 * half, past, seq_kv, settings);
+      const cukit::Span seen = cukit::visible_keys(row + 8 * half, causal_offset, seq_kv, settings);
       const int seen_end = seen.end - tile * TILE_N - lane_column;
 #pragma unroll
       for (int n = 0; n < TILE_N / 8; ++n)
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
           const int column = 8 * n + i;
           float& own = p[0][n][2 * half + i];
           float& u = score[0][n][2 * half + i];
-          bool hidden = !whole && column >= seen_end;
+          bool hidden = !unmasked && column >= seen_end;
 #if SELECTED
           hidden |= (bits[half][column / 32] >> (column % 32) & 1) == 0;
 #endif

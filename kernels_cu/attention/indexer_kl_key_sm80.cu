@@ -58,12 +58,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
   const int keys_left = sequence.seq_kv - first_key;
   if (keys_left <= 0) return;
-  const int past = sequence.seq_kv - sequence.seq_q;
+  const int causal_offset = sequence.seq_kv - sequence.seq_q;
 
   // The chunk's tiles of this sequence whose queries see some of the keys.
   const int q_tiles = cukit::tiles_of_sequence(params);
   const cukit::TileRange seen = cukit::query_tiles<TILE_M>(first_key, min(KEY_TILE, keys_left),
-                                                           past, sequence.seq_q, settings);
+                                                           causal_offset, sequence.seq_q, settings);
   const long long before = static_cast<long long>(b) * q_tiles - first_tile;
   const long long begin = max(static_cast<long long>(seen.begin), -before);
   const long long end = min(static_cast<long long>(seen.end), params.chunk_tiles - before);

@@ -39,12 +39,12 @@ struct IndexerWork {
     rows_left = sequence.seq_q - first_row;
   }
 
-  CUKIT_DEVICE int past() const { return sequence.seq_kv - sequence.seq_q; }
+  CUKIT_DEVICE int causal_offset() const { return sequence.seq_kv - sequence.seq_q; }
 
   // The tiles of `Tile` keys that its queries see (rows_left > 0).
   template <int Tile>
   CUKIT_DEVICE TileRange keys(const ScoreSettings& settings) const {
-    return key_tiles<Tile>(first_row, min(TILE_M, rows_left), past(), sequence.seq_kv, settings);
+    return key_tiles<Tile>(first_row, min(TILE_M, rows_left), causal_offset(), sequence.seq_kv, settings);
   }
 };
 

@@ -401,11 +401,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const int tile = piece.place.problem * TEAM + member;
     const Rows rows(piece.place.b, tile, params);
     const int seq_kv = piece.place.request.seq_kv;
-    const int past = seq_kv - params.seq_q;
+    const int causal_offset = seq_kv - params.seq_q;
     const int limit[2] = {
-        cukit::visible_keys(rows.query(lane_row, params), past, seq_kv, params.settings).end,
-        cukit::visible_keys(rows.query(lane_row + 8, params), past, seq_kv, params.settings).end};
-    const int seen_by_all = cukit::visible_keys(0, past, seq_kv, params.settings).end;
+        cukit::visible_keys(rows.query(lane_row, params), causal_offset, seq_kv, params.settings).end,
+        cukit::visible_keys(rows.query(lane_row + 8, params), causal_offset, seq_kv, params.settings).end};
+    const int seen_by_all = cukit::visible_keys(0, causal_offset, seq_kv, params.settings).end;
     const int last = count + piece.end - piece.begin;
     const auto key_of = [&](int page) { return (page - count + piece.begin) * kPage; };
 

@@ -108,7 +108,7 @@ template <typename F>
 CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& rows, int seq_kv,
                                 int end, const cukit::PagedParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const int past = seq_kv - params.seq_q;
+  const int causal_offset = seq_kv - params.seq_q;
   const cukit::HeadScores head({}, settings, 0, 0, {0, 0, params.seq_q, seq_kv});
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
@@ -116,7 +116,7 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = rows.query(8 * n + lane % 4 * 2 + i, params);
-      cukit::Span seen = cukit::visible_keys(query, past, seq_kv, settings);
+      cukit::Span seen = cukit::visible_keys(query, causal_offset, seq_kv, settings);
       if constexpr (RECENT) seen.end = min(seen.end, end);
 #pragma unroll
       for (int m = 0; m < F::kKeyTiles; ++m)
@@ -293,10 +293,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const Rows rows(piece.place, params);
     const int seq_kv = piece.place.request.seq_kv;
     // Keys that every row sees.
-    const int past = seq_kv - params.seq_q;
+    const int causal_offset = seq_kv - params.seq_q;
     const int seen_begin =
-        cukit::visible_keys(params.seq_q - 1, past, seq_kv, params.settings).begin;
-    const int seen_end = cukit::visible_keys(0, past, seq_kv, params.settings).end;
+        cukit::visible_keys(params.seq_q - 1, causal_offset, seq_kv, params.settings).begin;
+    const int seen_end = cukit::visible_keys(0, causal_offset, seq_kv, params.settings).end;
     load_queries(query_tile, rows, arrays, params);
     const Queries<CacheForm> queries(query_tile);
     Sums sums;

@@ -80,11 +80,11 @@ class Loader {
     const Rows rows(piece.place, params);
     head_kv_ = rows.head_kv;
     // What no row sees is not read: a window's blocks may have been given to others.
-    const int past = piece.place.request.seq_kv - params.seq_q;
+    const int causal_offset = piece.place.request.seq_kv - params.seq_q;
     const int last = params.seq_q - 1;
     const int seq_kv = piece.place.request.seq_kv;
-    first_key_ = max(0, visible_keys(0, past, seq_kv, params.settings).begin);
-    last_key_ = visible_keys(last, past, seq_kv, params.settings).end;
+    first_key_ = max(0, visible_keys(0, causal_offset, seq_kv, params.settings).begin);
+    last_key_ = visible_keys(last, causal_offset, seq_kv, params.settings).end;
     if constexpr (RECENT) ring_ = arrays.rings[piece.place.b];
     const int key = first_of_tile() + own_key();
     entry_ = key / params.block_size;

@@ -48,14 +48,14 @@ struct Request {
     } else {
       cached = seq_kv;
     }
-    const int past = seq_kv - params.seq_q;
+    const int causal_offset = seq_kv - params.seq_q;
     if constexpr (RecentTile > 0) {
-      const Span first = visible_keys(0, past, seq_kv, params.settings);
-      const Span last = visible_keys(params.seq_q - 1, past, seq_kv, params.settings);
+      const Span first = visible_keys(0, causal_offset, seq_kv, params.settings);
+      const Span last = visible_keys(params.seq_q - 1, causal_offset, seq_kv, params.settings);
       first_tile = WINDOW ? tile_of(max(0, first.begin)) : 0;
       tiles = max(1, (last.end > 0 ? tile_of(last.end - 1) + 1 : 0) - first_tile);
     } else {
-      const TileRange range = key_tiles<Tile>(0, params.seq_q, past, seq_kv, params.settings);
+      const TileRange range = key_tiles<Tile>(0, params.seq_q, causal_offset, seq_kv, params.settings);
       first_tile = range.begin;
       tiles = max(1, range.end - range.begin);
     }

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_blocks(
   for (int first = range.begin; first < range.end; first += cukit::kWarpSize) {
     const int tile = first + lane;
     bool some = false;
-    bool all = range.whole(tile);
+    bool all = range.unmasked(tile);
     if (tile < range.end) {
       const int last_key = min((tile + 1) * TILE_N, seq_kv) - 1;
       for (int i = first_row / BLOCK_Q; i <= (first_row + rows - 1) / BLOCK_Q; ++i) {

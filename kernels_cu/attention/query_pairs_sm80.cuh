@@ -40,7 +40,7 @@ class QueryPairs {
     RightNK<VALUE_DIM> v;
     RightKN<HEAD_DIM> keys;  // as the right operand of a product over keys
     FragmentPlace at;
-    bool whole, ends;  // as apply_options has them
+    bool unmasked, ends;  // as apply_options has them
 
     // scores = Q K^T
     CUKIT_DEVICE void multiply_first(Scores& scores) const { multiply<HEAD_DIM>(scores, q, k); }
@@ -91,7 +91,7 @@ class QueryPairs {
   // be queries (rows_left > 0).
   template <typename Visit>
   CUKIT_DEVICE void walk(unsigned char* shared, const T* q, const T* k, const T* v,
-                         const T* grad_out, int past, const Visit& visit) const {
+                         const T* grad_out, int causal_offset, const Visit& visit) const {
     const unsigned q_tile = shared_address(shared);
     const unsigned grad_out_tile = q_tile + kQueryBytes;
     const unsigned k_tile = grad_out_tile + kGradOutBytes;
@@ -103,7 +103,7 @@ class QueryPairs {
     v += offset_of(params_.v, b, sequence.first_kv, value_head);
 
     const int seq_kv = sequence.seq_kv;
-    const TileRange tiles = key_tiles<TILE_N>(first_row, min(TILE_M, rows_left), past, seq_kv,
+    const TileRange tiles = key_tiles<TILE_N>(first_row, min(TILE_M, rows_left), causal_offset, seq_kv,
                                               params_.settings);
     const auto copy_keys = [&](int tile, int stage) {
       const int key = tile * TILE_N;
@@ -137,7 +137,7 @@ class QueryPairs {
       const int lane_column = static_cast<int>(threadIdx.x) % 4 * 2;
       visit(Tile{q_left, at_stage(k_right, kKeyBytes), grad_out_left,
                  at_stage(v_right, kValueBytes), at_stage(k_again, kKeyBytes),
-                 {row, tile * TILE_N + lane_column}, tiles.whole(tile),
+                 {row, tile * TILE_N + lane_column}, tiles.unmasked(tile),
                  tile * TILE_N + TILE_N > seq_kv});
     }
     cp_async_wait<0>();

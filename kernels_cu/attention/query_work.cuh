@@ -8,7 +8,7 @@
 // plan_sequences.cu has sorted them; tiles of a head come last first.
 //
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys lie in the blocks of a
-// cache, and their number is read on the device. Sets DEALT 0|1.
+// cache, and their number is read on the device. Sets DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -28,7 +28,7 @@
 #define PAGED 0
 #endif
 
-#define DEALT (VARLEN || BLOCK_SPARSE || PAGED)
+#define DYNAMIC_SCHEDULE (VARLEN || BLOCK_SPARSE || PAGED)
 
 namespace cukit {
 
@@ -55,9 +55,9 @@ struct WorkProblem {
 
 // Walks over the works of this block. Where works are dealt, one thread uses it; else whoever wants.
 template <int TileM, int TileN>
-class WorkQueue {
+class QueryTileScheduler {
  public:
-  CUKIT_DEVICE WorkQueue(const WorkProblem& problem, const WorkPlan& plan,
+  CUKIT_DEVICE QueryTileScheduler(const WorkProblem& problem, const WorkPlan& plan,
                          const ScoreSettings& settings)
       : problem_(problem), plan_(plan), settings_(settings) {}
 
@@ -67,7 +67,7 @@ class WorkQueue {
   // False when there is no more.
   CUKIT_DEVICE bool next(QueryWork& work) {
     if constexpr (VARLEN || PAGED) {
-      const int index = dealt_.tile();
+      const int index = dynamic_.tile();
       if (index >= plan_.starts[problem_.batch]) return false;
       int sequence = 0;  // the last one that starts at or before the index
       for (int end = problem_.batch; end - sequence > 1;) {
@@ -77,16 +77,16 @@ class WorkQueue {
       work.b = plan_.order[sequence];
       set_sequence(work);
       set_tile_of_head(work, index - plan_.starts[sequence]);
-      dealt_.draw(plan_.next);
+      dynamic_.draw(plan_.next);
     } else if constexpr (BLOCK_SPARSE) {
       const int tiles = (problem_.seq_q + TileM - 1) / TileM;
       const int per_sequence = problem_.heads_q * tiles;
-      const int index = dealt_.tile();
+      const int index = dynamic_.tile();
       if (index >= problem_.batch * per_sequence) return false;
       work.b = index / per_sequence;
       set_sequence(work);
       set_tile_of_head(work, index % per_sequence);
-      dealt_.draw(plan_.next);
+      dynamic_.draw(plan_.next);
     } else {
       const int tiles = (problem_.seq_q + TileM - 1) / TileM;
       const int per_head = kPairs ? (tiles + 1) / 2 : tiles;
@@ -129,8 +129,8 @@ class WorkQueue {
     const Sequence& sequence = work.sequence;
     work.first_row = tile * TileM;
     const int rows = min(TileM, sequence.seq_q - work.first_row);
-    const int past = sequence.seq_kv - sequence.seq_q;
-    work.keys = key_tiles<TileN>(work.first_row, rows, past, sequence.seq_kv, settings_);
+    const int causal_offset = sequence.seq_kv - sequence.seq_q;
+    work.keys = key_tiles<TileN>(work.first_row, rows, causal_offset, sequence.seq_kv, settings_);
     work.keys.end = max(work.keys.end, 1);
     work.keys.begin = min(work.keys.begin, work.keys.end - 1);
   }
@@ -139,7 +139,7 @@ class WorkQueue {
   const WorkPlan& plan_;
   const ScoreSettings& settings_;
   int turn_ = 0;        // works so far, of the static schedule
-  DynamicTiles dealt_;  // where works are dealt
+  DynamicTiles dynamic_;  // where works are dealt
 };
 
 // ---- A warpgroup's share of a tile ----
@@ -159,13 +159,13 @@ CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
   if (rows <= 0) {
     seen.end = work.keys.begin + 1;
   } else if (kUneven) {
-    const int past = sequence.seq_kv - sequence.seq_q;
-    seen = key_tiles<TileN>(first_row, rows, past, sequence.seq_kv, settings);
+    const int causal_offset = sequence.seq_kv - sequence.seq_q;
+    seen = key_tiles<TileN>(first_row, rows, causal_offset, sequence.seq_kv, settings);
     seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
     seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
   }
   return {WINDOW ? warp_uniform(seen.begin) : 0, warp_uniform(seen.end),
-          WINDOW ? warp_uniform(seen.whole_begin) : 0, warp_uniform(seen.whole_end)};
+          WINDOW ? warp_uniform(seen.unmasked_begin) : 0, warp_uniform(seen.unmasked_end)};
 }
 
 }  // namespace cukit
