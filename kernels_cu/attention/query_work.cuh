@@ -1,14 +1,15 @@
-// What the blocks of an attention kernel with tiles of queries work on, one tile after the other.
+// The tile scheduler of attention kernels whose blocks iterate over tiles of queries.
 //
-// Dense work is cut beforehand: blocks take every gridDim-th tile, head after head, so that
-// neighbours in time share keys and values. With a causal mask alone they take pairs of tiles of a
-// head, the last with the first and so on: each pair sees as many keys.
+// Dense calls use a static schedule: block b takes tiles b, b + gridDim.x, ..., head after head, so that
+// concurrent blocks share keys and values in L2. With a causal mask alone, blocks take pairs of tiles of
+// a head, the last with the first and so on: every pair has the same number of visible keys.
 //
-// Where tiles differ (VARLEN, PAGED, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
-// plan_sequences.cu has sorted them; tiles of a head come last first.
+// Where the cost of tiles differs (VARLEN, PAGED, BLOCK_SPARSE) the schedule is dynamic: an atomic counter
+// hands out the tiles. Sequences come longest first, as plan_sequences.cu has sorted them; within a head
+// the last tile comes first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys lie in the blocks of a
-// cache, and their number is read on the device. Sets DYNAMIC_SCHEDULE 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks of a
+// cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -32,28 +33,29 @@
 
 namespace cukit {
 
-// One tile of queries of one head of queries, and the tiles of keys that they see.
+// One tile of queries of one query head, and the tiles of keys visible to it.
 struct alignas(16) QueryWork {
   Sequence sequence;
   int b, head, first_row;
-  TileRange keys;  // one at least, if only to be masked; none at all: there is no more work
+  TileRange keys;  // at least one, even if it is fully masked; none: there is no further work
 };
 
-// Made by plan_sequences.cu or, but for the sequences, by plan_blocks.cu.
+// Written by plan_sequences.cu or, `next` alone, by plan_blocks.cu.
 struct WorkPlan {
-  int* next;          // index of the next work to be dealt; it starts with the number of blocks
-  const int* starts;  // [num_seqs + 1] works before the sequences, in the order they are dealt in
-  const int* order;   // [num_seqs] the sequences in that order
+  int* next;          // index of the next work; starts at the number of blocks
+  const int* starts;  // [num_seqs + 1] works before each sequence, in schedule order
+  const int* order;   // [num_seqs] the sequences in schedule order
 };
 
 struct WorkProblem {
   int batch, heads_q;
-  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest; PAGED: seq_kv is the most keys
+  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest; PAGED: seq_kv is an upper bound
   const int* cu_seqlens_q;
   const int* cu_seqlens_kv;  // PAGED: [batch] the keys of each sequence
 };
 
-// Walks over the works of this block. Where works are dealt, one thread uses it; else whoever wants.
+// Iterates over the works of this block. With the dynamic schedule only one thread may use it; with the
+// static one any thread computes the same sequence.
 template <int TileM, int TileN>
 class QueryTileScheduler {
  public:
@@ -61,10 +63,10 @@ class QueryTileScheduler {
                          const ScoreSettings& settings)
       : problem_(problem), plan_(plan), settings_(settings) {}
 
-  // The lanes of a warp, which walk together: what they have counted is the warp's.
-  CUKIT_DEVICE void share() { turn_ = warp_uniform(turn_); }
+  // Tells the compiler that all lanes of the warp hold the same state.
+  CUKIT_DEVICE void make_warp_uniform() { turn_ = warp_uniform(turn_); }
 
-  // False when there is no more.
+  // False when there is no further work.
   CUKIT_DEVICE bool next(QueryWork& work) {
     if constexpr (VARLEN || PAGED) {
       const int index = dynamic_.tile();
@@ -138,18 +140,19 @@ class QueryTileScheduler {
   const WorkProblem& problem_;
   const WorkPlan& plan_;
   const ScoreSettings& settings_;
-  int turn_ = 0;        // works so far, of the static schedule
-  DynamicTiles dynamic_;  // where works are dealt
+  int turn_ = 0;          // static schedule: works so far
+  DynamicTiles dynamic_;  // dynamic schedule
 };
 
 // ---- A warpgroup's share of a tile ----
 
-// Whether the warpgroups of a block see different keys, and leave out what they do not see. In turns
-// they all go through all tiles, which are as long as the block's tile of queries.
+// Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With TURNS
+// every warpgroup processes every tile of the work: a tile then has as many keys as the block has queries.
 constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
 
-// The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
-// of the work; at either end some may be hidden from it. One without queries has nothing to look at.
+// The tiles of keys visible to a warpgroup's 64 queries, at least one. All warpgroups pass through the
+// pipeline stages of the work's tiles; those at either end may be masked for this one. A warpgroup beyond
+// the last query gets a single tile.
 template <int TileN>
 CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
                                 const ScoreSettings& settings) {
