@@ -90,54 +90,54 @@ CUKIT_DEVICE void init_sums(Sums& sums) {
 }
 
 // dS, and the adders, take turns as the stages of Q do.
-CUKIT_DEVICE PipelineState<kAdders> sum_state(const PipelineState<STAGES>& at) {
-  return {at.index, at.phase};
+CUKIT_DEVICE PipelineState<kAdders> sum_state(const PipelineState<STAGES>& state) {
+  return {state.index, state.phase};
 }
 
 // There is room for one tile of dQ: its phase changes with every tile.
-CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& at) {
-  return {0, static_cast<unsigned>(at.index)};
+CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& state) {
+  return {0, static_cast<unsigned>(state.index)};
 }
 
 // One warp: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
                          const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
-                         Progress& progress) {
+                         States& states) {
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
 #pragma unroll 1
   for (int step = 0; step < work.steps; ++step) {
-    if (progress.at.index == adder) {
+    if (states.queries.index == adder) {
       float* const sum = grad_q_sum + query_block<HEAD_DIM>(position.scratch_row(work), 0);
       SumAccess access(counters, position.scratch_tile(work));
       access.begin(work, settings, position.tile);
-      shared.sums.staged.wait(sum_state(progress.at));
+      shared.sums.staged.wait(sum_state(states.queries));
       __syncwarp();
       if (first_lane) {
         access.enter();
         access.add(sum, tiles.dq, kStagingBytes);
         bulk_commit();
         bulk_wait_read<0>();
-        shared.sums.read.arrive(staging_state(progress.at));
+        shared.sums.read.arrive(staging_state(states.queries));
         access.end();
       }
       __syncwarp();
     }
-    progress.at.advance();
+    states.queries.advance();
     position.advance(work);
   }
 }
 
 template <typename MakeResults>
-CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
+CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerWork& work,
                              const MakeResults& make_results, float scale_log2,
-                             float teacher_scale_log2, Progress& progress) {
+                             float teacher_scale_log2, States& states) {
   const int group = Block::consumer_group();
   const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
   const int warp_row = group * kWarpgroupRows + warp * 16;
   const int key = group * kWarpgroupRows + accumulator_row();
   const int lane_column = accumulator_column();
-  const int steps = warp_uniform(walk.steps);
+  const int steps = warp_uniform(work.steps);
 
   constexpr int kGroupRows = KeyTile::rows(kWarpgroupRows);
   const unsigned long long k_rows = KeyTile::k_major(tiles.k) + group * kGroupRows;
@@ -166,19 +166,19 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 #endif
   if (steps > 0) {
     Scores s;
-    PipelineState<STAGES>& at = progress.at;
-    Position position(walk);
+    PipelineState<STAGES>& state = states.queries;
+    Position position(work);
     const auto tile_at = [&](const Position& place) {
-      return TileScores(walk, place.head, warp_uniform(place.tile), warp_row);
+      return TileScores(work, place.head, warp_uniform(place.tile), warp_row);
     };
-    Fetched fetched;
-    fetched.ask(tile_at(position));
+    Prefetched prefetched;
+    prefetched.load(tile_at(position));
 
-    shared.keys.wait(progress.keys);
-    shared.q.wait(at);
+    shared.keys.wait(states.keys);
+    shared.q.wait(state);
     wgmma_fence();
-    multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
-    shared.values.wait(progress.keys);
+    multiply_keys<COLUMNS>(s, k_rows, q_inner + state.index * QueryTile::kStage);
+    shared.values.wait(states.keys);
     Rows v_registers;
     if constexpr (kValuesInRegisters) load_rows(v_registers, tiles.v, warp_row);
     wgmma_wait<0>(s);
@@ -188,14 +188,14 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Scores dp;
       [[maybe_unused]] Packed packed;
       QueryGradient dq;
-      const unsigned long long q_now = q_outer + at.index * QueryTile::kStage;
-      const unsigned long long grad_out_stage = at.index * GradOutTile::kStage;
+      const unsigned long long q_now = q_outer + state.index * QueryTile::kStage;
+      const unsigned long long grad_out_stage = state.index * GradOutTile::kStage;
       // opaque: addresses that are derived ahead of the loop are spilled.
-      const ScoreKeys ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
+      const ScoreKeys ds_rows(tiles.scores + state.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
-      shared.grad_out.wait(at);
-      prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
-      const float* const lse = shared.lse[at.index] + lane_column;
+      shared.grad_out.wait(state);
+      prepare(s, ds_rows, work, tile, prefetched, key, scale_log2);
+      const float* const lse = shared.lse[state.index] + lane_column;
       if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
@@ -207,22 +207,22 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 #if DISTILL
       weigh(s, lse, scale_log2);
       wgmma_wait<0>(dp);
-      hide(dp, walk, key, tile.first_query);
-      subtract(dp, s, shared.delta[at.index] + lane_column, teacher_scale_log2);
+      hide(dp, work, key, tile.first_query);
+      subtract(dp, s, shared.delta[state.index] + lane_column, teacher_scale_log2);
 #else
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       multiply_queries(dv, packed, grad_out_outer + grad_out_stage);
       wgmma_wait<1>(dp);
-      differentiate(dp, packed, shared.delta[at.index] + lane_column, ds_rows);
+      differentiate(dp, packed, shared.delta[state.index] + lane_column, ds_rows);
 #endif
       pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
-      const PipelineState<STAGES> now = at;
+      const PipelineState<STAGES> now = state;
       const unsigned long long ds_now = ds_part + now.index * ScoreTile::kStage;
-      at.advance();
-      position.advance(walk);
+      state.advance();
+      position.advance(work);
       const auto exchange = [&] { named_sync(kExchange, kConsumers * kWarpgroupThreads); };
       const auto hand_over = [&] {
         shared.sums.read.wait_previous(staging_state(now));
@@ -247,11 +247,11 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
           shared.q.release(now);
           break;
         }
-        fetched.ask(tile_at(position));
-        shared.q.wait(at);
+        prefetched.load(tile_at(position));
+        shared.q.wait(state);
         wgmma_fence();
         Scores next;  // not where the last scores lay: ptxas would lack registers
-        multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
+        multiply_keys<COLUMNS>(next, k_rows, q_inner + state.index * QueryTile::kStage);
         wgmma_wait<1>(dk);
         shared.q.release(now);
         wgmma_wait<0>(next);
@@ -272,11 +272,11 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
           hand_over();
           break;
         }
-        fetched.ask(tile_at(position));
-        shared.q.wait(at);
+        prefetched.load(tile_at(position));
+        shared.q.wait(state);
         wgmma_fence();
         multiply_scores(dq, ds_now, k_part, group);
-        multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
+        multiply_keys<COLUMNS>(s, k_rows, q_inner + state.index * QueryTile::kStage);
         wgmma_wait<1>(dq);
         shared.q.release(now);
         shared.grad_out.release(now);
@@ -285,7 +285,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       }
     }
     shared.keys_read.arrive_warp({});
-    progress.keys.advance();
+    states.keys.advance();
     wgmma_wait<0>(dk);
 #if !DISTILL
     wgmma_wait<0>(dv);

@@ -30,12 +30,12 @@ struct TileScores {
   int first_query, first_key;
 
   // `head` of the block's, `warp_row`: of the keys of the block's first.
-  CUKIT_DEVICE TileScores(const Walk& walk, int head, int tile, int warp_row)
-      : head(walk.arrays, walk.settings, walk.batch, walk.first_head + head,
-             {0, 0, walk.first_key + walk.keys_left - walk.causal_offset, walk.first_key + walk.keys_left}),
-        settings(walk.settings),
+  CUKIT_DEVICE TileScores(const ConsumerWork& work, int head, int tile, int warp_row)
+      : head(work.arrays, work.settings, work.batch, work.first_head + head,
+             {0, 0, work.first_key + work.keys_left - work.causal_offset, work.first_key + work.keys_left}),
+        settings(work.settings),
         first_query(tile * TILE_M),
-        first_key(walk.first_key + warp_row) {}
+        first_key(work.first_key + warp_row) {}
 
   // All keys of the warp exist.
   CUKIT_DEVICE bool has_all_keys() const { return first_key + kWarpKeys <= head.seq_kv; }
@@ -115,17 +115,17 @@ class ScoreKeys {
 };
 
 // Else there are no registers in which they could wait for the scores.
-constexpr bool kBiasAhead = BIAS == 1 && !MASK && !SOFTCAP;
-constexpr bool kMaskAhead = MASK && !SOFTCAP && !BIAS;
+constexpr bool kPrefetchBias = BIAS == 1 && !MASK && !SOFTCAP;
+constexpr bool kPrefetchMask = MASK && !SOFTCAP && !BIAS;
 
 // A lane's share of a tile's bias and mask, asked for before the scores have come. Rows are read in
 // words where they are aligned, and the warp's keys all exist; else element by element, when needed.
-struct Fetched {
+struct Prefetched {
 #if BIAS == 1
   Packed bias;  // lane 4 r + c: keys 2 c and 2 c + 1 of query r, of eight queries by eight keys
   bool has_bias;
 
-  CUKIT_DEVICE void ask_bias(const TileScores& tile) {
+  CUKIT_DEVICE void load_bias(const TileScores& tile) {
     const int lane = threadIdx.x % kWarpSize;
     const HeadScores& head = tile.head;
     const long long row_stride = tile.settings.bias_row;
@@ -168,7 +168,7 @@ struct Fetched {
   uint4 mask[TILE_M / kWarpSize];  // sixteen keys of a query
   bool has_mask;
 
-  CUKIT_DEVICE void ask_mask(const TileScores& tile) {
+  CUKIT_DEVICE void load_mask(const TileScores& tile) {
     const HeadScores& head = tile.head;
     const long long row_stride = tile.settings.mask_row;
     has_mask = tile.has_all_keys() &&
@@ -186,12 +186,12 @@ struct Fetched {
   }
 #endif
 
-  CUKIT_DEVICE void ask(const TileScores& tile) {
+  CUKIT_DEVICE void load(const TileScores& tile) {
 #if BIAS == 1
-    if constexpr (kBiasAhead) ask_bias(tile);
+    if constexpr (kPrefetchBias) load_bias(tile);
 #endif
 #if MASK
-    if constexpr (kMaskAhead) ask_mask(tile);
+    if constexpr (kPrefetchMask) load_mask(tile);
 #endif
   }
 };
@@ -221,13 +221,13 @@ CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const Tile
 }
 
 CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
-                           Fetched& fetched, float scale_log2) {
+                           Prefetched& prefetched, float scale_log2) {
 #if BIAS == 1
-  if constexpr (!kBiasAhead) fetched.ask_bias(tile);
-  if (!fetched.has_bias) fetched.read_bias(tile);
+  if constexpr (!kPrefetchBias) prefetched.load_bias(tile);
+  if (!prefetched.has_bias) prefetched.read_bias(tile);
   add_biases(scores, slopes, tile, scale_log2, [&](int n, int half) {
     float pair[2];
-    unpack<element_t>(pair, transpose_8x8(fetched.bias[n / 2][n % 2 * 2 + half]));
+    unpack<element_t>(pair, transpose_8x8(prefetched.bias[n / 2][n % 2 * 2 + half]));
     return make_float2(pair[0], pair[1]);
   });
 #else
@@ -250,16 +250,16 @@ CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileSc
 
 // MASK: -infinity where the byte is 0. A lane has the sixteen keys of a query; it collects, for each of
 // its two keys, the bits of 32 queries.
-CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Fetched& fetched) {
+CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched& prefetched) {
 #if MASK
-  if constexpr (!kMaskAhead) fetched.ask_mask(tile);
+  if constexpr (!kPrefetchMask) prefetched.load_mask(tile);
   const int lane = threadIdx.x % kWarpSize;
   const HeadScores& head = tile.head;
 #pragma unroll
   for (int part = 0; part < TILE_M / kWarpSize; ++part) {
     unsigned seen[2] = {};
-    if (fetched.has_mask) {
-      const uint4& read = fetched.mask[part];
+    if (prefetched.has_mask) {
+      const uint4& read = prefetched.mask[part];
       const unsigned words[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
       for (int key = 0; key < kWarpKeys; ++key) {

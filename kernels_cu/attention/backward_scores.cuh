@@ -171,23 +171,23 @@ CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
 }
 
 // Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
-CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_query) {
-  const int right = CAUSAL ? 0 : walk.settings.window_right;
-  const int left = walk.settings.window_left;
-  if (walk.keys_left < TILE_N ||
-      ((CAUSAL || WINDOW) && walk.first_key + TILE_N - 1 > first_query + walk.causal_offset + right) ||
-      (WINDOW && walk.first_key < first_query + TILE_M - 1 + walk.causal_offset - left)) {
-    mask(scores, key, walk.keys_left, walk.first_key + key - walk.causal_offset - first_query, walk.settings);
+CUKIT_DEVICE void hide(Scores& scores, const ConsumerWork& work, int key, int first_query) {
+  const int right = CAUSAL ? 0 : work.settings.window_right;
+  const int left = work.settings.window_left;
+  if (work.keys_left < TILE_N ||
+      ((CAUSAL || WINDOW) && work.first_key + TILE_N - 1 > first_query + work.causal_offset + right) ||
+      (WINDOW && work.first_key < first_query + TILE_M - 1 + work.causal_offset - left)) {
+    mask(scores, key, work.keys_left, work.first_key + key - work.causal_offset - first_query, work.settings);
   }
 }
 
 // From products of a tile to what exponentiate takes: hidden ones, and the bias.
-CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const Walk& walk,
-                          const TileScores& tile, Fetched& fetched, int key,
+CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const ConsumerWork& work,
+                          const TileScores& tile, Prefetched& prefetched, int key,
                           float scale_log2) {
-  if constexpr (MASK) hide_masked(scores, tile, fetched);
-  hide(scores, walk, key, tile.first_query);
-  if constexpr (BIAS) add_bias(scores, slopes, tile, fetched, scale_log2);
+  if constexpr (MASK) hide_masked(scores, tile, prefetched);
+  hide(scores, work, key, tile.first_query);
+  if constexpr (BIAS) add_bias(scores, slopes, tile, prefetched, scale_log2);
 }
 
 // Where a block's gradients of keys or of values go: times `factor`, a row of `columns` each.

@@ -33,10 +33,10 @@ CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
 }
 
 // The warp has staged what it has for an adder.
-CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& at) {
+CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& state) {
   fence_proxy_async();
   __syncwarp();
-  sums.staged.arrive_warp(at);
+  sums.staged.arrive_warp(state);
 }
 
 // How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that

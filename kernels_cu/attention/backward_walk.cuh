@@ -94,18 +94,18 @@ struct Work {
 };
 
 // A work, in the hands of one who does it.
-struct Walk : Work {
+struct ConsumerWork : Work {
   const ScoreArrays arrays;
   const ScoreSettings& settings;
 
-  CUKIT_DEVICE Walk(const Work& work, const ScoreArrays& arrays, const ScoreSettings& settings)
+  CUKIT_DEVICE ConsumerWork(const Work& work, const ScoreArrays& arrays, const ScoreSettings& settings)
       : Work(work), arrays(arrays), settings(settings) {}
 };
 
-constexpr int kWorks = 2;  // the one at hand, and the next
+constexpr int kWorkStages = 2;  // the one at hand, and the next
 
 struct Shared {
-  Pipeline<kWorks> works;
+  Pipeline<kWorkStages> work_pipeline;
   Pipeline<STAGES> q;         // with lse
   Pipeline<STAGES> grad_out;  // with delta
 #if QUERY_GRADIENT
@@ -114,7 +114,7 @@ struct Shared {
   StageBarriers<1> keys;       // K has come
   StageBarriers<1> values;     // V has
   StageBarriers<1> keys_read;  // both may be overwritten
-  Work work[kWorks];          // no steps and no keys: there is none left
+  Work work[kWorkStages];          // no steps and no keys: there is none left
   alignas(16) float lse[STAGES][TILE_M];
   alignas(16) float delta[STAGES][TILE_M];
 };
@@ -141,8 +141,8 @@ struct Position {
 };
 
 // Where a producer or consumer is, from one work to the next.
-struct Progress {
-  PipelineState<STAGES> at;  // in the tiles of queries
+struct States {
+  PipelineState<STAGES> queries;  // in the tiles of queries
   PipelineState<1> keys;     // in the works that have any queries
 };
 
@@ -150,7 +150,7 @@ struct Progress {
 // uniform registers; and no lane may miss a phase that the first one's copies bring to an end.
 CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, const TensorMap* k,
                         const TensorMap* v, const TensorMap* grad_out, const float* lse_log2,
-                        const float* delta, const Work& work, Progress& progress) {
+                        const float* delta, const Work& work, States& states) {
   // A box wholly outside the tensor is never asked for: TMA then touches the address where the map
   // begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
   constexpr int kStatistics = TILE_M * 4;
@@ -158,32 +158,32 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
   Position position(work);
 #pragma unroll 1
   for (int step = 0; step < work.steps; ++step) {
-    const PipelineState<STAGES>& at = progress.at;
+    const PipelineState<STAGES>& state = states.queries;
     const int row = work.map_q.row + position.tile * TILE_M;
     const int head = work.first_head + position.head;
     const long long statistics = position.scratch_row(work);
-    shared.q.acquire(at);
+    shared.q.acquire(state);
     __syncwarp();
     if (first_lane) {
-      Mbarrier* const full = shared.q.expect(at, QueryTile::kBytes + kStatistics);
-      QueryTile::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
-      bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
+      Mbarrier* const full = shared.q.expect(state, QueryTile::kBytes + kStatistics);
+      QueryTile::load(tiles.q + state.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
+      bulk_load(shared.lse[state.index], lse_log2 + statistics, kStatistics, full);
     }
     if (step == 0) {
-      shared.keys_read.wait_previous(progress.keys);
+      shared.keys_read.wait_previous(states.keys);
       __syncwarp();
       if (first_lane) {
-        KeyTile::load(tiles.k, k, shared.keys.expect(progress.keys, KeyTile::kBytes), work.key_head,
+        KeyTile::load(tiles.k, k, shared.keys.expect(states.keys, KeyTile::kBytes), work.key_head,
                       work.map_kv.row + work.first_key, work.map_kv.outer);
       }
     }
-    shared.grad_out.acquire(at);
+    shared.grad_out.acquire(state);
     __syncwarp();
     if (first_lane) {
-      Mbarrier* const full = shared.grad_out.expect(at, GradOutTile::kBytes + kStatistics);
-      GradOutTile::load(tiles.grad_out + at.index * GradOutTile::kBytes, grad_out, full, head, row,
+      Mbarrier* const full = shared.grad_out.expect(state, GradOutTile::kBytes + kStatistics);
+      GradOutTile::load(tiles.grad_out + state.index * GradOutTile::kBytes, grad_out, full, head, row,
                         work.map_q.outer);
-      bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
+      bulk_load(shared.delta[state.index], delta + statistics, kStatistics, full);
     }
     if (step == 0) {
       if (first_lane) {
@@ -192,12 +192,12 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
 #else
         const int value_head = work.key_head;
 #endif
-        ValueTile::load(tiles.v, v, shared.values.expect(progress.keys, ValueTile::kBytes),
+        ValueTile::load(tiles.v, v, shared.values.expect(states.keys, ValueTile::kBytes),
                         value_head, work.map_kv.row + work.first_key, work.map_kv.outer);
       }
-      progress.keys.advance();
+      states.keys.advance();
     }
-    progress.at.advance();
+    states.queries.advance();
     position.advance(work);
   }
 }

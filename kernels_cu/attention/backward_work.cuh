@@ -24,7 +24,7 @@ struct KeyProblem {
   const int* cu_seqlens_kv;
   const int* plan;  // VARLEN: [2 * batch + 2], plan_sequences.cu
 
-  CUKIT_DEVICE int works() const {
+  CUKIT_DEVICE int work_items() const {
     if constexpr (VARLEN) return plan[1 + call.batch];
     return call.batch * call.heads * ((call.seq_kv + TILE_N - 1) / TILE_N);
   }
@@ -98,20 +98,20 @@ constexpr int kNoWork = -1;  // steps
 // The first warp of the producers: draws tickets from a counter that starts with 0, passes the works on
 // and calls `produce(work)` for each, until there is none left.
 template <typename Produce>
-CUKIT_DEVICE void draw_works(Shared& shared, const KeyProblem& problem, int* counter,
+CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* counter,
                              const Produce& produce) {
-  const int works = problem.works();
-  for (PipelineState<kWorks> at;; at.advance()) {
-    Work& work = shared.work[at.index];
-    shared.works.acquire(at);
+  const int work_items = problem.work_items();
+  for (PipelineState<kWorkStages> state;; state.advance()) {
+    Work& work = shared.work[state.index];
+    shared.work_pipeline.acquire(state);
     if (threadIdx.x == 0) {
       const int ticket = atomicAdd(counter, 1);
-      if (ticket < works) {
+      if (ticket < work_items) {
         work = problem.work(ticket);
       } else {
         work.steps = kNoWork;
       }
-      shared.works.commit(at);
+      shared.work_pipeline.commit(state);
     }
     __syncwarp();
     if (warp_uniform(work.steps) == kNoWork) return;
@@ -121,14 +121,14 @@ CUKIT_DEVICE void draw_works(Shared& shared, const KeyProblem& problem, int* cou
 
 // Every other warp: calls `consume(work, shared work)` for each.
 template <typename Consume>
-CUKIT_DEVICE void take_works(Shared& shared, const Consume& consume) {
-  for (PipelineState<kWorks> at;; at.advance()) {
-    shared.works.wait(at);
-    const Work& work = shared.work[at.index];
+CUKIT_DEVICE void for_each_work(Shared& shared, const Consume& consume) {
+  for (PipelineState<kWorkStages> state;; state.advance()) {
+    shared.work_pipeline.wait(state);
+    const Work& work = shared.work[state.index];
     if (warp_uniform(work.steps) == kNoWork) return;
     consume(warp_uniform_ints(work), work);
     __syncwarp();
-    shared.works.release(at);
+    shared.work_pipeline.release(state);
   }
 }
 

@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
 
   Block::prepare([&] {
     for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
-    shared.works.init(Block::kConsumerWarps + backward::kAdders);
+    shared.work_pipeline.init(Block::kConsumerWarps + backward::kAdders);
     shared.q.init(Block::kConsumerWarps);
     shared.grad_out.init(Block::kConsumerWarps);
 #if QUERY_GRADIENT
@@ -105,27 +105,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   Block::run(
       [&] {
         const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
-        backward::Progress progress;
+        backward::States states;
         if (warp == 0) {
-          backward::draw_works(shared, problem, counters, [&](const backward::Work& work) {
-            backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, progress);
+          backward::schedule_work(shared, problem, counters, [&](const backward::Work& work) {
+            backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, states);
           });
 #if QUERY_GRADIENT
         } else if (warp <= backward::kAdders) {
-          backward::take_works(shared, [&](const backward::Work& work, const backward::Work&) {
+          backward::for_each_work(shared, [&](const backward::Work& work, const backward::Work&) {
             backward::add_up(shared, tiles, work, params.settings, grad_q_sum, counters, warp - 1,
-                             progress);
+                             states);
           });
 #endif
         }
       },
       [&] {
-        backward::Progress progress;
-        backward::take_works(shared, [&](const backward::Work& own, const backward::Work& work) {
-          const backward::Walk walk(own, {alibi_slopes, nullptr, bias, mask}, params.settings);
-          // At the end, read anew: registers are short in between.
+        backward::States states;
+        backward::for_each_work(shared, [&](const backward::Work& own, const backward::Work& shared_work) {
+          const backward::ConsumerWork work(own, {alibi_slopes, nullptr, bias, mask},
+                                            params.settings);
+          // Called after the last tile. Reads the work from shared memory again, to save registers.
           const auto results = [&] {
-            const long long row = static_cast<long long>(work.key_row) * params.heads + work.head;
+            const long long row =
+                static_cast<long long>(shared_work.key_row) * params.heads + shared_work.head;
             const auto target = [&](Gradient* gradient, int columns, float factor) {
               return backward::Target{gradient + row * columns,
                                       static_cast<long long>(params.heads) * columns, columns,
@@ -137,13 +139,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
             const float scale = params.scale;
 #endif
             return backward::Results{target(grad_k, params.head_dim, scale),
-                                     target(grad_v, params.value_dim, 1.0f), work.keys_left};
+                                     target(grad_v, params.value_dim, 1.0f),
+                                     shared_work.keys_left};
           };
 #if QUERY_GRADIENT
-          backward::accumulate(shared, tiles, walk, results, params.scale_log2,
-                               params.teacher_scale_log2, progress);
+          backward::accumulate(shared, tiles, work, results, params.scale_log2,
+                               params.teacher_scale_log2, states);
 #else
-          backward::accumulate(shared, tiles, walk, results, params.scale_log2, progress);
+          backward::accumulate(shared, tiles, work, results, params.scale_log2, states);
 #endif
         });
       });
