@@ -1,14 +1,14 @@
-// The consumers of the Hopper backward for heads up to 128 wide: 64 keys for each warpgroup.
+// The consumers of the Hopper backward for heads of up to 128 columns: 64 keys for each warpgroup.
 //
-// dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
-// products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
-// exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
-// the transpose of dQ of 64 columns.
-// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is made of both.
-// dP runs beside the exponentials, dV beside dS. Then, with 64 columns, dK runs beside the exchange, and
-// the next scores beside the staging of dQ; with 128, dQ comes first and is staged beside dK.
-// Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
-// the loop turns: otherwise ptxas serialises the wgmmas.
+// A warpgroup keeps dK and dV of its keys in registers. P and dS, with keys as rows, leave the tensor cores
+// in the layout of a register operand of the products with dO and Q. Only dQ needs the dS of all keys,
+// which the warpgroups exchange through shared memory (two stages): with 64 columns each computes dQ of 64
+// queries, with 128 the transpose of dQ of 64 columns.
+// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is computed from both.
+// dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the exchange, and the
+// next scores overlap the staging of dQ; with 128, dQ is issued first and is staged while dK runs.
+// Accumulators are read in the basic block that issued the later wgmma, and no wgmma of scores is in flight
+// at the loop's back edge: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
@@ -22,19 +22,19 @@ namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
 constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
-// Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
+// V as register operand a of dP: where registers are free and shared memory limits like the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
-// dP beside the exponentials: unless there are no registers for both.
+// Exponentials before dP, where there are no registers to overlap them.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
-// A warpgroup whose part of dQ has no K computes none. Where no product is in flight at that branch,
-// ptxas would serialise those behind it: dK goes before it.
+// A warpgroup whose columns of dQ are all padding computes no dQ. If no wgmma is in flight at that branch,
+// ptxas serialises those after it: dK is issued before it.
 constexpr bool kKeysFirst = DISTILL && kTransposed && COLUMNS <= 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
-static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
-static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
+static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "the pipelines share one state");
+static_assert(TILE_N == kConsumers * kWarpgroupRows, "one wgmma of 64 rows per warpgroup");
 static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
-              "dQ is cut into a part for each warpgroup");
+              "each warpgroup computes one part of dQ");
 
 using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
 
@@ -53,7 +53,7 @@ CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row
   }
 }
 
-// As multiply_keys, with the values in registers.
+// As multiply_keys, with V in registers.
 CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
@@ -62,8 +62,8 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
   wgmma_commit();
 }
 
-// This warpgroup's part of dQ = dS K, or of its transpose K^T dS^T, started; zero where its columns
-// have no K.
+// Issues this warpgroup's part of dQ = dS K, or of its transpose K^T dS^T; zeros where its columns are
+// padding.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
   constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
@@ -89,17 +89,17 @@ CUKIT_DEVICE void init_sums(Sums& sums) {
   sums.read.init(1);
 }
 
-// dS, and the adders, take turns as the stages of Q do.
+// Stages of dS, and adders, alternate with the stages of Q.
 CUKIT_DEVICE PipelineState<kAdders> sum_state(const PipelineState<STAGES>& state) {
   return {state.index, state.phase};
 }
 
-// There is room for one tile of dQ: its phase changes with every tile.
+// The staging buffer holds one tile of dQ: its phase changes with every tile.
 CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& state) {
   return {0, static_cast<unsigned>(state.index)};
 }
 
-// One warp: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
+// One warp: adds every kAdders-th tile of dQ; while its copy completes, another adder takes the next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
                          const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
                          States& states) {
@@ -152,7 +152,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
                   : ScoreTile::mn_major(tiles.scores) + group * ScoreTile::kPart;
   const unsigned long long k_part =
       KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
-  // As the tile lies in the scratch.
+  // In the layout of the scratch (query_gradient.cuh).
   unsigned char* const staging =
       tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
 
@@ -190,7 +190,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
       QueryGradient dq;
       const unsigned long long q_now = q_outer + state.index * QueryTile::kStage;
       const unsigned long long grad_out_stage = state.index * GradOutTile::kStage;
-      // opaque: addresses that are derived ahead of the loop are spilled.
+      // opaque: addresses computed before the loop would be spilled.
       const ScoreKeys ds_rows(tiles.scores + state.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
       shared.grad_out.wait(state);
@@ -224,7 +224,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
       state.advance();
       position.advance(work);
       const auto exchange = [&] { named_sync(kExchange, kConsumers * kWarpgroupThreads); };
-      const auto hand_over = [&] {
+      const auto stage_dq = [&] {
         shared.sums.read.wait_previous(staging_state(now));
         stage_blocks(staging, dq);
         hand_to_adder(shared.sums, sum_state(now));
@@ -241,7 +241,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
 #endif
         wgmma_wait<kKeysFirst ? 0 : 1>(dq);
         shared.grad_out.release(now);
-        hand_over();
+        stage_dq();
         if (last) {
           wgmma_wait<0>(dk);
           shared.q.release(now);
@@ -250,7 +250,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
         prefetched.load(tile_at(position));
         shared.q.wait(state);
         wgmma_fence();
-        Scores next;  // not where the last scores lay: ptxas would lack registers
+        Scores next;  // a second array: with `s` itself ptxas runs out of registers
         multiply_keys<COLUMNS>(next, k_rows, q_inner + state.index * QueryTile::kStage);
         wgmma_wait<1>(dk);
         shared.q.release(now);
@@ -269,7 +269,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
           wgmma_wait<0>(dq);
           shared.q.release(now);
           shared.grad_out.release(now);
-          hand_over();
+          stage_dq();
           break;
         }
         prefetched.load(tile_at(position));
@@ -280,7 +280,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
         wgmma_wait<1>(dq);
         shared.q.release(now);
         shared.grad_out.release(now);
-        hand_over();
+        stage_dq();
         wgmma_wait<0>(s);
       }
     }

@@ -1,8 +1,8 @@
-// Which keys a block of the Hopper backward owns, and who sees them.
+// The tile scheduler of the Hopper backward: work items from an atomic counter.
 //
-// Blocks take tickets, one after the other, each for a tile of the keys in the order of
-// block_order.cuh. VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries
-// first, and added up their tiles of keys.
+// Blocks draw tickets. A ticket is the index of a tile of keys in the order of block_order.cuh. VARLEN:
+// plan_sequences.cu has sorted the sequences, those with the most queries first, and summed up their
+// tiles of keys.
 //
 // Macros: TILE_N keys of a tile; DETERMINISTIC; those of score_options.cuh.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace cukit::backward {
 
-// A call. Whole warps ask.
+// The arguments of a call.
 struct KeyProblem {
   const MappedKeyParameters& call;
   const int* cu_seqlens_q;
@@ -36,7 +36,7 @@ struct KeyProblem {
     if constexpr (VARLEN) {
       const int* const starts = plan + 1;
       const int* const order = starts + call.batch + 1;
-      int place = 0;  // the last one that starts at or before this ticket
+      int place = 0;  // the last sequence that starts at or before this ticket
       for (int end = call.batch; end - place > 1;) {
         const int middle = (place + end) / 2;
         (starts[middle] <= ticket ? place : end) = middle;
@@ -52,7 +52,7 @@ struct KeyProblem {
       work.batch = found.head / call.heads;
       work.head = found.head - work.batch * call.heads;
     }
-    // Works wait for those with later keys, which therefore begin first.
+    // DETERMINISTIC: a work item waits for those with later keys, which therefore come first.
     const int tile =
         (CAUSAL || WINDOW) && DETERMINISTIC ? work.key_tiles - 1 - found.tile : found.tile;
     work.key_head = work.head / call.splits;
@@ -75,7 +75,8 @@ struct KeyProblem {
       work.key_row = work.batch * call.seq_kv + work.first_key;
       work.first_scratch_tile = (work.batch * call.heads + work.head) * call.group * work.tiles;
     }
-    work.first_tile = CAUSAL ? min(work.tiles, max(0, work.first_key - work.causal_offset) / TILE_M) : 0;
+    work.first_tile =
+        CAUSAL ? min(work.tiles, max(0, work.first_key - work.causal_offset) / TILE_M) : 0;
     work.end_tile = work.tiles;
     if constexpr (WINDOW || VARLEN) {
       const TileRange seen = query_tiles<TILE_M>(work.first_key, min(TILE_N, work.keys_left),
@@ -91,12 +92,12 @@ struct KeyProblem {
   }
 };
 
-// ---- How the works of a block pass through its warps ----
+// ---- Distribution of work items to the warps of a block ----
 
 constexpr int kNoWork = -1;  // steps
 
-// The first warp of the producers: draws tickets from a counter that starts with 0, passes the works on
-// and calls `produce(work)` for each, until there is none left.
+// The first producer warp: draws tickets from a counter that starts at 0, publishes the work items to the
+// other warps and calls produce(work) for each, until there is none left.
 template <typename Produce>
 CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* counter,
                              const Produce& produce) {
@@ -119,7 +120,7 @@ CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* 
   }
 }
 
-// Every other warp: calls `consume(work, shared work)` for each.
+// Every other warp: calls consume(work, work in shared memory) for each work item.
 template <typename Consume>
 CUKIT_DEVICE void for_each_work(Shared& shared, const Consume& consume) {
   for (PipelineState<kWorkStages> state;; state.advance()) {
