@@ -1,16 +1,17 @@
-// Divergence of two models' attention distributions, row by row, without either matrix leaving the chip:
+// Divergence of two models' attention distributions, row by row, without either matrix leaving the
+// chip:
 //
 //   KL_i = sum_j P_ij (ln P_ij - ln Q_ij),   P = softmax(scale_t Q_t K_t^T),  Q = softmax(scale_s Q_s K_s^T)
 //
-// and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh has the sums; masks hide
-// the same keys from both models. A query that sees no key has a divergence of 0.
-// Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2", arXiv:2307.08691,
-//   after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
+// and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh has the sums; masks
+// hide the same keys from both models. A query that sees no key has a divergence of 0.
+// Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2",
+//   arXiv:2307.08691, after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
 // Mapping, shared memory: query_pairs_sm80.cuh, the student's arrays as q and k, the teacher's as
 //   grad_out and v. A warp keeps five sums of each of its 16 rows in registers.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256 and VALUE_DIM, of the teacher; PADDED,
-//   VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL 1; KNOWN_T,
-//   KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW, VARLEN of score_options.cuh.
+//   VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL 1;
+//   KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW, VARLEN of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention_kl.py.
 #include "attention/kl_rows.cuh"

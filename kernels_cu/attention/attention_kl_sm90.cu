@@ -1,25 +1,25 @@
-// Divergence of two models' attention distributions, row by row, on Hopper (wgmma, TMA). The equation is
-// in attention_kl_sm80.cu. Neither score matrix is written to global memory.
+// Divergence of two models' attention distributions, row by row, on Hopper (wgmma, TMA). The
+// equation is in attention_kl_sm80.cu. Neither score matrix is written to global memory.
 //
 // Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608 (warp specialisation; products overlap exponentials).
-// Mapping: a block iterates over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A thread of
-//   the producer warpgroup issues the TMA loads of both models' queries and, tile by tile, keys
-//   (forward_producer_sm90.cuh: the teacher's as Q and K, the student's as second Q and V). Each consumer
-//   warpgroup owns 64 queries, keeps five sums of each row in registers (kl_rows.cuh) and iterates over
-//   tiles of TILE_N keys, last tile first. The teacher's exponentials overlap the student's product and,
-//   where the student's lse is not given, the student's exponentials overlap the teacher's next product;
-//   the rest overlaps the products of other consumers. A consumer skips tiles that are masked for all of
-//   its queries.
+// Mapping: a block iterates over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A
+//   thread of the producer warpgroup issues the TMA loads of both models' queries and, tile by
+//   tile, keys (forward_producer_sm90.cuh: the teacher's as Q and K, the student's as second Q and
+//   V). Each consumer warpgroup owns 64 queries, keeps five sums of each row in registers
+//   (kl_rows.cuh) and iterates over tiles of TILE_N keys, last tile first. The teacher's
+//   exponentials overlap the student's product and, where the student's lse is not given, the
+//   student's exponentials overlap the teacher's next product; the rest overlaps the products of
+//   other consumers. A consumer skips tiles that are masked for all of its queries.
 // VARLEN: tiles extend into the next sequence, whose keys are masked.
 // Shared memory, dynamic: Q_t stages, a tile of 64 queries per consumer | K_t stages | K_s stages |
-//   Q_s stages. 2 (HEAD_DIM + VALUE_DIM) (64 CONSUMERS QUERY_STAGES + TILE_N STAGES) bytes, columns in
-//   parts of 64. Static: barriers, and the work of each stage of Q.
+//   Q_s stages. 2 (HEAD_DIM + VALUE_DIM) (64 CONSUMERS QUERY_STAGES + TILE_N STAGES) bytes, columns
+//   in parts of 64. Static: barriers, and the work of each stage of Q.
 // Tensor maps: as of flash_attention_sm90.cu, all of boxes [1, rows, 1, 64].
-// Macros: DTYPE float16|bfloat16; HEAD_DIM of the teacher, VALUE_DIM of the student, multiples of 16 up
-//   to 256; CONSUMERS 2|3; TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 *
-//   (CONSUMERS + 1); BLOCKS_PER_SM; DISTILL 1; KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW,
-//   VARLEN of score_options.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM of the teacher, VALUE_DIM of the student, multiples of
+//   16 up to 256; CONSUMERS 2|3; TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128
+//   * (CONSUMERS + 1); BLOCKS_PER_SM; DISTILL 1; KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL,
+//   WINDOW, VARLEN of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention_kl.py.
 #include "attention/forward_pipelines_sm90.cuh"
@@ -59,8 +59,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
                       const Arguments& arguments, const cukit::MappedKlParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
   const int first_index = Block::consumer_group();
-  // The index of this warpgroup among the consumers. VARLEN recomputes it: it has no register to hold it
-  // throughout the loop.
+  // The index of this warpgroup among the consumers. VARLEN recomputes it: it has no register to
+  // hold it throughout the loop.
   const auto index = [&] { return VARLEN ? Block::consumer_group() : first_index; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();

@@ -1,14 +1,14 @@
 // The consumers of the Hopper backward for heads of up to 128 columns: 64 keys for each warpgroup.
 //
-// A warpgroup keeps dK and dV of its keys in registers. P and dS, with keys as rows, leave the tensor cores
-// in the layout of a register operand of the products with dO and Q. Only dQ needs the dS of all keys,
-// which the warpgroups exchange through shared memory (two stages): with 64 columns each computes dQ of 64
-// queries, with 128 the transpose of dQ of 64 columns.
-// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is computed from both.
-// dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the exchange, and the
-// next scores overlap the staging of dQ; with 128, dQ is issued first and is staged while dK runs.
-// Accumulators are read in the basic block that issued the later wgmma, and no wgmma of scores is in flight
-// at the loop's back edge: otherwise ptxas serialises the wgmmas.
+// A warpgroup keeps dK and dV of its keys in registers. P and dS, with keys as rows, leave the
+// tensor cores in the layout of a register operand of the products with dO and Q. Only dQ needs the
+// dS of all keys, which the warpgroups exchange through shared memory (two stages): with 64 columns
+// each computes dQ of 64 queries, with 128 the transpose of dQ of 64 columns.
+// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is computed
+// from both. dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the
+// exchange, and the next scores overlap the staging of dQ; with 128, dQ is issued first and is
+// staged while dK runs. Accumulators are read in the basic block that issued the later wgmma, and
+// no wgmma of scores is in flight at the loop's back edge: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
@@ -22,12 +22,13 @@ namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
 constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
-// V as register operand a of dP: where registers are free and shared memory limits like the tensor cores.
+// V as register operand a of dP: where registers are free and shared memory limits like the tensor
+// cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
 // Exponentials before dP, where there are no registers to overlap them.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
-// A warpgroup whose columns of dQ are all padding computes no dQ. If no wgmma is in flight at that branch,
-// ptxas serialises those after it: dK is issued before it.
+// A warpgroup whose columns of dQ are all padding computes no dQ. If no wgmma is in flight at that
+// branch, ptxas serialises those after it: dK is issued before it.
 constexpr bool kKeysFirst = DISTILL && kTransposed && COLUMNS <= 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
@@ -62,8 +63,8 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
   wgmma_commit();
 }
 
-// Issues this warpgroup's part of dQ = dS K, or of its transpose K^T dS^T; zeros where its columns are
-// padding.
+// Issues this warpgroup's part of dQ = dS K, or of its transpose K^T dS^T; zeros where its columns
+// are padding.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
   constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
@@ -99,7 +100,8 @@ CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& s
   return {0, static_cast<unsigned>(state.index)};
 }
 
-// One warp: adds every kAdders-th tile of dQ; while its copy completes, another adder takes the next tile.
+// One warp: adds every kAdders-th tile of dQ; while its copy completes, another adder takes the
+// next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
                          const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
                          States& states) {

@@ -1,7 +1,7 @@
 // Score options of the Hopper backward, whose scores have keys as rows (backward_scores.cuh).
 //
-// The rows of a bias or mask are queries, in which a warp's sixteen keys are contiguous: a lane loads keys
-// of one query, and the warp exchanges them.
+// The rows of a bias or mask are queries, in which a warp's sixteen keys are contiguous: a lane
+// loads keys of one query, and the warp exchanges them.
 //
 // Macros: TILE_M, TILE_N, those of score_options.cuh.
 #pragma once
@@ -42,8 +42,9 @@ struct TileScores {
   CUKIT_DEVICE bool has_all_keys() const { return first_key + kWarpKeys <= head.seq_kv; }
 };
 
-// The score of a product without bias, in log2 units; -infinity stays. Sets `slope` to its derivative with
-// respect to the scaled product. `ahead`: the ALiBi distance, query + causal offset - key.
+// The score of a product without bias, in log2 units; -infinity stays. Sets `slope` to its
+// derivative with respect to the scaled product. `ahead`: the ALiBi distance, query + causal offset
+// - key.
 CUKIT_DEVICE float modified(float product, float ahead, const TileScores& tile, float scale_log2,
                             float& slope) {
   slope = 1.0f;
@@ -66,8 +67,8 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
                             tile.first_key - lane / 4);
 }
 
-// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries per step. SOFTCAP: the
-// derivatives of the scores are stored in place of dS until it is computed, to save registers.
+// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries per step. SOFTCAP:
+// the derivatives of the scores are stored in place of dS until it is computed, to save registers.
 class ScoreKeys {
  public:
   // `first_key`: the warp's first, in the block's tile.
@@ -101,8 +102,8 @@ class ScoreKeys {
   }
 
  private:
-  // Address of the lane's row of its 8x8 matrix: the second matrix has the next eight keys, the third the next
-  // eight queries.
+  // Address of the lane's row of its 8x8 matrix: the second matrix has the next eight keys, the
+  // third the next eight queries.
   CUKIT_DEVICE unsigned at(int step) const {
     const unsigned lane = threadIdx.x % kWarpSize;
     if constexpr (kTransposed) {
@@ -120,8 +121,9 @@ class ScoreKeys {
 constexpr bool kPrefetchBias = BIAS == 1 && !MASK && !SOFTCAP;
 constexpr bool kPrefetchMask = MASK && !SOFTCAP && !BIAS;
 
-// A lane's share of a tile's bias and mask, loaded before the scores are complete. Rows are read in words
-// where they are aligned and all keys of the warp exist; otherwise element by element when needed.
+// A lane's share of a tile's bias and mask, loaded before the scores are complete. Rows are read in
+// words where they are aligned and all keys of the warp exist; otherwise element by element when
+// needed.
 struct Prefetched {
 #if BIAS == 1
   Packed bias;  // 8x8 blocks (queries by keys): lane 4 r + c has keys 2 c and 2 c + 1 of query r
@@ -198,8 +200,8 @@ struct Prefetched {
   }
 };
 
-// BIAS: turns products into scores in log2 units and, with SOFTCAP, stores their derivatives. biases(n, half)
-// returns the bias of the lane's two scores there.
+// BIAS: turns products into scores in log2 units and, with SOFTCAP, stores their derivatives.
+// biases(n, half) returns the bias of the lane's two scores there.
 template <typename Biases>
 CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                              float scale_log2, const Biases& biases) {
@@ -250,8 +252,8 @@ CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileSc
 #endif
 }
 
-// MASK: -infinity where the byte is 0. A lane holds sixteen keys of one query; ballots give it, for each of
-// its two keys, the bits of 32 queries.
+// MASK: -infinity where the byte is 0. A lane holds sixteen keys of one query; ballots give it, for
+// each of its two keys, the bits of 32 queries.
 CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched& prefetched) {
 #if MASK
   if constexpr (!kPrefetchMask) prefetched.load_mask(tile);

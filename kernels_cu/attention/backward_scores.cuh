@@ -3,7 +3,8 @@
 // Elements are in the layout of wgmma accumulators: element 4 n + 2 half + i of a lane is row
 // lane / 4 + 8 half of its warp's sixteen, column 8 n + 2 (lane % 4) + i.
 //
-// Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of score_options.cuh.
+// Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of
+// score_options.cuh.
 #pragma once
 
 #include "attention/backward_options.cuh"
@@ -45,8 +46,9 @@ CUKIT_DEVICE void multiply_queries(float (&gradient)[N], const Packed& scores,
   wgmma_commit();
 }
 
-// Sets scores to -infinity where the key is not below `keys`, or is masked by CAUSAL or WINDOW. `opposite`:
-// the query on the diagonal of the lane's first row, key - causal offset, counted from the tile's first.
+// Sets scores to -infinity where the key is not below `keys`, or is masked by CAUSAL or WINDOW.
+// `opposite`: the query on the diagonal of the lane's first row, key - causal offset, counted from
+// the tile's first.
 CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
                        const ScoreSettings& settings) {
   const int lane_column = threadIdx.x % 4 * 2;
@@ -170,7 +172,8 @@ CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
     }
 }
 
-// Masks a tile's scores by length, CAUSAL and WINDOW. `key`: the lane's first, counted from the block's.
+// Masks a tile's scores by length, CAUSAL and WINDOW. `key`: the lane's first, counted from the
+// block's.
 CUKIT_DEVICE void hide(Scores& scores, const ConsumerWork& work, int key, int first_query) {
   const int right = CAUSAL ? 0 : work.settings.window_right;
   const int left = work.settings.window_left;
@@ -205,8 +208,8 @@ struct Results {
   int keys_left;
 };
 
-// Stores the gradients of a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is the
-// lane's first. Padded: the target may have fewer columns.
+// Stores the gradients of a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is
+// the lane's first. Padded: the target may have fewer columns.
 template <bool Padded, int N>
 CUKIT_DEVICE void store(const Target& target, const float (&gradient)[N], int keys_left, int first_row,
                         int first_column) {

@@ -1,11 +1,12 @@
-// Accumulation of dQ in global memory by the Hopper backward: consumers stage tiles in shared memory, and
-// warps of the producer warpgroup (adders) issue TMA reductions, so that no consumer waits for memory.
+// Accumulation of dQ in global memory by the Hopper backward: consumers stage tiles in shared
+// memory, and warps of the producer warpgroup (adders) issue TMA reductions, so that no consumer
+// waits for memory.
 //
-// The first block to reach a tile of the sum stores instead of adding, so that the sum need not be zeroed.
-// Each tile has a counter:
-//   DETERMINISTIC: the number of blocks that have added. Blocks add in a fixed order: an adder waits for
-//     its block's turn, then for the end of its own copy, and increments the counter. In causal calls
-//     blocks reach a tile in this order anyway.
+// The first block to reach a tile of the sum stores instead of adding, so that the sum need not be
+// zeroed. Each tile has a counter:
+//   DETERMINISTIC: the number of blocks that have added. Blocks add in a fixed order: an adder
+//     waits for its block's turn, then for the end of its own copy, and increments the counter. In
+//     causal calls blocks reach a tile in this order anyway.
 //   otherwise: 0 not yet stored, kStoring being stored, kStored stored.
 // The finish kernel reads tiles whose counter is 0 as zeros.
 //
@@ -39,8 +40,9 @@ CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& state)
   sums.staged.arrive_warp(state);
 }
 
-// DETERMINISTIC: the number of blocks that add to a tile of dQ before this one. With CAUSAL or WINDOW the
-// last visible keys come first, otherwise the first keys: the order in which blocks reach the tile anyway.
+// DETERMINISTIC: the number of blocks that add to a tile of dQ before this one. With CAUSAL or
+// WINDOW the last visible keys come first, otherwise the first keys: the order in which blocks
+// reach the tile anyway.
 CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int tile) {
   const int key_tile = work.first_key / TILE_N;
   if (!CAUSAL && !WINDOW) return key_tile;
@@ -49,8 +51,8 @@ CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int ti
   return min(work.key_tiles - 1, last_seen) - key_tile;
 }
 
-// An adder's access to a tile of the sum. Waiting for other blocks cannot deadlock: they started earlier, or
-// are storing already.
+// An adder's access to a tile of the sum. Waiting for other blocks cannot deadlock: they started
+// earlier, or are storing already.
 class SumAccess {
  public:
   // `counters` of the kernel: the ticket counter, then one per tile.

@@ -1,12 +1,12 @@
 // Work items of the Hopper backward, its pipelines, and the warp that issues the loads.
 //
-// Blocks are persistent, one per SM. Each processes one work item (a tile of keys of a head) after the
-// other. The loads of the next item start while the consumers finish the current one.
+// Blocks are persistent, one per SM. Each processes one work item (a tile of keys of a head) after
+// the other. The loads of the next item start while the consumers finish the current one.
 //
-// Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
-//   that are multiplied, HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
-//   STAGES; QUERY_GRADIENT 0|1 dQ is accumulated too; those of score_options.cuh; DISTILL, 0 where it is
-//   not defined: heads of V have a GQA group of their own.
+// Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples
+//   of 32, that are multiplied, HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of
+//   a tile, STAGES; QUERY_GRADIENT 0|1 dQ is accumulated too; those of score_options.cuh; DISTILL,
+//   0 where it is not defined: heads of V have a GQA group of their own.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -33,11 +33,12 @@ namespace cukit::backward {
 using T = element_t;
 
 constexpr int kConsumers = 2;
-// With 24 registers the producer's warps spill a little. With more, the consumers have fewer than 240 and
-// ptxas serialises their wgmmas: 20 % slower.
+// With 24 registers the producer's warps spill a little. With more, the consumers have fewer than
+// 240 and ptxas serialises their wgmmas: 20 % slower.
 using Block = WarpSpecialized<kConsumers, 24>;
 
-// Tiles in shared memory, in parts of 64 columns. Tiles with the same row count have the same step offsets.
+// Tiles in shared memory, in parts of 64 columns. Tiles with the same row count have the same step
+// offsets.
 using KeyTile = SharedTile<T, TILE_N, COLUMNS>;
 using ValueTile = SharedTile<T, TILE_N, VALUE_COLUMNS>;
 using QueryTile = SharedTile<T, TILE_M, COLUMNS>;
@@ -51,7 +52,8 @@ using ScoreTile =
 #if QUERY_GRADIENT
 constexpr int kAdders = 2;
 
-// Hand-over of dQ from the consumers to the adders, the producer warps that add it to global memory.
+// Hand-over of dQ from the consumers to the adders, the producer warps that add it to global
+// memory.
 struct Sums {
   StageBarriers<kAdders> staged;  // the consumers have stored a tile to shared memory
   StageBarriers<kAdders> read;    // TMA has read it
@@ -74,8 +76,9 @@ struct MapPlace {
   int row, outer;
 };
 
-// A work item: a tile of keys of a head, and the tiles of queries that attend to them: for one query head
-// after the other from start_tile to end_tile - 1, then from first_tile. Computed by the producer.
+// A work item: a tile of keys of a head, and the tiles of queries that attend to them: for one
+// query head after the other from start_tile to end_tile - 1, then from first_tile. Computed by the
+// producer.
 struct Work {
   MapPlace map_q, map_kv;
   int batch, key_head, first_key;
@@ -147,13 +150,14 @@ struct States {
   PipelineState<1> keys;          // advances with each work item that has queries
 };
 
-// One warp: issues the loads of a work item's tiles. All lanes run the loop, converged: loop state then
-// stays in uniform registers, and no lane misses a barrier phase that the first lane's loads complete.
+// One warp: issues the loads of a work item's tiles. All lanes run the loop, converged: loop state
+// then stays in uniform registers, and no lane misses a barrier phase that the first lane's loads
+// complete.
 CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, const TensorMap* k,
                         const TensorMap* v, const TensorMap* grad_out, const float* lse_log2,
                         const float* delta, const Work& work, States& states) {
-  // No box is ever entirely outside the tensor: for such a box TMA accesses the base address of the map,
-  // which for maps of sequences (encode_sequence_map) need not be mapped memory.
+  // No box is ever entirely outside the tensor: for such a box TMA accesses the base address of the
+  // map, which for maps of sequences (encode_sequence_map) need not be mapped memory.
   constexpr int kStatistics = TILE_M * 4;
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);

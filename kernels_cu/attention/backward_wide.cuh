@@ -1,13 +1,15 @@
-// The consumers of the Hopper backward for heads of more than 128 columns: two warpgroups share 64 keys.
+// The consumers of the Hopper backward for heads of more than 128 columns: two warpgroups share 64
+// keys.
 //
-// The values warpgroup (consumer 0) computes P and accumulates dV, the keys warpgroup (consumer 1) computes
-// dS and accumulates dK. Keys are the rows of both: P and dS leave the tensor cores in the layout of a
-// register operand of the products with dO and Q. The keys warpgroup reads P from shared memory, which
-// has a stage of P for each stage of Q: each thread reads what its counterpart wrote.
+// The values warpgroup (consumer 0) computes P and accumulates dV, the keys warpgroup (consumer 1)
+// computes dS and accumulates dK. Keys are the rows of both: P and dS leave the tensor cores in the
+// layout of a register operand of the products with dO and Q. The keys warpgroup reads P from
+// shared memory, which has a stage of P for each stage of Q: each thread reads what its counterpart
+// wrote.
 //
-// Timeline of query tile i, which is in stage s of the pipelines of Q and dO. s' is the stage of tile
-// i - 1; "full" and "empty" are the mbarriers of a stage, P[s] is named barrier kProbabilities + s.
-// A stage is empty once both warpgroups have released it.
+// Timeline of query tile i, which is in stage s of the pipelines of Q and dO. s' is the stage of
+// tile i - 1; "full" and "empty" are the mbarriers of a stage, P[s] is named barrier kProbabilities
+// + s. A stage is empty once both warpgroups have released it.
 //
 //   STAGES 3: scores first
 //   TMA              values warpgroup                        keys warpgroup
@@ -44,17 +46,17 @@
 //                    release Q[s]                            dS_i, release dO[s], pack dS_i
 //
 // With three stages P_i and dS_i overlap the gradient product of the same warpgroup. With two, tile
-// i + 1 is loaded into stage s', which the gradient products of tile i - 1 free: they are issued first,
-// so that the load starts early, and P_i and dS_i overlap the wgmmas of the other warpgroup.
-// P[s] needs no "empty" barrier: the values warpgroup writes stage s again once Q[s] is full again, hence
-// after the keys warpgroup released Q[s], which it does after it has read P.
-// Before the first tile the values warpgroup waits for K and the keys warpgroup for V; after the last one
-// every warp arrives at keys_read, which lets TMA overwrite both.
+// i + 1 is loaded into stage s', which the gradient products of tile i - 1 free: they are issued
+// first, so that the load starts early, and P_i and dS_i overlap the wgmmas of the other warpgroup.
+// P[s] needs no "empty" barrier: the values warpgroup writes stage s again once Q[s] is full again,
+// hence after the keys warpgroup released Q[s], which it does after it has read P.
+// Before the first tile the values warpgroup waits for K and the keys warpgroup for V; after the
+// last one every warp arrives at keys_read, which lets TMA overwrite both.
 //
-// Registers that are operands of a wgmma are written after the previous wgmma has been awaited: otherwise
-// ptxas serialises the wgmmas.
-// dQ has a kernel of its own (flash_attention_backward_query_sm90.cu): adding it to global memory here
-// would occupy L2 for longer than all other work.
+// Registers that are operands of a wgmma are written after the previous wgmma has been awaited:
+// otherwise ptxas serialises the wgmmas.
+// dQ has a kernel of its own (flash_attention_backward_query_sm90.cu): adding it to global memory
+// here would occupy L2 for longer than all other work.
 #pragma once
 
 #include "attention/backward_scores.cuh"

@@ -1,8 +1,8 @@
 // The tile scheduler of the Hopper backward: work items from an atomic counter.
 //
-// Blocks draw tickets. A ticket is the index of a tile of keys in the order of block_order.cuh. VARLEN:
-// plan_sequences.cu has sorted the sequences, those with the most queries first, and summed up their
-// tiles of keys.
+// Blocks draw tickets. A ticket is the index of a tile of keys in the order of block_order.cuh.
+// VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries first, and summed
+// up their tiles of keys.
 //
 // Macros: TILE_N keys of a tile; DETERMINISTIC; those of score_options.cuh.
 #pragma once
@@ -96,8 +96,8 @@ struct KeyProblem {
 
 constexpr int kNoWork = -1;  // steps
 
-// The first producer warp: draws tickets from a counter that starts at 0, publishes the work items to the
-// other warps and calls produce(work) for each, until there is none left.
+// The first producer warp: draws tickets from a counter that starts at 0, publishes the work items
+// to the other warps and calls produce(work) for each, until there is none left.
 template <typename Produce>
 CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* counter,
                              const Produce& produce) {

@@ -2,18 +2,18 @@
 //
 //   P = exp(scale * Q K^T - lse)      dS = P * (dO V^T - delta)      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-// softcap.
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys inside:
-//   two products more than flash_attention_backward_sm80.cu, and no atomics.
+// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of
+// a softcap.
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys
+//   inside: two products more than flash_attention_backward_sm80.cu, and no atomics.
 // Mapping: a block owns TILE_M queries of one head, a warp 16 of them. It walks over the keys and
 //   values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS feeds its
 //   product from registers.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
 //   Q | dO | K, two stages | V, two.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
-//   TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; those of score_options.cuh
-//   and scratch_rows.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
+//   HEAD_DIM; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; those of
+//   score_options.cuh and scratch_rows.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"

@@ -2,26 +2,27 @@
 //
 //   P = exp(scale * Q K^T - lse)      dS = P * (dO V^T - delta)      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-//   softcap.
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys inside.
-//   For heads of more than 128 columns: two products more than where the kernel of the keys adds dQ up
-//   in L2, but the additions take longer.
-// Mapping: a block walks over tiles of 128 queries of a head (query_work.cuh). A thread of its first
-//   warpgroup says which, and has TMA fetch Q, dO and, tile after tile, K and V; each of the two others
-//   owns 64 queries, with their dQ in registers, and takes the keys in tiles of TILE_N, last tile first.
-//   dS of a tile, which feeds its product from registers, is computed beside the product of the next
-//   scores, and their exponentials beside that of dQ. Nothing holds the warpgroups together but the
-//   stages of K and V. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
+// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of
+//   a softcap.
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys
+//   inside. For heads of more than 128 columns: two products more than where the kernel of the keys
+//   adds dQ up in L2, but the additions take longer.
+// Mapping: a block walks over tiles of 128 queries of a head (query_work.cuh). A thread of its
+//   first warpgroup says which, and has TMA fetch Q, dO and, tile after tile, K and V; each of the
+//   two others owns 64 queries, with their dQ in registers, and takes the keys in tiles of TILE_N,
+//   last tile first. dS of a tile, which feeds its product from registers, is computed beside the
+//   product of the next scores, and their exponentials beside that of dQ. Nothing holds the
+//   warpgroups together but the stages of K and V. Tiles that a mask hides from all 64 queries of a
+//   warpgroup are left out.
 // Shared memory, dynamic: Q | dO | K stages | V stages, in parts of 64 columns (shared_tile.cuh).
 //   Static: barriers, the work.
-// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by 128
-//   bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which rows
-//   beyond a sequence do too (encode_sequence_map).
+// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by
+//   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
+//   rows beyond a sequence do too (encode_sequence_map).
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED as in
-//   flash_attention_backward_sm90.cu; COLUMNS of Q and K, VALUE_COLUMNS of V and dO, multiples of 32,
-//   that are multiplied, HEAD_DIM where they are not defined; TILE_M 128; TILE_N 64; KEY_STAGES,
-//   VALUE_STAGES 1..; THREADS = 384; those of score_options.cuh and scratch_rows.cuh.
+//   flash_attention_backward_sm90.cu; COLUMNS of Q and K, VALUE_COLUMNS of V and dO, multiples of
+//   32, that are multiplied, HEAD_DIM where they are not defined; TILE_M 128; TILE_N 64;
+//   KEY_STAGES, VALUE_STAGES 1..; THREADS = 384; those of score_options.cuh and scratch_rows.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
@@ -54,7 +55,8 @@ namespace {
 using T = cukit::element_t;
 
 constexpr int kConsumers = 2;
-// With more for the producer the consumers have fewer than 240, and ptxas serialises their products.
+// With more for the producer the consumers have fewer than 240, and ptxas serialises their
+// products.
 using Block = cukit::WarpSpecialized<kConsumers, 24>;
 
 using QueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, COLUMNS>;  // of a warpgroup
@@ -150,8 +152,8 @@ CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps, 
             q_at, kConsumers * (QueryTile::kBytes + GradOutTile::kBytes));
 #pragma unroll 1
         for (int group = 0; group < kConsumers; ++group) {
-          // A warpgroup without queries gets some: boxes wholly outside the tensor are never asked for
-          // (backward_walk.cuh).
+          // A warpgroup without queries gets some: boxes wholly outside the tensor are never asked
+          // for (backward_walk.cuh).
           const int own_row = work.first_row + group * cukit::kWarpgroupRows;
           const int row = place.first_q + (own_row < work.sequence.seq_q ? own_row : work.first_row);
           QueryTile::load(tiles.q + group * QueryTile::kBytes, maps.q, full, work.head, row,
@@ -210,8 +212,8 @@ struct Progress {
   ValueState v;
 };
 
-// dQ of a warpgroup's 64 queries, which are part `part` of the work's and see the tiles `seen`. `row`: the
-// lane's first.
+// dQ of a warpgroup's 64 queries, which are part `part` of the work's and see the tiles `seen`.
+// `row`: the lane's first.
 CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& tiles,
                              const QueryWork& work, const cukit::TileRange& seen, int part, int row,
                              const cukit::QueryRows& rows, Progress& progress) {

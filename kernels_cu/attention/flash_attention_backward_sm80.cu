@@ -3,29 +3,31 @@
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
-// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the derivative
-// of a softcap.
+// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
+// derivative of a softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
-// Mapping: a block owns TILE_N keys of one key head and iterates over the queries of `group` query heads
-//   in tiles of TILE_M, so that dK and dV accumulate in registers in a fixed order. Where key heads
-//   alone would leave the GPU half empty, `splits` blocks share a key head, SPLIT is 1 and each writes
-//   its own sum in float32 (flash_attention_backward_sum adds them). The warps of a block divide each
-//   of the five products differently; A x B means A warps along the rows: scores (queries x keys)
-//   SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ (queries x head_dim)
-//   QUERY_WARPS x ... P and dS pass between warps through shared memory.
-//   Without a mask, block n starts at query tile n and wraps around, so that at any time the blocks of a
-//   head add to different rows of dQ.
-// DISTILL: V and dO are a teacher's keys and queries, delta is its lse. dS is the difference of the two
-//   probabilities, dS = P - exp(teacher_scale * dO V^T - delta), and there is no dV.
-//   attention_kl_backward_prepare subtracts the logarithm of a row's weight from `lse_log2` and `delta`.
-// Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P is then 0.
+// Mapping: a block owns TILE_N keys of one key head and iterates over the queries of `group` query
+//   heads in tiles of TILE_M, so that dK and dV accumulate in registers in a fixed order. Where key
+//   heads alone would leave the GPU half empty, `splits` blocks share a key head, SPLIT is 1 and
+//   each writes its own sum in float32 (flash_attention_backward_sum adds them). The warps of a
+//   block divide each of the five products differently; A x B means A warps along the rows: scores
+//   (queries x keys) SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ (queries x
+//   head_dim) QUERY_WARPS x ... P and dS pass between warps through shared memory.
+//   Without a mask, block n starts at query tile n and wraps around, so that at any time the blocks
+//   of a head add to different rows of dQ.
+// DISTILL: V and dO are a teacher's keys and queries, delta is its lse. dS is the difference of the
+//   two probabilities, dS = P - exp(teacher_scale * dO V^T - delta), and there is no dV.
+//   attention_kl_backward_prepare subtracts the logarithm of a row's weight from `lse_log2` and
+//   `delta`.
+// Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P is
+// then 0.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_N + STAGES TILE_M) + 4 TILE_M TILE_N
 //   + 8 STAGES TILE_M:  K | V | Q stages | dO stages | P | dS | (lse, delta) stages
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
-//   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS; QUERY_PASSES
-//   column parts in which a warp computes its dQ, to limit registers; QUERY_GRADIENT 0|1
-//   whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh; DISTILL, 0
-//   where it is not defined.
+//   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS;
+//   QUERY_PASSES column parts in which a warp computes its dQ, to limit registers; QUERY_GRADIENT
+//   0|1 whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh;
+//   DISTILL, 0 where it is not defined.
 // Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not: its
 //   atomic additions are unordered (flash_attention_backward_query_sm80.cu is deterministic).
 // Reference: cukit/reference/attention.py.
@@ -88,8 +90,9 @@ using KeyGradient = float[kKeyRows / 16][kKeyCols / 8][4];
 using ValueGradient = float[kKeyRows / 16][kValueCols / 8][4];
 using QueryGradient = float[kQueryRows / 16][kPassCols / 8][4];
 
-// With heads of k and v of one size, Q and dO (and K and V) share the address register of an operand:
-// the caller passes the distance in bytes from one tile to the other. Otherwise each has its own operand.
+// With heads of k and v of one size, Q and dO (and K and V) share the address register of an
+// operand: the caller passes the distance in bytes from one tile to the other. Otherwise each has
+// its own operand.
 constexpr bool kSameShape = HEAD_DIM == VALUE_DIM;
 
 template <typename First, typename Second>
@@ -114,7 +117,8 @@ CUKIT_DEVICE cukit::HeadTile key_tile_of(int block, const cukit::MappedKeyParame
   return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.section);
 }
 
-// The steps of a block: all tiles of queries of one query head, then those of the next head of the group.
+// The steps of a block: all tiles of queries of one query head, then those of the next head of the
+// group.
 struct QuerySteps {
   cukit::TileRange tiles;
   int tiles_per_head;
@@ -161,8 +165,8 @@ struct Tiles {
 
 // ---- One tile of queries ----
 
-// Issues the copies of a tile of Q and dO, whose first row in the sequence is `first_row`, and of its lse
-// and delta to a stage. scratch_row(): of that row.
+// Issues the copies of a tile of Q and dO, whose first row in the sequence is `first_row`, and of
+// its lse and delta to a stage. scratch_row(): of that row.
 template <typename ScratchRow>
 CUKIT_DEVICE void copy_queries(const Tiles& tiles, int stage, const T* q, const T* grad_out,
                                const float* lse_log2, const float* delta, int head, int first_row,
@@ -198,8 +202,9 @@ struct TileOptions {
     }
   }
 
-  // The probability of a score, `row` rows and `column` columns from the lane's first. SOFTCAP: the options
-  // have not been applied, since the derivative `slope` of the cap is needed beside the product.
+  // The probability of a score, `row` rows and `column` columns from the lane's first. SOFTCAP: the
+  // options have not been applied, since the derivative `slope` of the cap is needed beside the
+  // product.
   CUKIT_DEVICE float probability(float score, float row_lse, int row, int column, float scale_log2,
                                  float& slope) const {
     if constexpr (SOFTCAP) {
@@ -216,8 +221,9 @@ struct TileOptions {
   }
 };
 
-// Stores two neighbouring elements of dS and, unless DISTILL, of P to shared memory. `p`: probabilities;
-// `dp`: elements of dP or, with DISTILL, the teacher's scores; `slope`: derivatives of the softcap.
+// Stores two neighbouring elements of dS and, unless DISTILL, of P to shared memory. `p`:
+// probabilities; `dp`: elements of dP or, with DISTILL, the teacher's scores; `slope`: derivatives
+// of the softcap.
 CUKIT_DEVICE void store_pair(unsigned char* to, float p0, float p1, const float* dp,
                              const float (&slope)[2], float row_delta,
                              const cukit::MappedKeyParameters& params) {
@@ -232,8 +238,8 @@ CUKIT_DEVICE void store_pair(unsigned char* to, float p0, float p1, const float*
 #endif
 }
 
-// Adds a pass of the warp's accumulators of dQ to the float32 sum. `sum`: of the warp's first row and
-// column; `column`: the pass's, from there.
+// Adds a pass of the warp's accumulators of dQ to the float32 sum. `sum`: of the warp's first row
+// and column; `column`: the pass's, from there.
 CUKIT_DEVICE void add_query_gradient(float* sum, int column, const QueryGradient& dq, int lane) {
 #pragma unroll
   for (int m = 0; m < kQueryRows / 16; ++m)
@@ -246,8 +252,9 @@ CUKIT_DEVICE void add_query_gradient(float* sum, int column, const QueryGradient
 
 // ---- Epilogue ----
 
-// Calls store(row, column, low, high) for each pair of neighbours in the warp's dK or dV, whose first column
-// is `first_col`. `column` is the first of the eight that a quad holds; the lane's are 2 (lane % 4) further.
+// Calls store(row, column, low, high) for each pair of neighbours in the warp's dK or dV, whose
+// first column is `first_col`. `column` is the first of the eight that a quad holds; the lane's are
+// 2 (lane % 4) further.
 template <int NT, typename Store>
 CUKIT_DEVICE void for_each_pair(const float (&gradient)[kKeyRows / 16][NT][4],
                                 const WarpShare& share, int first_col, const Store& store) {
@@ -263,8 +270,8 @@ CUKIT_DEVICE void for_each_pair(const float (&gradient)[kKeyRows / 16][NT][4],
       }
 }
 
-// Stores a warp's dK or dV, times `scale`: SPLIT as float32 straight to global memory; otherwise as T to
-// a tile in shared memory.
+// Stores a warp's dK or dV, times `scale`: SPLIT as float32 straight to global memory; otherwise as
+// T to a tile in shared memory.
 template <int Columns, bool Padded, int NT>
 CUKIT_DEVICE void store_gradient(Gradient* to, long long row_stride, int columns, int keys,
                                  unsigned char* tile, const float (&gradient)[kKeyRows / 16][NT][4],

@@ -1,43 +1,45 @@
-// Gradients of exact attention on Hopper's own units: dK and dV and, of narrow heads, dQ summed up in
-// float32.
+// Gradients of exact attention on Hopper's own units: dK and dV and, of narrow heads, dQ summed up
+// in float32.
 //
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-//   softcap (backward_options.cuh). Tiles of queries that see none of a block's keys, as far as CAUSAL
-//   and WINDOW say, are not read. VARLEN: blocks find their keys by a plan (backward_work.cuh).
+// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of
+//   a softcap (backward_options.cuh). Tiles of queries that see none of a block's keys, as far as
+//   CAUSAL and WINDOW say, are not read. VARLEN: blocks find their keys by a plan
+//   (backward_work.cuh).
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
-// Mapping: persistent blocks, one for each SM. A work is TILE_N keys of one key head; a block walks over
-//   the queries of `group` query heads that see them, in tiles of TILE_M, and takes the next work
-//   (backward_work.cuh). A warp of the producer warpgroup has TMA fetch K, V and, tile after tile, Q
-//   and dO (backward_walk.cuh); QUERY_GRADIENT: two more have it add dQ (backward_sums.cuh). Two
-//   consumer warpgroups multiply, in one way for narrow heads, with dQ (backward_narrow.cuh), and in
-//   another for wide ones (backward_wide.cuh), whose dQ flash_attention_backward_query_sm90 computes.
-//   Where key heads alone are too few works, `splits` works share the keys of a head, SPLIT is 1 and
-//   each writes its own sum in float32 (flash_attention_backward_sum adds them).
-// DETERMINISTIC: works add to a tile of dQ in turn (backward_sums.cuh), and wait only for those that
-//   began earlier. Else, without a mask, work n of a head starts at query tile n and wraps around, so
-//   that concurrent works add to different rows of dQ at any time.
+// Mapping: persistent blocks, one for each SM. A work is TILE_N keys of one key head; a block walks
+//   over the queries of `group` query heads that see them, in tiles of TILE_M, and takes the next
+//   work (backward_work.cuh). A warp of the producer warpgroup has TMA fetch K, V and, tile after
+//   tile, Q and dO (backward_walk.cuh); QUERY_GRADIENT: two more have it add dQ
+//   (backward_sums.cuh). Two consumer warpgroups multiply, in one way for narrow heads, with dQ
+//   (backward_narrow.cuh), and in another for wide ones (backward_wide.cuh), whose dQ
+//   flash_attention_backward_query_sm90 computes. Where key heads alone are too few works, `splits`
+//   works share the keys of a head, SPLIT is 1 and each writes its own sum in float32
+//   (flash_attention_backward_sum adds them).
+// DETERMINISTIC: works add to a tile of dQ in turn (backward_sums.cuh), and wait only for those
+//   that began earlier. Else, without a mask, work n of a head starts at query tile n and wraps
+//   around, so that concurrent works add to different rows of dQ at any time.
 // DISTILL: of narrow heads, the gradients of the divergence of two models, as in
 //   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
-// Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ, dynamic,
-//   columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile,
-//   two tiles (dS) or, of wide heads, STAGES (P), and with SOFTCAP as many more. dQ: 4 TILE_M HEAD_DIM,
-//   of narrow heads. Static: barriers, works, stages of lse and delta.
-// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
-//   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
-//   rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V and dO
-//   alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS (backward_walk.cuh);
-//   TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256); STAGES 2 or, from 192
-//   columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1;
-//   DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128
-//   columns.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
-//   for, else its additions come in any order.
+// Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ,
+//   dynamic, columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N
+//   TILE_M a tile, two tiles (dS) or, of wide heads, STAGES (P), and with SOFTCAP as many more. dQ:
+//   4 TILE_M HEAD_DIM, of narrow heads. Static: barriers, works, stages of lse and delta.
+// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled
+//   by 128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in
+//   which rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V
+//   and dO alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS
+//   (backward_walk.cuh); TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256);
+//   STAGES 2 or, from 192 columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS =
+//   384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it
+//   is not defined, 0|1 up to 128 columns.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where
+//   asked for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128

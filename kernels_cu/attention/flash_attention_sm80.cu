@@ -1,18 +1,20 @@
 // Exact attention, forward: out = softmax(scale * Q K^T + mask) V and its row-wise log-sum-exp,
 // without the score matrix ever leaving the chip.
 //
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691 (after Milakov and Gimelshein, arXiv:1805.02867).
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691 (after Milakov and Gimelshein,
+// arXiv:1805.02867).
 // Mapping: a block owns TILE_M queries of one head, a warp 16 * M_TILES of them with their outputs,
-//   running maxima and sums in registers. It walks over the keys and values in tiles of TILE_N, last
-//   tile first, so that the tiles that need a mask come first; the next tile is copied while this
-//   one is multiplied. The grid is one-dimensional: see block_order.cuh.
+//   running maxima and sums in registers. It walks over the keys and values in tiles of TILE_N,
+//   last tile first, so that the tiles that need a mask come first; the next tile is copied while
+//   this one is multiplied. The grid is one-dimensional: see block_order.cuh.
 // Maxima are renewed only when one has grown by more than 2^8: softmax does not depend on the
 //   subtracted value, and most tiles then rescale nothing.
 // Options of the scores: score_options.cuh. A query that sees no key gets out = 0, lse = -infinity.
 // Shared memory, dynamic: 2 * (HEAD_DIM * (TILE_M + 2 * TILE_N) + VALUE_DIM * 2 * TILE_N) bytes,
 //   Q | K, two stages | V, two; at the end 2 * TILE_M * VALUE_DIM bytes of output over all of them.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1 head_dim is
-//   smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES 1|2;
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1
+//   head_dim is smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES
+//   1|2;
 //   TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; Q_IN_REGISTERS 0|1; those of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.

@@ -3,42 +3,44 @@
 // scores: scale * Q K^T and its options.
 //
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691; Shah et al., "FlashAttention-3",
-//   arXiv:2407.08608 (warp specialisation; Q K^T of the next tile overlaps the softmax of this one).
+//   arXiv:2407.08608 (warp specialisation; Q K^T of the next tile overlaps the softmax of this
+//   one).
 // Mapping: a block iterates over tiles of 64 * CONSUMERS queries of one head (query_work.cuh). The
 //   first warpgroup is the producer: one of its threads issues the TMA loads of Q, K and V. Each
 //   consumer warpgroup owns 64 queries, with their output accumulators, row maxima and row sums in
 //   registers, and iterates over tiles of TILE_N keys, last tile first. It issues Q K^T of the next
 //   tile together with P V of this one, and updates maxima and exponentials while P V runs.
-//   Only the stages of K and V couple the consumers (Q has a pipeline for each consumer). With enough
-//   stages the consumers drift apart, so that the exponentials or stores of one overlap the wgmmas of
-//   another; TURNS enforces that order. A consumer skips tiles that are masked for all of its queries.
-// VARLEN: tiles extend into the next sequence. Its keys are masked; its values, which may be NaN, are
-//   overwritten with zeros by a warp of the producer warpgroup before consumers read the tile.
-// PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a cache.
-//   Two or three warps of the producer warpgroup load alternate tiles, in boxes of PAGE_ROWS rows of a
-//   block by TMA or, with PAGE_ROWS 0, row by row by cp.async. Blocks without a visible key are not
-//   looked up: their rows are zeros.
+//   Only the stages of K and V couple the consumers (Q has a pipeline for each consumer). With
+//   enough stages the consumers drift apart, so that the exponentials or stores of one overlap the
+//   wgmmas of another; TURNS enforces that order. A consumer skips tiles that are masked for all of
+//   its queries.
+// VARLEN: tiles extend into the next sequence. Its keys are masked; its values, which may be NaN,
+//   are overwritten with zeros by a warp of the producer warpgroup before consumers read the tile.
+// PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a
+//   cache. Two or three warps of the producer warpgroup load alternate tiles, in boxes of PAGE_ROWS
+//   rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async. Blocks without a visible
+//   key are not looked up: their rows are zeros.
 // BLOCK_SPARSE: plan_blocks.cu lists the key tiles of each tile of queries.
 //   A query without a visible key gets out = 0 and lse = -infinity.
 // FLOAT8: Q, K and V are e4m3, with one factor per batch and key head (forward_operands.cuh).
-//   Probabilities are rounded to e4m3, or with PRECISE to float16; row sums use the unrounded values.
-//   V is transposed, or with PRECISE widened to float16, beforehand by flash_attention_fp8_values or,
-//   with PREPARES, tile by tile by three warps of the producer warpgroup. The tensor cores accumulate
-//   FP8 products with about 14 bits: every KEPT_TILES tiles a consumer moves its accumulators to
-//   partial outputs in shared memory (partial_outputs.cuh).
+//   Probabilities are rounded to e4m3, or with PRECISE to float16; row sums use the unrounded
+//   values. V is transposed, or with PRECISE widened to float16, beforehand by
+//   flash_attention_fp8_values or, with PREPARES, tile by tile by three warps of the producer
+//   warpgroup. The tensor cores accumulate FP8 products with about 14 bits: every KEPT_TILES tiles
+//   a consumer moves its accumulators to partial outputs in shared memory (partial_outputs.cuh).
 // Shared memory, dynamic: Q stages, a tile of 64 queries per consumer | K stages | PREPARES: two
 //   stages of unprepared V | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima per
 //   consumer thread. Tiles are stored in parts of one swizzle's width (shared_tile.cuh); V prepared
 //   for e4m3 as in float8_values.cuh. Static: barriers, and per-stage messages of the producer.
-// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q and
-//   TILE_N of K and V, parts of 64 columns (FP8: 64 up to 64 columns, else 128), swizzled by their
-//   width in bytes; rows and columns outside the tensor read as zero.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: multiplied columns of
-//   Q and K, and of V; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q
+//   and TILE_N of K and V, parts of 64 columns (FP8: 64 up to 64 columns, else 128), swizzled by
+//   their width in bytes; rows and columns outside the tensor read as zero.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: multiplied columns
+//   of Q and K, and of V; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
-//   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the block
-//   size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
+//   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the
+//   block size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
 //   KEPT_TILES 1.., 0 never. TURNS 0|1.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
@@ -149,8 +151,9 @@ CUKIT_DEVICE void finish(const Outputs& outputs, const cukit::SoftmaxRows& softm
 }
 
 // TURNS: for each tile of keys the consumers issue their wgmmas one after the other. Consumers that
-// start a tile of queries together would otherwise issue wgmmas, and then compute exponentials, at the
-// same time until they have drifted apart, which takes too long for the short rows of a causal mask.
+// start a tile of queries together would otherwise issue wgmmas, and then compute exponentials, at
+// the same time until they have drifted apart, which takes too long for the short rows of a causal
+// mask.
 class IssueOrder {
  public:
   CUKIT_DEVICE explicit IssueOrder(int consumer) : consumer_(consumer) {
@@ -180,8 +183,8 @@ class IssueOrder {
   int consumer_;
 };
 
-// Whether accumulators move to partial outputs, and whether that and the rescaling overlap Q K^T of the
-// next tile, where there are registers for both.
+// Whether accumulators move to partial outputs, and whether that and the rescaling overlap Q K^T of
+// the next tile, where there are registers for both.
 constexpr bool kPartialOutputs = KEPT_TILES > 0;
 constexpr bool kUpdatesEarly = kPartialOutputs && VALUE_DIM < 256;
 
@@ -189,8 +192,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
                       const Arguments& arguments, const cukit::Descales& descales,
                       const cukit::ScoreSettings& settings, float scale) {
   const int first_index = Block::consumer_group();
-  // The index of this warpgroup among the consumers. FP8 and bias variants recompute it: they have no
-  // register to hold it throughout the loop.
+  // The index of this warpgroup among the consumers. FP8 and bias variants recompute it: they have
+  // no register to hold it throughout the loop.
   const auto index = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : first_index; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
@@ -210,8 +213,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       partial_outputs(tiles.partial_outputs);
 
   IssueOrder order(first_index);
-  // Pipeline states advance in the loop over key tiles (V) and in receive_scores (K and Q); the other
-  // lambdas only read them.
+  // Pipeline states advance in the loop over key tiles (V) and in receive_scores (K and Q); the
+  // other lambdas only read them.
   const auto issue_scores = [&] {
     const unsigned long long k = k_first + k_state.index * KeyTile::kStage;
     pipelines.k.wait(k_state);
@@ -289,8 +292,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #endif
       }
     };
-    // Called once Q K^T of `tile` has completed: releases and advances K, and after the last tile Q; then
-    // turns the products into scores.
+    // Called once Q K^T of `tile` has completed: releases and advances K, and after the last tile
+    // Q; then turns the products into scores.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
       bool unmasked = visible.unmasked(tile);

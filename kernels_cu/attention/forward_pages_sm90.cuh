@@ -1,6 +1,6 @@
-// Keys and values of flash_attention_sm90 in the blocks of a paged cache. The producer thread requests
-// tiles; other warps of its warpgroup look the blocks up and load them, in boxes of PAGE_ROWS rows of a
-// block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
+// Keys and values of flash_attention_sm90 in the blocks of a paged cache. The producer thread
+// requests tiles; other warps of its warpgroup look the blocks up and load them, in boxes of
+// PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -114,8 +114,8 @@ struct Box {
   }
 };
 
-// A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`: the box
-// of the tile below, looked up one request ahead, since tiles come in descending order.
+// A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`:
+// the box of the tile below, looked up one request ahead, since tiles come in descending order.
 template <typename Tile>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, Box& next) {

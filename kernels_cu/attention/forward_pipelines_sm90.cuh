@@ -89,8 +89,8 @@ struct FetchRequest {
 };
 #endif
 
-// Which 64 queries of a tile a consumer owns: in the first tile those of its own index. Where a mask
-// makes the parts' work unequal, the order is reversed in every second tile.
+// Which 64 queries of a tile a consumer owns: in the first tile those of its own index. Where a
+// mask makes the parts' work unequal, the order is reversed in every second tile.
 CUKIT_DEVICE int part_of_next_tile(int part) {
   return cukit::kUneven ? CONSUMERS - 1 - part : part;
 }

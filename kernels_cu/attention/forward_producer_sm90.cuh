@@ -1,5 +1,6 @@
-// The producer warpgroup of flash_attention_sm90: sources of keys and values, the thread that issues their
-// loads, the warp that zeroes rows of V outside the sequence, and the warps that prepare FP8 values.
+// The producer warpgroup of flash_attention_sm90: sources of keys and values, the thread that
+// issues their loads, the warp that zeroes rows of V outside the sequence, and the warps that
+// prepare FP8 values.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -183,8 +184,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       v_state.advance();
     };
     const int last = work.keys.end - 1;
-    // V is loaded one tile behind K or, with PREPARES, together with K. One loop that contains each load
-    // once: with the first and the last load outside of it, the compiler spills.
+    // V is loaded one tile behind K or, with PREPARES, together with K. One loop that contains each
+    // load once: with the first and the last load outside of it, the compiler spills.
 #pragma unroll 1
     for (int tile = last; tile >= work.keys.begin - !PREPARES; --tile) {
       if (tile >= work.keys.begin) load_keys(tile);
@@ -244,8 +245,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 }  // namespace producer
 
 #if CLEARED
-// One warp passes tiles of V on to the consumers. It zeroes rows beyond the end of the sequence and, of a
-// paged cache, before the first visible key: they may belong to another sequence, or be NaN.
+// One warp passes tiles of V on to the consumers. It zeroes rows beyond the end of the sequence
+// and, of a paged cache, before the first visible key: they may belong to another sequence, or be
+// NaN.
 namespace clearer {
 
 // Zeroes rows first .. end - 1 of a part.

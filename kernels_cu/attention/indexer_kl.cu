@@ -1,29 +1,32 @@
-// Divergence of a sparse-attention indexer from the attention that it is to predict, query by query,
-// without a matrix of scores:
+// Divergence of a sparse-attention indexer from the attention that it is to predict, query by
+// query, without a matrix of scores:
 //
 //   P_ij = sum_h exp(scale_t q_t[i,h] k_t[j] - lse_t[i,h])          I_ij = scale_s sum_h w[i,h] max(0, q_s[i,h] k_s[j])
 //   KL_i = sum_j p_ij (ln p_ij - ln softmax(I_i)_j),  p_i = P_i / sum_j P_ij
 //
 // over the keys that the query sees and, SELECTED, that were selected for it. With A = sum P ln P,
 // C = sum P I and M = sum P: KL = (A - C) / M - ln M + lse(I). GRADIENT: in place of the sums, the
-// derivative by I of every pair, softmax(I) - p, times the query's weight, for the queries of a chunk.
+// derivative by I of every pair, softmax(I) - p, times the query's weight, for the queries of a
+// chunk.
 //
 // indexer_kl_sweep: the sums of a tile of queries over a span of keys, or their derivatives.
 // indexer_kl_rows:  adds the spans up in order: KL, lse(I) and M / heads_t of every query.
 //
-// Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556 (lightning indexer); Milakov and Gimelshein,
-//   arXiv:1805.02867 (the running sums).
-// Mapping: block (tile of the chunk, span of keys); a warp owns 16 queries. Tile by tile of keys, the
-//   heads of the teacher and then of the student pass through one product, whose accumulators a lane
-//   adds to the tile's P and I in registers. The operands of the next head are copied meanwhile; keys
-//   are copied once for all heads that share them.
-// Shared memory, dynamic: queries, two stages | keys, two stages: 4 W (TILE_M + TILE_N) bytes, W the
-//   larger of HEAD_DIM and VALUE_DIM, with WGMMA a multiple of 64.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM of the student and VALUE_DIM of the teacher 64|96|128|256;
-//   PADDED, VALUE_PADDED; TILE_M = 16 * warps, with WGMMA a multiple of 64; TILE_N multiple of 32;
-//   THREADS; BLOCKS_PER_SM; WGMMA, GRADIENT, SELECTED 0|1; KEY_TILE, multiple of TILE_N: derivatives are written for whole tiles of so many keys;
-//   CAUSAL, VARLEN of score_options.cuh.
-// Minimum architecture: sm_80; with WGMMA sm_90a only. Accumulates in float in a fixed order: deterministic.
+// Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556 (lightning indexer); Milakov and
+//   Gimelshein, arXiv:1805.02867 (the running sums).
+// Mapping: block (tile of the chunk, span of keys); a warp owns 16 queries. Tile by tile of keys,
+//   the heads of the teacher and then of the student pass through one product, whose accumulators a
+//   lane adds to the tile's P and I in registers. The operands of the next head are copied
+//   meanwhile; keys are copied once for all heads that share them.
+// Shared memory, dynamic: queries, two stages | keys, two stages: 4 W (TILE_M + TILE_N) bytes, W
+//   the larger of HEAD_DIM and VALUE_DIM, with WGMMA a multiple of 64.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM of the student and VALUE_DIM of the teacher
+//   64|96|128|256; PADDED, VALUE_PADDED; TILE_M = 16 * warps, with WGMMA a multiple of 64; TILE_N
+//   multiple of 32; THREADS; BLOCKS_PER_SM; WGMMA, GRADIENT, SELECTED 0|1; KEY_TILE, multiple of
+//   TILE_N: derivatives are written for whole tiles of so many keys; CAUSAL, VARLEN of
+//   score_options.cuh.
+// Minimum architecture: sm_80; with WGMMA sm_90a only. Accumulates in float in a fixed order:
+// deterministic.
 // Reference: cukit/reference/indexer_kl.py.
 #include "attention/indexer_products.cuh"
 #include "attention/indexer_work.cuh"
@@ -162,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 
   // The step before which a tile's heads begin: teacher's 0 .. heads_t - 1, then the student's.
   const int heads = params.heads_t + params.heads_s;
-  // Copies derive their addresses anew: kept throughout the loop they would take the scores' registers.
+  // Copies derive their addresses anew: kept throughout the loop they would take the scores'
+  // registers.
   const auto row_stride = [](const cukit::HeadStrides& strides) {
     return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(strides.row))));
   };
@@ -195,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   const auto new_keys = [&](int head) {
     return head < params.heads_t ? head % params.group == 0 : head == params.heads_t;
   };
-  // Of the lane's two rows and a head: the teacher's lse, negative, in powers of two, or the weight.
+  // Of the lane's two rows and a head: the teacher's lse, negative, in powers of two, or the
+  // weight.
   const long long teacher_rows = cukit::row_statistics(work.b, 0, params.heads_t, work.sequence, settings) + row;
   const long long student_rows = cukit::row_statistics(work.b, 0, params.heads_s, work.sequence, settings) + row;
   const long long rows_of_head = VARLEN ? settings.total_q : work.sequence.seq_q;

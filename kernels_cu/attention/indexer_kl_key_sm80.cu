@@ -2,17 +2,17 @@
 //
 //   x = q k^T      dx = w dI [x > 0]      dk = scale sum over queries and heads of dx^T q
 //
-// dI: of a chunk of queries, written by indexer_kl_sm80 (GRADIENT), times kGradientUnit. The sums of
-// the chunks are added up in their order, in float32: partial.
+// dI: of a chunk of queries, written by indexer_kl_sm80 (GRADIENT), times kGradientUnit. The sums
+// of the chunks are added up in their order, in float32: partial.
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556.
-// Mapping: block (sequence, tile of keys, split of the heads); a warp owns 16 keys. The block walks over
-//   the chunk's queries in tiles of TILE_Q and for each over its heads; the next head's queries are
-//   copied meanwhile, dI once for all heads. dx^T feeds its product from registers.
+// Mapping: block (sequence, tile of keys, split of the heads); a warp owns 16 keys. The block walks
+//   over the chunk's queries in tiles of TILE_Q and for each over its heads; the next head's
+//   queries are copied meanwhile, dI once for all heads. dx^T feeds its product from registers.
 // Shared memory, bytes, dynamic: 2 (HEAD_DIM (KEY_TILE + 2 TILE_Q) + 2 TILE_Q KEY_TILE):
 //   k | q, two stages | dI, two.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; KEY_TILE = 16 * warps; TILE_Q multiple
-//   of 16 that divides TILE_M, the queries of a tile of the chunk; THREADS; BLOCKS_PER_SM; CAUSAL, VARLEN of
-//   score_options.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; KEY_TILE = 16 * warps; TILE_Q
+//   multiple of 16 that divides TILE_M, the queries of a tile of the chunk; THREADS; BLOCKS_PER_SM;
+//   CAUSAL, VARLEN of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/indexer_kl.py.
 #include "attention/indexer_work.cuh"

@@ -1,7 +1,7 @@
 // Which queries a block of the indexer's kernels works on, and where their scratch lies.
 //
-// The queries of all sequences are cut into tiles of TILE_M. A launch serves chunk_tiles of them from
-// `first_tile` on; its scratch has a row of scratch_row keys for every query of these tiles.
+// The queries of all sequences are cut into tiles of TILE_M. A launch serves chunk_tiles of them
+// from `first_tile` on; its scratch has a row of scratch_row keys for every query of these tiles.
 // Macros: TILE_M; those of score_options.cuh.
 #pragma once
 

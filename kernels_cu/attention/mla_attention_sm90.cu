@@ -1,41 +1,45 @@
-// Attention of few queries over a cache of latents, on Hopper's own units: multi-head latent attention
-// with the up-projections absorbed into queries and outputs. All heads share one key of 576 columns, of
-// which the first 512 are the value too:
+// Attention of few queries over a cache of latents, on Hopper's own units: multi-head latent
+// attention with the up-projections absorbed into queries and outputs. All heads share one key of
+// 576 columns, of which the first 512 are the value too:
 //
 //   out = softmax(scale * (Q_latent C^T + Q_rope R^T) + mask) C,   a cached row being [C, R]
 //
 // Papers: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434 (section 2.1.2); Shah et al.,
 //   "FlashAttention-3", arXiv:2407.08608 (warpgroups that copy, softmax beside products).
-// Mapping: a block has one tile of 64 rows (heads of queries) and walks over pages of 64 keys, its share
-//   of the batch (mla_work.cuh). A page lies in shared memory once and is operand of both products. A
-//   thread of the first warpgroup asks for pages; the two others, g = 0 and 1, each
-//     - keep output columns 256 g .. 256 g + 255, and the sums of the pages they own: every second one;
+// Mapping: a block has one tile of 64 rows (heads of queries) and walks over pages of 64 keys, its
+//   share of the batch (mla_work.cuh). A page lies in shared memory once and is operand of both
+//   products. A thread of the first warpgroup asks for pages; the two others, g = 0 and 1, each
+//     - keep output columns 256 g .. 256 g + 255, and the sums of the pages they own: every second
+//     one;
 //     - of a page they own: multiply the scores, renew the maxima that the pages before left, take
-//       exponentials, leave these as probabilities in shared memory for the other, multiply their half;
+//       exponentials, leave these as probabilities in shared memory for the other, multiply their
+//       half;
 //     - of the other's page: multiply the probabilities that they find with their half, between the
-//       first EARLY sections of their own page's scores and the rest. So the tensor core has scores to
-//       multiply while the owner takes exponentials.
-//   A page comes and goes in three sections, 256, 256 and 64 columns: a half is free once its warpgroup
-//   has multiplied it, the last section once the scores are there. The page after the one that is asked
-//   for is on its way to L2 already.
-//   CLUSTER: each block of a pair has half of a page's tokens copied into both: a page leaves L2 once for
-//   two tiles of rows. Pairs walk over the same pages.
-//   CODES: the first warpgroup makes the halves from float8 codes, as float16 in a unit of the page; the
-//   consumers make the queries' latent columns float16 (mla_codes.cuh). Scores of rotated columns come
-//   first and are brought to that unit while the other warpgroup's probabilities are multiplied.
-//   Rows of a page behind the last key may hold anything: as values they are overwritten by zeros.
-//   A piece that is not all of its request goes to `partial`, and mla_merge.cu adds the pieces.
+//       first EARLY sections of their own page's scores and the rest. So the tensor core has scores
+//       to multiply while the owner takes exponentials.
+//   A page comes and goes in three sections, 256, 256 and 64 columns: a half is free once its
+//   warpgroup has multiplied it, the last section once the scores are there. The page after the one
+//   that is asked for is on its way to L2 already.
+//   CLUSTER: each block of a pair has half of a page's tokens copied into both: a page leaves L2
+//   once for two tiles of rows. Pairs walk over the same pages.
+//   CODES: the first warpgroup makes the halves from float8 codes, as float16 in a unit of the
+//   page; the consumers make the queries' latent columns float16 (mla_codes.cuh). Scores of rotated
+//   columns come first and are brought to that unit while the other warpgroup's probabilities are
+//   multiplied. Rows of a page behind the last key may hold anything: as values they are
+//   overwritten by zeros. A piece that is not all of its request goes to `partial`, and
+//   mla_merge.cu adds the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
-//   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers, row
-//   maxima and sums that the warpgroups exchange.
+//   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers,
+//   row maxima and sums that the warpgroups exchange.
 // Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
 //   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
 //   [1, 64, 128]. A block outside the cache reads as zeros, but for codes.
-// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH 0;
-//   EARLY 1|2; PREFETCH 0|1;
-//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a divisor
-//   of TEAM; CAUSAL 0|1; THREADS = 384.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH
+//   0; EARLY 1|2; PREFETCH 0|1;
+//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a
+//   divisor of TEAM; CAUSAL 0|1; THREADS = 384.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
+// grid.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_codes.cuh"
 #include "attention/mla_work.cuh"

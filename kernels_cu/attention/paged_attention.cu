@@ -1,25 +1,27 @@
 // Attention over keys and values in blocks of a cache, for few queries a request.
 //
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
-// row j % block_size of block block_table[b][j / block_size]. The queries are the last of a request.
+// row j % block_size of block block_table[b][j / block_size]. The queries are the last of a
+// request.
 // RECENT: keys from packed_lens[b] on are row j % recent_rows of ring rings[b], and have not been
 // quantised.
 //
-// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu et al.,
-//   KIVI, arXiv:2402.02750 (int4, recent keys).
+// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu
+//   et al., KIVI, arXiv:2402.02750 (int4, recent keys).
 // Mapping: the rows of a problem are the queries of all heads that share a key head, so a key is
 //   read once for the group. Tiles of TILE = STEP * WARPS keys; a warp owns STEP keys of each, with
 //   sums, maxima and outputs of its own and a ring of STAGES copies that no other warp waits for.
 //   paged_work.cuh shares out the tiles. A piece that is not all of its problem goes to `partial`;
 //   the block that finishes a problem last adds up its pieces, in their order.
-// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 * HEAD_DIM;
-//   of codes half of that and 8 * STEP), where eight rows of every warp lie on their way into a sum;
-//   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the orders of both kinds of keys.
+// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 *
+//   HEAD_DIM; of codes half of that and 8 * STEP), where eight rows of every warp lie on their way
+//   into a sum; QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the orders of both
+//   kinds of keys.
 // Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
-//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is smaller (the rest is
-//   zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES; UNIT_TILES 0, or tiles a unit;
-//   TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of
-//   score_options.cuh.
+//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
+//   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
+//   UNIT_TILES 0, or tiles a unit; TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM;
+//   RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -77,7 +79,8 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
   }
 }
 
-// int4: of values, and what each key adds to all columns of an output, (code + 8 = 0) times the scale.
+// int4: of values, and what each key adds to all columns of an output, (code + 8 = 0) times the
+// scale.
 CUKIT_DEVICE void load_value_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets,
                                      const unsigned char* from) {
   const int lane = threadIdx.x % cukit::kWarpSize;

@@ -1,9 +1,9 @@
 // The copies of keys and values that a thread block of paged attention reads.
 //
-// A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of a key
-// (of 16 keys, two lanes share each) a step before it is needed; where the rows of keys and values begin
-// then goes through shared memory to the lanes that copy them. The keys of a step of int4 lie in one
-// block, which every lane looks up.
+// A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of a
+// key (of 16 keys, two lanes share each) a step before it is needed; where the rows of keys and
+// values begin then goes through shared memory to the lanes that copy them. The keys of a step of
+// int4 lie in one block, which every lane looks up.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -196,8 +196,8 @@ class Loader {
     }
   };
 
-  // int4: the rows of a step, which follow each other in one block; zeros where none is seen. Rows behind
-  // the last key are copied too: they are the block's.
+  // int4: the rows of a step, which follow each other in one block; zeros where none is seen. Rows
+  // behind the last key are copied too: they are the block's.
   CUKIT_DEVICE void copy_group(unsigned keys, const Arrays& arrays, const PagedParameters& params) {
     using Copy = Loader::Copy<CacheForm>;
     constexpr int kRowsAtOnce = kWarpSize / Copy::kChunks;

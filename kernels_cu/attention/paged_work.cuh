@@ -1,22 +1,24 @@
 // What a thread block of paged attention works on: an equal share of all tiles of keys.
 //
-// A problem is one request, one tile of its query rows and one key head. Blocks come in teams of TEAM:
-// the block of number r in its team works on heads r, r + TEAM, ..., so that a team reads neighbouring
-// heads of the same keys at about the same time, which lie side by side in memory.
+// A problem is one request, one tile of its query rows and one key head. Blocks come in teams of
+// TEAM: the block of number r in its team works on heads r, r + TEAM, ..., so that a team reads
+// neighbouring heads of the same keys at about the same time, which lie side by side in memory.
 //
-// For a team all problems lie one behind the other, request by request, TEAM heads at once; each has
-// at least one tile, so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1
-// of all of them, in pieces that end where a problem does. So blocks are equally busy whatever the
-// lengths, and nothing is planned on the host: a captured graph replays with other lengths.
+// For a team all problems lie one behind the other, request by request, TEAM heads at once; each
+// has at least one tile, so that its output is written. Team i takes tiles i * share .. (i + 1) *
+// share - 1 of all of them, in pieces that end where a problem does. So blocks are equally busy
+// whatever the lengths, and nothing is planned on the host: a captured graph replays with other
+// lengths.
 //
 // With UNIT_TILES > 0 (batch-invariant) a problem is cut after every UNIT_TILES of its own tiles
 // instead, and teams share units: the sums of a request do not depend on what else is in the batch.
 //
-// With RecentTile > 0 the last keys of a request lie in a ring of its own, as they were; those before them
-// in the cache. Tiles of the cache's keys come first, then tiles of RecentTile recent ones.
+// With RecentTile > 0 the last keys of a request lie in a ring of its own, as they were; those
+// before them in the cache. Tiles of the cache's keys come first, then tiles of RecentTile recent
+// ones.
 //
-// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings; with
-// RecentTile recent_rows too. Lengths: seq_lens, or SplitLengths with RecentTile.
+// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings;
+// with RecentTile recent_rows too. Lengths: seq_lens, or SplitLengths with RecentTile.
 #pragma once
 
 #include "common/platform.cuh"
@@ -172,8 +174,9 @@ struct Share {
   }
 };
 
-// Where the pieces of a problem leave their sums: two slots of each block, since its first piece may be
-// the end of a problem and its last one the beginning of another. TEAM blocks follow each other.
+// Where the pieces of a problem leave their sums: two slots of each block, since its first piece
+// may be the end of a problem and its last one the beginning of another. TEAM blocks follow each
+// other.
 struct PieceSlots {
   int first_team, count;
   bool begins_inside;  // the first team's share

@@ -2,8 +2,8 @@
 //
 // Hopper accumulates FP8 products with about 14 bits: terms are truncated below the largest number
 // of the sum, and with values of one sign the loss of many small terms beside a large sum adds up.
-// Every `Period` tiles of keys the accumulators are therefore added to partial outputs in shared memory
-// and start again from zero.
+// Every `Period` tiles of keys the accumulators are therefore added to partial outputs in shared
+// memory and start again from zero.
 //
 // Paper: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace cukit {
 
-// N outputs of each of `Threads` consumer threads, in the layout of wgmma accumulators. A thread reads
-// only what it wrote itself: no barrier is needed.
+// N outputs of each of `Threads` consumer threads, in the layout of wgmma accumulators. A thread
+// reads only what it wrote itself: no barrier is needed.
 template <int N, int Threads, int Period>
 struct PartialOutputs {
   unsigned char* shared;  // [N / 8][Threads] of eight bfloat16, [Threads] of two maxima

@@ -1,14 +1,14 @@
-// The walk of a block of class sm80 that owns queries and multiplies two pairs of arrays tile by tile:
-// Q K^T and, over another width, dO V^T or, with DISTILL, the teacher's Q K^T.
+// The walk of a block of class sm80 that owns queries and multiplies two pairs of arrays tile by
+// tile: Q K^T and, over another width, dO V^T or, with DISTILL, the teacher's Q K^T.
 //
-// A block owns TILE_M queries of one head, a warp 16 of them. It walks over the keys and values in tiles
-// of TILE_N; the next tile is copied while this one is multiplied.
+// A block owns TILE_M queries of one head, a warp 16 of them. It walks over the keys and values in
+// tiles of TILE_N; the next tile is copied while this one is multiplied.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
 //   Q | dO | K, two stages | V, two.
 //
-// Macros: DTYPE, HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED, TILE_M = 16 * warps, TILE_N multiple of 16,
-//   THREADS, those of score_options.cuh. DISTILL, 0 where it is not defined: heads of V have a group of
-//   their own.
+// Macros: DTYPE, HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED, TILE_M = 16 * warps, TILE_N multiple of
+//   16, THREADS, those of score_options.cuh. DISTILL, 0 where it is not defined: heads of V have a
+//   group of their own.
 #pragma once
 
 #include "attention/block_order.cuh"
@@ -87,8 +87,8 @@ class QueryPairs {
     return first_row + warp_row() + static_cast<int>(threadIdx.x) % kWarpSize / 4;
   }
 
-  // Calls visit(tile) for each tile of keys that the queries see, then waits for everybody. There must
-  // be queries (rows_left > 0).
+  // Calls visit(tile) for each tile of keys that the queries see, then waits for everybody. There
+  // must be queries (rows_left > 0).
   template <typename Visit>
   CUKIT_DEVICE void walk(unsigned char* shared, const T* q, const T* k, const T* v,
                          const T* grad_out, int causal_offset, const Visit& visit) const {

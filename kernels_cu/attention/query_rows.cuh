@@ -37,8 +37,8 @@ struct QueryRows {
     }
   }
 
-  // Products become weights: P, with SOFTCAP times the derivative of the score. `unmasked`, `ends` as in
-  // apply_options.
+  // Products become weights: P, with SOFTCAP times the derivative of the score. `unmasked`, `ends`
+  // as in apply_options.
   template <int N>
   CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends) const {
     if constexpr (SOFTCAP) {

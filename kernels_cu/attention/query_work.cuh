@@ -1,15 +1,16 @@
 // The tile scheduler of attention kernels whose blocks iterate over tiles of queries.
 //
-// Dense calls use a static schedule: block b takes tiles b, b + gridDim.x, ..., head after head, so that
-// concurrent blocks share keys and values in L2. With a causal mask alone, blocks take pairs of tiles of
-// a head, the last with the first and so on: every pair has the same number of visible keys.
+// Dense calls use a static schedule: block b takes tiles b, b + gridDim.x, ..., head after head, so
+// that concurrent blocks share keys and values in L2. With a causal mask alone, blocks take pairs
+// of tiles of a head, the last with the first and so on: every pair has the same number of visible
+// keys.
 //
-// Where the cost of tiles differs (VARLEN, PAGED, BLOCK_SPARSE) the schedule is dynamic: an atomic counter
-// hands out the tiles. Sequences come longest first, as plan_sequences.cu has sorted them; within a head
-// the last tile comes first.
+// Where the cost of tiles differs (VARLEN, PAGED, BLOCK_SPARSE) the schedule is dynamic: an atomic
+// counter hands out the tiles. Sequences come longest first, as plan_sequences.cu has sorted them;
+// within a head the last tile comes first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks of a
-// cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks
+// of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -54,8 +55,8 @@ struct WorkProblem {
   const int* cu_seqlens_kv;  // PAGED: [batch] the keys of each sequence
 };
 
-// Iterates over the works of this block. With the dynamic schedule only one thread may use it; with the
-// static one any thread computes the same sequence.
+// Iterates over the works of this block. With the dynamic schedule only one thread may use it; with
+// the static one any thread computes the same sequence.
 template <int TileM, int TileN>
 class QueryTileScheduler {
  public:
@@ -146,13 +147,14 @@ class QueryTileScheduler {
 
 // ---- A warpgroup's share of a tile ----
 
-// Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With TURNS
-// every warpgroup processes every tile of the work: a tile then has as many keys as the block has queries.
+// Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With
+// TURNS every warpgroup processes every tile of the work: a tile then has as many keys as the block
+// has queries.
 constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
 
-// The tiles of keys visible to a warpgroup's 64 queries, at least one. All warpgroups pass through the
-// pipeline stages of the work's tiles; those at either end may be masked for this one. A warpgroup beyond
-// the last query gets a single tile.
+// The tiles of keys visible to a warpgroup's 64 queries, at least one. All warpgroups pass through
+// the pipeline stages of the work's tiles; those at either end may be masked for this one. A
+// warpgroup beyond the last query gets a single tile.
 template <int TileN>
 CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
                                 const ScoreSettings& settings) {

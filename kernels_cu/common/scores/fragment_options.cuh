@@ -9,8 +9,8 @@
 
 namespace cukit {
 
-// `unmasked`: every query sees every key, as far as TileRange knows. `ends`: the tile has columns beyond
-// the last key. Both alike in all lanes of a warp.
+// `unmasked`: every query sees every key, as far as TileRange knows. `ends`: the tile has columns
+// beyond the last key. Both alike in all lanes of a warp.
 template <int N>
 CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
                                 float scale_log2, const ScoreSettings& settings, bool unmasked,

@@ -47,8 +47,8 @@ CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int cau
   }
 }
 
-// -infinity where `hidden(row, column)`. First the bits, in a loop that keeps few loads in flight: the
-// registers belong to scores and outputs.
+// -infinity where `hidden(row, column)`. First the bits, in a loop that keeps few loads in flight:
+// the registers belong to scores and outputs.
 template <int N, typename Hidden>
 CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const Hidden& hidden) {
 #pragma unroll

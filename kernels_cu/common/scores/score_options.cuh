@@ -1,22 +1,23 @@
 // What happens to a score of attention between its product and the softmax, and who sees whom.
 //
-//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + causal_offset - j|;
-//   BIAS: + bias(i, j);  then -infinity where key j is hidden from query i
-//   causal_offset = seq_kv - seq_q: both sequences end together. CAUSAL: j <= i + causal_offset.
-//   WINDOW: i + causal_offset - left <= j <= i + causal_offset + right.  MASK: where mask(i, j) is false.
+//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + causal_offset
+//   - j|; BIAS: + bias(i, j);  then -infinity where key j is hidden from query i causal_offset =
+//   seq_kv - seq_q: both sequences end together. CAUSAL: j <= i + causal_offset.
+//   WINDOW: i + causal_offset - left <= j <= i + causal_offset + right.  MASK: where mask(i, j) is
+//   false.
 //   SINKS: one more key a head that every query sees, with a score of its own and a value of zero.
 //   VARLEN: sequence b has the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one long array.
 //
-// Everything here is a function of one score, its row and its column: kernels keep their own layout.
-// Whatever a macro leaves out costs nothing.
+// Everything here is a function of one score, its row and its column: kernels keep their own
+// layout. Whatever a macro leaves out costs nothing.
 //
 // Units: where kScoresModified, score() takes the bare product q k and returns the score times
 // log2(e). Otherwise products go to the softmax as they are, and are scaled with the exponential.
 // exponent_factor() tells what remains to be multiplied.
 //
-// Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS, VARLEN
-//   0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as HEAD_DIM and
-//   PADDED where they are not defined.
+// Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS,
+//   VARLEN 0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as
+//   HEAD_DIM and PADDED where they are not defined.
 #pragma once
 
 #include "common/platform.cuh"
@@ -147,8 +148,8 @@ CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int causal_offset, int
   return range;
 }
 
-// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0). Whole ones
-// may hold queries beyond the last.
+// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0). Whole
+// ones may hold queries beyond the last.
 template <int Tile>
 CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int causal_offset, int seq_q,
                                    const ScoreSettings& settings) {
@@ -192,8 +193,8 @@ struct HeadScores {
 
   CUKIT_DEVICE bool exists(int row, int column) const { return row < seq_q && column < seq_kv; }
 
-  // The score of a product but for its bias, in powers of two where kScoresModified. `slope` becomes
-  // the derivative of the score by scale * product.
+  // The score of a product but for its bias, in powers of two where kScoresModified. `slope`
+  // becomes the derivative of the score by scale * product.
   CUKIT_DEVICE float unbiased_score(float product, int row, int column, float scale_log2,
                                     const ScoreSettings& settings, float& slope) const {
     slope = 1.0f;
@@ -244,9 +245,9 @@ struct HeadScores {
 
 // ---- Sinks ----
 
-// A row's maximum and sum before its first key, in the units of the scores: those of the sink, which
-// counts as a key that is seen first, `unit` being the weight of the maximum. A quad of lanes shares a
-// row; one of them counts the sink.
+// A row's maximum and sum before its first key, in the units of the scores: those of the sink,
+// which counts as a key that is seen first, `unit` being the weight of the maximum. A quad of lanes
+// shares a row; one of them counts the sink.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
                             float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();
