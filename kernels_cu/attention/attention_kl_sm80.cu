@@ -1,10 +1,10 @@
-// Divergence of two models' attention distributions, row by row, without either matrix leaving the
-// chip:
+// Divergence of two models' attention distributions, row by row, without writing either score
+// matrix to global memory:
 //
 //   KL_i = sum_j P_ij (ln P_ij - ln Q_ij),   P = softmax(scale_t Q_t K_t^T),  Q = softmax(scale_s Q_s K_s^T)
 //
-// and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh has the sums; masks
-// hide the same keys from both models. A query that sees no key has a divergence of 0.
+// and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh computes the sums;
+// both models have the same masks. A query without a visible key has a divergence of 0.
 // Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2",
 //   arXiv:2307.08691, after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
 // Mapping, shared memory: query_pairs_sm80.cuh, the student's arrays as q and k, the teacher's as
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_k
       cukit::row_statistics(pairs.b, pairs.head, params.heads_q, pairs.sequence, settings) + row;
   const int rows_left = pairs.sequence.seq_q - row;
   cukit::KlRows rows(arrays, first, rows_left, params.teacher_scale_log2, params.scale_log2);
-  pairs.walk(shared, q_s, k_s, k_t, q_t, options.causal_offset, [&](const cukit::QueryPairs::Tile& tile) {
+  const auto add_tile = [&](const cukit::QueryPairs::Tile& tile) {
     cukit::QueryPairs::Scores s, t;
     const auto hide = [&](cukit::QueryPairs::Scores& scores) {
       if (tile.unmasked) return;
@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_k
     tile.multiply_second(t);
     hide(t);
     rows.add(cukit::flat(t[0]), cukit::flat(s[0]));
-  });
+  };
+  pairs.for_each_tile(shared, q_s, k_s, k_t, q_t, options.causal_offset, add_tile);
   rows.finish(arrays, first, rows_left);
 }

@@ -137,14 +137,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
         cukit::wgmma_wait<1>(t);
         release_teacher();
         hide(t);
-        if constexpr (!PRECISE) rows.teach(t);
+        if constexpr (!PRECISE) rows.add_teacher(t);
         cukit::wgmma_wait<0>(s);
         release_student();
         hide(s);
         if constexpr (PRECISE) {
-          rows.compare(t, s);
+          rows.add_precise(t, s);
         } else {
-          rows.meet(t, s);
+          rows.add_cross(t, s);
         }
       }
     } else {
@@ -155,18 +155,18 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
       for (;;) {
         issue_student();
         hide(t);
-        rows.teach(t);
+        rows.add_teacher(t);
         cukit::wgmma_wait<0>(s);
         release_student();
         hide(s);
-        rows.meet(t, s);
+        rows.add_cross(t, s);
         if (--tile < visible.begin) break;
         issue_teacher();
-        rows.learn(s);
+        rows.add_student(s);
         cukit::wgmma_wait<0>(t);
         release_teacher();
       }
-      rows.learn(s);
+      rows.add_student(s);
     }
     for (int masked = work.keys.begin; masked < visible.begin; ++masked) skip();
     const int own_row = cukit::accumulator_row(cukit::opaque(threadIdx.x));

@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const T* __restrict__ grad_out,  // [batch, seq_q, heads * group, value_dim]
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // scratch rows
-    float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM, zeros at first
+    float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM, initially zeros
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,   // [batch, seq_kv, heads, value_dim], contiguous
     const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays

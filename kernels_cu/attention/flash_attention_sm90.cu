@@ -108,7 +108,7 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
 // Returns whether a maximum of the warp has grown enough for its rows to be rescaled by `shrink`.
 CUKIT_DEVICE bool update_maxima(cukit::SoftmaxRows& softmax, float (&shrink)[2],
                                 const Scores& scores, float factor) {
-  return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(softmax, shrink, scores, factor,
+  return cukit::update_maxima<TILE_N / 2, Operands::kIntegerMaxima>(softmax, shrink, scores, factor,
                                                                    Operands::kGrowth);
 }
 

@@ -78,7 +78,7 @@ struct RowSums {
   // p: 0 where hidden, u: kHidden there.
   CUKIT_DEVICE void add(const float (&p)[kScores], const float (&u)[kScores]) {
     float shrink[2];
-    cukit::renew_maxima(student, shrink, u, 1.0f);
+    cukit::update_maxima(student, shrink, u, 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float own[4] = {};

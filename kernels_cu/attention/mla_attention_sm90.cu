@@ -524,7 +524,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         }
       }
       float shrink[2];
-      const bool outgrown = cukit::renew_maxima(softmax, shrink, scores, factor);
+      const bool outgrown = cukit::update_maxima(softmax, shrink, scores, factor);
       cukit::exponentiate(softmax, scores, factor);
       Probabilities p;
       cukit::pack_probabilities<Latent>(p, scores);
