@@ -4,9 +4,10 @@
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of
-//   a softcap (backward_options.cuh). Tiles of queries that CAUSAL and WINDOW mask for all of a
-//   block's keys are not read. VARLEN: blocks find their keys through a plan (backward_work.cuh).
+// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
+//   derivative of a softcap (backward_options.cuh). Tiles of queries that CAUSAL and WINDOW mask
+//   for all of a block's keys are not read. VARLEN: blocks find their keys through a plan
+//   (backward_work.cuh).
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
 // Mapping: persistent blocks, one per SM. A work item is TILE_N keys of one key head; a block

@@ -63,7 +63,7 @@ class KlRows {
     }
   }
 
-  // The teacher's products become weights e.
+  // Adds the teacher's products, and replaces them by their weights e.
   template <int N>
   CUKIT_DEVICE void add_teacher(float (&t)[N]) {
     if constexpr (!KNOWN_T) {

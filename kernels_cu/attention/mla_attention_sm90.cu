@@ -584,7 +584,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 #endif
     const Rows own(done.place.b, done.place.problem * TEAM + member, params);
     const bool states = group == 0 && threadIdx.x % 4 == 0;
-    if (done.whole) {
+    if (done.complete) {
       cukit::ResultRows<T> to;
       to.first = arrays.out + own.index(lane_row, params) * kLatent + group * kHalf;
       to.row_stride = kLatent;

@@ -1,8 +1,8 @@
-// dS of the kernels that compute dQ alone: of queries as rows.
+// dS with queries as rows, for the kernels that compute dQ alone.
 //
-// Scores lie as in fragment_scores.cuh.
+// Scores are in the layout of fragment_scores.cuh.
 //
-// DISTILL: of two models: dS is the difference of their probabilities (attention_kl_sm80.cu).
+// DISTILL: dS is the difference of two models' probabilities (attention_kl_sm80.cu).
 //
 // Macros: those of score_options.cuh and scratch_rows.cuh; DISTILL, 0 where it is not defined.
 #pragma once
@@ -25,7 +25,7 @@ struct QueryRows {
   float scale_log2;
   float lse[2], delta[2];
 
-  // `first`: of the scratch rows, that of the sequence's first query; `row`: the lane's first.
+  // `first`: scratch row of the sequence's first query; `row`: the lane's first.
   CUKIT_DEVICE QueryRows(const HeadScores& head, const ScoreSettings& settings, float scale_log2,
                          const float* lse_log2, const float* deltas, long long first, int row)
       : head(head), settings(settings), scale_log2(scale_log2) {
@@ -37,8 +37,8 @@ struct QueryRows {
     }
   }
 
-  // Products become weights: P, with SOFTCAP times the derivative of the score. `unmasked`, `ends`
-  // as in apply_options.
+  // Turns products into weights: P, with SOFTCAP times the derivative of the score. `unmasked`,
+  // `ends` as in apply_options.
   template <int N>
   CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends) const {
     if constexpr (SOFTCAP) {
@@ -62,7 +62,7 @@ struct QueryRows {
   }
 
 #if DISTILL
-  // The teacher's products become its probabilities; delta is its lse.
+  // Turns the teacher's products into its probabilities; delta is its lse.
   template <int N>
   CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends,
                                  float teacher_scale_log2) const {
