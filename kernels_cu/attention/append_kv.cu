@@ -6,8 +6,8 @@
 // and head and one per value. Tokens whose slot does not exist are skipped.
 // Papers: Kwon et al., arXiv:2309.06180 (slots); Su et al., arXiv:2104.09864 (RoPE).
 // Mapping: TEAM neighbouring threads process one head of a token: of q, of k or of v, in this
-// order. A thread holds two chunks of eight elements; in the rotated columns, both elements of each
-// RoPE pair.
+//   order. A thread holds two chunks of eight elements; in the rotated columns, both elements of
+//   each RoPE pair.
 // Macros: DTYPE float16|bfloat16; CODE 0 caches of DTYPE, 1 e4m3, 2 int8, and with it the macros of
 //   common/quant/scales.cuh; HEADS_Q 0 or more; HEADS_KV; HEAD_DIM, VALUE_DIM multiples of 8;
 //   ROTARY_DIM 0 or a multiple of 16; INTERLEAVED 0|1: pairs (x[2i], x[2i + 1]) instead of

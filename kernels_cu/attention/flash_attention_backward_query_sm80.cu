@@ -5,10 +5,10 @@
 // The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
 // derivative of a softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries in the outer loop and
-// keys in the inner: two more products than flash_attention_backward_sm80.cu, and no atomics.
+//   keys in the inner: two more products than flash_attention_backward_sm80.cu, and no atomics.
 // Mapping: a block owns TILE_M queries of one head, a warp 16 of them. It iterates over the keys
-// and values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS is a
-// register operand of its product.
+//   and values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS is a
+//   register operand of its product.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
 //   Q | dO | K, two stages | V, two.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than

@@ -8,12 +8,12 @@
 //   inside. For heads of more than 128 columns. Recomputing P and dS costs two more products than
 //   accumulating dQ in flash_attention_backward_sm90, but less time than those additions in L2.
 // Mapping: a block iterates over tiles of 128 queries of a head (query_work.cuh). A thread of the
-// producer warpgroup schedules them and issues the TMA loads of Q, dO and, tile by tile, K and V.
-// Each of the two consumer warpgroups owns 64 queries, with their dQ in registers, and iterates
-// over tiles of TILE_N keys, last tile first. dS, a register operand of its product, is computed
-// while the wgmmas of the next scores run, and the exponentials of those while dQ's run. Only the
-// stages of K and V couple the consumers. A consumer skips tiles that are masked for all of its
-// queries.
+//   producer warpgroup schedules them and issues the TMA loads of Q, dO and, tile by tile, K and V.
+//   Each of the two consumer warpgroups owns 64 queries, with their dQ in registers, and iterates
+//   over tiles of TILE_N keys, last tile first. dS, a register operand of its product, is computed
+//   while the wgmmas of the next scores run, and the exponentials of those while dQ's run. Only the
+//   stages of K and V couple the consumers. A consumer skips tiles that are masked for all of its
+//   queries.
 // Shared memory, dynamic: Q | dO | K stages | V stages, in parts of 64 columns (shared_tile.cuh).
 //   Static: barriers, the current work.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by

@@ -12,9 +12,9 @@
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
 // Mapping: prepare: LANES lanes per row, 16 bytes per lane. finish: one block per TILE_M rows of a
-// head, a warp takes 16x8 blocks. Both start with the last rows: prepare leaves in L2 the rows that
-// are read first afterwards, and finish reads from L2 the rows that were accumulated last. sum:
-// eight elements per thread, splits in order. sinks: one block per head.
+//   head, a warp takes 16x8 blocks. Both start with the last rows: prepare leaves in L2 the rows
+//   that are read first afterwards, and finish reads from L2 the rows that were accumulated last.
+//   sum: eight elements per thread, splits in order. sinks: one block per head.
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float a warp, static.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the
 //   head is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);

@@ -11,21 +11,21 @@
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
 // Mapping: persistent blocks, one per SM. A work item is TILE_N keys of one key head; a block
-// iterates over the queries of `group` query heads that attend to them, in tiles of TILE_M, and
-// then takes the next work item (backward_work.cuh). One warp of the producer warpgroup issues the
-// TMA loads of K, V and, tile by tile, Q and dO (backward_walk.cuh); QUERY_GRADIENT: two more issue
-// the TMA reductions of dQ (backward_sums.cuh). The two consumer warpgroups are backward_narrow.cuh
-// for narrow heads, with dQ, and backward_wide.cuh for wide ones, whose dQ
-// flash_attention_backward_query_sm90 computes. Where key heads alone give too few work items,
-// `splits` items share the keys of a head, SPLIT is 1 and each writes its own sum in float32
-// (flash_attention_backward_sum adds them).
+//   iterates over the queries of `group` query heads that attend to them, in tiles of TILE_M, and
+//   then takes the next work item (backward_work.cuh). One warp of the producer warpgroup issues
+//   the TMA loads of K, V and, tile by tile, Q and dO (backward_walk.cuh); QUERY_GRADIENT: two more
+//   issue the TMA reductions of dQ (backward_sums.cuh). The two consumer warpgroups are
+//   backward_narrow.cuh for narrow heads, with dQ, and backward_wide.cuh for wide ones, whose dQ
+//   flash_attention_backward_query_sm90 computes. Where key heads alone give too few work items,
+//   `splits` items share the keys of a head, SPLIT is 1 and each writes its own sum in float32
+//   (flash_attention_backward_sum adds them).
 // DETERMINISTIC: work items add to a tile of dQ in a fixed order (backward_sums.cuh), and wait only
-// for items that started earlier. Otherwise, without a mask, item n of a head starts at query tile
-// n and wraps around, so that at any time concurrent items add to different rows of dQ.
+//   for items that started earlier. Otherwise, without a mask, item n of a head starts at query
+//   tile n and wraps around, so that at any time concurrent items add to different rows of dQ.
 // DISTILL, narrow heads only: the gradients of the divergence of two models, as in
 //   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
-// Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P is
-// then 0.
+//   Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P
+//   is then 0.
 // Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ,
 //   dynamic, columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N
 //   TILE_M a tile, two tiles (dS) or, for wide heads, STAGES (P), and with SOFTCAP as many again.
@@ -40,7 +40,7 @@
 //   384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it
 //   is not defined, 0|1 up to 128 columns.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ with
-// DETERMINISTIC, otherwise its additions are unordered.
+//   DETERMINISTIC, otherwise its additions are unordered.
 // Reference: cukit/reference/attention.py.
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128

@@ -2,7 +2,7 @@
 // them.
 //
 // Mapping: one block per TILE_N keys of a head: TMA loads them, four warps transpose or widen them
-// from shared memory to shared memory, one bulk copy stores them.
+//   from shared memory to shared memory, one bulk copy stores them.
 // Output: [heads_kv, tiles][tile], a tile in the layout of float8_values.cuh: PRECISE 0: [TILE_N /
 //   16] [VALUE_DIM][16] bytes; 1: parts [TILE_N][64] of float16, rows swizzled. Keys beyond the end
 //   of a sequence and columns outside the tensor are zeros.

@@ -2,11 +2,11 @@
 // score matrix is never written to global memory.
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691 (after Milakov and Gimelshein,
-// arXiv:1805.02867).
+//   arXiv:1805.02867).
 // Mapping: a block owns TILE_M queries of one head, a warp 16 * M_TILES of them with their outputs,
-// running maxima and sums in registers. It iterates over the keys and values in tiles of TILE_N,
-// last tile first, so that partially masked tiles come first; the next tile is copied while this
-// one is multiplied. The grid is one-dimensional: see block_order.cuh.
+//   running maxima and sums in registers. It iterates over the keys and values in tiles of TILE_N,
+//   last tile first, so that partially masked tiles come first; the next tile is copied while this
+//   one is multiplied. The grid is one-dimensional: see block_order.cuh.
 // Maxima are updated only once a score exceeds one by more than 8 in log2 units: softmax does not
 // depend on the subtracted value, and most tiles then rescale nothing.
 // Score options: score_options.cuh. A query without a visible key gets out = 0, lse = -infinity.

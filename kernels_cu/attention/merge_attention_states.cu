@@ -6,10 +6,11 @@
 //
 // Paper: Milakov and Gimelshein, arXiv:1805.02867; Ye et al., FlashInfer, arXiv:2501.01005.
 // Mapping: a thread processes VECS chunks of 8 columns; all loads are issued before the first use.
-// A row is a query and a head.
+//   A row is a query and a head.
 // Macros: DTYPE float16|bfloat16; THREADS; VECS; SHARED 0|1 side a was computed for `shared`
-// neighbouring requests together: their queries are concatenated in its lse. Minimum architecture:
-// sm_80. Computes in float; deterministic. Reference: cukit/reference/paged_attention.py.
+//   neighbouring requests together: their queries are concatenated in its lse. Minimum
+//   architecture: sm_80. Computes in float; deterministic. Reference:
+//   cukit/reference/paged_attention.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"
 

@@ -9,11 +9,11 @@
 // Every operation rounds as in the reference. A set with a non-finite element gets the scale NaN.
 // Paper: Liu et al., KIVI, arXiv:2402.02750.
 // Mapping: one thread block per group and head. Keys are staged in shared memory, and each thread
-// finds the extremes of a channel; a team of threads processes a token of values, eight columns
-// each.
+//   finds the extremes of a channel; a team of threads processes a token of values, eight columns
+//   each.
 // Shared memory, dynamic: GROUP * (HEAD_DIM + 8) elements of keys, 2 * HEAD_DIM floats of factors.
 // Macros: DTYPE float16|bfloat16; GROUP; HEAD_DIM, VALUE_DIM multiples of 8; INDEX int32|int64;
-// THREADS.
+//   THREADS.
 // Minimum architecture: sm_80. Deterministic.
 // Reference: cukit/reference/pack_kv.py.
 #include "attention/parameters.cuh"

@@ -13,9 +13,9 @@
 //   for. paged_work.cuh schedules the tiles. A piece that does not cover its problem is stored to
 //   `partial`; the block that finishes a problem last adds its pieces in order.
 // Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 *
-// HEAD_DIM; for codes half of that plus 8 * STEP), reused to merge eight rows of every warp;
-// QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the column orders of both kinds
-// of keys.
+//   HEAD_DIM; for codes half of that plus 8 * STEP), reused to merge eight rows of every warp;
+//   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the column orders of both kinds
+//   of keys.
 // Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
 //   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;

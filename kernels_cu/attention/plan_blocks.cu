@@ -1,7 +1,7 @@
 // Lists the tiles of keys visible to each tile of queries under a block mask (block_lists.cuh).
 //
 // Mapping: one warp per tile of queries and head of the mask; its lanes check 32 tiles of keys at a
-// time and append the visible ones.
+//   time and append the visible ones.
 // Shared memory: none.
 // Macros: TILE_M, TILE_N queries and keys of a tile; BLOCK_Q, BLOCK_KV of a block of the mask;
 //   CAUSAL 0|1, WINDOW 0|1 mask tiles as well (score_options.cuh); THREADS; HEAD_DIM and PADDED are

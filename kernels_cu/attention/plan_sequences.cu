@@ -2,11 +2,11 @@
 // together.
 //
 // Mapping: one block. It sorts by length into buckets, the most keys first, and sums up the tiles
-// of queries of all heads. The order within a bucket is not deterministic: it decides which block
-// computes a tile, but not the result.
+//   of queries of all heads. The order within a bucket is not deterministic: it decides which block
+//   computes a tile, but not the result.
 // Shared memory: static, one counter per bucket.
 // Macros: TILE_M queries of a tile; THREADS, also the number of buckets; PAGED 0|1 keys are in the
-// blocks of a cache.
+//   blocks of a cache.
 // Deterministic: plan[num_seqs + 1] and all results of the attention; not the order.
 // Reference: tests/attention/test_flash_schedule.py.
 #include "common/platform.cuh"
