@@ -29,7 +29,7 @@ MOST_EMULATED = 1 << 16
 
 QUICK = "quick: every value of every parameter; all cases: make test-all, or pytest without -m"
 REST = "slow: the cases outside the quick run; quick run: make test, or pytest -m 'not slow'"
-WHOLE = "all cases; quick run: make test, or pytest -m 'not slow'"
+WHOLE = "all; quick run: make test, or pytest -m 'not slow'"
 
 
 def emulated(condition: Callable[..., bool]) -> pytest.MarkDecorator:

@@ -92,8 +92,8 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("", "cases: whole"),
-        ("gpu", "cases: whole"),
+        ("", "cases: all"),
+        ("gpu", "cases: all"),
         ("not slow and not gpu", "cases: quick"),
         ("slow and gpu", "cases: slow"),
     ],
