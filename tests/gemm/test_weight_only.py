@@ -300,7 +300,12 @@ def plain(k=128, **fields):
             ArrayDtypeError,
             "must be int4 or int8, got float8_e4m3",
         ),
-        (plain(scales=None, axis=None, group_size=None), {}, ConfigError, "scales per row or per group"),
+        (
+            plain(scales=None, axis=None, group_size=None),
+            {},
+            ConfigError,
+            "scales per row or per group",
+        ),
         (
             plain(scales=np.ones((4, 2), np.float16), group_size=96),
             {},
