@@ -213,7 +213,7 @@ def test_points_above_a_measured_ceiling_are_explained() -> None:
     assert isinstance(table, Table)
     reasons = {row[3].value: row[-1].text for row in table.rows}
     assert "datasheet, too" in reasons[1050.0]
-    assert "square product" in reasons[777.0]
+    assert "square matrix product" in reasons[777.0]
     assert "writes as much as it reads" in reasons[4.3]
 
 
