@@ -1,41 +1,41 @@
 # From a fresh clone, with Python >= 3.10 and pip alone:
 #
 #   make demo     distil a teacher into a student on real text, on the GPU if there is one
-#   make test     the quick tests, six minutes on two cores, fifteen the first time, when kernels
-#                 are compiled: every test, of its cases a few in which every value of every
-#                 parameter occurs (GPU tests run where a GPU is)
-#   make test-all every case: the quick tests, then what they leave out
-#   make test TORCH='torch transformers'   with the tests of cukit.torch, which are skipped otherwise
+#   make test     the quick tests: every test on a subset of its cases that covers every parameter
+#                 value, in the emulator on one case; GPU tests run if there is a GPU. Six minutes
+#                 on two cores; fifteen on the first run, which compiles the kernels
+#   make test-all all cases: the quick tests, then the remaining cases
+#   make test TORCH='torch transformers'   include the tests of cukit.torch, skipped by default
 #   make lint     ruff and strict mypy
-#   make site     build the documentation into build/site; a broken link or reference is an error
-#   make bench    time every kernel beside its peers (needs a GPU)
-#   make tables   write the measured tables and their picture from profiling/results/
+#   make site     build the documentation into build/site; broken links and references are errors
+#   make bench    time every kernel and its peers (needs a GPU)
+#   make tables   generate the measured tables and figures from profiling/results/
 #
-# Everything is installed once, into .venv. `make demo ARGS="--help"` shows the demo's options.
+# Everything is installed once, into .venv. `make demo ARGS="--help"` prints the demo's options.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 comma := ,
-# One results file for each kind of GPU; h200.json is the one that `make tables` publishes.
+# One results file per kind of GPU; `make tables` publishes h200.json.
 RESULTS ?= profiling/results/h200.json
-# What else the tests install, for those of cukit.torch. Empty by default: on Linux the usual build of
-# torch brings 3 GB of CUDA libraries; PyTorch's CPU build is 200 MB.
+# Additional packages for the tests of cukit.torch. Empty by default: on Linux the default build of
+# torch installs 3 GB of CUDA libraries; PyTorch's CPU build is 200 MB.
 TORCH ?=
 
-# cuda12, cuda13 or empty: what the driver of this machine runs. cukit/core/driver.py says why.
+# cuda12, cuda13 or empty, by the driver of this machine. cukit/core/driver.py prints the reason.
 GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)
 DEMO_EXTRAS := [report$(addprefix $(comma),$(GPU_EXTRA))]
-# Without a GPU the tests still compile every kernel.
+# The tests compile every kernel even without a GPU.
 TEST_EXTRAS := [test,report,$(or $(GPU_EXTRA),compile)]
 
 DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
 SITE_STAMP := $(VENV)/.installed-site
 TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-torch)
 
-# One process for each core; then the tests marked `gpu` in one process, which has the GPU alone.
-# $(1) selects cases by their marks. pytest exits with 5 where $(ARGS) leaves it no test to run.
+# One process per core; then the tests marked `gpu` in a single process, so they do not share the GPU.
+# $(1) selects cases by their marks. pytest exits with 5 if $(ARGS) selects no test.
 define run_tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "$(1) and not gpu" $(ARGS) || [ $$? -eq 5 ]
 	$(if $(GPU_EXTRA),$(BIN)/python -m pytest -m "$(1) and gpu" $(ARGS) || [ $$? -eq 5 ])

@@ -1,7 +1,8 @@
-"""What the site's builder needs beside mkdocs.yml.
+"""MkDocs hook and griffe extension of the documentation site.
 
-Reference pages name a package, `[members]: cukit.layers`, and get an entry for each of its public
-names. Docstrings are written for reStructuredText and doctest: roles become code, examples blocks.
+A line `[members]: cukit.layers` in a reference page expands to an entry for each public name of the
+package. Docstrings use reStructuredText roles and doctest examples: the extension converts roles to
+inline code and examples to code blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):(`[^`]+`)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A hook of mkdocs: before a page is converted."""
+    """MkDocs hook, called with the source of each page."""
     return _MEMBERS.sub(lambda match: _entries(match[1]), markdown)
 
 
 def _entries(package: str) -> str:
-    """An entry for each public name, from the module that defines it."""
+    """Return an entry for each public name, taken from the module that defines it."""
     (names,) = (
         ast.literal_eval(node.value)
         for node in _tree(package).body
@@ -43,7 +44,7 @@ def _entry(module: str, name: str) -> str:
                     return _entry(node.module, each.name)
         elif name in _defined(node):
             return f"::: {module}.{name}"
-    # Made from a table when the module is imported: a function of arrays, for tensors.
+    # Generated at import time from a table: the function on arrays, applied to tensors.
     return f"## {name}\n\n`cukit.{name}` on tensors, with gradients."
 
 
@@ -54,7 +55,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """Names that a statement gives a docstring or a value of its own."""
+    """Return the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Assign):
@@ -63,10 +64,10 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 class Docstrings(griffe.Extension):
-    """Called by mkdocstrings for everything that has a docstring."""
+    """Converts docstrings to Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Of modules, classes, functions and attributes."""
+        """Called for every module, class, function and attribute."""
         if obj.docstring is not None:
             text = _ROLE.sub(r"\1", obj.docstring.value)
             obj.docstring.value = _EXAMPLE.sub(r"```pycon\n\g<0>\n```", text)

@@ -1,11 +1,9 @@
-"""What one benchmark is: a `Case`, and the `Workload` it builds on the machine at hand.
+"""A benchmark: a `Case`, and the `Workload` that it builds on the current machine.
 
-How to add a case
------------------
-Cases of a family live in `profiling/cases/<family>.py`; the module has one function,
-`cases(small=False) -> list[Case]`. `small=True` asks for sizes that NumPy finishes in well under
-a second: the test-suite runs those without a GPU, and `--small` runs them anywhere, so that a
-mistake in a case shows before a GPU is held.
+How to add a case ----------------- The cases of a family are in `profiling/cases/<family>.py`; the
+module has one function, `cases(small=False) -> list[Case]`. With `small=True` it returns sizes that
+NumPy finishes in well under a second: the tests run them without a GPU, and `--small` runs them on
+any machine, so errors in a case are found without a GPU.
 
     from functools import partial
 
@@ -16,7 +14,7 @@ mistake in a case shows before a GPU is held.
     from profiling.data import normal
 
     def torch_rms_norm():
-        functional = peers.torch().nn.functional               # PeerMissing where there is none
+        functional = peers.torch().nn.functional               # PeerMissing if not installed
         return lambda x, weight: functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
     def rms_norm_case(tokens: int, hidden: int, dtype: str) -> Case:
@@ -24,7 +22,7 @@ mistake in a case shows before a GPU is held.
             x, weight = normal((tokens, hidden), dtype), normal((hidden,), dtype)
 
             return Workload(
-                arms={
+                impls={
                     "cukit": lambda: partial(rms_norm, x, weight),
                     "torch-eager": lambda: peers.forward(torch_rms_norm(), x, weight),
                     "torch-compile": lambda: peers.forward(
@@ -38,11 +36,15 @@ mistake in a case shows before a GPU is held.
         return Case("layers", "rms_norm", f"{tokens}x{hidden}", dtype, build,
                     bytes=2 * tokens * hidden * itemsize(dtype))
 
-Rules: nothing touches the GPU or imports a peer before `build` (or an arm's factory) is called;
-an arm's factory returns a function without arguments that does the whole timed work and returns
-its outputs (an array, a tensor, or a tuple of them; `None` entries are skipped); peers that are
-not installed raise `PeerMissing` in their factory and are skipped with that reason; `bytes` counts
-every input read once and every output written once; a peer must do the same work as the op.
+Rules:
+
+- Nothing uses the GPU or imports a peer before `build` or an implementation's factory is called.
+- The factory of an implementation returns a function without arguments that does all of the timed
+  work and returns its outputs: an array, a tensor, or a tuple of them (`None` entries are skipped).
+- The factory of a peer that is not installed raises `PeerMissing`; the peer is skipped with its
+  message as the reason.
+- `bytes` counts every input read once and every output written once.
+- A peer does the same work as the op.
 """
 
 from __future__ import annotations
@@ -63,26 +65,26 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZES[dtype]
 
 
-class PeerMissing(Exception):  # noqa: N818 - a reason to skip an arm, not an error
-    """The library of an arm is not installed here, or cannot do this case. Says which and why."""
+class PeerMissing(Exception):  # noqa: N818 - a reason to skip a peer, not an error
+    """A peer is not installed or does not support the case; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Inputs made once, and every way to do the work on them."""
+    """Inputs, and all implementations of the work on them."""
 
-    arms: Mapping[str, Callable[[], Call]]
-    """Name of the implementation -> factory of the function to time. "cukit" is ours."""
+    impls: Mapping[str, Callable[[], Call]]
+    """Name of the implementation -> factory of the function to time. "cukit" is required."""
 
     expected: Call
-    """Computes what every arm must return, in float32 or better."""
+    """Computes the expected outputs, in float32 or better."""
 
     tolerance: float = 1e-2
-    """Largest ||out - expected|| / ||expected|| of any output that counts as correct."""
+    """Largest ||out - expected|| / ||expected|| of a correct output."""
 
     views: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Name of an implementation -> what of its outputs is compared, where it is not the outputs
-    themselves: tokens drawn with other random numbers, say."""
+    """Name of an implementation -> function of its outputs whose value is compared, if not the
+    outputs themselves: for tokens drawn with other random numbers, for example."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,18 @@ class Case:
     family: str
     op: str
     name: str
-    """The shape, in the op's own words: "8192x4096", "d64 16x32x1024 causal"."""
+    """The shape: "8192x4096", "d64 16x32x1024 causal"."""
     dtype: str
     build: Callable[[], Workload]
     flops: float = 0.0
-    """Floating-point operations of the tensor cores that the work needs; 0 for memory-bound ops."""
+    """Floating-point operations on tensor cores; 0 for memory-bound ops."""
     bytes: float = 0.0
-    """Fewest bytes through device memory: inputs read once, outputs written once."""
+    """Minimum DRAM traffic: inputs read once, outputs written once."""
     measure_memory: bool = False
-    """Record the peak of memory allocated during one call (on top of the inputs)."""
+    """Record the peak memory allocated during one call, excluding the inputs."""
     clock: Literal["device", "host"] = "device"
-    """What is timed: the work on the device, or what one call costs the host that enqueues it."""
+    """What is timed: the work on the device, or the host time to enqueue one call."""
 
     def key(self) -> CaseKey:
-        """What names this case among all."""
+        """The unique key of the case."""
         return (self.family, self.op, self.name, self.dtype)

@@ -2,12 +2,12 @@
 
     python -m profiling.compare_sass main --source attention/flash_attention_sm90.cu
 
-Compiles every variant that the registry names, in this tree and in a copy of the revision, and
-prints per variant whether the instructions are the same to the bit, else registers, spills and
-counts of both. A refactoring that leaves the code as it was needs no timing.
+Compiles every registered variant, in this tree and in a copy of the revision. Prints for each
+variant whether the instructions are bitwise identical, and otherwise registers, spills and
+instruction counts of both. If the machine code is identical, a refactoring needs no timing.
 
 --cubins FOLDER keeps the cubins of variants that differ, as NAME.before.cubin and NAME.after.cubin,
-for nvdisasm. Exits with 1 if a variant differs.
+for nvdisasm. The exit code is 1 if a variant differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INSTRUCTION_BYTES = 16
 
 @dataclass(frozen=True)
 class Code:
-    """What one revision compiles a variant to."""
+    """The compiled code of a variant in one revision."""
 
     cubin: bytes
     instructions: bytes
@@ -44,7 +44,7 @@ class Code:
 
 
 def collect(arch: str, sources: Sequence[str]) -> dict[str, Code]:
-    """The code of every variant of these sources, by its macros. Errors end the comparison."""
+    """Return the code of every variant of these sources, by macros. Errors end the comparison."""
     wanted = [each for each in variants(devices(arch)) if each.spec.source in sources]
     found = {}
     for variant, compiled in compile_all(wanted):
@@ -58,7 +58,7 @@ def collect(arch: str, sources: Sequence[str]) -> dict[str, Code]:
 
 
 def collect_revision(revision: str, arch: str, sources: Sequence[str]) -> dict[str, Code]:
-    """The same in a copy of a revision, by this file, in a process that imports that copy."""
+    """Run this file on a copy of a revision, in a process that imports that copy."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", revision, "cukit", "kernels_cu"], check=True, capture_output=True
@@ -68,12 +68,12 @@ def collect_revision(revision: str, arch: str, sources: Sequence[str]) -> dict[s
         command = [sys.executable, __file__, "--arch", arch, "--collect", str(out)]
         command += [word for source in sources for word in ("--source", source)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": folder})
-        # Written by this very file a moment ago, under another copy of the package.
+        # Written by this file, running on the other copy of the package.
         return {name: Code(*facts) for name, facts in pickle.loads(out.read_bytes()).items()}
 
 
 def differing(before: Mapping[str, Code], after: Mapping[str, Code]) -> list[str]:
-    """Prints a line for each variant; returns the names of those that differ."""
+    """Print one line per variant; return the names of those that differ."""
     names = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("revision", nargs="?", default="HEAD")
     parser.add_argument("--source", action="append", required=True, help="below kernels_cu/")
     parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--cubins", type=Path, help="where to keep cubins of variants that differ")
+    parser.add_argument("--cubins", type=Path, help="folder for the cubins of variants that differ")
     parser.add_argument("--collect", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     after = collect(arguments.arch, arguments.source)

@@ -1,11 +1,11 @@
-"""Runs parts of CuPy's own test-suite, with our pool installed and without, and compares.
+"""Runs parts of CuPy's own test suite with and without cukit's pool, and compares the outcomes.
 
     git -C CUPY archive v14.2.0 tests pyproject.toml | tar x -C SOURCES   # the installed version
     python -m profiling.cupy_suite SOURCES core_tests creation_tests --workers 16 --seconds 150
 
-The tests are dealt out to processes, each with a pool of its own. CuPy's pool goes first and
-compiles the kernels, so times are not to be compared. Tests marked slow or multi_gpu are left out.
-Exit code 1 if a test that ran in both ways ended differently.
+The tests are distributed over processes, each with its own pool. The run with CuPy's pool is first
+and compiles the kernels, so the times are not comparable. Tests marked slow or multi_gpu are
+excluded. The exit code is 1 if the outcome of a test differs between both runs.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SHARD = "CUKIT_CUPY_SUITE"
-"""Environment variable: what a process has to do, as JSON."""
+"""Environment variable with the task of a process, as JSON."""
 
 GRACE_SECONDS = 60
-"""For the test that is running when time is up."""
+"""Extra time for the test that runs when the time limit is reached."""
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
-# In each process: a plugin of pytest ------------------------------------------------------------
+# In each process: a pytest plugin ------------------------------------------------------------
 
 
 class Plugin:
-    """Installs the pool, runs every n-th test until time is up, and writes how each one ended."""
+    """Installs the pool, runs every n-th test until the time limit, and writes the outcomes."""
 
     def __init__(self, shard: dict[str, Any]) -> None:
         self._shard = shard
@@ -65,7 +65,7 @@ class Plugin:
             return
         import cupy
 
-        if cupy.cuda.get_allocator() is not self._ours:  # a test before this one put another there
+        if cupy.cuda.get_allocator() is not self._ours:  # an earlier test replaced the allocator
             self._displaced += 1
             self._install()
 
@@ -101,16 +101,16 @@ class Plugin:
 
 
 def pytest_configure(config: Any) -> None:
-    """The module is a plugin of pytest in the processes that `main` starts."""
+    """Register the plugin: this module is a pytest plugin in the processes that `main` starts."""
     if SHARD in os.environ:
         config.pluginmanager.register(Plugin(json.loads(os.environ[SHARD])), "cukit-cupy-suite")
 
 
-# In the process that starts them ----------------------------------------------------------------
+# In the parent process ----------------------------------------------------------------
 
 
 def run(pool: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All parts on one pool: outcomes by test, and what the pools counted."""
+    """Run all parts on one pool; return outcomes by test, and the statistics of the pools."""
     paths = [f"tests/cupy_tests/{part}" for part in options.parts]
     command = [sys.executable, "-m", "pytest", "-p", "profiling.cupy_suite", *paths]
     command += ["-q", "-m", "not slow and not multi_gpu", "-p", "no:cacheprovider"]
@@ -168,14 +168,17 @@ def _read(folder: Path, pool: str, workers: int) -> dict[str, Any]:
                 totals.update(entry)
                 continue
             test = entry["test"]
-            if outcomes.get(test) not in ("failed", "error"):  # what a teardown says comes second
+            if outcomes.get(test) not in (
+                "failed",
+                "error",
+            ):  # the outcome of the call takes precedence over the teardown
                 outcomes[test] = entry["outcome"]
                 reasons[test] = entry["reason"]
     return {"outcomes": outcomes, "reasons": reasons, "pools": dict(totals)}
 
 
 def compare(without: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Counts over the tests that ran in both ways, and those that ended differently."""
+    """Count the tests that ran on both pools, and list those with different outcomes."""
     common = sorted(without["outcomes"].keys() & ours["outcomes"].keys())
     differences = [
         {
@@ -207,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("sources", type=Path, help="folder with CuPy's tests/ and pyproject.toml")
     parser.add_argument("parts", nargs="+", help="files or folders below tests/cupy_tests")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=600, help="at most, for each way")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit per pool")
     parser.add_argument("--out", type=Path, default=Path("cupy-suite"), help="folder for the logs")
     options = parser.parse_args(arguments)
     folder = options.out.absolute()
@@ -228,12 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table, and every difference."""
+    """Print the table, and every difference."""
     print(f"{'':<14}" + "".join(f"{outcome:>9}" for outcome in OUTCOMES))
     for way in ("without", "with"):
         counts = "".join(f"{result[way].get(outcome, 0):>9}" for outcome in OUTCOMES)
         print(f"{way:<14}{counts}")
-    print(f"ran in both ways: {result['tests']}; in one only: {result['not_in_both']}")
+    print(f"ran on both pools: {result['tests']}; in one only: {result['not_in_both']}")
     print(f"pools: {result['pools']}; crashed: {result['crashed']}")
     for one in result["differences"]:
         print(

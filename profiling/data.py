@@ -1,6 +1,6 @@
-"""Inputs of the cases: random CuPy arrays where there is a GPU, NumPy arrays where there is none.
+"""Inputs of the cases: random CuPy arrays, or NumPy arrays without a GPU.
 
-Always drawn from a normal distribution, never zeros: constant data draws less power and can run
+Values are normally distributed, never constant: constant data draws less power and can run
 measurably faster than real data.
 """
 
@@ -25,8 +25,8 @@ DTYPES: dict[str, Any] = {
 }
 
 
-# Counter-based, so that no cuRAND is needed: SplitMix64 of the element's index, then Box-Muller on
-# its two halves of 24 bits, scaled by 2^-24 and (for half turns) 2^-23.
+# Counter-based, without cuRAND: SplitMix64 of the element's index, then Box-Muller on its upper and
+# lower 24 bits, scaled by 2^-24 and, for the argument of cospi, by 2^-23.
 _BITS = """
     unsigned long long bits = seed + 0x9E3779B97F4A7C15ull * (i + 1);
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -57,7 +57,7 @@ def _integer_kernel() -> Any:
 
 
 def normal(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
-    """`scale` times a standard normal sample of `shape`, rounded to `dtype`."""
+    """Return `scale` times a standard normal sample of `shape`, rounded to `dtype`."""
     xp, seed = array_module(), next(_seeds)
     if xp is np:
         sample = np.random.default_rng(seed).standard_normal(shape, np.float32)
@@ -68,7 +68,7 @@ def normal(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], dtype: str = "int32") -> Any:
-    """Uniform integers in [low, high)."""
+    """Return uniform integers in [low, high)."""
     xp, seed = array_module(), next(_seeds)
     if xp is np:
         return np.random.default_rng(seed).integers(low, high, shape).astype(dtype)

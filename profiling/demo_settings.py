@@ -1,10 +1,10 @@
-"""What settings of `cukit distill` make of the gap between a teacher and a student:
+"""Compares settings of `cukit distill` by the gap between teacher and student:
 
     python -m profiling.demo_settings [--small | --brief]
 
-For each setting: bits per byte of the teacher and of the student alone, then of the student
-distilled in several ways, with what it gains over the student alone (95% interval over validation
-windows) and the share of the gap that this closes. Nothing is written; outcomes go into
+For each setting, prints bits per byte of the teacher and of the student alone, then of the student
+distilled in several ways, with the gain over the student alone (95% interval over validation
+windows) and the share of the gap that it closes. Conclusions are in
 profiling/notes/distillation_step.md.
 """
 
@@ -79,7 +79,7 @@ SMALL = (
 
 
 class Bench:
-    """Trains models on one text."""
+    """Trains models on one corpus."""
 
     def __init__(self, settings: DistillSettings, corpus: Corpus) -> None:
         self.settings, self._corpus = settings, corpus
@@ -90,7 +90,7 @@ class Bench:
         )  # fmt: skip
 
     def train(self, model: Transformer, objective: Objective, steps: int, lr: float) -> float:
-        """Seconds that it took."""
+        """Seconds of training."""
         s = self.settings
         schedule = WarmupCosine(lr, int(steps * s.warmup_share), steps)
         trainer = Trainer(
@@ -143,7 +143,7 @@ def _corpus(packages: bool) -> Corpus:
 
 
 def run(setting: Setting, device: str) -> None:
-    """Prints a line for each model."""
+    """Print one line per model."""
     settings = DEFAULTS[device].with_options(**setting.options)
     corpus = _corpus(setting.packages)
     bench = Bench(settings, corpus)
@@ -183,7 +183,7 @@ def run(setting: Setting, device: str) -> None:
 
 
 def main() -> int:
-    """Runs every setting."""
+    """Run every setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--brief", action="store_true", help="twenty seconds on a GPU")

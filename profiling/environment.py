@@ -1,4 +1,4 @@
-"""The machine a run was measured on: names, versions, clocks, and the ceilings it reaches."""
+"""The machine of a run: GPU, versions, clocks, and measured ceilings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CLOCK_FIELDS = {
 
 
 def describe(timer: Timer) -> dict[str, Any]:
-    """Everything a reader needs to judge, or repeat, the figures beside it."""
+    """Return the environment that is stored with the results, to interpret and reproduce them."""
     found = results_environment(timer) | {"commit": _commit()}
     return found | {"clocks": _clocks(_gemm())} if gpu_available() else found
 
 
 def _gemm() -> Callable[[], Any]:
-    """A large bf16 matrix product through cuBLAS: work that warms the card up."""
+    """Return a large BF16 matrix product through cuBLAS, as load for the GPU."""
     from cukit.gemm import matmul
 
     a = normal((GEMM_SIZE, GEMM_SIZE), "bfloat16")
@@ -42,7 +42,7 @@ def _gemm() -> Callable[[], Any]:
 
 
 def _clocks(gemm: Callable[[], Any]) -> dict[str, Any]:
-    """Clocks and power, asked for while matrix products keep the card busy."""
+    """Return clocks and power limit, queried while matrix products run on the GPU."""
     command = [*NVIDIA_SMI, f"--query-gpu={','.join(CLOCK_FIELDS)}"]
     try:
         question = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -67,7 +67,7 @@ def _number(text: str) -> float | None:
 
 
 def _commit() -> str:
-    """The commit that is checked out, "+" if files differ from it; $CUKIT_COMMIT overrides."""
+    """Return the current commit, with "+" if files are modified; $CUKIT_COMMIT overrides it."""
     if stated := os.environ.get("CUKIT_COMMIT"):
         return stated
     root = Path(__file__).resolve().parent.parent

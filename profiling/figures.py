@@ -1,21 +1,23 @@
-"""Draws the picture of the measured results: `python -m profiling.figures` (`make tables`).
+"""Draws the figures of the measured results: `python -m profiling.figures` (`make tables`).
 
-One pair of bars an op, cukit beside the fastest peer, on the op's largest case. The file is drawn
-from profiling/results/ alone, so a test holds it to them; light or dark follows the reader's.
+Each op has two bars, cukit and the fastest peer, on its largest case. The figures depend on
+profiling/results/ alone, and a test compares both. They follow the browser's light or dark mode.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from html import escape
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from cukit.analyzer.report import svg
-from cukit.analyzer.report.benchmarks import OURS, BenchmarkResults, largest_cases
+from cukit.analyzer.report.benchmarks import OURS, largest_cases
 from cukit.analyzer.report.section_benchmarks import FASTEST_PEER, draw_summary
 from cukit.analyzer.results import read
-from profiling.tables import PUBLISHED, ROOT
+from profiling.tables import FLOOR, PAGES, PUBLISHED, ROOT, kernel_cases
 
 FIGURE = ROOT / "docs" / "benchmarks.svg"
 
@@ -23,27 +25,33 @@ WIDTH, MARGIN, HEAD = 960.0, 24.0, 74.0
 
 
 def main() -> int:
-    """Bring the picture up to date; say if it changed."""
-    new = draw(read(PUBLISHED))
-    if new is None:
-        print(f"{PUBLISHED} holds nothing to draw")
-    elif not FIGURE.exists() or FIGURE.read_text(encoding="utf-8") != new:
-        FIGURE.write_text(new, encoding="utf-8")
-        print(f"wrote {FIGURE.relative_to(ROOT)}")
+    """Update the figures; print the names of those that changed."""
+    results = read(PUBLISHED)
+    for path, new in figures(results).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != new:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
     return 0
 
 
-def draw(results: dict[str, Any]) -> str | None:
-    """The picture as a file of SVG, or None where no case has a floor."""
-    measured = BenchmarkResults(results["environment"], tuple(results["records"]))
-    cases = largest_cases(measured.cases)
+def figures(results: dict[str, Any]) -> dict[Path, str]:
+    """The figure of all ops, and one per documentation page."""
+    drawn = {FIGURE: draw(results)}
+    for page, ops in PAGES.items():
+        drawn[FIGURE.with_name(f"benchmarks_{page}.svg")] = draw(results, ops)
+    return {path: figure for path, figure in drawn.items() if figure is not None}
+
+
+def draw(results: dict[str, Any], ops: Collection[str] | None = None) -> str | None:
+    """Return the figure of `ops` (default: all) as an SVG file; None if no case has a floor."""
+    cases = [case for case in largest_cases(kernel_cases(results)) if ops is None or case.op in ops]
     if not cases:
         return None
     bars = draw_summary(cases, WIDTH - 2 * MARGIN)
     height = float(ElementTree.fromstring(bars).attrib["height"])
     whole = HEAD + height + MARGIN / 2
-    found = measured.environment
-    machine = f"{found['gpu']}, {found['date']}, cold L2, medians. Longer bars are faster."
+    found = results["environment"]
+    machine = f"{found['gpu']}, {found['date']}, cold L2, median times. Longer bars are faster."
     panel = svg.element("rect", class_="panel", width=WIDTH, height=whole, rx=12.0)
     placed = svg.element("g", bars, transform=f"translate({MARGIN:.0f} {HEAD:.0f})")
     parts = [
@@ -51,7 +59,7 @@ def draw(results: dict[str, Any]) -> str | None:
         panel,
         svg.element(
             "text",
-            escape("Speed of each op on its largest case"),
+            escape("Share of the floor reached by each op on its largest case"),
             x=MARGIN,
             y=36.0,
             style="font-size: 17px; font-weight: 650",
@@ -60,12 +68,11 @@ def draw(results: dict[str, Any]) -> str | None:
         *_legend(),
         placed,
     ]
-    title = "Share of the best conceivable speed of each op, cukit and the fastest peer"
-    return svg.figure(WIDTH, whole, title, parts) + "\n"
+    return svg.figure(WIDTH, whole, FLOOR, parts) + "\n"
 
 
 def _legend() -> list[str]:
-    """Names of the two series, in the upper right corner."""
+    """The names of the two series, in the upper right corner."""
     parts = []
     x = WIDTH - MARGIN
     for series, name in ((1, FASTEST_PEER), (0, OURS)):

@@ -1,8 +1,8 @@
-"""Variants of the plans of `cukit.graph_memory`, beside one another on one GPU.
+"""Times variants of the plans of `cukit.graph_memory` in interleaved runs.
 
     python -m profiling.graph_memory_variants [parts]
 
-`parts`: only the launches of a retrieval, each alone.
+`parts`: only the launches of a retrieval, each timed separately.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from profiling.cases.graph_memory import DTYPE, _graph
 from profiling.data import normal
 
 
-def compare(name: str, arms: dict[str, Any]) -> None:
-    """Prints the median of each arm."""
+def compare(name: str, impls: dict[str, Any]) -> None:
+    """Print the median of each variant."""
     sampling = Sampling(rounds=2, budget_ms=40.0, min_samples=5, max_samples=20, pause_s=0.1)
     benchmark = KernelBenchmark(warmup_iters=1, sampling=sampling)
-    expected = next(iter(arms.values()))
-    for record in benchmark.compare(("graph_memory", name, "", DTYPE), arms, expected):
+    expected = next(iter(impls.values()))
+    for record in benchmark.compare(("graph_memory", name, "", DTYPE), impls, expected):
         print(f"{name:24} {record['impl']:28} {record['median_us']:9.1f} us", flush=True)
 
 
-def diffusion_arms() -> dict[str, Any]:
-    """Slices of other widths."""
+def diffusion_impls() -> dict[str, Any]:
+    """Compare widths of column slices."""
     memory = normal((65536, 256), DTYPE)
     transition = _graph(memory, 65536, 32)
-    arms = {}
+    impls = {}
     for lanes, together in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)):
 
         def plan(*_: Any, lanes: int = lanes, together: int = together) -> DiffuseConfig:
             return DiffuseConfig(DTYPE, 8, lanes, together)
 
         call = partial(diffusion.graph_diffusion, memory, transition)
-        arms[f"{lanes} lanes, {together} together"] = _planned(
+        impls[f"{lanes} lanes, {together} together"] = _planned(
             diffusion, "plan_diffusion", plan, call
         )
-    return arms
+    return impls
 
 
-def retrieval_arms(num_queries: int) -> dict[str, Any]:
-    """Other numbers of stages and blocks."""
+def retrieval_impls(num_queries: int) -> dict[str, Any]:
+    """Compare numbers of stages and thread blocks."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     plain = retrieve.plan_maxima
-    arms = {}
+    impls = {}
     for label, changes in (
         ("plan", {}),
         ("3 stages", {"stages": 3}),
@@ -63,12 +63,12 @@ def retrieval_arms(num_queries: int) -> dict[str, Any]:
             return dataclasses.replace(plain(*args), **changes)
 
         call = partial(retrieve.retrieve_top_k, queries, memory, 64)
-        arms[label] = _planned(retrieve, "plan_maxima", plan, lambda call=call: call().scores)
-    return arms
+        impls[label] = _planned(retrieve, "plan_maxima", plan, lambda call=call: call().scores)
+    return impls
 
 
 def print_parts(num_queries: int, k: int = 64) -> None:
-    """Each launch of a retrieval alone."""
+    """Time each launch of a retrieval separately."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     ((_, launches),) = retrieve._prepare(queries, memory, k)
     maxima = empty(queries, (num_queries, launches.groups), "float32")
@@ -97,16 +97,16 @@ def print_parts(num_queries: int, k: int = 64) -> None:
         launches.last(None, rescored, None, scores, indices)
         return maxima
 
-    arms = {"maxima": maximise, "select": select, "join": join, "rescore": rescore, "last": last}
+    impls = {"maxima": maximise, "select": select, "join": join, "rescore": rescore, "last": last}
     if not launches.joins:
-        del arms["join"]
-    for arm in arms.values():
-        arm()
-    compare(f"parts, {num_queries}", arms)
+        del impls["join"]
+    for impl in impls.values():
+        impl()
+    compare(f"parts, {num_queries}", impls)
 
 
 def _planned(module: Any, name: str, plan: Any, call: Any) -> Any:
-    """`call` with another plan: launches are remembered by description, so they are kept apart."""
+    """Return `call` with another plan and a separate launch cache, whose key excludes the plan."""
     memory: dict[str, Any] = {}
 
     def planned() -> Any:
@@ -134,6 +134,6 @@ if __name__ == "__main__":
     print_parts(256)
     print_parts(1)
     if "parts" not in sys.argv[1:]:
-        compare("graph_diffusion", diffusion_arms())
-        compare("retrieve_top_k, 256", retrieval_arms(256))
-        compare("retrieve_top_k, 1", retrieval_arms(1))
+        compare("graph_diffusion", diffusion_impls())
+        compare("retrieve_top_k, 256", retrieval_impls(256))
+        compare("retrieve_top_k, 1", retrieval_impls(1))

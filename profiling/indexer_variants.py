@@ -1,10 +1,10 @@
-"""Times tilings of `indexer_kl` and its backward beside the one that their plan takes:
+"""Compares tilings of `indexer_kl` and its backward with the planned one:
 
     python -m profiling.indexer_variants [--quick]
 
-An arm `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has M queries and N keys in a tile of the sweep, KEYS and
-QUERIES in one of the keys' gradient, BLOCKS thread blocks an SM. Nothing is written; outcomes go
-into profiling/notes/attention_distillation.md.
+A variant `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has tiles of M queries and N keys in the sweep, tiles of
+KEYS and QUERIES in the gradient of the keys, and BLOCKS thread blocks per SM. Results are printed
+only; conclusions are in profiling/notes/attention_distillation.md.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ SHAPES = (Shape(1, 4096, 32, 8, 128, 16, 128),)
 def _with_tilings(case: Case) -> Case:
     def build() -> Workload:
         workload = case.build()
-        ours = workload.arms["cukit"]
-        arms: dict[str, Callable[[], Call]] = {
-            name: arm for name, arm in workload.arms.items() if name != "torch-compile"
+        ours = workload.impls["cukit"]
+        impls: dict[str, Callable[[], Call]] = {
+            name: impl for name, impl in workload.impls.items() if name != "torch-compile"
         }
         for tiling in TILINGS:
             name = "-".join(
                 map(str, (tiling.tile_m, tiling.tile_n, tiling.key_tile, tiling.tile_q))
             )
             name += f"-{tiling.blocks_per_sm}{'-wgmma' if tiling.wgmma else ''}"
-            arms[name] = partial(_arm, ours, tiling)
-        return Workload(arms, workload.expected, workload.tolerance)
+            impls[name] = partial(_impl, ours, tiling)
+        return Workload(impls, workload.expected, workload.tolerance)
 
     return replace(case, build=build)
 
 
-def _arm(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
-    """Our own call with launches of its own, which are not remembered."""
+def _impl(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
+    """Return a call of cukit with its own launches, outside the launch cache."""
     from cukit.attention import indexer_kl, indexer_kl_backward
 
     modules = [sys.modules[each.__module__] for each in (indexer_kl, indexer_kl_backward)]

@@ -1,11 +1,11 @@
-"""What compressed caches cost a model: bits per byte, and the error of attention's outputs.
+"""Quality of a model with compressed caches: bits per byte, and the error of attention outputs.
 
     python -m profiling.kv_compression runs/distill/teacher.safetensors
     python -m profiling.kv_compression MODEL --write      # into docs/kv_cache.md
 
-Validation windows are cut in two. The model reads the first three quarters, whose keys and values
-are rounded to 16 bits and then compressed; it predicts every byte of the rest from what was kept
-and from the uncompressed bytes before it. Nothing is timed.
+Validation windows are split in two. The model reads the first three quarters, whose keys and values
+are rounded to 16 bits and then compressed. It predicts every byte of the last quarter from the
+compressed keys and values and the uncompressed ones of the preceding bytes. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Options = dict[str, Any]
 
 
 def strategies(prompt: int) -> list[tuple[str, str, Options]]:
-    """Title, strategy and options of each row, for prompts of so many tokens."""
+    """Title, strategy and options of each row, for the given prompt length."""
     bits: list[tuple[str, str, Options]] = [
         (f"`{name}`", name, options)
         for name, options in (
@@ -57,7 +57,7 @@ def strategies(prompt: int) -> list[tuple[str, str, Options]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. `ratio`, `error`: means over layers and batches. `bits`: of each window."""
+    """One strategy. `ratio`, `error`: means over layers and batches. `bits`: per window."""
 
     title: str
     ratio: float
@@ -77,9 +77,9 @@ class Row:
 
 
 class CompressedPrompt:
-    """Caches of a forward pass (cukit.models.LayerCaches) that compress what the first pass leaves.
+    """Caches of a forward pass (cukit.models.LayerCaches), compressed after the first pass.
 
-    strategy: None keeps the prompt as it is, in 16 bits.
+    strategy: None keeps the prompt uncompressed, in 16 bits.
     """
 
     positions = None
@@ -90,7 +90,7 @@ class CompressedPrompt:
         self._strategy, self._options = strategy, options
 
     def attend(self, q: Any, k: Any, v: Any, layer: int) -> tuple[Any, Any]:
-        """Exact while the prompt is read; then over what was kept of it and the new tokens."""
+        """Exact for the prompt; then over the compressed prompt and the new tokens."""
         dtype = q.dtype
         q, k, v = (array.astype(np.float16) for array in (q, k, v))
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
@@ -104,7 +104,7 @@ class CompressedPrompt:
         return out.astype(dtype), lse
 
     def advance(self, num_tokens: int) -> None:
-        """The prompt, or the rest."""
+        """Process the prompt, or the rest."""
         self.length += num_tokens
 
 
@@ -145,7 +145,7 @@ def measure_all(model: Transformer, text: Any, num_windows: int) -> list[Row]:
 
 
 def table(model: Transformer, rows: Sequence[Row], num_windows: int) -> str:
-    """The rows as Markdown, with a sentence on the model."""
+    """Format the rows as Markdown, with a sentence about the model."""
     config = model.config
     prompt = int(config.max_positions * PROMPT_SHARE)
     cells = []
@@ -165,7 +165,7 @@ def table(model: Transformer, rows: Sequence[Row], num_windows: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints, and with --write brings the document up to date."""
+    """Measure and print; with --write, update the document."""
     parser = argparse.ArgumentParser(prog="python -m profiling.kv_compression")
     parser.add_argument("model", type=Path, help="a model of `cukit distill`")
     parser.add_argument("--windows", type=int, default=128)

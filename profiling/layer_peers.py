@@ -1,4 +1,4 @@
-"""What other people's libraries call the ops of `cukit.layers`: functions of tensors."""
+"""Peers of the ops of `cukit.layers`, as functions of tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def torch_rms_norm_residual(torch: ModuleType) -> Callable[..., Any]:
 
 def liger_rms_norm() -> Callable[..., Any]:
     function = peers.optional("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    # In place its backward would overwrite the gradient that the next sample reads.
+    # In-place, its backward would overwrite the gradient that the next sample reads.
     return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
 
 

@@ -1,14 +1,15 @@
-"""Times splits of the divergences' rows, and the products of the fused heads:
+"""Times splits of the rows of divergences, and the products of the fused heads:
 
     python -m profiling.loss_variants rows
     python -m profiling.loss_variants products
     python -m profiling.loss_variants heads
     python -m profiling.loss_variants options
 
-rows: an arm `THREADS,CLUSTER,CACHED` has as many threads a block, blocks a row and vectors of each
-tensor that a thread keeps. products: each product of a chunk of tokens, in each kernel that matmul
-could choose. heads: whole losses, by the number of tokens in a chunk. options: losses on logits,
-with and without. Nothing is written; outcomes go into profiling/notes/losses.md.
+rows: a variant `THREADS,CLUSTER,CACHED` gives the threads per block, the blocks per row and the
+vectors of each tensor that a thread keeps in registers. products: each product of a chunk of
+tokens, with each kernel that matmul could choose. heads: complete losses, by tokens per chunk.
+options: losses on logits, with and without options. Results are printed only; conclusions are in
+profiling/notes/losses.md.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ SPLITS = {
 """(threads, cluster, cached) by vocabulary."""
 
 COMPARED = {32768: ("reverse_kl", "skewed_forward_kl", "total_variation"), 256000: ()}
-"""Divergences that torch.compile is timed with: it compiles each for seconds."""
+"""Divergences that are also timed with torch.compile, which takes seconds to compile each."""
 
 DISTANCES = (0.4, 0.05)
-"""Of student and teacher, beside logits that have nothing in common."""
+"""Distances of student and teacher, in addition to independent logits."""
 
 HEADS = ((4096, 2304, 256000), (8192, 4096, 128256), (4096, 2048, 32768))
 CHUNKS = (1024, 2048, 4096)
 
 
 def rows(names: Sequence[str] = ()) -> list[Case]:
-    """Divergences (all, or those named) of 4096 rows of logits, with every split."""
+    """Return cases of divergences (default: all) of 4096 rows of logits, with every split."""
     found = names or DIVERGENCES
     cases = [_with_splits(4096, size, name) for size in SPLITS for name in found]
     near = [divergence_case(4096, 32768, "jsd", distance=each) for each in DISTANCES]
@@ -66,17 +67,17 @@ def rows(names: Sequence[str] = ()) -> list[Case]:
 
 
 def _alone(case: Case) -> Case:
-    """Without peers."""
+    """Return the case without peers."""
 
     def build() -> Workload:
         workload = case.build()
-        return replace(workload, arms={"cukit": workload.arms["cukit"]})
+        return replace(workload, impls={"cukit": workload.impls["cukit"]})
 
     return replace(case, build=build)
 
 
 def options() -> None:
-    """Prints what options cost on logits."""
+    """Print the cost of options on logits."""
     benchmark = _benchmark()
     for tokens, vocab_size in ((4096, 32768), (4096, 256000)):
         student, teacher = (normal((tokens, vocab_size), DTYPE) for _ in range(2))
@@ -90,7 +91,7 @@ def options() -> None:
             "logit_scale": {"logit_scale": 0.5},
             "softcap": {"softcap": 30.0},
         }
-        arms = {}
+        impls = {}
         for name, given in kinds.items():
             both = given if name != "softcap" else {**given, "teacher_softcap": 30.0}
             calls = {
@@ -98,16 +99,16 @@ def options() -> None:
                 "forward_kl": partial(kl_divergence, student, teacher, temperature=2.0, **both),
             }
             for op, call in calls.items():
-                arms[f"{op} {name}"] = partial(_first, partial(call, return_grad=True))
+                impls[f"{op} {name}"] = partial(_first, partial(call, return_grad=True))
         log_probs, ids = teacher_top_k(teacher, 64)
         for tail in ("bucket", "renormalise"):
             call = partial(topk_distillation_loss, student, log_probs, ids, tail=tail)
-            arms[tail] = partial(_first, partial(call, return_grad=True))
+            impls[tail] = partial(_first, partial(call, return_grad=True))
         call = partial(sampled_distillation_loss, student, ids)
-        arms["sampled"] = partial(_first, partial(call, return_grad=True))
+        impls["sampled"] = partial(_first, partial(call, return_grad=True))
         records = benchmark.compare(
             ("distill", "options", f"{tokens}x{vocab_size}", DTYPE),
-            arms,
+            impls,
             lambda: array_module().zeros((), "float32"),
             tolerance=float("inf"),
         )
@@ -129,19 +130,19 @@ def _with_splits(tokens: int, vocab_size: int, divergence: str) -> Case:
 
     def build() -> Workload:
         workload = case.build()
-        arms = dict(workload.arms)
-        del arms["torch-eager"]
+        impls = dict(workload.impls)
+        del impls["torch-eager"]
         if divergence not in COMPARED[vocab_size]:
-            del arms["torch-compile"]
+            del impls["torch-compile"]
         for split in SPLITS[vocab_size]:
-            arms["{},{},{}".format(*split)] = partial(_split_arm, workload.arms["cukit"], split)
-        return Workload(arms, workload.expected, workload.tolerance)
+            impls["{},{},{}".format(*split)] = partial(_split_impl, workload.impls["cukit"], split)
+        return Workload(impls, workload.expected, workload.tolerance)
 
     return replace(case, build=build)
 
 
 def compile_splits(names: Sequence[str] = ()) -> None:
-    """Fills the kernel cache, on all cores."""
+    """Fill the kernel cache, on all cores."""
     device = current_device()
     specs = {
         _divergence_rows.plan_divergence(
@@ -155,8 +156,8 @@ def compile_splits(names: Sequence[str] = ()) -> None:
     build([Variant(spec, device) for spec in specs])
 
 
-def _split_arm(ours: Callable[[], Call], split: tuple[int, int, int]) -> Call:
-    """Our own call with a plan of its own."""
+def _split_impl(ours: Callable[[], Call], split: tuple[int, int, int]) -> Call:
+    """Return a call of cukit with another plan."""
     module: Any = sys.modules[distillation_loss.__module__]
     threads, cluster, cached = split
     plan = partial(
@@ -179,7 +180,7 @@ def _split_arm(ours: Callable[[], Call], split: tuple[int, int, int]) -> Call:
 
 
 def products() -> None:
-    """Prints the time of each product of a chunk, by kernel; `*` marks what matmul chooses."""
+    """Print the time of each product of a chunk, by kernel; `*` marks the choice of matmul."""
     benchmark = _benchmark()
     print(benchmark.environment, flush=True)
     for tokens, hidden, vocab_size in HEADS:
@@ -213,14 +214,14 @@ def _product(
 ) -> None:
     options = MatmulOptions(**flags, out_dtype=None)
     plan = explain_matmul(a, b, out=out, **flags)
-    arms = {}
+    impls = {}
     for each in plan.estimates:
         if each.reason is None and each.kernel in ("cublas", "linear"):
             run = prepare(each, a, b, out, options)
             chosen = "*" if each.kernel == plan.kernel else ""
-            arms[each.kernel + chosen] = partial(_run, run, a, b, out)
+            impls[each.kernel + chosen] = partial(_run, run, a, b, out)
     records = benchmark.compare(
-        ("distill", "products", name, DTYPE), arms, lambda: out[:1] * 0, flops=flops,
+        ("distill", "products", name, DTYPE), impls, lambda: out[:1] * 0, flops=flops,
         tolerance=float("inf"),
     )  # fmt: skip
     print("  ".join(f"{r['impl']} {r['median_us']:.0f} us {r['tflops']:.0f} TF" for r in records),
@@ -233,22 +234,22 @@ def _run(run: Any, a: Any, b: Any, out: Any) -> Any:
 
 
 def heads() -> None:
-    """Prints time and memory of linear_distillation_loss by divergence and chunk."""
+    """Print time and memory of linear_distillation_loss, by divergence and chunk size."""
     benchmark = _benchmark()
     for tokens, hidden, vocab_size in HEADS:
         student = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
         teacher = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
-        arms = {}
+        impls = {}
         for divergence in ("forward_kl", "jsd"):
             for chunk in CHUNKS if divergence == "forward_kl" else CHUNKS[1:2]:
                 call = partial(
                     linear_distillation_loss, *student, *teacher, chunk_tokens=chunk,
                     divergence=divergence, temperature=TEMPERATURE,
                 )  # fmt: skip
-                arms[f"{divergence} {chunk}"] = partial(_loss_of, call)
+                impls[f"{divergence} {chunk}"] = partial(_loss_of, call)
         records = benchmark.compare(
             ("distill", "heads", f"{tokens}x{hidden}x{vocab_size}", DTYPE),
-            arms,
+            impls,
             lambda: array_module().zeros((), "float32"),
             flops=8.0 * tokens * hidden * vocab_size,
             tolerance=float("inf"),

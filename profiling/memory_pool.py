@@ -1,20 +1,20 @@
-"""Measures memory pools beside one another and merges what it finds into a results file.
+"""Compares memory pools and merges the measurements into a results file.
 
     python -m profiling.memory_pool --out profiling/results/h200.json
-    python -m profiling.memory_pool --small                # the host's pages; needs no GPU
+    python -m profiling.memory_pool --small                # host pages; no GPU needed
 
-Records are of family "memory_pool", with fields beside those of kernels:
+Records have the family "memory_pool", and additional fields:
 
     replay, replay_tight   one log on one pool: median_us, mean_us, p99_us of an allocation,
                            free_mean_us, completed, failure, limit_bytes, peak_live_bytes,
                            peak_reserved_bytes, fragmentation. "Tight": the limit is 1.05 times the
-                           log's peak of live bytes, and 2 MiB a stream.
+                           log's peak of live bytes, plus 2 MiB per stream.
     pair                   an allocation and its free, of a size that was freed just before
     remap                  an allocation that only scattered pages can serve
-    defragment             moving all buffers of a pool together; gbps counts bytes read and
-                           written, copy_us and copy_gbps are of the copying kernel alone
-    training_step          a step of `cukit distill` whose arrays come from the pool; host_us until
-                           it is queued, tokens_per_second. Needs a GPU
+    defragment             compaction of all buffers of a pool; gbps counts bytes read and written,
+                           copy_us and copy_gbps are of the copy kernel only
+    training_step          a step of `cukit distill` with arrays from the pool; host_us until it is
+                           enqueued, tokens_per_second. Needs a GPU
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OURS = "cukit"
 
 LOGS = Path(__file__).parent / "logs"
 RECORDED = (LOGS / "distill.csv.gz",)
-"""Logs of real programs; profiling/notes/memory_pool.md says how they were made."""
+"""Logs of real programs; profiling/notes/memory_pool.md describes how they were recorded."""
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -66,7 +66,7 @@ The first is for a small run."""
 
 
 def logs(small: bool) -> list[str]:
-    """Mixes by name, recorded logs by path."""
+    """Synthetic logs by name, recorded logs by path."""
     if small:
         return ["random-200-4", "torture"]
     return [*STANDARD, *map(str, RECORDED)]
@@ -76,7 +76,7 @@ def logs(small: bool) -> list[str]:
 
 
 def replay_records(pool: str, names: Sequence[str]) -> list[Record]:
-    """Every log on one kind of pool, without a limit and at a tight one."""
+    """Replay every log on one pool, without a limit and at a tight one."""
     requests = [Request(name, limit) for name in names for limit in (None, "tight")]
     results = replay_apart(pool, requests)
     return [_replayed(r, result) for r, result in zip(requests, results, strict=True)]
@@ -105,7 +105,7 @@ def _replayed(request: Request, result: ReplayResult) -> Record:
 
 
 def title(log: str) -> str:
-    """The name of a mix, or of a file without its folder and endings."""
+    """The name of a synthetic log, or of a file without folder and suffixes."""
     return Path(log).name.partition(".")[0]
 
 
@@ -134,24 +134,24 @@ def _timed(op: str, case: str, impl: str, rounds: Sequence[Sequence[float]], **m
 
 
 def pair_records(pools: Sequence[str], small: bool) -> list[Record]:
-    """An allocation and its free through each pool's own functions, and through CuPy."""
+    """Time an allocation and its free through each pool's own functions, and through CuPy."""
     count = 200 if small else PAIRS
-    arms: dict[tuple[str, str], Callable[[], float]] = {}
+    impls: dict[tuple[str, str], Callable[[], float]] = {}
     for name, size in PAIR_SIZES.items():
         for pool in pools:
-            if arm := _raw_pair(pool, size, count):
-                arms[name, pool] = arm
-            if arm := _cupy_pair(pool, size, count):
-                arms[f"{name} through CuPy", pool] = arm
-    samples: dict[tuple[str, str], list[list[float]]] = {key: [] for key in arms}
+            if impl := _raw_pair(pool, size, count):
+                impls[name, pool] = impl
+            if impl := _cupy_pair(pool, size, count):
+                impls[f"{name} through CuPy", pool] = impl
+    samples: dict[tuple[str, str], list[list[float]]] = {key: [] for key in impls}
     for _ in range(ROUNDS):
-        for key, arm in arms.items():
-            samples[key].append([arm()])
+        for key, impl in impls.items():
+            samples[key].append([impl()])
     return [_timed("pair", case, pool, rounds) for (case, pool), rounds in samples.items()]
 
 
 def _loop(pair: Callable[[], None], count: int) -> Callable[[], float]:
-    """Microseconds of a pair, over many; the first few are not counted."""
+    """Return microseconds per pair, averaged after a warm-up."""
 
     def measure() -> float:
         for _ in range(100):
@@ -199,11 +199,11 @@ def _cupy_pair(pool: str, size: int, count: int) -> Callable[[], float] | None:
     return measure_theirs
 
 
-# What only our pool does --------------------------------------------------------------------------
+# Only cukit's pool -------------------------------------------------------------------------------
 
 
 def remap_records(small: bool) -> list[Record]:
-    """One large block out of pages that lie one by one between live ones."""
+    """Time one large block remapped from single pages between live pages."""
     total = 32 * MIB if small else GIB
     records = []
     for page in (2 * MIB,) if small else (2 * MIB, 16 * MIB):
@@ -215,7 +215,7 @@ def remap_records(small: bool) -> list[Record]:
 
 
 def _remap_once(total: int, page: int) -> float:
-    """Microseconds of the allocation."""
+    """Return microseconds of the allocation."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * total), _provider(page))
     blocks = [pool.allocate(page) for _ in range(2 * total // page)]
     for block in blocks[::2]:
@@ -235,10 +235,10 @@ def _remap_once(total: int, page: int) -> float:
 
 
 def defragment_records(small: bool) -> list[Record]:
-    """Half of the buffers of a pool are closed, the rest are moved together."""
+    """Time the compaction of a pool in which every second buffer is closed."""
     records = []
     for size, count, page in DEFRAGMENTED[:1] if small else DEFRAGMENTED[1:]:
-        _defragment_once(size, count, page)  # compiles the kernel that copies
+        _defragment_once(size, count, page)  # compiles the copy kernel
         found = [_defragment_once(size, count, page) for _ in range(2 if small else 5)]
         moved = found[0][1]
         rounds = [[microseconds] for microseconds, _, _ in found]
@@ -254,7 +254,7 @@ def defragment_records(small: bool) -> list[Record]:
 
 
 def _defragment_once(size: int, count: int, page: int | None) -> tuple[float, int, float]:
-    """Microseconds, bytes moved, and of the time that of the copies on the GPU (0 on the host)."""
+    """Return microseconds, bytes moved, and the GPU time of the copies (0 on the host)."""
     pool = MemoryPool(provider=_provider(page) if page else None)
     buffers = [pool.allocate_buffer(size) for _ in range(count)]
     for buffer in buffers[::2]:
@@ -270,7 +270,7 @@ def _defragment_once(size: int, count: int, page: int | None) -> tuple[float, in
 
 @contextmanager
 def _timed_copies() -> Iterator[list[Callable[[], float]]]:
-    """What each copying kernel launched inside takes on the GPU, in microseconds."""
+    """Collect the GPU time of each copy kernel launched in the block, in microseconds."""
     found: list[Callable[[], float]] = []
     if not gpu_available():
         yield found
@@ -307,7 +307,7 @@ def _provider(page_bytes: int) -> Provider:
 
 @contextmanager
 def _quiet(pool: MemoryPool) -> Iterator[None]:
-    """The device idle before, and what the host queued done after."""
+    """Synchronise before and after the block."""
     pool.provider.synchronize_device()
     yield
     pool.provider.synchronize_device()
@@ -317,7 +317,7 @@ def _quiet(pool: MemoryPool) -> Iterator[None]:
 
 
 def training_records() -> list[Record]:
-    """What a step of training takes on our pool and on CuPy's."""
+    """Time training steps on cukit's pool and on CuPy's."""
     if not gpu_available():
         return []
     return [
@@ -340,7 +340,7 @@ PARTS = ("replay", "calls", "training")
 
 
 def measure(pools: Sequence[str], small: bool, parts: Sequence[str]) -> Iterator[list[Record]]:
-    """The records of some parts, a few at a time."""
+    """Yield the records of the selected parts in groups."""
     for pool in pools if "replay" in parts else ():
         try:
             yield replay_records(pool, logs(small))
@@ -355,7 +355,7 @@ def measure(pools: Sequence[str], small: bool, parts: Sequence[str]) -> Iterator
 
 
 def show(record: Record) -> str:
-    """A record as one line of the log."""
+    """Format a record as one line of the log."""
     line = (
         f"{record['op']:<13}{record['case']:<36}{record['impl']:<18}{record['median_us']:>10.2f} us"
     )
@@ -378,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument("--small", action="store_true", help="small logs, few samples")
-    parser.add_argument("--only", choices=PARTS, help="only one part of it")
+    parser.add_argument("--only", choices=PARTS, help="run only this part")
     parser.add_argument("--pools", default=",".join(POOLS), help="only these, by comma")
     options = parser.parse_args(arguments)
     pools = options.pools.split(",")

@@ -1,11 +1,12 @@
-"""How often attention over long caches of 8 or 4 bits finds the one key that a query asks for:
+"""Retrieval accuracy of attention over long caches of 8 or 4 bits:
 
     python -m profiling.needle [KEYS]
     python -m profiling.needle --write      # into docs/kv_cache.md
 
-Every query's needle is a key of its direction, one among KEYS (131072) random ones, with a weight
-of 0.7 / sqrt(KEYS), 1/517: so small that 16 bits miss a few. The output is compared with the values
-of a thousand tokens; the needle is found where its own fits best. Prints a table.
+The needle of a query is a key with the query's direction, one of KEYS (131072) random keys, with an
+attention weight of 0.7 / sqrt(KEYS), 1/517: small enough that some are missed in 16 bits. The
+output is compared with the values of a thousand tokens; the needle counts as found if its value is
+the closest. Prints a table.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from profiling.tables import ROOT, markdown
 KEYS = 131072
 HEAD_DIM, HEADS, GROUP = 128, 2, 64
 WEIGHT = 0.7
-"""Of a needle, times the square root of the number of keys. All others together add 1.6 divided by
-that root to an output, in the units of one value."""
+"""Weight of a needle, times the square root of the number of keys. All other keys contribute 1.6
+divided by that root to an output, in units of one value."""
 _CANDIDATES = 1000
 QUERIES = 512
 DOCUMENT = "docs/kv_cache.md"
 MARKS = re.compile(r"(<!-- needle -->\n).*?(<!-- /needle -->)", re.DOTALL)
 ROWS = ("16 bits", "int8", "float8", "int4", "float8 q, k, v and probabilities")
-"""What is measured, as in the table."""
+"""Rows of the table."""
 
 
 class Haystack:
-    """Queries, keys and values of one request, and which key each query and head asks for."""
+    """Queries, keys and values of one request, and the needle of each query and head."""
 
     def __init__(self, keys: int, queries: int, seed: int = 0) -> None:
         self.xp = array_module()
@@ -59,8 +60,8 @@ class Haystack:
         self.others = rng.permutation(keys)[:_CANDIDATES]
 
     def found(self, out: Any) -> float:
-        """The part of all queries whose output, [queries, heads, head_dim], is nearest to their
-        needle's value."""
+        """The share of queries whose output, [queries, heads, head_dim], is closest to the value of
+        their needle."""
         host = np.asarray(out if self.xp is np else out.get(), np.float32)
         hits = 0
         for head in range(HEADS):
@@ -77,7 +78,7 @@ class Haystack:
 
 
 def outputs(haystack: Haystack) -> dict[str, Callable[[], Any]]:
-    """[queries, heads, head_dim] of each way to store keys and values."""
+    """Outputs [queries, heads, head_dim] for each storage format of keys and values."""
     xp = haystack.xp
     q, k, v = haystack.arrays()
     keys = k.shape[1]
@@ -124,19 +125,19 @@ def outputs(haystack: Haystack) -> dict[str, Callable[[], Any]]:
 
 
 def measure(keys: int = KEYS, queries: int = QUERIES) -> dict[str, float]:
-    """The part found, for each way to store keys and values."""
+    """The share of needles found, for each storage format."""
     haystack = Haystack(keys, queries)
     return {name: haystack.found(compute()) for name, compute in outputs(haystack).items()}
 
 
 def table(found: Mapping[str, float], keys: int = KEYS, queries: int = QUERIES) -> str:
-    """As Markdown."""
+    """Format the table as Markdown."""
     header = [f"{keys} keys, {queries * HEADS} needles", "found"]
     return markdown(header, [[name, f"{part:.1%}"] for name, part in found.items()], left=1)
 
 
 def main() -> None:
-    """Measures, prints, and with --write brings the document up to date."""
+    """Measure and print; with --write, update the document."""
     parser = argparse.ArgumentParser(prog="python -m profiling.needle")
     parser.add_argument("keys", type=int, nargs="?", default=KEYS)
     parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT}")

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/sequence.md: `python -m profiling.operator_figures` (`make tables`).
+"""Draws the figures of docs/sequence.md: `python -m profiling.operator_figures` (`make tables`).
 
-Each shows what the ops themselves computed on small inputs, so a test holds the files to the ops.
+Each figure shows results of the ops on small inputs; a test compares the files with the ops.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH, MARGIN = 720.0, 24.0
 
 
 def main() -> int:
-    """Bring the pictures up to date; say which changed."""
+    """Update the figures; print the names of those that changed."""
     for name, draw in FIGURES.items():
         path, new = ROOT / "docs" / name, draw()
         if not path.exists() or path.read_text(encoding="utf-8") != new:
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def page(height: float, title: str, parts: list[str]) -> str:
-    """A picture that stands alone, in light and in dark."""
+    """Return a self-contained figure that supports light and dark mode."""
     panel = svg.element("rect", class_="panel", width=WIDTH, height=height, rx=12.0)
     style = svg.element("style", svg.style() + "svg .panel { fill: var(--page); }\n")
     head = svg.text(title, MARGIN, 34.0, "label")
@@ -56,8 +56,8 @@ def draw_retrieval() -> str:
     step = (WIDTH - 2 * MARGIN) / (group * groups)
     parts = [
         svg.text(
-            f"Scores of one query with {group * groups} rows, in {groups} groups of {group}. Only "
-            "the maximum of each group (line) is written.",
+            f"Scores of one query against {group * groups} rows, in {groups} groups of {group}. "
+            "Only the maximum of each group (line) is written.",
             MARGIN, 54.0, "detail",
         ),
         svg.text(
@@ -84,7 +84,7 @@ def draw_retrieval() -> str:
 
 
 def draw_diffusion() -> str:
-    """A unit at one node of a lattice after some steps, and a row under writes with more gates."""
+    """The mass of one lattice node after several diffusion steps."""
     side, cell = 9, 17.0
     nodes = np.arange(side * side).reshape(side, side)
     edges = [
@@ -102,8 +102,8 @@ def draw_diffusion() -> str:
     memory[nodes[side // 2, side // 2]] = 1
     parts = [
         svg.text(
-            "A unit at one node of a lattice spreads: the area of a dot is what its node holds. "
-            "All dots of a panel add up to 1.",
+            "Unit mass at one node of a lattice diffuses. The area of a dot is the mass of its "
+            "node; each panel sums to 1.",
             MARGIN, 54.0, "detail",
         )
     ]  # fmt: skip
@@ -129,27 +129,27 @@ def draw_diffusion() -> str:
                     )
                 )  # fmt: skip
         parts.append(svg.text(name, left + side * cell / 2, 246.0, "tick", "middle"))
-    return page(264.0, "graph_diffusion: a memory spreads over its graph", parts)
+    return page(264.0, "graph_diffusion: mass diffuses over the graph", parts)
 
 
 def draw_write() -> str:
-    """What a row is made of, by the sum of the gates of three writes to it."""
+    """Contributions to a row as a function of the summed gates of three writes to it."""
     indices, gates = np.zeros(3, np.int32), np.array([0.5, 0.3, 0.2])
     left, right, top, base = MARGIN + 40, WIDTH - MARGIN, 84.0, 214.0
     across, up = svg.Scale(0.0, 2.0, left, right), svg.Scale(0.0, 1.0, base, top)
     totals = np.linspace(0, 2, 81)
-    # A column for the old row and one for each write: what is written there is its share.
+    # One column for the old row and one per write: the value of a column is its share.
     memory, values = np.eye(1, 4), np.eye(4)[1:]
     shares = np.array([memory_write(memory, indices, values, gates * s)[0] for s in totals])
     parts = [
         svg.text(
-            "Three writes to one row, whose gates are to one another as 5 : 3 : 2. Shares always "
-            "add up to 1.",
+            "Three writes to one row with gates in the ratio 5 : 3 : 2. The shares always sum "
+            "to 1.",
             MARGIN, 54.0, "detail",
         )
     ]  # fmt: skip
     ends = np.concatenate([np.zeros((len(totals), 1)), np.cumsum(shares, axis=1)], axis=1)
-    for part, name in enumerate(("the row before", "write 0", "write 1", "write 2")):
+    for part, name in enumerate(("old row", "write 0", "write 1", "write 2")):
         outline = [(across(s), up(e)) for s, e in zip(totals, ends[:, part], strict=True)]
         outline += [
             (across(s), up(e)) for s, e in zip(totals[::-1], ends[::-1, part + 1], strict=True)
@@ -169,11 +169,11 @@ def draw_write() -> str:
     for value in (0.0, 0.5, 1.0):
         parts.append(svg.text(f"{value:g}", left - 8, up(value) + 4, "tick", "end"))
     parts.append(svg.text("sum of the gates", right, base + 32, "detail", "end"))
-    return page(258.0, "memory_write: shares of a row after gated writes", parts)
+    return page(258.0, "memory_write: contributions to a row after gated writes", parts)
 
 
 def draw_bank() -> str:
-    """Which layers samples choose, and the order in which the grouped product takes them."""
+    """The layers that samples choose, and their order in the grouped product."""
     rng = np.random.default_rng(7)
     batch, num_layers, dim, top_k, cell = 6, 8, 16, 2, 26.0
     x = rng.standard_normal((batch, 4, dim)).astype(np.float32)
@@ -186,8 +186,8 @@ def draw_bank() -> str:
     left, top = MARGIN + 64, 92.0
     parts = [
         svg.text(
-            f"p = softmax(router mean(x)) of {batch} samples and {num_layers} layers; the {top_k} "
-            "best of a sample are framed.",
+            f"p = softmax(router mean(x)) for {batch} samples and {num_layers} layers; the top "
+            f"{top_k} of each sample are framed.",
             MARGIN, 54.0, "detail",
         )
     ]  # fmt: skip
@@ -224,7 +224,9 @@ def draw_bank() -> str:
         if row == int(kept.routing.expert_offsets[layer]):
             parts.append(svg.text(f"layer {layer}", column + 98, y + height - 3, "small"))
     parts.append(svg.text("rows of the grouped product", column - 50, top - 6, "tick"))
-    return page(top + batch * cell + 22, "layer_bank: each sample through its best layers", parts)
+    return page(
+        top + batch * cell + 22, "layer_bank: each sample runs through its top layers", parts
+    )
 
 
 FIGURES: dict[str, Callable[[], str]] = {

@@ -1,8 +1,8 @@
-"""FlashInfer's attention over blocks, as arms of cases.
+"""FlashInfer's paged attention as a peer.
 
-Plans are made before the timed call, as a model makes them once for all its layers.
-`flashinfer-python` compiles a kernel with nvcc when it is first used, unless `data/aot` in
-its folder has it.
+Plans are made before the timed call, because a model makes them once for all its layers.
+`flashinfer-python` compiles a kernel with nvcc on first use, unless `data/aot` in its folder
+contains it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORKSPACE_BYTES = 512 << 20
 
 
 class Pages:
-    """Which blocks belong to which request, as FlashInfer wants them."""
+    """The blocks of each request, in FlashInfer's format."""
 
     def __init__(self, table: Any, lengths: Sequence[int], block_size: int) -> None:
         """`table`: int32 [batch, blocks], on the GPU."""
@@ -41,7 +41,7 @@ def _workspace() -> Any:
 
 
 def _plan(wrapper: Any, *args: Any, **options: Any) -> None:
-    """wrapper.plan, which compiles the kernel; PeerMissing where it can't."""
+    """Call wrapper.plan, which compiles the kernel; PeerMissing if it cannot."""
     try:
         wrapper.plan(*args, **options)
     except RuntimeError as error:
@@ -51,7 +51,7 @@ def _plan(wrapper: Any, *args: Any, **options: Any) -> None:
 def decode(
     q: Any, k: Any, v: Any, table: Any, lengths: Sequence[int], scale: float | None = None
 ) -> Call:
-    """BatchDecodeWithPagedKVCacheWrapper on tensor cores. scale: of float8 codes."""
+    """BatchDecodeWithPagedKVCacheWrapper on tensor cores. scale: of FP8 codes."""
     module, torch = peers.optional("flashinfer.decode"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     pages = Pages(table, lengths, block_size)
@@ -99,7 +99,7 @@ def prefill(
 
 
 def cascade(q: Any, k: Any, v: Any, table: Any, shared: int, own: int) -> Call:
-    """MultiLevelCascadeAttentionWrapper of two levels: `shared` keys of all, `own` of each."""
+    """MultiLevelCascadeAttentionWrapper, two levels: `shared` keys, `own` keys per request."""
     module, torch = peers.optional("flashinfer.cascade"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     batch, _, heads_q, _ = q.shape

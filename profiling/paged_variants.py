@@ -1,9 +1,10 @@
-"""Times tilings of `paged_attention` beside the one that its plan takes:
+"""Compares tilings of `paged_attention` with the planned one:
 
     python -m profiling.paged_variants
 
-An arm `STEPxWARPS-BLOCKS-STAGES` has STEP keys a warp and step, WARPS warps a thread block, BLOCKS
-thread blocks an SM and STAGES copies a warp. Nothing is written; outcomes go into profiling/notes.
+A variant `STEPxWARPS-BLOCKS-STAGES` has STEP keys per warp and step, WARPS warps per thread block,
+BLOCKS thread blocks per SM and STAGES pipeline stages per warp. Results are printed only;
+conclusions are in profiling/notes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TILINGS = {
     "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3)),
     "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 2, 4, 3)),
 }
-"""(step, warps, blocks_per_sm, stages) for heads of 128, by what the cache holds."""
+"""(step, warps, blocks_per_sm, stages) for heads of 128, by the dtype of the cache."""
 
 TILINGS["float8_e4m3"] = TILINGS["int8"]
 
@@ -34,7 +35,7 @@ SHAPES = (Shape("128x2048", (2048,) * 128), Shape("1x4096", (4096,)))
 
 
 def cases() -> list[Case]:
-    """Each shape with each kind of cache."""
+    """Compare the tilings for each shape and dtype of the cache."""
     return [
         _with_tilings(replace(shape, codes=codes, block_size=GROUP_ROWS if codes == "int4" else 16))
         for shape in SHAPES
@@ -43,7 +44,7 @@ def cases() -> list[Case]:
 
 
 def tiled(config: PagedConfig, step: int, warps: int, blocks: int, stages: int) -> PagedConfig:
-    """A plan with another tiling, on as many multiprocessors."""
+    """Return the plan with another tiling, on the same number of SMs."""
     num_sms = config.num_blocks // config.blocks_per_sm
     num_blocks = blocks * num_sms // config.team * config.team
     return replace(
@@ -56,19 +57,19 @@ def _with_tilings(shape: Shape) -> Case:
 
     def build() -> Workload:
         workload = case.build()
-        ours = workload.arms["cukit"]
-        arms: dict[str, Callable[[], Call]] = {"cukit": ours}
+        ours = workload.impls["cukit"]
+        impls: dict[str, Callable[[], Call]] = {"cukit": ours}
         for tiling in TILINGS[shape.codes]:
             step, warps, blocks, stages = tiling
             name = f"{step}x{warps}-{blocks}-{stages}"
-            arms[name] = partial(_arm, ours, tiling)
-        return Workload(arms, workload.expected, workload.tolerance)
+            impls[name] = partial(_impl, ours, tiling)
+        return Workload(impls, workload.expected, workload.tolerance)
 
     return replace(case, build=build)
 
 
-def _arm(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
-    """Our own call with a plan of its own, which is not remembered."""
+def _impl(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
+    """Return a call of cukit with its own plan, outside the launch cache."""
 
     def plan(*args: Any, **kwargs: Any) -> PagedConfig:
         return tiled(plan_paged_attention(*args, **kwargs), *tiling)

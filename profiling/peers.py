@@ -1,7 +1,7 @@
-"""Other people's implementations, run in this process on the very same memory.
+"""Peer implementations, run in this process on the same memory.
 
-Arrays travel through DLPack; torch and CuPy both work on the legacy default stream, so that one
-pair of events times either. Nothing here imports torch before an arm asks for it.
+Arrays are exchanged through DLPack. torch and CuPy both use the legacy default stream, so the same
+pair of events times either. torch is imported only when a peer needs it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from profiling.case import Call, PeerMissing
 
 @lru_cache(maxsize=1)
 def torch() -> ModuleType:
-    """torch with a GPU, or `PeerMissing`."""
+    """Import torch; `PeerMissing` without torch or without a GPU."""
     try:
         module = importlib.import_module("torch")
     except ImportError as error:
         raise PeerMissing(f"torch: {error}") from None
     if not module.cuda.is_available():
-        raise PeerMissing("torch sees no GPU")
+        raise PeerMissing("torch found no GPU")
     return module
 
 
 @lru_cache(maxsize=1)
 def _compiling_torch() -> ModuleType:
     module = torch()
-    # One specialised graph for each shape, as somebody who tunes for it would have.
+    # One specialised graph per shape, the best case for torch.compile.
     module._dynamo.config.recompile_limit = 256
-    # A backward that is timed over and over must keep its saved tensors.
+    # A backward that is timed repeatedly must keep its saved tensors.
     module._functorch.config.donated_buffer = False
     return module
 
 
 def optional(name: str) -> ModuleType:
-    """A peer's module by its dotted name, or `PeerMissing`: `optional("liger_kernel.ops.rope")`."""
+    """Import a peer's module, or raise `PeerMissing`: `optional("liger_kernel.ops.rope")`."""
     torch()
     try:
         return importlib.import_module(name)
@@ -47,7 +47,7 @@ def optional(name: str) -> ModuleType:
 
 
 def to_torch(array: Any) -> Any:
-    """A tensor that shares a CuPy array's memory."""
+    """Return a tensor that shares the memory of a CuPy array."""
     return torch().from_dlpack(array)
 
 
@@ -58,7 +58,7 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forward(function: Callable[..., Any], *arrays: Any, compiled: bool = False) -> Call:
-    """A call of `function(*tensors)` without autograd, eagerly or through torch.compile."""
+    """Return a call of `function(*tensors)` without autograd, eager or compiled."""
     run = compile_function(function) if compiled else function
     tensors = [to_torch(array) for array in arrays]
     no_grad = torch().no_grad
@@ -77,10 +77,10 @@ def backward(
     *constants: Any,
     compiled: bool = False,
 ) -> Call:
-    """A call of the backward pass alone: the gradients of `inputs` for `grad_out`.
+    """Return a call of the backward pass only: the gradients of `inputs` for `grad_out`.
 
-    `function(*inputs, *constants)` runs forward once, here. `grad_out` is an array, or a sequence
-    of them where the function returns several outputs.
+    The forward, `function(*inputs, *constants)`, runs once here. `grad_out` is an array, or a
+    sequence of arrays if the function returns several outputs.
     """
     run = compile_function(function) if compiled else function
     leaves = [to_torch(array).detach().requires_grad_() for array in inputs]

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/memory.md: part of `make tables`.
+"""Draws the figures of docs/memory.md: part of `make tables`.
 
-docs/memory_pools.svg is drawn from the measured results; docs/memory_map.svg from a small pool on
-the host's pages, whose layout is the same on every machine.
+docs/memory_pools.svg shows measured results; docs/memory_map.svg shows a small pool of host pages,
+whose layout is the same on every machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def main() -> int:
-    """Bring the pictures up to date; say which changed."""
+    """Update the figures; print the names of those that changed."""
     for path, new in ((BARS, draw_bars(read(PUBLISHED))), (MAP, draw_map())):
         if new is not None and (not path.exists() or path.read_text(encoding="utf-8") != new):
             path.write_text(new, encoding="utf-8")
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def draw_bars(results: Mapping[str, Any]) -> str | None:
-    """A group of bars a log, one bar a pool; None where nothing is measured."""
+    """One group of bars per log, one bar per pool; None without measurements."""
     records = [record for record in results["records"] if record["family"] == FAMILY]
     if not records:
         return None
@@ -75,14 +75,14 @@ def _legend(names: list[str]) -> list[str]:
 
 
 def draw_map() -> str:
-    """A pool before and after a request that no hole could hold, one above the other."""
+    """A pool before and after a request larger than any hole, one above the other."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=96 * MIB), HostProvider())
     blocks = [pool.allocate(size * MIB) for size in (3, 5) * 12]
     for block in blocks[1::2]:
         pool.free(block)
-    before = map_svg(pool.ranges(), "Before: 60 MiB are free, but no hole has more than 5", 4)
+    before = map_svg(pool.ranges(), "Before: 60 MiB free, largest hole 5 MiB", 4)
     large = pool.allocate(30 * MIB)
-    after = map_svg(pool.ranges(), "After: 30 MiB in one piece, and nothing was copied", 4)
+    after = map_svg(pool.ranges(), "After: 30 MiB allocated in one piece, nothing copied", 4)
     for block in (large, *blocks[::2]):
         pool.free(block)
     pool.close()
@@ -90,7 +90,7 @@ def draw_map() -> str:
 
 
 def stacked(drawings: list[str]) -> str:
-    """Drawings of one width, one below the other."""
+    """Stack drawings of equal width vertically."""
     placed, y = [], 0.0
     for drawing in drawings:
         height = float(ElementTree.fromstring(drawing).attrib["height"])

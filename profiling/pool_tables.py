@@ -1,9 +1,15 @@
 """Writes the tables on memory pools into Markdown: part of `make tables`.
 
-They stand between `<!-- pools:NAME -->` and `<!-- /pools -->`, made from the records of
-profiling.memory_pool alone; a test holds the documents to them. NAME is "replay" (memory held by
-each pool on each log), "latency" (time of an allocation), "calls" (pairs, remaps,
-defragmentations), "training" (steps of `cukit distill`), "machine" (where and when) or "picture".
+A table stands between `<!-- pools:NAME -->` and `<!-- /pools -->` and is generated from the records
+of profiling.memory_pool; a test compares the documents with the records. NAME is one of
+
+- "verdict": one sentence that counts the logs which each pool completes at a tight limit;
+- "replay": memory held by each pool on each log;
+- "latency": time of an allocation and of a free;
+- "calls": allocate and free, remaps, defragmentations;
+- "training": steps of `cukit distill`;
+- "machine": the machine and the date;
+- "picture": a link to the figure of memory held.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ MARKS = re.compile(r"(<!-- pools:(\w+) -->\n).*?(<!-- /pools -->)", re.DOTALL)
 
 
 def main() -> int:
-    """Bring the documents up to date; say which changed."""
+    """Update the documents; print the names of those that changed."""
     results = read(PUBLISHED)
     for name in DOCUMENTS:
         path = ROOT / name
@@ -45,7 +51,7 @@ def main() -> int:
 
 
 def update(text: str, results: Mapping[str, Any], document: str) -> str:
-    """`text` with every table replaced by what `results` say."""
+    """Return `text` with every table generated from `results`."""
     records = [record for record in results["records"] if record["family"] == FAMILY]
 
     def table(name: str) -> str:
@@ -55,14 +61,29 @@ def update(text: str, results: Mapping[str, Any], document: str) -> str:
             return _machine(results["environment"], records)
         if name == "picture":
             folder = "" if document.startswith("docs/") else "docs/"
-            return f"![Memory that each pool holds beyond what is live]({folder}memory_pools.svg)\n"
+            return (
+                f"![Memory held by each pool beyond live allocations]({folder}memory_pools.svg)\n"
+            )
         return TABLES[name](records)
 
     return MARKS.sub(lambda match: match[1] + table(match[2]) + match[3], text)
 
 
+def _verdict(records: Sequence[Record]) -> str:
+    """How many logs each pool completes at a tight limit."""
+    tight = by_case(records, "replay_tight").values()
+    parts = [
+        f"{pool_title(pool)} {sum(found[pool]['completed'] for found in tight if pool in found)}"
+        for pool in replayed_on(records)
+    ]
+    return (
+        f"Of {len(tight)} allocation logs, the number that each pool completes with 5% more memory "
+        f"than the peak of live allocations: {'; '.join(parts)}.\n"
+    )
+
+
 def _replay(records: Sequence[Record]) -> str:
-    """Memory held over memory live without a limit, and who fails at a tight one."""
+    """Memory held over live memory, without a limit and at a tight one."""
     tight = by_case(records, "replay_tight")
     pools = replayed_on(records)
     rows = []
@@ -70,7 +91,7 @@ def _replay(records: Sequence[Record]) -> str:
         live = next(iter(free.values()))["peak_live_bytes"] / 2**30
         cells = [_held(free.get(pool), tight.get(case, {}).get(pool)) for pool in pools]
         rows.append([f"`{case}`", f"{live:.1f} GiB", *cells])
-    return markdown(["log", "live at most", *map(pool_title, pools)], rows, left=1)
+    return markdown(["log", "peak live", *map(pool_title, pools)], rows, left=1)
 
 
 def _held(free: Record | None, tight: Record | None) -> str:
@@ -99,7 +120,7 @@ def _times(record: Record | None) -> str:
 
 
 def _calls(records: Sequence[Record]) -> str:
-    """What single calls take."""
+    """Times of single calls."""
     pools = pools_in([record for record in records if record["op"] == "pair"])
     rows = []
     for case, found in by_case(records, "pair").items():
@@ -113,13 +134,13 @@ def _calls(records: Sequence[Record]) -> str:
                 text += f" ({numbers.gbps(record['gbps'])})"
             if record.get("copy_us"):
                 copied = numbers.gbps(record["copy_gbps"])
-                text += f", its copies {record['copy_us'] / 1e3:.2f} ms ({copied})"
+                text += f", copies alone {record['copy_us'] / 1e3:.2f} ms ({copied})"
             rows.append([f"{op} {case}", text, *[""] * (len(pools) - 1)])
     return markdown(["call", *map(pool_title, pools)], rows, left=1)
 
 
 def _training(records: Sequence[Record]) -> str:
-    """A step of `cukit distill`: its time, and tokens a second."""
+    """A step of `cukit distill`: its time, and tokens per second."""
     pools = pools_in([record for record in records if record["op"] == "training_step"])
     rows = []
     for case, found in by_case(records, "training_step").items():
@@ -146,6 +167,7 @@ def _machine(environment: Mapping[str, Any], records: Sequence[Record]) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
+    "verdict": _verdict,
     "replay": _replay,
     "latency": _latency,
     "calls": _calls,

@@ -1,4 +1,4 @@
-"""Steps of `cukit distill` on our pool and on CuPy's, in turn: part of profiling.memory_pool."""
+"""Times steps of `cukit distill` on cukit's and CuPy's pool, for profiling.memory_pool."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ SETTINGS = DEFAULTS["gpu"]
 CASES: dict[str, tuple[str, DistillSettings]] = {
     "teacher": ("teacher", SETTINGS),
     "student, distilled": ("student", SETTINGS),
-    # So little work that the host is what a step waits for, and what a pool takes is seen.
+    # Small enough that a step is bound by the host, so the cost of the pool is visible.
     "student, distilled, one window of 128": ("student", replace(SETTINGS, batch=1, seq_len=128)),
 }
-"""Which model is trained, with which settings, by name."""
+"""The trained model and the settings of each case, by name."""
 
 ROUNDS, STEPS = 16, 6
 WARM_UP_STEPS = 3
 
 
 class Measured(NamedTuple):
-    """One case on one pool: microseconds of a step, by round."""
+    """One case on one pool: microseconds per step, by round."""
 
     case: str
     pool: str
     step_us: list[float]
     host_us: list[float]
-    """Until everything was queued; the rest of the step is waiting for the GPU."""
+    """Host time until everything is enqueued; the rest of the step waits for the GPU."""
     tokens: int
     """Of a step."""
 
@@ -60,7 +60,7 @@ class _Arm:
         self.tokens = self._trainer.tokens_per_step
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Microseconds of a step, and of queueing it."""
+        """Return microseconds of a step, and of enqueueing it."""
         with self._memory.in_use():
             self._synchronize()
             start = time.perf_counter()
@@ -73,15 +73,15 @@ class _Arm:
 
 
 def measure_training() -> Iterator[Measured]:
-    """Every case on both pools. The pools take turns, and take turns at being first."""
+    """Measure every case on both pools in interleaved runs, alternating which is first."""
     for case, (phase, settings) in CASES.items():
-        arms = {pool: _Arm(pool, phase, settings) for pool in POOLS}
-        for arm in arms.values():
-            arm.run(WARM_UP_STEPS)
+        impls = {pool: _Arm(pool, phase, settings) for pool in POOLS}
+        for impl in impls.values():
+            impl.run(WARM_UP_STEPS)
         found: dict[str, list[tuple[float, float]]] = {pool: [] for pool in POOLS}
         for number in range(ROUNDS):
             for pool in POOLS if number % 2 else reversed(POOLS):
-                found[pool].append(arms[pool].run(STEPS))
+                found[pool].append(impls[pool].run(STEPS))
         for pool, times in found.items():
             steps, hosts = ([time[i] for time in times] for i in (0, 1))
-            yield Measured(case, pool, steps, hosts, arms[pool].tokens)
+            yield Measured(case, pool, steps, hosts, impls[pool].tokens)

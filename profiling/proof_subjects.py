@@ -1,5 +1,4 @@
-"""The kernels that `profiling.prove_analyzer` holds the analyzer to: their time, or their bytes,
-are known before anything is measured."""
+"""Kernels of known time or known bytes, for `profiling.prove_analyzer`."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) busy(float* x, int rounds) {
   x[blockIdx.x * 256 + threadIdx.x] = a + b;
 }"""
 BUSY_RESULT = 0.5
-"""What `a + b` comes to after some fifty rounds, whatever x was."""
+"""The value that `a + b` converges to after about fifty rounds, for any x."""
 
 COPIES_MIB = (8, 16, 64, 512, 2048)
 
@@ -36,7 +35,7 @@ BUSY_US = (3, 10, 30, 100, 10_000)
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel to be timed, its (grid, block) for the analyzer, and the bytes it moves."""
+    """A kernel to time, its (grid, block) for the analyzer, and the bytes that it moves."""
 
     name: str
     kernel: Any
@@ -53,7 +52,7 @@ class Subject:
 
 
 def copy_subject(mebibytes: int) -> Subject:
-    """Reads and writes this much, with a kernel of cukit."""
+    """A copy of the given size, with a kernel of cukit."""
     source = normal(((mebibytes << 20) // 4,), "float32")
     target = require_cupy("the proof").empty_like(source)
     words = np.int64(source.nbytes // WORD_BYTES)
@@ -68,7 +67,7 @@ def copy_subject(mebibytes: int) -> Subject:
 
 
 def busy_subject(name: str, rounds: int) -> Subject:
-    """Arithmetic for so many rounds, with a raw kernel such as a user writes."""
+    """The given number of rounds of arithmetic, in a user-style RawKernel."""
     cupy = require_cupy("the proof")
     blocks = 4 * current_device().num_sms
     x = cupy.zeros(blocks * THREADS, cupy.float32)
@@ -77,7 +76,7 @@ def busy_subject(name: str, rounds: int) -> Subject:
 
 
 def busy_rounds(target_us: float, overhead_us: float) -> int:
-    """How many make a kernel of about this length, of which `overhead_us` are the events'."""
+    """The number of rounds for a kernel of about this time, given the overhead of the events."""
     timer = GpuTimer(cold=False)
 
     def time_us(rounds: int) -> float:
@@ -89,7 +88,7 @@ def busy_rounds(target_us: float, overhead_us: float) -> int:
 
 
 def timed_subjects(rounds: Sequence[int]) -> Iterator[Subject]:
-    """The ten kernels; `rounds` are those of BUSY_US. Each is made when its turn comes."""
+    """The ten kernels, created lazily; `rounds` are those of BUSY_US."""
     for microseconds, each in zip(BUSY_US, rounds, strict=True):
         yield busy_subject(f"{microseconds} us", each)
     for mebibytes in COPIES_MIB:
@@ -98,14 +97,14 @@ def timed_subjects(rounds: Sequence[int]) -> Iterator[Subject]:
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """A call whose bytes are known: every array read once, every array written once."""
+    """A call with known bytes: every input read once, every output written once."""
 
     call: Callable[[], object]
     bytes: float
 
 
 def memory_bound() -> dict[str, Callable[[], MemoryBound]]:
-    """Makers of memory-bound calls: gigabytes each, so that what stays in L2 counts little."""
+    """Factories of memory-bound calls: gigabytes each, so that data left in L2 is negligible."""
     return {
         "copy": _copy,
         "rms_norm": _rms_norm,
@@ -135,7 +134,7 @@ def _silu_and_mul() -> MemoryBound:
 
 
 def _embedding() -> MemoryBound:
-    """Every row of a table once, in an order of no order."""
+    """Every row of a table once, in random order."""
     table = normal((1 << 18, 4096), "bfloat16")
     rows = table.shape[0]
     ids = require_cupy("the proof").arange(rows, dtype=np.int64) * 40503 % rows
@@ -153,7 +152,7 @@ def _cross_entropy() -> MemoryBound:
 
 
 def _adamw() -> MemoryBound:
-    """Gradient and bfloat16 parameter once; master and two moments, float32, there and back."""
+    """Gradient and bfloat16 parameter once; float32 master and two moments, read and written."""
     params, grads = [normal((1 << 27,), "bfloat16")], [normal((1 << 27,), "bfloat16", 1e-3)]
     state = AdamWState.for_params(params)
     call = partial(ck.adamw, params, grads, state, lr=1e-4, step=1)

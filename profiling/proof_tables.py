@@ -1,6 +1,6 @@
-"""Writes what the proof of the analyzer found into docs/profiling.md: part of `make tables`.
+"""Writes the results of profiling.prove_analyzer into docs/profiling.md: part of `make tables`.
 
-The tables stand between `<!-- proof:NAME -->` and `<!-- /proof -->`, and a test holds them to
+The tables stand between `<!-- proof:NAME -->` and `<!-- /proof -->`; a test compares them with
 profiling/results/analyzer_proof.json.
 """
 
@@ -22,19 +22,19 @@ MARKS = re.compile(r"(<!-- proof:(\w+) -->\n).*?(<!-- /proof -->)", re.DOTALL)
 
 
 def main() -> int:
-    """Bring the document up to date."""
+    """Update the document."""
     DOCUMENT.write_text(update(DOCUMENT.read_text(), json.loads(PROOF.read_text())))
     return 0
 
 
 def update(text: str, found: dict[str, Any]) -> str:
-    """`text` with every table replaced by what was found."""
+    """Return `text` with every table generated from `found`."""
     tables = {"times": times, "counters": counters, "rest": rest}
     return MARKS.sub(lambda match: match[1] + tables[match[2]](found) + match[3], text)
 
 
 def times(found: dict[str, Any]) -> str:
-    """A kernel a row, a clock a column."""
+    """One row per kernel, one column per clock."""
     zeros = found["zeros"]
     header = ["kernel", "analyzer", "CUPTI", "ncu", "do_bench"]
     rows = [
@@ -68,16 +68,16 @@ def counters(found: dict[str, Any]) -> str:
 
 
 def rest(found: dict[str, Any]) -> str:
-    """The copy, the verdicts, and what missed its bar."""
+    """The copy, the verdicts, and measurements outside their tolerance."""
     copy, verdicts = found["copy"], found["verdicts"]
     same, slower = Counter(verdicts["same"]), Counter(verdicts["slower"])
     missed = "; ".join(found["missed"]) or "none"
     lines = [
         f"- GPU: {found['gpu']}.",
         f"- Copy of 2 GiB: kernel {copy['kernel']:.0f} GB/s, cudaMemcpy {copy['memcpy']:.0f}.",
-        f"- The same code in two processes: {_counted(same)}.",
-        f"- 5% more work: {_counted(slower)}.",
-        f"- Bars missed: {missed}.",
+        f"- Same code in two processes: {_counted(same)}.",
+        f"- Second process with 5% more work: {_counted(slower)}.",
+        f"- Outside the tolerance: {missed}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -87,14 +87,14 @@ def _zero_us(zero: dict[str, float] | None) -> float:
 
 
 def _beside(row: dict[str, Any], clock: str, zero_us: float) -> str:
-    """The kernel's time by a clock, and how far the analyzer's lies from it."""
+    """The kernel's time by a clock, and the difference of the analyzer's time from it."""
     if f"{clock}_us" not in row:
         return ""
     return f"{_us(row[f'{clock}_us'] - zero_us)} ({_signed(row[f'{clock}_difference'])})"
 
 
 def _signed(share: float) -> str:
-    return f"{round(share, 3) + 0.0:+.1%}"  # no minus before a zero
+    return f"{round(share, 3) + 0.0:+.1%}"  # no negative zero
 
 
 def _us(value: float) -> str:

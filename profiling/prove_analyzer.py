@@ -1,17 +1,19 @@
-"""Holds the analyzer to other people's instruments, on a GPU:
+"""Compares the analyzer with other tools, on a GPU:
 
     python -m profiling.prove_analyzer --out proof.json
 
-- its times against CUPTI's, ncu's and Triton's do_bench, on ten kernels from 3 us to 10 ms;
-- the bandwidth of a copy kernel against cudaMemcpy's;
-- `cukit compare` on runs of two processes never tells them apart, 5% more work it always does;
-- with ncu: theoretical beside achieved occupancy, and DRAM bytes against the declared ones.
+- times compared with CUPTI, ncu and Triton's do_bench, on ten kernels from 3 us to 10 ms;
+- the bandwidth of a copy kernel compared with cudaMemcpy;
+- `cukit compare` must report no difference between runs of two processes, and must detect 5% more
+  work;
+- with ncu: theoretical and achieved occupancy, and measured and declared DRAM bytes.
 
-Every clock adds something of its own to a kernel: an event pair 2 us, do_bench 3, ncu 1. So each
-is zeroed on the same kernel of known time, as the analyzer zeroes its events: `zeros`.
+Every clock adds its own overhead: a pair of events 2 us, do_bench 3 us, ncu 1 us. Each clock is
+therefore calibrated on the same kernel of known time, as the analyzer calibrates its events:
+`zeros`.
 
-Prints what it finds, and exits with 1 where a bar is missed. What an instrument that is not here
-would have said is left out, and named.
+Prints the results; the exit code is 1 if a tolerance is exceeded. Tools that are not installed are
+skipped and listed.
 """
 
 from __future__ import annotations
@@ -63,11 +65,11 @@ DO_BENCH_REPEATS = 5
 TRACED_LAUNCHES = 31
 
 Readings = dict[str, tuple[float, ...] | None]
-"""By kernel: what a clock read of it, several times; None where the clock is not here."""
+"""Several readings of a clock per kernel; None if the clock is not available."""
 
 
 def do_bench(call: Call) -> tuple[float, ...] | None:
-    """Triton's own median, several times over; None where Triton is not."""
+    """Several medians of Triton's do_bench; None without Triton."""
     try:
         testing = peers.optional("triton.testing")
     except PeerMissing as reason:
@@ -92,7 +94,7 @@ def cupti(call: Call) -> tuple[float, ...] | None:
 
 
 def ncu(rounds: Sequence[int]) -> list[tuple[float, ...]] | None:
-    """ncu's durations of everything that :func:`launch_for_ncu` launches, in its order."""
+    """ncu's durations of all launches of :func:`launch_for_ncu`, in order."""
     command = [sys.executable, "-m", "profiling.prove_analyzer", "--launch-for-ncu"]
     try:
         found = ncu_durations([*command, *map(str, rounds)])
@@ -106,7 +108,7 @@ def ncu(rounds: Sequence[int]) -> list[tuple[float, ...]] | None:
 
 
 def launch_for_ncu(rounds: Sequence[int]) -> None:
-    """The kernels that clocks are zeroed with and the ten, each several times with a cold L2."""
+    """Launch the calibration kernels and the ten kernels several times each, with a cold L2."""
     timer = GpuTimer()
     calls: Iterable[Call] = (*calibration_calls(), *timed_subjects(rounds))
     for call in calls:
@@ -117,7 +119,7 @@ def launch_for_ncu(rounds: Sequence[int]) -> None:
 
 
 def times() -> dict[str, Any]:
-    """Each of the ten by every clock: readings as they are, zeros, and differences without them."""
+    """Time each of the ten kernels by every clock: raw readings, zeros, calibrated differences."""
     analyzer = KernelAnalyzer(energy=False, ceilings=False)
     own = analyzer.event_overhead
     rounds = [busy_rounds(us, own.us) for us in BUSY_US]
@@ -161,9 +163,9 @@ def _row(
     readings: Readings,
     zeros: Mapping[str, Overhead | None],
 ) -> dict[str, Any]:
-    """CUPTI stamps the kernel itself, and is taken at its word; the others are zeroed.
+    """Compare with CUPTI, which timestamps the kernel itself, and with the calibrated clocks.
 
-    The doubt of a clock is the spread of its readings, and that of its zero.
+    The uncertainty of a clock combines the spread of its readings and of its zero.
     """
     events = zeros["events"]
     assert events is not None
@@ -189,7 +191,7 @@ def _row(
 
 
 def copy_bandwidth() -> dict[str, float]:
-    """GB/s of the copy kernel by the analyzer, and of cudaMemcpy."""
+    """Measure the copy kernel (by the analyzer) and cudaMemcpy, in GB/s."""
     cupy = require_cupy("the proof")
     subject = copy_subject(2048)
     source, target, _ = subject.args
@@ -207,8 +209,7 @@ def copy_bandwidth() -> dict[str, float]:
 
 
 def bench_runs(rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Results of several benchmark runs, as `cukit bench` writes them: one raw kernel, and a
-    norm and a matrix product of cukit."""
+    """Return results of several benchmark runs: a raw kernel, a norm and a matrix product."""
     environment: dict[str, Any] = {"gpu": current_device().name, "ceilings": {}}
     cases = [SUITE["rms_norm"](False)[0], SUITE["matmul"](False)[0]]
     built = [(case.key, *case.build()) for case in cases]
@@ -216,8 +217,8 @@ def bench_runs(rounds: int, repeats: int) -> list[dict[str, Any]]:
     for _ in range(repeats):
         benchmark = KernelBenchmark(benchmark_iters=40, environment=environment)
         _compare_busy(benchmark, busy_subject("", rounds))
-        for key, arms, expected in built:
-            benchmark.compare(key, arms, expected)
+        for key, impls, expected in built:
+            benchmark.compare(key, impls, expected)
         runs.append(benchmark.results)
     return runs
 
@@ -234,7 +235,7 @@ def _compare_busy(benchmark: KernelBenchmark, subject: Subject) -> None:
 
 
 def verdicts(rounds: int) -> dict[str, list[str]]:
-    """`cukit compare` on runs of this process beside runs of another, and on 5% more work."""
+    """Run `cukit compare` on runs of two processes, and on runs with 5% more work."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "runs.json"
         command = [sys.executable, "-m", "profiling.prove_analyzer", f"--out={path}"]
@@ -256,7 +257,7 @@ def verdicts(rounds: int) -> dict[str, list[str]]:
 
 
 def counters() -> list[dict[str, Any]]:
-    """Achieved occupancy and DRAM bytes of memory-bound kernels, each alone under ncu."""
+    """Measure achieved occupancy and DRAM bytes of memory-bound kernels, each under ncu."""
     command = [sys.executable, "-m", "profiling.prove_analyzer", "--run-memory-bound"]
     found = run_ncu(command)
     analyzer = KernelAnalyzer(energy=False, ceilings=False, counters=found)
@@ -285,10 +286,10 @@ def counters() -> list[dict[str, Any]]:
 
 
 def judge(found: dict[str, Any]) -> list[str]:
-    """The bars that were missed. Pure, so that the bars themselves are tested.
+    """Return the exceeded tolerances. A pure function, so that the tolerances are tested.
 
-    A clock that is less sure of a kernel than the bar cannot hold anybody to it: then its own doubt
-    is the bar. Of CUPTI, whose word is the last, the bar is the bar.
+    If the uncertainty of a clock exceeds the tolerance, the uncertainty replaces it. CUPTI is the
+    reference: its tolerance is fixed.
     """
     missed = []
     for row in found["times"]:
@@ -314,7 +315,7 @@ def judge(found: dict[str, Any]) -> list[str]:
 
 
 def prove() -> dict[str, Any]:
-    """Everything, with the bars that were missed."""
+    """Run all comparisons; return the results with the exceeded tolerances."""
     found: dict[str, Any] = {"gpu": current_device().name, **times(), "copy": copy_bandwidth()}
     found["verdicts"] = verdicts(busy_rounds(100, 0.0))
     found["counters"] = []
@@ -329,8 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, help="where to write what was found, as JSON")
-    # What the proof runs in processes of their own.
+    parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
+    # Commands that run in subprocesses.
     parser.add_argument("--launch-for-ncu", type=int, nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--run-memory-bound", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bench-runs", type=int, help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Runs benchmark cases and merges what they measure into a results file.
+"""Runs benchmark cases and merges the measurements into a results file.
 
     python -m profiling.run                                  # every case
-    python -m profiling.run --family layers --only rms_norm  # some
+    python -m profiling.run --family layers --only rms_norm  # one op
     python -m profiling.run --small                          # tiny sizes, with or without a GPU
     python -m profiling.run --list
 
-Needs NumPy, CuPy and nothing installed; peers that are missing are skipped with a reason. Every arm
-is checked against the case's reference before it is timed and after. Exit code: 0, 1 if one of our
-own arms failed or was wrong, 2 for bad input.
+Requires only NumPy and CuPy; missing peers are skipped with a reason. Every implementation is
+checked against the case's reference before and after timing. Exit code: 0; 1 if cukit's
+implementation of a case failed or was wrong; 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from profiling.data import array_module
 from profiling.environment import describe
 
 OURS = "cukit"
-"""The name of our own arm in every case."""
+"""The name of cukit's implementation in every case."""
 
-# Rest before each arm's turn. Tensor cores run the card into its power limit and need the longer.
+# Pause before the samples of each implementation. Tensor cores reach the power limit of the GPU and
+# need the longer pause.
 HOT_PAUSE_S = 0.15
 COOL_PAUSE_S = 0.05
 
 QUICK = Sampling(rounds=1, budget_ms=1.0, min_samples=2, pause_s=0.0)
-"""To see that cases run, not to measure them."""
+"""Enough to check that cases run, too little to measure them."""
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def families() -> list[str]:
-    """Every module of `profiling.cases`."""
+    """Names of all modules of `profiling.cases`."""
     return sorted(module.name for module in pkgutil.iter_modules(profiling.cases.__path__))
 
 
 def load_cases(
     family: str | None = None, ops: Sequence[str] = (), *, small: bool = False
 ) -> list[Case]:
-    """The cases of one family or of all, narrowed to `ops` if any are named."""
+    """Return the cases of one family or of all, restricted to `ops` if given."""
     found: list[Case] = []
     for name in families() if family is None else [family]:
         found += importlib.import_module(f"profiling.cases.{name}").cases(small=small)
@@ -62,7 +63,7 @@ def load_cases(
 class Runner:
     """Runs one case at a time on this machine.
 
-    peers: whether to time others beside ours, or the names of those: "torch", "liger".
+    peers: whether to time peers, or the names of their libraries: "torch", "liger".
     """
 
     def __init__(self, *, peers: bool | Collection[str] = True, quick: bool = False) -> None:
@@ -78,7 +79,7 @@ class Runner:
         self._skipped: set[tuple[str, str]] = set()
 
     def run(self, case: Case) -> list[Record]:
-        """Build, check and time a case. Failures are noted in `failures`, never raised."""
+        """Build, check and time a case. Failures are added to `failures`, not raised."""
         try:
             return self._run(case)
         except Exception:
@@ -92,7 +93,7 @@ class Runner:
         workload = case.build()
         records = self._benchmark.compare(
             case.key(),
-            self._arms(case, workload),
+            self._impls(case, workload),
             workload.expected,
             flops=case.flops,
             bytes=case.bytes,
@@ -108,34 +109,34 @@ class Runner:
                 self._fail(case, f"wrong by {record['error']}, allowed {workload.tolerance:.0e}")
         return records
 
-    def _arms(self, case: Case, workload: Workload) -> dict[str, Call]:
-        """Every arm that can run here; the others are reported."""
-        arms: dict[str, Call] = {}
-        for name, factory in workload.arms.items():
+    def _impls(self, case: Case, workload: Workload) -> dict[str, Call]:
+        """Build every implementation that can run on this machine; report the others."""
+        impls: dict[str, Call] = {}
+        for name, factory in workload.impls.items():
             if name != OURS and not self._wanted(name):
                 continue
             try:
-                arms[name] = factory()
+                impls[name] = factory()
             except PeerMissing as reason:
                 self._skip(name, str(reason))
             except Exception as error:
                 self._broken(case, name, error)
-        return arms
+        return impls
 
-    def _wanted(self, arm: str) -> bool:
-        """An arm is called after its library: "torch-compile" is one of torch's."""
+    def _wanted(self, impl: str) -> bool:
+        """True if `impl` or its library is selected: "torch" selects "torch-compile"."""
         if isinstance(self._peers, bool):
             return self._peers
-        return arm in self._peers or arm.partition("-")[0] in self._peers
+        return impl in self._peers or impl.partition("-")[0] in self._peers
 
     def _skip(self, name: str, reason: str) -> None:
-        """Say why an arm is not run, once."""
+        """Print the reason for skipping an implementation, once per reason."""
         if (name, reason) not in self._skipped:
             self._skipped.add((name, reason))
             print(f"    {name}: skipped, {reason}", flush=True)
 
     def _broken(self, case: Case, name: str, error: Exception) -> None:
-        """An arm raised: a failure if it is ours, else a line in the log."""
+        """Report an exception: a failure for cukit, a line in the log for a peer."""
         if name == OURS:
             traceback.print_exception(error)
             self._fail(case, f"raised {type(error).__name__}")
@@ -149,7 +150,7 @@ class Runner:
         print(f"    FAILED {line}", flush=True)
 
     def _release(self) -> None:
-        """Give back the memory of a case before the next one is built."""
+        """Free the memory of a case before the next one is built."""
         gc.collect()
         if not self.on_gpu:
             return
@@ -159,7 +160,7 @@ class Runner:
 
 
 def show(record: Record) -> str:
-    """A record as one line of the log."""
+    """Format a record as one line of the log."""
     rate = f"{record['tflops']:7.1f} TFLOP/s" if record["tflops"] else ""
     if not rate and record["gbps"]:
         rate = f"{record['gbps']:7.1f} GB/s"
@@ -178,18 +179,26 @@ def show(record: Record) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m profiling.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--family", choices=families(), help="only this family's cases")
-    parser.add_argument("--only", action="append", default=[], metavar="OP", help="only this op")
+    parser.add_argument("--family", choices=families(), help="run only the cases of this family")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="OP",
+        help="run only this op; may be repeated",
+    )
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, few samples")
-    parser.add_argument("--peers", metavar="NAMES", help="only these, by comma: torch,liger")
-    parser.add_argument("--no-peers", action="store_true", help="time nothing but our own arms")
-    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument(
+        "--peers", metavar="NAMES", help="run only these peers, comma-separated: torch,liger"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="time only cukit")
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; what is wrong with it is said in one line."""
+    """Run the command line; errors are printed as one line."""
     try:
         return bench(arguments)
     except CukitError as error:
@@ -198,19 +207,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bench(arguments: Sequence[str] | None = None) -> int:
-    """Runs the cases that `arguments` choose; returns the exit code. Raises CukitError for bad
-    input."""
+    """Run the cases selected by `arguments` and return the exit code.
+
+    Raises:
+        CukitError: invalid arguments.
+    """
     options = _parser().parse_args(arguments)
     cases = load_cases(options.family, options.only, small=options.small)
     if not cases:
         named = ", ".join(name[:60] for name in options.only)
-        raise ConfigError(f"no case of {named}; --list shows them all")
+        raise ConfigError(f"no case of {named}; --list prints all cases")
     if options.list:
         for case in cases:
             print(f"{case.family:<12}{case.op:<28}{case.name:<32}{case.dtype}")
         return 0
     if array_module().__name__ != "cupy" and not options.small:
-        raise ConfigError("no GPU here: `cukit doctor` says why; --small runs without one")
+        raise ConfigError("no GPU found: run `cukit doctor` for the reason; --small needs no GPU")
     peers = options.peers.split(",") if options.peers else True
     runner = Runner(peers=False if options.no_peers else peers, quick=options.small)
     # Cases of a family may come from several modules.
@@ -221,10 +233,10 @@ def bench(arguments: Sequence[str] | None = None) -> int:
 def run_cases(
     cases: list[Case], runner: Runner, *, out: Path | None = None, known: Sequence[Case] = ()
 ) -> int:
-    """Run `cases`, print them, and write them to `out` as they come.
+    """Run `cases`, print their records, and write each to `out` as it completes.
 
-    known: all cases that there are; others of the families just run are forgotten. None given,
-    nothing is.
+    known: all existing cases. Records in `out` of other cases, in the families just run, are
+    deleted. By default nothing is deleted.
     """
     begin = time.monotonic()
     results = ResultsFile(out, runner.environment) if out else None

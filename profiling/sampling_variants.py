@@ -1,10 +1,10 @@
-"""Times `sample` with clusters and blocks of other sizes, beside its plan and FlashInfer:
+"""Compares cluster and block sizes of `sample` with its plan and with FlashInfer:
 
     python -m profiling.sampling_variants
 
-An arm `CxT` has C blocks of T threads a row; `s` before it streams rows. FlashInfer runs where it
-is installed; it draws with random numbers of its own (a star says that tokens differ).
-Nothing is written; outcomes go into profiling/notes.
+A variant `CxT` has C blocks of T threads per row; the prefix `s` streams rows. FlashInfer runs if
+it is installed; it uses other random numbers (a star marks different tokens). Results are printed
+only; conclusions are in profiling/notes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cukit.errors import CukitError
 from cukit.sampling import sample as module_function
 from cukit.sampling._plan import SampleConfig, plan_sample, stream_bytes
 from profiling.case import Call, PeerMissing
-from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_arms
+from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_impls
 from profiling.data import array_module, normal
 
 VOCAB_SIZE = 128256
@@ -45,7 +45,7 @@ def main(
     vocab_size: int = VOCAB_SIZE,
     only: tuple[str, ...] = tuple(OPTIONS),
 ) -> None:
-    """Prints a line for each shape and set of options: microseconds of each arm."""
+    """Print a line per shape and set of options: microseconds of each variant."""
     benchmark = KernelBenchmark(warmup_iters=1, benchmark_iters=10)
     for spread in (SPREAD, 1.0):
         for batch in batches:
@@ -61,30 +61,30 @@ def _time(
 ) -> None:
     seed = array_module().arange(len(logits), dtype=np.int64)
     ours = partial(_tokens, logits, seed, options)
-    arms: dict[str, Call] = {"plan": ours}
+    impls: dict[str, Call] = {"plan": ours}
     splits: dict[str, tuple[int, int, bool]] = {}
     if name == "top-p 0.9":
         splits = {"{}x{}".format(*split): (*split, False) for split in SPLITS}
     elif name == "top-k 50, top-p 0.9":
         splits = {"s{}x{}".format(*split): (*split, True) for split in STREAMS}
-    for arm, split in splits.items():
+    for impl, split in splits.items():
         try:
-            arms[arm] = _with_split(ours, *split)
+            impls[impl] = _with_split(ours, *split)
         except CukitError as error:
-            print(f"{arm}: {error}", file=sys.stderr)
+            print(f"{impl}: {error}", file=sys.stderr)
     if "log" not in name:
         try:
-            arms |= {arm: make() for arm, make in flashinfer_arms(logits, options).items()}
+            impls |= {impl: make() for impl, make in flashinfer_impls(logits, options).items()}
         except PeerMissing as error:
             print(error, file=sys.stderr)
     failures: list[str] = []
     records = benchmark.compare(
         ("sampling", "sample", f"{shape} {name}", "float32"),
-        arms,
+        impls,
         ours,
         bytes=logits.nbytes,
         tolerance=np.inf,
-        on_failure=lambda arm, error: failures.append(f"{arm}: {error}"),
+        on_failure=lambda impl, error: failures.append(f"{impl}: {error}"),
     )
     times = "  ".join(
         f"{record['impl']} {record['median_us']:.1f}{'' if record['error'] == 0 else '*'}"
@@ -98,7 +98,7 @@ def _tokens(logits: Any, seed: Any, options: dict[str, Any]) -> Any:
 
 
 def _with_split(ours: Call, cluster: int, threads: int, streamed: bool) -> Call:
-    """Our own call with a plan of its own."""
+    """Return a call of cukit with another plan."""
     import importlib
 
     module: Any = importlib.import_module("cukit.sampling.sample")
@@ -133,7 +133,7 @@ def resplit(
     *,
     streamed: bool = False,
 ) -> SampleConfig:
-    """A plan with other blocks."""
+    """Return a plan with other blocks."""
     iterations = -(-vocab_size // (cluster * threads * config.vec))
     other = replace(
         config, cluster=cluster, threads=threads, iterations=iterations, resident=not streamed

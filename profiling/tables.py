@@ -1,10 +1,17 @@
 """Writes the measured tables into Markdown: `python -m profiling.tables` (`make tables`).
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is a family (all of its
-cases), "highlights" (chosen ops over all of their cases), "summary" (one row an op: its largest
-case), "picture" (the same as profiling.figures draws it), or "environment" (one sentence on the
-machine).
-Nothing between those marks is typed by hand, and a test holds the files to the results.
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is one of
+
+- a family: all of its cases;
+- "page" followed by a key of PAGES: a link to the figure of these ops, and a table with one row per
+  op: its largest case, and the speedup over all cases;
+- "highlights": the ops of HIGHLIGHTS, with the speedup over all cases;
+- "summary": one row per op, its largest case;
+- "verdict": one sentence that counts cases faster and slower than the fastest peer;
+- "picture": a link to the figure that profiling.figures draws of the summary;
+- "environment": one sentence that names the machine and its software.
+
+Nothing between these markers is typed by hand; a test compares the files with the results.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cukit.analyzer.report.benchmarks import (
+    EQUAL,
     BenchmarkResults,
     Case,
     Record,
@@ -28,23 +36,88 @@ from profiling.run import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = RESULTS / "h200.json"
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/attention.md",
+    "docs/benchmarks.md",
+    "docs/distillation.md",
+    "docs/gemm.md",
+    "docs/layers.md",
+    "docs/moe.md",
+    "docs/quantization.md",
+    "docs/sampling.md",
+    "docs/sequence.md",
+    "docs/sparse.md",
+)
 
-MARKS = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+MARKS = re.compile(r"(<!-- table:(\w+(?: \w+)*) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 NOT_MEASURED = "*Not measured yet.*\n"
 
-HIGHLIGHTS = (
-    "flash_attention", "flash_attention_backward", "linear", "gated_linear", "quantized_linear",
-    "matmul_int8", "moe_ffn", "kl_divergence", "distillation_loss", "linear_kl_divergence",
-    "attention_kl", "paged_attention", "cascade_attention", "sample", "retrieve_top_k",
-    "layer_bank", "graph_diffusion",
-)  # fmt: skip
-"""The ops that most users come for."""
+HIGHLIGHTS = {
+    "flash_attention": "attention, forward",
+    "flash_attention_backward": "attention, backward",
+    "linear": "linear layer",
+    "gated_linear": "SwiGLU layer",
+    "quantized_linear": "linear layer, quantised weight",
+    "matmul_int8": "INT8 matrix product",
+    "moe_ffn": "mixture of experts",
+    "kl_divergence": "KL divergence of logits",
+    "distillation_loss": "distillation loss",
+    "linear_kl_divergence": "KL divergence fused with both heads",
+    "attention_kl": "KL divergence of attention maps",
+    "paged_attention": "attention over a paged KV cache",
+    "cascade_attention": "decoding with shared prefixes",
+    "sample": "sampling",
+    "retrieve_top_k": "exact top-k retrieval",
+    "layer_bank": "bank of layers",
+    "graph_diffusion": "diffusion on a graph",
+}
+"""The ops of the README's table, with what each computes."""
+
+PAGES = {
+    "attention": (
+        "flash_attention", "flash_attention_backward", "paged_attention", "cascade_attention",
+        "merge_attention_states", "mla_attention",
+    ),
+    "distillation": (
+        "cross_entropy", "cross_entropy_backward", "kl_divergence", "kl_divergence_backward",
+        "distillation_loss", "linear_cross_entropy", "linear_kl_divergence", "attention_kl",
+        "adamw", "global_norm",
+    ),
+    "gemm": (
+        "matmul", "matmul_tma", "linear", "linear_backward", "gated_linear",
+        "gated_linear_backward", "quantized_linear", "matmul_int8", "matmul_fp8",
+    ),
+    "layers": (
+        "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
+        "rope_backward", "gelu", "gelu_backward", "silu_and_mul", "silu_and_mul_backward",
+        "gelu_and_mul", "gelu_and_mul_backward", "embedding", "embedding_backward",
+    ),
+    "moe": (
+        "topk_router", "topk_router_backward", "expert_order", "moe_permute",
+        "moe_permute_backward", "moe_unpermute", "moe_unpermute_backward", "moe_ffn",
+        "moe_ffn_backward", "grouped_gemm", "grouped_gemm_backward", "grouped_gated_linear",
+        "grouped_gemm_fp8",
+    ),
+    "quantization": ("encode", "decode"),
+    "sampling": ("sample",),
+    "sequence": (
+        "gated_scan", "gated_scan_backward", "gated_scan_step", "causal_conv",
+        "causal_conv_backward", "causal_conv_step", "retrieve_top_k", "graph_diffusion",
+        "graph_diffusion_backward", "memory_read", "memory_read_backward", "memory_write",
+        "memory_write_backward", "layer_bank", "layer_bank_backward",
+    ),
+    "sparse": ("bsr_matmul",),
+}  # fmt: skip
+"""The measured ops of each documentation page."""
+
+FLOOR = "Share of the floor reached by each op, cukit and the fastest peer"
+"""Title of a figure of the results."""
 
 
 def main() -> int:
-    """Bring every document up to date; say which changed."""
+    """Update every document; print the names of those that changed."""
     results = read(PUBLISHED)
     for name in DOCUMENTS:
         path = ROOT / name
@@ -57,32 +130,35 @@ def main() -> int:
 
 
 def update(text: str, results: dict[str, Any]) -> str:
-    """`text` with every table replaced by what `results` say."""
+    """Return `text` with every table generated from `results`."""
     return MARKS.sub(lambda match: match[1] + render(match[2], results) + match[3], text)
 
 
 def render(name: str, results: dict[str, Any]) -> str:
-    """The table called `name`, as Markdown that ends with a line break."""
+    """Return the table called `name` as Markdown, newline-terminated."""
     special: dict[str, Callable[[dict[str, Any]], str]] = {
         "highlights": _highlights,
         "summary": _summary,
         "environment": _environment,
+        "verdict": _verdict,
         "picture": _picture,
     }
     if not results["records"]:
         return NOT_MEASURED
+    if name.startswith("page "):
+        return _page(name.removeprefix("page "), results)
     return special[name](results) if name in special else _family(name, results)
 
 
 def _family(name: str, results: dict[str, Any]) -> str:
-    """Every case of a family, every implementation a column."""
+    """One row per case of a family, one column per implementation."""
     measured = _measured(results)
     cases = measured.of_family(name)
     if not cases:
         return NOT_MEASURED
     impls = measured.impls_of(name)
     with_memory = any("peak_bytes" in record for case in cases for record in case.records)
-    header = ["op", "case", "dtype", *map(impl_title, impls), "x fastest peer", "of the floor"]
+    header = ["op", "case", "dtype", *map(impl_title, impls), "speedup", "of the floor"]
     rows = []
     for case in cases:
         by_impl = {record["impl"]: record for record in case.records}
@@ -93,43 +169,90 @@ def _family(name: str, results: dict[str, Any]) -> str:
 
 
 def _highlights(results: dict[str, Any]) -> str:
-    """Speed over that of the fastest peer: geometric mean, lowest and highest of an op's cases."""
-    header = ["op", "cases", "mean", "lowest", "highest", "fastest peer in most"]
+    """Speedup over the fastest peer: geometric mean, lowest and highest of an op's cases."""
+    header = ["", "op", "mean speedup", "lowest", "highest", "cases", "usual fastest peer"]
     rows = []
-    for op in HIGHLIGHTS:
-        compared = [
-            (case.speed, impl_title(case.fastest_peer["impl"]))
-            for case in _measured(results).cases
-            if case.op == op and case.speed is not None and case.fastest_peer is not None
-        ]
-        if not compared:
-            continue
-        speeds = [speed for speed, _ in compared]
-        figures = statistics.geometric_mean(speeds), min(speeds), max(speeds)
-        peer = statistics.mode(title for _, title in compared)
-        rows.append([f"`{op}`", str(len(speeds)), *(f"{value:.2f}" for value in figures), peer])
-    return markdown(header, rows, left=1)
+    for op, purpose in HIGHLIGHTS.items():
+        compared = [case for case in _measured(results).cases if case.op == op and case.speed]
+        if compared:
+            mean, lowest, highest = (f"{value:.2f}x" for value in _speedups(compared))
+            peer = statistics.mode(_peer(case) for case in compared)
+            rows.append([purpose, f"`{op}`", mean, lowest, highest, str(len(compared)), peer])
+    return markdown(header, rows, left=2)
+
+
+def _page(page: str, results: dict[str, Any]) -> str:
+    """The figure of a page's ops; one row per op: its largest case and the speedup over all."""
+    header = ["op", "largest case", "cukit", "fastest peer", "of the floor", "speedup, all cases"]
+    cases = [case for case in kernel_cases(results) if case.op in PAGES[page]]
+    rows = []
+    for case in largest_cases(cases):
+        compared = [other for other in cases if other.op == case.op and other.speed]
+        speed = ""
+        if compared:
+            mean, lowest, highest = _speedups(compared)
+            speed = f"{mean:.2f}x"
+            if len(compared) > 1:
+                speed += f" ({lowest:.2f}x to {highest:.2f}x, {len(compared)} cases)"
+        rows.append([*_times(case), _of_floor(case), speed])
+    if not rows:
+        return NOT_MEASURED
+    return f"![{FLOOR}](benchmarks_{page}.svg)\n\n" + markdown(header, rows, left=2)
+
+
+def _speedups(cases: list[Case]) -> tuple[float, float, float]:
+    """Geometric mean, lowest and highest speedup of cases that have a peer."""
+    speeds = [case.speed for case in cases if case.speed is not None]
+    return statistics.geometric_mean(speeds), min(speeds), max(speeds)
+
+
+def _peer(case: Case) -> str:
+    return impl_title(case.fastest_peer["impl"]) if case.fastest_peer else ""
 
 
 def _summary(results: dict[str, Any]) -> str:
-    """One row an op: the case with the most work."""
-    header = ["op", "case", "cukit", "fastest peer", "x fastest peer", "of the floor"]
-    rows = []
-    for case in largest_cases(_measured(results).cases):
-        ours, peer = case.ours, case.fastest_peer
-        names = [f"`{case.op}`", f"{case.name} {case.dtype}"]
-        other = f"{_us(peer['median_us'])} {impl_title(peer['impl'])}" if peer else ""
-        mine = _us(ours["median_us"]) if ours else ""
-        rows.append([*names, mine, other, _speed(case), _of_floor(case)])
+    """One row per op: the case with the most work."""
+    header = ["op", "case", "cukit", "fastest peer", "speedup", "of the floor"]
+    cases = largest_cases(_measured(results).cases)
+    rows = [[*_times(case), _speed(case), _of_floor(case)] for case in cases]
     return markdown(header, rows, left=2)
+
+
+def _times(case: Case) -> list[str]:
+    """Op, case, cukit's time, and the fastest peer's time and name."""
+    ours, peer = case.ours, case.fastest_peer
+    theirs = f"{_us(peer['median_us'])} {_peer(case)}" if peer else ""
+    return [
+        f"`{case.op}`",
+        f"{case.name} {case.dtype}",
+        _us(ours["median_us"]) if ours else "",
+        theirs,
+    ]
 
 
 def _measured(results: dict[str, Any]) -> BenchmarkResults:
     return BenchmarkResults(results["environment"], tuple(results["records"]))
 
 
+def kernel_cases(results: dict[str, Any]) -> list[Case]:
+    """Cases that time a kernel; those of the family "host" time a launch."""
+    return [case for case in _measured(results).cases if case.family != "host"]
+
+
+def _verdict(results: dict[str, Any]) -> str:
+    speeds = [case.speed for case in kernel_cases(results) if case.speed is not None]
+    faster = sum(speed > 1 + EQUAL for speed in speeds)
+    slower = sum(speed < 1 - EQUAL for speed in speeds)
+    return (
+        f"On an {results['environment']['gpu']}, cukit is faster than the fastest peer in {faster} "
+        f"of {len(speeds)} cases, within {EQUAL:.0%} of it in {len(speeds) - faster - slower} and "
+        f"slower in {slower}. The geometric mean of all speedups is "
+        f"{statistics.geometric_mean(speeds):.2f}x.\n"
+    )
+
+
 def _picture(results: dict[str, Any]) -> str:
-    return "![Speed of each op beside the fastest peer and the floor](docs/benchmarks.svg)\n"
+    return f"![{FLOOR}](docs/benchmarks.svg)\n"
 
 
 def _environment(results: dict[str, Any]) -> str:
@@ -140,7 +263,7 @@ def _environment(results: dict[str, Any]) -> str:
     ceilings, clocks = found["ceilings"], found["clocks"]
     parts = [
         f"{found['gpu']}, driver {found['driver']}, CUDA {found['cuda']}, {', '.join(software)}",
-        f"ceilings in the same run: copy {ceilings['copy_gbps'] / 1e3:.2f} TB/s, "
+        f"measured ceilings: copy {ceilings['copy_gbps'] / 1e3:.2f} TB/s, "
         f"bf16 matrix product {ceilings['bf16_gemm_tflops']:.0f} TFLOP/s",
     ]
     if clocks.get("sm_under_load_mhz"):
@@ -151,12 +274,12 @@ def _environment(results: dict[str, Any]) -> str:
 
 
 def _speed(case: Case) -> str:
-    """Our speed over that of the fastest peer: above 1 we are faster."""
-    return "" if case.speed is None else f"{case.speed:.2f}"
+    """Speedup over the fastest peer; above 1, cukit is faster."""
+    return "" if case.speed is None else f"{case.speed:.2f}x"
 
 
 def _of_floor(case: Case) -> str:
-    """Share of the best conceivable speed that ours reaches."""
+    """The floor over cukit's time, in percent."""
     share = case.share_of_floor(case.ours) if case.ours else None
     return "" if share is None else f"{100 * share:.0f}%"
 
@@ -175,14 +298,14 @@ def _cell(record: Record | None, *, with_memory: bool) -> str:
 
 
 def _us(microseconds: float) -> str:
-    """Three or four digits, in the unit that needs no more."""
+    """Format a time with three or four digits, in microseconds or milliseconds."""
     if microseconds >= 10_000:
         return f"{microseconds / 1e3:.1f} ms"
     return f"{microseconds:.0f} µs" if microseconds >= 1000 else f"{microseconds:.1f} µs"
 
 
 def markdown(header: list[str], rows: list[list[str]], *, left: int) -> str:
-    """A table whose first `left` columns are aligned to the left, the others to the right."""
+    """Return a table whose first `left` columns are left-aligned and the others right-aligned."""
     rule = ["---" if column < left else "--:" for column in range(len(header))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
 

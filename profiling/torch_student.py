@@ -1,13 +1,13 @@
-"""Steps of a Llama-style student distilled in torch: cukit's modules beside torch's own.
+"""Times steps of a Llama-style student distilled in torch, with cukit's and torch's modules.
 
     python -m profiling.torch_student                 # 110 M parameters, 65536 tokens, on the GPU
     python -m profiling.torch_student --tiny          # a smoke test on the CPU
 
-Every arm has the same student, data and optimizer (AdamW, fused) and the forward KL divergence from
-a teacher's head, whose hidden states are the same random numbers for all. Arms take turns. Layers
-are compiled one by one (`layer.compile()`), where no attention mask exists. A step of few tokens
-(`--batch 8 --seq 1024`) waits for the host. Rotary positions stay torch's: their swap is of a
-function that all models of transformers' file share.
+All implementations have the same student, data, optimizer (AdamW, fused) and loss: the forward KL
+divergence from a teacher's head on fixed random hidden states. Runs are interleaved. Layers are
+compiled one by one (`layer.compile()`), which avoids an attention mask. A step with few tokens
+(`--batch 8 --seq 1024`) is bound by the host. Rotary positions stay torch's, because their
+replacement is a function that all models in the same file of transformers share.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cukit_loss(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> A
 
 
 class Arm:
-    """One way to train the student."""
+    """One implementation of the training step."""
 
     def __init__(
         self, name: str, config: Any, state: dict[str, Any], loss: Loss, *,
@@ -88,7 +88,7 @@ class Arm:
         self.peak = 0
 
     def step(self, ids: Any, teacher: Any, teacher_weight: Any) -> None:
-        """Forward, backward, update; its loss stays on the device."""
+        """Run forward, backward and update; the loss stays on the device."""
         hidden = self.model.model(ids, use_cache=False).last_hidden_state
         hidden = hidden.reshape(-1, hidden.shape[-1])
         loss = self.loss(hidden, self.model.lm_head.weight, teacher, teacher_weight)
@@ -98,7 +98,7 @@ class Arm:
         self.losses.append(loss.detach())
 
     def timed_steps(self, batches: list[Any], *rest: Any) -> None:
-        """The time of each step, and the most memory that steps took beyond what was there."""
+        """Record the time of each step, and the peak memory beyond that before the steps."""
         on_gpu = batches[0].is_cuda
         if on_gpu:
             torch.cuda.synchronize()
@@ -114,18 +114,18 @@ class Arm:
 
 
 def main(arguments: list[str] | None = None) -> list[Arm]:
-    """Trains every arm in turns and prints a table."""
+    """Train every implementation in interleaved runs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tiny", action="store_true", help="a smoke test on the CPU")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="names of arms")
+    parser.add_argument("--only", nargs="*", help="names of implementations")
     options = parser.parse_args(arguments)
     from transformers import LlamaConfig, masking_utils
 
-    # No sequences are packed; looking for them waits for the GPU in every step of every arm.
+    # No sequences are packed; the check for packing would synchronise in every step.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
     device, dtype = ("cpu", torch.float32) if options.tiny else ("cuda", torch.bfloat16)
@@ -157,37 +157,37 @@ def main(arguments: list[str] | None = None) -> list[Arm]:
     ]
     if options.tiny:
         table = [("torch", torch_loss, None, False), ("cukit", cukit_loss, all_of_it, False)]
-    arms = []
+    impls = []
     for name, loss, swaps, compiled in table:
         if options.only and name not in options.only:
             continue
         try:
-            arm = Arm(
+            impl = Arm(
                 name, config, state, loss, swaps=swaps, compiled=compiled, device=device,
                 dtype=dtype,
             )  # fmt: skip
             start = time.perf_counter()
             for _ in range(2):
-                arm.step(batches[0], teacher, teacher_weight)
+                impl.step(batches[0], teacher, teacher_weight)
             print(f"{name}: ready in {time.perf_counter() - start:.1f} s", flush=True)
-            arms.append(arm)
-        except Exception as error:  # an arm of a library that is missing says so
+            impls.append(impl)
+        except Exception as error:  # such as a missing library
             words = " ".join(str(error).split())[:300]
             print(f"{name}: {type(error).__name__}: {words}", flush=True)
     for _ in range(options.rounds):
-        for arm in arms:
-            arm.timed_steps(batches, teacher, teacher_weight)
-    best = min(statistics.median(arm.times) for arm in arms if arm.name.startswith("torch"))
-    for arm in arms:
-        median = statistics.median(arm.times)
-        losses = [float(each) for each in arm.losses]
+        for impl in impls:
+            impl.timed_steps(batches, teacher, teacher_weight)
+    best = min(statistics.median(impl.times) for impl in impls if impl.name.startswith("torch"))
+    for impl in impls:
+        median = statistics.median(impl.times)
+        losses = [float(each) for each in impl.losses]
         print(
-            f"{arm.name:34} {1e3 * median:8.2f} ms ({median / best:.2f} of torch's best, "
-            f"{1e3 * min(arm.times):.2f}..{1e3 * max(arm.times):.2f}), "
-            f"{batch * seq / median / 1e3:.0f} k tokens/s, peak {arm.peak / 2**30:.2f} GiB, "
+            f"{impl.name:34} {1e3 * median:8.2f} ms ({median / best:.2f} of torch's best, "
+            f"{1e3 * min(impl.times):.2f}..{1e3 * max(impl.times):.2f}), "
+            f"{batch * seq / median / 1e3:.0f} k tokens/s, peak {impl.peak / 2**30:.2f} GiB, "
             f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
         )
-    return arms
+    return impls
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Two GPUs beside one: data parallelism, and heads spread over their vocabulary.
+"""Compares two GPUs with one: data parallelism, and heads sharded over the vocabulary.
 
     python -m profiling.two_gpus                       # starts two processes itself
-    torchrun --nproc-per-node 2 -m profiling.two_gpus  # or lets torchrun
+    torchrun --nproc-per-node 2 -m profiling.two_gpus  # started by torchrun
     python -m profiling.two_gpus --cpu --tiny          # a smoke test: NumPy and sockets
 
-Rank 0 first does alone what both then share, so that both times are of one GPU in one state.
-`checks` compares results, `training` times steps at the same batch for each GPU, `heads` times the
-fused head and reports its memory, `phases` times its sweeps, `alone` one half of it without the
-other, `links` sums of gradients' size. `phases` and `alone` need one GPU: `--ranks 1`.
+Rank 0 first runs the single-GPU work, so both times are from the same GPU in the same state.
+`checks` compares results, `training` times steps at the same batch per GPU, `heads` times the fused
+head and reports its memory, `phases` times its sweeps, `alone` times one shard without
+communication, `links` times reductions of gradient size. `phases` and `alone` need one GPU:
+`--ranks 1`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ TINY_HEAD = (48, 16, 24, 1000)
 
 
 class Bench:
-    """What runs on one rank."""
+    """The work of one rank."""
 
     def __init__(self, xp: Any, comm: Communicator, tiny: bool) -> None:
         self.xp, self.comm, self.tiny = xp, comm, tiny
@@ -84,7 +85,7 @@ class Bench:
             self.xp.cuda.get_current_stream().synchronize()
 
     def seconds(self, call: Callable[[], Any], repeats: int, together: bool) -> float:
-        """Median time of a call, the warm-up apart."""
+        """Return the median time of a call, excluding the warm-up."""
         times = []
         for index in range(repeats + 2):
             self.wait()
@@ -120,7 +121,7 @@ class Bench:
         return Trainer(objective, windows, lr=1e-3, communicator=comm, **options)
 
     def checks(self) -> None:
-        """Two processes are twice the batch; spread heads are whole ones."""
+        """Check that two processes equal twice the batch, and sharded heads equal whole ones."""
         size = self.comm.size
         for dtype, bound in ((self.dtype, 5e-3 if self.on_gpu else 1e-4),):
             batch, seq_len = (2, 8) if self.tiny else (4, 128)
@@ -186,7 +187,7 @@ class Bench:
         return array.get() if hasattr(array, "get") else np.asarray(array)
 
     def training(self) -> None:
-        """Steps at the same batch for each GPU, alone and together."""
+        """Time steps at the same batch per GPU, on one GPU and on two."""
         batch, seq_len = (2, 8) if self.tiny else (16, 1024)
         repeats = 3 if self.tiny else 10
         alone = 0.0
@@ -217,7 +218,7 @@ class Bench:
             self.free()
 
     def steps(self, trainer: Trainer, count: int, together: bool) -> float:
-        """Mean time of steps that nobody waits for."""
+        """Return the mean time of steps without synchronisation between them."""
         for _ in range(3):
             trainer.train_step()
         self.wait()
@@ -246,14 +247,14 @@ class Bench:
         ]
 
     def numbers(self, shape: tuple[int, int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        """The same on every rank where they are few enough to be drawn on the host."""
+        """Return arrays that are equal on every rank if small enough to be drawn on the host."""
         if shape[0] * shape[1] > 1 << 25:
             return normal(shape, dtype, scale)
         drawn = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
         return self.xp.asarray(drawn.astype(DTYPES[dtype]))
 
     def phases(self) -> None:
-        """The sweeps of a spread forward KL over one half of a chunk, by blocks a row."""
+        """Time the sweeps of a sharded forward KL over half of a chunk, by blocks per row."""
         if self.comm.rank == 0 and self.on_gpu:
             rows, columns = 1024, HEAD[-1] // 2
             student, teacher, grad = (normal((rows, columns), self.dtype) for _ in range(3))
@@ -282,7 +283,7 @@ class Bench:
         self.comm.barrier()
 
     def products(self) -> None:
-        """Those of a chunk of a spread head, and grad_hidden in both dtypes."""
+        """Time the products of a chunk of a sharded head, and grad_hidden in both dtypes."""
         rows, hidden, columns = 2048, HEAD[1], HEAD[-1] // 2
         states, weight = (normal((each, hidden), self.dtype) for each in (rows, columns))
         logits = normal((rows, columns), self.dtype)
@@ -303,7 +304,7 @@ class Bench:
             self.say(f"product {name}: {took * 1e3:.3f} ms, {rate:.0f} TFLOP/s")
 
     def device_seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Of one call among many, on the GPU."""
+        """Return the GPU time of one call, averaged over many."""
         first, last = (self.xp.cuda.Event() for _ in range(2))
         call()
         first.record()
@@ -314,7 +315,7 @@ class Bench:
         return float(self.xp.cuda.get_elapsed_time(first, last)) / count / 1e3
 
     def alone(self) -> None:
-        """One GPU's part of a spread head, exchanging nothing."""
+        """Time one shard of a head without communication."""
         shape = TINY_HEAD if self.tiny else HEAD
         if self.comm.rank == 0 and self.on_gpu:
             shard = VocabularyShard(_Unanswered(), shape[-1])
@@ -342,7 +343,7 @@ class Bench:
         self.comm.barrier()
 
     def heads(self) -> None:
-        """Time and memory of the fused head, whole and spread."""
+        """Measure time and memory of the fused head, whole and sharded."""
         shape = TINY_HEAD if self.tiny else HEAD
         repeats = 3 if self.tiny else 12
         alone, memory = 0.0, 0
@@ -373,7 +374,7 @@ class Bench:
             )
 
     def memory(self, call: Callable[[], Any]) -> int:
-        """Bytes that a call takes beside what is there: results and workspace, at their peak."""
+        """Return the peak memory of results and workspace during a call, in bytes."""
         if not self.on_gpu:
             call()
             return 0
@@ -400,7 +401,7 @@ class Bench:
             self.xp.get_default_memory_pool().free_all_blocks()
 
     def links(self) -> None:
-        """Sums of a bucket's size."""
+        """Time reductions of the size of a gradient bucket."""
         for mib in (1, 32, 256) if not self.tiny else (1,):
             array = self.xp.zeros(mib << 18, np.float32)
             took = self.seconds(partial(self.comm.all_reduce, array), 8, True)
@@ -413,7 +414,7 @@ class Bench:
 
 
 class _Unanswered(Alone):
-    """Rank 0 of two, of which the other is the same."""
+    """Rank 0 of two ranks, without a second process."""
 
     size = 2
 
@@ -423,7 +424,7 @@ class _Unanswered(Alone):
 
 
 def phase_configs() -> list[DivergenceConfig]:
-    """Splits of a row that are compared."""
+    """The splits of a row to compare."""
     return [
         plan_divergence(
             HEAD[-1] // 2, "bfloat16", 2, "int32", 8, "forward_kl", phase == 3, False, False,
@@ -435,7 +436,7 @@ def phase_configs() -> list[DivergenceConfig]:
 
 
 def compile_ahead(parts: Sequence[str]) -> None:
-    """The kernels over rows, on all cores."""
+    """Compile the kernels over rows, on all cores."""
     device = current_device()
     specs: list[KernelSpec] = []
     checked = (("bfloat16", DIVERGENCES), ("float32", ("forward_kl", "jsd")))
@@ -471,7 +472,7 @@ def compile_ahead(parts: Sequence[str]) -> None:
 
 
 def start(count: int) -> int:
-    """This module once for each rank, as a launcher would."""
+    """Start this module once per rank, like a launcher."""
     env = dict(os.environ, WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
     command = [sys.executable, "-m", "profiling.two_gpus", *sys.argv[1:]]
     ranks = [
@@ -479,7 +480,7 @@ def start(count: int) -> int:
         for rank in range(count)
     ]
     try:
-        # Where one fails, the other would wait for it.
+        # If one rank fails, the other would wait for it forever.
         while all(rank.poll() is None for rank in ranks):
             time.sleep(0.05)
         if any(rank.poll() for rank in ranks):
@@ -493,7 +494,7 @@ def start(count: int) -> int:
 
 
 def main() -> int:
-    """Runs the parts asked for."""
+    """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--ranks", type=int, default=2)
@@ -502,7 +503,7 @@ def main() -> int:
     options = parser.parse_args()
     if "WORLD_SIZE" not in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ:
         if not options.cpu:
-            # In a process of its own: ranks must not inherit a GPU context.
+            # In a separate process: ranks must not inherit a GPU context.
             names = tuple(options.parts or PARTS)
             code = f"import profiling.two_gpus as t; t.compile_ahead({names!r})"
             subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Fixtures that every test file shares."""
+"""Shared fixtures and options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cukit.core.device import gpu_available
 
 pytest_plugins = ("tests.guard", "tests.quick_run")
 
-os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of first compiles would drown the report
+os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of compiles would clutter the report
 
 
 def pytest_report_header() -> str:
-    """Says once why hundreds of tests may be skipped."""
+    """Report once why GPU tests are skipped."""
     return "gpu: " + ("tests run on it" if gpu_available() else "none here, its tests are skipped")
 
 
@@ -29,13 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--shuffle",
         type=int,
         metavar="SEED",
-        help="run the files, and the tests of each file, in an order of this number's",
+        help="shuffle files, and tests within each file, with this seed",
     )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU the tests marked `gpu` are skipped, unless CUKIT_REQUIRE_GPU forbids it."""
+    """Skip tests marked `gpu` without a GPU, unless CUKIT_REQUIRE_GPU is set."""
     if config.option.shuffle is not None:
         items[:] = shuffled(items, config.option.shuffle)
     if gpu_available():
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
-    """File by file, for the sake of what the tests of a file share, in another order."""
+    """Shuffle files, and the tests within each file, which share fixtures."""
     files: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
     for item in items:
         files[item.path].append(item)
@@ -68,7 +68,7 @@ def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     ]
 )
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What runs a test's ops: on "cpu" the reference, on "emulator" and "gpu" the kernel."""
+    """The device of a test: "cpu" runs the reference, "emulator" and "gpu" the kernel."""
     if request.param != "emulator":
         yield request.param
         return
@@ -80,12 +80,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """Random numbers, the same in every run."""
+    """A random generator with a fixed seed."""
     return np.random.default_rng(20240607)
 
 
 @pytest.fixture
 def kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty kernel cache of the test's own."""
+    """A separate, empty kernel cache."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"

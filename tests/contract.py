@@ -1,8 +1,8 @@
-"""What every op must keep, written once: agreement with its reference, on any device.
+"""Checks shared by all ops: agreement with the reference on every device, and gradients.
 
-The same test body serves the CPU, where the op runs its reference in low precision, and the
-emulator and the GPU, where it runs its kernel. The oracle is always the reference in float64 on
-NumPy.
+The same test body runs on the CPU, where the op runs its reference in low precision, and in the
+emulator and on the GPU, where it runs its kernel. The oracle is always the reference in float64 on
+NumPy arrays.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """`"bfloat16"` and NumPy's own names alike."""
+    """Return the dtype of a name: `"bfloat16"` or a name of NumPy's."""
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 def random(rng: np.random.Generator, shape: Sequence[int], dtype: str, scale: float = 1.0) -> Array:
-    """Normal numbers of `dtype`, as a NumPy array."""
+    """Return normally distributed values of `dtype`, as a NumPy array."""
     return (rng.standard_normal(tuple(shape)) * scale).astype(dtype_of(dtype))
 
 
 def to_device(device: str, *arrays: Array | None) -> tuple[Any, ...]:
-    """NumPy arrays as they are, or copied to the "gpu"; None stays None."""
+    """Return NumPy arrays unchanged, or copied to the GPU for "gpu"; None stays None."""
     if device != "gpu":
         return arrays
     import cupy
@@ -43,17 +43,17 @@ def to_device(device: str, *arrays: Array | None) -> tuple[Any, ...]:
 
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:
-    """A NumPy array with the contents of any array."""
+    """Return the contents of any array as a NumPy array."""
     return np.asarray(array.get() if hasattr(array, "get") else array)
 
 
 def poisoned(device: str, shape: Sequence[int], dtype: str) -> Array:
-    """An output buffer full of NaN: an element that a kernel forgets cannot pass as correct."""
+    """Return an output buffer filled with NaN, so that elements that are not written show."""
     return to_device(device, np.full(tuple(shape), np.nan, dtype_of(dtype)))[0]
 
 
 def poison_pool(device: str, num_bytes: int = 1 << 26) -> None:
-    """Leaves NaN behind in the memory that the next GPU allocations will reuse."""
+    """Fill the memory that the next GPU allocations will reuse with NaN."""
     if device == "gpu":
         import cupy
 
@@ -63,8 +63,8 @@ def poison_pool(device: str, num_bytes: int = 1 << 26) -> None:
 
 
 def another_order(device: str, repeat: int) -> AbstractContextManager[None]:
-    """In the emulator, of the GPU that it stands for now: from the first repeat on, threads take
-    turns in another order, and what runs in the background ends as late as it may."""
+    """Vary the emulator's schedule: from the first repeat on, threads run in another order, and
+    asynchronous operations complete as late as possible."""
     if device != "emulator" or repeat == 0:
         return nullcontext()
     here = {} if backend.active is None else {"arch": backend.active.settings.arch}
@@ -72,13 +72,14 @@ def another_order(device: str, repeat: int) -> AbstractContextManager[None]:
 
 
 def assert_close(name: str, got: Array, low: Array, wide: Array, atol: float | None = None) -> None:
-    """`got` is as near to `wide` (float64) as twice the plain low-precision result `low`.
+    """Check that the error of `got` is at most twice that of the plain low-precision result `low`.
 
-    Positions of NaN and infinity must agree with `wide` exactly.
+    Errors are relative to `wide` (float64). Positions of NaN and infinity must equal those of
+    `wide`.
     """
     got, low, wide = to_host(got), to_host(low), to_host(wide)
     assert got.shape == wide.shape, f"{name}: shape {got.shape}, expected {wide.shape}"
-    if atol is None:  # integers are exact
+    if atol is None:  # integer results must be exact
         atol = ATOL[got.dtype.name] if got.dtype.kind not in "iu" else 0.0
     exact = wide.astype(np.float64)
     result, plain = got.astype(np.float64), low.astype(np.float64)
@@ -111,11 +112,11 @@ def check_against_reference(
     atol: float | None = None,
     **options: Any,
 ) -> None:
-    """Runs `function(*inputs, **options)` on `device` and judges every result.
+    """Run `function(*inputs, **options)` on `device` and check every result against `reference`.
 
-    Inputs are NumPy arrays, or None or plain values that are passed on. Repeats must agree to the
-    bit, in the emulator whatever the order of the threads. The freed memory that results will land
-    in is filled with NaN first.
+    Inputs are NumPy arrays, or None or plain values that are passed on. Repeated runs must be
+    bitwise equal, in the emulator for every order of threads. Freed memory that results may reuse
+    is filled with NaN first.
     """
     wide = _tuple(reference(*map(_widen, inputs), **options))
     low = _tuple(reference(*inputs, **options))
@@ -132,7 +133,7 @@ def check_against_reference(
                 assert got.dtype == to_host(plain).dtype, f"{name}: dtype {got.dtype}"
                 assert_close(name, got, plain, exact, atol)
         for name, again, before in zip(names, results, first, strict=True):
-            assert again.tobytes() == before.tobytes(), f"{name}: run {repeat} differs in bits"
+            assert again.tobytes() == before.tobytes(), f"{name}: run {repeat} is not bitwise equal"
     for original, array in zip(inputs, placed, strict=True):
         if isinstance(original, np.ndarray):
             assert to_host(array).tobytes() == original.tobytes(), "an input was changed"
@@ -144,10 +145,10 @@ def check_gradient(
     inputs: Sequence[np.ndarray[Any, Any]],
     rng: np.random.Generator,
 ) -> None:
-    """Compares `backward(grad_out, *inputs)` with central differences of `function(*inputs)`.
+    """Compare `backward(grad_out, *inputs)` with central differences of `function(*inputs)`.
 
-    float64 inputs; one gradient is returned for each of them. A random direction in every input is
-    tested, which any wrong element would spoil.
+    Inputs are float64, and `backward` returns one gradient per input. Each gradient is tested along
+    a random direction, so that every element contributes.
     """
     out = function(*inputs)
     grad_out = rng.standard_normal(out.shape)
@@ -166,7 +167,8 @@ def check_gradient(
             actual = float(np.sum(gradient * direction))
             scale = max(1.0, abs(expected))
             assert abs(actual - expected) <= FINITE_DIFFERENCE * scale, (
-                f"gradient of input {index}: {actual} along a direction, differences say {expected}"
+                f"gradient of input {index}: {actual} along a direction, central differences: "
+                f"{expected}"
             )
 
 

@@ -1,8 +1,8 @@
-"""Tests on the GPU get guarded memory: a stray access fails the test that makes it.
+"""Guarded memory for GPU tests: an out-of-bounds access fails the test that causes it.
 
-Everything that CuPy allocates during a test, scratch inside ops included, comes from
-`cukit.memory.guard`. When the test's body is done the device is waited for, so that a fault is
-seen in the test that caused it, and what lies around the test's arrays is checked.
+All allocations of CuPy during a test, including scratch memory inside ops, come from
+`cukit.memory.guard`. After the test body the device is synchronised, so that a fault is reported in
+the test that caused it, and the memory around the test's arrays is checked.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from cukit.errors import UnsupportedDeviceError
 from cukit.memory.guard import GuardedMemory
 
 LOST = """\
-A kernel of this test touched addresses with no memory behind them, or failed otherwise; from here
-on the process cannot use the GPU. CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 makes the driver write a core
-dump, in which cuda-gdb shows the instruction. The latest arrays:"""
+A kernel of this test accessed unmapped addresses, or failed for another reason; this process can no
+longer use the GPU. CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 makes the driver write a core dump, in which
+cuda-gdb shows the instruction. The most recent arrays:"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,18 +29,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--guard",
         choices=("on", "off"),
         default="on",
-        help="whether arrays on the GPU lie between unmapped addresses, filled with patterns",
+        help="place GPU arrays between unmapped addresses, filled with patterns",
     )
     group.addoption(
         "--guard-seed",
         type=int,
         metavar="N",
-        help="decides where arrays lie and what they hold; drawn anew for each run",
+        help="seed of the placement and contents of arrays; random by default",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.guard_seed is None:  # here, so that worker processes get the same
+    if config.option.guard_seed is None:  # set here, so that worker processes use the same seed
         config.option.guard_seed = random.SystemRandom().randrange(1 << 31)
     if config.option.guard == "on" and gpu_available():
         config.pluginmanager.register(Guard(config.option.guard_seed), "cukit-guard")
@@ -53,7 +53,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def guarded_memory(seed: int) -> Any:
-    """A CudaGuard; None where the GPU cannot have one."""
+    """Return a CudaGuard; None if the GPU does not support one."""
     from cukit.memory.cuda_guard import CudaGuard
 
     try:
@@ -63,7 +63,7 @@ def guarded_memory(seed: int) -> Any:
 
 
 class Guard:
-    """Puts the guard around each test that is not marked `unguarded`."""
+    """Installs the guard around each test that is not marked `unguarded`."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -105,10 +105,10 @@ class Guard:
 
 
 def report(memory: GuardedMemory, item: pytest.Item) -> str:
-    """What is damaged; empty if nothing is. Ends the run where the GPU cannot be used any more."""
+    """Return a report of the damage, or "". Ends the run if the GPU is no longer usable."""
     latest = list(memory.latest)
     try:
         return "\n\n".join(map(str, memory.check()))
-    except Exception as error:  # whatever CUDA says: no call succeeds from here on
+    except Exception as error:  # any CUDA error: all later calls fail
         item.session.shouldstop = f"the GPU was lost in {item.nodeid}"
         return "\n\n".join([f"{error}\n{LOST}", *map(str, latest)])

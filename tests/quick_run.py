@@ -1,9 +1,10 @@
-"""A pytest plugin that chooses the cases of the quick run: `pytest -m "not slow"`, or `make test`.
+"""A pytest plugin that selects the cases of the quick run: `pytest -m "not slow"`, or `make test`.
 
-A test of ops is a grid of cases: shapes x dtypes x options, on the CPU, in the emulator and on the
-GPU. The quick run takes a few cases of each grid in which every value of every parameter occurs; in
-the emulator, where most cases compile a kernel of their own, one of these few. The plugin marks the
-rest `slow`. Tests and parameters may carry the mark themselves. Without `-m` everything runs.
+A test of an op is a grid of cases: shapes x dtypes x options, on the CPU, in the emulator and on
+the GPU. The quick run takes a few cases of each grid that together cover every value of every
+parameter; in the emulator, where most cases compile another variant, it takes one of these few. The
+plugin marks the others `slow`. Tests and parameters may also be marked directly. Without `-m` all
+cases run.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ import pytest
 import threadpoolctl
 
 PLACES = ("device", "place", "anywhere", "gpu", "provider")
-"""Fixtures that choose what runs a test: the cases of each place are a grid of their own."""
+"""Fixtures that select the device: the cases of each device are a separate grid."""
 
 MOST_EMULATED = 1 << 16
-"""Elements of the largest shape that a test parameter may have in the emulator."""
+"""Largest number of elements of a shape parameter in the emulator."""
 
-QUICK = "quick: every value of every parameter; the whole: make test-all, or pytest without -m"
-REST = "slow: what the quick run leaves out; the quick run: make test, or pytest -m 'not slow'"
-WHOLE = "whole: every case; the quick run: make test, or pytest -m 'not slow'"
+QUICK = "quick: every value of every parameter; all cases: make test-all, or pytest without -m"
+REST = "slow: the cases outside the quick run; quick run: make test, or pytest -m 'not slow'"
+WHOLE = "all; quick run: make test, or pytest -m 'not slow'"
 
 
 def emulated(condition: Callable[..., bool]) -> pytest.MarkDecorator:
-    """Of a test's cases the emulator runs those whose parameters meet `condition`, the GPU all."""
+    """Restrict the emulator to the cases that satisfy `condition`; the GPU runs all."""
     return pytest.mark.emulated.with_args(condition)
 
 
 def possible(condition: Callable[..., bool]) -> pytest.MarkDecorator:
-    """Of a test's cases only those exist whose parameters meet `condition`."""
+    """Restrict a test to the cases that satisfy `condition`."""
     return pytest.mark.possible.with_args(condition)
 
 
 def cover(cases: Sequence[Sequence[Hashable]]) -> set[int]:
-    """Indices of a few `cases` that together have every property that any case has.
+    """Return indices of a few `cases` that together cover every property of all cases.
 
-    Greedy: each choice adds the most properties, among equals the most pairs of properties, then
-    the properties that were chosen least. A case only gets worse by what else is chosen, so one
-    that is still the best after an update is the next choice.
+    Greedy: each choice adds the most new properties; ties are broken by the most new pairs of
+    properties, then by the least chosen properties. The score of a case only decreases as others
+    are chosen, so a case that is still the best after an update is the next choice.
     """
     pairs = [frozenset(itertools.combinations(case, 2)) for case in cases]
     uses: Counter[Hashable] = Counter()
@@ -75,13 +76,13 @@ def cover(cases: Sequence[Sequence[Hashable]]) -> set[int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A process of pytest-xdist has one core: NumPy's products stay on it."""
+    """Limit NumPy to one thread in processes of pytest-xdist, which have one core each."""
     if hasattr(config, "workerinput"):
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Which cases run, and how to get the others."""
+    """Report which cases run, and how to run the others."""
     expression = config.option.markexpr
     return "cases: " + (
         QUICK if "not slow" in expression else REST if "slow" in expression else WHOLE
@@ -90,7 +91,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # pytest applies `-m` afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips cases that never run in their place, marks `slow` what the quick run leaves out."""
+    """Skip cases that never run on their device; mark cases outside the quick run `slow`."""
     grids: defaultdict[tuple[str, tuple[Hashable, ...]], list[pytest.Function]]
     grids = defaultdict(list)
     for item in items:
@@ -105,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (test, where), grid in grids.items():
         quick = cover([_properties(item) for item in grid])
         if "emulator" in where:
-            # The name decides which, so that all tests together mix what kernels differ in.
+            # Chosen by a hash of the name, so that the tests together cover different values.
             quick = {sorted(quick)[zlib.crc32(test.encode()) % len(quick)]}
         for index, item in enumerate(grid):
             if index not in quick:
@@ -113,13 +114,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _runs_an_op(item: pytest.Function) -> bool:
-    """A test that is run in several places, or one of kernels alone."""
+    """True for a test that runs on several devices, or only in the emulator or on the GPU."""
     marked = any(item.get_closest_marker(name) for name in ("emulator", "gpu"))
     return marked or any(place in item.callspec.params for place in PLACES)
 
 
 def _properties(item: pytest.Function) -> list[Hashable]:
-    """The values of a case: of each `parametrize` one, even if it sets several arguments."""
+    """Return the values of a case: one per `parametrize`, even if it sets several arguments."""
     identities = {name: id(value) for name, value in item.callspec.params.items()}
     properties: list[Hashable] = []
     for mark in item.iter_markers("parametrize"):
@@ -130,13 +131,13 @@ def _properties(item: pytest.Function) -> list[Hashable]:
 
 
 def _why_not(item: pytest.Function) -> str | None:
-    """Why a case never runs in its place."""
+    """Return the reason why a case never runs on its device, or None."""
     if not _meets(item, "possible"):
         return "parameters that exclude each other"
     if item.get_closest_marker("emulator") is None:
         return None
     if not _meets(item, "emulated"):
-        return "the emulator runs what differs most; the rest is for the GPU"
+        return "not selected for the emulator; runs on the GPU"
     shapes = filter(_is_shape, item.callspec.params.values())
     if any(math.prod(shape) > MOST_EMULATED for shape in shapes):
         return f"more than {MOST_EMULATED} elements: for the GPU"

@@ -4,9 +4,9 @@
     python -m tests.sanitize --quick                             # a few groups of each family
     python -m tests.sanitize --tool racecheck --group "attention sm90"
 
-Groups of kernels come from `tests/<family>/sanitize.py`. First every group runs without a tool,
-which fills the kernel cache; then each tool has a process of its own for each group. Arrays come
-from the driver one by one, not from a pool, so that memcheck knows their ends.
+Groups of kernels are defined in `tests/<family>/sanitize.py`. Every group first runs without a
+tool, which fills the kernel cache; then each tool runs each group in a separate process. Arrays are
+allocated individually by the driver, not by a pool, so that memcheck detects overruns.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FAMILIES = (
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"
 
-# initcheck does not see what cp.async.bulk writes: kernels that read such results are left out, and
-# copies to the host. The suite's guard covers both, since what nobody wrote is NaN there.
+# initcheck does not track writes of cp.async.bulk: kernels that read such results are excluded, and
+# copies to the host. The guard of the test suite covers both, because it fills memory with NaN.
 BULK_READERS = ("flash_attention_backward_finish",)
 OPTIONS = {
     "initcheck": (
@@ -44,32 +44,33 @@ OPTIONS = {
     )
 }
 
-# One thread of NumPy's library a process: several processes share the cores.
+# One BLAS thread per process, because several processes share the cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUKIT_QUIET": "1"}
 
 
 class Group(NamedTuple):
-    """Calls of ops on the GPU that one process makes."""
+    """Calls of ops on the GPU, made in one process."""
 
     run: Callable[[], None]
     shares: bool = False
-    """Whether racecheck, which is slow, has a look as well: threads meet in shared memory."""
+    """Whether racecheck, which is slow, runs too: for kernels with communication in shared
+    memory."""
     quick: bool = False
 
 
 class Finding(NamedTuple):
-    """What a tool said about a group."""
+    """The result of a tool for a group."""
 
     tool: str
     group: str
     status: int
     errors: str
-    """As the tool counts them; the end of the output where it has not come to that."""
+    """The number of findings, or the end of the output if the tool did not finish."""
     seconds: float
 
 
 def groups(families: Sequence[str] = FAMILIES) -> dict[str, Group]:
-    """By name, which begins with the family's."""
+    """Return the groups by name; names begin with the family."""
     return {
         f"{family} {name}": group
         for family in families
@@ -78,20 +79,20 @@ def groups(families: Sequence[str] = FAMILIES) -> dict[str, Group]:
 
 
 def run_group(group: Group) -> None:
-    """In this process, without a pool."""
+    """Run a group in this process, without a pool."""
     import cupy
 
-    from tests.attention import options
+    from tests.attention import checks
 
     cupy.cuda.set_allocator(None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "poison_pool", lambda _: None)  # there is no pool to fill
+        patch.setattr(checks, "poison_pool", lambda _: None)  # no pool to fill
         group.run()
     cupy.cuda.Device().synchronize()
 
 
 def find_sanitizer() -> str:
-    """The program, from PATH or from the toolkit."""
+    """Return the path of compute-sanitizer, from PATH or the CUDA toolkit."""
     found = shutil.which("compute-sanitizer")
     if found:
         return found
@@ -103,7 +104,7 @@ def find_sanitizer() -> str:
 
 
 def errors_of(text: str) -> str:
-    """What a tool counted, from its output: "0", "3", "1 (2 hazards)", or its last words."""
+    """Parse the findings of a tool: "0", "3", "1 (2 hazards)", or the end of its output."""
     races = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((.*?)\)", text)
     plain = re.findall(r"ERROR SUMMARY: (\d+) errors?", text)
     if races:
@@ -112,7 +113,7 @@ def errors_of(text: str) -> str:
 
 
 def sanitize(sanitizer: str, job: tuple[str, str], *, limit_s: float, logs: Path | None) -> Finding:
-    """Runs a group under a tool, in a process of its own."""
+    """Run a group under a tool, in a separate process."""
     tool, group = job
     command = [sys.executable, "-m", "tests.sanitize", "--run", group]
     if tool != WARM_UP:
@@ -139,7 +140,7 @@ def sanitize(sanitizer: str, job: tuple[str, str], *, limit_s: float, logs: Path
 
 
 def jobs(tools: list[str], chosen: dict[str, Group]) -> list[tuple[str, str]]:
-    """A process each; races are looked for where somebody asked for them or threads share."""
+    """Run every group under every tool; racecheck only on request or for groups with `shares`."""
     alone = tools == ["racecheck"]
     return [
         (tool, name)
@@ -150,7 +151,7 @@ def jobs(tools: list[str], chosen: dict[str, Group]) -> list[tuple[str, str]]:
 
 
 def show(finding: Finding) -> bool:
-    """Prints a line of the table; whether all is well."""
+    """Print a line of the table; return True if there is no finding."""
     tool, group, status, errors, seconds = finding
     clean = status == 0 and errors in ("", "0")
     print(f"{tool:10} {group:44} {errors or '-':>6} {seconds:5.0f} s", end="")
@@ -163,12 +164,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tool", action="append", choices=TOOLS)
-    parser.add_argument("--group", action="append", help="a group's name, or the start of one")
+    parser.add_argument("--group", action="append", help="the name of a group, or its prefix")
     parser.add_argument("--quick", action="store_true", help="memcheck, a few groups a family")
     parser.add_argument("--jobs", type=int, default=min(10, os.cpu_count() or 1))
     parser.add_argument("--limit", type=float, default=300, help="seconds for a process")
-    parser.add_argument("--logs", type=Path, help="folder for what the tools print")
-    parser.add_argument("--list", action="store_true", help="show the groups and stop")
+    parser.add_argument("--logs", type=Path, help="folder for the output of the tools")
+    parser.add_argument("--list", action="store_true", help="print the groups and exit")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.run:
@@ -185,7 +186,7 @@ def main() -> int:
         print("\n".join(chosen))
         return 0
     if not chosen:
-        parser.error(f"no group is called {', '.join(starts)}")
+        parser.error(f"no group named {', '.join(starts)}")
     tools = asked.tool or (["memcheck"] if asked.quick else list(TOOLS))
     run = partial(sanitize, find_sanitizer(), limit_s=asked.limit, logs=asked.logs)
     if asked.logs is not None:

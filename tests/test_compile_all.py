@@ -1,10 +1,10 @@
-"""Every kernel compiles for every architecture and stays within its registers.
+"""Every kernel compiles for every architecture, within its spill limits.
 
-All variants of a kernel are compiled for the architecture that it is tuned for; for the others a
-few in which every value of every macro occurs, and every kernel for each of them. `cukit compile`
-compiles them all. NVRTC needs no GPU. The cache is pytest's: its key covers sources, includes,
-options and compiler, so a second run compiles only what changed. The quick run compiles every
-kernel once, and kernels of every family for every architecture.
+All variants of a kernel are compiled for the architecture that it is tuned for. For every other
+architecture, every kernel is compiled in a few variants that cover every value of every macro.
+`cukit compile` compiles all variants. NVRTC needs no GPU. The cache is in pytest's cache folder:
+its key covers sources, includes, options and compiler, so a second run compiles only what changed.
+The quick run compiles every kernel once, and kernels of every family for every architecture.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cukit.errors import CompileError
 from tests.quick_run import cover
 
 MEASURING = {f"analyzer/{name}.cu" for name in ("access_probe", "copy", "fma_rate", "spin")}
-"""Sources of the analyzer, which no op launches."""
+"""Sources of the analyzer, which belong to no op."""
 
-# Where kernels are tuned their loops stay in registers, and at most a few values wait in memory
-# from prologue to epilogue; elsewhere a few more may.
+# On the architecture that a kernel is tuned for, main loops do not spill, and at most a few values
+# are spilled from prologue to epilogue; on other architectures a few more may be.
 TUNED_ARCHS = ("sm_80", "sm_90a")
 SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128
@@ -37,7 +37,7 @@ def home(variant: Variant) -> str:
 
 
 def macro_values(variant: Variant) -> list[Hashable]:
-    """What is compiled at least once for an architecture that the kernel is not tuned for."""
+    """Properties covered for an architecture that the kernel is not tuned for."""
     kernel = (variant.spec.source, variant.spec.entry)
     return [
         (*kernel, variant.arch),
@@ -46,7 +46,7 @@ def macro_values(variant: Variant) -> list[Hashable]:
 
 
 def chosen_variants() -> list[Variant]:
-    """All where they are tuned; a few elsewhere."""
+    """Return all variants for the tuned architecture, a few for others."""
     every = variants(devices(",".join(DEFAULT_ARCHS)))
     elsewhere = [variant for variant in every if variant.arch != home(variant)]
     few = cover([macro_values(variant) for variant in elsewhere])
@@ -58,7 +58,7 @@ VARIANTS = chosen_variants()
 
 
 def properties(variant: Variant) -> list[Hashable]:
-    """What the quick run compiles at least once."""
+    """Properties covered by the quick run."""
     spec = variant.spec
     family, _, _ = spec.source.partition("/")
     return [(spec.source, spec.entry), (family, variant.arch)]
@@ -68,13 +68,13 @@ QUICK = cover([properties(variant) for variant in VARIANTS])
 
 
 def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
-    """Registers, static shared memory and stack frame, as the reader finds them in the ELF file."""
+    """Registers, static shared memory and stack frame, as parsed from the ELF file."""
     info = compiled.info
     return info.registers, info.static_shared_bytes, info.frame_bytes
 
 
 def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
-    """The same in ptxas' own words."""
+    """The same, as reported by ptxas."""
     _, _, words = compiled.log.partition(f"Function properties for {compiled.info.entry}\n")
     words, _, _ = words.partition("Function properties")
     registers, shared, frame = (
@@ -87,15 +87,15 @@ def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
 
 
 def known_spills(variant: Variant) -> int:
-    """Bytes that a variant may spill beyond the rule.
+    """Return the spill bytes that a variant may have beyond the general limit.
 
-    Hopper's backward: the producer's threads, which have 24 registers, keep what they know of a
-    block's work in memory. With more, the consumers' wgmmas are serialised (backward_walk.cuh).
-    Hopper's products with quantised weights: values that the epilogue needs wait in memory while
-    tiles of 128 tokens and more are summed; the main loop has no spills.
-    Gradients of an indexer's queries with heads of 256 columns: a thread has 128 sums.
-    Sampling with two blocks a multiprocessor: 64 registers, and three values wait in memory until
-    the row has been read.
+    - Attention backward on Hopper: producer threads have 24 registers and spill the description of
+      their work. With more registers, ptxas serialises the consumers' wgmmas (backward_walk.cuh).
+    - Products with quantised weights on Hopper: values for the epilogue are spilled during the main
+      loop of tiles with 128 tokens and more; the main loop itself has no spills.
+    - Gradients of an indexer's queries with a head_dim of 256: a thread has 128 accumulators.
+    - Sampling with two thread blocks per SM: 64 registers; three values are spilled until the row
+      has been read.
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128
@@ -129,13 +129,13 @@ def test_compiles_without_spills(
     allowed = SPILLS_TUNED_BYTES if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
     allowed = max(allowed, known_spills(variant))
     assert spilled <= allowed, f"{spilled} bytes spilled"
-    assert residency(variant, result).blocks >= 1, "no block of it fits on a multiprocessor"
+    assert residency(variant, result).blocks >= 1, "no thread block fits on an SM"
 
 
 def test_every_source_belongs_to_an_op() -> None:
     used = {variant.spec.source for variant in VARIANTS} | MEASURING | {"memory/guard_pages.cu"}
     there = {path.relative_to(kernels_root()).as_posix() for path in kernels_root().rglob("*.cu")}
-    assert there - used == set(), "no op's specs compile these"
+    assert there - used == set(), "not compiled by the specs of any op"
 
 
 def test_a_compile_error_quotes_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""README and docs say what is so: examples run, paths exist, figures are the measured ones."""
+"""README and docs: examples run, links and paths exist, tables equal the measured results."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
 def assert_alike(printed: str, promised: str) -> None:
-    """The same words, and figures within a fifth: losses depend on Python's own library, which is
-    the text."""
+    """Equal words, and numbers within 20%: losses depend on the standard library, the training
+    text."""
     assert FIGURE.sub("#", printed) == FIGURE.sub("#", promised)
     for one, other in zip(FIGURE.findall(printed), FIGURE.findall(promised), strict=True):
         assert float(one) == pytest.approx(float(other), rel=0.2, abs=1e-6)
@@ -42,7 +42,7 @@ def assert_alike(printed: str, promised: str) -> None:
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_the_readmes_examples_print_what_they_promise(code: str, tmp_path: Path) -> None:
-    """In a process of their own, on the CPU, from anywhere."""
+    """Each example runs in a separate process, on the CPU, from another folder."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=tmp_path,
@@ -52,7 +52,7 @@ def test_the_readmes_examples_print_what_they_promise(code: str, tmp_path: Path)
     )
     assert result.returncode == 0, result.stderr
     promised = re.findall(r"^ *# (.*)", code, re.MULTILINE)
-    assert promised, "an example shows something"
+    assert promised, "every example prints something"
     for line, promise in zip(result.stdout.splitlines(), promised, strict=True):
         start, shortened, _ = promise.partition("...")
         assert_alike(line[: len(start)] if shortened else line, start)
@@ -67,7 +67,7 @@ CHECKS = (ROOT / "docs" / "check_your_kernel.md").read_text()
 
 @pytest.mark.emulator
 def test_checks_of_your_kernel_print_what_they_promise(tmp_path: Path) -> None:
-    """The page's sources are written to files, its commands and programs run beside them."""
+    """Write the page's sources to files, and run its commands and programs in their folder."""
     for name, source in re.findall(r"```cuda\n// (\S+)\n(.*?)```", CHECKS, re.DOTALL):
         (tmp_path / name).write_text(f"// {name}\n{source}")
     blocks = re.findall(r"```(console|python)\n(.*?)```", CHECKS, re.DOTALL)
@@ -101,7 +101,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_paths_in_the_text_exist(page: Path) -> None:
     roots = "cukit|kernels_cu|tests|profiling|docs"
     for path in re.findall(rf"`((?:{roots})/[\w./]+)`", page.read_text()):
-        assert (ROOT / path).exists(), f"{page.name} speaks of {path}"
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def test_the_map_of_the_house_is_complete() -> None:
@@ -134,7 +134,7 @@ def test_the_commands_exist(page: Path) -> None:
 
     known = {command.name for command in app.registered_commands}
     for command in re.findall(r"(?:^|`)cukit (\w+)", page.read_text(), re.MULTILINE):
-        assert command in known, f"{page.name} speaks of `cukit {command}`"
+        assert command in known, f"{page.name} names `cukit {command}`"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -1,8 +1,8 @@
-"""Every Python example of the docs runs, and prints what it promises.
+"""Every Python example of the docs runs and prints what its comments state.
 
-The blocks of a page run one after another in one namespace, on NumPy arrays. What a page leaves to
-its reader (a prompt, a model's keys) stands in SETUPS. README.md and pages with tests of their own
-are tested elsewhere: tests/test_documents.py, tests/memory/test_document.py.
+The blocks of a page run in order in one namespace, on NumPy arrays. SETUPS defines variables that a
+page assumes (a prompt, a model's keys). README.md and some pages are tested elsewhere:
+tests/test_documents.py, tests/memory/test_document.py, tests/torch/test_document.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 TESTED_ELSEWHERE = {"check_your_kernel.md", "memory.md", "torch.md"}
 
 NEED_A_GPU = {"profiling.md"}
-"""Their imports are tested."""
+"""Only their imports are tested."""
 
 NEED_TORCH = {"first_hour/torch.md"}
 
@@ -77,7 +77,7 @@ pool, train = MemoryPool(), lambda: pool.free(pool.allocate(1000))
 
 
 def examples(page: str) -> list[str]:
-    """Its Python blocks."""
+    """Return the Python blocks of a page."""
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -89,7 +89,7 @@ PAGES = sorted(
 
 
 def program(page: str) -> str:
-    """One module of all blocks, each followed by a line that ends what it printed."""
+    """Return one program of all blocks, with a separator printed after each."""
     parts = []
     for number, block in enumerate(examples(page)):
         parts.append(SETUPS.get((page, number), "") + block + "\nprint('\\0')\n")

@@ -1,5 +1,5 @@
-"""Wrong inputs of every kind to every op and creation function: each call ends in a CukitError or
-in a result, never in another error, and changes no argument that it is not meant to change."""
+"""Invalid inputs to every op and creation function: each call raises a CukitError or returns a
+result, never another error, and changes only arguments that it may change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KERNEL_OPS = [op for op in ops() if op.has_kernel]
 
 
 class Function(NamedTuple):
-    """A public function that is no op."""
+    """A public function that is not an op."""
 
     name: str
     function: Callable[..., Any]
@@ -41,7 +41,7 @@ TRIANGLES = (
     np.array([1, 2, 0, 2, 0, 1, 4, 5, 3, 5, 3, 4], np.int32),
     np.full(12, 0.5, np.float32),
 )
-"""Edges of two triangles: each node goes to the other two of its own."""
+"""Edges of two triangles: every node has edges to the other two of its triangle."""
 
 FUNCTIONS: dict[str, Sample] = {
     "GraphDiffusionMemory": lambda rng: (
@@ -102,8 +102,7 @@ WRITES = {
     "gated_scan_step": {"state"},
     "pack_kv": {"k_cache", "v_cache"},
 }
-"""Arguments that an op is there to change. Beside these: `out`, `grad_weight`, and what
-`inplace=True` names."""
+"""Arguments that an op changes, in addition to `out`, `grad_weight` and those of `inplace=True`."""
 WRITTEN_ON_REQUEST = {"out", "grad_weight"}
 
 SCALARS = (
@@ -114,7 +113,7 @@ SCALARS = (
 
 
 def unaligned(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A copy one byte behind a multiple of the element size, as a view of bytes may lie."""
+    """Return a copy at an address one byte past a multiple of the element size."""
     memory = np.zeros(a.nbytes + 1, np.uint8)
     view = np.ndarray(a.shape, a.dtype, memory, 1)
     view[...] = a
@@ -159,11 +158,11 @@ ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
 
 
 Calls = Iterator[tuple[dict[str, Any], str]]
-"""Arguments, and the names of those that were replaced."""
+"""Arguments, and the names of the replaced ones."""
 
 
 def mutations(value: Any, rng: np.random.Generator) -> Any:
-    """Something wrong, or at least odd, in place of `value`."""
+    """Return invalid or unusual replacements of `value`."""
     if isinstance(value, np.ndarray):
         return ARRAYS[rng.integers(len(ARRAYS))](value)
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
@@ -186,7 +185,7 @@ def right_arguments(op: Op | Function, rng: np.random.Generator) -> dict[str, An
 
 
 def calls(op: Op | Function, count: int) -> Calls:
-    """One or two arguments replaced, at random."""
+    """Replace one or two arguments, at random."""
     rng = random_generator(op)
     right = right_arguments(op, rng)
     for _ in range(count):
@@ -200,7 +199,7 @@ def calls(op: Op | Function, count: int) -> Calls:
 
 
 def all_calls(op: Op | Function) -> Calls:
-    """Each argument replaced by all that may stand in its place, the others right."""
+    """Replace each argument by every candidate, with valid values for the others."""
     right = right_arguments(op, random_generator(op))
     for name, value in right.items():
         if isinstance(value, np.ndarray):
@@ -212,7 +211,7 @@ def all_calls(op: Op | Function) -> Calls:
 
 
 def calls_without(op: Op | Function) -> Calls:
-    """Each array replaced by None, alone and with the one before."""
+    """Replace each array by None, alone and together with the previous one."""
     right = right_arguments(op, random_generator(op))
     arrays = [name for name, value in right.items() if isinstance(value, np.ndarray)]
     for first, second in zip(arrays, arrays[-1:] + arrays[:-1], strict=True):
@@ -221,7 +220,7 @@ def calls_without(op: Op | Function) -> Calls:
 
 
 def contents(value: Any) -> Any:
-    """What a call could change."""
+    """Return the contents of all arrays that a call could change."""
     if isinstance(value, np.ndarray):
         return (
             value.dtype.str,
@@ -292,13 +291,13 @@ WRONG_SCALARS: dict[type, tuple[Any, ...]] = {
     str: ("zzz", 3, True),
     type(None): NO_KIND,
 }
-"""By the type of the right value."""
+"""Replacements by the type of the valid value."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 def test_options_of_another_kind_are_refused(op: Op) -> None:
-    """No "no" that counts as true, no text that counts as a number."""
+    """Flags reject strings, numbers reject text."""
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
     bound = inspect.signature(op.function).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -319,14 +318,14 @@ WRITERS = [
     for op in KERNEL_OPS
     if (out := inspect.signature(op.function).parameters.get("out")) is not None
     and out.default is None
-    and op.name not in ("quantize", "rope", "rope_backward")  # whose outputs are several arrays
+    and op.name not in ("quantize", "rope", "rope_backward")  # ops with several outputs
 ]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 def test_unaligned_arrays_are_refused(op: Op) -> None:
-    """A GPU faults on them, and with it the process."""
+    """Misaligned arrays would fault on the GPU and end the process."""
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
     bound = inspect.signature(op.function).bind(*args, **kwargs)
     for name, value in list(bound.arguments.items()):

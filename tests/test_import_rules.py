@@ -1,8 +1,8 @@
-"""Who may import whom: the walls of the house.
+"""Import rules between the packages of cukit.
 
-errors stands below all; core and the references on it; op families on those, never on one another
-(but any may quantise and multiply matrices); models on the ops; the distillation loop, the analyzer
-and the commands on top. Lazy imports inside functions count like any other.
+Layers, bottom up: errors; core and the references; op families, which do not import each other
+except quantization and gemm; models; the distillation loop, the analyzer and the commands. Imports
+inside functions count too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SOURCES = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
 
 
 def imports(path: Path) -> set[str]:
-    """First component below `cukit` of everything that a module imports from the package."""
+    """Return the first component below `cukit` of every import from the package."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -85,7 +85,7 @@ def imports(path: Path) -> set[str]:
 
 
 def room(path: Path) -> str:
-    """The row of MAY_IMPORT that a module answers to."""
+    """Return the row of MAY_IMPORT for a module."""
     first = path.relative_to(PACKAGE).with_suffix("").parts[0]
     registers = re.search(r"^from cukit\.registry import .*\bregister\b", path.read_text(), re.M)
     return "distill (ops)" if first == "distill" and registers else first
@@ -98,7 +98,7 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_a_module_imports_only_what_stands_below_it(path: Path) -> None:
     own = room(path)
-    assert own in MAY_IMPORT, f"{name(path)}: a new room; say in MAY_IMPORT what it stands on"
+    assert own in MAY_IMPORT, f"{name(path)}: add its permitted imports to MAY_IMPORT"
     family = path.relative_to(PACKAGE).parts[0]
     forbidden = imports(path) - MAY_IMPORT[own] - {family}
     assert not forbidden, f"{name(path)} may not import {', '.join(sorted(forbidden))}"
@@ -128,8 +128,8 @@ def test_modules_do_not_import_one_another_in_cycles() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_the_package_never_needs_what_is_optional(path: Path) -> None:
-    """CuPy, torch and the like are imported inside the functions that use them, but for torch in
-    `cukit.torch`, which nothing else imports."""
+    """CuPy, torch and other optional packages are imported inside functions. Exception: torch in
+    `cukit.torch`, which no other module imports."""
     optional = {"cupy", "cupyx", "cupy_backends", "cuda", "torch", "jinja2", "matplotlib", "pynvml"}
     if room(path) == "torch":
         optional -= {"torch"}
@@ -152,7 +152,7 @@ def test_kernel_sources_include_only_common_and_their_own_family(path: Path) -> 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu")), ids=name)
 def test_platform_comes_first(path: Path) -> None:
-    """The seam between CUDA and the CPU is read before anything else."""
+    """common/platform.cuh, which switches between CUDA and the CPU, is the first include."""
     first = path
     while first != KERNELS / "common/platform.cuh":
         assert includes(first), f"{name(path)} reads {name(first)} before common/platform.cuh"
@@ -167,7 +167,7 @@ def test_assembly_lives_in_common_ptx(path: Path) -> None:
 
 
 def test_long_files_are_named() -> None:
-    """A warning: a long file is in order where it has one reason to change."""
+    """A warning only: a long file is acceptable if it has one responsibility."""
     for path in [*MODULES, *SOURCES]:
         lines = path.read_text().count("\n")
         if lines > LONG_FILE:

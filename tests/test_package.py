@@ -1,4 +1,4 @@
-"""The wheel: built, installed where nothing of this tree is in reach, and used."""
+"""The wheel: built, installed in an environment without this tree, and used."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and its dependencies, but not this tree.
 
-    Dependencies are borrowed by path, which does not process the `.pth` files beside them: an
-    editable cukit there stays out of reach.
+    Dependencies are added by path, which does not process `.pth` files: an editable install of
+    cukit is not visible.
     """
     folder = tmp_path_factory.mktemp("clean") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
@@ -85,7 +85,7 @@ def test_an_installed_wheel_finds_its_kernels(clean_python: Path, tmp_path: Path
 
 
 def test_wheel_and_tree_share_compiled_kernels(clean_python: Path, tmp_path: Path) -> None:
-    """The cache key depends on what the sources say, not on where they lie."""
+    """The cache key depends on the contents of the sources, not on their location."""
     from cukit.core.source import closure_hash
 
     installed = run(clean_python, "-c", USE_IT, cwd=tmp_path).splitlines()[-1]

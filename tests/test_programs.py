@@ -1,4 +1,4 @@
-"""The programs in examples/ run, on the CPU and at small sizes."""
+"""The programs in examples/ run on the CPU at small sizes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_distilling_without_torch(
     example = runpy.run_path(str(EXAMPLES / "distill_cupy.py"))
     text = write_text(tmp_path)
     options = ["--text", text, "--steps", "6", "--batch", "2", "--seq", "32"]
-    with one_thread_each():  # tests run side by side
+    with one_thread_each():  # tests run in parallel
         bits = example["main"]([*options, "--output", str(tmp_path)])
-        again = example["main"]([*options, "--output", str(tmp_path)])  # from its last checkpoints
+        again = example["main"]([*options, "--output", str(tmp_path)])  # from the last checkpoints
     assert again == bits
     assert list(bits) == ["teacher", "alone", "distilled", "offline", "distilled, averaged"]
     assert all(0 < value < 8.2 for value in bits.values())
@@ -54,7 +54,7 @@ def test_distilling_without_torch(
 
 @pytest.mark.slow
 def test_distilling_in_two_processes(tmp_path: Path) -> None:
-    """As torchrun would start them."""
+    """Started as by torchrun."""
     command = [sys.executable, str(EXAMPLES / "distill_cupy.py"), "--text", write_text(tmp_path)]
     command += ["--steps", "4", "--batch", "2", "--seq", "32", "--output", str(tmp_path / "out")]
     env = dict(
@@ -84,7 +84,7 @@ def test_distilling_in_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     pytest.importorskip("transformers", reason="transformers is not installed")
     if torch.cuda.is_available():
         pytest.skip("a test of the CPU; tests/torch covers the GPU")
-    torch.set_num_threads(1)  # tests run side by side
+    torch.set_num_threads(1)  # tests run in parallel
     example = runpy.run_path(str(EXAMPLES / "distill_torch.py"))
     text = write_text(tmp_path)
     options = ["--text", text, "--steps", "4", "--batch", "2", "--seq", "16", "--size", "64"]
@@ -97,7 +97,7 @@ def test_distilling_in_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def write_text(folder: Path) -> str:
-    """A page of English, twice over: enough for windows of training and of validation."""
+    """A page of English, repeated: enough for training and validation windows."""
     file = folder / "text.md"
     file.write_text((EXAMPLES.parent / "docs" / "memory.md").read_text() * 2)
     return str(file)

@@ -1,4 +1,4 @@
-"""The quick run: few cases, every value in one of them, and with the slow cases all there are."""
+"""The quick run: few cases that cover every value; together with the slow cases, all cases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_marked(device, size):
 
 
 def outcomes(path: Path, *arguments: str) -> dict[str, str]:
-    """What happened to each case of SUITE; absent if it was not selected."""
+    """Return the outcome of each selected case of SUITE."""
     path.write_text(SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "tests.quick_run", "-p", "no:cacheprovider"]
     settings = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
@@ -65,7 +65,7 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
     assert len(everything) == 3 * 18 + 3 * 2
 
     def grid(of: dict[str, str], device: str) -> set[tuple[str, ...]]:
-        """The parameters that ran: bias, mask, shape, dtype."""
+        """Return the parameters that ran: bias, mask, shape, dtype."""
         names = [name for name, outcome in of.items() if outcome == "PASSED" and "grid" in name]
         cases = (tuple(name.partition("[")[2].rstrip("]").split("-")) for name in names)
         return {each[:-1] for each in cases if each[-1] == device}
@@ -92,8 +92,8 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("", "cases: whole"),
-        ("gpu", "cases: whole"),
+        ("", "cases: all"),
+        ("gpu", "cases: all"),
         ("not slow and not gpu", "cases: quick"),
         ("slow and gpu", "cases: slow"),
     ],

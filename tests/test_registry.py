@@ -1,4 +1,4 @@
-"""Every op has its siblings: function, reference, kernels, docstring, test and bench case."""
+"""Every op has a function, reference, kernels, docstring, test and bench case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from profiling.run import load_cases
 ROOT = Path(__file__).parents[1]
 OPS = list(ops())
 
-# Kernels behind the array surface: reached as `ck.asarray(x, dtype=ck.int4)` and `array.decode()`.
+# Kernels behind the array API: called as `ck.asarray(x, dtype=ck.int4)` and `array.decode()`.
 INTERNAL = {"encode", "decode"}
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -51,10 +51,10 @@ def test_the_reference_is_plain_array_code(op: Op) -> None:
 def test_the_docstring_says_what_goes_in_and_out(op: Op) -> None:
     """A backward may refer to its forward with `:func:`."""
     text = inspect.getdoc(op.function) or ""
-    assert "[" in text or ":func:" in text, f"{op.name}: its docstring shows no shapes"
+    assert "[" in text or ":func:" in text, f"{op.name}: the docstring has no shapes"
     if op.name not in INTERNAL:
         for word in ("return", "raises"):
-            assert word in text.lower() or ":func:" in text, f"{op.name}: no word of what it {word}"
+            assert word in text.lower() or ":func:" in text, f"{op.name}: `{word}` is missing"
 
 
 @every_op

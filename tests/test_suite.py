@@ -1,4 +1,4 @@
-"""What the suite itself is made of: the guard around tests, shuffled order, sanitizer runs."""
+"""Tests of the test infrastructure: guarded memory, shuffled order, sanitizer runs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_that_could_only_fail(): ...
 
 @pytest.fixture
 def run_suite(tmp_path: Path) -> Any:
-    """Runs a test file with the guard over a stand-in for the GPU; the output."""
+    """Run a test file with the guard on a stand-in for the GPU; return the output."""
     (tmp_path / "conftest.py").write_text(STAND_IN)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    unguarded\n")
 
@@ -148,7 +148,7 @@ def test_a_lost_gpu_ends_the_run_in_the_test_that_lost_it(run_suite: Any) -> Non
 def test_the_guard_can_be_switched_off(run_suite: Any) -> None:
     output = run_suite(FIRST, "--guard", "off", "-k", "without or fine")
     assert "guard: off" in output
-    assert "1 failed, 1 passed" in output, "one test asks whether it is on"
+    assert "1 failed, 1 passed" in output, "one test checks that the guard is active"
 
 
 # Order -----------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_finding_is_shown_and_judged(capsys: Any, tool, status, errors, clean)
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_whole_run(monkeypatch, capsys, tmp_path: Path, broken: bool) -> None:
-    """Without a tool first, and a status that says whether anything was found."""
+    """Groups first run without a tool; the exit status reports findings."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> Any:

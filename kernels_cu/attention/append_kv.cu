@@ -1,17 +1,18 @@
-// Writes new keys and values into the blocks of a cache; queries and keys turn by their position first.
+// Writes new keys and values into the blocks of a cache, after RoPE of the queries and keys.
 //
 //   row slots[i] % block_size of block slots[i] / block_size  <-  k[i], v[i]
 //
-// RoPE as in layers/rope.cu, in float; codes as in common/quant/scales.cuh, with a scale for each key of
-// a head and each of its values. Tokens whose slot does not exist are left out.
+// RoPE as in layers/rope.cu, in float; codes as in common/quant/scales.cuh, with one scale per key
+// and head and one per value. Tokens whose slot does not exist are skipped.
 // Papers: Kwon et al., arXiv:2309.06180 (slots); Su et al., arXiv:2104.09864 (RoPE).
-// Mapping: TEAM neighbouring threads serve a head of a token: of q, of k or of v, in this order. A
-//   thread holds two chunks of eight elements, those whose elements form pairs where the head turns.
+// Mapping: TEAM neighbouring threads process one head of a token: of q, of k or of v, in this
+//   order. A thread holds two chunks of eight elements; in the rotated columns, both elements of
+//   each RoPE pair.
 // Macros: DTYPE float16|bfloat16; CODE 0 caches of DTYPE, 1 e4m3, 2 int8, and with it the macros of
 //   common/quant/scales.cuh; HEADS_Q 0 or more; HEADS_KV; HEAD_DIM, VALUE_DIM multiples of 8;
 //   ROTARY_DIM 0 or a multiple of 16; INTERLEAVED 0|1: pairs (x[2i], x[2i + 1]) instead of
-//   (x[i], x[i + ROTARY_DIM / 2]); SLOT, ID int32|int64 of slots and positions; TEAM a power of two up
-//   to 32; THREADS.
+//   (x[i], x[i + ROTARY_DIM / 2]); SLOT, ID int32|int64 of slots and positions; TEAM a power of two
+//   up to 32; THREADS.
 // No shared memory. Minimum architecture: sm_80. Deterministic.
 // Reference: cukit/reference/append_kv.py.
 #include "attention/parameters.cuh"
@@ -34,42 +35,42 @@ using cache_t = T;
 #endif
 
 constexpr int kChunk = 8;
-constexpr int kTurning = ROTARY_DIM / (2 * kChunk);  // lanes
+constexpr int kRotatingLanes = ROTARY_DIM / (2 * kChunk);
 constexpr int kHeads = HEADS_Q + 2 * HEADS_KV;
 
 // A lane's two chunks of a head of `width` elements.
 struct Chunks {
   int first, second;  // elements
-  bool turn;
+  bool rotates;
   float x[2 * kChunk];
 
-  CUKIT_DEVICE Chunks(const T* from, int width, bool exists, bool rotates) {
+  CUKIT_DEVICE Chunks(const T* from, int width, bool exists, bool has_rope) {
     const int lane = threadIdx.x % TEAM;
-    const bool paired = lane < kTurning;
+    const bool paired = lane < kRotatingLanes;
     first = kChunk * (paired ? lane : 2 * lane);
-    second = kChunk * (paired ? lane + kTurning : 2 * lane + 1);
-    turn = paired && rotates;
+    second = kChunk * (paired ? lane + kRotatingLanes : 2 * lane + 1);
+    rotates = paired && has_rope;
     if (!exists) first = second = width;
     read(0, from, first, width);
     read(kChunk, from, second, width);
     width_ = width;
   }
 
-  // `cosines`, `sines`: of the head's position, or null where there is none: NaN.
+  // `cosines`, `sines`: of the head's position; null if it is out of range: the result is NaN.
   CUKIT_DEVICE void rotate(const float* cosines, const float* sines) {
-    if (!turn) return;
+    if (!rotates) return;
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) {
-      // Pair j: of neighbours within the chunks, or across them.
+      // Pair j: neighbours within the chunks, or one element of each chunk.
       const int a = INTERLEAVED ? 2 * j : j;
       const int b = INTERLEAVED ? 2 * j + 1 : j + kChunk;
       const int angle = !INTERLEAVED ? first + j : (j < 4 ? first : second - kChunk) / 2 + j;
       const float nan = __int_as_float(0x7fffffff);
       const float cosine = cosines == nullptr ? nan : cosines[angle];
       const float sine = cosines == nullptr ? nan : sines[angle];
-      const float turned = x[a] * cosine - x[b] * sine;
+      const float rotated = x[a] * cosine - x[b] * sine;
       x[b] = x[b] * cosine + x[a] * sine;
-      x[a] = turned;
+      x[a] = rotated;
     }
   }
 
@@ -79,7 +80,7 @@ struct Chunks {
   }
 
 #if CODE
-  // All lanes of the warp must call it; `exists` says whether there is a row to write.
+  // All lanes of the warp must call it. `exists`: whether there is a row to write.
   CUKIT_DEVICE void store_codes(unsigned char* to, float* scale, bool exists) const {
     cukit::Extremes extremes;
 #pragma unroll
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_kv(
   if (exists) from += cukit::offset_of(strides, 0, token, head);
   Chunks chunks(from, is_value ? VALUE_DIM : HEAD_DIM, exists, ROTARY_DIM > 0 && !is_value);
   if constexpr (ROTARY_DIM > 0) {
-    if (exists && chunks.turn) {
+    if (exists && chunks.rotates) {
       const long long position = position_ids[token];
       const bool known = position >= 0 && position < params.max_positions;
       const long long row = position * (ROTARY_DIM / 2);

@@ -1,16 +1,17 @@
-// Divergence of two models' attention distributions, row by row, without either matrix leaving the chip:
+// Divergence of two models' attention distributions, row by row, without writing either score
+// matrix to global memory:
 //
 //   KL_i = sum_j P_ij (ln P_ij - ln Q_ij),   P = softmax(scale_t Q_t K_t^T),  Q = softmax(scale_s Q_s K_s^T)
 //
-// and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh has the sums; masks hide
-// the same keys from both models. A query that sees no key has a divergence of 0.
-// Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2", arXiv:2307.08691,
-//   after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
+// and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh computes the sums;
+// both models have the same masks. A query without a visible key has a divergence of 0.
+// Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2",
+//   arXiv:2307.08691, after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
 // Mapping, shared memory: query_pairs_sm80.cuh, the student's arrays as q and k, the teacher's as
 //   grad_out and v. A warp keeps five sums of each of its 16 rows in registers.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256 and VALUE_DIM, of the teacher; PADDED,
-//   VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL 1; KNOWN_T,
-//   KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW, VARLEN of score_options.cuh.
+//   VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL 1;
+//   KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW, VARLEN of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention_kl.py.
 #include "attention/kl_rows.cuh"
@@ -49,10 +50,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_k
       cukit::row_statistics(pairs.b, pairs.head, params.heads_q, pairs.sequence, settings) + row;
   const int rows_left = pairs.sequence.seq_q - row;
   cukit::KlRows rows(arrays, first, rows_left, params.teacher_scale_log2, params.scale_log2);
-  pairs.walk(shared, q_s, k_s, k_t, q_t, options.past, [&](const cukit::QueryPairs::Tile& tile) {
+  const auto add_tile = [&](const cukit::QueryPairs::Tile& tile) {
     cukit::QueryPairs::Scores s, t;
     const auto hide = [&](cukit::QueryPairs::Scores& scores) {
-      if (tile.whole) return;
+      if (tile.unmasked) return;
       cukit::apply_options(cukit::flat(scores[0]), tile.at, options, 1.0f, settings, false,
                            tile.ends);
       cukit::make_finite(cukit::flat(scores[0]));
@@ -62,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_k
     tile.multiply_second(t);
     hide(t);
     rows.add(cukit::flat(t[0]), cukit::flat(s[0]));
-  });
+  };
+  pairs.for_each_tile(shared, q_s, k_s, k_t, q_t, options.causal_offset, add_tile);
   rows.finish(arrays, first, rows_left);
 }

@@ -1,25 +1,25 @@
-// Divergence of two models' attention distributions on Hopper's own units (attention_kl_sm80.cu says of
-// what), row by row, without either matrix leaving the chip.
+// Divergence of two models' attention distributions, row by row, on Hopper (wgmma, TMA). The
+// equation is in attention_kl_sm80.cu. Neither score matrix is written to global memory.
 //
 // Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Shah et al., "FlashAttention-3",
-//   arXiv:2407.08608 (warpgroups that copy, products that run beside exponentials).
-// Mapping: a block walks over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A thread of its
-//   first warpgroup asks the copy engine for both models' queries and, tile by tile, keys
-//   (forward_producer_sm90.cuh: the teacher's as Q and K, the student's as second Q and V); each of the
-//   others owns 64 queries, keeps five sums of each row in registers (kl_rows.cuh) and takes the keys in
-//   tiles of TILE_N, last tile first. The teacher's exponentials run beside the student's product and,
-//   where the student's lse is not known, its exponentials beside the teacher's next product. Other
-//   warpgroups multiply while one does neither. Tiles that a mask hides from all 64 queries of a
-//   warpgroup are left out.
-// VARLEN: tiles reach into the next sequence, whose keys are hidden.
-// Shared memory, dynamic: Q_t stages, a tile of 64 queries for every consumer | K_t stages | K_s stages |
-//   Q_s stages. 2 (HEAD_DIM + VALUE_DIM) (64 CONSUMERS QUERY_STAGES + TILE_N STAGES) bytes, columns in
-//   parts of 64. Static: barriers, and the work of every stage.
+//   arXiv:2407.08608 (warp specialisation; products overlap exponentials).
+// Mapping: a block iterates over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A
+//   thread of the producer warpgroup issues the TMA loads of both models' queries and, tile by
+//   tile, keys (forward_producer_sm90.cuh: the teacher's as Q and K, the student's as second Q and
+//   V). Each consumer warpgroup owns 64 queries, keeps five sums of each row in registers
+//   (kl_rows.cuh) and iterates over tiles of TILE_N keys, last tile first. The teacher's
+//   exponentials overlap the student's product and, where the student's lse is not given, the
+//   student's exponentials overlap the teacher's next product; the rest overlaps the products of
+//   other consumers. A consumer skips tiles that are masked for all of its queries.
+// VARLEN: tiles extend into the next sequence, whose keys are masked.
+// Shared memory, dynamic: Q_t stages, a tile of 64 queries per consumer | K_t stages | K_s stages |
+//   Q_s stages. 2 (HEAD_DIM + VALUE_DIM) (64 CONSUMERS QUERY_STAGES + TILE_N STAGES) bytes, columns
+//   in parts of 64. Static: barriers, and the work of each stage of Q.
 // Tensor maps: as of flash_attention_sm90.cu, all of boxes [1, rows, 1, 64].
-// Macros: DTYPE float16|bfloat16; HEAD_DIM of the teacher, VALUE_DIM of the student, multiples of 16 up
-//   to 256; CONSUMERS 2|3; TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 *
-//   (CONSUMERS + 1); BLOCKS_PER_SM; DISTILL 1; KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW,
-//   VARLEN of score_options.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM of the teacher, VALUE_DIM of the student, multiples of
+//   16 up to 256; CONSUMERS 2|3; TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128
+//   * (CONSUMERS + 1); BLOCKS_PER_SM; DISTILL 1; KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL,
+//   WINDOW, VARLEN of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention_kl.py.
 #include "attention/forward_pipelines_sm90.cuh"
@@ -45,7 +45,7 @@ namespace consumer {
 
 using Products = float[TILE_N / 2];
 
-// products = Q K^T, started
+// Issues products = Q K^T.
 template <typename Queries, typename Keys>
 CUKIT_DEVICE void multiply(Products& products, unsigned long long q, unsigned long long k) {
 #pragma unroll
@@ -58,9 +58,10 @@ CUKIT_DEVICE void multiply(Products& products, unsigned long long q, unsigned lo
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlRowArrays& arrays,
                       const Arguments& arguments, const cukit::MappedKlParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const int own_group = Block::consumer_group();
-  // Sequences leave no register for it throughout the loop.
-  const auto group = [&] { return VARLEN ? Block::consumer_group() : own_group; };
+  const int first_index = Block::consumer_group();
+  // The index of this warpgroup among the consumers. VARLEN recomputes it: it has no register to
+  // hold it throughout the loop.
+  const auto index = [&] { return VARLEN ? Block::consumer_group() : first_index; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_t_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
@@ -68,105 +69,106 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
   const unsigned long long q_s_first =
       cukit::uniform_descriptor(SecondQueryTile::k_major(tiles.second_q));
   const unsigned long long k_s_first = cukit::uniform_descriptor(ValueTile::k_major(tiles.v));
-  QueryState q_at;
-  KeyState t_at, s_at;
+  QueryState q_state;
+  KeyState t_state, s_state;
   Products t, s;
 
-  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  cukit::QueryTileScheduler<kTileM, TILE_N> scheduler(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = own_group;  // of a tile's queries
-  while (next_work(work, pipelines, group(), q_at, queue)) {
+  int part = first_index;  // which 64 of the tile's queries
+  while (next_work(work, pipelines, index(), q_state, scheduler)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
-    const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const int causal_offset = work.sequence.seq_kv - work.sequence.seq_q;
     const int seq_kv = cukit::warp_uniform(work.sequence.seq_kv);
-    const cukit::TileRange seen = cukit::own_keys<TILE_N>(work, first_row, settings);
-    // Where the lane's first row is read and written.
+    const cukit::TileRange visible = cukit::own_keys<TILE_N>(work, first_row, settings);
+    // Index of a row in the arrays of row statistics.
     const auto index_of = [&](int lane_row) {
       return cukit::row_statistics(work.b, work.head, params.heads_q, work.sequence, settings) +
              first_row + lane_row;
     };
     cukit::KlRows rows(arrays, index_of(lane_row), work.sequence.seq_q - row,
                        params.teacher_scale_log2, params.scale_log2);
-    const int q_stage = q_at.index * CONSUMERS + group();
+    const int q_stage = q_state.index * CONSUMERS + index();
     const unsigned long long q_t = q_t_first + q_stage * QueryTile::kStage;
     const unsigned long long q_s = q_s_first + q_stage * SecondQueryTile::kStage;
 
     const auto skip = [&] {
-      pipelines.k.skip(t_at);
-      pipelines.v.skip(s_at);
+      pipelines.k.skip(t_state);
+      pipelines.v.skip(s_state);
     };
-    const auto start_teacher = [&] {
-      pipelines.k.wait(t_at);
+    const auto issue_teacher = [&] {
+      pipelines.k.wait(t_state);
       cukit::wgmma_fence();
-      multiply<QueryTile, KeyTile>(t, q_t, k_t_first + t_at.index * KeyTile::kStage);
+      multiply<QueryTile, KeyTile>(t, q_t, k_t_first + t_state.index * KeyTile::kStage);
     };
-    const auto start_student = [&] {
-      pipelines.v.wait(s_at);
+    const auto issue_student = [&] {
+      pipelines.v.wait(s_state);
       cukit::wgmma_fence();
-      multiply<SecondQueryTile, ValueTile>(s, q_s, k_s_first + s_at.index * ValueTile::kStage);
+      multiply<SecondQueryTile, ValueTile>(s, q_s, k_s_first + s_state.index * ValueTile::kStage);
     };
-    const auto end_teacher = [&] {
-      pipelines.k.release(t_at);
-      t_at.advance();
+    const auto release_teacher = [&] {
+      pipelines.k.release(t_state);
+      t_state.advance();
     };
-    int tile = seen.end - 1;
-    const auto end_student = [&] {
-      pipelines.v.release(s_at);
-      s_at.advance();
-      if (tile == seen.begin) {
-        pipelines.q[group()].release(q_at);
-        q_at.advance();
+    int tile = visible.end - 1;
+    const auto release_student = [&] {
+      pipelines.v.release(s_state);
+      s_state.advance();
+      if (tile == visible.begin) {
+        pipelines.q[index()].release(q_state);
+        q_state.advance();
       }
     };
     const auto hide = [&](Products& products) {
-      if (seen.whole(tile)) return;
-      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, past, seq_kv, settings);
+      if (visible.unmasked(tile)) return;
+      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
+                       settings);
       cukit::make_finite(products);
     };
 
-    for (int unseen = work.keys.end; unseen > seen.end; --unseen) skip();
+    for (int masked = work.keys.end; masked > visible.end; --masked) skip();
     if constexpr (KNOWN_S) {
-      // Both products together: the student's has no exponentials that another could run beside.
+      // Both products together: with its lse given, the student has no exponentials to overlap.
 #pragma unroll 1
-      for (; tile >= seen.begin; --tile) {
-        start_teacher();
-        start_student();
+      for (; tile >= visible.begin; --tile) {
+        issue_teacher();
+        issue_student();
         cukit::wgmma_wait<1>(t);
-        end_teacher();
+        release_teacher();
         hide(t);
-        if constexpr (!PRECISE) rows.teach(t);
+        if constexpr (!PRECISE) rows.add_teacher(t);
         cukit::wgmma_wait<0>(s);
-        end_student();
+        release_student();
         hide(s);
         if constexpr (PRECISE) {
-          rows.compare(t, s);
+          rows.add_precise(t, s);
         } else {
-          rows.meet(t, s);
+          rows.add_cross(t, s);
         }
       }
     } else {
-      start_teacher();
+      issue_teacher();
       cukit::wgmma_wait<0>(t);
-      end_teacher();
+      release_teacher();
 #pragma unroll 1
       for (;;) {
-        start_student();
+        issue_student();
         hide(t);
-        rows.teach(t);
+        rows.add_teacher(t);
         cukit::wgmma_wait<0>(s);
-        end_student();
+        release_student();
         hide(s);
-        rows.meet(t, s);
-        if (--tile < seen.begin) break;
-        start_teacher();
-        rows.learn(s);
+        rows.add_cross(t, s);
+        if (--tile < visible.begin) break;
+        issue_teacher();
+        rows.add_student(s);
         cukit::wgmma_wait<0>(t);
-        end_teacher();
+        release_teacher();
       }
-      rows.learn(s);
+      rows.add_student(s);
     }
-    for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) skip();
+    for (int masked = work.keys.begin; masked < visible.begin; ++masked) skip();
     const int own_row = cukit::accumulator_row(cukit::opaque(threadIdx.x));
     rows.finish(arrays, index_of(own_row), work.sequence.seq_q - first_row - own_row);
     part = part_of_next_tile(part);

@@ -1,12 +1,13 @@
-// The sum of the rows of a divergence, with their weights, in a fixed order.
+// Weighted sum of the rows of a divergence, in a fixed order.
 //
 // attention_kl_sum:    block b sums its share of weight * row, and of the weights:
 //                      partials[0][b], partials[1][b].
-// attention_kl_total:  one block adds the partial sums up: with N = *normalizer or, where that is null and
+// attention_kl_total:  one block adds the partial sums up: with N = *normalizer or, where that is
+// null and
 //                      WEIGHED, the sum of the weights over heads (1 where it is 0), else 1,
 //                      totals = (factor * sum of rows / N, factor * *grad / N).
 //
-// A weight is of a query, the same for all heads. Rows without weight count 0, though they be infinite.
+// A query has one weight for all heads. A row of weight 0 counts as 0 even if it is infinite.
 // Macros: THREADS multiple of 32, 32..1024; WEIGHED 0|1 N is the sum of the weights.
 // Minimum architecture: sm_80. Float accumulation, deterministic.
 // Reference: cukit/reference/attention_kl.py.

@@ -1,14 +1,14 @@
-// The consumers of the Hopper backward for heads up to 128 wide: 64 keys for each warpgroup.
+// The consumers of the Hopper backward for heads of up to 128 columns: 64 keys for each warpgroup.
 //
-// dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
-// products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
-// exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
-// the transpose of dQ of 64 columns.
-// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is made of both.
-// dP runs beside the exponentials, dV beside dS. Then, with 64 columns, dK runs beside the exchange, and
-// the next scores beside the staging of dQ; with 128, dQ comes first and is staged beside dK.
-// Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
-// the loop turns: otherwise ptxas serialises the wgmmas.
+// A warpgroup keeps dK and dV of its keys in registers. P and dS, with keys as rows, leave the
+// tensor cores in the layout of a register operand of the products with dO and Q. Only dQ needs the
+// dS of all keys, which the warpgroups exchange through shared memory (two stages): with 64 columns
+// each computes dQ of 64 queries, with 128 the transpose of dQ of 64 columns.
+// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is computed
+// from both. dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the
+// exchange, and the next scores overlap the staging of dQ; with 128, dQ is issued first and is
+// staged while dK runs. Accumulators are read in the basic block that issued the later wgmma, and
+// no wgmma of scores is in flight at the loop's back edge: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
@@ -22,19 +22,20 @@ namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
 constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
-// Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
+// V as register operand a of dP: where registers are free and shared memory limits like the tensor
+// cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
-// dP beside the exponentials: unless there are no registers for both.
+// Exponentials before dP, where there are no registers to overlap them.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
-// A warpgroup whose part of dQ has no K computes none. Where no product is in flight at that branch,
-// ptxas would serialise those behind it: dK goes before it.
+// A warpgroup whose columns of dQ are all padding computes no dQ. If no wgmma is in flight at that
+// branch, ptxas serialises those after it: dK is issued before it.
 constexpr bool kKeysFirst = DISTILL && kTransposed && COLUMNS <= 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
-static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
-static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
+static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "the pipelines share one state");
+static_assert(TILE_N == kConsumers * kWarpgroupRows, "one wgmma of 64 rows per warpgroup");
 static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
-              "dQ is cut into a part for each warpgroup");
+              "each warpgroup computes one part of dQ");
 
 using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
 
@@ -53,7 +54,7 @@ CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row
   }
 }
 
-// As multiply_keys, with the values in registers.
+// As multiply_keys, with V in registers.
 CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
@@ -62,8 +63,8 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
   wgmma_commit();
 }
 
-// This warpgroup's part of dQ = dS K, or of its transpose K^T dS^T, started; zero where its columns
-// have no K.
+// Issues this warpgroup's part of dQ = dS K, or of its transpose K^T dS^T; zeros where its columns
+// are padding.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
   constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
@@ -89,55 +90,56 @@ CUKIT_DEVICE void init_sums(Sums& sums) {
   sums.read.init(1);
 }
 
-// dS, and the adders, take turns as the stages of Q do.
-CUKIT_DEVICE PipelineState<kAdders> sum_state(const PipelineState<STAGES>& at) {
-  return {at.index, at.phase};
+// Stages of dS, and adders, alternate with the stages of Q.
+CUKIT_DEVICE PipelineState<kAdders> sum_state(const PipelineState<STAGES>& state) {
+  return {state.index, state.phase};
 }
 
-// There is room for one tile of dQ: its phase changes with every tile.
-CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& at) {
-  return {0, static_cast<unsigned>(at.index)};
+// The staging buffer holds one tile of dQ: its phase changes with every tile.
+CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& state) {
+  return {0, static_cast<unsigned>(state.index)};
 }
 
-// One warp: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
+// One warp: adds every kAdders-th tile of dQ; while its copy completes, another adder takes the
+// next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
                          const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
-                         Progress& progress) {
+                         States& states) {
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
 #pragma unroll 1
   for (int step = 0; step < work.steps; ++step) {
-    if (progress.at.index == adder) {
+    if (states.queries.index == adder) {
       float* const sum = grad_q_sum + query_block<HEAD_DIM>(position.scratch_row(work), 0);
       SumAccess access(counters, position.scratch_tile(work));
       access.begin(work, settings, position.tile);
-      shared.sums.staged.wait(sum_state(progress.at));
+      shared.sums.staged.wait(sum_state(states.queries));
       __syncwarp();
       if (first_lane) {
         access.enter();
         access.add(sum, tiles.dq, kStagingBytes);
         bulk_commit();
         bulk_wait_read<0>();
-        shared.sums.read.arrive(staging_state(progress.at));
+        shared.sums.read.arrive(staging_state(states.queries));
         access.end();
       }
       __syncwarp();
     }
-    progress.at.advance();
+    states.queries.advance();
     position.advance(work);
   }
 }
 
 template <typename MakeResults>
-CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
+CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerWork& work,
                              const MakeResults& make_results, float scale_log2,
-                             float teacher_scale_log2, Progress& progress) {
+                             float teacher_scale_log2, States& states) {
   const int group = Block::consumer_group();
   const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
   const int warp_row = group * kWarpgroupRows + warp * 16;
   const int key = group * kWarpgroupRows + accumulator_row();
   const int lane_column = accumulator_column();
-  const int steps = warp_uniform(walk.steps);
+  const int steps = warp_uniform(work.steps);
 
   constexpr int kGroupRows = KeyTile::rows(kWarpgroupRows);
   const unsigned long long k_rows = KeyTile::k_major(tiles.k) + group * kGroupRows;
@@ -152,7 +154,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
                   : ScoreTile::mn_major(tiles.scores) + group * ScoreTile::kPart;
   const unsigned long long k_part =
       KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
-  // As the tile lies in the scratch.
+  // In the layout of the scratch (query_gradient.cuh).
   unsigned char* const staging =
       tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
 
@@ -166,19 +168,19 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 #endif
   if (steps > 0) {
     Scores s;
-    PipelineState<STAGES>& at = progress.at;
-    Position position(walk);
+    PipelineState<STAGES>& state = states.queries;
+    Position position(work);
     const auto tile_at = [&](const Position& place) {
-      return TileScores(walk, place.head, warp_uniform(place.tile), warp_row);
+      return TileScores(work, place.head, warp_uniform(place.tile), warp_row);
     };
-    Fetched fetched;
-    fetched.ask(tile_at(position));
+    Prefetched prefetched;
+    prefetched.load(tile_at(position));
 
-    shared.keys.wait(progress.keys);
-    shared.q.wait(at);
+    shared.keys.wait(states.keys);
+    shared.q.wait(state);
     wgmma_fence();
-    multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
-    shared.values.wait(progress.keys);
+    multiply_keys<COLUMNS>(s, k_rows, q_inner + state.index * QueryTile::kStage);
+    shared.values.wait(states.keys);
     Rows v_registers;
     if constexpr (kValuesInRegisters) load_rows(v_registers, tiles.v, warp_row);
     wgmma_wait<0>(s);
@@ -188,14 +190,14 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Scores dp;
       [[maybe_unused]] Packed packed;
       QueryGradient dq;
-      const unsigned long long q_now = q_outer + at.index * QueryTile::kStage;
-      const unsigned long long grad_out_stage = at.index * GradOutTile::kStage;
-      // opaque: addresses that are derived ahead of the loop are spilled.
-      const ScoreKeys ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
+      const unsigned long long q_now = q_outer + state.index * QueryTile::kStage;
+      const unsigned long long grad_out_stage = state.index * GradOutTile::kStage;
+      // opaque: addresses computed before the loop would be spilled.
+      const ScoreKeys ds_rows(tiles.scores + state.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
-      shared.grad_out.wait(at);
-      prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
-      const float* const lse = shared.lse[at.index] + lane_column;
+      shared.grad_out.wait(state);
+      prepare(s, ds_rows, work, tile, prefetched, key, scale_log2);
+      const float* const lse = shared.lse[state.index] + lane_column;
       if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
@@ -207,24 +209,24 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 #if DISTILL
       weigh(s, lse, scale_log2);
       wgmma_wait<0>(dp);
-      hide(dp, walk, key, tile.first_query);
-      subtract(dp, s, shared.delta[at.index] + lane_column, teacher_scale_log2);
+      hide(dp, work, key, tile.first_query);
+      subtract(dp, s, shared.delta[state.index] + lane_column, teacher_scale_log2);
 #else
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       multiply_queries(dv, packed, grad_out_outer + grad_out_stage);
       wgmma_wait<1>(dp);
-      differentiate(dp, packed, shared.delta[at.index] + lane_column, ds_rows);
+      differentiate(dp, packed, shared.delta[state.index] + lane_column, ds_rows);
 #endif
       pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
-      const PipelineState<STAGES> now = at;
+      const PipelineState<STAGES> now = state;
       const unsigned long long ds_now = ds_part + now.index * ScoreTile::kStage;
-      at.advance();
-      position.advance(walk);
+      state.advance();
+      position.advance(work);
       const auto exchange = [&] { named_sync(kExchange, kConsumers * kWarpgroupThreads); };
-      const auto hand_over = [&] {
+      const auto stage_dq = [&] {
         shared.sums.read.wait_previous(staging_state(now));
         stage_blocks(staging, dq);
         hand_to_adder(shared.sums, sum_state(now));
@@ -241,17 +243,17 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 #endif
         wgmma_wait<kKeysFirst ? 0 : 1>(dq);
         shared.grad_out.release(now);
-        hand_over();
+        stage_dq();
         if (last) {
           wgmma_wait<0>(dk);
           shared.q.release(now);
           break;
         }
-        fetched.ask(tile_at(position));
-        shared.q.wait(at);
+        prefetched.load(tile_at(position));
+        shared.q.wait(state);
         wgmma_fence();
-        Scores next;  // not where the last scores lay: ptxas would lack registers
-        multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
+        Scores next;  // a second array: with `s` itself ptxas runs out of registers
+        multiply_keys<COLUMNS>(next, k_rows, q_inner + state.index * QueryTile::kStage);
         wgmma_wait<1>(dk);
         shared.q.release(now);
         wgmma_wait<0>(next);
@@ -269,23 +271,23 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
           wgmma_wait<0>(dq);
           shared.q.release(now);
           shared.grad_out.release(now);
-          hand_over();
+          stage_dq();
           break;
         }
-        fetched.ask(tile_at(position));
-        shared.q.wait(at);
+        prefetched.load(tile_at(position));
+        shared.q.wait(state);
         wgmma_fence();
         multiply_scores(dq, ds_now, k_part, group);
-        multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
+        multiply_keys<COLUMNS>(s, k_rows, q_inner + state.index * QueryTile::kStage);
         wgmma_wait<1>(dq);
         shared.q.release(now);
         shared.grad_out.release(now);
-        hand_over();
+        stage_dq();
         wgmma_wait<0>(s);
       }
     }
     shared.keys_read.arrive_warp({});
-    progress.keys.advance();
+    states.keys.advance();
     wgmma_wait<0>(dk);
 #if !DISTILL
     wgmma_wait<0>(dv);

@@ -1,7 +1,7 @@
-// Options of the scores in the Hopper backward, which has keys as rows (backward_scores.cuh).
+// Score options of the Hopper backward, whose scores have keys as rows (backward_scores.cuh).
 //
-// A warp's sixteen keys lie side by side in the rows of a bias or a mask, which belong to queries: a
-// lane reads the keys of a query, and the warp exchanges them.
+// The rows of a bias or mask are queries, in which a warp's sixteen keys are contiguous: a lane
+// loads keys of one query, and the warp exchanges them.
 //
 // Macros: TILE_M, TILE_N, those of score_options.cuh.
 #pragma once
@@ -23,26 +23,28 @@ constexpr int kWarpKeys = 16;
 using Scores = float[TILE_M / 2];
 using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries a step
 
-// A head's options, and where a warp's scores of a tile begin, counted from the sequence's first.
+// A head's options, and the first query and key of a warp's scores in the sequence.
 struct TileScores {
   HeadScores head;
   const ScoreSettings& settings;
   int first_query, first_key;
 
-  // `head` of the block's, `warp_row`: of the keys of the block's first.
-  CUKIT_DEVICE TileScores(const Walk& walk, int head, int tile, int warp_row)
-      : head(walk.arrays, walk.settings, walk.batch, walk.first_head + head,
-             {0, 0, walk.first_key + walk.keys_left - walk.past, walk.first_key + walk.keys_left}),
-        settings(walk.settings),
+  // `head`: in the work item's group; `warp_row`: the warp's first key in the block's tile.
+  CUKIT_DEVICE TileScores(const ConsumerWork& work, int head, int tile, int warp_row)
+      : head(work.arrays, work.settings, work.batch, work.first_head + head,
+             {0, 0, work.first_key + work.keys_left - work.causal_offset,
+              work.first_key + work.keys_left}),
+        settings(work.settings),
         first_query(tile * TILE_M),
-        first_key(walk.first_key + warp_row) {}
+        first_key(work.first_key + warp_row) {}
 
   // All keys of the warp exist.
   CUKIT_DEVICE bool has_all_keys() const { return first_key + kWarpKeys <= head.seq_kv; }
 };
 
-// What a product becomes, but for its bias, in powers of two; -infinity stays. `slope` becomes its
-// derivative by the scaled product; `ahead`: how far the query stands behind the key's own.
+// The score of a product without bias, in log2 units; -infinity stays. Sets `slope` to its
+// derivative with respect to the scaled product. `ahead`: the ALiBi distance, query + causal offset
+// - key.
 CUKIT_DEVICE float modified(float product, float ahead, const TileScores& tile, float scale_log2,
                             float& slope) {
   slope = 1.0f;
@@ -53,23 +55,23 @@ CUKIT_DEVICE float modified(float product, float ahead, const TileScores& tile, 
     value = product == -infinity() ? product : tile.settings.cap_outer * t;
     slope = 1.0f - t * t;
   }
-  // CAUSAL: where the query stands before the key, the score is hidden.
+  // CAUSAL: a negative distance is masked anyway.
   if constexpr (ALIBI) value = fmaf(-tile.head.slope_log2, CAUSAL ? ahead : fabsf(ahead), value);
   return value;
 }
 
-// How far the query of the lane's first score stands behind its key's own.
+// The ALiBi distance of the lane's first score.
 CUKIT_DEVICE float first_ahead(const TileScores& tile) {
   const int lane = threadIdx.x % kWarpSize;
-  return static_cast<float>(tile.first_query + lane % 4 * 2 + tile.head.past - tile.first_key -
-                            lane / 4);
+  return static_cast<float>(tile.first_query + lane % 4 * 2 + tile.head.causal_offset -
+                            tile.first_key - lane / 4);
 }
 
-// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. SOFTCAP: derivatives
-// of scores wait where dS of the same tile is to be, for want of registers.
+// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries per step. SOFTCAP:
+// the derivatives of the scores are stored in place of dS until it is computed, to save registers.
 class ScoreKeys {
  public:
-  // `first_key`: the warp's, of the block's.
+  // `first_key`: the warp's first, in the block's tile.
   CUKIT_DEVICE ScoreKeys(const unsigned char* tile, int first_key)
       : tile_(shared_address(tile)), first_key_(first_key) {}
 
@@ -100,7 +102,8 @@ class ScoreKeys {
   }
 
  private:
-  // Of the lane's row of eight by eight: the second matrix has the next eight keys, the third queries.
+  // Address of the lane's row of its 8x8 matrix: the second matrix has the next eight keys, the
+  // third the next eight queries.
   CUKIT_DEVICE unsigned at(int step) const {
     const unsigned lane = threadIdx.x % kWarpSize;
     if constexpr (kTransposed) {
@@ -114,18 +117,19 @@ class ScoreKeys {
   unsigned tile_, first_key_;
 };
 
-// Else there are no registers in which they could wait for the scores.
-constexpr bool kBiasAhead = BIAS == 1 && !MASK && !SOFTCAP;
-constexpr bool kMaskAhead = MASK && !SOFTCAP && !BIAS;
+// Otherwise there are no registers to hold them until the scores are complete.
+constexpr bool kPrefetchBias = BIAS == 1 && !MASK && !SOFTCAP;
+constexpr bool kPrefetchMask = MASK && !SOFTCAP && !BIAS;
 
-// A lane's share of a tile's bias and mask, asked for before the scores have come. Rows are read in
-// words where they are aligned, and the warp's keys all exist; else element by element, when needed.
-struct Fetched {
+// A lane's share of a tile's bias and mask, loaded before the scores are complete. Rows are read in
+// words where they are aligned and all keys of the warp exist; otherwise element by element when
+// needed.
+struct Prefetched {
 #if BIAS == 1
-  Packed bias;  // lane 4 r + c: keys 2 c and 2 c + 1 of query r, of eight queries by eight keys
+  Packed bias;  // 8x8 blocks (queries by keys): lane 4 r + c has keys 2 c and 2 c + 1 of query r
   bool has_bias;
 
-  CUKIT_DEVICE void ask_bias(const TileScores& tile) {
+  CUKIT_DEVICE void load_bias(const TileScores& tile) {
     const int lane = threadIdx.x % kWarpSize;
     const HeadScores& head = tile.head;
     const long long row_stride = tile.settings.bias_row;
@@ -143,7 +147,7 @@ struct Fetched {
     }
   }
 
-  // A loop, which takes few registers.
+  // Not unrolled, to save registers.
   CUKIT_DEVICE void read_bias(const TileScores& tile) {
     const int lane = threadIdx.x % kWarpSize;
     const HeadScores& head = tile.head;
@@ -165,10 +169,10 @@ struct Fetched {
   }
 #endif
 #if MASK
-  uint4 mask[TILE_M / kWarpSize];  // sixteen keys of a query
+  uint4 mask[TILE_M / kWarpSize];  // sixteen keys of one query each
   bool has_mask;
 
-  CUKIT_DEVICE void ask_mask(const TileScores& tile) {
+  CUKIT_DEVICE void load_mask(const TileScores& tile) {
     const HeadScores& head = tile.head;
     const long long row_stride = tile.settings.mask_row;
     has_mask = tile.has_all_keys() &&
@@ -186,18 +190,18 @@ struct Fetched {
   }
 #endif
 
-  CUKIT_DEVICE void ask(const TileScores& tile) {
+  CUKIT_DEVICE void load(const TileScores& tile) {
 #if BIAS == 1
-    if constexpr (kBiasAhead) ask_bias(tile);
+    if constexpr (kPrefetchBias) load_bias(tile);
 #endif
 #if MASK
-    if constexpr (kMaskAhead) ask_mask(tile);
+    if constexpr (kPrefetchMask) load_mask(tile);
 #endif
   }
 };
 
-// BIAS: products become scores in powers of two, and their derivatives are stored. `biases(n, half)`
-// are those of the lane's two scores there.
+// BIAS: turns products into scores in log2 units and, with SOFTCAP, stores their derivatives.
+// biases(n, half) returns the bias of the lane's two scores there.
 template <typename Biases>
 CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                              float scale_log2, const Biases& biases) {
@@ -221,13 +225,13 @@ CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const Tile
 }
 
 CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
-                           Fetched& fetched, float scale_log2) {
+                           Prefetched& prefetched, float scale_log2) {
 #if BIAS == 1
-  if constexpr (!kBiasAhead) fetched.ask_bias(tile);
-  if (!fetched.has_bias) fetched.read_bias(tile);
+  if constexpr (!kPrefetchBias) prefetched.load_bias(tile);
+  if (!prefetched.has_bias) prefetched.read_bias(tile);
   add_biases(scores, slopes, tile, scale_log2, [&](int n, int half) {
     float pair[2];
-    unpack<element_t>(pair, transpose_8x8(fetched.bias[n / 2][n % 2 * 2 + half]));
+    unpack<element_t>(pair, transpose_8x8(prefetched.bias[n / 2][n % 2 * 2 + half]));
     return make_float2(pair[0], pair[1]);
   });
 #else
@@ -241,25 +245,25 @@ CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileSc
                                    : 0.0f;
   };
   add_biases(scores, slopes, tile, scale_log2, [&](int n, int half) {
-    if (n % 4 == 0 && half == 0) __syncwarp();  // no more loads in flight than there is room for
+    if (n % 4 == 0 && half == 0) __syncwarp();  // limits loads in flight, to save registers
     const int query = first_query + 8 * n, key = first_key + 8 * half;
     return make_float2(bias(query, key), bias(query + 1, key));
   });
 #endif
 }
 
-// MASK: -infinity where the byte is 0. A lane has the sixteen keys of a query; it collects, for each of
-// its two keys, the bits of 32 queries.
-CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Fetched& fetched) {
+// MASK: -infinity where the byte is 0. A lane holds sixteen keys of one query; ballots give it, for
+// each of its two keys, the bits of 32 queries.
+CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched& prefetched) {
 #if MASK
-  if constexpr (!kMaskAhead) fetched.ask_mask(tile);
+  if constexpr (!kPrefetchMask) prefetched.load_mask(tile);
   const int lane = threadIdx.x % kWarpSize;
   const HeadScores& head = tile.head;
 #pragma unroll
   for (int part = 0; part < TILE_M / kWarpSize; ++part) {
     unsigned seen[2] = {};
-    if (fetched.has_mask) {
-      const uint4& read = fetched.mask[part];
+    if (prefetched.has_mask) {
+      const uint4& read = prefetched.mask[part];
       const unsigned words[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
       for (int key = 0; key < kWarpKeys; ++key) {

@@ -1,9 +1,10 @@
-// Scores of the Hopper backward, keys as rows and queries as columns, and the gradients of keys.
+// Scores of the Hopper backward, keys as rows and queries as columns, and stores of dK and dV.
 //
-// Elements lie as wgmma leaves them: 4 n + 2 half + i of a lane is row lane / 4 + 8 half of its warp's
-// sixteen, column 8 n + 2 (lane % 4) + i.
+// Elements are in the layout of wgmma accumulators: element 4 n + 2 half + i of a lane is row
+// lane / 4 + 8 half of its warp's sixteen, column 8 n + 2 (lane % 4) + i.
 //
-// Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of score_options.cuh.
+// Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of
+// score_options.cuh.
 #pragma once
 
 #include "attention/backward_options.cuh"
@@ -23,7 +24,7 @@ using Gradient = float;
 using Gradient = T;
 #endif
 
-// Keys as rows, queries as columns: scores = K Q^T or V dO^T, of `Columns`, started.
+// Issues scores = K Q^T or V dO^T over `Columns` columns: keys as rows, queries as columns.
 template <int Columns>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
 #pragma unroll
@@ -34,19 +35,20 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigne
   wgmma_commit();
 }
 
-// dV += P^T dO or dK += dS^T Q, started.
+// Issues dV += P^T dO or dK += dS^T Q.
 template <int N>
-CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
+CUKIT_DEVICE void multiply_queries(float (&gradient)[N], const Packed& scores,
                                    unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
+    wgmma<T, 2 * N, true>(gradient, scores[step], queries + QueryTile::mn_step(step), true);
   }
   wgmma_commit();
 }
 
-// -infinity where the key is not below `keys`, or the query does not see it: both rows of a lane,
-// `opposite` being the query that stands opposite the first of them, counted from the tile's first.
+// Sets scores to -infinity where the key is not below `keys`, or is masked by CAUSAL or WINDOW.
+// `opposite`: the query on the diagonal of the lane's first row, key - causal offset, counted from
+// the tile's first.
 CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
                        const ScoreSettings& settings) {
   const int lane_column = threadIdx.x % 4 * 2;
@@ -67,7 +69,7 @@ CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
   }
 }
 
-// P = exp2(score - lse), as operand a, of what prepare has left.
+// P = exp2(score - lse), packed as operand a, from the result of prepare().
 CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
                                const ScoreKeys& slopes, const TileScores& tile, float scale_log2) {
   const float ahead = first_ahead(tile);
@@ -101,10 +103,10 @@ CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
   }
 }
 
-// dS = P * (dP - delta) * the score's derivative by its product, in place of dP.
+// dS = P * (dP - delta) * derivative of the softcap, in place of dP.
 CUKIT_DEVICE void differentiate(Scores& dp, const Packed& p, const float* delta,
                                 const ScoreKeys& slopes) {
-  if constexpr (SOFTCAP) __syncwarp();  // the derivatives lie in shared memory
+  if constexpr (SOFTCAP) __syncwarp();  // the derivatives are in shared memory
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
     unsigned derivatives[4];
@@ -145,7 +147,7 @@ CUKIT_DEVICE void weigh(Scores& scores, const float* lse, float scale_log2) {
   }
 }
 
-// dS = P - the teacher's P, in place of its products.
+// dS = P - the teacher's P, in place of the teacher's products.
 CUKIT_DEVICE void subtract(Scores& teacher, const Scores& p, const float* lse, float scale_log2) {
 #pragma unroll
   for (int n = 0; n < TILE_M / 8; ++n) {
@@ -160,7 +162,7 @@ CUKIT_DEVICE void subtract(Scores& teacher, const Scores& p, const float* lse, f
 }
 #endif
 
-// As operand a.
+// Packs scores as operand a.
 CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step)
@@ -170,27 +172,30 @@ CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
     }
 }
 
-// Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
-CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_query) {
-  const int right = CAUSAL ? 0 : walk.settings.window_right;
-  const int left = walk.settings.window_left;
-  if (walk.keys_left < TILE_N ||
-      ((CAUSAL || WINDOW) && walk.first_key + TILE_N - 1 > first_query + walk.past + right) ||
-      (WINDOW && walk.first_key < first_query + TILE_M - 1 + walk.past - left)) {
-    mask(scores, key, walk.keys_left, walk.first_key + key - walk.past - first_query, walk.settings);
+// Masks a tile's scores by length, CAUSAL and WINDOW. `key`: the lane's first, counted from the
+// block's.
+CUKIT_DEVICE void hide(Scores& scores, const ConsumerWork& work, int key, int first_query) {
+  const int right = CAUSAL ? 0 : work.settings.window_right;
+  const int left = work.settings.window_left;
+  if (work.keys_left < TILE_N ||
+      ((CAUSAL || WINDOW) &&
+       work.first_key + TILE_N - 1 > first_query + work.causal_offset + right) ||
+      (WINDOW && work.first_key < first_query + TILE_M - 1 + work.causal_offset - left)) {
+    mask(scores, key, work.keys_left,
+         work.first_key + key - work.causal_offset - first_query, work.settings);
   }
 }
 
-// From products of a tile to what exponentiate takes: hidden ones, and the bias.
-CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const Walk& walk,
-                          const TileScores& tile, Fetched& fetched, int key,
+// Turns the products of a tile into the input of exponentiate(): masks, and bias.
+CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const ConsumerWork& work,
+                          const TileScores& tile, Prefetched& prefetched, int key,
                           float scale_log2) {
-  if constexpr (MASK) hide_masked(scores, tile, fetched);
-  hide(scores, walk, key, tile.first_query);
-  if constexpr (BIAS) add_bias(scores, slopes, tile, fetched, scale_log2);
+  if constexpr (MASK) hide_masked(scores, tile, prefetched);
+  hide(scores, work, key, tile.first_query);
+  if constexpr (BIAS) add_bias(scores, slopes, tile, prefetched, scale_log2);
 }
 
-// Where a block's gradients of keys or of values go: times `factor`, a row of `columns` each.
+// Destination of a block's dK or dV: rows of `columns`, multiplied by `factor`.
 struct Target {
   Gradient* first;
   long long row_stride;
@@ -203,10 +208,10 @@ struct Results {
   int keys_left;
 };
 
-// Stores a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is the lane's first.
-// Padded: columns of the target may end among them.
+// Stores the gradients of a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is
+// the lane's first. Padded: the target may have fewer columns.
 template <bool Padded, int N>
-CUKIT_DEVICE void store(const Target& target, const float (&sums)[N], int keys_left, int first_row,
+CUKIT_DEVICE void store(const Target& target, const float (&gradient)[N], int keys_left, int first_row,
                         int first_column) {
   const int quad_lane = threadIdx.x % 4;
   const float factor = target.factor;
@@ -218,7 +223,7 @@ CUKIT_DEVICE void store(const Target& target, const float (&sums)[N], int keys_l
 #if SPLIT
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
-      const float* pair = &sums[4 * n + 2 * half];
+      const float* pair = &gradient[4 * n + 2 * half];
       const int column = first_column + 8 * n + 2 * quad_lane;
       if (exists && (!Padded || column < target.columns)) {
         *reinterpret_cast<float2*>(out + column) = make_float2(pair[0] * factor, pair[1] * factor);
@@ -230,7 +235,7 @@ CUKIT_DEVICE void store(const Target& target, const float (&sums)[N], int keys_l
       unsigned chunk[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
+        const float* pair = &gradient[4 * (4 * four + n) + 2 * half];
         chunk[n] = pack<T>(pair[0] * factor, pair[1] * factor);
       }
       transpose_quad(chunk);

@@ -1,13 +1,14 @@
-// How dQ leaves a block of the Hopper backward: consumers stage it in shared memory, threads of the
-// producer warpgroup (adders) have TMA add it to global memory, so that no consumer waits for memory.
+// Accumulation of dQ in global memory by the Hopper backward: consumers stage tiles in shared
+// memory, and warps of the producer warpgroup (adders) issue TMA reductions, so that no consumer
+// waits for memory.
 //
-// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before. A
-// counter for each tile says how far its sum is:
-//   DETERMINISTIC: how many blocks have added. Blocks add in a fixed order: an adder awaits its block's
-//     turn, the end of its copy, and then announces the next block's. In causal calls blocks come to a
-//     tile in this order by themselves.
-//   else: none has stored (0), one is storing (kStoring), one has stored (kStored).
-// The finishing kernel takes tiles whose counter is 0 for zeros.
+// The first block to reach a tile of the sum stores instead of adding, so that the sum need not be
+// zeroed. Each tile has a counter:
+//   DETERMINISTIC: the number of blocks that have added. Blocks add in a fixed order: an adder
+//     waits for its block's turn, then for the end of its own copy, and increments the counter. In
+//     causal calls blocks reach a tile in this order anyway.
+//   otherwise: 0 not yet stored, kStoring being stored, kStored stored.
+// The finish kernel reads tiles whose counter is 0 as zeros.
 //
 // Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC.
 #pragma once
@@ -22,7 +23,7 @@ namespace cukit::backward {
 
 constexpr int kQueryBlockBytes = kQueryBlock * 4;
 
-// Stages what a warp has of dQ, block after block.
+// Stores the warp's part of dQ to the staging tile, block after block.
 template <int N>
 CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
   float4* const to = reinterpret_cast<float4*>(staging) + threadIdx.x % kWarpSize;
@@ -32,32 +33,32 @@ CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
   }
 }
 
-// The warp has staged what it has for an adder.
-CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& at) {
+// The warp has staged its part: signals the adder.
+CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& state) {
   fence_proxy_async();
   __syncwarp();
-  sums.staged.arrive_warp(at);
+  sums.staged.arrive_warp(state);
 }
 
-// How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that
-// are seen come first if a query's place decides which, else the first. So they come to it in this
-// order by themselves.
+// DETERMINISTIC: the number of blocks that add to a tile of dQ before this one. With CAUSAL or
+// WINDOW the last visible keys come first, otherwise the first keys: the order in which blocks
+// reach the tile anyway.
 CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int tile) {
   const int key_tile = work.first_key / TILE_N;
   if (!CAUSAL && !WINDOW) return key_tile;
   const int right = CAUSAL ? 0 : settings.window_right;
-  const int last_seen = (tile * TILE_M + TILE_M - 1 + work.past + right) / TILE_N;
+  const int last_seen = (tile * TILE_M + TILE_M - 1 + work.causal_offset + right) / TILE_N;
   return min(work.key_tiles - 1, last_seen) - key_tile;
 }
 
-// An adder's access to a tile of the sum. Other blocks may be waited for: they have begun before, or
-// are storing at this moment.
+// An adder's access to a tile of the sum. Waiting for other blocks cannot deadlock: they started
+// earlier, or are storing already.
 class SumAccess {
  public:
-  // `counters` of the kernel: one for the works, then those of the tiles.
+  // `counters` of the kernel: the ticket counter, then one per tile.
   CUKIT_DEVICE SumAccess(int* counters, int scratch_tile) : counter_(counters + 1 + scratch_tile) {}
 
-  // Before what is to be added has been staged: as early as possible, it takes its time.
+  // Call as early as possible, before the tile has been staged: the load of the counter takes long.
   CUKIT_DEVICE void begin(const Work& work, const ScoreSettings& settings, int tile) {
     if constexpr (DETERMINISTIC) {
       const int turn = turn_of(work, settings, tile);
@@ -69,7 +70,7 @@ class SumAccess {
     fence_proxy_async_global();
   }
 
-  // After it has been staged, before the copies.
+  // Call after the tile has been staged, before the copies.
   CUKIT_DEVICE void enter() {
     if constexpr (!DETERMINISTIC) {
       if (stored_) return;
@@ -89,7 +90,7 @@ class SumAccess {
     }
   }
 
-  // After the copies.
+  // Call after the copies.
   CUKIT_DEVICE void end() {
     if (DETERMINISTIC || first_) {
       bulk_wait<0>();

@@ -1,8 +1,8 @@
-// Which keys a block of the Hopper backward owns, and who sees them.
+// The tile scheduler of the Hopper backward: work items from an atomic counter.
 //
-// Blocks take tickets, one after the other, each for a tile of the keys in the order of
-// block_order.cuh. VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries
-// first, and added up their tiles of keys.
+// Blocks draw tickets. A ticket is the index of a tile of keys in the order of block_order.cuh.
+// VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries first, and summed
+// up their tiles of keys.
 //
 // Macros: TILE_N keys of a tile; DETERMINISTIC; those of score_options.cuh.
 #pragma once
@@ -17,14 +17,14 @@
 
 namespace cukit::backward {
 
-// A call. Whole warps ask.
+// The arguments of a call.
 struct KeyProblem {
   const MappedKeyParameters& call;
   const int* cu_seqlens_q;
   const int* cu_seqlens_kv;
   const int* plan;  // VARLEN: [2 * batch + 2], plan_sequences.cu
 
-  CUKIT_DEVICE int works() const {
+  CUKIT_DEVICE int work_items() const {
     if constexpr (VARLEN) return plan[1 + call.batch];
     return call.batch * call.heads * ((call.seq_kv + TILE_N - 1) / TILE_N);
   }
@@ -36,7 +36,7 @@ struct KeyProblem {
     if constexpr (VARLEN) {
       const int* const starts = plan + 1;
       const int* const order = starts + call.batch + 1;
-      int place = 0;  // the last one that starts at or before this ticket
+      int place = 0;  // the last sequence that starts at or before this ticket
       for (int end = call.batch; end - place > 1;) {
         const int middle = (place + end) / 2;
         (starts[middle] <= ticket ? place : end) = middle;
@@ -52,13 +52,13 @@ struct KeyProblem {
       work.batch = found.head / call.heads;
       work.head = found.head - work.batch * call.heads;
     }
-    // Works wait for those with later keys, which therefore begin first.
+    // DETERMINISTIC: a work item waits for those with later keys, which therefore come first.
     const int tile =
         (CAUSAL || WINDOW) && DETERMINISTIC ? work.key_tiles - 1 - found.tile : found.tile;
     work.key_head = work.head / call.splits;
     work.first_key = tile * TILE_N;
     work.keys_left = sequence.seq_kv - work.first_key;
-    work.past = sequence.seq_kv - sequence.seq_q;
+    work.causal_offset = sequence.seq_kv - sequence.seq_q;
     work.first_head = work.head * call.group;
 #if DISTILL
     work.value_head = work.first_head / call.teacher_group;
@@ -75,11 +75,12 @@ struct KeyProblem {
       work.key_row = work.batch * call.seq_kv + work.first_key;
       work.first_scratch_tile = (work.batch * call.heads + work.head) * call.group * work.tiles;
     }
-    work.first_tile = CAUSAL ? min(work.tiles, max(0, work.first_key - work.past) / TILE_M) : 0;
+    work.first_tile =
+        CAUSAL ? min(work.tiles, max(0, work.first_key - work.causal_offset) / TILE_M) : 0;
     work.end_tile = work.tiles;
     if constexpr (WINDOW || VARLEN) {
       const TileRange seen = query_tiles<TILE_M>(work.first_key, min(TILE_N, work.keys_left),
-                                                 work.past, sequence.seq_q, call.settings);
+                                                 work.causal_offset, sequence.seq_q, call.settings);
       work.first_tile = seen.begin;
       work.end_tile = seen.end;
     }
@@ -91,27 +92,27 @@ struct KeyProblem {
   }
 };
 
-// ---- How the works of a block pass through its warps ----
+// ---- Distribution of work items to the warps of a block ----
 
 constexpr int kNoWork = -1;  // steps
 
-// The first warp of the producers: draws tickets from a counter that starts with 0, passes the works on
-// and calls `produce(work)` for each, until there is none left.
+// The first producer warp: draws tickets from a counter that starts at 0, publishes the work items
+// to the other warps and calls produce(work) for each, until there is none left.
 template <typename Produce>
-CUKIT_DEVICE void draw_works(Shared& shared, const KeyProblem& problem, int* counter,
+CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* counter,
                              const Produce& produce) {
-  const int works = problem.works();
-  for (PipelineState<kWorks> at;; at.advance()) {
-    Work& work = shared.work[at.index];
-    shared.works.acquire(at);
+  const int work_items = problem.work_items();
+  for (PipelineState<kWorkStages> state;; state.advance()) {
+    Work& work = shared.work[state.index];
+    shared.work_pipeline.acquire(state);
     if (threadIdx.x == 0) {
       const int ticket = atomicAdd(counter, 1);
-      if (ticket < works) {
+      if (ticket < work_items) {
         work = problem.work(ticket);
       } else {
         work.steps = kNoWork;
       }
-      shared.works.commit(at);
+      shared.work_pipeline.commit(state);
     }
     __syncwarp();
     if (warp_uniform(work.steps) == kNoWork) return;
@@ -119,16 +120,16 @@ CUKIT_DEVICE void draw_works(Shared& shared, const KeyProblem& problem, int* cou
   }
 }
 
-// Every other warp: calls `consume(work, shared work)` for each.
+// Every other warp: calls consume(work, work in shared memory) for each work item.
 template <typename Consume>
-CUKIT_DEVICE void take_works(Shared& shared, const Consume& consume) {
-  for (PipelineState<kWorks> at;; at.advance()) {
-    shared.works.wait(at);
-    const Work& work = shared.work[at.index];
+CUKIT_DEVICE void for_each_work(Shared& shared, const Consume& consume) {
+  for (PipelineState<kWorkStages> state;; state.advance()) {
+    shared.work_pipeline.wait(state);
+    const Work& work = shared.work[state.index];
     if (warp_uniform(work.steps) == kNoWork) return;
     consume(warp_uniform_ints(work), work);
     __syncwarp();
-    shared.works.release(at);
+    shared.work_pipeline.release(state);
   }
 }
 

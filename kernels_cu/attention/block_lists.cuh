@@ -1,7 +1,7 @@
-// Block masks of attention: which blocks of keys a block of queries sees.
+// Block masks of attention: which blocks of keys are visible to a block of queries.
 //
-// Kernels work in tiles of their own. For every tile of queries plan_blocks.cu lists the tiles of keys
-// in which some pair sees each other; where not every pair does, the kernel looks at the mask itself.
+// Tiles need not match the mask's blocks. For each tile of queries plan_blocks.cu lists the tiles
+// of keys with a visible pair; in partially masked ones the kernel reads the mask itself.
 //
 // Macros: BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and keys of a block.
 #pragma once
@@ -20,8 +20,8 @@
 namespace cukit {
 
 struct BlockLists {
-  // [mask_heads, tiles of queries, 1 + tiles of keys]: how many are listed, then each one's number
-  // twice, plus 1 where some pair is hidden; in rising order. One is listed at least.
+  // [mask_heads, tiles of queries, 1 + tiles of keys]: the count, then twice the index of each
+  // listed tile, plus 1 if some pair is masked; ascending. At least one tile is listed.
   const int* lists;
   const unsigned char* mask;  // [mask_heads, blocks of queries, blocks of keys]
   int mask_heads;             // 1: all heads share one
@@ -53,8 +53,8 @@ struct BlockMask {
     return mask[static_cast<long long>(query_block) * blocks + key_block] != 0;
   }
 
-  // Hides the keys of a fragment's tile (fragment_scores.cuh), which begins where a block does or
-  // lies within one: a look at the mask for each row and block.
+  // Masks the scores of a fragment's tile (fragment_scores.cuh) that starts at a block boundary or
+  // is inside one block: one read of the mask per row and block.
   template <int N, typename Place>
   CUKIT_DEVICE void hide_whole_blocks(float (&scores)[N], const Place& at) const {
     constexpr int kColumns = 2 * N;
@@ -77,7 +77,7 @@ struct BlockMask {
     }
   }
 
-  // Whether the key is hidden from the query; what does not exist is not for the mask to hide.
+  // Whether the mask hides the key from the query; false outside the sequence.
   CUKIT_DEVICE bool operator()(int row, int column) const {
     return row < seq_q && column < seq_kv && !visible(row / BLOCK_Q, column / BLOCK_KV);
   }

@@ -1,4 +1,4 @@
-// Which tile of which head a block of a one-dimensional grid works on.
+// The tile and head of each block of a one-dimensional grid.
 #pragma once
 
 #include "common/platform.cuh"
@@ -10,13 +10,13 @@ struct HeadTile {
   int tile;  // 0 .. tiles - 1
 };
 
-// Blocks take `section` heads together, tile by tile: all tiles 0 of the section's heads, then all
-// tiles 1, and so on. section = 1 is head after head. A section whose keys and values fit in L2
-// keeps them there, and where the plan puts the longest tiles first, its blocks end together.
-CUKIT_DEVICE HeadTile head_tile(int block, int heads, int tiles, int section) {
-  const int first_head = block / (tiles * section) * section;
+// Rasterisation groups of `group_heads` heads: all tiles 0 of the group's heads, then all tiles 1,
+// and so on. group_heads = 1 is head after head. The keys and values of a group stay in L2 if they
+// fit, and where the plan puts the longest tiles first, the group's blocks finish together.
+CUKIT_DEVICE HeadTile head_tile(int block, int heads, int tiles, int group_heads) {
+  const int first_head = block / (tiles * group_heads) * group_heads;
   const int within = block - first_head * tiles;
-  const int width = min(section, heads - first_head);
+  const int width = min(group_heads, heads - first_head);
   return {first_head + within % width, within / width};
 }
 

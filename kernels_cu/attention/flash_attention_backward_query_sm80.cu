@@ -1,19 +1,19 @@
-// Gradient of the queries of exact attention, summed in a fixed order.
+// Gradient of the queries of exact attention, accumulated in a fixed order.
 //
 //   P = exp(scale * Q K^T - lse)      dS = P * (dO V^T - delta)      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-// softcap.
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys inside:
-//   two products more than flash_attention_backward_sm80.cu, and no atomics.
-// Mapping: a block owns TILE_M queries of one head, a warp 16 of them. It walks over the keys and
-//   values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS feeds its
-//   product from registers.
+// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
+// derivative of a softcap.
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries in the outer loop and
+//   keys in the inner: two more products than flash_attention_backward_sm80.cu, and no atomics.
+// Mapping: a block owns TILE_M queries of one head, a warp 16 of them. It iterates over the keys
+//   and values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS is a
+//   register operand of its product.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
 //   Q | dO | K, two stages | V, two.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
-//   TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; those of score_options.cuh
-//   and scratch_rows.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
+//   HEAD_DIM; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; those of
+//   score_options.cuh and scratch_rows.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
@@ -63,13 +63,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   float dq[1][HEAD_DIM / 8][4];
   cukit::clear(dq);
-  pairs.walk(shared, q, k, v, grad_out, options.past, [&](const cukit::QueryPairs::Tile& tile) {
+  const auto add_tile = [&](const cukit::QueryPairs::Tile& tile) {
     cukit::QueryPairs::Scores p, dp;
     tile.multiply_first(p);
-    rows.weigh(cukit::flat(p[0]), tile.at, tile.whole, tile.ends);
+    rows.weigh(cukit::flat(p[0]), tile.at, tile.unmasked, tile.ends);
     tile.multiply_second(dp);
 #if DISTILL
-    rows.weigh_second(cukit::flat(dp[0]), tile.at, tile.whole, tile.ends,
+    rows.weigh_second(cukit::flat(dp[0]), tile.at, tile.unmasked, tile.ends,
                       params.teacher_scale_log2);
 #endif
     const auto score_gradient = [&](int e) {
@@ -93,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           },
           [&](unsigned(&r)[4], int n, int) { tile.keys(r, 16 * step, 8 * n); });
     }
-  });
+  };
+  pairs.for_each_tile(shared, q, k, v, grad_out, options.causal_offset, add_tile);
 
   // A warp writes and stores its own rows of the query tile.
   const int lane = threadIdx.x % cukit::kWarpSize;

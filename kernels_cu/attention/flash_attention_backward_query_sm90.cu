@@ -1,26 +1,27 @@
-// Gradient of the queries of exact attention on Hopper's own units, summed in a fixed order.
+// Gradient of the queries of exact attention for Hopper (wgmma, TMA), accumulated in a fixed order.
 //
 //   P = exp(scale * Q K^T - lse)      dS = P * (dO V^T - delta)      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-//   softcap.
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys inside.
-//   For heads of more than 128 columns: two products more than where the kernel of the keys adds dQ up
-//   in L2, but the additions take longer.
-// Mapping: a block walks over tiles of 128 queries of a head (query_work.cuh). A thread of its first
-//   warpgroup says which, and has TMA fetch Q, dO and, tile after tile, K and V; each of the two others
-//   owns 64 queries, with their dQ in registers, and takes the keys in tiles of TILE_N, last tile first.
-//   dS of a tile, which feeds its product from registers, is computed beside the product of the next
-//   scores, and their exponentials beside that of dQ. Nothing holds the warpgroups together but the
-//   stages of K and V. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
+// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
+// derivative of a softcap.
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys
+//   inside. For heads of more than 128 columns. Recomputing P and dS costs two more products than
+//   accumulating dQ in flash_attention_backward_sm90, but less time than those additions in L2.
+// Mapping: a block iterates over tiles of 128 queries of a head (query_work.cuh). A thread of the
+//   producer warpgroup schedules them and issues the TMA loads of Q, dO and, tile by tile, K and V.
+//   Each of the two consumer warpgroups owns 64 queries, with their dQ in registers, and iterates
+//   over tiles of TILE_N keys, last tile first. dS, a register operand of its product, is computed
+//   while the wgmmas of the next scores run, and the exponentials of those while dQ's run. Only the
+//   stages of K and V couple the consumers. A consumer skips tiles that are masked for all of its
+//   queries.
 // Shared memory, dynamic: Q | dO | K stages | V stages, in parts of 64 columns (shared_tile.cuh).
-//   Static: barriers, the work.
-// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by 128
-//   bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which rows
-//   beyond a sequence do too (encode_sequence_map).
+//   Static: barriers, the current work.
+// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by
+//   128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences, in
+//   which rows beyond a sequence do too (encode_sequence_map).
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED as in
-//   flash_attention_backward_sm90.cu; COLUMNS of Q and K, VALUE_COLUMNS of V and dO, multiples of 32,
-//   that are multiplied, HEAD_DIM where they are not defined; TILE_M 128; TILE_N 64; KEY_STAGES,
+//   flash_attention_backward_sm90.cu; COLUMNS of Q and K, VALUE_COLUMNS of V and dO, the multiplied
+//   ones, multiples of 32, HEAD_DIM where they are not defined; TILE_M 128; TILE_N 64; KEY_STAGES,
 //   VALUE_STAGES 1..; THREADS = 384; those of score_options.cuh and scratch_rows.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
@@ -54,7 +55,7 @@ namespace {
 using T = cukit::element_t;
 
 constexpr int kConsumers = 2;
-// With more for the producer the consumers have fewer than 240, and ptxas serialises their products.
+// With more for the producer, the consumers have fewer than 240 and ptxas serialises their wgmmas.
 using Block = cukit::WarpSpecialized<kConsumers, 24>;
 
 using QueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, COLUMNS>;  // of a warpgroup
@@ -69,13 +70,13 @@ using cukit::QueryWork;
 using QueryState = cukit::PipelineState<1>;
 using KeyState = cukit::PipelineState<KEY_STAGES>;
 using ValueState = cukit::PipelineState<VALUE_STAGES>;
-using WorkQueue = cukit::WorkQueue<TILE_M, TILE_N>;
+using QueryTileScheduler = cukit::QueryTileScheduler<TILE_M, TILE_N>;
 
 struct Shared {
   cukit::Pipeline<1> queries;  // Q and dO, with the work
   cukit::Pipeline<KEY_STAGES> k;
   cukit::Pipeline<VALUE_STAGES> v;
-  QueryWork work;  // without keys: there is none left
+  QueryWork work;  // no keys: there is no further work
 
   // One thread.
   CUKIT_DEVICE void init() {
@@ -102,7 +103,7 @@ struct Maps {
   const cukit::TensorMap *q, *k, *v, *grad_out;
 };
 
-// Where the maps have a sequence: its first rows, and the position on the outermost axis.
+// Coordinates of a sequence in the maps: its first rows, and the indices on the outermost axis.
 struct MapPlace {
   int first_q, first_kv, outer_q, outer_kv;
 
@@ -118,19 +119,20 @@ struct MapPlace {
   }
 };
 
-// One thread: draws works and starts the copies of their tiles.
-CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps, WorkQueue& queue,
+// One thread: schedules work and issues the loads of its tiles.
+CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps,
+                          QueryTileScheduler& scheduler,
                           const cukit::MappedQueryParameters& params) {
-  QueryState q_at;
-  KeyState k_at;
-  ValueState v_at;
+  QueryState q_state;
+  KeyState k_state;
+  ValueState v_state;
   QueryWork work{};
-  while (queue.next(work)) {
+  while (scheduler.next(work)) {
     if (VARLEN && work.sequence.seq_kv == 0) {
-      shared.queries.acquire(q_at);
+      shared.queries.acquire(q_state);
       shared.work = work;
-      shared.queries.commit(q_at);
-      q_at.advance();
+      shared.queries.commit(q_state);
+      q_state.advance();
       continue;
     }
     const MapPlace place(work, params.seq_q, params.seq_kv);
@@ -139,44 +141,45 @@ CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps, 
 #pragma unroll 1
     for (int tile = last; tile >= work.keys.begin; --tile) {
       const int key = place.first_kv + tile * TILE_N;
-      shared.k.acquire(k_at);
-      KeyTile::load(tiles.k + k_at.index * KeyTile::kBytes, maps.k,
-                    shared.k.expect(k_at, KeyTile::kBytes), key_head, key, place.outer_kv);
-      k_at.advance();
+      shared.k.acquire(k_state);
+      KeyTile::load(tiles.k + k_state.index * KeyTile::kBytes, maps.k,
+                    shared.k.expect(k_state, KeyTile::kBytes), key_head, key, place.outer_kv);
+      k_state.advance();
       if (tile == last) {
-        shared.queries.acquire(q_at);
+        shared.queries.acquire(q_state);
         shared.work = work;
         cukit::Mbarrier* const full = shared.queries.expect(
-            q_at, kConsumers * (QueryTile::kBytes + GradOutTile::kBytes));
+            q_state, kConsumers * (QueryTile::kBytes + GradOutTile::kBytes));
 #pragma unroll 1
-        for (int group = 0; group < kConsumers; ++group) {
-          // A warpgroup without queries gets some: boxes wholly outside the tensor are never asked for
-          // (backward_walk.cuh).
-          const int own_row = work.first_row + group * cukit::kWarpgroupRows;
-          const int row = place.first_q + (own_row < work.sequence.seq_q ? own_row : work.first_row);
-          QueryTile::load(tiles.q + group * QueryTile::kBytes, maps.q, full, work.head, row,
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+          // A warpgroup beyond the last query loads the tile's first rows again: no box may be
+          // entirely outside the tensor (backward_walk.cuh).
+          const int own_row = work.first_row + consumer * cukit::kWarpgroupRows;
+          const int row =
+              place.first_q + (own_row < work.sequence.seq_q ? own_row : work.first_row);
+          QueryTile::load(tiles.q + consumer * QueryTile::kBytes, maps.q, full, work.head, row,
                           place.outer_q);
-          GradOutTile::load(tiles.grad_out + group * GradOutTile::kBytes, maps.grad_out, full,
+          GradOutTile::load(tiles.grad_out + consumer * GradOutTile::kBytes, maps.grad_out, full,
                             work.head, row, place.outer_q);
         }
-        q_at.advance();
+        q_state.advance();
       }
-      shared.v.acquire(v_at);
-      ValueTile::load(tiles.v + v_at.index * ValueTile::kBytes, maps.v,
-                      shared.v.expect(v_at, ValueTile::kBytes), key_head, key, place.outer_kv);
-      v_at.advance();
+      shared.v.acquire(v_state);
+      ValueTile::load(tiles.v + v_state.index * ValueTile::kBytes, maps.v,
+                      shared.v.expect(v_state, ValueTile::kBytes), key_head, key, place.outer_kv);
+      v_state.advance();
     }
   }
-  shared.queries.acquire(q_at);
+  shared.queries.acquire(q_state);
   shared.work = QueryWork{};
-  shared.queries.commit(q_at);
+  shared.queries.commit(q_state);
 }
 
 using Scores = float[TILE_N / 2];
 using Packed = unsigned[TILE_N / 16][4];
 using QueryGradient = float[COLUMNS / 2];
 
-// scores = rows * columns^T, both stored with k contiguous, started.
+// Issues scores = rows * columns^T, both stored with k contiguous.
 template <typename Rows, typename Columns>
 CUKIT_DEVICE void multiply(Scores& scores, unsigned long long rows, unsigned long long columns) {
 #pragma unroll
@@ -187,7 +190,7 @@ CUKIT_DEVICE void multiply(Scores& scores, unsigned long long rows, unsigned lon
   cukit::wgmma_commit();
 }
 
-// dQ += dS K, started.
+// Issues dQ += dS K.
 CUKIT_DEVICE void multiply_keys(QueryGradient& dq, const Packed& ds, unsigned long long keys) {
 #pragma unroll
   for (int step = 0; step < TILE_N / 16; ++step) {
@@ -203,59 +206,62 @@ struct Arguments {
   cukit::ScoreArrays arrays;
 };
 
-// Where a consumer is in the pipelines.
-struct Progress {
+// A consumer's pipeline states.
+struct States {
   QueryState queries;
   KeyState k;
   ValueState v;
 };
 
-// dQ of a warpgroup's 64 queries, which are part `part` of the work's and see the tiles `seen`. `row`: the
-// lane's first.
+// dQ of a warpgroup's 64 queries, part `part` of the work's, over the tiles `visible` of keys.
+// `row`: the lane's first.
 CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& tiles,
-                             const QueryWork& work, const cukit::TileRange& seen, int part, int row,
-                             const cukit::QueryRows& rows, Progress& progress) {
+                             const QueryWork& work, const cukit::TileRange& visible, int part, int row,
+                             const cukit::QueryRows& rows, States& states) {
   const unsigned long long q = QueryTile::k_major(tiles.q) + part * QueryTile::kStage;
   const unsigned long long grad_out =
       GradOutTile::k_major(tiles.grad_out) + part * GradOutTile::kStage;
   const unsigned long long k_rows = KeyTile::k_major(tiles.k);
   const unsigned long long k_columns = KeyTile::mn_major(tiles.k);
   const unsigned long long v_rows = ValueTile::k_major(tiles.v);
-  KeyState& k_at = progress.k;
-  ValueState& v_at = progress.v;
-  int tile = seen.end - 1;
+  KeyState& k_state = states.k;
+  ValueState& v_state = states.v;
+  int tile = visible.end - 1;
   Packed weights, ds;
 
-  const auto skip = [&](int tiles_unseen) {
-    for (int i = 0; i < tiles_unseen; ++i) {
-      shared.k.skip(k_at);
-      shared.v.skip(v_at);
+  const auto skip = [&](int masked_tiles) {
+    for (int i = 0; i < masked_tiles; ++i) {
+      shared.k.skip(k_state);
+      shared.v.skip(v_state);
     }
   };
-  const auto start_scores = [&](Scores& s) {
-    shared.k.wait(k_at);
+  const auto issue_scores = [&](Scores& s) {
+    shared.k.wait(k_state);
     cukit::wgmma_fence();
-    multiply<QueryTile, KeyTile>(s, cukit::opaque_descriptor(q), k_rows + cukit::warp_uniform(k_at.index) * KeyTile::kStage);
+    multiply<QueryTile, KeyTile>(s, cukit::opaque_descriptor(q),
+                                 k_rows + cukit::warp_uniform(k_state.index) * KeyTile::kStage);
   };
-  const auto start_derivatives = [&](Scores& dp) {
-    shared.v.wait(v_at);
+  const auto issue_derivatives = [&](Scores& dp) {
+    shared.v.wait(v_state);
     cukit::wgmma_fence();
-    multiply<GradOutTile, ValueTile>(dp, cukit::opaque_descriptor(grad_out), v_rows + cukit::warp_uniform(v_at.index) * ValueTile::kStage);
+    multiply<GradOutTile, ValueTile>(
+        dp, cukit::opaque_descriptor(grad_out),
+        v_rows + cukit::warp_uniform(v_state.index) * ValueTile::kStage);
   };
-  // The scores have come.
+  // Called once the scores are complete: the weights of dS.
   const auto weigh = [&](Scores& s) {
     const int key = tile * TILE_N;
-    rows.weigh(s, {row, key + cukit::accumulator_column()}, seen.whole(tile),
+    rows.weigh(s, {row, key + cukit::accumulator_column()}, visible.unmasked(tile),
                key + TILE_N > work.sequence.seq_kv);
 #pragma unroll
     for (int i = 0; i < TILE_N / 4; ++i) {
       weights[i / 4][i % 4] = cukit::pack<T>(s[2 * i], s[2 * i + 1]);
     }
   };
-  // dP has come.
+  // Called once dP is complete: releases V and computes dS.
   const auto differentiate = [&](const Scores& dp) {
-    shared.v.release(v_at);
-    v_at.advance();
+    shared.v.release(v_state);
+    v_state.advance();
 #pragma unroll
     for (int i = 0; i < TILE_N / 4; ++i) {
       float pair[2];
@@ -265,20 +271,20 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
     }
   };
 
-  skip(work.keys.end - seen.end);
+  skip(work.keys.end - visible.end);
   {
     Scores s;
-    start_scores(s);
+    issue_scores(s);
     cukit::wgmma_wait<0>(s);
     weigh(s);
   }
 #pragma unroll 1
-  while (--tile >= seen.begin) {
+  while (--tile >= visible.begin) {
     Scores s, dp;
-    const KeyState now = k_at;
-    k_at.advance();
-    start_derivatives(dp);
-    start_scores(s);
+    const KeyState now = k_state;
+    k_state.advance();
+    issue_derivatives(dp);
+    issue_scores(s);
     cukit::wgmma_wait<1>(dp);
     differentiate(dp);
     cukit::wgmma_fence();
@@ -290,27 +296,27 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
   }
   {
     Scores dp;
-    start_derivatives(dp);
+    issue_derivatives(dp);
     cukit::wgmma_wait<0>(dp);
     differentiate(dp);
   }
-  shared.queries.release(progress.queries);
+  shared.queries.release(states.queries);
   cukit::wgmma_fence();
-  multiply_keys(dq, ds, k_columns + k_at.index * KeyTile::kStage);
+  multiply_keys(dq, ds, k_columns + k_state.index * KeyTile::kStage);
   cukit::wgmma_wait<0>(dq);
-  shared.k.release(k_at);
-  k_at.advance();
-  skip(seen.begin - work.keys.begin);
+  shared.k.release(k_state);
+  k_state.advance();
+  skip(visible.begin - work.keys.begin);
 }
 
 CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& arguments,
                           const cukit::MappedQueryParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  Progress progress;
-  int part = Block::consumer_group();  // of the tile's queries, from either end in turn: equal work
+  States states;
+  int part = Block::consumer_group();  // which 64 queries; alternates between the ends: equal work
 
   while (true) {
-    shared.queries.wait(progress.queries);
+    shared.queries.wait(states.queries);
     __syncwarp();
     const QueryWork work = cukit::warp_uniform_ints(shared.work);
     __syncwarp();  // all lanes have read it before one of them releases it
@@ -326,13 +332,13 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
                                   arguments.delta, first_scratch_row,
                                   first_row + cukit::accumulator_row());
       accumulate(dq, shared, tiles, work, cukit::own_keys<TILE_N>(work, first_row, settings), part,
-                 first_row + cukit::accumulator_row(), rows, progress);
+                 first_row + cukit::accumulator_row(), rows, states);
     } else {
-      shared.queries.release(progress.queries);
+      shared.queries.release(states.queries);
     }
-    progress.queries.advance();
+    states.queries.advance();
 
-    // Worked out once more: registers are short in between.
+    // Recomputed, to save registers in the loop.
     const int row = first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x));
     const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
     const long long first =
@@ -382,8 +388,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
           const cukit::WorkProblem problem{params.batch,  params.heads_q, params.seq_q,
                                            params.seq_kv, cu_seqlens_q,   cu_seqlens_kv};
           const cukit::WorkPlan order{plan, plan + 1, plan + 2 + params.batch};
-          WorkQueue queue(problem, order, params.settings);
-          produce(shared, tiles, {&q, &k, &v, &grad_out}, queue, params);
+          QueryTileScheduler scheduler(problem, order, params.settings);
+          produce(shared, tiles, {&q, &k, &v, &grad_out}, scheduler, params);
         }
       },
       [&] {

@@ -1,30 +1,28 @@
-// What comes before and after the backward of attention, row by row.
+// The row-wise kernels before and after the attention backward.
 //
-// flash_attention_backward_prepare:  delta = sum(dO * O) and lse * log2(e) of every query, padded to
-//   whole tiles: rows beyond the last query, and rows that see no key, get delta = 0 and
-//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters of
-//   its tiles.
-// attention_kl_backward_prepare:     of the divergence of two models' attention (attention_kl_sm80.cu): the
-//   lse of both, times log2(e), less log2 of the row's weight, so that exp(score - lse) is the
-//   probability times the weight; +infinity for rows that do not count. The rest as above.
-// flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
+// flash_attention_backward_prepare:  delta = sum(dO * O) and lse * log2(e) of every query, padded
+// to full tiles: rows beyond the last query, and rows without a visible key, get delta = 0 and lse
+// = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters of its
+// tiles.
+// attention_kl_backward_prepare:     for the divergence of two models' attention (attention_kl_sm80.cu): lse * log2(e) - log2(row weight) of both models, so that exp(score - lse) is the probability times the weight; +infinity for rows that do not count. The rest as above.
+// flash_attention_backward_finish:   dQ = scale * sum, converted from blocks (query_gradient.cuh) to rows.
 // flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
 // flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
 //   is a key with a value of zero.
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
-// Mapping: prepare: LANES lanes a row, 16 bytes a lane. finish: a block TILE_M rows of one head, a warp
-//   16x8 blocks. Both begin with the last rows: prepare leaves in L2 what is read first afterwards, and
-//   finish finds there what was summed up last. sum: a thread eight elements, splits in order. sinks: a
-//   block a head.
+// Mapping: prepare: LANES lanes per row, 16 bytes per lane. finish: one block per TILE_M rows of a
+//   head, a warp takes 16x8 blocks. Both start with the last rows: prepare leaves in L2 the rows
+//   that are read first afterwards, and finish reads from L2 the rows that were accumulated last.
+//   sum: eight elements per thread, splits in order. sinks: one block per head.
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float a warp, static.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the head
-//   is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
-//   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTED, 0
-//   where it is not defined: counters tell which tiles of the sum have been stored (backward_sums.cuh),
-//   else it starts with zeros; TRANSPOSED, 0 where it is not defined: the sum's blocks are of its
-//   transpose (query_gradient.cuh); DISTILL, 0 where it is not defined: finish multiplies by a factor
-//   from the device.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the
+//   head is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
+//   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1;
+//   COUNTED, 0 where it is not defined: counters tell which tiles of the sum have been stored
+//   (backward_sums.cuh); otherwise the sum starts at zero; TRANSPOSED, 0 where it is not defined:
+//   the sum's blocks are of its transpose (query_gradient.cuh); DISTILL, 0 where it is not defined:
+//   finish multiplies by a factor in device memory.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
@@ -50,8 +48,8 @@ namespace {
 
 using T = cukit::element_t;
 
-// What the sum of dQ starts with: zeros or, COUNTED, counters that are.
-CUKIT_DEVICE void start_sum(float* grad_q_sum, int* counters, long long row, int lane) {
+// Zeroes the sum of dQ or, COUNTED, the counters.
+CUKIT_DEVICE void init_sum(float* grad_q_sum, int* counters, long long row, int lane) {
   if (COUNTED && lane == 0 && row % TILE_M == 0) {
     counters[1 + row / TILE_M] = 0;
     if (row == 0) counters[0] = 0;
@@ -107,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     lse_log2[row] = dead ? cukit::infinity() : own * cukit::kLog2E;
     delta[row] = dead ? 0.0f : sum;
   }
-  start_sum(grad_q_sum, counters, row, lane);
+  init_sum(grad_q_sum, counters, row, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_kl_backward_prepare(
@@ -150,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kl_backward_prep
     lse_log2[row] = own;
     teacher_log2[row] = teacher;
   }
-  start_sum(grad_q_sum, counters, row, lane);
+  init_sum(grad_q_sum, counters, row, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_finish(

@@ -1,33 +1,35 @@
-// Gradients of exact attention: dK and dV, and dQ summed up in float32.
+// Gradients of exact attention: dK and dV, and dQ accumulated in float32.
 //
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-// softcap.
+// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
+// derivative of a softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
-// Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
-//   in tiles of TILE_M, so that dK and dV are summed in registers in a fixed order. Where key heads
-//   alone would leave the GPU half empty, `splits` blocks share a key head, SPLIT is 1 and each writes
-//   its own sum in float32 (flash_attention_backward_sum adds them). A block's warps split each of
-//   the five products their own way, A x B meaning A warps along the rows: scores (queries x keys)
-//   SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ (queries x head_dim)
-//   QUERY_WARPS x ... P and dS change hands through shared memory.
-//   Without a mask, block n starts at query tile n and wraps around, so that the blocks of a head add
-//   to different rows of dQ at any time.
-// DISTILL: V and dO are a teacher's keys and queries, delta is its lse. dS is the difference of the two
-//   probabilities, dS = P - exp(teacher_scale * dO V^T - delta), and there is no dV. `lse_log2` and
-//   `delta` are less the logarithm of a row's weight (attention_kl_backward_prepare).
-// Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
+// Mapping: a block owns TILE_N keys of one key head and iterates over the queries of `group` query
+//   heads in tiles of TILE_M, so that dK and dV accumulate in registers in a fixed order. Where key
+//   heads alone would leave the GPU half empty, `splits` blocks share a key head, SPLIT is 1 and
+//   each writes its own sum in float32 (flash_attention_backward_sum adds them). The warps of a
+//   block divide each of the five products differently; A x B means A warps along the rows: scores
+//   (queries x keys) SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ (queries x
+//   head_dim) QUERY_WARPS x ... P and dS pass between warps through shared memory.
+//   Without a mask, block n starts at query tile n and wraps around, so that at any time the blocks
+//   of a head add to different rows of dQ.
+// DISTILL: V and dO are a teacher's keys and queries, delta is its lse. dS is the difference of the
+//   two probabilities, dS = P - exp(teacher_scale * dO V^T - delta), and there is no dV.
+//   attention_kl_backward_prepare subtracts the logarithm of a row's weight from `lse_log2` and
+//   `delta`.
+// Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P is
+// then 0.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_N + STAGES TILE_M) + 4 TILE_M TILE_N
 //   + 8 STAGES TILE_M:  K | V | Q stages | dO stages | P | dS | (lse, delta) stages
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
-//   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS; QUERY_PASSES
-//   column parts in which a warp computes its dQ, where registers are short; QUERY_GRADIENT 0|1
-//   whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh; DISTILL, 0
-//   where it is not defined.
-// Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not, since
-//   its additions come in any order (flash_attention_backward_query_sm80.cu is).
+//   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS;
+//   QUERY_PASSES column parts in which a warp computes its dQ, to limit registers; QUERY_GRADIENT
+//   0|1 whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh;
+//   DISTILL, 0 where it is not defined.
+// Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not: its
+//   atomic additions are unordered (flash_attention_backward_query_sm80.cu is deterministic).
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
 #include "attention/parameters.cuh"
@@ -57,7 +59,7 @@ constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 constexpr int kScoreBytes = TILE_M * TILE_N * 2;
 constexpr int kToGradOut = STAGES * kQueryBytes;  // from a tile of Q to that of dO
 
-// Each product's share of a warp: extent in rows and columns.
+// A warp's share of each product: rows and columns.
 constexpr int kScoreRows = TILE_M / SCORE_WARPS;
 constexpr int kScoreCols = TILE_N / (kWarps / SCORE_WARPS);
 constexpr int kKeyRows = TILE_N / KEY_WARPS;
@@ -67,10 +69,10 @@ constexpr int kQueryRows = TILE_M / QUERY_WARPS;
 constexpr int kQueryCols = HEAD_DIM / (kWarps / QUERY_WARPS);
 constexpr int kPassCols = kQueryCols / QUERY_PASSES;
 
-static_assert(kScoreRows % 16 == 0 && kScoreCols % 16 == 0, "scores: whole 16x16 blocks a warp");
+static_assert(kScoreRows % 16 == 0 && kScoreCols % 16 == 0, "scores: complete 16x16 blocks per warp");
 static_assert(kKeyRows % 16 == 0 && kKeyCols % 16 == 0 && kValueCols % 16 == 0,
-              "dK, dV: whole 16x16 blocks a warp");
-static_assert(kQueryRows % 16 == 0 && kPassCols % 16 == 0, "dQ: whole 16x16 blocks a warp");
+              "dK, dV: complete 16x16 blocks per warp");
+static_assert(kQueryRows % 16 == 0 && kPassCols % 16 == 0, "dQ: complete 16x16 blocks per warp");
 
 using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
 using GradOutCopy = cukit::TileCopy<TILE_M, VALUE_DIM, THREADS, VALUE_PADDED>;
@@ -88,23 +90,203 @@ using KeyGradient = float[kKeyRows / 16][kKeyCols / 8][4];
 using ValueGradient = float[kKeyRows / 16][kValueCols / 8][4];
 using QueryGradient = float[kQueryRows / 16][kPassCols / 8][4];
 
-// Where heads of k and v are alike, tiles of Q and dO (and of K and V) share an operand's register:
-// it is told how many bytes further the other tile lies. Otherwise each has its own operand.
-constexpr bool kAlike = HEAD_DIM == VALUE_DIM;
+// With heads of k and v of one size, Q and dO (and K and V) share the address register of an
+// operand: the caller passes the distance in bytes from one tile to the other. Otherwise each has
+// its own operand.
+constexpr bool kSameShape = HEAD_DIM == VALUE_DIM;
 
 template <typename First, typename Second>
-CUKIT_DEVICE auto alike_or(const First& first, const Second& second) {
-  if constexpr (kAlike) {
+CUKIT_DEVICE auto shared_or(const First& first, const Second& second) {
+  if constexpr (kSameShape) {
     return first;
   } else {
     return second.rederived();
   }
 }
 
-// A warp's product of tiles in shared memory over an inner extent of K.
+// A warp's product of tiles in shared memory; the inner extent is K.
 template <int K, int MT, int NT, typename Left, typename Right>
 CUKIT_DEVICE void multiply(float (&acc)[MT][NT][4], const Left& left, const Right& right) {
   cukit::warp_product<T, K / 16>(acc, left, right);
+}
+
+// ---- Work of a block ----
+
+CUKIT_DEVICE cukit::HeadTile key_tile_of(int block, const cukit::MappedKeyParameters& params) {
+  const int key_tiles = (params.seq_kv + TILE_N - 1) / TILE_N;
+  return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.section);
+}
+
+// The steps of a block: all tiles of queries of one query head, then those of the next head of the
+// group.
+struct QuerySteps {
+  cukit::TileRange tiles;
+  int tiles_per_head;
+  int rotation;  // each head starts this many tiles after the first and wraps around
+
+  // The query head of a step, counted from the group's first.
+  CUKIT_DEVICE int head_of(int step) const { return step / tiles_per_head; }
+  CUKIT_DEVICE int tile_of(int step) const {
+    const int tile = tiles.begin + step % tiles_per_head + rotation;
+    return tile < tiles.end ? tile : tile - tiles_per_head;
+  }
+};
+
+// A warp's first row and column in each of the products.
+struct WarpShare {
+  int lane, score_row, score_col, key_row, key_col, value_col, query_row, query_col;
+
+  CUKIT_DEVICE WarpShare() {
+    const int warp = threadIdx.x / cukit::kWarpSize;
+    lane = threadIdx.x % cukit::kWarpSize;
+    score_row = warp % SCORE_WARPS * kScoreRows;
+    score_col = warp / SCORE_WARPS * kScoreCols;
+    key_row = warp % KEY_WARPS * kKeyRows;
+    key_col = warp / KEY_WARPS * kKeyCols;
+    value_col = warp / KEY_WARPS * kValueCols;
+    query_row = warp % QUERY_WARPS * kQueryRows;
+    query_col = warp / QUERY_WARPS * kQueryCols;
+  }
+};
+
+// Addresses in shared memory.
+struct Tiles {
+  unsigned k, v, q, grad_out, p, ds, statistics;
+
+  CUKIT_DEVICE explicit Tiles(unsigned shared)
+      : k(shared),
+        v(k + kKeyBytes),
+        q(v + kValueBytes),
+        grad_out(q + kToGradOut),
+        p(grad_out + STAGES * kGradOutBytes),
+        ds(p + kScoreBytes),
+        statistics(ds + kScoreBytes) {}
+};
+
+// ---- One tile of queries ----
+
+// Issues the copies of a tile of Q and dO, whose first row in the sequence is `first_row`, and of
+// its lse and delta to a stage. scratch_row(): of that row.
+template <typename ScratchRow>
+CUKIT_DEVICE void copy_queries(const Tiles& tiles, int stage, const T* q, const T* grad_out,
+                               const float* lse_log2, const float* delta, int head, int first_row,
+                               int seq_q, const ScratchRow& scratch_row,
+                               const cukit::KeyGradientParameters& arrays) {
+  QueryCopy::start(tiles.q + stage * kQueryBytes,
+                   q + cukit::offset_of(arrays.q, 0, first_row, head), arrays.q.row,
+                   seq_q - first_row, arrays.work.head_dim);
+  GradOutCopy::start(tiles.grad_out + stage * kGradOutBytes,
+                     grad_out + cukit::offset_of(arrays.grad_out, 0, first_row, head),
+                     arrays.grad_out.row, seq_q - first_row, arrays.work.value_dim);
+  const int chunk = threadIdx.x;
+  if (chunk < TILE_M / 2) {
+    const float* from = chunk < TILE_M / 4 ? lse_log2 : delta;
+    cukit::cp_async_16(tiles.statistics + (stage * TILE_M / 2 + chunk) * 16,
+                       from + scratch_row() + chunk % (TILE_M / 4) * 4);
+  }
+  cukit::cp_async_commit();
+}
+
+// The score options of a tile of queries of one head.
+struct TileOptions {
+  const cukit::HeadScores& head;
+  const cukit::ScoreSettings& settings;
+  bool unmasked, ends;       // as apply_options takes them
+  int lane_query, lane_key;  // of the lane's first score
+
+  CUKIT_DEVICE void apply(Scores& scores, float scale_log2) const {
+#pragma unroll
+    for (int m = 0; m < kScoreRows / 16; ++m) {
+      cukit::apply_options(cukit::flat(scores[m]), {lane_query + 16 * m, lane_key}, head,
+                           scale_log2, settings, unmasked, ends);
+    }
+  }
+
+  // The probability of a score, `row` rows and `column` columns from the lane's first. SOFTCAP: the
+  // options have not been applied, since the derivative `slope` of the cap is needed beside the
+  // product.
+  CUKIT_DEVICE float probability(float score, float row_lse, int row, int column, float scale_log2,
+                                 float& slope) const {
+    if constexpr (SOFTCAP) {
+      const int query = lane_query + row, key = lane_key + column;
+      const float value = head.score(score, query, key, scale_log2, settings, slope);
+      const cukit::Span visible =
+          cukit::visible_keys(query, head.causal_offset, head.seq_kv, settings);
+      const bool hidden = !unmasked && head.hidden(visible, query, key, settings);
+      return hidden ? 0.0f : exp2f(value - row_lse);
+    } else {
+      slope = 1.0f;
+      return exp2f(fmaf(score, cukit::exponent_factor(scale_log2), -row_lse));
+    }
+  }
+};
+
+// Stores two neighbouring elements of dS and, unless DISTILL, of P to shared memory. `p`:
+// probabilities; `dp`: elements of dP or, with DISTILL, the teacher's scores; `slope`: derivatives
+// of the softcap.
+CUKIT_DEVICE void store_pair(unsigned char* to, float p0, float p1, const float* dp,
+                             const float (&slope)[2], float row_delta,
+                             const cukit::MappedKeyParameters& params) {
+#if DISTILL
+  *reinterpret_cast<unsigned*>(to + kScoreBytes) =
+      cukit::pack<T>(p0 - exp2f(fmaf(dp[0], params.teacher_scale_log2, -row_delta)),
+                     p1 - exp2f(fmaf(dp[1], params.teacher_scale_log2, -row_delta)));
+#else
+  *reinterpret_cast<unsigned*>(to) = cukit::pack<T>(p0, p1);
+  *reinterpret_cast<unsigned*>(to + kScoreBytes) = cukit::pack<T>(
+      p0 * (dp[0] - row_delta) * slope[0], p1 * (dp[1] - row_delta) * slope[1]);
+#endif
+}
+
+// Adds a pass of the warp's accumulators of dQ to the float32 sum. `sum`: of the warp's first row
+// and column; `column`: the pass's, from there.
+CUKIT_DEVICE void add_query_gradient(float* sum, int column, const QueryGradient& dq, int lane) {
+#pragma unroll
+  for (int m = 0; m < kQueryRows / 16; ++m)
+#pragma unroll
+    for (int n = 0; n < kPassCols / 8; ++n) {
+      cukit::add_to_query_block(sum + cukit::query_block<HEAD_DIM>(16 * m, column + 8 * n), lane,
+                                dq[m][n]);
+    }
+}
+
+// ---- Epilogue ----
+
+// Calls store(row, column, low, high) for each pair of neighbours in the warp's dK or dV, whose
+// first column is `first_col`. `column` is the first of the eight that a quad holds; the lane's are
+// 2 (lane % 4) further.
+template <int NT, typename Store>
+CUKIT_DEVICE void for_each_pair(const float (&gradient)[kKeyRows / 16][NT][4],
+                                const WarpShare& share, int first_col, const Store& store) {
+#pragma unroll
+  for (int m = 0; m < kKeyRows / 16; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const int row = share.key_row + 16 * m + 8 * half + share.lane / 4;
+        const float* pair = &gradient[m][n][2 * half];
+        store(row, first_col + 8 * n, pair[0], pair[1]);
+      }
+}
+
+// Stores a warp's dK or dV, times `scale`: SPLIT as float32 straight to global memory; otherwise as
+// T to a tile in shared memory.
+template <int Columns, bool Padded, int NT>
+CUKIT_DEVICE void store_gradient(Gradient* to, long long row_stride, int columns, int keys,
+                                 unsigned char* tile, const float (&gradient)[kKeyRows / 16][NT][4],
+                                 const WarpShare& share, int first_col, float scale) {
+  for_each_pair(gradient, share, first_col, [&](int row, int column, float low, float high) {
+#if SPLIT
+    column += share.lane % 4 * 2;
+    if (row >= keys || (Padded && column >= columns)) return;
+    *reinterpret_cast<float2*>(to + row * row_stride + column) =
+        make_float2(low * scale, high * scale);
+#else
+    const unsigned at = cukit::Swizzle<Columns>::offset(row, column / 8) + share.lane % 4 * 4;
+    *reinterpret_cast<unsigned*>(tile + at) = cukit::pack<T>(low * scale, high * scale);
+#endif
+  });
 }
 
 }  // namespace
@@ -116,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const T* __restrict__ grad_out,  // [batch, seq_q, heads * group, value_dim]
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // scratch rows
-    float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM, zeros at first
+    float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM, initially zeros
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,   // [batch, seq_kv, heads, value_dim], contiguous
     const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
@@ -131,36 +313,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const cukit::ScoreSettings& settings = params.settings;
   const float scale_log2 = params.scale_log2;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
-  const unsigned k_tile = cukit::shared_address(shared);
-  const unsigned v_tile = k_tile + kKeyBytes;
-  const unsigned q_tile = v_tile + kValueBytes;
-  const unsigned grad_out_tile = q_tile + kToGradOut;
-  const unsigned p_tile = grad_out_tile + STAGES * kGradOutBytes;
-  const unsigned ds_tile = p_tile + kScoreBytes;
-  unsigned char* const p_bytes = shared + (p_tile - k_tile);
+  const Tiles tiles(cukit::shared_address(shared));
+  unsigned char* const p_bytes = shared + (tiles.p - tiles.k);
   float* const statistics = reinterpret_cast<float*>(p_bytes + 2 * kScoreBytes);
-  const unsigned statistics_at = ds_tile + kScoreBytes;
 
   const int heads_q = params.heads * params.group;
-  const auto work_of = [&](int block) {
-    const int key_tiles = (params.seq_kv + TILE_N - 1) / TILE_N;
-    return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.section);
-  };
-  const cukit::HeadTile work = work_of(blockIdx.x);
+  const cukit::HeadTile work = key_tile_of(blockIdx.x, params);
   const int b = work.head / params.heads;
-  const int key_head = work.head % params.heads;  // splits of these share a head of k and v
+  const int key_head = work.head % params.heads;  // `splits` of these share a head of k and v
   const cukit::Sequence sequence =
       cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
   const int first_key = work.tile * TILE_N;
   const int keys_left = sequence.seq_kv - first_key;
   if (VARLEN && keys_left <= 0) return;
   const int seq_q = sequence.seq_q;
-  const int past = sequence.seq_kv - seq_q;
-  const cukit::TileRange tiles =
-      cukit::query_tiles<TILE_M>(first_key, min(TILE_N, keys_left), past, seq_q, settings);
-  const int tiles_per_head = tiles.end - tiles.begin;
+  const int causal_offset = sequence.seq_kv - seq_q;
+  const cukit::TileRange query_range =
+      cukit::query_tiles<TILE_M>(first_key, min(TILE_N, keys_left), causal_offset, seq_q, settings);
+  const int tiles_per_head = query_range.end - query_range.begin;
   const int steps = tiles_per_head * params.group;
-  const int turn = CAUSAL || WINDOW || tiles.end == 0 ? 0 : work.tile % tiles.end;
+  const int rotation =
+      CAUSAL || WINDOW || query_range.end == 0 ? 0 : work.tile % query_range.end;
+  const QuerySteps query_steps{query_range, tiles_per_head, rotation};
 
   q += cukit::offset_of(arrays.q, b, sequence.first_q, key_head * params.group);
   grad_out += cukit::offset_of(arrays.grad_out, b, sequence.first_q, key_head * params.group);
@@ -172,61 +346,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #endif
   v += cukit::offset_of(arrays.v, b, sequence.first_kv + first_key, value_head);
 
-  const auto head_of = [&](int step) { return step / tiles_per_head; };
-  const auto tile_of = [&](int step) {
-    const int tile = tiles.begin + step % tiles_per_head + turn;
-    return tile < tiles.end ? tile : tile - tiles_per_head;
-  };
   const auto scratch_row = [&](int step) {
-    return cukit::scratch_row(b, key_head * params.group + head_of(step), heads_q,
+    return cukit::scratch_row(b, key_head * params.group + query_steps.head_of(step), heads_q,
                               params.rows_per_head, sequence.first_q) +
-           tile_of(step) * TILE_M;
+           query_steps.tile_of(step) * TILE_M;
   };
-  const auto copy_queries = [&](int step, int stage) {
-    const int head = head_of(step);
-    const int row = tile_of(step) * TILE_M;
-    QueryCopy::start(q_tile + stage * kQueryBytes,
-                     q + cukit::offset_of(arrays.q, 0, row, head), arrays.q.row, seq_q - row,
-                     params.head_dim);
-    GradOutCopy::start(grad_out_tile + stage * kGradOutBytes,
-                       grad_out + cukit::offset_of(arrays.grad_out, 0, row, head),
-                       arrays.grad_out.row, seq_q - row, params.value_dim);
-    const int chunk = threadIdx.x;
-    if (chunk < TILE_M / 2) {
-      const float* from = chunk < TILE_M / 4 ? lse_log2 : delta;
-      cukit::cp_async_16(statistics_at + (stage * TILE_M / 2 + chunk) * 16,
-                         from + scratch_row(step) + chunk % (TILE_M / 4) * 4);
-    }
-    cukit::cp_async_commit();
+  const auto copy_step = [&](int step, int stage) {
+    copy_queries(tiles, stage, q, grad_out, lse_log2, delta, query_steps.head_of(step),
+                 query_steps.tile_of(step) * TILE_M, seq_q, [&] { return scratch_row(step); },
+                 arrays);
   };
-
-  KeyCopy::start(k_tile, k, arrays.k.row, keys_left, params.head_dim);
-  ValueCopy::start(v_tile, v, arrays.v.row, keys_left, params.value_dim);
-  if (steps > 0) copy_queries(0, 0);
+  KeyCopy::start(tiles.k, k, arrays.k.row, keys_left, params.head_dim);
+  ValueCopy::start(tiles.v, v, arrays.v.row, keys_left, params.value_dim);
+  if (steps > 0) copy_step(0, 0);
   cukit::cp_async_commit();
 
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  const int warp = threadIdx.x / cukit::kWarpSize;
-  const int score_row = warp % SCORE_WARPS * kScoreRows;
-  const int score_col = warp / SCORE_WARPS * kScoreCols;
-  const int key_row = warp % KEY_WARPS * kKeyRows;
-  const int key_col = warp / KEY_WARPS * kKeyCols;
-  const int value_col = warp / KEY_WARPS * kValueCols;
-  const int query_row = warp % QUERY_WARPS * kQueryRows;
-  const int query_col = warp / QUERY_WARPS * kQueryCols;
-
+  const WarpShare share;
   // Queries as rows, keys as columns: S and dP.
-  const cukit::LeftMK<HEAD_DIM> score_left(q_tile, score_row, 0);
-  const cukit::RightNK<HEAD_DIM> score_right(k_tile, score_col, 0);
-  const cukit::LeftMK<VALUE_DIM> grad_left(grad_out_tile, score_row, 0);
-  const cukit::RightNK<VALUE_DIM> grad_right(v_tile, score_col, 0);
-  // Keys as rows, head_dim as columns: dK and dV; dS lies one tile behind P.
-  const cukit::LeftKM<TILE_N, kKeyRows> key_left(p_tile, 0, key_row);
-  const cukit::RightKN<HEAD_DIM, kKeyCols> key_right(q_tile, 0, key_col);
-  const cukit::RightKN<VALUE_DIM, kValueCols> value_right(grad_out_tile, 0, value_col);
+  const cukit::LeftMK<HEAD_DIM> score_left(tiles.q, share.score_row, 0);
+  const cukit::RightNK<HEAD_DIM> score_right(tiles.k, share.score_col, 0);
+  const cukit::LeftMK<VALUE_DIM> grad_left(tiles.grad_out, share.score_row, 0);
+  const cukit::RightNK<VALUE_DIM> grad_right(tiles.v, share.score_col, 0);
+  // Keys as rows, head_dim as columns: dK and dV; dS is one tile behind P.
+  const cukit::LeftKM<TILE_N, kKeyRows> key_left(tiles.p, 0, share.key_row);
+  const cukit::RightKN<HEAD_DIM, kKeyCols> key_right(tiles.q, 0, share.key_col);
+  const cukit::RightKN<VALUE_DIM, kValueCols> value_right(tiles.grad_out, 0, share.value_col);
   // Queries as rows, head_dim as columns: dQ.
-  const cukit::LeftMK<TILE_N> query_left(ds_tile, query_row, 0);
-  const cukit::RightKN<HEAD_DIM, kQueryCols> query_right(k_tile, 0, query_col);
+  const cukit::LeftMK<TILE_N> query_left(tiles.ds, share.query_row, 0);
+  const cukit::RightKN<HEAD_DIM, kQueryCols> query_right(tiles.k, 0, share.query_col);
 
   KeyGradient dk;
   cukit::clear(dk);
@@ -238,102 +385,77 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   for (int step = 0; step < steps; ++step) {
     const int stage = STAGES == 2 ? step % 2 : 0;
     const int stage_bytes = stage * kQueryBytes;
-    const int grad_out_bytes = kAlike ? stage_bytes + kToGradOut : stage * kGradOutBytes;
+    const int grad_out_bytes = kSameShape ? stage_bytes + kToGradOut : stage * kGradOutBytes;
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this step's queries have landed, and everybody is done with the step before
-    if (STAGES == 2 && step + 1 < steps) copy_queries(step + 1, stage ^ 1);
+    __syncthreads();  // all copies of this step have landed, and all warps are done with the last step
+    if (STAGES == 2 && step + 1 < steps) copy_step(step + 1, stage ^ 1);
 
-    const int tile = tile_of(step);
-    const float* lse_of = statistics + stage * 2 * TILE_M + score_row + lane / 4;
-
+    const int tile = query_steps.tile_of(step);
+    const float* lse = statistics + stage * 2 * TILE_M + share.score_row + share.lane / 4;
     const auto q_left = score_left.rederived();
     const auto k_right = score_right.rederived();
 
+    // S and dP, then P and dS.
     Scores p, dp;
     cukit::clear(p);
     multiply<HEAD_DIM>(
         p, [&](unsigned(&r)[4], int m, int i) { q_left(r, 16 * m, 16 * i, stage_bytes); },
         [&](unsigned(&r)[4], int n, int i) { k_right(r, 8 * n, 16 * i); });
-    const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, b,
-                                    key_head * params.group + head_of(step), sequence);
-    const bool whole = keys_left >= TILE_N && tiles.whole(tile);
-    const int lane_query = tile * TILE_M + score_row + lane / 4;
-    const int lane_key = first_key + score_col + lane % 4 * 2;
-    if constexpr (!SOFTCAP) {
-#pragma unroll
-      for (int m = 0; m < kScoreRows / 16; ++m) {
-        cukit::apply_options(cukit::flat(p[m]), {lane_query + 16 * m, lane_key}, options,
-                             scale_log2, settings, whole, keys_left < TILE_N);
-      }
-    }
+    const cukit::HeadScores head({alibi_slopes, sinks, bias, mask}, settings, b,
+                                 key_head * params.group + query_steps.head_of(step), sequence);
+    const TileOptions options{head,
+                              settings,
+                              keys_left >= TILE_N && query_range.unmasked(tile),
+                              keys_left < TILE_N,
+                              tile * TILE_M + share.score_row + share.lane / 4,
+                              first_key + share.score_col + share.lane % 4 * 2};
+    if constexpr (!SOFTCAP) options.apply(p, scale_log2);
     cukit::clear(dp);
-    const auto do_left = alike_or(q_left, grad_left);
-    const auto v_right = alike_or(k_right, grad_right);
+    const auto do_left = shared_or(q_left, grad_left);
+    const auto v_right = shared_or(k_right, grad_right);
     multiply<VALUE_DIM>(
         dp, [&](unsigned(&r)[4], int m, int i) { do_left(r, 16 * m, 16 * i, grad_out_bytes); },
-        [&](unsigned(&r)[4], int n, int i) { v_right(r, 8 * n, 16 * i, kAlike ? kKeyBytes : 0); });
+        [&](unsigned(&r)[4], int n, int i) { v_right(r, 8 * n, 16 * i, kSameShape ? kKeyBytes : 0); });
 #if DISTILL
-#pragma unroll
-    for (int m = 0; m < kScoreRows / 16; ++m) {
-      cukit::apply_options(cukit::flat(dp[m]), {lane_query + 16 * m, lane_key}, options,
-                           params.teacher_scale_log2, settings, whole, keys_left < TILE_N);
-    }
+    options.apply(dp, params.teacher_scale_log2);
 #endif
-    // The probability of a score. A softcap's derivative, `slope`, is only known with the product.
-    const auto probability = [&](float score, float row_lse, int row, int column, float& slope) {
-      if constexpr (SOFTCAP) {
-        const int query = lane_query + row, key = lane_key + column;
-        const float value = options.score(score, query, key, scale_log2, settings, slope);
-        const cukit::Span seen = cukit::visible_keys(query, past, sequence.seq_kv, settings);
-        const bool hidden = !whole && options.hidden(seen, query, key, settings);
-        return hidden ? 0.0f : exp2f(value - row_lse);
-      } else {
-        slope = 1.0f;
-        return exp2f(fmaf(score, cukit::exponent_factor(scale_log2), -row_lse));
-      }
-    };
 #pragma unroll
     for (int m = 0; m < kScoreRows / 16; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float row_lse = lse_of[16 * m + 8 * half];
-        const float row_delta = lse_of[TILE_M + 16 * m + 8 * half];
-        const int row = score_row + 16 * m + 8 * half + lane / 4;
+        const float row_lse = lse[16 * m + 8 * half];
+        const float row_delta = lse[TILE_M + 16 * m + 8 * half];
+        const int row = share.score_row + 16 * m + 8 * half + share.lane / 4;
 #pragma unroll
         for (int n = 0; n < kScoreCols / 8; ++n) {
           const float* s = &p[m][n][2 * half];
-          const float* g = &dp[m][n][2 * half];
           float slope[2];
-          const float low = probability(s[0], row_lse, 16 * m + 8 * half, 8 * n, slope[0]);
-          const float high = probability(s[1], row_lse, 16 * m + 8 * half, 8 * n + 1, slope[1]);
-          unsigned char* to =
-              p_bytes + cukit::Swizzle<TILE_N>::offset(row, score_col / 8 + n) + lane % 4 * 4;
-#if DISTILL
-          *reinterpret_cast<unsigned*>(to + kScoreBytes) =
-              cukit::pack<T>(low - exp2f(fmaf(g[0], params.teacher_scale_log2, -row_delta)),
-                             high - exp2f(fmaf(g[1], params.teacher_scale_log2, -row_delta)));
-#else
-          *reinterpret_cast<unsigned*>(to) = cukit::pack<T>(low, high);
-          *reinterpret_cast<unsigned*>(to + kScoreBytes) = cukit::pack<T>(
-              low * (g[0] - row_delta) * slope[0], high * (g[1] - row_delta) * slope[1]);
-#endif
+          const float low = options.probability(s[0], row_lse, 16 * m + 8 * half, 8 * n,
+                                                scale_log2, slope[0]);
+          const float high = options.probability(s[1], row_lse, 16 * m + 8 * half, 8 * n + 1,
+                                                 scale_log2, slope[1]);
+          unsigned char* to = p_bytes +
+                              cukit::Swizzle<TILE_N>::offset(row, share.score_col / 8 + n) +
+                              share.lane % 4 * 4;
+          store_pair(to, low, high, &dp[m][n][2 * half], slope, row_delta, params);
         }
       }
-    __syncthreads();  // P and dS are whole
+    __syncthreads();  // all of P and dS is in shared memory
 
+    // dV += P^T dO, dQ += dS K, dK += dS^T Q.
     const auto p_left = key_left.rederived();
     const auto q_right = key_right.rederived();
 #if !DISTILL
-    const auto do_right = alike_or(q_right, value_right);
+    const auto do_right = shared_or(q_right, value_right);
     multiply<TILE_M>(
         dv, [&](unsigned(&r)[4], int m, int i) { p_left(r, 16 * i, 16 * m); },
         [&](unsigned(&r)[4], int n, int i) { do_right(r, 16 * i, 8 * n, grad_out_bytes); });
 #endif
     if constexpr (QUERY_GRADIENT) {
-      const long long row = scratch_row(step) + query_row;
+      const long long row = scratch_row(step) + share.query_row;
       const auto ds_query = query_left.rederived();
       const auto k_query = query_right.rederived();
-      float* sum = grad_q_sum + cukit::query_block<HEAD_DIM>(row, query_col);
+      float* sum = grad_q_sum + cukit::query_block<HEAD_DIM>(row, share.query_col);
 #pragma unroll
       for (int pass = 0; pass < QUERY_PASSES; ++pass) {
         const int column = pass * kPassCols;
@@ -342,13 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         multiply<TILE_N>(
             dq, [&](unsigned(&r)[4], int m, int i) { ds_query(r, 16 * m, 16 * i); },
             [&](unsigned(&r)[4], int n, int i) { k_query(r, 16 * i, column + 8 * n); });
-#pragma unroll
-        for (int m = 0; m < kQueryRows / 16; ++m)
-#pragma unroll
-          for (int n = 0; n < kPassCols / 8; ++n) {
-            cukit::add_to_query_block(sum + cukit::query_block<HEAD_DIM>(16 * m, column + 8 * n),
-                                      lane, dq[m][n]);
-          }
+        add_query_gradient(sum, column, dq, share.lane);
       }
     }
     multiply<TILE_M>(
@@ -357,11 +473,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
     if (STAGES == 1 && step + 1 < steps) {
       __syncthreads();
-      copy_queries(step + 1, 0);
+      copy_step(step + 1, 0);
     }
   }
 
-  const cukit::HeadTile again = work_of(cukit::opaque(blockIdx.x));
+  // Recomputed, to save registers in the loop.
+  const cukit::HeadTile again = key_tile_of(cukit::opaque(blockIdx.x), params);
   const cukit::Sequence keys_of =
       cukit::sequence_of(again.head / params.heads, cu_seqlens_q, cu_seqlens_kv, params.seq_q,
                          params.seq_kv);
@@ -379,46 +496,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #else
   const float scale = params.scale;
 #endif
-  cukit::cp_async_wait<0>();  // without a step, nobody has waited for K and V
-  const auto each_pair = [&](const auto& gradient, int first_col, auto store) {
-#pragma unroll
-    for (int m = 0; m < kKeyRows / 16; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int n = 0; n < static_cast<int>(sizeof(gradient[0]) / sizeof(gradient[0][0])); ++n) {
-          const int row = key_row + 16 * m + 8 * half + lane / 4;
-          const float* pair = &gradient[m][n][2 * half];
-          store(row, first_col + 8 * n, pair[0], pair[1]);
-        }
-  };
-#if SPLIT
-  each_pair(dk, key_col, [&](int row, int column, float low, float high) {
-    column += lane % 4 * 2;
-    if (row >= keys_to_store || (PADDED && column >= params.head_dim)) return;
-    *reinterpret_cast<float2*>(grad_k + row * key_stride + column) =
-        make_float2(low * scale, high * scale);
-  });
+  cukit::cp_async_wait<0>();  // of K and V, if the loop had no step
+  if (!SPLIT) __syncthreads();  // K and V are no longer read: dK and dV take their place
+  store_gradient<HEAD_DIM, PADDED>(grad_k, key_stride, params.head_dim, keys_to_store, shared, dk,
+                                   share, share.key_col, scale);
 #if !DISTILL
-  each_pair(dv, value_col, [&](int row, int column, float low, float high) {
-    column += lane % 4 * 2;
-    if (row >= keys_to_store || (VALUE_PADDED && column >= params.value_dim)) return;
-    *reinterpret_cast<float2*>(grad_v + row * value_stride + column) = make_float2(low, high);
-  });
+  store_gradient<VALUE_DIM, VALUE_PADDED>(grad_v, value_stride, params.value_dim, keys_to_store,
+                                          shared + kKeyBytes, dv, share, share.value_col, 1.0f);
 #endif
-#else
-  __syncthreads();  // K and V are no longer read: their room takes dK and dV
-  each_pair(dk, key_col, [&](int row, int column, float low, float high) {
-    const unsigned at = cukit::Swizzle<HEAD_DIM>::offset(row, column / 8) + lane % 4 * 4;
-    *reinterpret_cast<unsigned*>(shared + at) =
-        cukit::pack<T>(low * scale, high * scale);
-  });
-#if !DISTILL
-  each_pair(dv, value_col, [&](int row, int column, float low, float high) {
-    const unsigned at = cukit::Swizzle<VALUE_DIM>::offset(row, column / 8) + lane % 4 * 4;
-    *reinterpret_cast<unsigned*>(shared + kKeyBytes + at) = cukit::pack<T>(low, high);
-  });
-#endif
+#if !SPLIT
   __syncthreads();
   cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k, key_stride, shared, 0, keys_to_store,
                                                        params.head_dim, threadIdx.x);

@@ -1,43 +1,46 @@
-// Gradients of exact attention on Hopper's own units: dK and dV and, of narrow heads, dQ summed up in
-// float32.
+// Gradients of exact attention for Hopper (wgmma, TMA): dK and dV and, for narrow heads, dQ
+// accumulated in float32.
 //
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
-//   softcap (backward_options.cuh). Tiles of queries that see none of a block's keys, as far as CAUSAL
-//   and WINDOW say, are not read. VARLEN: blocks find their keys by a plan (backward_work.cuh).
+// The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
+//   derivative of a softcap (backward_options.cuh). Tiles of queries that CAUSAL and WINDOW mask
+//   for all of a block's keys are not read. VARLEN: blocks find their keys through a plan
+//   (backward_work.cuh).
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
-// Mapping: persistent blocks, one for each SM. A work is TILE_N keys of one key head; a block walks over
-//   the queries of `group` query heads that see them, in tiles of TILE_M, and takes the next work
-//   (backward_work.cuh). A warp of the producer warpgroup has TMA fetch K, V and, tile after tile, Q
-//   and dO (backward_walk.cuh); QUERY_GRADIENT: two more have it add dQ (backward_sums.cuh). Two
-//   consumer warpgroups multiply, in one way for narrow heads, with dQ (backward_narrow.cuh), and in
-//   another for wide ones (backward_wide.cuh), whose dQ flash_attention_backward_query_sm90 computes.
-//   Where key heads alone are too few works, `splits` works share the keys of a head, SPLIT is 1 and
-//   each writes its own sum in float32 (flash_attention_backward_sum adds them).
-// DETERMINISTIC: works add to a tile of dQ in turn (backward_sums.cuh), and wait only for those that
-//   began earlier. Else, without a mask, work n of a head starts at query tile n and wraps around, so
-//   that concurrent works add to different rows of dQ at any time.
-// DISTILL: of narrow heads, the gradients of the divergence of two models, as in
+// Mapping: persistent blocks, one per SM. A work item is TILE_N keys of one key head; a block
+//   iterates over the queries of `group` query heads that attend to them, in tiles of TILE_M, and
+//   then takes the next work item (backward_work.cuh). One warp of the producer warpgroup issues
+//   the TMA loads of K, V and, tile by tile, Q and dO (backward_walk.cuh); QUERY_GRADIENT: two more
+//   issue the TMA reductions of dQ (backward_sums.cuh). The two consumer warpgroups are
+//   backward_narrow.cuh for narrow heads, with dQ, and backward_wide.cuh for wide ones, whose dQ
+//   flash_attention_backward_query_sm90 computes. Where key heads alone give too few work items,
+//   `splits` items share the keys of a head, SPLIT is 1 and each writes its own sum in float32
+//   (flash_attention_backward_sum adds them).
+// DETERMINISTIC: work items add to a tile of dQ in a fixed order (backward_sums.cuh), and wait only
+//   for items that started earlier. Otherwise, without a mask, item n of a head starts at query
+//   tile n and wraps around, so that at any time concurrent items add to different rows of dQ.
+// DISTILL, narrow heads only: the gradients of the divergence of two models, as in
 //   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
-// Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
-// Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ, dynamic,
-//   columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile,
-//   two tiles (dS) or, of wide heads, STAGES (P), and with SOFTCAP as many more. dQ: 4 TILE_M HEAD_DIM,
-//   of narrow heads. Static: barriers, works, stages of lse and delta.
-// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
-//   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
-//   rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V and dO
-//   alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS (backward_walk.cuh);
-//   TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256); STAGES 2 or, from 192
-//   columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1;
-//   DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128
-//   columns.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
-//   for, else its additions come in any order.
+//   Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P
+//   is then 0.
+// Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ,
+//   dynamic, columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N
+//   TILE_M a tile, two tiles (dS) or, for wide heads, STAGES (P), and with SOFTCAP as many again.
+//   dQ: 4 TILE_M HEAD_DIM, for narrow heads. Static: barriers, work items, stages of lse and delta.
+// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled
+//   by 128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences, in
+//   which rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V
+//   and dO alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS
+//   (backward_walk.cuh); TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256);
+//   STAGES 2 or, from 192 columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS =
+//   384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it
+//   is not defined, 0|1 up to 128 columns.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ with
+//   DETERMINISTIC, otherwise its additions are unordered.
 // Reference: cukit/reference/attention.py.
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const __grid_constant__ cukit::TensorMap grad_out,  // as q, of value_dim
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // as lse_log2
-    int* __restrict__ counters,          // works, then tiles of the scratch: zeros at first
+    int* __restrict__ counters,          // tickets, then tiles of the scratch; initially zeros
     float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM
     Gradient* __restrict__ grad_k,       // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,       // as grad_k, of value_dim
@@ -91,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
 
   Block::prepare([&] {
     for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
-    shared.works.init(Block::kConsumerWarps + backward::kAdders);
+    shared.work_pipeline.init(Block::kConsumerWarps + backward::kAdders);
     shared.q.init(Block::kConsumerWarps);
     shared.grad_out.init(Block::kConsumerWarps);
 #if QUERY_GRADIENT
@@ -105,27 +108,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   Block::run(
       [&] {
         const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
-        backward::Progress progress;
+        backward::States states;
         if (warp == 0) {
-          backward::draw_works(shared, problem, counters, [&](const backward::Work& work) {
-            backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, progress);
+          backward::schedule_work(shared, problem, counters, [&](const backward::Work& work) {
+            backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, states);
           });
 #if QUERY_GRADIENT
         } else if (warp <= backward::kAdders) {
-          backward::take_works(shared, [&](const backward::Work& work, const backward::Work&) {
+          backward::for_each_work(shared, [&](const backward::Work& work, const backward::Work&) {
             backward::add_up(shared, tiles, work, params.settings, grad_q_sum, counters, warp - 1,
-                             progress);
+                             states);
           });
 #endif
         }
       },
       [&] {
-        backward::Progress progress;
-        backward::take_works(shared, [&](const backward::Work& own, const backward::Work& work) {
-          const backward::Walk walk(own, {alibi_slopes, nullptr, bias, mask}, params.settings);
-          // At the end, read anew: registers are short in between.
+        backward::States states;
+        backward::for_each_work(shared, [&](const backward::Work& own, const backward::Work& shared_work) {
+          const backward::ConsumerWork work(own, {alibi_slopes, nullptr, bias, mask},
+                                            params.settings);
+          // Called after the last tile. Reads the work from shared memory again, to save registers.
           const auto results = [&] {
-            const long long row = static_cast<long long>(work.key_row) * params.heads + work.head;
+            const long long row =
+                static_cast<long long>(shared_work.key_row) * params.heads + shared_work.head;
             const auto target = [&](Gradient* gradient, int columns, float factor) {
               return backward::Target{gradient + row * columns,
                                       static_cast<long long>(params.heads) * columns, columns,
@@ -137,13 +142,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
             const float scale = params.scale;
 #endif
             return backward::Results{target(grad_k, params.head_dim, scale),
-                                     target(grad_v, params.value_dim, 1.0f), work.keys_left};
+                                     target(grad_v, params.value_dim, 1.0f),
+                                     shared_work.keys_left};
           };
 #if QUERY_GRADIENT
-          backward::accumulate(shared, tiles, walk, results, params.scale_log2,
-                               params.teacher_scale_log2, progress);
+          backward::accumulate(shared, tiles, work, results, params.scale_log2,
+                               params.teacher_scale_log2, states);
 #else
-          backward::accumulate(shared, tiles, walk, results, params.scale_log2, progress);
+          backward::accumulate(shared, tiles, work, results, params.scale_log2, states);
 #endif
         });
       });

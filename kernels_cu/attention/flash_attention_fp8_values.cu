@@ -1,13 +1,14 @@
-// Values of float8 attention, made into an operand once for all tiles of queries that read them.
+// Prepares the values of FP8 attention as a wgmma operand, once for all tiles of queries that read
+// them.
 //
-// Mapping: a block takes TILE_N keys of one head: TMA brings them, four warps transpose or widen them
-//   from shared memory to shared memory, TMA takes them away in one run.
-// Output: [heads_kv, tiles][tile], a tile as float8_values.cuh has it: PRECISE 0: [TILE_N / 16]
-//   [VALUE_DIM][16] bytes; 1: parts [TILE_N][64] of float16, rows swizzled. Keys behind a sequence's
-//   end and columns beyond the tensor are zeros.
+// Mapping: one block per TILE_N keys of a head: TMA loads them, four warps transpose or widen them
+//   from shared memory to shared memory, one bulk copy stores them.
+// Output: [heads_kv, tiles][tile], a tile in the layout of float8_values.cuh: PRECISE 0: [TILE_N /
+//   16] [VALUE_DIM][16] bytes; 1: parts [TILE_N][64] of float16, rows swizzled. Keys beyond the end
+//   of a sequence and columns outside the tensor are zeros.
 // Tensor map: V as bytes [batch, seq_kv, heads_kv, value_dim], VARLEN [1, total_kv, ...], swizzled
 //   boxes [1, TILE_N, 1, 64 or 128].
-// Shared memory: the tile as it comes | the prepared tile, dynamic. Static: a barrier.
+// Shared memory: the loaded tile | the prepared tile, dynamic. Static: a barrier.
 // Macros: VALUE_DIM multiple of 16 up to 256; TILE_N multiple of 32; PRECISE 0|1; VARLEN 0|1;
 //   THREADS 128.
 // Architecture: sm_90. Deterministic.
@@ -33,7 +34,7 @@ struct Tile {
 
 CUKIT_DEVICE Tile tile_at(int index, const int* ends, int batch, int seq_kv) {
 #if VARLEN
-  int b = 0;  // the last sequence whose first tile is this one or stands before it
+  int b = 0;  // the last sequence whose first tile is this one or an earlier one
   for (int end = batch; end - b > 1;) {
     const int middle = (b + end) / 2;
     (cukit::first_value_tile<TILE_N>(true, middle, ends[middle], 0) <= index ? b : end) = middle;
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_fp8_values
     Values::prepare(raw, prepared, tile.keys, threadIdx.x / cukit::kWarpSize,
                     THREADS / cukit::kWarpSize);
   } else {
-    // Between two sequences; read, but with probabilities of 0, where a sequence has no key.
+    // A tile between two sequences. A sequence without keys reads it, with probabilities of 0.
     for (int byte = 16 * threadIdx.x; byte < Values::kBytes; byte += 16 * THREADS) {
       *reinterpret_cast<uint4*>(prepared + byte) = uint4{};
     }

@@ -1,18 +1,21 @@
-// Exact attention, forward: out = softmax(scale * Q K^T + mask) V and its row-wise log-sum-exp,
-// without the score matrix ever leaving the chip.
+// Exact attention, forward: out = softmax(scale * Q K^T + mask) V and the row-wise log-sum-exp. The
+// score matrix is never written to global memory.
 //
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691 (after Milakov and Gimelshein, arXiv:1805.02867).
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691 (after Milakov and Gimelshein,
+//   arXiv:1805.02867).
 // Mapping: a block owns TILE_M queries of one head, a warp 16 * M_TILES of them with their outputs,
-//   running maxima and sums in registers. It walks over the keys and values in tiles of TILE_N, last
-//   tile first, so that the tiles that need a mask come first; the next tile is copied while this
+//   running maxima and sums in registers. It iterates over the keys and values in tiles of TILE_N,
+//   last tile first, so that partially masked tiles come first; the next tile is copied while this
 //   one is multiplied. The grid is one-dimensional: see block_order.cuh.
-// Maxima are renewed only when one has grown by more than 2^8: softmax does not depend on the
-//   subtracted value, and most tiles then rescale nothing.
-// Options of the scores: score_options.cuh. A query that sees no key gets out = 0, lse = -infinity.
+// Maxima are updated only once a score exceeds one by more than 8 in log2 units: softmax does not
+// depend on the subtracted value, and most tiles then rescale nothing.
+// Score options: score_options.cuh. A query without a visible key gets out = 0, lse = -infinity.
 // Shared memory, dynamic: 2 * (HEAD_DIM * (TILE_M + 2 * TILE_N) + VALUE_DIM * 2 * TILE_N) bytes,
-//   Q | K, two stages | V, two; at the end 2 * TILE_M * VALUE_DIM bytes of output over all of them.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1 head_dim is
-//   smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES 1|2;
+//   Q | K, two stages | V, two; at the end 2 * TILE_M * VALUE_DIM bytes of output in place of all
+//   of them.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1
+//   head_dim is smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES
+//   1|2;
 //   TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; Q_IN_REGISTERS 0|1; those of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
@@ -39,8 +42,8 @@ constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
 constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 constexpr float kLazyGrowth = 8.0f;  // in powers of two: probabilities stay below 256
 
-static_assert(TILE_M == THREADS / cukit::kWarpSize * kWarpRows, "every warp owns M_TILES row tiles");
-static_assert(TILE_N % 16 == 0, "keys come in steps of 16");
+static_assert(TILE_M == THREADS / cukit::kWarpSize * kWarpRows, "M_TILES row tiles per warp");
+static_assert(TILE_N % 16 == 0, "steps of 16 keys");
 
 using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
 using KeyCopy = cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>;
@@ -49,11 +52,11 @@ using QOperand = cukit::LeftMK<HEAD_DIM>;
 using KOperand = cukit::RightNK<HEAD_DIM>;
 using VOperand = cukit::RightKN<VALUE_DIM>;
 
-// A warp's rows: what has been summed up so far. Row r of a lane is row tile r / 2, half r % 2.
+// A warp's rows: accumulators and softmax state. Row r of a lane is row tile r / 2, half r % 2.
 struct Rows {
   float out[M_TILES][kOTiles][4];
   float max[2 * M_TILES];
-  float sum[2 * M_TILES];  // over this lane's columns; the quad is summed at the end
+  float sum[2 * M_TILES];  // over this lane's columns; summed over the quad at the end
 };
 
 // scores = Q K^T
@@ -74,11 +77,11 @@ CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOpe
       [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step, stage_bytes); });
 }
 
-// Renews the maxima where a row has outgrown its own, and rescales what was summed under them.
-CUKIT_DEVICE void renew_maxima(Rows& rows, const float (&scores)[M_TILES][kSTiles][4],
+// Updates the maxima once one has grown by more than kLazyGrowth, and rescales outputs and sums.
+CUKIT_DEVICE void update_maxima(Rows& rows, const float (&scores)[M_TILES][kSTiles][4],
                                float scale_log2) {
   float seen[2 * M_TILES];
-  bool outgrown = false;
+  bool grown = false;
 #pragma unroll
   for (int r = 0; r < 2 * M_TILES; ++r) {
     seen[r] = rows.max[r];
@@ -86,10 +89,10 @@ CUKIT_DEVICE void renew_maxima(Rows& rows, const float (&scores)[M_TILES][kSTile
     for (int n = 0; n < kSTiles; ++n) {
       seen[r] = fmaxf(seen[r], fmaxf(scores[r / 2][n][r % 2 * 2], scores[r / 2][n][r % 2 * 2 + 1]));
     }
-    // Still -infinity on both sides gives NaN, which is not greater.
-    outgrown |= (seen[r] - rows.max[r]) * scale_log2 > kLazyGrowth;
+    // If both are -infinity the difference is NaN, and the comparison false.
+    grown |= (seen[r] - rows.max[r]) * scale_log2 > kLazyGrowth;
   }
-  if (!__any_sync(cukit::kFullMask, outgrown)) return;
+  if (!__any_sync(cukit::kFullMask, grown)) return;
 #pragma unroll
   for (int r = 0; r < 2 * M_TILES; ++r) {
     seen[r] = fmaxf(seen[r], __shfl_xor_sync(cukit::kFullMask, seen[r], 1));
@@ -106,7 +109,7 @@ CUKIT_DEVICE void renew_maxima(Rows& rows, const float (&scores)[M_TILES][kSTile
   }
 }
 
-// out += exp2(scale * (scores - max)) V, sixteen keys at a time: one step's exponentials run beside
+// out += exp2(scale * (scores - max)) V, sixteen keys at a time: one step's exponentials overlap
 // the products of the step before.
 CUKIT_DEVICE void multiply_values(Rows& rows, const float (&scores)[M_TILES][kSTiles][4],
                                   const VOperand& v, int stage_bytes, float scale_log2) {
@@ -140,8 +143,8 @@ CUKIT_DEVICE void multiply_values(Rows& rows, const float (&scores)[M_TILES][kST
   }
 }
 
-// Divides by the sums, leaves the warp's rows in its part of the query tile and, where lse is not
-// null, their log-sum-exps there.
+// Normalises the warp's rows, stores them in its part of the query tile and, unless lse is null,
+// their log-sum-exps to lse.
 CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, float scale_log2,
                               float* lse, long long first_statistic, int rows_left) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -172,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const T* __restrict__ k,   // [batch, seq_kv, heads_q / group, head_dim]
     const T* __restrict__ v,   // [batch, seq_kv, heads_q / group, value_dim]
     T* __restrict__ out,       // [batch, seq_q, heads_q, value_dim]
-    float* __restrict__ lse,   // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]; null: not wanted
+    float* __restrict__ lse,   // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]; or null
     const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
@@ -193,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int q_tiles = (params.seq_q + TILE_M - 1) / TILE_M;
     const int heads = params.batch * params.heads_q;
     const cukit::HeadTile work = cukit::head_tile(block, heads, q_tiles, params.section);
-    // Causal: the last queries see the most keys, so they go first.
+    // Causal: the last queries have the most visible keys, so they go first.
     const int tile = CAUSAL ? q_tiles - 1 - work.tile : work.tile;
     const int b = work.head / params.heads_q;
     return Place{b, work.head % params.heads_q, tile * TILE_M,
@@ -213,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const cukit::HeadScores head(arrays, settings, place.b, place.head, sequence);
   const int seq_kv = sequence.seq_kv;
   const cukit::TileRange tiles = cukit::key_tiles<TILE_N>(
-      first_row, min(TILE_M, rows_left), head.past, seq_kv, settings);
+      first_row, min(TILE_M, rows_left), head.causal_offset, seq_kv, settings);
 
   const auto copy_keys = [&](int tile, int stage) {
     const int row = tile * TILE_N;
@@ -257,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   int stage = 0;
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, stage ^= 1) {
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this tile has landed, and nobody reads the other stage any more
+    __syncthreads();  // this tile has landed, and no warp reads the other stage any more
     if (tile > tiles.begin) copy_keys(tile - 1, stage ^ 1);
 
     float scores[M_TILES][kSTiles][4];
@@ -266,13 +269,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
       cukit::apply_options(cukit::flat(scores[m]), {lane_row + 16 * m, lane_key}, head, scale_log2,
-                           settings, tiles.whole(tile), tile * TILE_N + TILE_N > seq_kv);
+                           settings, tiles.unmasked(tile), tile * TILE_N + TILE_N > seq_kv);
     }
-    renew_maxima(rows, scores, factor);
+    update_maxima(rows, scores, factor);
     multiply_values(rows, scores, v_operand, stage * kValueBytes, factor);
   }
 
-  // Copies of a tile without keys may still be on their way; a warp reads and writes its own rows.
+  // Without a tile of keys, the copy of Q may still be in flight. A warp reads and writes its own
+  // rows.
   cukit::cp_async_wait<0>();
   __syncthreads();
   const Place again = place_of(cukit::opaque(blockIdx.x));

@@ -1,44 +1,46 @@
-// Exact attention, forward, on Hopper's own units: out = softmax(scores) V and its row-wise
-// log-sum-exp, without the score matrix ever leaving the chip. score_options.cuh says what scores
-// are: scale * Q K^T, with whatever options it knows.
+// Exact attention, forward, for Hopper (wgmma, TMA): out = softmax(scores) V and the row-wise
+// log-sum-exp. The score matrix is never written to global memory. score_options.cuh defines the
+// scores: scale * Q K^T and its options.
 //
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691; Shah et al., "FlashAttention-3",
-//   arXiv:2407.08608 (warpgroups that copy, the next scores multiplied during this tile's softmax).
-// Mapping: a block walks over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A thread of
-//   its first warpgroup says which, and asks the copy engine for Q, K and V; each of the others owns
-//   64 queries, with their outputs, maxima and sums in registers, and takes the keys in tiles of
-//   TILE_N, last tile first. A warpgroup has the scores of the next tile and the output of this one
-//   multiplied in one go, and renews maxima and exponentials while the output's product runs.
-//   Nothing holds warpgroups together but the stages of K and V (each has queries of its own): with
-//   enough of them they drift apart, and one's exponentials or stores run beside the others'
-//   products; with TURNS they are kept apart. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
-// VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
-//   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
-// PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a cache.
-//   Two or three warps of the first warpgroup fetch tiles in turn, in boxes of PAGE_ROWS rows of a block
-//   by TMA or, with PAGE_ROWS 0, row by row. Blocks without a visible key are not looked up: their rows
-//   become zeros.
-// BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
-//   A query that sees no key gets out = 0 and lse = -infinity.
-// FLOAT8: Q, K and V are e4m3, each with a factor for a batch and key head (forward_operands.cuh).
-//   Probabilities are rounded to e4m3, or with PRECISE to float16; their sums are of the unrounded
-//   ones. V is transposed, or with PRECISE widened to float16, by flash_attention_fp8_values before
-//   or, with PREPARES, by three warps of the first warpgroup, tile by tile. The tensor core adds
-//   float8 products with about 14 bits: after KEPT_TILES tiles a warpgroup adds its outputs to what it
-//   keeps in shared memory (kept_sums.cuh).
-// Shared memory, dynamic: Q stages, a tile of 64 queries for every consumer | K stages | PREPARES: two
-//   stages of V as it comes | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every
-//   consumer thread. Tiles lie in parts of one swizzle's width (shared_tile.cuh); V prepared for e4m3
-//   as float8_values.cuh has it. Static: barriers, and what the producer says of every stage.
-// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q and
-//   TILE_N of K and V, parts of 64 columns (of eight bits 64 up to 64 columns, else 128), swizzled by
-//   their bytes; rows and columns beyond the tensor read as zero.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: columns of Q and K,
-//   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
+//   arXiv:2407.08608 (warp specialisation; Q K^T of the next tile overlaps the softmax of this
+//   one).
+// Mapping: a block iterates over tiles of 64 * CONSUMERS queries of one head (query_work.cuh). The
+//   first warpgroup is the producer: one of its threads issues the TMA loads of Q, K and V. Each
+//   consumer warpgroup owns 64 queries, with their output accumulators, row maxima and row sums in
+//   registers, and iterates over tiles of TILE_N keys, last tile first. It issues Q K^T of the next
+//   tile together with P V of this one, and updates maxima and exponentials while P V runs.
+//   Only the stages of K and V couple the consumers (Q has a pipeline for each consumer). With
+//   enough stages the consumers drift apart, so that the exponentials or stores of one overlap the
+//   wgmmas of another; TURNS enforces that order. A consumer skips tiles that are masked for all of
+//   its queries.
+// VARLEN: tiles extend into the next sequence. Its keys are masked; its values, which may be NaN,
+//   are overwritten with zeros by a warp of the producer warpgroup before consumers read the tile.
+// PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a
+//   cache. Two or three warps of the producer warpgroup load alternate tiles, in boxes of PAGE_ROWS
+//   rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async. Blocks without a visible
+//   key are not looked up: their rows are zeros.
+// BLOCK_SPARSE: plan_blocks.cu lists the key tiles of each tile of queries.
+//   A query without a visible key gets out = 0 and lse = -infinity.
+// FLOAT8: Q, K and V are e4m3, with one factor per batch and key head (forward_operands.cuh).
+//   Probabilities are rounded to e4m3, or with PRECISE to float16; row sums use the unrounded
+//   values. V is transposed, or with PRECISE widened to float16, beforehand by
+//   flash_attention_fp8_values or, with PREPARES, tile by tile by three warps of the producer
+//   warpgroup. The tensor cores accumulate FP8 products with about 14 bits: every KEPT_TILES tiles
+//   a consumer moves its accumulators to partial outputs in shared memory (partial_outputs.cuh).
+// Shared memory, dynamic: Q stages, a tile of 64 queries per consumer | K stages | PREPARES: two
+//   stages of unprepared V | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima per
+//   consumer thread. Tiles are stored in parts of one swizzle's width (shared_tile.cuh); V prepared
+//   for e4m3 as in float8_values.cuh. Static: barriers, and per-stage messages of the producer.
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q
+//   and TILE_N of K and V, parts of 64 columns (FP8: 64 up to 64 columns, else 128), swizzled by
+//   their width in bytes; rows and columns outside the tensor read as zero.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: multiplied columns
+//   of Q and K, and of V; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
-//   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the block
-//   size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
+//   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the
+//   block size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
 //   KEPT_TILES 1.., 0 never. TURNS 0|1.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
@@ -47,8 +49,8 @@
 #include "attention/forward_pipelines_sm90.cuh"
 #include "attention/forward_producer_sm90.cuh"
 #include "attention/forward_work_sm90.cuh"
-#include "attention/kept_sums.cuh"
 #include "attention/parameters.cuh"
+#include "attention/partial_outputs.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
@@ -70,11 +72,11 @@ namespace {
 
 namespace consumer {
 
-// Tiles of keys hold whole blocks of a block mask, or lie within one.
+// Block masks: each tile of keys either covers complete mask blocks or is inside one.
 constexpr bool kWholeBlocks =
     BLOCK_KV % 8 == 0 && (TILE_N % BLOCK_KV == 0 || BLOCK_KV % TILE_N == 0);
 
-// Chunks of 32 columns reach beyond the last one of the output.
+// The output's last chunk of 32 columns is partial: stores check the column.
 constexpr bool kGuarded = VALUE_PADDED || VALUE_DIM % 32 != 0;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -82,7 +84,7 @@ using Scores = float[TILE_N / 2];
 using Outputs = float[VALUE_DIM / 2];
 using Probabilities = Operands::Probabilities;
 
-// scores = Q K^T, started
+// Issues scores = Q K^T.
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < KeyTile::kSteps; ++step) {
@@ -92,7 +94,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
   cukit::wgmma_commit();
 }
 
-// out += P V, started
+// Issues out += P V.
 CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
 #pragma unroll
   for (int step = 0; step < ValueTile::kRowSteps; ++step) {
@@ -100,6 +102,17 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
   }
   cukit::wgmma_commit();
 }
+
+// ---- Scores ----
+
+// Returns whether a maximum of the warp has grown enough for its rows to be rescaled by `shrink`.
+CUKIT_DEVICE bool update_maxima(cukit::SoftmaxRows& softmax, float (&shrink)[2],
+                                const Scores& scores, float factor) {
+  return cukit::update_maxima<TILE_N / 2, Operands::kIntegerMaxima>(softmax, shrink, scores, factor,
+                                                                   Operands::kGrowth);
+}
+
+// ---- Results ----
 
 // Where the results go.
 struct Results {
@@ -109,8 +122,8 @@ struct Results {
   int heads_q, value_dim;
 };
 
-// Divides by the sums and writes the warp's sixteen rows; `row` is the lane's first.
-CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax, float factor,
+// Normalises the outputs and stores the warp's sixteen rows; `row` is the lane's first.
+CUKIT_DEVICE void finish(const Outputs& outputs, const cukit::SoftmaxRows& softmax, float factor,
                          float descale, const Results& to, const QueryWork& work, int row,
                          const cukit::ScoreSettings& settings) {
   const cukit::Sequence& sequence = work.sequence;
@@ -134,93 +147,93 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
                       : (softmax.max[half] * factor + (log2f(sum) - Operands::kOffset)) * kLn2;
     }
   }
-  cukit::write_rows<kGuarded>(sums, rows);
+  cukit::write_rows<kGuarded>(outputs, rows);
 }
 
-CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
-                        float factor) {
-  return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
-                                                                   Operands::kGrowth);
-}
-
-// TURNS: in each round of tiles of keys the consumers issue their products one after the other. Those
-// that begin a tile of queries together would else multiply, and then compute exponentials, at the
-// same time, until they have drifted apart: too long for the short rows of a causal mask.
-class Turns {
+// TURNS: for each tile of keys the consumers issue their wgmmas one after the other. Consumers that
+// start a tile of queries together would otherwise issue wgmmas, and then compute exponentials, at
+// the same time until they have drifted apart, which takes too long for the short rows of a causal
+// mask.
+class IssueOrder {
  public:
-  CUKIT_DEVICE explicit Turns(int group) : group_(group) {
-    if (group_ == CONSUMERS - 1) pass();
+  CUKIT_DEVICE explicit IssueOrder(int consumer) : consumer_(consumer) {
+    if (consumer_ == CONSUMERS - 1) pass();
   }
 
-  CUKIT_DEVICE void take() const {
-    if constexpr (TURNS) cukit::named_sync(kFirstBarrier + group_, kThreads);
+  CUKIT_DEVICE void wait() const {
+    if constexpr (TURNS) cukit::named_sync(kFirstBarrier + consumer_, kThreads);
   }
   CUKIT_DEVICE void pass() const {
-    const int next = group_ + 1 == CONSUMERS ? 0 : group_ + 1;
+    const int next = consumer_ + 1 == CONSUMERS ? 0 : consumer_ + 1;
     if constexpr (TURNS) cukit::named_arrive(kFirstBarrier + next, kThreads);
   }
-  // Of a tile of keys that this consumer does not see.
+  // For a tile of keys that this consumer skips.
   CUKIT_DEVICE void skip() const {
-    take();
+    wait();
     pass();
   }
-  // The last turn was passed to the first consumer.
+  // Consumer 0 waits for the last pass: every arrival has its wait.
   CUKIT_DEVICE void end() const {
-    if (group_ == 0) take();
+    if (consumer_ == 0) wait();
   }
 
  private:
   static constexpr int kFirstBarrier = 1;
   static constexpr int kThreads = 2 * cukit::kWarpgroupThreads;
-  int group_;
+  int consumer_;
 };
 
-// Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
-// the product of the next scores: if there are registers for both.
-constexpr bool kKeeps = KEPT_TILES > 0;
-constexpr bool kTendsEarly = kKeeps && VALUE_DIM < 256;
+// Whether accumulators move to partial outputs, and whether that and the rescaling overlap Q K^T of
+// the next tile, where there are registers for both.
+constexpr bool kPartialOutputs = KEPT_TILES > 0;
+constexpr bool kUpdatesEarly = kPartialOutputs && VALUE_DIM < 256;
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
                       const Arguments& arguments, const cukit::Descales& descales,
                       const cukit::ScoreSettings& settings, float scale) {
-  const int own_group = Block::consumer_group();
-  // Float8 and biases leave no register for it throughout the loop.
-  const auto group = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : own_group; };
+  const int first_index = Block::consumer_group();
+  // The index of this warpgroup among the consumers. FP8 and bias variants recompute it: they have
+  // no register to hold it throughout the loop.
+  const auto index = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : first_index; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
   const unsigned long long k_first = cukit::uniform_descriptor(KeyTile::k_major(tiles.k));
   const unsigned long long v_first = cukit::uniform_descriptor(ValueTile::mn_major(tiles.v));
-  QueryState q_at;
-  KeyState k_at;
-  KeyState v_at;
+  QueryState q_state;
+  KeyState k_state;
+  KeyState v_state;
 
-  Outputs sums;
+  Outputs outputs;
   Scores scores;
   Probabilities p;
-  cukit::SoftmaxRows rows;
+  cukit::SoftmaxRows softmax;
   unsigned long long q;
-  cukit::KeptSums<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES> kept(
-      tiles.kept);
+  cukit::PartialOutputs<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES>
+      partial_outputs(tiles.partial_outputs);
 
-  const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
-  Turns turns(own_group);
-  const auto start_scores = [&] {
-    const unsigned long long k = k_first + k_at.index * KeyTile::kStage;
-    pipelines.k.wait(k_at);
-    turns.take();
+  IssueOrder order(first_index);
+  // Pipeline states advance in the loop over key tiles (V) and in receive_scores (K and Q); the
+  // other lambdas only read them.
+  const auto issue_scores = [&] {
+    const unsigned long long k = k_first + k_state.index * KeyTile::kStage;
+    pipelines.k.wait(k_state);
+    order.wait();
     cukit::wgmma_fence();
     multiply_keys(scores, q, k);
   };
+  const auto issue_outputs = [&] {
+    multiply_values(outputs, p, v_first + v_state.index * ValueTile::kStage);
+  };
 
-  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  cukit::QueryTileScheduler<kTileM, TILE_N> scheduler(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = own_group;  // of a tile's queries
-  while (next_work(work, pipelines, group(), q_at, queue)) {
+  int part = first_index;  // which 64 of the tile's queries
+  while (next_work(work, pipelines, index(), q_state, scheduler)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
-    const int past = work.sequence.seq_kv - work.sequence.seq_q;
-    const float descale = descales.scores(work.b, work.head / arguments.group);
+    const int causal_offset = work.sequence.seq_kv - work.sequence.seq_q;
+    const float descale = descales.scores(work.b, work.head / arguments.gqa_group);
     const float scale_log2 = scale * descale;
     const float factor = cukit::exponent_factor(scale_log2);
 #if FLOAT8 && SOFTCAP
@@ -229,42 +242,28 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #else
     const cukit::ScoreSettings& score_settings = settings;
 #endif
-    const cukit::TileRange seen = cukit::own_keys<TILE_N>(work, first_row, settings);
+    const cukit::TileRange visible = cukit::own_keys<TILE_N>(work, first_row, settings);
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
     const int seq_kv = cukit::warp_uniform(head.seq_kv);
     const bool bias_aligned = BIAS && cukit::warp_uniform(cukit::rows_are_aligned(
                                           head.bias, settings.bias_row, settings.bias_column));
     const bool mask_aligned = MASK && cukit::warp_uniform(cukit::rows_are_aligned(
                                           head.mask, settings.mask_row, settings.mask_column));
-    // In the order in which they come: V a tile behind K.
-    for (int unseen = work.keys.end; unseen > seen.end; --unseen) {
-      turns.skip();
-      pipelines.k.skip(k_at);
-      if (unseen < work.keys.end) pipelines.v.skip(v_at);
+    // Skips masked tiles in the order of the loads: V one tile behind K.
+    for (int masked = work.keys.end; masked > visible.end; --masked) {
+      order.skip();
+      pipelines.k.skip(k_state);
+      if (masked < work.keys.end) pipelines.v.skip(v_state);
     }
-    int tile = seen.end - 1;
+    int tile = visible.end - 1;
     float shrink[2];
-    q = q_first + (q_at.index * CONSUMERS + group()) * QueryTile::kStage;
-    // The scores of a tile have come.
-    const auto receive_scores = [&] {
-      int first_key = tile * TILE_N;
-      bool whole = seen.whole(tile);
-#if BLOCK_SPARSE
-      const int listed = cukit::warp_uniform(pipelines.listed[k_at.index]);
-      __syncwarp();  // all lanes have read it before one of them releases the stage
-      first_key = listed / 2 * TILE_N;
-      whole = listed % 2 == 0;
-#endif
-      pipelines.k.release(k_at);
-      k_at.advance();
-      if (tile == seen.begin) {
-        pipelines.q[group()].release(q_at);
-        q_at.advance();
-      }
+    q = q_first + (q_state.index * CONSUMERS + index()) * QueryTile::kStage;
+    // Turns the products of a tile of keys into scores, and masked ones into -infinity.
+    const auto apply_options = [&](int first_key, bool unmasked) {
       const cukit::FragmentPlace at{row, first_key + lane_column};
-      const bool ends = first_key + TILE_N > seq_kv;
+      const bool partial = first_key + TILE_N > seq_kv;  // fewer than TILE_N keys
       if constexpr (cukit::kScoresModified) {
-        if (BIAS && (ends || !bias_aligned)) {
+        if (BIAS && (partial || !bias_aligned)) {
           cukit::modify_scores<true>(scores, at, head, scale_log2, score_settings);
         } else {
           cukit::modify_scores<false>(scores, at, head, scale_log2, score_settings);
@@ -273,15 +272,16 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
           }
         }
       }
-      if (MASK && (ends || !mask_aligned)) {
+      if (MASK && (partial || !mask_aligned)) {
         cukit::hide_scores(scores, at, [&](int i, int j) {
-          return head.hidden(cukit::visible_keys(i, past, head.seq_kv, settings), i, j, settings);
+          return head.hidden(cukit::visible_keys(i, causal_offset, head.seq_kv, settings), i, j,
+                             settings);
         });
-      } else if (!whole) {
+      } else if (!unmasked) {
         if constexpr (MASK) {
           cukit::hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
         }
-        cukit::hide_keys(scores, at, past, head.seq_kv, settings);
+        cukit::hide_keys(scores, at, causal_offset, head.seq_kv, settings);
 #if BLOCK_SPARSE
         const cukit::BlockMask blocks(arguments.blocks, work.head);
         if constexpr (kWholeBlocks) {
@@ -292,74 +292,100 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #endif
       }
     };
-    start_scores();
-    turns.pass();
+    // Called once Q K^T of `tile` has completed: releases and advances K, and after the last tile
+    // Q; then turns the products into scores.
+    const auto receive_scores = [&] {
+      int first_key = tile * TILE_N;
+      bool unmasked = visible.unmasked(tile);
+#if BLOCK_SPARSE
+      const int listed = cukit::warp_uniform(pipelines.listed[k_state.index]);
+      __syncwarp();  // all lanes have read `listed` before one of them releases the stage
+      first_key = listed / 2 * TILE_N;
+      unmasked = listed % 2 == 0;
+#endif
+      pipelines.k.release(k_state);
+      k_state.advance();
+      if (tile == visible.begin) {
+        pipelines.q[index()].release(q_state);
+        q_state.advance();
+      }
+      apply_options(first_key, unmasked);
+    };
+
+    // First tile: scores and probabilities.
+    issue_scores();
+    order.pass();
     cukit::wgmma_wait<0>(scores);
     receive_scores();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head,
+      cukit::start_row(softmax.max[half], softmax.sum[half], arguments.arrays, work.head,
                        scale_log2, lane_column == 0, 1 << Operands::kOffset);
     }
 #pragma unroll
-    for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
-    kept.clear();
-    renew(rows, shrink, scores, factor);
-    cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
-    if (seen.end < work.keys.end) pipelines.v.skip(v_at);
-    pipelines.v.wait(v_at);
+    for (int i = 0; i < VALUE_DIM / 2; ++i) outputs[i] = 0.0f;
+    partial_outputs.clear();
+    update_maxima(softmax, shrink, scores, factor);
+    cukit::exponentiate<Operands::kOffset>(softmax, scores, factor);
+    if (visible.end < work.keys.end) pipelines.v.skip(v_state);
+    pipelines.v.wait(v_state);
     Operands::pack(p, scores);
 
-    bool outgrown = Operands::kGrowth < 0.0f;
-    const auto tend = [&](bool shrunk) {
-      if (shrunk) cukit::rescale(sums, shrink);
-      if (kKeeps && kept.due()) kept.take(sums, rows, factor);
-      if (kTendsEarly) cukit::wgmma_fence();
+    bool grown = Operands::kGrowth < 0.0f;
+    // Rescales the outputs if `rescale`; every KEPT_TILES tiles moves them to the partial outputs.
+    const auto update_outputs = [&](bool rescale) {
+      if (rescale) cukit::rescale(outputs, shrink);
+      if (kPartialOutputs && partial_outputs.due()) {
+        partial_outputs.take(outputs, softmax, factor);
+      }
+      if (kUpdatesEarly) cukit::wgmma_fence();
     };
-    while (--tile >= seen.begin) {
-      start_scores();
-      if constexpr (kTendsEarly) tend(outgrown);
-      multiply_values(sums, p, values());
-      turns.pass();
+    // Iteration: scores of `tile`, outputs of the tile before.
+    while (--tile >= visible.begin) {
+      issue_scores();
+      if constexpr (kUpdatesEarly) update_outputs(grown);
+      issue_outputs();
+      order.pass();
       cukit::wgmma_wait<1>(scores);
       receive_scores();
-      outgrown = renew(rows, shrink, scores, factor);
-      cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
-      const KeyState v_done = v_at;
-      v_at.advance();
+      grown = update_maxima(softmax, shrink, scores, factor);
+      cukit::exponentiate<Operands::kOffset>(softmax, scores, factor);
+      const KeyState v_read = v_state;
+      v_state.advance();
       if constexpr (FLOAT8) {
-        pipelines.v.wait(v_at);
+        pipelines.v.wait(v_state);
       } else {
-        // Keeps the exponentials before the wait: they have the product to run beside. Float8 gains
-        // where they may sink below it.
-        pipelines.v.wait_after(v_at, fminf(rows.sum[0], rows.sum[1]));
+        // Keeps the exponentials above the wait, where they overlap P V. FP8 is faster where the
+        // compiler may move them below it.
+        pipelines.v.wait_after(v_state, fminf(softmax.sum[0], softmax.sum[1]));
       }
-      cukit::wgmma_wait<0>(sums);
-      pipelines.v.release(v_done);
-      if constexpr (!kTendsEarly) tend(outgrown);
+      cukit::wgmma_wait<0>(outputs);
+      pipelines.v.release(v_read);
+      if constexpr (!kUpdatesEarly) update_outputs(grown);
       Operands::pack(p, scores);
     }
 
-    if (kTendsEarly && outgrown) cukit::rescale(sums, shrink);
+    // Outputs of the last tile.
+    if (kUpdatesEarly && grown) cukit::rescale(outputs, shrink);
     cukit::wgmma_fence();
-    multiply_values(sums, p, values());
-    cukit::wgmma_wait<0>(sums);
-    pipelines.v.release(v_at);
-    v_at.advance();
-    for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) {
-      turns.skip();
-      pipelines.k.skip(k_at);
-      pipelines.v.skip(v_at);
+    issue_outputs();
+    cukit::wgmma_wait<0>(outputs);
+    pipelines.v.release(v_state);
+    v_state.advance();
+    for (int masked = work.keys.begin; masked < visible.begin; ++masked) {
+      order.skip();
+      pipelines.k.skip(k_state);
+      pipelines.v.skip(v_state);
     }
-    if (kKeeps && kept.any) kept.add_to(sums, rows, factor);
-    // Float8 has no register for the row throughout the loop.
+    if (kPartialOutputs && partial_outputs.any) partial_outputs.add_to(outputs, softmax, factor);
+    // FP8 recomputes the row: it has no register to hold it throughout the loop.
     const int result_row =
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
-    finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
-           result_row, settings);
+    finish(outputs, softmax, factor, descales.values(work.b, work.head / arguments.gqa_group),
+           results, work, result_row, settings);
     part = part_of_next_tile(part);
   }
-  turns.end();
+  order.end();
 }
 
 }  // namespace consumer
@@ -372,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
     const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_q / group, value_dim]
     T* __restrict__ out,                         // [batch, seq_q, heads_q, value_dim]
-    float* __restrict__ lse,  // [batch, heads_q, seq_q]; VARLEN [heads_q, total_q]; null: not wanted
+    float* __restrict__ lse,  // [batch, heads_q, seq_q]; VARLEN [heads_q, total_q]; or null
     const float* __restrict__ alibi_slopes,      // score_options.cuh, as all up to cu_seqlens_kv
     const float* __restrict__ sinks,             //
     const cukit::bias_t* __restrict__ bias,      //
@@ -415,8 +441,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
           const producer::PreparedKeyValues key_values{
               {&k, &v, params.group, params.group}, prepared, params.float8.value_tiles};
 #elif PAGED
-          OrderState orders_at;
-          const producer::PagedKeyValues key_values{pipelines, orders_at, params.settings};
+          RequestState request_state;
+          const producer::PagedKeyValues key_values{pipelines, request_state, params.settings};
 #else
           const producer::MappedKeyValues key_values{&k, &v, params.group, params.group};
 #endif

@@ -1,16 +1,16 @@
-// Values of eight bits on their way to being operand b of a product over the keys.
+// FP8 values as operand b of the product over the keys.
 //
-// SlabTile: they stay eight bits. wgmma takes those K-major only, contiguous along the keys; memory
-// has them contiguous along the head. The transposed tile consists of slabs of 16 keys:
-// [slab][column of the head][16 keys], a byte each, so that eight columns are one core matrix. The
-// keys of a slab come in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. A lane that has the scores
-// of keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, as wgmma leaves them, then has four neighbours: four
-// bytes of operand a.
+// SlabTile: the values stay e4m3. wgmma takes 8-bit operands K-major only, contiguous along the
+// keys, but in memory they are contiguous along the head. The transposed tile consists of slabs of
+// 16 keys: [slab][column of the head][16 keys], a byte each, so that eight columns are one core
+// matrix. The keys of a slab are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. The scores of
+// keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, which a wgmma accumulator gives one lane, are then
+// neighbours: four bytes of operand a.
 //
-// HalfTile: they become float16, which holds them exactly, and stay as they lie.
+// HalfTile: the values are widened to float16, which is exact, and keep their layout.
 //
-// Where a kernel before the attention prepares the tiles, they lie in memory as they are multiplied,
-// [key head][tile of all sequences]: value_tile() says which.
+// flash_attention_fp8_values stores prepared tiles in global memory in this layout, [key head][tile
+// of all sequences], indexed by first_value_tile().
 #pragma once
 
 #include "common/hopper/shared_tile.cuh"
@@ -23,13 +23,13 @@
 
 namespace cukit {
 
-// Tiles of Rows x Columns bytes as TMA brings them: rows of at most 128 swizzled bytes.
+// Tiles of Rows x Columns bytes as TMA loads them: swizzled rows of at most 128 bytes.
 template <int Rows, int Columns>
 using ByteTile = SharedTile<unsigned char, Rows, Columns,
                             Columns <= 64 ? OperandSwizzle::Bytes64 : OperandSwizzle::Bytes128>;
 
-// Index of a sequence's first tile of `Keys` keys. VARLEN: sequence b begins at row `first_kv` of one
-// long array, with a tile of its own; others: sequences of `tiles` tiles each.
+// Index of a sequence's first tile of `Keys` keys. VARLEN: sequence b begins at row `first_kv` of
+// one long array, with a tile of its own; others: sequences of `tiles` tiles each.
 template <int Keys>
 CUKIT_DEVICE int first_value_tile(bool varlen, int b, int first_kv, int tiles) {
   return varlen ? first_kv / Keys + b : b * tiles;
@@ -40,9 +40,9 @@ struct SlabTile {
   using Raw = ByteTile<Keys, Columns>;
   static constexpr int kSlabBytes = 16 * Columns;
   static constexpr int kBytes = Keys * Columns;
-  static_assert(Keys % 32 == 0 && Columns % 16 == 0, "whole units of work");
+  static_assert(Keys % 32 == 0 && Columns % 16 == 0, "tiles divide into the warps' units");
 
-  // As SharedTile's.
+  // As in SharedTile.
   static constexpr int kStage = kBytes / 16;
   static constexpr int kRowSteps = Keys / 32;
   static constexpr int mn_step(int step) { return step * 2 * kSlabBytes / 16; }
@@ -50,13 +50,13 @@ struct SlabTile {
     return matrix_descriptor(tile, OperandSwizzle::None, kSlabBytes, 8 * 16);
   }
 
-  // The calling warp's share, one of `warps`, of making `slabs` out of `raw`. Rows from `rows` on
-  // become zeros.
+  // Turns `raw` into `slabs`: the share of warp `warp` of `warps`. Rows from `rows` on become
+  // zeros.
   CUKIT_DEVICE static void prepare(const unsigned char* raw, unsigned char* slabs, int rows,
                                    int warp, int warps) {
     const int lane = threadIdx.x % kWarpSize;
-    // Of two columns, lanes of the lower half of the warp store the even one first, those of the
-    // upper half the odd one: eight rows of 16 bytes then lie in different banks.
+    // Of two columns, the lower half-warp stores the even one first, the upper half-warp the odd
+    // one: eight rows of 16 bytes then fall into different banks.
     const unsigned first = lane < 16 ? 0x6420 : 0x7531;
     const unsigned second = lane < 16 ? 0x7531 : 0x6420;
     const int row = lane % 8;
@@ -73,7 +73,7 @@ struct SlabTile {
       if (keys + 32 > rows) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int key = keys + 8 * i + lane % 4 * 2;  // and the one behind it, two bytes each
+          const int key = keys + 8 * i + lane % 4 * 2;  // and key + 1, two bytes each
           in[i] &= key + 1 < rows ? 0xffffffffu : key < rows ? 0xffffu : 0u;
         }
       }
@@ -90,7 +90,7 @@ template <int Keys, int Columns>
 struct HalfTile : SharedTile<__half, Keys, Columns> {
   using Raw = ByteTile<Keys, Columns>;
   using Wide = SharedTile<__half, Keys, Columns>;
-  static_assert(Keys % 16 == 0 && Columns % 16 == 0, "whole units of work");
+  static_assert(Keys % 16 == 0 && Columns % 16 == 0, "tiles divide into the warps' units");
 
   // As SlabTile::prepare.
   CUKIT_DEVICE static void prepare(const unsigned char* raw, unsigned char* halves, int rows,
@@ -100,7 +100,7 @@ struct HalfTile : SharedTile<__half, Keys, Columns> {
     const int lane = threadIdx.x % kWarpSize;
     const int lane_chunk = lane % kChunks;
     // Sixteen columns are two chunks of float16. Lanes that write to the second part of 64 columns
-    // begin with the odd one, so that a row's lanes write to different banks.
+    // start with the odd chunk, so that a row's lanes write to different banks.
     const int odd = lane_chunk / 4;
 #pragma unroll 1
     for (int unit = warp; unit < Keys / kWarpRows * Raw::kParts; unit += warps) {

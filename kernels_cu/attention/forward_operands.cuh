@@ -1,14 +1,14 @@
-// What the Hopper forward multiplies: the types of Q, K, V and of the probabilities P, how they lie in
+// Operands of the Hopper forward: types of Q, K, V and of the probabilities P, their layouts in
 // shared memory, and the two products.
 //
-//   SixteenBitOperands   all float16 or bfloat16, as TMA brings them
+//   SixteenBitOperands   all float16 or bfloat16, as TMA loads them
 //   Float8Operands       all e4m3: both products at twice the rate. V is transposed first
 //                        (float8_values.cuh), P is scaled by 2^kOffset and rounded
 //   PreciseFloat8Operands  Q and K e4m3; V widened to float16, P rounded to that
 //
 // Macros, 0 where a kernel does not define them: FLOAT8, PRECISE, PREPARES 0|1; KEPT_TILES.
 //
-// Scores and outputs lie as wgmma leaves them (common/softmax/online_softmax.cuh).
+// Scores and outputs are wgmma accumulators (common/softmax/online_softmax.cuh).
 #pragma once
 
 #include "attention/float8_values.cuh"
@@ -35,7 +35,7 @@
 
 namespace cukit {
 
-// Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
+// Factors of FP8 inputs, one per batch and key head; null: 1. Not used for 16-bit inputs.
 struct Descales {
 #if FLOAT8
   const float* q;
@@ -43,13 +43,13 @@ struct Descales {
   const float* v;
   const Float8Settings& settings;
 
-  // Of the products of q and k.
+  // The factor of the products of q and k.
   CUKIT_DEVICE float scores(int b, int kv_head) const {
     return factor(q, b * settings.q_batch + kv_head * settings.q_head) *
            factor(k, b * settings.k_batch + kv_head * settings.k_head);
   }
 
-  // Of the outputs.
+  // The factor of the outputs.
   CUKIT_DEVICE float values(int b, int kv_head) const {
     return factor(v, b * settings.v_batch + kv_head * settings.v_head);
   }
@@ -88,7 +88,7 @@ struct SixteenBitOperands {
   }
 };
 
-// Q and K of eight bits.
+// Q and K in e4m3.
 template <int TileN, int HeadDim>
 struct Float8Scores {
   using QueryTile = ByteTile<kWarpgroupRows, HeadDim>;
@@ -106,10 +106,11 @@ template <int TileN, int HeadDim, int ValueDim>
 struct Float8Operands : Float8Scores<TileN, HeadDim> {
   using ValueTile = SlabTile<TileN, ValueDim>;
   using Probabilities = unsigned[TileN / 32][4];
-  // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
-  // its largest power of two, 2^-9 its smallest number. Maxima are renewed with every score above
-  // them: the largest probability of a row is then a power of two, which e4m3 holds exactly. Short rows
-  // have most of them renewed.
+  // P is scaled by 2^kOffset before rounding, so that small probabilities use the exponent range of
+  // e4m3: 2^8 is its largest power of two, 2^-9 its smallest positive number. A maximum is updated
+  // by every larger score: the largest probability of a row is then a power of two, which e4m3
+  // represents exactly. In short rows (CAUSAL) most tiles update one, so they all rescale, without
+  // the vote.
   static constexpr int kOffset = 8;
   static constexpr float kGrowth = CAUSAL && ValueDim < 256 ? -1.0f : 0.0f;
 
@@ -118,7 +119,7 @@ struct Float8Operands : Float8Scores<TileN, HeadDim> {
     wgmma_e4m3<ValueDim>(out, p, v, true);
   }
 
-  // In the order of keys of SlabTile.
+  // In SlabTile's order of keys.
   CUKIT_DEVICE static void pack(Probabilities& p, const float (&scores)[TileN / 2]) {
 #pragma unroll
     for (int step = 0; step < TileN / 32; ++step)

@@ -1,6 +1,6 @@
-// Keys and values of flash_attention_sm90 in the blocks of a cache. The producer's thread orders tiles;
-// warps of its warpgroup look blocks up and fetch them, in boxes of PAGE_ROWS rows of a block by TMA or,
-// with PAGE_ROWS 0, row by row.
+// Keys and values of flash_attention_sm90 in the blocks of a paged cache. The producer thread
+// requests tiles; other warps of its warpgroup look the blocks up and load them, in boxes of
+// PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -24,10 +24,10 @@ namespace {
 
 namespace producer {
 
-// Orders tiles of keys and values.
+// Requests tiles of keys and values.
 struct PagedKeyValues {
   Pipelines& pipelines;
-  OrderState& at;
+  RequestState& state;
   const cukit::ScoreSettings& settings;
 
   struct Place {
@@ -36,11 +36,11 @@ struct PagedKeyValues {
 
   CUKIT_DEVICE Place place(const QueryWork& work) const { return {work}; }
 
-  // The first key that a tile of queries sees.
+  // The first key visible to a tile of queries.
   CUKIT_DEVICE int first_key(const QueryWork& work) const {
     const int seq_kv = work.sequence.seq_kv;
-    const int past = seq_kv - work.sequence.seq_q;
-    return max(0, cukit::visible_keys(work.first_row, past, seq_kv, settings).begin);
+    const int causal_offset = seq_kv - work.sequence.seq_q;
+    return max(0, cukit::visible_keys(work.first_row, causal_offset, seq_kv, settings).begin);
   }
 
   CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,
@@ -53,7 +53,7 @@ struct PagedKeyValues {
     load(to, full, place.work, tile, false);
   }
 
-  // There are no more orders.
+  // No further requests follow.
   CUKIT_DEVICE void end() const {
     for (int warp = 0; warp < kFetchers; ++warp) send({});
   }
@@ -64,11 +64,11 @@ struct PagedKeyValues {
     send({to, full, work.b, work.head, first_key(work), work.sequence.seq_kv, tile, of_keys});
   }
 
-  CUKIT_DEVICE void send(const Order& order) const {
-    pipelines.orders.acquire(at);
-    pipelines.order[at.index] = order;
-    pipelines.orders.commit(at);
-    at.advance();
+  CUKIT_DEVICE void send(const FetchRequest& request) const {
+    pipelines.requests.acquire(state);
+    pipelines.request[state.index] = request;
+    pipelines.requests.commit(state);
+    state.advance();
   }
 };
 
@@ -84,50 +84,50 @@ struct Cache {
   int columns;
 };
 
-// The blocks of a request.
+// The blocks of a sequence.
 struct Blocks {
-  const int* table;  // its row of the block table
+  const int* table;  // the sequence's row of the block table
   int size;
 };
 
 #if PAGE_ROWS
 constexpr int kBoxes = TILE_N / PAGE_ROWS;
-static_assert(TILE_N % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "whole periods of the swizzle");
-static_assert(kBoxes <= cukit::kWarpSize, "a lane looks up one");
+static_assert(TILE_N % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "boxes hold complete swizzle periods");
+static_assert(kBoxes <= cukit::kWarpSize, "one lane per box");
 
-// Where the lane's box of a tile lies.
+// The lane's box of a tile.
 struct Box {
-  int b, tile;     // of which request's tile
-  int block, row;  // -1: no key of the box is seen
+  int b, tile;     // the sequence and tile that the box belongs to
+  int block, row;  // of the cache; block -1: no key of the box is visible
 
   CUKIT_DEVICE Box() : b(-1), tile(0), block(-1), row(0) {}
 
-  CUKIT_DEVICE Box(const Order& order, int tile, const Blocks& blocks)
-      : b(order.b), tile(tile), block(-1) {
+  CUKIT_DEVICE Box(const FetchRequest& request, int tile, const Blocks& blocks)
+      : b(request.b), tile(tile), block(-1) {
     const int lane = threadIdx.x % cukit::kWarpSize;
     const int key = tile * TILE_N + lane * PAGE_ROWS;
     const int entry = key / blocks.size;
     row = key - entry * blocks.size;
-    if (lane < kBoxes && tile >= 0 && key < order.end && key + PAGE_ROWS > order.first_key) {
+    if (lane < kBoxes && tile >= 0 && key < request.end && key + PAGE_ROWS > request.first_key) {
       block = blocks.table[entry];
     }
   }
 };
 
-// Boxes without a visible key lie outside the tensor: they read as zeros. `next`: looked up with the
-// order before, since tiles follow each other downwards.
+// A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`:
+// the box of the tile below, looked up one request ahead, since tiles come in descending order.
 template <typename Tile>
-CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head,
-                        Box& next) {
-  if (next.b != order.b || next.tile != order.tile) next = Box(order, order.tile, blocks);
+CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
+                        int head, Box& next) {
+  if (next.b != request.b || next.tile != request.tile) next = Box(request, request.tile, blocks);
   const Box box = next;
-  next = Box(order, order.tile - 1, blocks);
+  next = Box(request, request.tile - 1, blocks);
   const int lane = threadIdx.x % cukit::kWarpSize;
   if (lane < kBoxes) {
-    unsigned char* const to = order.to + lane * (PAGE_ROWS * Tile::kRowBytes);
+    unsigned char* const to = request.to + lane * (PAGE_ROWS * Tile::kRowBytes);
 #pragma unroll
     for (int part = 0; part < Tile::kParts; ++part) {
-      cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, order.full,
+      cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, request.full,
                          part * Tile::kPartColumns, head, box.row, box.block);
     }
   }
@@ -135,20 +135,20 @@ CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& bl
 #else
 struct Box {};
 
-// Rows that no query sees become zeros.
+// Rows without a visible key become zeros.
 template <typename Tile>
-CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head,
-                        Box&) {
+CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
+                        int head, Box&) {
   constexpr int kChunks = Tile::kParts * Tile::kRowBytes / 16;  // of a row
   constexpr int kColumns = 16 / static_cast<int>(sizeof(T));    // of a chunk
   const int lane = threadIdx.x % cukit::kWarpSize;
-  const unsigned to = cukit::shared_address(order.to);
+  const unsigned to = cukit::shared_address(request.to);
 #pragma unroll 1
   for (int first = 0; first < TILE_N; first += cukit::kWarpSize) {
-    // A lane looks one row up, for all that copy a part of it.
-    const int key = order.tile * TILE_N + first + lane;
+    // Each lane looks up one row, for all lanes that copy a part of it.
+    const int key = request.tile * TILE_N + first + lane;
     long long own = -1;
-    if (key >= order.first_key && key < order.end) {
+    if (key >= request.first_key && key < request.end) {
       const int entry = key / blocks.size;
       own = cukit::offset_of(cache.strides, blocks.table[entry], key - entry * blocks.size, head);
     }
@@ -168,30 +168,32 @@ CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& bl
   cukit::cp_async_wait<0>();
   cukit::fence_proxy_async();
   __syncwarp();
-  if (lane == 0) cukit::mbarrier_arrive(order.full);
+  if (lane == 0) cukit::mbarrier_arrive(request.full);
 }
 #endif
 
-// One of the last kFetchers warps of the producer's warpgroup.
+// One of the last kFetchers warps of the producer warpgroup.
 CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, const int* block_table,
-                      const cukit::PagedKeys& keys, int group) {
+                      const cukit::PagedKeys& keys, int gqa_group) {
   Box next;
-  OrderState at;
-  at.index = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) - (cukit::kWarpgroupWarps - kFetchers);
-  for (;; at.phase ^= 1) {
-    pipelines.orders.wait(at);
+  // Warp i of the fetchers takes every kFetchers-th request: its stage stays i.
+  RequestState state;
+  state.index = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) -
+                (cukit::kWarpgroupWarps - kFetchers);
+  for (;; state.phase ^= 1) {
+    pipelines.requests.wait(state);
     __syncwarp();
-    const Order& order = pipelines.order[at.index];
-    if (order.to == nullptr) return;
-    const Blocks blocks{block_table + static_cast<long long>(order.b) * keys.table_row,
+    const FetchRequest& request = pipelines.request[state.index];
+    if (request.to == nullptr) return;
+    const Blocks blocks{block_table + static_cast<long long>(request.b) * keys.table_row,
                         keys.block_size};
-    if (order.of_keys) {
-      fetch<KeyTile>(order, k, blocks, order.head / group, next);
+    if (request.of_keys) {
+      fetch<KeyTile>(request, k, blocks, request.head / gqa_group, next);
     } else {
-      fetch<ValueTile>(order, v, blocks, order.head / group, next);
+      fetch<ValueTile>(request, v, blocks, request.head / gqa_group, next);
     }
-    __syncwarp();  // all have read it before one of them gives the place back
-    pipelines.orders.release(at);
+    __syncwarp();  // all lanes have read the request before one of them releases it
+    pipelines.requests.release(state);
   }
 }
 

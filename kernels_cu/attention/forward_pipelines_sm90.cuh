@@ -1,7 +1,6 @@
-// The stages of shared memory through which the warps of flash_attention_sm90 hand on tiles.
+// The pipelines of flash_attention_sm90 and attention_kl_sm90, and their shared memory.
 //
-// DISTILL, of attention_kl_sm90: V is another model's keys, over which no product sums, and comes with
-// queries of its own.
+// DISTILL (attention_kl_sm90): V is the keys of a second model, whose queries are loaded beside Q.
 //
 // Macros: those of flash_attention_sm90.cu; DISTILL, 0 where it is not defined.
 #pragma once
@@ -24,13 +23,13 @@ using T = cukit::element_t;
 #define DISTILL 0
 #endif
 
-// PAGED: rows of a box of a block; 0: blocks are copied row by row.
+// PAGED: rows of a TMA box within a block; 0: blocks are copied row by row.
 #ifndef PAGE_ROWS
 #define PAGE_ROWS 0
 #endif
 #define ROW_BY_ROW (PAGED && !PAGE_ROWS)
 
-// V is in shared memory as TMA brings it, and zeros are to replace what lies outside a sequence.
+// V is multiplied as TMA loads it, and rows outside the sequence must be overwritten with zeros.
 #define CLEARED ((VARLEN || PAGED) && !FLOAT8 && !ROW_BY_ROW && !DISTILL)
 
 constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
@@ -48,9 +47,9 @@ using ValueTile = Operands::ValueTile;
 using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_DIM>;
 #endif
 
-// Two consumers can do with fewer registers, for a producer that has more to keep in mind; with three
-// or four it then keeps two or three words of a tile of queries in memory.
-constexpr bool kBusyProducer = DEALT || WINDOW;
+// A producer with more state gets more registers where two consumers leave them; with three or four
+// consumers it spills two or three words once per tile of queries.
+constexpr bool kBusyProducer = DYNAMIC_SCHEDULE || WINDOW;
 constexpr int kProducerRegisters =
     PREPARES                                        ? 56
     : DISTILL                                       ? 40
@@ -60,7 +59,7 @@ constexpr int kProducerRegisters =
 using Block = cukit::WarpSpecialized<CONSUMERS, kProducerRegisters, BLOCKS_PER_SM>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
-static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
+static_assert(STAGES >= 2, "a consumer waits for the next V before it releases the last");
 
 using cukit::QueryWork;
 using QueryState = cukit::PipelineState<QUERY_STAGES>;
@@ -75,51 +74,51 @@ constexpr int kPreparers = 0;
 #endif
 
 #if PAGED
-// The last warps of the producer's warpgroup, which fetch tiles from a cache, each in turn.
+// The last warps of the producer warpgroup load tiles from a cache, one after the other.
 constexpr int kFetchers = cukit::kWarpgroupWarps - 1 - CLEARED;
-using OrderState = cukit::PipelineState<kFetchers>;
+using RequestState = cukit::PipelineState<kFetchers>;
 
-// A tile of K or V to be fetched.
-struct Order {
-  unsigned char* to;      // null: there is no more
-  cukit::Mbarrier* full;  // where to report
+// A tile of K or V to load.
+struct FetchRequest {
+  unsigned char* to;      // null: no further requests
+  cukit::Mbarrier* full;  // completed by the copies
   int b, head;            // of the queries
-  int first_key, end;     // keys that the tile of queries may see: no other is read
+  int first_key, end;     // keys visible to the tile of queries: no others are read
   int tile;
   bool of_keys;
 };
 #endif
 
-// Which 64 of a tile's queries a consumer takes: its own index of the first tile; where a mask gives
-// the parts unlike work, they are counted from the other end in every second one.
+// Which 64 queries of a tile a consumer owns: in the first tile those of its own index. Where a
+// mask makes the parts' work unequal, the order is reversed in every second tile.
 CUKIT_DEVICE int part_of_next_tile(int part) {
   return cukit::kUneven ? CONSUMERS - 1 - part : part;
 }
 
 struct Pipelines {
-  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // of each its own: none waits for another's queries
+  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer: none waits for another's queries
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
-#if DEALT
-  QueryWork work[QUERY_STAGES];  // goes round with Q
+#if DYNAMIC_SCHEDULE
+  QueryWork work[QUERY_STAGES];  // of each stage of Q
 #endif
 #if CLEARED
-  cukit::StageBarriers<STAGES> landed;  // V has come, but has not been cleared
-  int rows[STAGES];                     // of V that belong to the sequence; below 0: no more
+  cukit::StageBarriers<STAGES> loaded;  // V is loaded, but not yet cleared
+  int rows[STAGES];                     // of V, inside the sequence; below 0: no further tiles
 #if PAGED && WINDOW
-  int hidden[STAGES];  // rows before the first that a query sees
+  int masked_rows[STAGES];  // rows before the first visible key
 #endif
 #endif
 #if PAGED
-  cukit::Pipeline<kFetchers> orders;
-  Order order[kFetchers];
+  cukit::Pipeline<kFetchers> requests;
+  FetchRequest request[kFetchers];
 #endif
 #if PREPARES
-  cukit::Pipeline<kRawStages> raw;  // V as it comes
+  cukit::Pipeline<kRawStages> raw;  // V before preparation
   int rows[kRawStages];             // as above
 #endif
 #if BLOCK_SPARSE
-  int listed[STAGES];  // goes round with K: twice the tile's number, plus 1 where some key is hidden
+  int listed[STAGES];  // of each stage of K: twice the tile's index, plus 1 if some pair is masked
 #endif
 
   // One thread.
@@ -128,32 +127,32 @@ struct Pipelines {
     k.init(Block::kConsumerWarps);
     v.init(Block::kConsumerWarps, PREPARES ? kPreparers : 1);
 #if CLEARED
-    landed.init(1);
+    loaded.init(1);
 #endif
 #if PAGED
-    orders.init(1);
+    requests.init(1);
 #endif
 #if PREPARES
     raw.init(kPreparers);
 #endif
   }
 
-#if DEALT
-  // Says what the stage's queries are, once all consumers have released those before.
-  CUKIT_DEVICE void announce(const QueryState& at, const QueryWork& next) {
-    for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.acquire(at);
-    work[at.index] = next;
+#if DYNAMIC_SCHEDULE
+  // Writes the work of a stage of Q, once all consumers have released the previous one.
+  CUKIT_DEVICE void announce(const QueryState& state, const QueryWork& next) {
+    for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.acquire(state);
+    work[state.index] = next;
   }
 #endif
 };
 
-// Dynamic shared memory: the stages of each, and what consumers keep outside their registers.
+// Dynamic shared memory: the stages of each pipeline, and the consumers' partial outputs.
 struct Tiles {
   unsigned char* q;
   unsigned char* k;
   unsigned char* raw;
   unsigned char* v;
-  unsigned char* kept;
+  unsigned char* partial_outputs;
 #if DISTILL
   unsigned char* second_q;
 #endif
@@ -163,24 +162,24 @@ struct Tiles {
         k(q + QUERY_STAGES * CONSUMERS * QueryTile::kBytes),
         raw(k + STAGES * KeyTile::kBytes),
         v(raw),
-        kept(nullptr) {
+        partial_outputs(nullptr) {
 #if PREPARES
     v += kRawStages * RawTile::kBytes;
 #endif
-    kept = v + STAGES * ValueTile::kBytes;
+    partial_outputs = v + STAGES * ValueTile::kBytes;
 #if DISTILL
-    second_q = kept;
+    second_q = partial_outputs;
 #endif
   }
 };
 
-// What a launch works on, as it is passed.
+// The arguments of a launch.
 struct Arguments {
   cukit::WorkProblem problem;
   cukit::WorkPlan plan;
   cukit::ScoreArrays arrays;
   cukit::BlockLists blocks;
-  int group;
+  int gqa_group;  // query heads that share a key head
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
-// The producer's side of flash_attention_sm90: where keys and values come from, the thread that has them
-// copied, the warp that clears what lies outside a sequence, and those that prepare float8 values.
+// The producer warpgroup of flash_attention_sm90: sources of keys and values, the thread that
+// issues their loads, the warp that zeroes rows of V outside the sequence, and the warps that
+// prepare FP8 values.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -20,14 +21,14 @@ namespace producer {
 
 // ---- Key-value sources ----
 //
-// A source says where the tiles of K and V of a sequence come from. It has
-//   Place                             what it knows of a sequence and a key head
-//   place(work)                       worked out once for each tile of queries
-//   load_keys(to, full, place, tile)  one thread: starts the copies of keys tile * TILE_N .. of the
-//   load_values(...)                  sequence to a KeyTile (ValueTile); they report the tile's whole
-//                                     kBytes to `full`
-// Rows behind the sequence's end may hold anything in K. In V they hold zeros, or the kernel is
-// compiled with the clearer or the preparers.
+// A source loads the tiles of K and V of a sequence. Its interface:
+//   Place                             the location of a sequence and key head
+//   place(work)                       computed once for each tile of queries
+//   load_keys(to, full, place, tile)  one thread: issues the loads of keys tile * TILE_N .. of the
+//   load_values(...)                  sequence to a KeyTile (ValueTile), which complete all kBytes of
+//                                     the tile at `full`
+// Rows of K beyond the end of the sequence may hold anything. Those of V must be zeros, unless the
+// kernel is compiled with the clearer or the preparers.
 
 #if FLOAT8
 using LoadedValues = ValueTile::Raw;
@@ -35,13 +36,13 @@ using LoadedValues = ValueTile::Raw;
 using LoadedValues = ValueTile;
 #endif
 
-// One tensor map for all sequences, [batch, seq_kv, heads_kv, columns]. VARLEN: sequences follow each
-// other in a single batch.
+// One tensor map for all sequences, [batch, seq_kv, heads_kv, columns]. VARLEN: the sequences are
+// concatenated in a single batch.
 struct MappedKeyValues {
   const cukit::TensorMap* k;
   const cukit::TensorMap* v;
-  int group;        // heads of queries that share a key head
-  int value_group;  // DISTILL: and a head of V
+  int gqa_group;    // query heads that share a key head
+  int value_group;  // DISTILL: query heads that share a head of V
 
   struct Place {
     int head, first_row, batch;
@@ -52,10 +53,10 @@ struct MappedKeyValues {
 
   CUKIT_DEVICE Place place(const QueryWork& work) const {
 #if DISTILL
-    return {work.head / group, work.sequence.first_kv, VARLEN ? 0 : work.b,
+    return {work.head / gqa_group, work.sequence.first_kv, VARLEN ? 0 : work.b,
             work.head / value_group};
 #else
-    return {work.head / group, work.sequence.first_kv, VARLEN ? 0 : work.b};
+    return {work.head / gqa_group, work.sequence.first_kv, VARLEN ? 0 : work.b};
 #endif
   }
 
@@ -76,7 +77,7 @@ struct MappedKeyValues {
 };
 
 #if FLOAT8 && !PREPARES
-// Keys as above; values that a kernel before has prepared (float8_values.cuh).
+// Keys as above; values prepared by flash_attention_fp8_values (float8_values.cuh).
 struct PreparedKeyValues {
   MappedKeyValues mapped;
   const unsigned char* values;
@@ -109,24 +110,24 @@ struct PreparedKeyValues {
 };
 #endif
 
-// ---- The thread that has tiles copied ----
+// ---- The thread that issues the loads ----
 
 template <typename KeyValues>
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::TensorMap* q,
                       const KeyValues& key_values, const Arguments& arguments,
                       const cukit::ScoreSettings& settings,
                       const cukit::TensorMap* second_q = nullptr) {
-  QueryState q_at;
-  int first_part = 0;  // of the first consumer
-  KeyState k_at;
+  QueryState q_state;
+  int first_part = 0;  // the part of consumer 0
+  KeyState k_state;
 #if PREPARES
-  RawState v_at;
+  RawState v_state;
 #else
-  KeyState v_at;
+  KeyState v_state;
 #endif
-  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  cukit::QueryTileScheduler<kTileM, TILE_N> scheduler(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  while (queue.next(work)) {
+  while (scheduler.next(work)) {
     const typename KeyValues::Place place = key_values.place(work);
 #if BLOCK_SPARSE
     const int* list = arguments.blocks.list<kTileM, TILE_N>(work.head, work.first_row / kTileM);
@@ -140,51 +141,51 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #endif
     };
     const auto load_keys = [&](int index) {
-      pipelines.k.acquire(k_at);
+      pipelines.k.acquire(k_state);
 #if BLOCK_SPARSE
-      pipelines.listed[k_at.index] = list[1 + index];
+      pipelines.listed[k_state.index] = list[1 + index];
 #endif
       const int tile = tile_of(index);
 #if ROW_BY_ROW
-      cukit::Mbarrier* const full = &pipelines.k.full.stage[k_at.index];
+      cukit::Mbarrier* const full = &pipelines.k.full.stage[k_state.index];
 #else
-      cukit::Mbarrier* const full = pipelines.k.expect(k_at, KeyTile::kBytes);
+      cukit::Mbarrier* const full = pipelines.k.expect(k_state, KeyTile::kBytes);
 #endif
-      key_values.load_keys(tiles.k + k_at.index * KeyTile::kBytes, full, place, tile);
-      k_at.advance();
+      key_values.load_keys(tiles.k + k_state.index * KeyTile::kBytes, full, place, tile);
+      k_state.advance();
     };
     const auto load_values = [&](int index) {
 #if PREPARES
-      pipelines.raw.acquire(v_at);
+      pipelines.raw.acquire(v_state);
 #else
-      pipelines.v.acquire(v_at);
+      pipelines.v.acquire(v_state);
 #endif
       const int tile = tile_of(index);
 #if PREPARES || CLEARED
-      pipelines.rows[v_at.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
+      pipelines.rows[v_state.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
 #if PAGED && WINDOW
-      pipelines.hidden[v_at.index] = key_values.first_key(work) - tile * TILE_N;
+      pipelines.masked_rows[v_state.index] = key_values.first_key(work) - tile * TILE_N;
 #endif
 #endif
 #if PREPARES
-      cukit::Mbarrier* const full = pipelines.raw.expect(v_at, RawTile::kBytes);
-      unsigned char* const to = tiles.raw + v_at.index * RawTile::kBytes;
+      cukit::Mbarrier* const full = pipelines.raw.expect(v_state, RawTile::kBytes);
+      unsigned char* const to = tiles.raw + v_state.index * RawTile::kBytes;
 #else
 #if CLEARED
-      cukit::Mbarrier* const full = pipelines.landed.expect(v_at, ValueTile::kBytes);
+      cukit::Mbarrier* const full = pipelines.loaded.expect(v_state, ValueTile::kBytes);
 #elif ROW_BY_ROW
-      cukit::Mbarrier* const full = &pipelines.v.full.stage[v_at.index];
+      cukit::Mbarrier* const full = &pipelines.v.full.stage[v_state.index];
 #else
-      cukit::Mbarrier* const full = pipelines.v.expect(v_at, ValueTile::kBytes);
+      cukit::Mbarrier* const full = pipelines.v.expect(v_state, ValueTile::kBytes);
 #endif
-      unsigned char* const to = tiles.v + v_at.index * ValueTile::kBytes;
+      unsigned char* const to = tiles.v + v_state.index * ValueTile::kBytes;
 #endif
       key_values.load_values(to, full, place, tile);
-      v_at.advance();
+      v_state.advance();
     };
     const int last = work.keys.end - 1;
-    // Values follow a tile behind their keys, or come with them where they have yet to be prepared. One
-    // loop in which each load stands once: the compiler spills with a first and a last load outside.
+    // V is loaded one tile behind K or, with PREPARES, together with K. One loop that contains each
+    // load once: with the first and the last load outside of it, the compiler spills.
 #pragma unroll 1
     for (int tile = last; tile >= work.keys.begin - !PREPARES; --tile) {
       if (tile >= work.keys.begin) load_keys(tile);
@@ -193,48 +194,48 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
         load_values(tile + 1);
 #endif
       } else {
-#if DEALT
-        pipelines.announce(q_at, work);
+#if DYNAMIC_SCHEDULE
+        pipelines.announce(q_state, work);
 #endif
-#pragma unroll (DEALT ? CONSUMERS : 1)
-        for (int group = 0; group < CONSUMERS; ++group) {
-          cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
-          const int part = first_part == 0 ? group : first_part - group;
-          if (!DEALT) queries.acquire(q_at);
-          const int at = q_at.index * CONSUMERS + group;
+#pragma unroll (DYNAMIC_SCHEDULE ? CONSUMERS : 1)
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+          cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[consumer];
+          const int part = first_part == 0 ? consumer : first_part - consumer;
+          if (!DYNAMIC_SCHEDULE) queries.acquire(q_state);
+          const int slot = q_state.index * CONSUMERS + consumer;
           const int row =
               work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows;
           const int batch = VARLEN ? 0 : work.b;
 #if DISTILL
           constexpr int kBytes = QueryTile::kBytes + SecondQueryTile::kBytes;
-          cukit::Mbarrier* const full = queries.expect(q_at, kBytes);
-          SecondQueryTile::load(tiles.second_q + at * SecondQueryTile::kBytes, second_q, full,
+          cukit::Mbarrier* const full = queries.expect(q_state, kBytes);
+          SecondQueryTile::load(tiles.second_q + slot * SecondQueryTile::kBytes, second_q, full,
                                 work.head, row, batch);
 #else
-          cukit::Mbarrier* const full = queries.expect(q_at, QueryTile::kBytes);
+          cukit::Mbarrier* const full = queries.expect(q_state, QueryTile::kBytes);
 #endif
-          QueryTile::load(tiles.q + at * QueryTile::kBytes, q, full, work.head, row, batch);
+          QueryTile::load(tiles.q + slot * QueryTile::kBytes, q, full, work.head, row, batch);
         }
         first_part = part_of_next_tile(first_part);
-        q_at.advance();
+        q_state.advance();
       }
 #if PREPARES
       load_values(tile);
 #endif
     }
   }
-#if DEALT
-  pipelines.announce(q_at, QueryWork{});
-  for (cukit::Pipeline<QUERY_STAGES>& queries : pipelines.q) queries.commit(q_at);
+#if DYNAMIC_SCHEDULE
+  pipelines.announce(q_state, QueryWork{});
+  for (cukit::Pipeline<QUERY_STAGES>& queries : pipelines.q) queries.commit(q_state);
 #endif
 #if PREPARES
-  pipelines.raw.acquire(v_at);
-  pipelines.rows[v_at.index] = -1;
-  pipelines.raw.commit(v_at);
+  pipelines.raw.acquire(v_state);
+  pipelines.rows[v_state.index] = -1;
+  pipelines.raw.commit(v_state);
 #elif CLEARED
-  pipelines.v.acquire(v_at);
-  pipelines.rows[v_at.index] = -1;
-  pipelines.landed.arrive(v_at);
+  pipelines.v.acquire(v_state);
+  pipelines.rows[v_state.index] = -1;
+  pipelines.loaded.arrive(v_state);
 #endif
 #if PAGED
   key_values.end();
@@ -244,11 +245,12 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 }  // namespace producer
 
 #if CLEARED
-// One warp hands on the tiles of V, with zeros for the rows behind the end of the sequence and, of a cache,
-// before the first key that is seen: what lies there may be another's, or NaN.
+// One warp passes tiles of V on to the consumers. It zeroes rows beyond the end of the sequence
+// and, of a paged cache, before the first visible key: they may belong to another sequence, or be
+// NaN.
 namespace clearer {
 
-// Zeros for rows first .. end - 1 of a part.
+// Zeroes rows first .. end - 1 of a part.
 CUKIT_DEVICE void clear_rows(unsigned char* part, int first, int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   for (int byte = first * ValueTile::kRowBytes + 16 * lane; byte < end * ValueTile::kRowBytes;
@@ -259,26 +261,26 @@ CUKIT_DEVICE void clear_rows(unsigned char* part, int first, int end) {
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
   const int lane = threadIdx.x % cukit::kWarpSize;
-  for (KeyState at;; at.advance()) {
-    pipelines.landed.wait(at);
-    const int rows = pipelines.rows[at.index];
+  for (KeyState state;; state.advance()) {
+    pipelines.loaded.wait(state);
+    const int rows = pipelines.rows[state.index];
     if (rows < 0) return;
 #if PAGED && WINDOW
-    const int hidden = min(TILE_N, pipelines.hidden[at.index]);
+    const int masked = min(TILE_N, pipelines.masked_rows[state.index]);
 #else
-    constexpr int hidden = 0;
+    constexpr int masked = 0;
 #endif
-    if (rows < TILE_N || hidden > 0) {
-      unsigned char* const tile = tiles.v + at.index * ValueTile::kBytes;
+    if (rows < TILE_N || masked > 0) {
+      unsigned char* const tile = tiles.v + state.index * ValueTile::kBytes;
 #pragma unroll 1
       for (int part = 0; part < ValueTile::kParts; ++part) {
         clear_rows(tile + part * ValueTile::kPartBytes, rows, TILE_N);
-        if (hidden > 0) clear_rows(tile + part * ValueTile::kPartBytes, 0, hidden);
+        if (masked > 0) clear_rows(tile + part * ValueTile::kPartBytes, 0, masked);
       }
       cukit::fence_proxy_async();
     }
     __syncwarp();
-    if (lane == 0) pipelines.v.commit(at);
+    if (lane == 0) pipelines.v.commit(state);
   }
 }
 
@@ -286,23 +288,23 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
 #endif
 
 #if PREPARES
-// The other warps of the producer's warpgroup make operands of the tiles of V.
+// The other warps of the producer warpgroup turn tiles of V into wgmma operands.
 namespace preparer {
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
   const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) - 1;
-  RawState raw_at;
-  for (KeyState at;; at.advance(), raw_at.advance()) {
-    pipelines.raw.wait(raw_at);
-    const int rows = pipelines.rows[raw_at.index];
+  RawState raw_state;
+  for (KeyState state;; state.advance(), raw_state.advance()) {
+    pipelines.raw.wait(raw_state);
+    const int rows = pipelines.rows[raw_state.index];
     if (rows < 0) return;
-    pipelines.v.acquire(at);
-    ValueTile::prepare(tiles.raw + raw_at.index * RawTile::kBytes,
-                       tiles.v + at.index * ValueTile::kBytes, rows, warp, kPreparers);
+    pipelines.v.acquire(state);
+    ValueTile::prepare(tiles.raw + raw_state.index * RawTile::kBytes,
+                       tiles.v + state.index * ValueTile::kBytes, rows, warp, kPreparers);
     cukit::fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % cukit::kWarpSize == 0) pipelines.v.commit(at);
-    pipelines.raw.release(raw_at);
+    if (threadIdx.x % cukit::kWarpSize == 0) pipelines.v.commit(state);
+    pipelines.raw.release(raw_state);
   }
 }
 

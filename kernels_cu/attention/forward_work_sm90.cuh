@@ -1,4 +1,4 @@
-// What the consumers of flash_attention_sm90 work on: the next tile of queries.
+// The consumers' next tile of queries (flash_attention_sm90, attention_kl_sm90).
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -14,27 +14,30 @@ namespace {
 
 namespace consumer {
 
-// The next work and its queries, which have come; false if there is none. Work that is dealt lies
-// beside them; else every warp finds it by itself, while its results are on their way out.
-CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int group, const QueryState& at,
-                            cukit::WorkQueue<kTileM, TILE_N>& queue) {
-  cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
-#if DEALT
-  queries.wait(at);
-  __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
-  work = pipelines.work[at.index];
-  __syncwarp();  // all have read it before one of them gives the stage back
+// Waits for the queries of consumer `consumer`'s next work; false if there is none. With the
+// dynamic schedule the producer left the work beside the stage of Q; with the static one every warp
+// computes it, while the stores of its last results are still in flight.
+CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int consumer,
+                            const QueryState& q_state,
+                            cukit::QueryTileScheduler<kTileM, TILE_N>& scheduler) {
+  cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[consumer];
+#if DYNAMIC_SCHEDULE
+  queries.wait(q_state);
+  __syncwarp();  // converged: the compiler then treats what all lanes read as warp-uniform
+  work = pipelines.work[q_state.index];
+  __syncwarp();  // all lanes have read it before one of them releases the stage
 #else
-  if (!queue.next(work)) return false;
+  if (!scheduler.next(work)) return false;
 #endif
   work.keys = {cukit::warp_uniform(work.keys.begin), cukit::warp_uniform(work.keys.end),
-               cukit::warp_uniform(work.keys.whole_begin), cukit::warp_uniform(work.keys.whole_end)};
-  if (!WINDOW) work.keys.begin = work.keys.whole_begin = 0;
-#if DEALT
+               cukit::warp_uniform(work.keys.unmasked_begin),
+               cukit::warp_uniform(work.keys.unmasked_end)};
+  if (!WINDOW) work.keys.begin = work.keys.unmasked_begin = 0;
+#if DYNAMIC_SCHEDULE
   return work.keys.end > 0;
 #else
-  queue.share();
-  queries.wait(at);
+  scheduler.make_warp_uniform();
+  queries.wait(q_state);
   return true;
 #endif
 }

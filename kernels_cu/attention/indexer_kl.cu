@@ -1,29 +1,33 @@
-// Divergence of a sparse-attention indexer from the attention that it is to predict, query by query,
-// without a matrix of scores:
+// Divergence of a sparse-attention indexer from the attention that it predicts, query by query,
+// without a score matrix in global memory:
 //
-//   P_ij = sum_h exp(scale_t q_t[i,h] k_t[j] - lse_t[i,h])          I_ij = scale_s sum_h w[i,h] max(0, q_s[i,h] k_s[j])
+//   P_ij = sum_h exp(scale_t q_t[i,h] k_t[j] - lse_t[i,h])
+//   I_ij = scale_s sum_h w[i,h] max(0, q_s[i,h] k_s[j])
 //   KL_i = sum_j p_ij (ln p_ij - ln softmax(I_i)_j),  p_i = P_i / sum_j P_ij
 //
-// over the keys that the query sees and, SELECTED, that were selected for it. With A = sum P ln P,
-// C = sum P I and M = sum P: KL = (A - C) / M - ln M + lse(I). GRADIENT: in place of the sums, the
-// derivative by I of every pair, softmax(I) - p, times the query's weight, for the queries of a chunk.
+// over the keys that are visible to the query and, SELECTED, were selected for it. With A = sum P
+// ln P, C = sum P I and M = sum P: KL = (A - C) / M - ln M + lse(I). GRADIENT: instead of the sums,
+// the derivative with respect to I of every pair, softmax(I) - p, times the query's weight, for the
+// queries of a chunk.
 //
 // indexer_kl_sweep: the sums of a tile of queries over a span of keys, or their derivatives.
-// indexer_kl_rows:  adds the spans up in order: KL, lse(I) and M / heads_t of every query.
+// indexer_kl_rows:  adds the spans in order: KL, lse(I) and M / heads_t of every query.
 //
-// Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556 (lightning indexer); Milakov and Gimelshein,
-//   arXiv:1805.02867 (the running sums).
-// Mapping: block (tile of the chunk, span of keys); a warp owns 16 queries. Tile by tile of keys, the
-//   heads of the teacher and then of the student pass through one product, whose accumulators a lane
-//   adds to the tile's P and I in registers. The operands of the next head are copied meanwhile; keys
-//   are copied once for all heads that share them.
-// Shared memory, dynamic: queries, two stages | keys, two stages: 4 W (TILE_M + TILE_N) bytes, W the
-//   larger of HEAD_DIM and VALUE_DIM, with WGMMA a multiple of 64.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM of the student and VALUE_DIM of the teacher 64|96|128|256;
-//   PADDED, VALUE_PADDED; TILE_M = 16 * warps, with WGMMA a multiple of 64; TILE_N multiple of 32;
-//   THREADS; BLOCKS_PER_SM; WGMMA, GRADIENT, SELECTED 0|1; KEY_TILE, multiple of TILE_N: derivatives are written for whole tiles of so many keys;
-//   CAUSAL, VARLEN of score_options.cuh.
-// Minimum architecture: sm_80; with WGMMA sm_90a only. Accumulates in float in a fixed order: deterministic.
+// Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556 (lightning indexer); Milakov and
+//   Gimelshein, arXiv:1805.02867 (the running sums).
+// Mapping: block (tile of the chunk, span of keys); a warp owns 16 queries. For each tile of keys,
+//   the products of the teacher's heads and then of the student's use the same accumulators, which
+//   a lane adds to the tile's P and I in registers. The operands of the next head are copied
+//   meanwhile; keys are copied once for all heads that share them.
+// Shared memory, dynamic: queries, two stages | keys, two stages: 4 W (TILE_M + TILE_N) bytes, W
+//   the larger of HEAD_DIM and VALUE_DIM, with WGMMA a multiple of 64.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM of the student and VALUE_DIM of the teacher
+//   64|96|128|256; PADDED, VALUE_PADDED; TILE_M = 16 * warps, with WGMMA a multiple of 64; TILE_N
+//   multiple of 32; THREADS; BLOCKS_PER_SM; WGMMA, GRADIENT, SELECTED 0|1; KEY_TILE, multiple of
+//   TILE_N: derivatives are written for full tiles of KEY_TILE keys; CAUSAL, VARLEN of
+//   score_options.cuh.
+// Minimum architecture: sm_80; with WGMMA sm_90a only. Accumulates in float in a fixed order:
+//   deterministic.
 // Reference: cukit/reference/indexer_kl.py.
 #include "attention/indexer_products.cuh"
 #include "attention/indexer_work.cuh"
@@ -42,7 +46,7 @@ namespace {
 using T = cukit::element_t;
 using Scores = cukit::IndexerScores;
 
-constexpr int kScores = TILE_N / 2;      // of a lane
+constexpr int kScores = TILE_N / 2;      // per lane
 constexpr int kWords = TILE_N / 32;      // of a row's selection
 constexpr int kWidth = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
 constexpr int kQueryBytes = cukit::indexer_tile_bytes(TILE_M, kWidth);
@@ -51,15 +55,15 @@ constexpr float kHidden = -1e30f;
 constexpr float kNoScore = -1e29f;  // a maximum before the first visible key
 constexpr int kStatistics = 5;      // maximum, sum, A, C, M
 
-static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "every warp owns 16 rows");
-static_assert(TILE_N % 32 == 0 && KEY_TILE % TILE_N == 0, "whole words of a selection");
+static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "16 rows per warp");
+static_assert(TILE_N % 32 == 0 && KEY_TILE % TILE_N == 0, "a tile is full words of the selection");
 
 CUKIT_DEVICE float quad_sum(float value) {
   value += __shfl_xor_sync(cukit::kFullMask, value, 1);
   return value + __shfl_xor_sync(cukit::kFullMask, value, 2);
 }
 
-// What a lane sums up of its two rows, in powers of two.
+// A lane's sums over its two rows, in log2 units.
 struct RowSums {
   cukit::SoftmaxRows student;
   float entropy[2], cross[2], mass[2];  // A, C, M
@@ -72,10 +76,10 @@ struct RowSums {
     }
   }
 
-  // p: 0 where hidden, u: kHidden there.
+  // Masked pairs: p is 0 and u is kHidden.
   CUKIT_DEVICE void add(const float (&p)[kScores], const float (&u)[kScores]) {
     float shrink[2];
-    cukit::renew_maxima(student, shrink, u, 1.0f);
+    cukit::update_maxima(student, shrink, u, 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float own[4] = {};
@@ -96,7 +100,7 @@ struct RowSums {
     }
   }
 
-  // `to`: statistics of the lane's first row; they lie `step` floats apart.
+  // `to`: statistics of the lane's first row, `step` floats apart.
   CUKIT_DEVICE void write(float* to, long long step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -119,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     const T* __restrict__ q_s,        // [batch, seq_q, heads_s, head_dim]
     const T* __restrict__ k_s,        // [batch, seq_kv, head_dim]
     const float* __restrict__ head_weights,  // as lse_t, of heads_s
-    const unsigned* __restrict__ selected,   // SELECTED: a bit a key: [chunk rows, scratch_row / 32]
+    const unsigned* __restrict__ selected,   // SELECTED: a bit per key: [chunk rows, scratch_row / 32]
 #if GRADIENT
     const float* __restrict__ lse_s,        // [batch, seq_q]; VARLEN: [total_q]
     const float* __restrict__ mass_t,       // as lse_s: M / heads_t
@@ -136,11 +140,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const int index = static_cast<int>(blockIdx.x) / params.spans;
   const int span = static_cast<int>(blockIdx.x) % params.spans;
-  // Causal: the last queries see the most keys, so they go first.
+  // Causal: the last queries have the most visible keys, so they go first.
   const int tile_of_chunk = CAUSAL ? params.chunk_tiles - 1 - index : index;
   const cukit::IndexerWork work(tile_of_chunk, first_tile, params, cu_seqlens_q, cu_seqlens_kv);
   if (work.rows_left <= 0) return;
-  const int seq_kv = work.sequence.seq_kv, past = work.past();
+  const int seq_kv = work.sequence.seq_kv, causal_offset = work.causal_offset();
   const cukit::TileRange range = work.keys<TILE_N>(settings);
   constexpr int kWhole = KEY_TILE / TILE_N;
   const int last = GRADIENT ? (range.end + kWhole - 1) / kWhole * kWhole : range.end;
@@ -160,9 +164,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   k_t += cukit::offset_of(params.k_t, work.b, work.sequence.first_kv, 0);
   k_s += cukit::offset_of(params.k_s, work.b, work.sequence.first_kv, 0);
 
-  // The step before which a tile's heads begin: teacher's 0 .. heads_t - 1, then the student's.
+  // Heads of a tile: the teacher's 0 .. heads_t - 1, then the student's.
   const int heads = params.heads_t + params.heads_s;
-  // Copies derive their addresses anew: kept throughout the loop they would take the scores' registers.
+  // Copies recompute their addresses: kept throughout the loop, they would take the scores'
+  // registers.
   const auto row_stride = [](const cukit::HeadStrides& strides) {
     return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(strides.row))));
   };
@@ -195,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   const auto new_keys = [&](int head) {
     return head < params.heads_t ? head % params.group == 0 : head == params.heads_t;
   };
-  // Of the lane's two rows and a head: the teacher's lse, negative, in powers of two, or the weight.
+  // For the lane's two rows and a head: minus the teacher's lse in log2 units, or the student's
+  // weight.
   const long long teacher_rows = cukit::row_statistics(work.b, 0, params.heads_t, work.sequence, settings) + row;
   const long long student_rows = cukit::row_statistics(work.b, 0, params.heads_s, work.sequence, settings) + row;
   const long long rows_of_head = VARLEN ? settings.total_q : work.sequence.seq_q;
@@ -221,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     if (lane_row + 8 * half >= work.rows_left) continue;
     const long long at = cukit::row_statistics(work.b, 0, 1, work.sequence, settings) + row + 8 * half;
     const float mass = mass_t[at] * static_cast<float>(params.heads_t);
-    if (mass == 0.0f) continue;  // nothing to learn from
+    if (mass == 0.0f) continue;  // no gradient
     shift[half] = -lse_s[at] * cukit::kLog2E;
     inverse[half] = 1.0f / mass;
     weight[half] = cukit::kGradientUnit;
@@ -246,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 #pragma unroll 1
     for (int head = 0; head < heads; ++head) {
       cukit::publish_heads();
-      __syncthreads();  // this head has landed, and nobody reads the other stages any more
+      __syncthreads();  // this head has landed, and no warp reads the other stages any more
       const int next_head = head + 1 < heads ? head + 1 : 0;
       const int next_tile = head + 1 < heads ? tile : tile + 1;
       const int next_k_stage = k_stage ^ static_cast<int>(new_keys(next_head));
@@ -281,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       k_stage = next_k_stage;
     }
 
-    // What a query does not see, or what was not selected for it.
+    // Bits of the keys that are masked or were not selected.
     unsigned bits[2][kWords];
 #if SELECTED
 #pragma unroll
@@ -292,10 +298,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
                                     tile * kWords + word] >> lane_column;
       }
 #endif
-    const bool whole = !SELECTED && range.whole(tile);
+    const bool unmasked = !SELECTED && range.unmasked(tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const cukit::Span seen = cukit::visible_keys(row + 8 * half, past, seq_kv, settings);
+      const cukit::Span seen = cukit::visible_keys(row + 8 * half, causal_offset, seq_kv, settings);
       const int seen_end = seen.end - tile * TILE_N - lane_column;
 #pragma unroll
       for (int n = 0; n < TILE_N / 8; ++n)
@@ -304,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
           const int column = 8 * n + i;
           float& own = p[0][n][2 * half + i];
           float& u = score[0][n][2 * half + i];
-          bool hidden = !whole && column >= seen_end;
+          bool hidden = !unmasked && column >= seen_end;
 #if SELECTED
           hidden |= (bits[half][column / 32] >> (column % 32) & 1) == 0;
 #endif
@@ -364,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(TILE_M) indexer_kl_rows(
   }
   const float top = max + log2f(sum);
   float value = ((entropy - cross) / mass - log2f(mass) + top) * cukit::kLn2;
-  // A row without keys; rounding errors of a divergence near 0. NaN stays.
+  // 0 for a row without visible keys, and for a negative rounding error near 0. NaN stays.
   if (mass == 0.0f || value < 0.0f) value = 0.0f;
   const long long row = cukit::row_statistics(work.b, 0, 1, work.sequence, params.settings) +
                         work.first_row + threadIdx.x;

@@ -1,18 +1,19 @@
-// Gradient of an indexer's keys, from the derivatives by its scores.
+// Gradient of an indexer's keys, from the derivatives with respect to its scores.
 //
 //   x = q k^T      dx = w dI [x > 0]      dk = scale sum over queries and heads of dx^T q
 //
-// dI: of a chunk of queries, written by indexer_kl_sm80 (GRADIENT), times kGradientUnit. The sums of
-// the chunks are added up in their order, in float32: partial.
+// dI: of a chunk of queries, written by indexer_kl_sweep (GRADIENT), times kGradientUnit. `partial`
+// accumulates the chunks in order, in float32.
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556.
-// Mapping: block (sequence, tile of keys, split of the heads); a warp owns 16 keys. The block walks over
-//   the chunk's queries in tiles of TILE_Q and for each over its heads; the next head's queries are
-//   copied meanwhile, dI once for all heads. dx^T feeds its product from registers.
+// Mapping: block (sequence, tile of keys, split of the heads); a warp owns 16 keys. The block
+//   iterates over the chunk's queries in tiles of TILE_Q and for each tile over its heads; the next
+//   head's queries are copied meanwhile, dI once for all heads. dx^T is a register operand of its
+//   product.
 // Shared memory, bytes, dynamic: 2 (HEAD_DIM (KEY_TILE + 2 TILE_Q) + 2 TILE_Q KEY_TILE):
 //   k | q, two stages | dI, two.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; KEY_TILE = 16 * warps; TILE_Q multiple
-//   of 16 that divides TILE_M, the queries of a tile of the chunk; THREADS; BLOCKS_PER_SM; CAUSAL, VARLEN of
-//   score_options.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; KEY_TILE = 16 * warps; TILE_Q
+//   multiple of 16 that divides TILE_M, the queries of a tile of the chunk; THREADS; BLOCKS_PER_SM;
+//   CAUSAL, VARLEN of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/indexer_kl.py.
 #include "attention/indexer_work.cuh"
@@ -33,7 +34,7 @@ constexpr int kDerivativeBytes = TILE_Q * KEY_TILE * 2;
 constexpr int kParts = TILE_M / TILE_Q;
 
 static_assert(KEY_TILE == THREADS / cukit::kWarpSize * 16, "every warp owns 16 keys");
-static_assert(TILE_M % TILE_Q == 0, "a tile of the chunk is whole tiles of queries");
+static_assert(TILE_M % TILE_Q == 0, "TILE_Q divides a tile of the chunk");
 
 }  // namespace
 
@@ -58,12 +59,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
   const int keys_left = sequence.seq_kv - first_key;
   if (keys_left <= 0) return;
-  const int past = sequence.seq_kv - sequence.seq_q;
+  const int causal_offset = sequence.seq_kv - sequence.seq_q;
 
-  // The chunk's tiles of this sequence whose queries see some of the keys.
+  // The chunk's tiles of this sequence with queries that attend to some of the keys.
   const int q_tiles = cukit::tiles_of_sequence(params);
   const cukit::TileRange seen = cukit::query_tiles<TILE_M>(first_key, min(KEY_TILE, keys_left),
-                                                           past, sequence.seq_q, settings);
+                                                           causal_offset, sequence.seq_q, settings);
   const long long before = static_cast<long long>(b) * q_tiles - first_tile;
   const long long begin = max(static_cast<long long>(seen.begin), -before);
   const long long end = min(static_cast<long long>(seen.end), params.chunk_tiles - before);
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   const unsigned k_tile = cukit::shared_address(shared);
   const unsigned q_tile = k_tile + kKeyBytes;
   const unsigned d_tile = q_tile + 2 * kQueryBytes;
-  const auto rows_left = [&](int part) {  // part: of TILE_Q queries of the sequence
+  const auto rows_left = [&](int part) {  // part: index of TILE_Q queries of the sequence
     return sequence.seq_q - part * TILE_Q;
   };
   const auto copy = [&](int part, int head, int q_stage, int d_stage) {
@@ -116,12 +117,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 #pragma unroll 1
     for (int head = 0; head < heads; ++head) {
       cukit::cp_async_wait<0>();
-      __syncthreads();  // these queries have landed, and nobody reads the other stages any more
+      __syncthreads();  // these queries have landed, and no warp reads the other stages any more
       const bool same = head + 1 < heads;
       if (same || part + 1 < end_part) {
         copy(same ? part : part + 1, same ? head + 1 : 0, q_stage ^ 1, d_stage ^ 1);
       }
-      // Of the lane's queries: 8 n + 2 (lane % 4) + i.
+      // The lane's queries are 8 n + 2 (lane % 4) + i.
       const float* weights = head_weights + statistics + head * rows_of_head + part * TILE_Q;
       const int left = rows_left(part);
       float x[1][TILE_Q / 8][4];

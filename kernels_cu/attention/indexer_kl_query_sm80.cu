@@ -1,15 +1,16 @@
-// Gradients of an indexer's queries and head weights, from the derivatives by its scores.
+// Gradients of an indexer's queries and head weights, from the derivatives with respect to its
+// scores.
 //
 //   x = q k^T      dx = w dI [x > 0]      dq = scale dx k      dw = scale sum_j dI max(0, x)
 //
-// dI: of a chunk of queries, written by indexer_kl_sm80 (GRADIENT), times kGradientUnit.
+// dI: of a chunk of queries, written by indexer_kl_sweep (GRADIENT), times kGradientUnit.
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556.
-// Mapping: block (head, tile of the chunk); a warp owns 16 queries and walks over the keys in tiles of
-//   TILE_N, the next one copied meanwhile. dx feeds its product from registers.
+// Mapping: block (head, tile of the chunk); a warp owns 16 queries and iterates over the keys in
+//   tiles of TILE_N; the next tile is copied meanwhile. dx is a register operand of its product.
 // Shared memory, bytes, dynamic: 2 (HEAD_DIM (TILE_M + 2 TILE_N) + 2 TILE_M TILE_N):
 //   q | k, two stages | dI, two.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; TILE_M = 16 * warps; TILE_N multiple of
-//   32; THREADS; BLOCKS_PER_SM; CAUSAL, VARLEN of score_options.cuh.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; TILE_M = 16 * warps; TILE_N
+//   multiple of 32; THREADS; BLOCKS_PER_SM; CAUSAL, VARLEN of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/indexer_kl.py.
 #include "attention/indexer_work.cuh"
@@ -64,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   k += cukit::offset_of(params.k_s, work.b, work.sequence.first_kv, 0);
   derivatives += work.scratch * params.scratch_row;
 
-  // Copies derive their addresses anew: throughout the loop they would take the sums' registers.
+  // Copies recompute their addresses: kept throughout the loop, they would take the accumulators'
+  // registers.
   const auto again = [](long long stride) {
     return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(stride))));
   };
@@ -101,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 #pragma unroll 1
   for (int tile = range.begin; tile < range.end; ++tile) {
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this tile has landed, and nobody reads the other stage any more
+    __syncthreads();  // this tile has landed, and no warp reads the other stage any more
     const int stage = (tile - range.begin) % 2;
     if (tile + 1 < range.end) copy(tile + 1, stage ^ 1);
     float x[1][TILE_N / 8][4];

@@ -1,9 +1,9 @@
-// Q K^T of one head for the sweep over an indexer's scores, and the tiles that it is read from.
+// Q K^T of one head for indexer_kl_sweep, and its tiles in shared memory.
 //
-// Scores lie as mma.sync and wgmma leave them: a warp has 16 queries, element 4 n + 2 half + i of a lane
-// is row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i.
-// WGMMA 0: tiles as common/tile.cuh has them; every warp reads all keys. WGMMA 1 (sm_90a): parts of 64
-// columns, as common/hopper/shared_tile.cuh has them; four warps multiply 64 queries at a time.
+// Scores are in the layout of mma.sync and wgmma accumulators: a warp has 16 queries, element 4 n +
+// 2 half + i of a lane is row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i. WGMMA 0: tiles of
+// common/tile.cuh; every warp reads all keys. WGMMA 1 (sm_90a): parts of 64 columns
+// (common/hopper/shared_tile.cuh); a warpgroup multiplies 64 queries at a time.
 // Macros: DTYPE; TILE_M, TILE_N; THREADS; WGMMA 0|1.
 #pragma once
 
@@ -43,7 +43,7 @@ CUKIT_DEVICE void copy_head(unsigned tile, const element_t* from, long long row_
   }
 }
 
-// What this thread copied becomes visible to the products of others behind the next barrier.
+// Makes this thread's copies visible to the products of other threads after the next barrier.
 CUKIT_DEVICE void publish_heads() {
   cp_async_wait<0>();
   fence_proxy_async();

@@ -1,7 +1,7 @@
-// The keys that were selected for each query of a chunk, a bit a key.
+// Bit masks of the keys selected for each query of a chunk.
 //
-// indices holds keys of the query's own sequence; numbers below 0, as lists are padded with, and from
-// its length on name none. A block writes the bits of one query.
+// indices holds keys of the query's own sequence; negative ones, which pad the lists, and those
+// beyond its length are ignored. A block writes the bits of one query.
 // Macros: DTYPE of the heads; TILE_M; THREADS; VARLEN 0|1.
 // Minimum architecture: sm_80. Deterministic: the order of the bits does not matter.
 // Reference: cukit/reference/indexer_kl.py.

@@ -1,7 +1,8 @@
-// Which queries a block of the indexer's kernels works on, and where their scratch lies.
+// Queries of a block of the indexer's kernels, and their rows in the scratch arrays.
 //
-// The queries of all sequences are cut into tiles of TILE_M. A launch serves chunk_tiles of them from
-// `first_tile` on; its scratch has a row of scratch_row keys for every query of these tiles.
+// The queries of all sequences are divided into tiles of TILE_M. A launch processes a chunk,
+// chunk_tiles of them from `first_tile` on; its scratch has a row of scratch_row keys for each
+// query of the chunk.
 // Macros: TILE_M; those of score_options.cuh.
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace cukit {
 
-// The gradient of a student's score is stored times this, so that float16 keeps small ones.
+// Factor of stored derivatives, so that float16 represents small ones.
 constexpr float kGradientUnit = 64.0f;
 
 CUKIT_DEVICE int tiles_of_sequence(const IndexerParameters& params) {
@@ -21,10 +22,10 @@ CUKIT_DEVICE int tiles_of_sequence(const IndexerParameters& params) {
 struct IndexerWork {
   int b, first_row;       // of the tile in its sequence
   Sequence sequence;
-  int rows_left;          // none: nothing to do
+  int rows_left;          // 0 or less: the tile is empty
   long long scratch;      // first row of the tile's scratch
 
-  // `tile`: of the launch.
+  // `tile`: index within the launch.
   CUKIT_DEVICE IndexerWork(int tile, int first_tile, const IndexerParameters& params,
                            const int* cu_seqlens_q, const int* cu_seqlens_kv) {
     const int q_tiles = tiles_of_sequence(params);
@@ -39,12 +40,13 @@ struct IndexerWork {
     rows_left = sequence.seq_q - first_row;
   }
 
-  CUKIT_DEVICE int past() const { return sequence.seq_kv - sequence.seq_q; }
+  CUKIT_DEVICE int causal_offset() const { return sequence.seq_kv - sequence.seq_q; }
 
-  // The tiles of `Tile` keys that its queries see (rows_left > 0).
+  // The tiles of `Tile` keys visible to its queries (rows_left > 0).
   template <int Tile>
   CUKIT_DEVICE TileRange keys(const ScoreSettings& settings) const {
-    return key_tiles<Tile>(first_row, min(TILE_M, rows_left), past(), sequence.seq_kv, settings);
+    return key_tiles<Tile>(first_row, min(TILE_M, rows_left), causal_offset(), sequence.seq_kv,
+                           settings);
   }
 };
 

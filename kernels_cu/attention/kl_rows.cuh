@@ -1,18 +1,20 @@
-// The divergence of two attention distributions, row by row, as tiles of both models' scores come.
+// The divergence of two attention distributions, row by row, accumulated over tiles of both models'
+// scores.
 //
 //   e = exp2(x - top), x = a t, u = b s   (t, s: products of teacher and student; a, b: scale log2(e) / T)
 //   cross_t += e t     cross_s += e s     sum_t += e     sum_s += exp2(u - top_s)
 //   KL / ln 2 = (a cross_t - b cross_s) / sum_t - lse_t + lse_s,   lse = top + log2(sum)
 //
-// Where a model's lse is known it takes the place of `top`, and the student needs no exponential. With
-// the teacher's, KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e), which
-// an error of lse_t changes in second order only.
-// PRECISE, with both lse: the sum of p (expm1(-d) + d), d = ln p - ln q. No term is negative and none
-// cancels another: its relative error is that of float32 however small the divergence.
+// A given lse takes the place of `top`; with the student's, its exponentials are not needed. With
+// the teacher's, KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e),
+// in which an error of lse_t has a second-order effect only. PRECISE, with both lse given: the sum
+// of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so that nothing cancels: the relative
+// error is that of float32 however small the divergence.
 //
-// Hidden scores are kHidden, not -infinity: x - u is then finite, and e of them is 0.
-// A lane has two rows, row `row` and row + 8: element 4 n + 2 half + i of its scores is in row half. Sums
-// are over the lane's columns; tile by tile, for a smaller error of long rows.
+// Masked scores are kHidden, not -infinity: x - u is then finite, and their e is 0.
+// A lane has two rows, row `row` and row + 8: element 4 n + 2 half + i of its scores is in row
+// half. Sums are over the lane's columns, accumulated per tile first, for a smaller error of long
+// rows.
 //
 // Macros: KNOWN_T, KNOWN_S 0|1 the lse of teacher and student is given; PRECISE 0|1, then both are.
 #pragma once
@@ -28,7 +30,7 @@ static_assert(!PRECISE || (KNOWN_T && KNOWN_S), "precise terms need both probabi
 constexpr float kHidden = -1e30f;
 constexpr float kNoScore = -1e29f;  // a maximum before the first visible key
 
-// What hide_keys has hidden, in finite numbers. NaN stays.
+// Replaces -infinity, which hide_keys has stored, by kHidden. NaN stays.
 template <int N>
 CUKIT_DEVICE void make_finite(float (&scores)[N]) {
 #pragma unroll
@@ -37,7 +39,7 @@ CUKIT_DEVICE void make_finite(float (&scores)[N]) {
   }
 }
 
-// Where rows are read and written: [batch, heads, seq_q]; VARLEN: [heads, total_q].
+// Row arrays: [batch, heads, seq_q]; VARLEN: [heads, total_q].
 struct KlRowArrays {
   const float* known_t;  // KNOWN_T, natural logarithm
   const float* known_s;  // KNOWN_S
@@ -61,12 +63,12 @@ class KlRows {
     }
   }
 
-  // The teacher's products become weights e.
+  // Adds the teacher's products, and replaces them by their weights e.
   template <int N>
-  CUKIT_DEVICE void teach(float (&t)[N]) {
+  CUKIT_DEVICE void add_teacher(float (&t)[N]) {
     if constexpr (!KNOWN_T) {
       float shrink[2];
-      if (renew_maxima(teacher_, shrink, t, scale_t_)) {
+      if (update_maxima(teacher_, shrink, t, scale_t_)) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           cross_t_[half] *= shrink[half];
@@ -93,9 +95,9 @@ class KlRows {
     }
   }
 
-  // The student's products meet the weights. Afterwards the weights are no longer needed.
+  // Adds the student's products times the teacher's weights `e`.
   template <int N>
-  CUKIT_DEVICE void meet(const float (&e)[N], const float (&s)[N]) {
+  CUKIT_DEVICE void add_cross(const float (&e)[N], const float (&s)[N]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float cross[2] = {};
@@ -110,12 +112,12 @@ class KlRows {
     }
   }
 
-  // The sum of the student's exponentials.
+  // Adds the student's exponentials.
   template <int N>
-  CUKIT_DEVICE void learn(const float (&s)[N]) {
+  CUKIT_DEVICE void add_student(const float (&s)[N]) {
     if constexpr (!KNOWN_S) {
       float shrink[2];
-      renew_maxima(student_, shrink, s, scale_s_);
+      update_maxima(student_, shrink, s, scale_s_);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float shift = -student_.max[half] * scale_s_;
@@ -131,9 +133,9 @@ class KlRows {
     }
   }
 
-  // PRECISE: in place of the three above.
+  // PRECISE: replaces the three above.
   template <int N>
-  CUKIT_DEVICE void compare(const float (&t)[N], const float (&s)[N]) {
+  CUKIT_DEVICE void add_precise(const float (&t)[N], const float (&s)[N]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum[2] = {};
@@ -149,19 +151,19 @@ class KlRows {
     }
   }
 
-  // One tile, all at once.
+  // Adds one tile.
   template <int N>
   CUKIT_DEVICE void add(float (&t)[N], const float (&s)[N]) {
     if constexpr (PRECISE) {
-      compare(t, s);
+      add_precise(t, s);
     } else {
-      teach(t);
-      meet(t, s);
-      learn(s);
+      add_teacher(t);
+      add_cross(t, s);
+      add_student(s);
     }
   }
 
-  // Sums over the quads of lanes and writes; `first`, `rows_left` as in the constructor.
+  // Sums over the quads of lanes and stores the rows; `first`, `rows_left` as in the constructor.
   CUKIT_DEVICE void finish(const KlRowArrays& arrays, long long first, int rows_left) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -178,7 +180,7 @@ class KlRows {
                                     : cross / sum_t - (lse_t - lse_s);
         kl = value * kLn2;
       }
-      // A row without keys; rounding errors of a divergence near 0. NaN stays.
+      // 0 for a row without visible keys, and for a negative rounding error near 0. NaN stays.
       const bool dead = KNOWN_T ? lse_t == infinity() : sum_t == 0.0f;
       if (dead || kl < 0.0f) kl = 0.0f;
       if (threadIdx.x % 4 != 0 || 8 * half >= rows_left) continue;
@@ -194,7 +196,8 @@ class KlRows {
   }
 
  private:
-  // A known lse in powers of two, +infinity for a row without keys; else a maximum to begin with.
+  // A given lse in log2 units, +infinity for a row without visible keys; otherwise the initial
+  // maximum.
   template <bool Known>
   CUKIT_DEVICE static float start(const float* lse, bool exists) {
     if constexpr (!Known) return kNoScore;
@@ -221,7 +224,7 @@ class KlRows {
     return value + __shfl_xor_sync(kFullMask, value, 2);
   }
 
-  SoftmaxRows teacher_, student_;  // max: the known lse in powers of two, if there is one
+  SoftmaxRows teacher_, student_;  // max: the lse in log2 units, if it is given
   float cross_t_[2], cross_s_[2];
   float scale_t_, scale_s_;
 };

@@ -1,41 +1,45 @@
-// Attention of few queries over a cache of latents, on Hopper's own units: multi-head latent attention
-// with the up-projections absorbed into queries and outputs. All heads share one key of 576 columns, of
-// which the first 512 are the value too:
+// Multi-head latent attention of few queries over a latent cache, for Hopper (wgmma, TMA), with the
+// up-projections absorbed into queries and outputs. All heads share one key of 576 columns, of
+// which the first 512 are also the value:
 //
 //   out = softmax(scale * (Q_latent C^T + Q_rope R^T) + mask) C,   a cached row being [C, R]
 //
 // Papers: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434 (section 2.1.2); Shah et al.,
-//   "FlashAttention-3", arXiv:2407.08608 (warpgroups that copy, softmax beside products).
-// Mapping: a block has one tile of 64 rows (heads of queries) and walks over pages of 64 keys, its share
-//   of the batch (mla_work.cuh). A page lies in shared memory once and is operand of both products. A
-//   thread of the first warpgroup asks for pages; the two others, g = 0 and 1, each
-//     - keep output columns 256 g .. 256 g + 255, and the sums of the pages they own: every second one;
-//     - of a page they own: multiply the scores, renew the maxima that the pages before left, take
-//       exponentials, leave these as probabilities in shared memory for the other, multiply their half;
-//     - of the other's page: multiply the probabilities that they find with their half, between the
-//       first EARLY sections of their own page's scores and the rest. So the tensor core has scores to
-//       multiply while the owner takes exponentials.
-//   A page comes and goes in three sections, 256, 256 and 64 columns: a half is free once its warpgroup
-//   has multiplied it, the last section once the scores are there. The page after the one that is asked
-//   for is on its way to L2 already.
-//   CLUSTER: each block of a pair has half of a page's tokens copied into both: a page leaves L2 once for
-//   two tiles of rows. Pairs walk over the same pages.
-//   CODES: the first warpgroup makes the halves from float8 codes, as float16 in a unit of the page; the
-//   consumers make the queries' latent columns float16 (mla_codes.cuh). Scores of rotated columns come
-//   first and are brought to that unit while the other warpgroup's probabilities are multiplied.
-//   Rows of a page behind the last key may hold anything: as values they are overwritten by zeros.
-//   A piece that is not all of its request goes to `partial`, and mla_merge.cu adds the pieces.
+//   "FlashAttention-3", arXiv:2407.08608 (warp specialisation, softmax overlaps wgmmas).
+// Mapping: a block owns one tile of 64 rows (heads of queries) and iterates over pages of 64 keys,
+//   its share of the batch (mla_work.cuh). A page is stored in shared memory once and is an operand
+//   of both products. A thread of the producer warpgroup issues the loads of pages; the two
+//   consumer warpgroups, g = 0 and 1, each
+//     - accumulate output columns 256 g .. 256 g + 255, and the row sums of the pages they own,
+//       every second one;
+//     - for a page they own: compute the scores, update the row maxima and the exponentials, store
+//       these as probabilities to shared memory for the other consumer, multiply their own half;
+//     - for the other's page: multiply its probabilities by their own half, between the first EARLY
+//       sections of their own page's scores and the rest. So the tensor cores multiply scores while
+//       the owner computes exponentials.
+//   A page is loaded and released in three sections, of 256, 256 and 64 columns: a half is released
+//   once its warpgroup has multiplied it, the last section once the scores are complete. PREFETCH:
+//   the page after the one being loaded is prefetched to L2.
+//   CLUSTER: each block of a pair multicasts half of a page's tokens to both: a page is read from
+//   L2 once for two tiles of rows. Both blocks process the same pages.
+//   CODES: the producer warpgroup converts the halves from FP8 codes to float16 in a unit of the
+//   page; the consumers convert the queries' latent columns to float16 (mla_codes.cuh). Scores of
+//   rotated columns come first and are scaled to that unit while the other consumer's probabilities
+//   are multiplied. Rows of a page beyond the last key may hold anything: as values they are
+//   overwritten with zeros. A piece that does not cover its request is stored to `partial`, and
+//   mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
-//   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers, row
-//   maxima and sums that the warpgroups exchange.
+//   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers,
+//   row maxima and sums that the consumers exchange.
 // Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
 //   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
-//   [1, 64, 128]. A block outside the cache reads as zeros, but for codes.
-// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH 0;
-//   EARLY 1|2; PREFETCH 0|1;
-//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a divisor
-//   of TEAM; CAUSAL 0|1; THREADS = 384.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
+//   [1, 64, 128]. A block outside the cache reads as zeros, except for codes.
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH
+//   0; EARLY 1|2; PREFETCH 0|1;
+//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a
+//   divisor of TEAM; CAUSAL 0|1; THREADS = 384.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
+//   grid.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_codes.cuh"
 #include "attention/mla_work.cuh"
@@ -65,33 +69,33 @@ using PageTile = cukit::SharedTile<T, kPage, kWidth>;
 using ProbabilityTile = cukit::SharedTile<T, kRows, kPage>;
 
 #if CODES
-using Latent = __half;  // as the products read latents, their queries and probabilities
+using Latent = __half;  // operand type of latents, their queries and probabilities
 #else
 using Latent = T;
 #endif
 
-constexpr int kStages = 2;  // one for each warpgroup's pages
+constexpr int kStages = 2;  // one for each consumer's pages
 constexpr int kHalf = kLatent / 2;
 constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
 constexpr int kRopeSection = 2;
 constexpr int kReaders = CLUSTER * cukit::kWarpgroupWarps;  // warps that release a section
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
-static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1), "a cluster reads the same pages");
+static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1), "the blocks of a cluster read the same pages");
 static_assert(!CODES || EARLY == 1, "the scores of rotated columns are scaled");
-static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the products");
+static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the wgmmas");
 
-// Parts of a page that a section has. Sections 0 and 1 are the halves of the latent.
+// Number of a page's parts in a section. Sections 0 and 1 are the halves of the latent.
 CUKIT_DEVICE constexpr int parts_of(int section) {
   return section == kRopeSection ? PageTile::kParts - 2 * kHalfParts : kHalfParts;
 }
 
-// Page number `count` that a block works on.
+// The pipeline state of a block's page number `count`.
 CUKIT_DEVICE cukit::PipelineState<kStages> page_state(int count) {
-  cukit::PipelineState<kStages> at;
-  at.index = count % kStages;
-  at.phase = count / kStages % 2;
-  return at;
+  cukit::PipelineState<kStages> state;
+  state.index = count % kStages;
+  state.phase = count / kStages % 2;
+  return state;
 }
 
 struct Barriers {
@@ -99,7 +103,7 @@ struct Barriers {
   cukit::Pipeline<1> queries;
 
   CUKIT_DEVICE void init() {
-    // A half is filled by one thread's copies, or by the warps that decode.
+    // A half is filled by one thread's loads or, with CODES, by the warps that decode it.
     const int fills = CODES ? cukit::kWarpgroupWarps / 2 : 1;
     sections[0].init(kReaders, fills);
     sections[1].init(kReaders, fills);
@@ -128,12 +132,12 @@ struct Arrays {
   Partial partial;
 };
 
-// Where a warp keeps its share while it works on a piece: registers are scarce.
+// A warp's share in shared memory while it processes a piece, to save registers.
 struct ParkedShare {
   alignas(Share) unsigned char bytes[sizeof(Share)];
   unsigned parity;  // of the piece
 
-  // All lanes, which have the same share; after each of them has read the one before.
+  // Called by all lanes, with the same share.
   CUKIT_DEVICE void park(const Share& share, unsigned number) {
     __syncwarp();
     if (threadIdx.x % cukit::kWarpSize == 0) {
@@ -145,7 +149,7 @@ struct ParkedShare {
   CUKIT_DEVICE Share share() const { return *reinterpret_cast<const Share*>(bytes); }
   CUKIT_DEVICE cukit::PipelineState<1> queries() const { return {0, parity}; }
 
-  // To the next piece.
+  // Advances to the next piece.
   CUKIT_DEVICE void advance(Share& to, const Arrays& arrays,
                             const cukit::LatentParameters& params) {
     to = share();
@@ -154,39 +158,39 @@ struct ParkedShare {
   }
 };
 
-// What the warpgroups tell each other about rows.
+// What the warps exchange through shared memory.
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
-  int share_units;          // of a team's whole share
+  int share_units;          // units per team
   float maxima[2][kRows];   // by the warpgroup that owns the page
   float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
 #if CODES
   int units[kStages][2];  // of pages, for the readers of each half
-  unsigned query_tops[Block::kConsumerWarps];  // bits of the largest query that a warp met
+  unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query
 #endif
 };
 
 namespace producer {
 
-// Of the cache's tensor map, whose elements are bytes with CODES.
+// Columns of the cache's tensor map, whose elements are bytes with CODES.
 constexpr int kCacheColumns = CODES ? kCodedBytes : kWidth;
 constexpr int kRopeColumn = CODES ? kRopeByte : kLatent;
 constexpr int kBoxColumns = PageTile::kRowBytes / (CODES ? 1 : sizeof(T));
 
-// The first of the tokens of a page that this block copies.
+// The first token of a page that this block loads.
 CUKIT_DEVICE int cluster_row() {
   return CLUSTER == 1 ? 0 : cukit::cluster_rank() * (kPage / CLUSTER);
 }
 
-// Starts the copies of a section; its part `part` begins at column `column` of the map.
+// Issues the loads of a section, which starts at column `column` of the map.
 CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const Tiles& tiles,
                                const cukit::TensorMap* cache, int column, int block) {
-  const cukit::PipelineState<kStages> at = page_state(count);
+  const cukit::PipelineState<kStages> state = page_state(count);
   const int parts = parts_of(section);
   unsigned char* const to =
-      tiles.pages + at.index * PageTile::kBytes + section * kHalfParts * PageTile::kPartBytes;
-  barriers.sections[section].acquire(at);
-  cukit::Mbarrier* const full = barriers.sections[section].expect(at, parts * PageTile::kPartBytes);
+      tiles.pages + state.index * PageTile::kBytes + section * kHalfParts * PageTile::kPartBytes;
+  barriers.sections[section].acquire(state);
+  cukit::Mbarrier* const full = barriers.sections[section].expect(state, parts * PageTile::kPartBytes);
 #pragma unroll 1
   for (int part = 0; part < parts; ++part) {
     unsigned char* const own = to + part * PageTile::kPartBytes;
@@ -202,50 +206,50 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
 }
 
 #if CODES
-// Hands over a page that has been loaded, of which the first `keys` rows count.
+// Converts and commits this warp's share of a loaded page, whose first `keys` rows are keys.
 CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage& coded, int keys,
                               int count, const Tiles& tiles) {
-  const cukit::PipelineState<kStages> at = page_state(count);
-  unsigned char* const tile = tiles.pages + at.index * PageTile::kBytes;
+  const cukit::PipelineState<kStages> state = page_state(count);
+  unsigned char* const tile = tiles.pages + state.index * PageTile::kBytes;
   const int half = CodedPage::half();
   unsigned ratios[2];
   coded.begin(ratios, keys);
-  barriers.sections[half].acquire(at);
+  barriers.sections[half].acquire(state);
   const bool leads = threadIdx.x % cukit::kWarpSize == 0;
-  if (leads && CodedPage::first_row() == 0) exchange.units[at.index][half] = coded.unit;
+  if (leads && CodedPage::first_row() == 0) exchange.units[state.index][half] = coded.unit;
 #pragma unroll
   for (int i = 0; i < CodedPage::kRows; ++i) coded.store<PageTile>(i, tile, ratios);
   cukit::fence_proxy_async();
   __syncwarp();
-  if (leads) barriers.sections[half].commit(at);
+  if (leads) barriers.sections[half].commit(state);
 }
 #endif
 
-// Every warp that takes part walks; one thread starts the copies.
+// All participating warps iterate over the pages; one thread issues the loads.
 CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
                       const cukit::TensorMap* q, const cukit::TensorMap* cache, const Arrays& arrays,
                       const cukit::LatentParameters& params) {
   const bool starts = threadIdx.x == 0;
   const int member = blockIdx.x % TEAM;
-  int count = 0;  // pages that the block has been given
+  int count = 0;  // pages of the block so far
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
     const Piece piece = share.piece();
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Behind the piece, and of a page without keys, which a request of length 0 has, any will do.
+    // Beyond the piece, and for the page without keys of a request of length 0, any block will do.
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
     if (starts) {
-      const cukit::PipelineState<1> q_at = parked.queries();
-      barriers.queries.acquire(q_at);
-      QueryTile::load(tiles.queries, q, barriers.queries.expect(q_at, QueryTile::kBytes), 0,
+      const cukit::PipelineState<1> q_state = parked.queries();
+      barriers.queries.acquire(q_state);
+      QueryTile::load(tiles.queries, q, barriers.queries.expect(q_state, QueryTile::kBytes), 0,
                       {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
     }
 #if CODES
     const int* entry = row + piece.begin;
-    int keys = piece.place.request.seq_kv - piece.begin * kPage;  // from the page on
+    int keys = piece.place.request.seq_kv - piece.begin * kPage;  // from this page on
     CodedPage coded;
     coded.load(arrays.cache + block * params.cache_block);
 #pragma unroll 1
@@ -269,7 +273,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           }
         }
         load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
-        const int half = count % kStages;  // of the page's owner, which is first
+        const int half = count % kStages;  // of the page's owner, loaded first
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
           load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
@@ -290,7 +294,8 @@ using Outputs = float[kHalf / 2];
 using Scores = float[kPage / 2];
 using Probabilities = unsigned[kPage / 16][4];
 
-// Named barriers: of a warpgroup, + group; of both; "the probabilities of group's page are there".
+// Named barriers: of one consumer, + group; of both; "the probabilities of group's page are
+// stored".
 constexpr int kOwnBarrier = 1;
 constexpr int kBothBarrier = 3;
 constexpr int kHandoverBarrier = 4;
@@ -307,7 +312,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
   }
 }
 
-// Rescales a lane's two rows where their maxima have become `top`.
+// Rescales a lane's two rows to the new maxima `top`.
 CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&top)[2],
                         float factor) {
   const bool grown = top[0] > rows.max[0] || top[1] > rows.max[1];
@@ -324,7 +329,7 @@ CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&to
 }
 
 #if CODES
-// Brings a lane's sums and maxima from one unit of latents to another.
+// Converts a lane's accumulators and maxima from one unit of latents to another.
 CUKIT_DEVICE void change_unit(cukit::SoftmaxRows& rows, Outputs& out, int& unit, int renewed) {
   if (unit == renewed) return;
   const float by = power_of_two(cukit::mla::kExponentBias + unit - renewed);
@@ -335,7 +340,7 @@ CUKIT_DEVICE void change_unit(cukit::SoftmaxRows& rows, Outputs& out, int& unit,
   rows.max[1] *= by;
 }
 
-// Makes the latent columns of the queries float16, by both warpgroups, and returns their unit.
+// Converts the latent columns of the queries to float16, by both consumers, and returns their unit.
 CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange) {
   using Queries = CodedQueries<kBothThreads>;
   const int thread = threadIdx.x - cukit::kWarpgroupThreads;
@@ -353,7 +358,7 @@ CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange) {
 }
 #endif
 
-// Zeros instead of rows `rows` .. of a half page, by its warpgroup. Its scores are multiplied.
+// Zeroes the rows of a half page from `rows` on, by its warpgroup, after the scores are complete.
 CUKIT_DEVICE void clear_rows(unsigned char* half, int rows, int group) {
   const int thread = threadIdx.x % cukit::kWarpgroupThreads;
 #pragma unroll 1
@@ -383,7 +388,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const int other = group ^ 1;
   const int member = blockIdx.x % TEAM;
   const int lane_row = cukit::accumulator_row();
-  float factor = params.scale_log2;  // of scores as they are kept
+  float factor = params.scale_log2;  // of scores, in their unit
   cukit::Pipeline<kStages>& own_half = barriers.sections[group];
 
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
@@ -394,18 +399,20 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const unsigned long long p_first =
       cukit::uniform_descriptor(ProbabilityTile::k_major(tiles.probabilities));
 
-  int count = 0;  // pages that the block has worked on
+  int count = 0;  // pages of the block so far
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
     const Piece piece = share.piece();
     const int tile = piece.place.problem * TEAM + member;
     const Rows rows(piece.place.b, tile, params);
     const int seq_kv = piece.place.request.seq_kv;
-    const int past = seq_kv - params.seq_q;
-    const int limit[2] = {
-        cukit::visible_keys(rows.query(lane_row, params), past, seq_kv, params.settings).end,
-        cukit::visible_keys(rows.query(lane_row + 8, params), past, seq_kv, params.settings).end};
-    const int seen_by_all = cukit::visible_keys(0, past, seq_kv, params.settings).end;
+    const int causal_offset = seq_kv - params.seq_q;
+    const auto visible_end = [&](int query) {
+      return cukit::visible_keys(query, causal_offset, seq_kv, params.settings).end;
+    };
+    const int limit[2] = {visible_end(rows.query(lane_row, params)),
+                          visible_end(rows.query(lane_row + 8, params))};
+    const int visible_to_all = visible_end(0);
     const int last = count + piece.end - piece.begin;
     const auto key_of = [&](int page) { return (page - count + piece.begin) * kPage; };
 
@@ -421,7 +428,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const auto factor_of = [&](int page_unit) {
       return params.scale_log2 * (power_of_two(query_unit) * power_of_two(page_unit));
     };
-    // Once a half of the page has come.
+    // Call once a half of the page is loaded.
     const auto unit_of = [&](int page) {
       const int page_unit = cukit::warp_uniform(exchange.units[page % kStages][group]);
       __syncwarp();  // one lane releases the half
@@ -433,12 +440,13 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     };
 #endif
 
-    // Of a page's rows those that are keys; the others become zeros in this warpgroup's half.
+    // The number of a page's rows that are keys; this warpgroup zeroes the others in its half.
     const auto keys_of = [&](int page) { return seq_kv - key_of(page); };
-    const auto clear_behind_end = [&](int page, int stage) {
+    const auto clear_beyond_end = [&](int page, int stage) {
       if (keys_of(page) < kPage) {
-        clear_rows(tiles.pages + stage * PageTile::kBytes + group * kHalfParts * PageTile::kPartBytes,
-                   max(0, keys_of(page)), group);
+        clear_rows(
+            tiles.pages + stage * PageTile::kBytes + group * kHalfParts * PageTile::kPartBytes,
+            max(0, keys_of(page)), group);
       }
     };
     const auto release_half = [&](int page) {
@@ -448,7 +456,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         own_half.release_to_cluster<CLUSTER>(page_state(page));
       }
     };
-    // scores (+)= those of one section of an own page, when it has come.
+    // Waits for one section of an own page, and issues its part of the scores.
     const auto multiply_section = [&](int page, int turn) {
       const int section = turn == 0 ? kRopeSection : group ^ (turn - 1);
       const unsigned offset = section * kHalfParts * PageTile::kPart;
@@ -460,8 +468,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         multiply_keys<Latent, kHalfParts>(scores, q_first + offset, k_first + offset, true);
       }
     };
-    // out += P V of the other warpgroup's page, started.
-    const auto start_other = [&](int page) {
+    // Issues out += P V of the other consumer's page.
+    const auto issue_other = [&](int page) {
       cukit::named_sync(kHandoverBarrier + other, kBothThreads);
       const float top[2] = {exchange.maxima[other][lane_row], exchange.maxima[other][lane_row + 8]};
 #if CODES
@@ -469,7 +477,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       adopt_unit(unit_of(page));
 #endif
       adopt(softmax, out, top, factor);
-      clear_behind_end(page, other);
+      clear_beyond_end(page, other);
       own_half.wait(page_state(page));
       cukit::wgmma_fence();
       const unsigned long long v = v_first + other * PageTile::kStage;
@@ -481,13 +489,13 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       cukit::wgmma_commit();
     };
 
-    int page = count + ((count ^ group) & 1);  // the first that this warpgroup owns
+    int page = count + ((count ^ group) & 1);  // the first that this consumer owns
     for (; page < last; page += 2) {
-      const bool follows = page > count;  // a page of the other's
+      const bool follows = page > count;  // a page of the other consumer
 #pragma unroll
       for (int turn = 0; turn < EARLY; ++turn) multiply_section(page, turn);
       cukit::wgmma_commit();
-      if (follows) start_other(page - 1);
+      if (follows) issue_other(page - 1);
 #if CODES
       if (follows) {
         cukit::wgmma_wait<1>(scores);
@@ -512,7 +520,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       barriers.sections[kRopeSection].release_to_cluster<CLUSTER>(page_state(page));
 
       const int first_key = key_of(page);
-      if (first_key + kPage > seen_by_all) {
+      if (first_key + kPage > visible_to_all) {
         const int column = first_key + cukit::accumulator_column();
 #pragma unroll
         for (int i = 0; i < kPage / 2; ++i) {
@@ -520,11 +528,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         }
       }
       float shrink[2];
-      const bool outgrown = cukit::renew_maxima(softmax, shrink, scores, factor);
+      const bool grown = cukit::update_maxima(softmax, shrink, scores, factor);
       cukit::exponentiate(softmax, scores, factor);
       Probabilities p;
       cukit::pack_probabilities<Latent>(p, scores);
-      // Every warp has multiplied the probabilities that these overwrite.
+      // All warps have multiplied the probabilities that these overwrite.
       cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
       store_probabilities(tiles.probabilities, p);
       if (threadIdx.x % 4 == 0) {
@@ -534,8 +542,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       cukit::fence_proxy_async();
       cukit::named_arrive(kHandoverBarrier + group, kBothThreads);
 
-      if (outgrown) cukit::rescale(out, shrink);
-      clear_behind_end(page, group);
+      if (grown) cukit::rescale(out, shrink);
+      clear_beyond_end(page, group);
       cukit::wgmma_fence();
       const unsigned long long v = v_first + group * PageTile::kStage;
 #pragma unroll
@@ -548,7 +556,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     }
     barriers.queries.release(parked.queries());
     if (page == last) {
-      start_other(page - 1);
+      issue_other(page - 1);
       cukit::wgmma_wait<0>(out);
       release_half(page - 1);
     }
@@ -556,7 +564,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const Share own_share = parked.share();
     const Piece done = own_share.piece();
 
-    // Both have adopted the maxima of the last page: sums are those of one softmax.
+    // Both consumers have adopted the maxima of the last page: their sums are relative to the same
+    // ones.
     const unsigned parity = parked.queries().phase;
     Statistics total[2];
 #pragma unroll
@@ -580,7 +589,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 #endif
     const Rows own(done.place.b, done.place.problem * TEAM + member, params);
     const bool states = group == 0 && threadIdx.x % 4 == 0;
-    if (done.whole) {
+    if (done.complete) {
       cukit::ResultRows<T> to;
       to.first = arrays.out + own.index(lane_row, params) * kLatent + group * kHalf;
       to.row_stride = kLatent;
@@ -623,10 +632,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla_attention_sm90(
     const __grid_constant__ cukit::TensorMap q, const __grid_constant__ cukit::TensorMap cache,
-    const unsigned char* __restrict__ cache_bytes,  // what `cache` maps
+    const unsigned char* __restrict__ cache_bytes,  // the array that `cache` maps
     T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
     const int* __restrict__ seq_lens,
-    float* __restrict__ partial,  // see Partial: two slots a block
+    float* __restrict__ partial,  // Partial: two slots per block
     const __grid_constant__ cukit::LatentParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Barriers barriers;

@@ -1,15 +1,16 @@
-// Float8 latents on their way from a cache to operands of wgmma (sm_90).
+// Conversion of an FP8 latent cache to wgmma operands (sm_90).
 //
 // A token of the cache has 656 bytes: 512 codes (e4m3), 4 float32 scales, each of 128 codes, and 64
-// bfloat16 of rotated key, which TMA copies. A code times its scale becomes float16 in a unit that the
-// page's tokens share: a power of two, at most 2^-5 times the largest scale seen and growing with it,
-// so that no code passes 57344 and scales down to 2^-12 of the largest keep all eleven bits. Codes
-// become float16 in one exact instruction for two of them, and are multiplied two at a time.
-// Queries become float16 too, times a power of two of the tile; rotated columns stay as they are.
+// bfloat16 of rotated key, which TMA loads. A code times its scale is converted to float16 in a
+// unit that the page's tokens share: a power of two, at most 2^-5 times the largest scale so far
+// and growing with it, so that no product exceeds 57344 and scales down to 2^-12 of the largest
+// keep all eleven bits. One exact instruction converts two codes to float16, and one multiplies
+// both. The queries' latent columns are converted to float16 too, times a power of two per tile;
+// rotated columns stay as they are.
 //
 //   scores = unit_q * unit * (Q16 C16^T) + Q_rope R^T,   outputs = unit * (P C16)
 //
-// Units are kept as the exponent field of a float.
+// Units are stored as the exponent field of a float.
 #pragma once
 
 #include "attention/mla_work.cuh"
@@ -24,23 +25,23 @@
 namespace cukit::mla {
 
 constexpr int kScaleColumns = 128;
-constexpr int kRopeByte = kLatent + kLatent / kScaleColumns * 4;  // of a token
+constexpr int kRopeByte = kLatent + kLatent / kScaleColumns * 4;  // offset in a token
 constexpr int kCodedBytes = kRopeByte + kRope * 2;
 
 constexpr int kExponentBias = 127;
 constexpr unsigned kInfinityBits = 0x7f800000u;
-constexpr int kLeastUnit = kExponentBias - 60;  // below, latents count as zeros
+constexpr int kLeastUnit = kExponentBias - 60;  // latents in smaller units are zero
 
-// 2^(exponent - bias); exponents outside those of normal floats become the nearest.
+// 2^(exponent - bias); the exponent is clamped to the normal floats.
 CUKIT_DEVICE float power_of_two(int exponent) {
   return __uint_as_float(static_cast<unsigned>(min(max(exponent, 1), 254)) << 23);
 }
 
-// A warp's share of a page: every second row of one half. A lane has eight columns of each, which are one
-// chunk of 16 bytes in shared memory. The next page is loaded once a page has been handed over: the fence
-// that this takes waits for every load under way.
+// A warp's share of a page: every second row of one half. A lane has eight columns of each row, one
+// 16-byte chunk in shared memory. The next page is loaded after a page has been committed, since
+// the fence before the commit waits for all loads in flight.
 struct CodedPage {
-  static constexpr int kWarps = kWarpgroupWarps / 2;  // of a half
+  static constexpr int kWarps = kWarpgroupWarps / 2;  // per half
   static constexpr int kRows = kPage / kWarps;
 
   uint2 codes[kRows];
@@ -66,8 +67,8 @@ struct CodedPage {
     }
   }
 
-  // Renews the unit for a page of which the first `keys` rows count, and returns its scales in this
-  // unit: of token lane + first_row() + 32 i the two of this half, float16.
+  // Updates the unit for a page whose first `keys` rows are keys, and returns the scales in this
+  // unit: ratios[i] holds the two of this half for token lane + first_row() + 32 i, float16.
   CUKIT_DEVICE void begin(unsigned (&ratios)[2], int keys) {
     unsigned top = 0;
 #pragma unroll
@@ -94,7 +95,7 @@ struct CodedPage {
     }
   }
 
-  // Row number i of this warp to a page in shared memory.
+  // Stores this warp's i-th row to a page in shared memory.
   template <typename PageTile>
   CUKIT_DEVICE void store(int i, unsigned char* page, const unsigned (&ratios)[2]) const {
     const unsigned lane = threadIdx.x % kWarpSize;
@@ -108,7 +109,7 @@ struct CodedPage {
     unpack_e4m3(pairs, codes[i].y);
     values[2] = multiply(pairs[0], ratio);
     values[3] = multiply(pairs[1], ratio);
-    // Chunks of row + kWarps i are those of the first row with a constant of i in the swizzle.
+    // Addresses of later rows differ from the first row's by a swizzle constant.
     constexpr int kPeriod = 8 / kWarps;
     const unsigned first = PageTile::address(0, first_row(), half() * (kLatent / 16) + lane);
     const unsigned offset = first ^ (i % kPeriod * kWarps * 16);
@@ -124,15 +125,15 @@ struct CodedPage {
   }
 };
 
-// Queries of a tile: latent columns become float16 in a unit, found by `Threads` threads together.
+// Converts the latent columns of a tile of queries to float16 in a unit, by `Threads` threads.
 template <int Threads>
 struct CodedQueries {
   static constexpr int kBytes = kRows * kLatent * 2;
-  static constexpr int kMostScale = 20;  // exponent of what queries are multiplied with
-  static constexpr int kTop = 14;        // of the largest query in units
+  static constexpr int kMostScale = 20;  // largest exponent of the queries' factor
+  static constexpr int kTop = 14;        // exponent of the largest query, in units
 
-  // Bits of the largest magnitude that this thread meets. `tile`: its latent columns come first, in
-  // whole parts. `thread`: 0 .. Threads - 1.
+  // Bits of the largest magnitude among this thread's elements. `tile`: the latent columns are its
+  // first parts. `thread`: 0 .. Threads - 1.
   CUKIT_DEVICE static unsigned largest(const unsigned char* tile, int thread) {
     unsigned top = 0;
 #pragma unroll 4
@@ -147,7 +148,7 @@ struct CodedQueries {
     return top;
   }
 
-  // The unit for queries up to `top`. Where one is not finite, 1.
+  // The unit for queries of magnitudes up to `top`; 1 if one is not finite.
   CUKIT_DEVICE static int unit(unsigned top) {
     const int exponent = static_cast<int>(top >> 23);
     if (top >= kInfinityBits) return kExponentBias;

@@ -1,9 +1,10 @@
-// Adds up the pieces in which mla_attention_sm90.cu has worked on a request, into its output.
+// Merges the pieces of requests that mla_attention_sm90.cu has split.
 //
-// Mapping: a block takes `rows` rows of one tile (mla_work.cuh), one after the other; a thread has four
-//   columns. Requests that were not cut are left alone. It starts while the kernel before it ends.
-// Macros: DTYPE, TEAM, CAUSAL as there; THREADS = 128.
-// Minimum architecture: sm_90, as that kernel's. Deterministic: pieces are added in their order.
+// Mapping: a block processes `rows_per_block` rows of one tile (mla_work.cuh), one after the other;
+//   four columns per thread. Requests that were not split are skipped. Programmatic dependent
+//   launch: it starts while the attention kernel finishes.
+// Macros: DTYPE, TEAM, CAUSAL as in that kernel; THREADS = 128.
+// Minimum architecture: sm_90. Deterministic: pieces are added in order.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_work.cuh"
 #include "common/platform.cuh"
@@ -14,22 +15,22 @@ namespace {
 
 using namespace cukit::mla;
 
-constexpr int kColumns = kLatent / THREADS;  // of a thread
-constexpr int kAtOnce = 16;                  // loads under way
+constexpr int kColumns = kLatent / THREADS;  // per thread
+constexpr int kAtOnce = 16;                  // loads in flight
 
 static_assert(kColumns == 4, "one load of 16 bytes");
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) mla_merge(
-    const float* __restrict__ sums,  // see Partial
+    const float* __restrict__ sums,  // Partial
     T* __restrict__ out,             // [batch, seq_q, heads_q, 512]
     float* __restrict__ lse,         // [batch, heads_q, seq_q] or null
     const int* __restrict__ seq_lens,
     const __grid_constant__ cukit::LatentParameters params,
     int grid,  // blocks of the attention
     int rows_per_block) {
-  const int blocks = kRows / rows_per_block;  // of a tile
+  const int blocks = kRows / rows_per_block;  // per tile
   const int tile = static_cast<int>(blockIdx.x) / blocks % params.problems;
   const int b = static_cast<int>(blockIdx.x) / blocks / params.problems;
   const Partial partial{const_cast<float*>(sums)};

@@ -1,9 +1,9 @@
-// How the pages of a batch are shared out among the blocks of mla_attention_sm90.cu, and where pieces of
-// a request leave their sums for mla_merge.cu.
+// The schedule of mla_attention_sm90.cu, which assigns the pages of a batch to blocks, and the
+// partial sums of a request's pieces for mla_merge.cu.
 //
 // Units are pages (paged_work.cuh). A problem is a request and a tile of 64 rows, row r being head
-// r % heads of query r / heads; the blocks of a team work on neighbouring tiles of one request, so that
-// they read each page at about the same time.
+// r % heads of query r / heads; the blocks of a team process neighbouring tiles of one request, so
+// that they read each page at about the same time.
 //
 // Macros: DTYPE; TEAM blocks that share pages; CAUSAL of score_options.cuh.
 #pragma once
@@ -27,14 +27,14 @@ using Place = cukit::Place<kPage, 0>;
 using Piece = cukit::Piece<kPage, 0>;
 using Share = cukit::Share<kPage, 0>;
 
-// Pages that a block should have at least: smaller pieces cost more to add than they save.
+// Minimum pages per block: merging smaller pieces costs more than they save.
 constexpr int kLeastShare = 2;
 
-// What every warp finds out about a batch.
+// The division of a batch among teams, computed by every warp.
 struct Division {
   int total;   // units of a team
-  int share;   // of them for each team
-  int before;  // those of requests before `b`
+  int share;   // units per team
+  int before;  // units of requests before `b`
 
   CUKIT_DEVICE Division(const int* seq_lens, const LatentParameters& params, int teams, int b = 0) {
     const int problems = params.problems / TEAM;
@@ -53,8 +53,8 @@ struct Division {
       before += __shfl_xor_sync(kFullMask, before, offset);
     }
     share = max(kLeastShare, (total + teams - 1) / teams);
-    // Pieces have to be written and added up, so requests of one length are left whole, or cut into as few
-    // equal parts as there are teams for each, where that takes at most a sixteenth longer.
+    // Pieces must be stored and merged. So requests of equal length are not split, or split into
+    // equal parts, one per available team, if that takes at most a sixteenth longer.
     const int requests = params.batch * problems;
     const int parts = teams / max(1, requests);
     const bool equal = total == requests * longest;
@@ -64,12 +64,12 @@ struct Division {
   }
 };
 
-// Maximum (in powers of two) and sum of a row.
+// Maximum (in log2 units) and sum of a row.
 struct Statistics {
   float max, sum;
 };
 
-// Sums of pieces: of slot s, kRows * kLatent floats of outputs and then kRows Statistics.
+// Partial results of pieces. Slot s: kRows * kLatent floats of outputs, then kRows Statistics.
 struct Partial {
   float* memory;
 
@@ -86,14 +86,14 @@ struct Rows {
   CUKIT_DEVICE Rows(int request, int tile, const LatentParameters& params)
       : b(request), first(tile * kRows), count(min(kRows, params.seq_q * params.heads_q - first)) {}
 
-  // Row `row` of the tile among those of the batch.
+  // Index of the tile's row `row` among the rows of the batch.
   CUKIT_DEVICE long long index(int row, const LatentParameters& params) const {
     return static_cast<long long>(b) * params.seq_q * params.heads_q + first + row;
   }
   CUKIT_DEVICE int query(int row, const LatentParameters& params) const {
     return (first + row) / params.heads_q;
   }
-  // Its place in lse [batch, heads_q, seq_q].
+  // Its index in lse [batch, heads_q, seq_q].
   CUKIT_DEVICE long long statistic(int row, const LatentParameters& params) const {
     const int head = (first + row) % params.heads_q;
     return (static_cast<long long>(b) * params.heads_q + head) * params.seq_q + query(row, params);

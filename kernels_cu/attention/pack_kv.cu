@@ -1,17 +1,19 @@
-// Turns whole groups of keys and values of 16 bits into int4 codes in the blocks of a cache (KIVI).
+// Quantises full groups of 16-bit keys and values to int4 codes in the blocks of a cache (KIVI).
 //
-//   of a set: low = min x, high = max x
+//   for each set: low = min x, high = max x
 //   scale = (high - low) / 15, at least |x| / 1024 and 2^-14;  zero = -8 - low / scale   (both float16)
 //   code = round(x / scale + zero), from -8 to 7;  x ~ (code - zero) * scale
 //
-// A channel of keys is a set of GROUP tokens, a token of values one of all columns of a head. A set covers
-// its own range from end to end: channels of keys are far from zero. Every step rounds as the reference
-// does. A set that is not finite gets the scale NaN.
+// A set is one channel of keys over GROUP tokens, or one token of values over all columns of a
+// head. The quantisation is asymmetric, since the values of a key channel may all be far from zero.
+// Every operation rounds as in the reference. A set with a non-finite element gets the scale NaN.
 // Paper: Liu et al., KIVI, arXiv:2402.02750.
-// Mapping: a thread block serves a group and head. Keys wait in shared memory while a thread finds the
-//   extremes of a channel; a team of threads serves a token of values, eight columns each.
+// Mapping: one thread block per group and head. Keys are staged in shared memory, and each thread
+//   finds the extremes of a channel; a team of threads processes a token of values, eight columns
+//   each.
 // Shared memory, dynamic: GROUP * (HEAD_DIM + 8) elements of keys, 2 * HEAD_DIM floats of factors.
-// Macros: DTYPE float16|bfloat16; GROUP; HEAD_DIM, VALUE_DIM multiples of 8; INDEX int32|int64; THREADS.
+// Macros: DTYPE float16|bfloat16; GROUP; HEAD_DIM, VALUE_DIM multiples of 8; INDEX int32|int64;
+//   THREADS.
 // Minimum architecture: sm_80. Deterministic.
 // Reference: cukit/reference/pack_kv.py.
 #include "attention/parameters.cuh"
@@ -25,7 +27,7 @@ namespace {
 using T = cukit::element_t;
 using index_t = cukit::INDEX;
 
-constexpr int kChunk = 8;  // elements of 16 bytes, and codes of a word
+constexpr int kChunk = 8;  // 16 bytes of elements, one word of codes
 constexpr int kPitch = HEAD_DIM + kChunk;
 constexpr float kLeastScale = 6.103515625e-5f;  // the smallest normal float16
 constexpr float kMostScale = 65504.0f;
@@ -48,7 +50,7 @@ struct Factors {
 
 CUKIT_DEVICE unsigned encode(float x, float inverse, float zero) {
   const float code = rintf(__fadd_rn(__fmul_rn(x, inverse), zero));
-  // fmaxf turns NaN into a number.
+  // fmaxf replaces NaN by -8.
   return static_cast<unsigned>(static_cast<int>(fminf(fmaxf(code, -8.0f), 7.0f))) & 15u;
 }
 
@@ -67,7 +69,7 @@ struct Extremes {
 struct Place {
   int block, row;
 
-  // Of group `index`, of blocks with `in_block` groups.
+  // Of group `index`, with `in_block` groups per block.
   CUKIT_DEVICE Place(long long index, int in_block)
       : block(static_cast<int>(index / in_block)),
         row(static_cast<int>(index % in_block) * GROUP) {}
@@ -78,7 +80,7 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(THREADS) pack_kv(
     const T* __restrict__ k,              // [source_blocks, source_rows, heads, HEAD_DIM]
     const T* __restrict__ v,              // the same, [..., VALUE_DIM]
-    const index_t* __restrict__ sources,  // [num_groups]: of GROUP rows
+    const index_t* __restrict__ sources,  // [num_groups]: indices of groups of GROUP rows
     const index_t* __restrict__ targets,  // [num_groups]
     unsigned char* __restrict__ k_cache,  // [num_blocks, block_size, heads, HEAD_DIM / 2]
     unsigned char* __restrict__ v_cache,  // the same, [..., VALUE_DIM / 2]
@@ -141,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_kv(
 
   const int lane = threadIdx.x % kTeam;
   const int column = lane * kChunk;
-  static_assert(THREADS % kTeam == 0 && GROUP % (THREADS / kTeam) == 0, "teams take whole rounds");
+  static_assert(THREADS % kTeam == 0 && GROUP % (THREADS / kTeam) == 0, "the rows divide evenly among the teams");
 #pragma unroll 1
   for (int row = threadIdx.x / kTeam; row < GROUP; row += THREADS / kTeam) {
     float values[kChunk] = {};

@@ -1,25 +1,26 @@
-// Attention over keys and values in blocks of a cache, for few queries a request.
+// Attention over keys and values in blocks of a cache, for few queries per request.
 //
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
-// row j % block_size of block block_table[b][j / block_size]. The queries are the last of a request.
-// RECENT: keys from packed_lens[b] on are row j % recent_rows of ring rings[b], and have not been
-// quantised.
+// row j % block_size of block block_table[b][j / block_size]. The queries are the last of a
+// request.
+// RECENT: key j from packed_lens[b] on is row j % recent_rows of ring buffer rings[b], unquantised.
 //
-// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu et al.,
-//   KIVI, arXiv:2402.02750 (int4, recent keys).
+// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu
+//   et al., KIVI, arXiv:2402.02750 (int4, recent keys).
 // Mapping: the rows of a problem are the queries of all heads that share a key head, so a key is
 //   read once for the group. Tiles of TILE = STEP * WARPS keys; a warp owns STEP keys of each, with
-//   sums, maxima and outputs of its own and a ring of STAGES copies that no other warp waits for.
-//   paged_work.cuh shares out the tiles. A piece that is not all of its problem goes to `partial`;
-//   the block that finishes a problem last adds up its pieces, in their order.
-// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 * HEAD_DIM;
-//   of codes half of that and 8 * STEP), where eight rows of every warp lie on their way into a sum;
-//   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the orders of both kinds of keys.
+//   sums, maxima and outputs of its own and a pipeline of STAGES stages that no other warp waits
+//   for. paged_work.cuh schedules the tiles. A piece that does not cover its problem is stored to
+//   `partial`; the block that finishes a problem last adds its pieces in order.
+// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 *
+//   HEAD_DIM; for codes half of that plus 8 * STEP), reused to merge eight rows of every warp;
+//   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the column orders of both kinds
+//   of keys.
 // Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
-//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is smaller (the rest is
-//   zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES; UNIT_TILES 0, or tiles a unit;
-//   TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of
-//   score_options.cuh.
+//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
+//   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
+//   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
+//   BLOCKS_PER_SM; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -36,9 +37,9 @@ namespace {
 
 using namespace cukit::paged;
 
-constexpr int kQueryBytes = 2 * kRows * HEAD_DIM;  // in the order of one kind of keys
+constexpr int kQueryBytes = 2 * kRows * HEAD_DIM;  // in one column order
 
-// The rows of a problem into shared memory; zeros where there are none.
+// Loads the rows of a problem into shared memory; zeros beyond the last row.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
   constexpr int kChunks = HEAD_DIM / 8;
@@ -77,7 +78,8 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
   }
 }
 
-// int4: of values, and what each key adds to all columns of an output, (code + 8 = 0) times the scale.
+// int4: scales of values, and the offset that each key adds to all columns of an output, the value
+// of (code + 8 = 0).
 CUKIT_DEVICE void load_value_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets,
                                      const unsigned char* from) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -91,7 +93,7 @@ CUKIT_DEVICE void load_value_factors(Scales<CacheForm>& scales, Scales<CacheForm
   }
 }
 
-// int4: zeros where there is no key, since 0 times what lies there may be NaN.
+// int4: zeroes the factors beyond the last key, since 0 times the memory there may be NaN.
 CUKIT_DEVICE void hide_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets, int first_key,
                                int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -103,12 +105,12 @@ CUKIT_DEVICE void hide_factors(Scales<CacheForm>& scales, Scales<CacheForm>& off
   }
 }
 
-// Puts scores through the options; what is hidden becomes -infinity, and what is from key `end` on.
+// Applies the score options. Masked scores, and those from key `end` on, become -infinity.
 template <typename F>
 CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& rows, int seq_kv,
                                 int end, const cukit::PagedParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const int past = seq_kv - params.seq_q;
+  const int causal_offset = seq_kv - params.seq_q;
   const cukit::HeadScores head({}, settings, 0, 0, {0, 0, params.seq_q, seq_kv});
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
@@ -116,8 +118,8 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = rows.query(8 * n + lane % 4 * 2 + i, params);
-      cukit::Span seen = cukit::visible_keys(query, past, seq_kv, settings);
-      if constexpr (RECENT) seen.end = min(seen.end, end);
+      cukit::Span visible = cukit::visible_keys(query, causal_offset, seq_kv, settings);
+      if constexpr (RECENT) visible.end = min(visible.end, end);
 #pragma unroll
       for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
@@ -125,19 +127,19 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
           float& value = scores[m][n][2 * half + i];
           const int key = first_key + 16 * m + 8 * half + lane / 4;
           value = head.score(value, query, key, params.scale_log2, settings);
-          if (head.hidden(seen, query, key, settings)) value = -cukit::infinity();
+          if (head.hidden(visible, query, key, settings)) value = -cukit::infinity();
         }
     }
 }
 
-// Renews maxima that scores have outgrown and, with CODE, the unit of the values' scales: P times a
-// scale in this unit fits float16 whatever the scales. Most steps renew nothing.
+// Updates maxima that have grown and, with CODE, the unit of the values' scales: P times a scale in
+// this unit fits float16 for any scales. Most steps update nothing.
 template <typename F>
-CUKIT_DEVICE void renew(Sums& sums, const Scores<F>& scores, const Scales<F>& value_scales,
+CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, const Scales<F>& value_scales,
                         float factor) {
   constexpr float kUnitGrowth = 16.0f;
   float seen[QUERY_TILES][2];
-  bool outgrown = false;
+  bool grown = false;
 #pragma unroll
   for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
@@ -147,16 +149,16 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores<F>& scores, const Scales<F>& va
       for (int m = 0; m < F::kKeyTiles; ++m) {
         seen[n][i] = fmaxf(seen[n][i], fmaxf(scores[m][n][i], scores[m][n][2 + i]));
       }
-      // Still -infinity on both sides gives NaN, which is not greater.
-      outgrown |= (seen[n][i] - sums.max[n][i]) * factor > cukit::kLazyGrowth;
+      // If both are -infinity the difference is NaN, and the comparison false.
+      grown |= (seen[n][i] - sums.max[n][i]) * factor > cukit::kLazyGrowth;
     }
   float top = 0.0f;
   if constexpr (F::kCode != 0) {
 #pragma unroll
     for (int i = 0; i < 2 * F::kKeyTiles; ++i) top = fmaxf(top, fabsf(value_scales[i / 2][i % 2]));
-    outgrown |= top > kUnitGrowth * sums.unit;
+    grown |= top > kUnitGrowth * sums.unit;
   }
-  if (!__any_sync(cukit::kFullMask, outgrown)) return;
+  if (!__any_sync(cukit::kFullMask, grown)) return;
 
   float shrink_unit = 1.0f;
   if constexpr (F::kCode != 0) {
@@ -171,10 +173,10 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores<F>& scores, const Scales<F>& va
   for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float renewed = max_over_keys(seen[n][i]);
-      const float base = renewed == -cukit::infinity() ? 0.0f : renewed;
+      const float updated = max_over_keys(seen[n][i]);
+      const float base = updated == -cukit::infinity() ? 0.0f : updated;
       const float shrink = exp2f((sums.max[n][i] - base) * factor);
-      sums.max[n][i] = renewed;
+      sums.max[n][i] = updated;
       sums.sum[n][i] *= shrink;
       if constexpr (CODE == 3) sums.added[n][i] *= shrink;
 #pragma unroll
@@ -187,12 +189,12 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores<F>& scores, const Scales<F>& va
     }
 }
 
-// Adds a warp's keys of a step. value_scales: of codes; value_offsets: with int4.
+// Adds a warp's keys of a step. value_scales: for codes; value_offsets: for int4.
 template <typename F>
 CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned char* values,
                            const Scales<F>& value_scales, const Scales<F>& value_offsets,
                            float factor) {
-  renew<F>(sums, scores, value_scales, factor);
+  update_maxima<F>(sums, scores, value_scales, factor);
   Probabilities<F> p;
 #pragma unroll
   for (int n = 0; n < QUERY_TILES; ++n) {
@@ -222,14 +224,14 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned c
 
 // Adds a warp's keys of a tile of recent ones.
 CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
-                                  const unsigned char* keys, int first_key, bool all_seen,
+                                  const unsigned char* keys, int first_key, bool all_visible,
                                   const Rows& rows, int seq_kv, float factor,
                                   const cukit::PagedParameters& params) {
   using F = RecentForm;
   const Scales<F> none{};
   Scores<F> scores;
   multiply_keys<F>(scores, Queries<F>(queries), keys);
-  if (cukit::kScoresModified || !all_seen) {
+  if (cukit::kScoresModified || !all_visible) {
     apply_options<F>(scores, first_key, rows, seq_kv, seq_kv, params);
   }
   add_keys<F>(sums, scores, keys + kPartBytes, none, none, factor);
@@ -246,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const T* __restrict__ recent_k, const T* __restrict__ recent_v,  // RECENT; else null
     const int* __restrict__ rings, const int* __restrict__ packed_lens,
     const float* __restrict__ sinks,
-    float* partial_memory,  // see Partial: two slots a block, or one a unit
-    int* counters,          // zeros: one a block, or one a problem
+    float* partial_memory,  // Partial: two slots per block, or one per unit
+    int* counters,          // zeros: one per block, or one per problem
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
@@ -261,11 +263,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
                       sinks, recent_k, recent_v, rings};
   const Partial partial{partial_memory};
   const int warp = threadIdx.x / cukit::kWarpSize;
-  const unsigned char* ring = shared + warp * STAGES * kStageBytes;
+  const unsigned char* stages = shared + warp * STAGES * kStageBytes;
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const float factor = cukit::exponent_factor(params.scale_log2);
 
-  // The block table is needed next: its lines are on their way while lengths are read.
+  // The block table is needed next: prefetched to L2 while lengths are read.
   const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
   const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
                             (params.most_keys - params.recent_rows) / params.block_size;
@@ -280,11 +282,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   Share share{Place::find(first_unit, lengths, params), first_unit,
               min(total, first_unit + share_units)};
 
-  Loader loader(share, cukit::shared_address(ring), places[warp], arrays, params);
-#pragma unroll 1  // the machine code of one start is long, and has to be fetched once
+  Loader loader(share, cukit::shared_address(stages), places[warp], arrays, params);
+#pragma unroll 1  // keeps one copy of its long machine code
   for (int i = 0; i < STAGES - 1; ++i) {
     loader.start(arrays, params);
-    __syncwarp();  // the next start renews the places of the keys
+    __syncwarp();  // the next start overwrites the places of the keys
   }
 
   int stage = 0;
@@ -292,20 +294,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const Piece piece = share.piece();
     const Rows rows(piece.place, params);
     const int seq_kv = piece.place.request.seq_kv;
-    // Keys that every row sees.
-    const int past = seq_kv - params.seq_q;
-    const int seen_begin =
-        cukit::visible_keys(params.seq_q - 1, past, seq_kv, params.settings).begin;
-    const int seen_end = cukit::visible_keys(0, past, seq_kv, params.settings).end;
+    // Keys visible to every row.
+    const int causal_offset = seq_kv - params.seq_q;
+    const int visible_begin =
+        cukit::visible_keys(params.seq_q - 1, causal_offset, seq_kv, params.settings).begin;
+    const int visible_end = cukit::visible_keys(0, causal_offset, seq_kv, params.settings).end;
     load_queries(query_tile, rows, arrays, params);
     const Queries<CacheForm> queries(query_tile);
     Sums sums;
     sums.clear();
     for (int tile = piece.begin; tile < piece.end; ++tile) {
       cukit::cp_async_wait<STAGES - 2>();
-      __syncwarp();  // every lane's copies have arrived, and all have left the stage that is next
+      __syncwarp();  // all lanes' copies have landed, and no lane reads the stage that is filled next
       loader.start(arrays, params);
-      const unsigned char* keys = ring + stage * kStageBytes;
+      const unsigned char* keys = stages + stage * kStageBytes;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       if constexpr (RECENT) {
         const auto& request = piece.place.request;
@@ -313,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
           using F = RecentForm;
           const int first_key = request.cached + (tile - request.cached_tiles()) * kRecentTile +
                                 warp * F::kStep;
-          const bool all_seen = first_key >= seen_begin && first_key + F::kStep <= seen_end;
-          add_recent_keys(sums, query_tile + kQueryBytes, keys, first_key, all_seen, rows, seq_kv,
+          const bool all_visible = first_key >= visible_begin && first_key + F::kStep <= visible_end;
+          add_recent_keys(sums, query_tile + kQueryBytes, keys, first_key, all_visible, rows, seq_kv,
                           factor, params);
           continue;
         }
@@ -343,8 +345,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 #pragma unroll
             for (int i = 0; i < 4; ++i) scores[m][n][i] *= key_scales[m][i / 2];
       }
-      if (cukit::kScoresModified || first_key < seen_begin ||
-          first_key + kStep > (RECENT ? min(seen_end, end) : seen_end)) {
+      if (cukit::kScoresModified || first_key < visible_begin ||
+          first_key + kStep > (RECENT ? min(visible_end, end) : visible_end)) {
         apply_options<F>(scores, first_key, rows, seq_kv, end, params);
         if constexpr (CODE == 3) hide_factors(value_scales, value_offsets, first_key, end);
       }
@@ -353,20 +355,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
     const int problem_first = share.index - piece.place.unit;  // its first unit
-    // Counters, as slots, are a block's own; with UNIT_TILES a unit's.
+    // One counter, as one slot, per block or, with UNIT_TILES, per unit.
     const cukit::PieceSlots slots(problem_first, piece.place.request.units, share_units);
     const int pieces = UNIT_TILES ? piece.place.request.units : slots.count;
     const auto slot_of = [&](int i) {
-      if constexpr (UNIT_TILES > 0) return static_cast<long long>(problem_first + i) * TEAM + member;
+      if constexpr (UNIT_TILES > 0) {
+        return static_cast<long long>(problem_first + i) * TEAM + member;
+      }
       return slots.slot(i, member);
     };
     const int own = UNIT_TILES ? piece.place.unit : team - slots.first_team;
     const int counter =
-        UNIT_TILES ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
-                   : slots.first_team * TEAM + member;
-    merge_warps(sums, rows, piece.whole, slot_of(own), factor, merge, statistics, partial, arrays,
+        UNIT_TILES
+            ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
+            : slots.first_team * TEAM + member;
+    merge_warps(sums, rows, piece.complete, slot_of(own), factor, merge, statistics, partial, arrays,
                 params);
-    if (!piece.whole && finishes(counters + counter, pieces)) {
+    if (!piece.complete && finishes(counters + counter, pieces)) {
       merge_pieces(rows, pieces, slot_of, partial, arrays, params);
     }
     share.advance(lengths, params);

@@ -1,8 +1,8 @@
-// The copies of keys and values that a thread block of paged attention reads.
+// The cp.async loads of paged attention's keys and values.
 //
-// A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of a key
-// (of 16 keys, two lanes share each) a step before it is needed; where the rows of keys and values begin
-// then goes through shared memory to the lanes that copy them. The keys of a step of int4 lie in one
+// A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of one
+// key (with 16 keys, two lanes share each) a step before it is needed, and passes the addresses of
+// the rows through shared memory to the lanes that copy them. The int4 keys of a step are in one
 // block, which every lane looks up.
 //
 // Macros: those of paged_attention.cu.
@@ -16,36 +16,36 @@
 
 namespace cukit::paged {
 
-// Where a key and its values begin in the cache; null where no row sees the key.
+// Addresses of a key and its value in the cache; null if the key is masked for all rows.
 struct __align__(16) KeyPlace {
   const cache_t* k;
   const cache_t* v;
 };
 
-// offset_of for numbers that are not negative: half the instructions.
+// offset_of for non-negative indices: half the instructions.
 CUKIT_DEVICE long long place_of(const HeadStrides& strides, unsigned block, unsigned row,
                                 unsigned head) {
   return strides.batch * block + strides.row * row + strides.head * head;
 }
 
-// Copies a warp's keys and values, tile after tile of a share, ahead of their use.
+// Copies a warp's keys and values ahead of their use, tile by tile of a share.
 class Loader {
   static constexpr bool kGrouped = CODE == 3;
 
  public:
-  static constexpr int kPlaces = kGrouped ? RecentForm::kStep : kStep;  // of a warp's keys
+  static constexpr int kPlaces = kGrouped ? RecentForm::kStep : kStep;  // keys of a warp
 
   // `places`: of the warp's keys, in shared memory.
-  CUKIT_DEVICE Loader(const Share& share, unsigned ring, KeyPlace* places, const Arrays& arrays,
+  CUKIT_DEVICE Loader(const Share& share, unsigned stages, KeyPlace* places, const Arrays& arrays,
                       const PagedParameters& params)
-      : share_(share), stages_(ring), places_(places), stage_(0), more_(!share.done()) {
+      : share_(share), stages_(stages), places_(places), stage_(0), more_(!share.done()) {
     if (more_) {
       open_piece(arrays, params);
       look_up(arrays, params);
     }
   }
 
-  // Starts the copies of the next tile, or none after the last; one group either way.
+  // Issues the copies of the next tile, or none after the last; commits one group either way.
   CUKIT_DEVICE void start(const Arrays& arrays, const PagedParameters& params) {
     if (more_) {
       copy(arrays, params);
@@ -63,9 +63,9 @@ class Loader {
   }
 
  private:
-  static_assert(kGrouped || kStep <= kWarpSize, "a lane looks up one key");
+  static_assert(kGrouped || kStep <= kWarpSize, "one lane per key");
 
-  // The lane's key of a step; of 16 keys two lanes share each. int4: the first.
+  // The key that the lane looks up; with 16 keys per step, two lanes share each. int4: the first.
   CUKIT_DEVICE static int own_key() { return kGrouped ? 0 : threadIdx.x % kWarpSize % kStep; }
 
   // Whether this lane is the first of those that share a key.
@@ -79,12 +79,12 @@ class Loader {
     piece_end_ = piece.end;
     const Rows rows(piece.place, params);
     head_kv_ = rows.head_kv;
-    // What no row sees is not read: a window's blocks may have been given to others.
-    const int past = piece.place.request.seq_kv - params.seq_q;
+    // Masked keys are not read: blocks outside a window may have been reassigned.
+    const int causal_offset = piece.place.request.seq_kv - params.seq_q;
     const int last = params.seq_q - 1;
     const int seq_kv = piece.place.request.seq_kv;
-    first_key_ = max(0, visible_keys(0, past, seq_kv, params.settings).begin);
-    last_key_ = visible_keys(last, past, seq_kv, params.settings).end;
+    first_key_ = max(0, visible_keys(0, causal_offset, seq_kv, params.settings).begin);
+    last_key_ = visible_keys(last, causal_offset, seq_kv, params.settings).end;
     if constexpr (RECENT) ring_ = arrays.rings[piece.place.b];
     const int key = first_of_tile() + own_key();
     entry_ = key / params.block_size;
@@ -95,12 +95,12 @@ class Loader {
     return tile_ * kTile + threadIdx.x / kWarpSize * kStep;
   }
 
-  // Whether the tile is one of recent keys.
+  // Whether the tile holds recent keys.
   CUKIT_DEVICE bool recent() const {
     return RECENT && tile_ >= share_.place.request.cached_tiles();
   }
 
-  // Of the tile behind, without a division.
+  // Advances to the next tile, without a division.
   CUKIT_DEVICE void next_keys(const PagedParameters& params) {
     entry_ += params.tile_blocks;
     row_ += params.tile_rows;
@@ -110,10 +110,11 @@ class Loader {
     }
   }
 
-  // The block of the lane's key, a step before it is needed.
+  // Looks up the block of the lane's key, a step before it is needed.
   CUKIT_DEVICE void look_up(const Arrays& arrays, const PagedParameters& params) {
     if (recent()) return;
-    const int* table = arrays.block_table + static_cast<long long>(share_.place.b) * params.table_row;
+    const int* table =
+        arrays.block_table + static_cast<long long>(share_.place.b) * params.table_row;
     const int end = RECENT ? min(last_key_, share_.place.request.cached) : last_key_;
     const int key = first_of_tile() + own_key();
     const int keys = kGrouped ? kStep : 1;
@@ -142,14 +143,14 @@ class Loader {
     if (writes()) places_[own_key()] = place;
     __syncwarp();
     if (!PADDED && !VALUE_PADDED && __all_sync(kFullMask, known)) {
-      copy_whole(keys);
+      copy_unpadded(keys);
     } else {
-      copy_known<CacheForm>(keys, arrays, params);
+      copy_padded<CacheForm>(keys, arrays, params);
     }
     if constexpr (CODE != 0) copy_scales(keys + 2 * kPartBytes, arrays, params);
   }
 
-  // Recent keys: rows of the request's ring, with which positions wrap around.
+  // Recent keys: rows of the request's ring buffer.
   CUKIT_DEVICE void copy_recent(unsigned keys, const Arrays& arrays,
                                 const PagedParameters& params) {
     const auto& request = share_.place.request;
@@ -165,12 +166,12 @@ class Loader {
     }
     if (threadIdx.x % kWarpSize < RecentForm::kStep) places_[own] = place;
     __syncwarp();
-    copy_known<RecentForm>(keys, arrays, params);
+    copy_padded<RecentForm>(keys, arrays, params);
   }
 
-  static constexpr int kElements = 16 / sizeof(cache_t);  // of storage, of a chunk
+  static constexpr int kElements = 16 / sizeof(cache_t);  // storage elements per chunk
 
-  // A lane's copy number `i` of a step: chunk `chunk` of key `row`.
+  // A lane's i-th copy of a step: chunk `chunk` of key `row`.
   template <typename F>
   struct Copy {
     static constexpr int kChunks = F::kTileColumns / 8;  // of a key
@@ -182,7 +183,7 @@ class Loader {
     CUKIT_DEVICE explicit Copy(int i) {
       using Tile = Swizzle<F::kTileColumns>;
       const int lane = threadIdx.x % kWarpSize;
-      if constexpr (kWarpSize % kChunks == 0) {  // whole rows: copies differ by constants
+      if constexpr (kWarpSize % kChunks == 0) {  // full rows per copy: addresses differ by constants
         const int first = i * (kWarpSize / kChunks);
         const unsigned phase = (first >> Tile::kRowShift) & Tile::kMask;
         row = first + lane / kChunks;
@@ -196,12 +197,12 @@ class Loader {
     }
   };
 
-  // int4: the rows of a step, which follow each other in one block; zeros where none is seen. Rows behind
-  // the last key are copied too: they are the block's.
+  // int4: the rows of a step, which are contiguous in one block; zeros if all are masked. Rows
+  // beyond the last key are copied too: they are within the block.
   CUKIT_DEVICE void copy_group(unsigned keys, const Arrays& arrays, const PagedParameters& params) {
     using Copy = Loader::Copy<CacheForm>;
     constexpr int kRowsAtOnce = kWarpSize / Copy::kChunks;
-    static_assert(!kGrouped || kWarpSize % Copy::kChunks == 0, "whole rows");
+    static_assert(!kGrouped || kWarpSize % Copy::kChunks == 0, "full rows per copy");
     const Copy first(0);
     const int column = first.chunk * (128 / CacheForm::kBits);
     const bool exists = block_ >= 0;
@@ -222,11 +223,11 @@ class Loader {
     }
   }
 
-  CUKIT_DEVICE void copy_whole(unsigned keys) {
+  CUKIT_DEVICE void copy_unpadded(unsigned keys) {
     using Copy = Loader::Copy<CacheForm>;
     constexpr int kCopies = Copy::kCopies;
     constexpr int kAtOnce = kCopies % 4 == 0 ? 4 : 3;
-    static_assert(kCopies % kAtOnce == 0, "places are read a few at a time");
+    static_assert(kCopies % kAtOnce == 0, "places are read kAtOnce at a time");
 #pragma unroll
     for (int first = 0; first < kCopies; first += kAtOnce) {
       KeyPlace from[kAtOnce];
@@ -241,9 +242,9 @@ class Loader {
     }
   }
 
-  // Zeros for what does not exist or is not seen.
+  // Copies with zeros for keys and columns that do not exist or are masked.
   template <typename F>
-  CUKIT_DEVICE void copy_known(unsigned keys, const Arrays& arrays,
+  CUKIT_DEVICE void copy_padded(unsigned keys, const Arrays& arrays,
                                const PagedParameters& params) {
 #pragma unroll 1
     for (int i = 0; i < Copy<F>::kCopies; ++i) {
@@ -272,7 +273,7 @@ class Loader {
     cp_async_cached<4>(to + (kStep + own_key()) * 4, v, known);
   }
 
-  // int4: of the group that a step is: all its keys lie in one block.
+  // int4: the factors of the step's keys, which are one group of one block.
   CUKIT_DEVICE void copy_group_factors(unsigned to, const Arrays& arrays,
                                        const PagedParameters& params) {
     const int lane = threadIdx.x % kWarpSize;
@@ -303,8 +304,8 @@ class Loader {
   int stage_;
   bool more_;
   int tile_, piece_end_, head_kv_, first_key_, last_key_;
-  int ring_;  // RECENT: of the request
-  int entry_, row_, block_;  // of the lane's key: of the table, in its block
+  int ring_;  // RECENT: the request's ring buffer
+  int entry_, row_, block_;  // of the lane's key: index in the table, row in its block, block
 };
 
 }  // namespace cukit::paged

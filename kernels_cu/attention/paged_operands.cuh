@@ -1,22 +1,25 @@
-// Operands of paged attention's products, from the caches' own elements or from 8-bit codes.
+// Operands of paged attention's products, from 16-bit elements or from 8-bit or int4 codes.
 //
-// Keys are the rows of S^T = K Q^T and columns of values those of O^T = V^T P^T, since tensor cores take
-// sixteen rows and eight columns: a group of up to eight query heads then leaves no half of a product
-// empty. The queries stay in registers, and P turns from a result into an operand by a transposition.
+// The products are transposed: keys are the rows of S^T = K Q^T, and columns of values the rows of
+// O^T = V^T P^T. mma.sync has sixteen rows and eight columns, so that a group of up to eight query
+// heads fills the columns. The queries stay in registers, and a transposition turns P from a result
+// into an operand.
 //
-// Codes stay codes in shared memory and become float16 in registers: half the bytes are read, and
-// products are as those of float16. A lane reads sixteen codes of a key at a time and takes four of
-// them a step: the columns of the queries are ordered alike (query_place). Two codes of values count as
-// one 16-bit element for ldmatrix; the lower codes of all pairs make one tile of output columns, the
-// upper ones the next, so that columns of the output interleave.
+// Codes are converted to float16 in registers: half the bytes are read from shared memory, and the
+// products are those of float16. A lane reads sixteen codes of a key at a time and uses four of
+// them per step: the columns of the queries are in the same order (query_place). ldmatrix reads two
+// codes of values as one 16-bit element; the lower codes of all pairs form one tile of output
+// columns, the upper ones the next, so that output columns interleave.
 //
-// int8 codes become float16 by their bits: 0x6400 | (code + 128) is 1152 + code. Values have the 1152
-// subtracted; what it adds to a score, 1152 times the sum of the query, is where its sum begins.
+// int8 codes are converted by their bits: 0x6400 | (code + 128) is 1152 + code in float16. For
+// values the 1152 is subtracted; for keys the accumulators start at the negative of its
+// contribution, 1152 times the sum of the query.
 //
-// int4: eight codes a word; their sum with 8 is u, and 0x6400 | u is 1024 + u for codes 0, 2, 4 and 6,
-// 0x6400 | 16 u is 1024 + 16 u for the others: the queries of those columns are a sixteenth, and so
-// are their outputs when they are stored. Keys have a scale and a zero point for each column of STEP
-// keys: scales go into the queries, zero points and the 1024 into where the sums of scores begin.
+// int4: eight codes per word. With u = code + 8, 0x6400 | u is 1024 + u for codes 0, 2, 4 and 6,
+// and 0x6400 | 16 u is 1024 + 16 u for the others: the queries of those columns are divided by 16,
+// and so are their outputs when they are stored. Keys have a scale and a zero point for each column
+// of STEP keys: the scales multiply the queries, and the zero points and the 1024 go into the
+// initial accumulators of the scores.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -39,14 +42,14 @@ template <typename F>
 using Probabilities = unsigned[F::kKeyTiles][QUERY_TILES][2];
 using Outputs = float[kDimSteps][QUERY_TILES][4];
 
-// What codes are too large by, twice, and its opposite.
+// The bias of converted codes, as a pair of float16, and its negative.
 constexpr unsigned kBias = CODE == 3 ? 0x64006400u : 0x64806480u;
 constexpr unsigned kMinusBias = kBias | 0x80008000u;
 constexpr bool kBiased = CODE >= 2;
 
 constexpr int kPairsOfWord = CODE == 3 ? 4 : 2;
 
-// A word of codes as pairs of float16, larger by kBias. Of keys: codes 0 and 1, 2 and 3; of values,
+// Converts a word of codes to pairs of float16 plus kBias. Keys: codes 0 and 1, 2 and 3; values,
 // Alternating: 0 and 2, 1 and 3. int4: 0 and 4, 1 and 5 times 16, 2 and 6, 3 and 7 times 16.
 template <bool Alternating>
 CUKIT_DEVICE void spread_codes(unsigned (&pairs)[kPairsOfWord], unsigned codes) {
@@ -72,14 +75,14 @@ CUKIT_DEVICE unsigned without_bias(unsigned pair) {
   return kBiased ? as_word(__hsub2(as_half2(pair), as_half2(kBias))) : pair;
 }
 
-// The chunk of a key's codes that is read `load`-th by the lanes of number t: two neighbouring rows then
-// use all banks.
+// The chunk of a key's codes that lanes with lane % 4 == t read in load number `load`: two
+// neighbouring rows then use all banks.
 constexpr bool kPairedChunks = CacheForm::kTileColumns % 64 == 0;
 CUKIT_DEVICE int chunk_of_lane(int t, int load) {
   return kPairedChunks ? load / 2 * 8 + 2 * t + load % 2 : 4 * load + t;
 }
 
-// Where column `column` of a query goes in the tile, in elements.
+// Index of column `column` of a query in the tile, in elements.
 template <typename F>
 CUKIT_DEVICE int query_place(int row, int column) {
   int step, t, part, half;
@@ -114,13 +117,14 @@ CUKIT_DEVICE typename F::product_t query_element(T value, int column) {
   return from_float<typename F::product_t>(to_float(value) * factor);
 }
 
-// sums -= what the bias of codes adds to them.
+// Subtracts the contribution of the codes' bias from the accumulators.
 CUKIT_DEVICE void subtract_bias(float (&sums)[4], const uint2& q) {
   const unsigned bias[4] = {kMinusBias, kMinusBias, kMinusBias, kMinusBias};
   mma_16x8x16<__half>(sums, bias, q.x, q.y);
 }
 
-// What sums of products begin with: `start` of each tile of rows and of its two rows.
+// Initialises the accumulators of the scores: `start` of each tile of rows, for the lane's two
+// rows.
 template <typename F>
 CUKIT_DEVICE void begin_scores(Scores<F>& scores, const float (&start)[QUERY_TILES][2]) {
 #pragma unroll
@@ -131,7 +135,7 @@ CUKIT_DEVICE void begin_scores(Scores<F>& scores, const float (&start)[QUERY_TIL
       for (int i = 0; i < 4; ++i) scores[m][n][i] = start[n][i % 2];
 }
 
-// A lane's part of the queries, operand b: in registers where they have room for it.
+// A lane's part of the queries, operand b: in registers where they fit.
 template <typename F>
 class Queries {
  public:
@@ -153,7 +157,7 @@ class Queries {
     }
   }
 
-  // Of rows 8 n .. 8 n + 7.
+  // The operand of rows 8 n .. 8 n + 7.
   CUKIT_DEVICE uint2 operator()(int n, int step) const {
     const int i = n * kDimSteps + step;
     if constexpr (kHeld) {
@@ -174,19 +178,19 @@ class Queries {
   float start_[QUERY_TILES][2];
 };
 
-// int4: the queries for a group of keys, times the scales of its columns.
+// int4: the queries for one group of keys, multiplied by the scales of its columns.
 class GroupQueries {
  public:
   // `factors`: HEAD_DIM scales, then as many zero points.
   CUKIT_DEVICE GroupQueries(const Queries<CacheForm>& queries, const unsigned char* factors) {
     const int t = threadIdx.x % kWarpSize % 4;
     const uint4* chunks = reinterpret_cast<const uint4*>(factors);
-    // Chains of products that do not wait for one another: each adds to the sum of the one before.
+    // Independent chains of dependent mma instructions, to hide their latency.
     constexpr int kChains = 4;
     float sums[kChains][QUERY_TILES][4] = {};
 #pragma unroll
     for (int step = 0; step < kDimSteps; step += 2) {
-      // Of eight columns: a word of codes.
+      // Eight columns, one word of codes.
       const int at = 4 * chunk_of_lane(t, step / 8) + step % 8 / 2;
       unsigned scales[4];
       unsigned zeros[4];
@@ -205,7 +209,7 @@ class GroupQueries {
           q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[i + 1])));
           scaled_[n][step + i / 2] = q;
           subtract_bias(sums[i][n], q);
-          // Zero points count once.
+          // Zero points are added once.
           q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
           mma_16x8x16<__half>(sums[i + 1][n], offsets, q.x, q.y);
         }
@@ -226,7 +230,7 @@ class GroupQueries {
   }
 
  private:
-  // Eight float16 in pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+  // Reorders eight float16 into pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
   CUKIT_DEVICE static void by_pair(unsigned (&pairs)[4], const uint4& from) {
     pairs[0] = permute_bytes(from.x, from.z, 0x5410);
     pairs[1] = permute_bytes(from.x, from.z, 0x7632);
@@ -300,7 +304,7 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
   for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
     for (int column = 0; column < F::kTileColumns; column += 16) {
-      constexpr int kTiles = F::kCode == 0 ? 1 : kPairsOfWord;  // of output columns
+      constexpr int kTiles = F::kCode == 0 ? 1 : kPairsOfWord;  // tiles of output columns
       unsigned loaded[4];
       operand(loaded, 16 * m, column);
       unsigned a[kTiles][4];
@@ -325,9 +329,9 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
     }
 }
 
-// A lane's outputs of eight rows, each to where it belongs among HEAD_DIM columns of its row.
-// `pitch`: floats between rows; `factors`, `added`: to all columns, of the lane's two rows.
-// Adds: to what is there; F of 16 bits only.
+// Stores a lane's outputs of eight rows to their columns of HEAD_DIM. `pitch`: floats between rows;
+// `factors`, `added`: applied to all columns, for the lane's two rows. Adds: accumulates to `to`;
+// 16-bit forms only.
 template <typename F, bool Adds = false>
 CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int n,
                                 const float (&factors)[2], const float (&added)[2]) {

@@ -1,4 +1,4 @@
-// The rows that paged attention computes together, and what a thread block of it keeps where.
+// Constants, arrays and rows of paged attention.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -36,13 +36,13 @@ struct ProductType<0> {
   using type = T;
 };
 
-// How a warp's keys and values of a tile are stored.
+// Storage format of a warp's keys and values of a tile.
 template <int Code, int Step>
 struct Form {
   using product_t = typename ProductType<Code>::type;
   static constexpr int kCode = Code;
   static constexpr int kStep = Step;            // keys
-  static constexpr int kKeyTiles = Step / 16;   // of operands
+  static constexpr int kKeyTiles = Step / 16;   // operand tiles
   static constexpr int kBits = Code == 0 ? 16 : Code == 3 ? 4 : 8;
   static constexpr int kTileColumns = HEAD_DIM * kBits / 16;   // in units of 16 bits
   static constexpr int kPartBytes = Step * kTileColumns * 2;   // of keys, or of values
@@ -56,20 +56,20 @@ constexpr int kRecentTile = RECENT ? RecentForm::kStep * WARPS : 0;
 constexpr int kThreads = kWarpSize * WARPS;
 constexpr int kRows = 8 * QUERY_TILES;
 constexpr int kDimSteps = HEAD_DIM / 16;
-// A warp's keys of a tile, or its values, whatever their form.
+// Bytes of a warp's keys of a tile, or of its values, in any form.
 constexpr int kPartBytes = RECENT && RecentForm::kPartBytes > CacheForm::kPartBytes
                                ? RecentForm::kPartBytes
                                : CacheForm::kPartBytes;
-// Of its keys, then of its values: a float each. INT4: float16, a scale and a zero point each, of
-// columns of keys and of rows of values.
+// Scales of the keys, then of the values: a float each. int4: float16, a scale and a zero point for
+// each column of keys and each row of values.
 constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
 constexpr int kScaleBytes = kKeyScaleBytes + (CODE == 0 ? 0 : 4 * kStep);
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kLeastKeys = 256;  // of a share: smaller pieces cost more than they save
+constexpr int kLeastKeys = 256;  // minimum of a share: smaller pieces cost more than they save
 constexpr int kLeastShare = UNIT_TILES || kTile >= kLeastKeys ? 1 : kLeastKeys / kTile;
 constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 
-static_assert(8 * kMergePitch * 4 <= kStageBytes, "sums of eight rows lie in a stage");
+static_assert(8 * kMergePitch * 4 <= kStageBytes, "eight rows of a warp fit into a stage");
 
 using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile>;
 using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile>;
@@ -94,12 +94,12 @@ struct Arrays {
   const int* block_table;  // [batch, table_row]
   Lengths lengths;         // [batch]
   const float* sinks;      // [heads_q]
-  const T* recent_k;       // RECENT: [rings, recent_rows, heads_kv, head_dim]
+  const T* recent_k;       // RECENT: [ring buffers, recent_rows, heads_kv, head_dim]
   const T* recent_v;       // the same, [..., value_dim]
   const int* rings;        // RECENT: [batch]
 };
 
-// The rows of a problem: number r is query r / group of head head_kv * group + r % group.
+// The rows of a problem: row r is query r / group of head head_kv * group + r % group.
 struct Rows {
   int b, first, count, head_kv;
 

@@ -1,7 +1,8 @@
-// Sums of paged attention: of the warps of a thread block, and of the pieces of a problem.
+// Partial results of paged attention: of the warps of a thread block, and of the pieces of a
+// problem.
 //
-// A piece that is not all of its problem leaves its sums in memory, and the thread block that finishes
-// the problem last adds up all of them in their order.
+// A piece that does not cover its problem stores its sums to global memory, and the thread block
+// that finishes the problem last adds the pieces in order.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -12,15 +13,16 @@
 
 namespace cukit::paged {
 
-// What a warp has summed up over its keys of a piece. A lane's rows are 8 n + 2 (lane % 4) + i.
+// A warp's accumulators and softmax state over its keys of a piece. A lane's rows are 8 n + 2 (lane
+// % 4) + i.
 struct Sums {
   Outputs out;
   float max[QUERY_TILES][2];
   float sum[QUERY_TILES][2];  // over this lane's keys; lanes of equal lane % 4 are summed at the end
-  float unit;     // CODE: what `out` is to be multiplied with, the largest scale of values so far
+  float unit;     // CODE: factor of `out`, the largest scale of values so far
   float inverse;  // of unit, or 0
-  float added[QUERY_TILES][2];  // int4: to all columns, what zero points add over this lane's keys
-  Outputs recent;  // RECENT: of recent keys, whose columns lie in another order; in units of 1
+  float added[QUERY_TILES][2];  // int4: contribution of zero points, the same for all columns
+  Outputs recent;  // RECENT: outputs of recent keys, in another order of columns; unit 1
 
   CUKIT_DEVICE void clear() {
     cukit::clear(out);
@@ -37,7 +39,7 @@ struct Sums {
   }
 };
 
-// Over the lanes that hold the same rows.
+// Reductions over the lanes that hold the same rows.
 CUKIT_DEVICE float max_over_keys(float value) {
 #pragma unroll
   for (int offset = 4; offset < kWarpSize; offset *= 2) {
@@ -53,12 +55,12 @@ CUKIT_DEVICE float sum_over_keys(float value) {
   return value;
 }
 
-// Maximum and sum of a row, in powers of two.
+// Maximum and sum of a row, in log2 units.
 struct Statistics {
   float max, sum;
 };
 
-// What a row's sums are multiplied with to become its output; its log-sum-exp is stored.
+// Returns the factor that turns a row's accumulators into its output, and stores the log-sum-exp.
 CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int number,
                               const Arrays& arrays, const PagedParameters& params,
                               bool stores) {
@@ -81,7 +83,7 @@ CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int numbe
   return weight / total;
 }
 
-// The sums of pieces: of slot s, kRows * HEAD_DIM floats of outputs and then kRows Statistics.
+// Partial results of pieces. Slot s: kRows * HEAD_DIM floats of outputs, then kRows Statistics.
 struct Partial {
   float* memory;
 
@@ -97,7 +99,7 @@ CUKIT_DEVICE float* merge_row(unsigned char* merge, int warp, int row) {
   return reinterpret_cast<float*>(merge + warp * STAGES * kStageBytes) + row * kMergePitch;
 }
 
-// Two columns of a row, to where they belong.
+// Stores two columns of a row of the output.
 CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, int column,
                              const Arrays& arrays, const PagedParameters& params) {
   if (VALUE_PADDED && column >= params.value_dim) return;
@@ -106,9 +108,10 @@ CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, i
   *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
 }
 
-// Adds the warps' sums: into the output, or into a slot of `partial`. `merge`: each warp's stage that
-// was read last, as nothing is copied there before the next tile.
-CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long long slot,
+// Adds the warps' sums, and stores them to the output or, if the piece is not `complete`, to a slot
+// of `partial`. `merge`: the stage that each warp read last, into which nothing is copied before
+// the next tile.
+CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool complete, long long slot,
                               float factor, unsigned char* merge, Statistics (*statistics)[kRows],
                               const Partial& partial, const Arrays& arrays,
                               const PagedParameters& params) {
@@ -126,7 +129,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
   for (int n = 0; n < QUERY_TILES; ++n) {
     const int first = 8 * n;
     if (first >= rows.count) break;
-    float shrink[2];  // of this lane's rows: what this warp's outputs are multiplied with
+    float shrink[2];  // factor of this warp's outputs, for this lane's rows
     float weights[2];
     float added[2] = {};
 #pragma unroll
@@ -165,7 +168,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
         const float max = statistics[w][number].max;
         if (max > -infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
       }
-      if (whole) {
+      if (complete) {
         const float by = finish_row(all, rows, number, arrays, params, column == 0);
         store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
       } else {
@@ -177,11 +180,11 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
   }
 }
 
-// Adds the pieces of a problem, of slots slot_of(0) .. slot_of(count - 1), into its output.
+// Merges the pieces of a problem, in slots slot_of(0) .. slot_of(count - 1), into its output.
 template <typename Slot>
 CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
                                const Arrays& arrays, const PagedParameters& params) {
-  constexpr int kAtOnce = 16;  // loads under way
+  constexpr int kAtOnce = 16;  // loads in flight
   for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
     const int row = index / (HEAD_DIM / 4);
     const int column = index % (HEAD_DIM / 4) * 4;
@@ -225,7 +228,8 @@ CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const 
   }
 }
 
-// Counts a finished piece; true for the block that finishes its problem. The counter is left at 0.
+// Counts a finished piece; true for the block that finishes its problem, which resets the counter
+// to 0.
 CUKIT_DEVICE bool finishes(int* counter, int pieces) {
   __shared__ bool last;
   __threadfence();

@@ -1,22 +1,24 @@
-// What a thread block of paged attention works on: an equal share of all tiles of keys.
+// The tile scheduler of paged attention: every thread block gets an equal share of all tiles of
+// keys.
 //
-// A problem is one request, one tile of its query rows and one key head. Blocks come in teams of TEAM:
-// the block of number r in its team works on heads r, r + TEAM, ..., so that a team reads neighbouring
-// heads of the same keys at about the same time, which lie side by side in memory.
+// A problem is one request, one tile of its query rows and one key head. Blocks form teams of TEAM:
+// block r of a team processes heads r, r + TEAM, ..., so that a team reads neighbouring heads of
+// the same keys, which are contiguous in memory, at about the same time.
 //
-// For a team all problems lie one behind the other, request by request, TEAM heads at once; each has
-// at least one tile, so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1
-// of all of them, in pieces that end where a problem does. So blocks are equally busy whatever the
-// lengths, and nothing is planned on the host: a captured graph replays with other lengths.
+// A team's problems are ordered request by request, TEAM heads at once; each has at least one tile,
+// so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1 of their
+// concatenation, in pieces that end at problem boundaries. The load is balanced for any lengths,
+// and nothing is planned on the host: a captured graph replays with other lengths.
 //
-// With UNIT_TILES > 0 (batch-invariant) a problem is cut after every UNIT_TILES of its own tiles
-// instead, and teams share units: the sums of a request do not depend on what else is in the batch.
+// With UNIT_TILES > 0 (batch-invariant) a problem is split after every UNIT_TILES of its own tiles
+// instead, and teams share units: the result of a request does not depend on the rest of the batch.
 //
-// With RecentTile > 0 the last keys of a request lie in a ring of its own, as they were; those before them
-// in the cache. Tiles of the cache's keys come first, then tiles of RecentTile recent ones.
+// With RecentTile > 0 the last keys of a request are in a ring buffer of its own, unquantised, and
+// those before them in the cache. Tiles of cached keys come first, then tiles of RecentTile recent
+// ones.
 //
-// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings; with
-// RecentTile recent_rows too. Lengths: seq_lens, or SplitLengths with RecentTile.
+// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings;
+// with RecentTile recent_rows too. Lengths: seq_lens, or SplitLengths with RecentTile.
 #pragma once
 
 #include "common/platform.cuh"
@@ -24,7 +26,7 @@
 
 namespace cukit {
 
-// Keys of each request, and how many of them lie in the cache.
+// Keys of each request, and how many of them are in the cache.
 struct SplitLengths {
   const int* seq_lens;
   const int* packed_lens;
@@ -48,21 +50,22 @@ struct Request {
     } else {
       cached = seq_kv;
     }
-    const int past = seq_kv - params.seq_q;
+    const int causal_offset = seq_kv - params.seq_q;
     if constexpr (RecentTile > 0) {
-      const Span first = visible_keys(0, past, seq_kv, params.settings);
-      const Span last = visible_keys(params.seq_q - 1, past, seq_kv, params.settings);
+      const Span first = visible_keys(0, causal_offset, seq_kv, params.settings);
+      const Span last = visible_keys(params.seq_q - 1, causal_offset, seq_kv, params.settings);
       first_tile = WINDOW ? tile_of(max(0, first.begin)) : 0;
       tiles = max(1, (last.end > 0 ? tile_of(last.end - 1) + 1 : 0) - first_tile);
     } else {
-      const TileRange range = key_tiles<Tile>(0, params.seq_q, past, seq_kv, params.settings);
+      const TileRange range =
+          key_tiles<Tile>(0, params.seq_q, causal_offset, seq_kv, params.settings);
       first_tile = range.begin;
       tiles = max(1, range.end - range.begin);
     }
     units = b < params.batch ? UnitTiles ? (tiles + UnitTiles - 1) / UnitTiles : tiles : 0;
   }
 
-  // Where the tiles of recent keys begin.
+  // Tiles of cached keys: those of recent keys follow.
   CUKIT_DEVICE int cached_tiles() const { return (cached + Tile - 1) / Tile; }
 
  private:
@@ -81,16 +84,16 @@ CUKIT_DEVICE int inclusive_scan(int value) {
   return value;
 }
 
-// A place among the units of all problems. Without UnitTiles a unit is a tile.
+// A position among the units of all problems. Without UnitTiles a unit is a tile.
 template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Place {
   using Request_ = Request<Tile, UnitTiles, RecentTile>;
 
-  int b, problem;  // problem: of the request, among those of a block
+  int b, problem;  // problem: index among the block's problems of the request
   int unit;        // of the problem
   Request_ request;
 
-  // The units of a whole batch; every lane gets them.
+  // The number of units of the batch, in every lane.
   template <typename Lengths, typename Parameters>
   CUKIT_DEVICE static int count(const Lengths& lengths, const Parameters& params) {
     int total = 0;
@@ -104,7 +107,7 @@ struct Place {
     return total * (params.problems / TEAM);
   }
 
-  // Where unit number `index` of the batch lies.
+  // The position of unit `index` of the batch.
   template <typename Lengths, typename Parameters>
   CUKIT_DEVICE static Place find(int index, const Lengths& lengths, const Parameters& params) {
     const int lane = threadIdx.x % kWarpSize;
@@ -137,15 +140,15 @@ struct Place {
   }
 };
 
-// A run of tiles of one problem, which a block works through.
+// Consecutive tiles of one problem that a block processes.
 template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Piece {
   Place<Tile, UnitTiles, RecentTile> place;  // its first unit
-  int begin, end;                // tiles of the request
-  bool whole;                    // all of the problem
+  int begin, end;                            // tiles of the request
+  bool complete;                             // all tiles of the problem
 };
 
-// The units of the batch that a block takes, piece by piece.
+// A block's units of the batch, iterated over piece by piece.
 template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Share {
   Place<Tile, UnitTiles, RecentTile> place;
@@ -172,11 +175,11 @@ struct Share {
   }
 };
 
-// Where the pieces of a problem leave their sums: two slots of each block, since its first piece may be
-// the end of a problem and its last one the beginning of another. TEAM blocks follow each other.
+// Slots for the partial sums of a problem's pieces: two per block, since its first piece may end
+// one problem and its last piece begin another. The slots of a team's TEAM blocks are adjacent.
 struct PieceSlots {
   int first_team, count;
-  bool begins_inside;  // the first team's share
+  bool begins_inside;  // the problem starts within the first team's share
 
   CUKIT_DEVICE PieceSlots(int first_unit, int units, int share)
       : first_team(first_unit / share),

@@ -1,7 +1,7 @@
-// What the kernels of attention take by value, beside their arrays.
+// Structs that attention kernels take by value.
 //
 // cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
-// Lengths: of all sequences or, with VARLEN, of the longest.
+// seq_q, seq_kv: the length of all sequences or, with VARLEN, of the longest.
 #pragma once
 
 #include "common/scores/parameters.cuh"
@@ -15,19 +15,19 @@ struct ForwardParameters {
   int group;  // query heads that share a key head
   int seq_q, seq_kv;
   int head_dim, value_dim;
-  int section;       // heads whose blocks run together (block_order.cuh)
+  int section;       // heads of a rasterisation group (block_order.cuh)
   float scale_log2;  // scale * log2(e)
   ScoreSettings settings;
 };
 
-// Float8 inputs of flash_attention_sm90: strides of the factors of q, k and v over batches and key
-// heads, in elements, and tiles of prepared values of a key head.
+// FP8 inputs of flash_attention_sm90: strides of the factors of q, k and v over batches and key
+// heads, in elements, and the number of tiles of prepared values per key head.
 struct Float8Settings {
   int q_batch, q_head, k_batch, k_head, v_batch, v_head;
   int value_tiles;
 };
 
-// flash_attention_sm90, which finds its inputs through tensor maps
+// flash_attention_sm90, whose inputs are tensor maps
 struct MappedForwardParameters {
   HeadStrides out;
   int batch, heads_q;
@@ -40,7 +40,7 @@ struct MappedForwardParameters {
   Float8Settings float8;
 };
 
-// flash_attention_sm90 with PAGED: where the keys of a sequence lie. Strides over blocks of the cache,
+// flash_attention_sm90 with PAGED: layout of the cache. Strides over blocks of the cache,
 // their rows and heads.
 struct PagedKeys {
   HeadStrides k, v;
@@ -48,26 +48,27 @@ struct PagedKeys {
   int head_dim;
 };
 
-// paged_attention. Strides of k, v and their scales: over blocks of the cache, their rows and heads.
+// paged_attention. Strides of k, v and their scales: over blocks of the cache, their rows and
+// heads.
 struct PagedParameters {
   HeadStrides q, k, v, out;
   HeadStrides k_scales, v_scales;  // 0 along axes that share a scale
-  HeadStrides recent_k, recent_v;  // RECENT: over rings, their rows and heads
+  HeadStrides recent_k, recent_v;  // RECENT: over ring buffers, their rows and heads
   int batch, heads_q, heads_kv;
   int group;      // query heads that share a key head
   int seq_q;      // of every request
-  int problems;   // of a request: key heads times tiles of query rows
-  int most_keys;  // that the block table and, with RECENT, a ring have room for
-  int recent_rows;  // RECENT: of a ring
+  int problems;   // per request: key heads times tiles of query rows
+  int most_keys;  // capacity of the block table and, with RECENT, of a ring buffer
+  int recent_rows;  // RECENT: rows of a ring buffer
   int block_size, table_row;
-  int tile_blocks, tile_rows;  // the keys of a tile: whole blocks of the cache, and more rows
+  int tile_blocks, tile_rows;  // keys of a tile: tile_blocks full blocks plus tile_rows
   int head_dim, value_dim;
   float scale_log2;  // scale * log2(e)
   ScoreSettings settings;
 };
 
-// append_kv. Strides of q, k, v and q_out: over tokens (row) and heads; of caches and their scales as in
-// PagedParameters.
+// append_kv. Strides of q, k, v and q_out: over tokens (row) and heads; of caches and their scales
+// as in PagedParameters.
 struct AppendParameters {
   HeadStrides q, k, v, q_out;
   HeadStrides k_cache, v_cache, k_scales, v_scales;
@@ -76,8 +77,8 @@ struct AppendParameters {
   int max_positions;  // rows of the tables
 };
 
-// pack_kv. Strides as in AppendParameters; of factors of keys over blocks, groups and heads. Groups are
-// counted over all blocks.
+// pack_kv. Strides as in AppendParameters; of factors of keys over blocks, groups and heads. Groups
+// are numbered over all blocks.
 struct PackParameters {
   HeadStrides k, v, k_cache, v_cache, k_factors, v_factors;
   int heads;
@@ -85,24 +86,24 @@ struct PackParameters {
   int target_groups, target_block_groups;
 };
 
-// mla_attention_sm90, which finds q and the cache through tensor maps, and mla_merge. A row is a head of
+// mla_attention_sm90, whose q and cache are tensor maps, and mla_merge. A row is a head of
 // a query.
 struct LatentParameters {
   int batch, heads_q, seq_q;
-  int problems;   // of a request: tiles of rows
-  int most_keys;  // that the block table has room for
+  int problems;   // per request: tiles of rows
+  int most_keys;  // capacity of the block table
   int table_row;
   long long cache_block;  // bytes from a block of the cache to the next
   float scale_log2;       // scale * log2(e)
   ScoreSettings settings;
 };
 
-// flash_attention_backward_sm90, which finds its arrays through tensor maps
+// flash_attention_backward_sm90, whose inputs are tensor maps
 struct MappedKeyParameters {
   int batch;
-  int heads;   // blocks that share a key head count as heads of their own
+  int heads;   // key heads times splits
   int group;   // query heads of each
-  int splits;  // blocks that share a key head
+  int splits;  // blocks that share the keys of a head
   int seq_q, seq_kv;
   int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
   int head_dim, value_dim;
@@ -160,7 +161,7 @@ struct KlRowParameters {
   int total_q;        // VARLEN: rows of all sequences
 };
 
-// attention_kl_sm90, which finds its inputs through tensor maps
+// attention_kl_sm90, whose inputs are tensor maps
 struct MappedKlParameters {
   int batch, heads_q;
   int group, teacher_group;  // query heads that share a key head, and a teacher's key head
@@ -169,7 +170,7 @@ struct MappedKlParameters {
   ScoreSettings settings;
 };
 
-// indexer_kl_sm80, its gradients and what goes with them (indexer_work.cuh)
+// indexer_kl and the kernels of its gradients (indexer_work.cuh)
 struct IndexerParameters {
   HeadStrides q_t, k_t, q_s, k_s;  // k_s has one head
   int batch, heads_t, heads_s;
@@ -178,7 +179,7 @@ struct IndexerParameters {
   int teacher_dim, head_dim;
   int chunk_tiles;         // tiles of queries of a launch
   int spans, span_tiles;   // spans of keys, and tiles of keys in each (indexer_kl_sm80)
-  int scratch_row;         // keys that a row of the scratch arrays has room for
+  int scratch_row;         // keys per row of the scratch arrays
   int top_k;               // SELECTED: indices of a query
   int splits;              // blocks that share the keys of a tile (indexer_kl_key_sm80)
   float teacher_scale_log2, scale_log2;  // of teacher's and student's scores
@@ -186,7 +187,7 @@ struct IndexerParameters {
   ScoreSettings settings;
 };
 
-// flash_attention_backward_query_sm90, which finds its arrays through tensor maps
+// flash_attention_backward_query_sm90, whose inputs are tensor maps
 struct MappedQueryParameters {
   int batch, heads_q, group;
   int seq_q, seq_kv;

@@ -1,10 +1,10 @@
-// The tiles of keys that each tile of queries sees under a block mask (block_lists.cuh).
+// Lists the tiles of keys visible to each tile of queries under a block mask (block_lists.cuh).
 //
-// Mapping: a warp a tile of queries of a head of the mask; its lanes look at 32 tiles of keys at a
-//   time and write those that are seen behind each other.
+// Mapping: one warp per tile of queries and head of the mask; its lanes check 32 tiles of keys at a
+//   time and append the visible ones.
 // Shared memory: none.
 // Macros: TILE_M, TILE_N queries and keys of a tile; BLOCK_Q, BLOCK_KV of a block of the mask;
-//   CAUSAL 0|1, WINDOW 0|1 hide tiles as well (score_options.cuh); THREADS; HEAD_DIM and PADDED are
+//   CAUSAL 0|1, WINDOW 0|1 mask tiles as well (score_options.cuh); THREADS; HEAD_DIM and PADDED are
 //   not used.
 // Deterministic.
 // Reference: tests/attention/test_block_sparse_attention.py.
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_blocks(
     const unsigned char* __restrict__ block_mask,  // [mask_heads, blocks of queries, of keys]
     int* __restrict__ plan,                        // next work | lists (block_lists.cuh)
     int mask_heads, int seq_q, int seq_kv,
-    int blocks,  // of the attention: they begin with the first works
+    int blocks,  // grid of the attention kernel, whose blocks start with the first work items
     const __grid_constant__ cukit::ScoreSettings settings) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int tiles_q = (seq_q + TILE_M - 1) / TILE_M;
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_blocks(
   for (int first = range.begin; first < range.end; first += cukit::kWarpSize) {
     const int tile = first + lane;
     bool some = false;
-    bool all = range.whole(tile);
+    bool all = range.unmasked(tile);
     if (tile < range.end) {
       const int last_key = min((tile + 1) * TILE_N, seq_kv) - 1;
       for (int i = first_row / BLOCK_Q; i <= (first_row + rows - 1) / BLOCK_Q; ++i) {
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_blocks(
     count += __popc(listed);
   }
   if (lane == 0) {
-    if (count == 0) list[1] = 1;  // the first tile, all of it hidden
+    if (count == 0) list[1] = 1;  // the first tile, fully masked
     list[0] = max(1, count);
   }
 }

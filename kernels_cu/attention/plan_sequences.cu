@@ -1,11 +1,12 @@
-// The order in which sequences of different lengths are worked on: longest first, so that the blocks
-// of attention end together.
+// The schedule of variable-length sequences: longest first, so that the blocks of attention finish
+// together.
 //
-// Mapping: one block. It sorts by length into buckets, the most keys first, and adds up the tiles of
-//   queries of all heads. The order within a bucket is that of arrival: it decides who computes a
-//   tile, not what comes out.
-// Shared memory: static, a counter for each bucket.
-// Macros: TILE_M queries of a tile; THREADS, buckets too; PAGED 0|1 keys lie in the blocks of a cache.
+// Mapping: one block. It sorts by length into buckets, the most keys first, and sums up the tiles
+//   of queries of all heads. The order within a bucket is not deterministic: it decides which block
+//   computes a tile, but not the result.
+// Shared memory: static, one counter per bucket.
+// Macros: TILE_M queries of a tile; THREADS, also the number of buckets; PAGED 0|1 keys are in the
+//   blocks of a cache.
 // Deterministic: plan[num_seqs + 1] and all results of the attention; not the order.
 // Reference: tests/attention/test_flash_schedule.py.
 #include "common/platform.cuh"
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
 #if PAGED
     int seq_q,  // of every sequence where cu_seqlens_q is null
 #endif
-    int blocks) {  // of the attention: they begin with the first works
+    int blocks) {  // grid of the attention kernel, whose blocks start with the first work items
   __shared__ int buckets[THREADS];
   int* const starts = plan + 1;
   int* const order = plan + 2 + num_seqs;

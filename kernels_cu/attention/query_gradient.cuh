@@ -1,8 +1,8 @@
-// The float32 scratch in which blocks add up the gradient of the queries.
+// The float32 scratch in which thread blocks accumulate the gradient of the queries.
 //
-// Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks, row of blocks by row of
-// blocks; within a block, lane by lane, the four accumulators that mma.sync gives the lane. A warp
-// then adds a block as one coalesced access.
+// Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks, row by row of
+// blocks; a block stores the four mma.sync accumulators of each lane, lane by lane, so that a warp
+// adds a block in one coalesced access.
 //
 // Transposed: within a tile, 16x8 blocks of the tile's transpose, columns of the head by queries.
 #pragma once
@@ -20,7 +20,7 @@ CUKIT_DEVICE long long query_block(long long row, int column) {
   return (row / 16 * (HeadDim / 8) + column / 8) * kQueryBlock;
 }
 
-// Adds this lane's accumulators to a block. Atomic: any block of threads may add at any time.
+// Adds this lane's accumulators to a block. Atomic: any thread block may add at any time.
 CUKIT_DEVICE void add_to_query_block(float* block, int lane, const float (&acc)[4]) {
 #if __CUDA_ARCH__ >= 900
   reduce_add_x4(block + lane * 4, acc);
@@ -30,7 +30,7 @@ CUKIT_DEVICE void add_to_query_block(float* block, int lane, const float (&acc)[
 #endif
 }
 
-// What add_to_query_block summed up for this lane.
+// Reads this lane's accumulators as add_to_query_block stored them.
 CUKIT_DEVICE void read_query_block(float (&acc)[4], const float* block, int lane) {
 #if __CUDA_ARCH__ >= 900
   const float4 four = *reinterpret_cast<const float4*>(block + lane * 4);

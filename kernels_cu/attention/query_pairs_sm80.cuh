@@ -1,14 +1,14 @@
-// The walk of a block of class sm80 that owns queries and multiplies two pairs of arrays tile by tile:
-// Q K^T and, over another width, dO V^T or, with DISTILL, the teacher's Q K^T.
+// The loop over tiles of keys of sm_80 kernels whose blocks own queries. Each tile gives two
+// products: Q K^T and, of another width, dO V^T or, with DISTILL, the teacher's Q K^T.
 //
-// A block owns TILE_M queries of one head, a warp 16 of them. It walks over the keys and values in tiles
-// of TILE_N; the next tile is copied while this one is multiplied.
-// Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
+// A block owns TILE_M queries of one head, a warp 16 of them. It iterates over the keys and values
+// in tiles of TILE_N; the next tile is copied while this one is multiplied. Shared memory, bytes: 2
+// (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
 //   Q | dO | K, two stages | V, two.
 //
-// Macros: DTYPE, HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED, TILE_M = 16 * warps, TILE_N multiple of 16,
-//   THREADS, those of score_options.cuh. DISTILL, 0 where it is not defined: heads of V have a group of
-//   their own.
+// Macros: DTYPE, HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED, TILE_M = 16 * warps, TILE_N multiple of
+//   16, THREADS, those of score_options.cuh. DISTILL, 0 where it is not defined: heads of V have a
+//   GQA group of their own.
 #pragma once
 
 #include "attention/block_order.cuh"
@@ -25,14 +25,14 @@
 
 namespace cukit {
 
-static_assert(TILE_M == THREADS / kWarpSize * 16, "every warp owns 16 rows");
+static_assert(TILE_M == THREADS / kWarpSize * 16, "16 rows per warp");
 
 class QueryPairs {
  public:
   using T = element_t;
   using Scores = float[1][TILE_N / 8][4];
 
-  // A tile of keys that has come.
+  // A tile of keys in shared memory.
   struct Tile {
     LeftMK<HEAD_DIM> q;
     RightNK<HEAD_DIM> k;
@@ -40,7 +40,7 @@ class QueryPairs {
     RightNK<VALUE_DIM> v;
     RightKN<HEAD_DIM> keys;  // as the right operand of a product over keys
     FragmentPlace at;
-    bool whole, ends;  // as apply_options has them
+    bool unmasked, ends;  // as apply_options takes them
 
     // scores = Q K^T
     CUKIT_DEVICE void multiply_first(Scores& scores) const { multiply<HEAD_DIM>(scores, q, k); }
@@ -50,7 +50,7 @@ class QueryPairs {
     }
 
    private:
-    // Both stored with Width contiguous.
+    // Both operands are stored with Width contiguous.
     template <int Width>
     CUKIT_DEVICE static void multiply(Scores& scores, const LeftMK<Width>& rows,
                                       const RightNK<Width>& columns) {
@@ -74,7 +74,7 @@ class QueryPairs {
     b = work.head / params.heads_q;
     head = work.head % params.heads_q;
     sequence = sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
-    // Causal: the last queries see the most keys, so they go first.
+    // Causal: the last queries have the most visible keys, so they go first.
     first_row = (CAUSAL ? q_tiles - 1 - work.tile : work.tile) * TILE_M;
     rows_left = sequence.seq_q - first_row;
   }
@@ -87,11 +87,11 @@ class QueryPairs {
     return first_row + warp_row() + static_cast<int>(threadIdx.x) % kWarpSize / 4;
   }
 
-  // Calls visit(tile) for each tile of keys that the queries see, then waits for everybody. There must
-  // be queries (rows_left > 0).
+  // Calls visit(tile) for each tile of keys visible to the queries, then waits for all threads.
+  // There must be queries (rows_left > 0).
   template <typename Visit>
-  CUKIT_DEVICE void walk(unsigned char* shared, const T* q, const T* k, const T* v,
-                         const T* grad_out, int past, const Visit& visit) const {
+  CUKIT_DEVICE void for_each_tile(unsigned char* shared, const T* q, const T* k, const T* v,
+                         const T* grad_out, int causal_offset, const Visit& visit) const {
     const unsigned q_tile = shared_address(shared);
     const unsigned grad_out_tile = q_tile + kQueryBytes;
     const unsigned k_tile = grad_out_tile + kGradOutBytes;
@@ -103,8 +103,8 @@ class QueryPairs {
     v += offset_of(params_.v, b, sequence.first_kv, value_head);
 
     const int seq_kv = sequence.seq_kv;
-    const TileRange tiles = key_tiles<TILE_N>(first_row, min(TILE_M, rows_left), past, seq_kv,
-                                              params_.settings);
+    const TileRange tiles = key_tiles<TILE_N>(first_row, min(TILE_M, rows_left), causal_offset,
+                                              seq_kv, params_.settings);
     const auto copy_keys = [&](int tile, int stage) {
       const int key = tile * TILE_N;
       KeyCopy::start(k_tile + stage * kKeyBytes, k + key * params_.k.row, params_.k.row,
@@ -127,7 +127,7 @@ class QueryPairs {
     const int row = lane_row();
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       cp_async_wait<0>();
-      __syncthreads();  // this tile has landed, and nobody reads the other stage any more
+      __syncthreads();  // this tile has landed, and no warp reads the other stage any more
       const int stage = (tile - tiles.begin) % 2;
       if (tile + 1 < tiles.end) copy_keys(tile + 1, stage ^ 1);
       const auto at_stage = [&](auto operand, int bytes) {
@@ -137,7 +137,7 @@ class QueryPairs {
       const int lane_column = static_cast<int>(threadIdx.x) % 4 * 2;
       visit(Tile{q_left, at_stage(k_right, kKeyBytes), grad_out_left,
                  at_stage(v_right, kValueBytes), at_stage(k_again, kKeyBytes),
-                 {row, tile * TILE_N + lane_column}, tiles.whole(tile),
+                 {row, tile * TILE_N + lane_column}, tiles.unmasked(tile),
                  tile * TILE_N + TILE_N > seq_kv});
     }
     cp_async_wait<0>();

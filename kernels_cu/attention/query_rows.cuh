@@ -1,8 +1,8 @@
-// dS of the kernels that compute dQ alone: of queries as rows.
+// dS with queries as rows, for the kernels that compute dQ alone.
 //
-// Scores lie as in fragment_scores.cuh.
+// Scores are in the layout of fragment_scores.cuh.
 //
-// DISTILL: of two models: dS is the difference of their probabilities (attention_kl_sm80.cu).
+// DISTILL: dS is the difference of two models' probabilities (attention_kl_sm80.cu).
 //
 // Macros: those of score_options.cuh and scratch_rows.cuh; DISTILL, 0 where it is not defined.
 #pragma once
@@ -25,7 +25,7 @@ struct QueryRows {
   float scale_log2;
   float lse[2], delta[2];
 
-  // `first`: of the scratch rows, that of the sequence's first query; `row`: the lane's first.
+  // `first`: scratch row of the sequence's first query; `row`: the lane's first.
   CUKIT_DEVICE QueryRows(const HeadScores& head, const ScoreSettings& settings, float scale_log2,
                          const float* lse_log2, const float* deltas, long long first, int row)
       : head(head), settings(settings), scale_log2(scale_log2) {
@@ -37,22 +37,22 @@ struct QueryRows {
     }
   }
 
-  // Products become weights: P, with SOFTCAP times the derivative of the score. `whole`, `ends` as in
-  // apply_options.
+  // Turns products into weights: P, with SOFTCAP times the derivative of the score. `unmasked`,
+  // `ends` as in apply_options.
   template <int N>
-  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool whole, bool ends) const {
+  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends) const {
     if constexpr (SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const int row = at.row + 8 * (e / 2 % 2), column = at.column + 8 * (e / 4) + e % 2;
         float slope;
         const float value = head.score(scores[e], row, column, scale_log2, settings, slope);
-        const Span seen = visible_keys(row, head.past, head.seq_kv, settings);
-        const bool hidden = !whole && head.hidden(seen, row, column, settings);
+        const Span seen = visible_keys(row, head.causal_offset, head.seq_kv, settings);
+        const bool hidden = !unmasked && head.hidden(seen, row, column, settings);
         scores[e] = hidden ? 0.0f : exp2f(value - lse[e / 2 % 2]) * slope;
       }
     } else {
-      apply_options(scores, at, head, scale_log2, settings, whole, ends);
+      apply_options(scores, at, head, scale_log2, settings, unmasked, ends);
       const float factor = exponent_factor(scale_log2);
 #pragma unroll
       for (int e = 0; e < N; ++e) {
@@ -62,11 +62,11 @@ struct QueryRows {
   }
 
 #if DISTILL
-  // The teacher's products become its probabilities; delta is its lse.
+  // Turns the teacher's products into its probabilities; delta is its lse.
   template <int N>
-  CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool whole, bool ends,
+  CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends,
                                  float teacher_scale_log2) const {
-    apply_options(scores, at, head, teacher_scale_log2, settings, whole, ends);
+    apply_options(scores, at, head, teacher_scale_log2, settings, unmasked, ends);
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       scores[e] = exp2f(fmaf(scores[e], teacher_scale_log2, -delta[e / 2 % 2]));

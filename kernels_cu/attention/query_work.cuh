@@ -1,14 +1,16 @@
-// What the blocks of an attention kernel with tiles of queries work on, one tile after the other.
+// The tile scheduler of attention kernels whose blocks iterate over tiles of queries.
 //
-// Dense work is cut beforehand: blocks take every gridDim-th tile, head after head, so that
-// neighbours in time share keys and values. With a causal mask alone they take pairs of tiles of a
-// head, the last with the first and so on: each pair sees as many keys.
+// Dense calls use a static schedule: block b takes tiles b, b + gridDim.x, ..., head after head, so
+// that concurrent blocks share keys and values in L2. With a causal mask alone, blocks take pairs
+// of tiles of a head, the last with the first and so on: every pair has the same number of visible
+// keys.
 //
-// Where tiles differ (VARLEN, PAGED, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
-// plan_sequences.cu has sorted them; tiles of a head come last first.
+// Where the cost of tiles differs (VARLEN, PAGED, BLOCK_SPARSE) the schedule is dynamic: an atomic
+// counter hands out the tiles. Sequences come longest first, as plan_sequences.cu has sorted them;
+// within a head the last tile comes first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys lie in the blocks of a
-// cache, and their number is read on the device. Sets DEALT 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks
+// of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -28,46 +30,47 @@
 #define PAGED 0
 #endif
 
-#define DEALT (VARLEN || BLOCK_SPARSE || PAGED)
+#define DYNAMIC_SCHEDULE (VARLEN || BLOCK_SPARSE || PAGED)
 
 namespace cukit {
 
-// One tile of queries of one head of queries, and the tiles of keys that they see.
+// One tile of queries of one query head, and the tiles of keys visible to it.
 struct alignas(16) QueryWork {
   Sequence sequence;
   int b, head, first_row;
-  TileRange keys;  // one at least, if only to be masked; none at all: there is no more work
+  TileRange keys;  // at least one, even if it is fully masked; none: there is no further work
 };
 
-// Made by plan_sequences.cu or, but for the sequences, by plan_blocks.cu.
+// Written by plan_sequences.cu or, `next` alone, by plan_blocks.cu.
 struct WorkPlan {
-  int* next;          // index of the next work to be dealt; it starts with the number of blocks
-  const int* starts;  // [num_seqs + 1] works before the sequences, in the order they are dealt in
-  const int* order;   // [num_seqs] the sequences in that order
+  int* next;          // index of the next work; starts at the number of blocks
+  const int* starts;  // [num_seqs + 1] works before each sequence, in schedule order
+  const int* order;   // [num_seqs] the sequences in schedule order
 };
 
 struct WorkProblem {
   int batch, heads_q;
-  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest; PAGED: seq_kv is the most keys
+  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest; PAGED: seq_kv is an upper bound
   const int* cu_seqlens_q;
   const int* cu_seqlens_kv;  // PAGED: [batch] the keys of each sequence
 };
 
-// Walks over the works of this block. Where works are dealt, one thread uses it; else whoever wants.
+// Iterates over the works of this block. With the dynamic schedule only one thread may use it; with
+// the static one any thread computes the same sequence.
 template <int TileM, int TileN>
-class WorkQueue {
+class QueryTileScheduler {
  public:
-  CUKIT_DEVICE WorkQueue(const WorkProblem& problem, const WorkPlan& plan,
+  CUKIT_DEVICE QueryTileScheduler(const WorkProblem& problem, const WorkPlan& plan,
                          const ScoreSettings& settings)
       : problem_(problem), plan_(plan), settings_(settings) {}
 
-  // The lanes of a warp, which walk together: what they have counted is the warp's.
-  CUKIT_DEVICE void share() { turn_ = warp_uniform(turn_); }
+  // Tells the compiler that all lanes of the warp hold the same state.
+  CUKIT_DEVICE void make_warp_uniform() { turn_ = warp_uniform(turn_); }
 
-  // False when there is no more.
+  // False when there is no further work.
   CUKIT_DEVICE bool next(QueryWork& work) {
     if constexpr (VARLEN || PAGED) {
-      const int index = dealt_.tile();
+      const int index = dynamic_.tile();
       if (index >= plan_.starts[problem_.batch]) return false;
       int sequence = 0;  // the last one that starts at or before the index
       for (int end = problem_.batch; end - sequence > 1;) {
@@ -77,16 +80,16 @@ class WorkQueue {
       work.b = plan_.order[sequence];
       set_sequence(work);
       set_tile_of_head(work, index - plan_.starts[sequence]);
-      dealt_.draw(plan_.next);
+      dynamic_.draw(plan_.next);
     } else if constexpr (BLOCK_SPARSE) {
       const int tiles = (problem_.seq_q + TileM - 1) / TileM;
       const int per_sequence = problem_.heads_q * tiles;
-      const int index = dealt_.tile();
+      const int index = dynamic_.tile();
       if (index >= problem_.batch * per_sequence) return false;
       work.b = index / per_sequence;
       set_sequence(work);
       set_tile_of_head(work, index % per_sequence);
-      dealt_.draw(plan_.next);
+      dynamic_.draw(plan_.next);
     } else {
       const int tiles = (problem_.seq_q + TileM - 1) / TileM;
       const int per_head = kPairs ? (tiles + 1) / 2 : tiles;
@@ -129,8 +132,8 @@ class WorkQueue {
     const Sequence& sequence = work.sequence;
     work.first_row = tile * TileM;
     const int rows = min(TileM, sequence.seq_q - work.first_row);
-    const int past = sequence.seq_kv - sequence.seq_q;
-    work.keys = key_tiles<TileN>(work.first_row, rows, past, sequence.seq_kv, settings_);
+    const int causal_offset = sequence.seq_kv - sequence.seq_q;
+    work.keys = key_tiles<TileN>(work.first_row, rows, causal_offset, sequence.seq_kv, settings_);
     work.keys.end = max(work.keys.end, 1);
     work.keys.begin = min(work.keys.begin, work.keys.end - 1);
   }
@@ -138,18 +141,20 @@ class WorkQueue {
   const WorkProblem& problem_;
   const WorkPlan& plan_;
   const ScoreSettings& settings_;
-  int turn_ = 0;        // works so far, of the static schedule
-  DynamicTiles dealt_;  // where works are dealt
+  int turn_ = 0;          // static schedule: works so far
+  DynamicTiles dynamic_;  // dynamic schedule
 };
 
 // ---- A warpgroup's share of a tile ----
 
-// Whether the warpgroups of a block see different keys, and leave out what they do not see. In turns
-// they all go through all tiles, which are as long as the block's tile of queries.
+// Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With
+// TURNS every warpgroup processes every tile of the work: a tile then has as many keys as the block
+// has queries.
 constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
 
-// The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
-// of the work; at either end some may be hidden from it. One without queries has nothing to look at.
+// The tiles of keys visible to a warpgroup's 64 queries, at least one. All warpgroups pass through
+// the pipeline stages of the work's tiles; those at either end may be masked for this one. A
+// warpgroup beyond the last query gets a single tile.
 template <int TileN>
 CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
                                 const ScoreSettings& settings) {
@@ -159,13 +164,13 @@ CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
   if (rows <= 0) {
     seen.end = work.keys.begin + 1;
   } else if (kUneven) {
-    const int past = sequence.seq_kv - sequence.seq_q;
-    seen = key_tiles<TileN>(first_row, rows, past, sequence.seq_kv, settings);
+    const int causal_offset = sequence.seq_kv - sequence.seq_q;
+    seen = key_tiles<TileN>(first_row, rows, causal_offset, sequence.seq_kv, settings);
     seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
     seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
   }
   return {WINDOW ? warp_uniform(seen.begin) : 0, warp_uniform(seen.end),
-          WINDOW ? warp_uniform(seen.whole_begin) : 0, warp_uniform(seen.whole_end)};
+          WINDOW ? warp_uniform(seen.unmasked_begin) : 0, warp_uniform(seen.unmasked_end)};
 }
 
 }  // namespace cukit

@@ -1,9 +1,10 @@
-// Rows of the backward's scratch arrays: what it keeps in float32 for every query of every head.
+// Row indices of the backward's scratch arrays, which hold float32 values for each query of each
+// head.
 //
-// A head has `rows_per_head` rows, whole tiles of SCRATCH_TILE. [batch, heads, rows_per_head], row r
-// being query r; with VARLEN [heads, rows_per_head], in which sequence b starts with a tile of its
-// own: at (cu_seqlens_q[b] + b * SCRATCH_TILE), rounded down to whole tiles. Between two starts lies
-// room for every query of the first, rounded up.
+// A head has `rows_per_head` rows, a multiple of SCRATCH_TILE. The layout is [batch, heads,
+// rows_per_head], row r being query r, or with VARLEN [heads, rows_per_head]: sequence b starts a
+// new tile at (cu_seqlens_q[b] + b * SCRATCH_TILE), rounded down to a multiple of SCRATCH_TILE,
+// which leaves room for the queries of each sequence, rounded up to full tiles.
 //
 // Macros: SCRATCH_TILE, as TILE_M where it is not defined; VARLEN (score_options.cuh).
 #pragma once
@@ -21,13 +22,13 @@ CUKIT_DEVICE int scratch_start(int b, int first_q) {
   return VARLEN ? (first_q / SCRATCH_TILE + b) * SCRATCH_TILE : 0;
 }
 
-// The row of a sequence's first query.
+// The scratch row of a sequence's first query.
 CUKIT_DEVICE long long scratch_row(int b, int head, int heads, int rows_per_head, int first_q) {
   const int index = VARLEN ? head : b * heads + head;
   return static_cast<long long>(index) * rows_per_head + scratch_start(b, first_q);
 }
 
-// Whose row that is. `query` may lie beyond the sequence.
+// The sequence, head and query of a scratch row. `query` may be beyond the sequence.
 struct ScratchPlace {
   int b, head, query;
   int first_q, seq_q;  // of the sequence

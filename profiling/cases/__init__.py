@@ -1,1 +1,1 @@
-"""Benchmark cases, one module a family. `profiling.case` shows how to add one."""
+"""Benchmark cases, one module per family. How to add one: `profiling.case`."""

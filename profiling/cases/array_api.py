@@ -1,4 +1,4 @@
-"""Cases of the narrow dtypes: numbers to one byte or half a byte a value, and back."""
+"""Cases of the narrow dtypes: conversion to 8 and 4 bits per value, and back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from cukit.array_api import NarrowDtype, float8_e4m3, int4, int8
 from cukit.array_api.narrow import decode, encode
 from cukit.registry import get_kernel
-from profiling.arms import forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import DTYPES, normal
+from profiling.impls import forward_impls
 
 FAMILY = "array_api"
 
 SPREAD = 3.0
-"""Standard deviation of the values: most of int4's codes occur."""
+"""Standard deviation of the values; most int4 codes occur."""
 
 
 def cases(small: bool = False) -> list[Case]:
@@ -40,12 +40,14 @@ def _traffic(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> floa
 
 
 def encode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> Case:
-    """Numbers in, packed codes out."""
+    """Reads values, writes packed codes."""
 
     def build() -> Workload:
         x = normal((tokens, hidden), values, SPREAD)
         return Workload(
-            arms=forward_arms(lambda: encode(x, narrow).storage, partial(_torch_encode, narrow), x),
+            impls=forward_impls(
+                lambda: encode(x, narrow).storage, partial(_torch_encode, narrow), x
+            ),
             expected=partial(get_kernel("encode", platform="cpu"), x, narrow.name),
         )
 
@@ -54,13 +56,13 @@ def encode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> C
 
 
 def decode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> Case:
-    """Packed codes in, numbers out."""
+    """Reads packed codes, writes values."""
 
     def build() -> Workload:
         array = encode(normal((tokens, hidden), "float32", SPREAD), narrow)
         reference = get_kernel("decode", platform="cpu")
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(decode, array, DTYPES[values]),
                 partial(_torch_decode, narrow, values),
                 array.storage,

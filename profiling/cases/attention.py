@@ -1,8 +1,8 @@
-"""Cases of `cukit.attention`: 16384 positions and 2048 columns of heads, cut in the usual ways.
-Those of masks, blocks and sequences of different lengths are in `attention_options`.
+"""Cases of `cukit.attention`: 16384 tokens and 2048 columns of heads, in the usual shapes. Cases of
+masks, blocks and variable-length sequences are in `attention_options`.
 
-The peers are the two backends of torch's scaled_dot_product_attention that write no score matrix:
-FlashAttention-2 and cuDNN.
+The peers are the two backends of torch's scaled_dot_product_attention that do not write the score
+matrix: FlashAttention-2 and cuDNN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shape:
     head_dim: int
     causal: bool
     value_dim: int | None = None
-    """Of v and out, where it is not head_dim."""
+    """head_dim of v and out, if different."""
 
     def __str__(self) -> str:
         width = (
@@ -47,13 +47,13 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the two products of the forward; a causal mask halves them."""
+        """FLOPs of the two products of the forward; a causal mask halves them."""
         columns = self.head_dim + (self.value_dim or self.head_dim)
         square = self.batch * self.num_heads_q * self.seq_len**2
         return 2 * columns * square / (2 if self.causal else 1)
 
     def elements(self, num_heads: int) -> int:
-        """Of q and out, or of k and v, with this many heads."""
+        """Bytes of q and out, or of k and v, with this many heads."""
         columns = self.head_dim + (self.value_dim or self.head_dim)
         return self.batch * self.seq_len * num_heads * columns
 
@@ -73,7 +73,7 @@ class Shape:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Three lengths of every width of head, and one grouped-query shape; forward and backward."""
+    """Three lengths for every head_dim, and one GQA shape; forward and backward."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
         further = [Shape(1, 40, 4, 2, 24, False, 16)]
@@ -119,7 +119,7 @@ def _sdpa(backend: str, shape: Shape) -> Callable[..., Any]:
 
 
 def by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tuple[Any, ...]:
-    """Runs the reference for one key head and batch at a time: all scores at once would not fit."""
+    """The reference, per KV head and batch: all scores at once would not fit."""
     xp = array_module()
 
     def part(array: Any, b: int, h: int) -> Any:
@@ -136,7 +136,7 @@ def by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tup
 
 
 def forward_case(shape: Shape, dtype: str) -> Case:
-    """q, k and v in, out and lse out."""
+    """Reads q, k and v, writes out and lse."""
 
     def build() -> Workload:
         q, k, v, _ = shape.arrays(dtype)
@@ -144,12 +144,12 @@ def forward_case(shape: Shape, dtype: str) -> Case:
         def attend(*heads: Any) -> tuple[Any]:
             return (reference.flash_attention(*heads, causal=shape.causal),)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(flash_attention, q, k, v, causal=shape.causal)
         }
         for name, backend in BACKENDS.items():
-            arms[name] = partial(forward_arm, backend, shape, q, k, v)
-        return Workload(arms=arms, expected=lambda: by_key_head(shape, attend, q, k, v)[0])
+            impls[name] = partial(forward_impl, backend, shape, q, k, v)
+        return Workload(impls=impls, expected=lambda: by_key_head(shape, attend, q, k, v)[0])
 
     elements = shape.elements(shape.num_heads_q) + shape.elements(shape.num_heads_kv)
     return Case(
@@ -164,7 +164,7 @@ def forward_case(shape: Shape, dtype: str) -> Case:
 
 
 def backward_case(shape: Shape, dtype: str) -> Case:
-    """The three gradients, and beside them the deterministic way to the first."""
+    """The three gradients, also with deterministic grad_q."""
 
     def build() -> Workload:
         q, k, v, grad_out = shape.arrays(dtype)
@@ -178,14 +178,14 @@ def backward_case(shape: Shape, dtype: str) -> Case:
             )
 
         ours = partial(flash_attention_backward, *arguments, causal=shape.causal)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: ours,
             "cukit-ordered": lambda: partial(ours, deterministic=True),
         }
         for name, backend in BACKENDS.items():
-            arms[name] = partial(_backward_arm, backend, shape, q, k, v, grad_out)
+            impls[name] = partial(_backward_impl, backend, shape, q, k, v, grad_out)
         return Workload(
-            arms=arms, expected=lambda: by_key_head(shape, gradients, grad_out, q, k, v)
+            impls=impls, expected=lambda: by_key_head(shape, gradients, grad_out, q, k, v)
         )
 
     elements = 2 * shape.elements(shape.num_heads_q) + 2 * shape.elements(shape.num_heads_kv)
@@ -200,9 +200,9 @@ def backward_case(shape: Shape, dtype: str) -> Case:
     )
 
 
-def forward_arm(backend: str, shape: Shape, *arrays: Any) -> Call:
+def forward_impl(backend: str, shape: Shape, *arrays: Any) -> Call:
     return peers.forward(_sdpa(backend, shape), *arrays)
 
 
-def _backward_arm(backend: str, shape: Shape, q: Any, k: Any, v: Any, grad_out: Any) -> Call:
+def _backward_impl(backend: str, shape: Shape, q: Any, k: Any, v: Any, grad_out: Any) -> Call:
     return peers.backward(_sdpa(backend, shape), (q, k, v), grad_out)

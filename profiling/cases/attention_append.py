@@ -1,4 +1,4 @@
-"""Cases of `append_kv`: RoPE, quantisation and the write into a cache, beside torch's."""
+"""Cases of `append_kv`: RoPE, quantisation and the write into a cache, and torch as the peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS_Q, HEADS_KV, BLOCK_SIZE = 32, 8, 16
 
 
 def cases(small: bool = False) -> list[Case]:
-    """A decode step and a prompt, for each kind of cache."""
+    """A decode step and a prompt, for each dtype of the cache."""
     if small:
         return [*(_case(5, 16, codes) for codes in ("", "int8")), _pack_case(2, 32)]
     return [
@@ -35,7 +35,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def _pack_case(groups: int, head_dim: int) -> Case:
-    """Blocks of 64 tokens of 16 bits that become int4: of 32 layers, or of a prompt."""
+    """Packing of 16-bit blocks of 64 tokens to int4: of 32 layers, or of a prompt."""
 
     def build() -> Workload:
         xp = array_module()
@@ -55,7 +55,7 @@ def _pack_case(groups: int, head_dim: int) -> Case:
             scales[arguments[5], 0] = (rows.max(axis=1) - rows.min(axis=1)) / 15
             return scales
 
-        return Workload(arms={"cukit": lambda: ours}, expected=expected)
+        return Workload(impls={"cukit": lambda: ours}, expected=expected)
 
     rows = 2 * groups * GROUP_ROWS * HEADS_KV
     return Case(
@@ -85,12 +85,12 @@ def _case(tokens: int, head_dim: int, codes: str) -> Case:
         turning = {"q": q, "cos": tables[0], "sin": tables[1], "position_ids": positions}
         ours = partial(append_kv, k, v, caches[0], caches[1], slots, **turning)
         expected = partial(rope_reference.rope, q[None], k[None], *tables)
-        arms = {"cukit": lambda: ours}
+        impls = {"cukit": lambda: ours}
         if not codes:
             given = (q, k, v, *tables, *(_cache(shape, "", q) for _ in range(2)), slots)
             for name, compiled in (("torch-eager", False), ("torch-compile", True)):
-                arms[name] = partial(_torch_arm, given, compiled)
-        return Workload(arms=arms, expected=lambda: expected()[0][0])
+                impls[name] = partial(_torch_impl, given, compiled)
+        return Workload(impls=impls, expected=lambda: expected()[0][0])
 
     read = 2 * tokens * (HEADS_Q + 2 * HEADS_KV) * head_dim + 4 * tokens * head_dim + 12 * tokens
     stored = (head_dim + 4 if codes else 2 * head_dim) * 2 * HEADS_KV
@@ -115,7 +115,7 @@ def _cache(shape: tuple[int, ...], codes: str, like: Any) -> Any:
     return QuantizedArray(xp.zeros(shape, dtype.storage_dtype), dtype, shape, scales, axis=-1)
 
 
-def _torch_arm(arrays: tuple[Any, ...], compiled: bool) -> Any:
+def _torch_impl(arrays: tuple[Any, ...], compiled: bool) -> Any:
     turn = layer_peers.torch_rope(peers.torch())
 
     def append(

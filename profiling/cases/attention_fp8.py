@@ -1,9 +1,9 @@
-"""Cases of attention of float8 inputs, in the shapes of :mod:`profiling.cases.attention`, and with
-options in those of :mod:`profiling.cases.attention_options`.
+"""Cases of FP8 attention, in the shapes of :mod:`profiling.cases.attention` and
+:mod:`profiling.cases.attention_options`.
 
-Beside the float8 kernel run the one that keeps probabilities at sixteen bits, and our own for
-bfloat16, all on the same values: what rounding to eight bits buys. The floor of these rows is that
-of 16-bit products; float8 multiplies twice as fast.
+The FP8 kernel is compared with the kernel that keeps probabilities in 16 bits, and with cukit's
+BF16 kernel, on the same values. The floor of these rows is that of 16-bit products; FP8 products
+have twice the rate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOLERANCE = 4e-2  # rounding probabilities to e4m3 alone costs 2.7e-2
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Three lengths of every width of head, one grouped-query shape, a window and sequences."""
+    """Three lengths for every head_dim, one GQA shape, a window and varlen sequences."""
     if small:
         plain = [forward_case(Shape(1, 40, 4, 2, 16, causal)) for causal in (False, True)]
         return [
@@ -49,7 +49,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def forward_case(shape: Shape, window: int | None = None) -> Case:
-    """q, k and v in, out and lse out; a causal `window` of keys, if any."""
+    """Reads q, k and v, writes out and lse; optionally with a causal `window` of keys."""
     options: dict[str, Any] = {"causal": shape.causal}
     flops = shape.flops
     if window is not None:
@@ -69,14 +69,14 @@ def forward_case(shape: Shape, window: int | None = None) -> Case:
 
         return _workload(narrow, options, expected)
 
-    # A byte an element; those of out, half of what a query head has, take two.
+    # One byte per element of q, k and v, two per element of out.
     num_bytes = 3 * shape.elements(shape.num_heads_q) // 2 + shape.elements(shape.num_heads_kv)
     name = str(shape) if window is None else f"{shape} window {window}"
     return _case(name, build, flops, num_bytes)
 
 
 def sequences_case(lengths: list[int], heads: int, head_dim: int, causal: bool) -> Case:
-    """Sequences one behind the other."""
+    """Variable-length sequences."""
     total, longest = sum(lengths), max(lengths)
 
     def build() -> Workload:
@@ -103,14 +103,14 @@ def _workload(
 ) -> Workload:
     wide = [_bfloat16(array) for array in narrow]
 
-    def arm(*arrays: Any, **more: Any) -> Callable[[], Call]:
+    def impl(*arrays: Any, **more: Any) -> Callable[[], Call]:
         return lambda: partial(flash_attention, *arrays, **options, **more)
 
     return Workload(
-        arms={
-            "cukit": arm(*narrow),
-            "cukit-precise": arm(*narrow, precise=True),
-            "cukit-bfloat16": arm(*wide),
+        impls={
+            "cukit": impl(*narrow),
+            "cukit-precise": impl(*narrow, precise=True),
+            "cukit-bfloat16": impl(*wide),
         },
         expected=lambda: expected(*wide),
         tolerance=_TOLERANCE,

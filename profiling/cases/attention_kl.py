@@ -1,8 +1,8 @@
-"""Cases of the divergence between two models' attention: the shapes of `attention` with heads of
-128 and 64 columns, both log-sum-exps known and not.
+"""Cases of the divergence between the attention of two models: the shapes of `attention` with
+head_dims of 128 and 64, with and without known log-sum-exps.
 
-The peer is what people write: both score matrices, in torch, eagerly and compiled. It has no room
-for long sequences, where its arms are left out.
+The peer is the straightforward torch code with both score matrices, eager and compiled. It is
+skipped for long sequences, whose matrices do not fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_PEER = 4096
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Two lengths of two widths of head, a grouped-query shape; forward and backward."""
+    """Two lengths for two head_dims, a GQA shape; forward and backward."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
     else:
@@ -41,7 +41,7 @@ def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
     """Teacher's and student's queries and keys."""
     q_t, k_t, _, _ = shape.arrays("bfloat16")
     xp = array_module()
-    # As a student that has learned something: its scores are the teacher's and others, mixed.
+    # A partly trained student: its scores are a mix of the teacher's and of independent ones.
     q_s, k_s = (
         (0.8 * x.astype(xp.float32) + 0.6 * normal(x.shape, "float32")).astype(x.dtype)
         for x in (q_t, k_t)
@@ -50,7 +50,7 @@ def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
 
 
 def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
-    """The mean divergence, by way of both matrices."""
+    """The mean divergence, computed with both matrices."""
     torch = peers.torch()
     if longest > LONGEST_PEER:
         raise PeerMissing(f"no room for two matrices of {longest} x {longest} scores a head")
@@ -73,7 +73,7 @@ def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
     return function
 
 
-def _arms(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
+def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
     return {
         "cukit": lambda: ours,
         "torch-eager": partial(make, False),
@@ -82,7 +82,7 @@ def _arms(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Ca
 
 
 def forward_case(shape: Shape, known: bool) -> Case:
-    """The mean divergence, of known log-sum-exps or not."""
+    """The mean divergence, with or without known log-sum-exps."""
 
     def build() -> Workload:
         q_t, k_t, q_s, k_s = inputs_of(shape)
@@ -101,7 +101,7 @@ def forward_case(shape: Shape, known: bool) -> Case:
 
         ours = partial(attention_kl, q_t, k_t, q_s, k_s, causal=shape.causal, **given)
         return Workload(
-            arms=_arms(ours, peer),
+            impls=_impls(ours, peer),
             expected=lambda: by_key_head(shape, divergence, q_t, k_t, q_s, k_s)[0].mean(),
         )
 
@@ -118,7 +118,7 @@ def forward_case(shape: Shape, known: bool) -> Case:
 
 
 def backward_case(shape: Shape) -> Case:
-    """The gradients of the student's queries and keys, and the deterministic way to the first."""
+    """The gradients of the student's queries and keys, also with deterministic grad_q."""
 
     def build() -> Workload:
         q_t, k_t, q_s, k_s = arrays = inputs_of(shape)
@@ -137,10 +137,10 @@ def backward_case(shape: Shape) -> Case:
         ours = partial(
             attention_kl_backward, *arrays, lse_t, lse_s, causal=shape.causal, reduction="sum"
         )
-        arms = _arms(ours, peer)
-        arms["cukit-ordered"] = lambda: partial(ours, deterministic=True)
+        impls = _impls(ours, peer)
+        impls["cukit-ordered"] = lambda: partial(ours, deterministic=True)
         return Workload(
-            arms=arms, expected=lambda: by_key_head(shape, gradients, q_t, k_t, q_s, k_s)
+            impls=impls, expected=lambda: by_key_head(shape, gradients, q_t, k_t, q_s, k_s)
         )
 
     return Case(

@@ -1,7 +1,7 @@
-"""Cases of `mla_attention`: decode steps over latents in blocks of 64 that lie in random order,
-with the 128 heads of DeepSeek-V3 and parts of them (64, 16) as GPUs share them.
+"""Cases of `mla_attention`: decode steps over latents in blocks of 64 in random order, with the 128
+heads of DeepSeek-V3 and its shards under tensor parallelism (64, 16 heads).
 
-The peers are FlashMLA and FlashInfer on the same cache; they have no float8 arm here.
+The peers are FlashMLA and FlashInfer on the same cache; the FP8 cases have no peer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Shape:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Bound by memory (16 heads), by both (64), by the tensor cores (128); one long request; unlike
-    lengths; drafted tokens; float8."""
+    """Bound by memory (16 heads), by both (64), by tensor cores (128); one long request; different
+    lengths; draft tokens; FP8."""
     if small:
         return [_case(Shape("mixed", (3, 90), 2, 2)), _case(Shape("2x70", (70, 70), 3, coded=True))]
     batches = ((128, 4096), (128, 8192), (32, 8192), (16, 8192), (1, 32768))
@@ -81,13 +81,13 @@ def _case(shape: Shape) -> Case:
             cache = encode_mla_latents(cache)
         arguments = (q, cache, table, lengths)
         out = xp.empty((*q.shape[:-1], LATENT), q.dtype)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(mla_attention, *arguments, out=out)
         }
         if not shape.coded:
-            arms["flash-mla"] = partial(_flash_mla, *arguments)
-            arms["flashinfer"] = partial(_flashinfer, shape, *arguments)
-        return Workload(arms=arms, expected=lambda: _expected(*arguments))
+            impls["flash-mla"] = partial(_flash_mla, *arguments)
+            impls["flashinfer"] = partial(_flashinfer, shape, *arguments)
+        return Workload(impls=impls, expected=lambda: _expected(*arguments))
 
     rows = batch * shape.seq_q * shape.heads
     return Case(

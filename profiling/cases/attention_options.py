@@ -1,5 +1,5 @@
-"""Cases of `cukit.attention` where not every query sees every key: windows, block masks, and
-sequences of different lengths. Lengths are drawn log-uniformly; they add up to 65536.
+"""Cases of masked attention: windows, block masks and variable-length sequences. Lengths are
+log-uniform and sum to 65536.
 
 The peers are torch's compiled flex_attention and, for sequences, its FlashAttention-2.
 """
@@ -45,7 +45,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def lengths_of(total: int, least: int = 64, most: int = 16384) -> list[int]:
-    """Drawn log-uniformly, the same every time."""
+    """Log-uniform lengths, the same in every run."""
     rng = np.random.default_rng(1)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -63,14 +63,14 @@ def _wide(*arrays: Any) -> tuple[Any, ...]:
 
 
 def by_head(function: Callable[..., Any], *arrays: Any) -> Any:
-    """One head at a time: the scores of all would not fit."""
+    """The reference, one head at a time: the scores of all would not fit."""
     heads = range(arrays[0].shape[-2])
     parts = [function(*_wide(*(array[..., h : h + 1, :] for array in arrays))) for h in heads]
     return array_module().concatenate(parts, axis=-2)
 
 
-def _flex_arm(visible: Callable[..., Any], rows: int, *arrays: Any) -> Call:
-    """torch's compiled flex_attention; `visible` is a function of its indices."""
+def _flex_impl(visible: Callable[..., Any], rows: int, *arrays: Any) -> Call:
+    """torch's compiled flex_attention; `visible` is its mask function."""
     flex = peers.optional("torch.nn.attention.flex_attention")
     mask = flex.create_block_mask(visible, 1, 1, rows, rows)
     attention = peers.compile_function(flex.flex_attention)
@@ -83,7 +83,7 @@ def _flex_arm(visible: Callable[..., Any], rows: int, *arrays: Any) -> Call:
 
 
 def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
-    """Causal, and no further back than `window` keys."""
+    """A causal window of `window` keys."""
 
     def build() -> Workload:
         arrays = _arrays((1, seq_len), heads, head_dim)
@@ -93,9 +93,9 @@ def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
             return (i >= j) & (i - j <= window)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(flash_attention, *arrays, **options),
-                "torch-flex": lambda: _flex_arm(visible, seq_len, *arrays),
+                "torch-flex": lambda: _flex_impl(visible, seq_len, *arrays),
             },
             expected=lambda: by_head(partial(reference.flash_attention, **options), *arrays),
         )
@@ -106,7 +106,7 @@ def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
 
 
 def block_case(seq_len: int, heads: int, head_dim: int, density: float, block: int) -> Case:
-    """Blocks of `block` queries and keys, of which each is seen with this probability."""
+    """Blocks of `block` queries and keys, each unmasked with the given probability."""
     blocks = -(-seq_len // block)
     mask = np.random.default_rng(2).random((1, blocks, blocks)) < density
 
@@ -116,13 +116,13 @@ def block_case(seq_len: int, heads: int, head_dim: int, density: float, block: i
 
         def flex() -> Call:
             seen = peers.to_torch(placed.astype(np.uint8)).bool()[0]
-            return _flex_arm(lambda b, h, i, j: seen[i // block, j // block], seq_len, *arrays)
+            return _flex_impl(lambda b, h, i, j: seen[i // block, j // block], seq_len, *arrays)
 
         expected = partial(
             block_reference.block_sparse_attention, block_mask=placed, block_size=block
         )
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(block_sparse_attention, *arrays, placed, block_size=block),
                 "torch-flex": flex,
             },
@@ -135,7 +135,7 @@ def block_case(seq_len: int, heads: int, head_dim: int, density: float, block: i
 
 
 def sequences_case(lengths: list[int], heads: int, head_dim: int, causal: bool) -> Case:
-    """Sequences one behind the other."""
+    """Variable-length sequences."""
     total, longest = sum(lengths), max(lengths)
 
     def build() -> Workload:
@@ -161,7 +161,7 @@ def sequences_case(lengths: list[int], heads: int, head_dim: int, causal: bool) 
             return peers.forward(function, *arrays)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(flash_attention, *arrays, **options),
                 "torch-flash": flash,
             },

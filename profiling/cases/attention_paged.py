@@ -1,7 +1,7 @@
-"""Cases of `paged_attention`: decode steps over a cache in blocks that lie in random order.
+"""Cases of `paged_attention`: decode steps over a cache with blocks in random order.
 
-The peers are torch's scaled_dot_product_attention backends on the same keys side by side: what a
-cache without blocks would cost. They take equal lengths only.
+The peers are the backends of torch's scaled_dot_product_attention on the same keys, contiguous: the
+cost of a cache without blocks. They support equal lengths only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from profiling.cases.attention import BACKENDS
 from profiling.data import array_module, integers, normal
 
 GROUP_ROWS = 64
-"""Keys of an int4 cache that share a channel's scale."""
+"""Keys of an int4 cache that share a scale per channel."""
 
 _FLASHINFER_DIM = 128
 """Of its compiled kernels."""
@@ -42,8 +42,8 @@ class Shape:
     heads_kv: int = 8
     head_dim: int = 128
     block_size: int = 16
-    codes: str = ""  # that the cache holds; "" is bfloat16
-    recent: int = 0  # int4: of each request's keys, those in a ring
+    codes: str = ""  # dtype of the cache; "" is bfloat16
+    recent: int = 0  # int4: recent keys of each request, in a ring buffer
 
     def __str__(self) -> str:
         heads = f"{self.heads_q}/{self.heads_kv}"
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """A key of a head, or its values: codes have a scale; int4 on average."""
+        """Bytes of a key or value of one head, with the scale of codes; for int4 on average."""
         if self.codes == "int4":
             return self.head_dim // 2 + 2 + 2 * self.head_dim // GROUP_ROWS
         return self.head_dim + 4 if self.codes else 2 * self.head_dim
@@ -106,7 +106,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def paged_case(shape: Shape) -> Case:
-    """A decode step, beside torch on equal lengths of keys that are no codes."""
+    """A decode step; torch is the peer for equal lengths of unquantised keys."""
     batch, keys = len(shape.lengths), sum(shape.lengths)
 
     def build() -> Workload:
@@ -131,7 +131,7 @@ def paged_case(shape: Shape) -> Case:
             new = (normal(rings, "bfloat16") for _ in range(2))
             given["recent"] = RecentKV(*new, xp.arange(batch, dtype=xp.int32), packed)
         out = xp.empty_like(q)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(paged_attention, *arguments, out=out, **given),
             "cukit-invariant": lambda: partial(
                 paged_attention, *arguments, out=xp.empty_like(q), batch_invariant=True, **given
@@ -141,13 +141,13 @@ def paged_case(shape: Shape) -> Case:
             caches, scale = (k, v), None
             if shape.codes:
                 caches, scale = (k.storage, v.storage), _FLOAT8_SCALE
-            arms["flashinfer"] = partial(
+            impls["flashinfer"] = partial(
                 paged_peers.decode, q, *caches, table, shape.lengths, scale
             )
         if shape.equal and not shape.codes:
             for name, backend in BACKENDS.items():
-                arms[name] = partial(_dense_arm, backend, shape, q, k, v, table)
-        return Workload(arms=arms, expected=lambda: _expected(*arguments, **given))
+                impls[name] = partial(_dense_impl, backend, shape, q, k, v, table)
+        return Workload(impls=impls, expected=lambda: _expected(*arguments, **given))
 
     coded, newest = keys - batch * shape.recent, batch * shape.recent * 2 * shape.head_dim
     outside = 2 * batch * shape.heads_q * shape.head_dim * itemsize("bfloat16")
@@ -162,7 +162,7 @@ def paged_case(shape: Shape) -> Case:
 
 
 def _cache(block: tuple[int, ...], codes: str) -> Any:
-    """Keys or values; the scales of codes lie head by head within a block."""
+    """Keys or values; the scales of codes are stored by head within a block."""
     if not codes:
         return normal(block, "bfloat16")
     dtype = {"int8": int8, "float8_e4m3": float8_e4m3}[codes]
@@ -171,7 +171,7 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
     blocks, block_size, heads, _ = block
     storage = xp.empty(block, xp.int8 if codes == "int8" else xp.uint8)
     scales = xp.full((blocks, heads, block_size, 1), 4.5 / most, xp.float32).swapaxes(1, 2)
-    for begin in range(0, blocks, 1024):  # a cache in float32 would not fit beside the others
+    for begin in range(0, blocks, 1024):  # a float32 cache would not fit as well
         part = storage[begin : begin + 1024]
         values = normal(part.shape, "float32") * (most / 4.5)
         part[...] = QuantizedArray.encode(xp.clip(values, -most, most), dtype).storage
@@ -179,7 +179,7 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
 
 
 def grouped_cache(block: tuple[int, ...], axis: int) -> Any:
-    """int4 keys (axis 1) or values (axis 3) of random codes, about as large as normal numbers."""
+    """int4 keys (axis 1) or values (axis 3) of random codes, at the scale of a standard normal."""
     xp = array_module()
     blocks, block_size, heads, head_dim = block
     storage = integers(0, 256, (blocks, block_size, heads, head_dim // 2), "uint8")
@@ -212,11 +212,11 @@ def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
             wide = [array.astype(xp.float32) for array in arguments]
             return reference.merge_attention_states(*wide)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(merge_attention_states, *arguments),
             "torch-compile": lambda: peers.forward(torch_merge, *arguments, compiled=True),
         }
-        return Workload(arms=arms, expected=expected)
+        return Workload(impls=impls, expected=expected)
 
     rows = batch * seq_len * heads
     return Case(
@@ -229,7 +229,7 @@ def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
     )
 
 
-def _dense_arm(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) -> Call:
+def _dense_impl(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) -> Call:
     torch = peers.torch()
     attention = peers.optional("torch.nn.attention")
     chosen = getattr(attention.SDPBackend, backend)

@@ -1,7 +1,7 @@
-"""Cases of `paged_attention` with many queries a request, and of `cascade_attention`.
+"""Cases of `paged_attention` with many queries per request, and of `cascade_attention`.
 
-Peers read the same keys side by side: what a cache without blocks would cost. The peer of a cascade
-is plain paged attention.
+Peers read the same keys, contiguous: the cost of a cache without blocks. The peer of a cascade is
+plain paged attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cukit.attention import cascade_attention, flash_attention, paged_attention
 from cukit.reference.attention import flash_attention as attend
 from profiling import paged_peers
 from profiling.case import Call, Case, Workload, itemsize
-from profiling.cases.attention import BACKENDS, forward_arm
+from profiling.cases.attention import BACKENDS, forward_impl
 from profiling.cases.attention import Shape as DenseShape
 from profiling.data import array_module, normal
 
@@ -43,20 +43,20 @@ class Prefill:
 
     @property
     def flops(self) -> float:
-        """Of both products, for the pairs that a causal mask leaves."""
+        """FLOPs of both products, for the unmasked pairs."""
         pairs = sum(n * m - n * (n - 1) // 2 for n, m in zip(self.queries, self.keys, strict=True))
         return 4.0 * pairs * self.heads_q * self.head_dim
 
     @property
     def bytes(self) -> int:
-        """Keys, values, queries and outputs, once."""
+        """Bytes of keys, values, queries and outputs, once."""
         rows = sum(self.keys) * self.heads_kv + sum(self.queries) * self.heads_q
         return 2 * rows * self.head_dim * itemsize(_DTYPE)
 
 
 @dataclass(frozen=True)
 class Cascade:
-    """Requests of one query that share their first keys."""
+    """Requests with one query each and a shared prefix of keys."""
 
     batch: int
     shared: int
@@ -73,13 +73,13 @@ class Cascade:
 
     @property
     def bytes(self) -> int:
-        """The shared keys once."""
+        """Bytes, with the shared keys counted once."""
         rows = (self.shared + self.batch * self.own) * self.heads_kv + self.batch * self.heads_q
         return 2 * rows * self.head_dim * itemsize(_DTYPE)
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Whole prompts, chunks of them, chunks beside decode steps; shared prefixes long and short."""
+    """Prompts, chunked prefill, chunks mixed with decode steps; long and short shared prefixes."""
     if small:
         mixed = Prefill("mixed", (5, 1, 9), (5, 20, 30), 4, 2, 16)
         return [
@@ -108,7 +108,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def _cache(blocks: int, shape: Prefill | Cascade) -> tuple[Any, Any, Any]:
-    """Keys, values, and the blocks in the order in which requests take them."""
+    """Keys, values, and the blocks in the order of the requests."""
     extents = blocks, shape.block_size, shape.heads_kv, shape.head_dim
     order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
     return normal(extents, _DTYPE), normal(extents, _DTYPE), order
@@ -132,27 +132,27 @@ def _prefill_case(shape: Prefill) -> Case:
         else:
             given["cu_seqlens_q"] = xp.asarray(np.cumsum([0, *shape.queries]).astype(np.int32))
         out = xp.empty_like(q)
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(paged_attention, q, k, v, table, lengths, out=out, **given)
         }
         if shape.head_dim == 128:
             arguments = q, k, v, table, shape.queries, shape.keys
             for backend in ("fa2", "fa3"):
                 name = f"flashinfer-{backend}"
-                arms[name] = partial(paged_peers.prefill, *arguments, backend)
+                impls[name] = partial(paged_peers.prefill, *arguments, backend)
         if equal:
             rows = [
                 cache[table].reshape(len(counts), -1, *cache.shape[2:])[:, : shape.keys[0]]
                 for cache in (k, v)
             ]
-            arms["cukit-dense"] = lambda: partial(flash_attention, q, *rows, causal=True)
-            if shape.queries == shape.keys:  # torch aligns its causal mask top left
+            impls["cukit-dense"] = lambda: partial(flash_attention, q, *rows, causal=True)
+            if shape.queries == shape.keys:  # torch aligns its causal mask to the top left
                 dense = DenseShape(
                     len(counts), shape.keys[0], shape.heads_q, shape.heads_kv, shape.head_dim, True
                 )
                 for name, backend in BACKENDS.items():
-                    arms[name] = partial(forward_arm, backend, dense, q, *rows)
-        return Workload(arms=arms, expected=lambda: _expected(shape, q, k, v, table))
+                    impls[name] = partial(forward_impl, backend, dense, q, *rows)
+        return Workload(impls=impls, expected=lambda: _expected(shape, q, k, v, table))
 
     return Case(
         family="attention",
@@ -182,7 +182,7 @@ def _cascade_case(shape: Cascade) -> Case:
             "", (1,) * shape.batch, (keys,) * shape.batch, shape.heads_q, shape.heads_kv
         )
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(cascade_attention, *arguments, shape.shared, out=out),
                 "cukit-flat": lambda: partial(paged_attention, *arguments, out=xp.empty_like(q)),
                 "flashinfer": partial(paged_peers.cascade, q, k, v, table, shape.shared, shape.own),
@@ -204,7 +204,7 @@ def _cascade_case(shape: Cascade) -> Case:
 
 
 def _expected(shape: Prefill, q: Any, k: Any, v: Any, table: Any) -> Any:
-    """Request by request and key head by key head, in float32."""
+    """The reference per request and KV head, in float32."""
     xp = array_module()
     whole = xp.empty(q.shape, xp.float32)
     q, out = (x.reshape(-1, *x.shape[-2:]) for x in (q, whole))

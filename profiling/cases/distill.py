@@ -1,4 +1,4 @@
-"""Cases of `cukit.distill`: losses with their gradients, fused heads, the optimiser."""
+"""Cases of `cukit.distill`: losses with their gradients, fused heads, the optimizer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from cukit.distill import (
 )
 from cukit.reference import losses, optimizer
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import DTYPES, array_module, integers, normal
+from profiling.impls import forward_impls
 
 FAMILY = "distill"
 DTYPE = "bfloat16"
@@ -41,7 +41,7 @@ SOFTCAP = 30.0
 LIGER_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "total_variation")
 DIVERGENCES = ("reverse_kl", "jsd", "skewed_forward_kl", "total_variation")
 ROWS_AT_ONCE = 512
-"""Of float32 copies of logits, so that they stay small."""
+"""Rows per chunk of the reference, which limits its float32 copies of logits."""
 
 LogitsShape = tuple[int, int]
 LOGITS: tuple[LogitsShape, ...] = ((4096, 32768), (4096, 256000))
@@ -49,7 +49,7 @@ SMALL_LOGITS: tuple[LogitsShape, ...] = ((12, 300),)
 HeadShape = tuple[int, int, int]
 HEADS: tuple[HeadShape, ...] = ((4096, 2048, 32768), (4096, 2304, 256000), (8192, 4096, 128256))
 SMALL_HEADS: tuple[HeadShape, ...] = ((12, 16, 300),)
-# A transformer of 124 million parameters: embedding, then four matrices and two vectors a layer.
+# A transformer of 124 million parameters: embedding, then four matrices and two vectors per layer.
 MODEL = [(50304, 768), *[(2304, 768), (768, 768), (3072, 768), (768, 3072), (768,), (768,)] * 12]
 SMALL_MODEL = [(30, 8), (8,), (24, 8)]
 
@@ -82,12 +82,12 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
-    """Loss and gradient: the logits in, the gradient out."""
+    """Loss and gradient: reads the logits, writes the gradient."""
     return _cross_entropy_case("cross_entropy", tokens, vocab_size, forward=True)
 
 
 def cross_entropy_backward_case(tokens: int, vocab_size: int) -> Case:
-    """The gradient alone. Peers spend a forward to get it."""
+    """The gradient only. Peers need a forward to compute it."""
     return _cross_entropy_case("cross_entropy_backward", tokens, vocab_size, forward=False)
 
 
@@ -116,19 +116,19 @@ def _cross_entropy_case(op: str, tokens: int, vocab_size: int, *, forward: bool)
 
 
 def kl_case(tokens: int, vocab_size: int) -> Case:
-    """Loss and gradient: both logits in, the gradient out."""
+    """Loss and gradient: reads both logits, writes the gradient."""
     return _kl_case("kl_divergence", tokens, vocab_size, forward=True)
 
 
 def close_kl_case(tokens: int, vocab_size: int) -> Case:
-    """Loss and gradient of a student that has come close to its teacher."""
+    """Loss and gradient of a student that is close to its teacher."""
     return _kl_case("kl_divergence", tokens, vocab_size, forward=True, distance=0.05)
 
 
 def divergence_case(
     tokens: int, vocab_size: int, divergence: str, distance: float | None = None
 ) -> Case:
-    """Loss and gradient of a divergence that sweeps the rows three times."""
+    """Loss and gradient of a divergence that reads the rows three times."""
     return _kl_case(
         "distillation_loss", tokens, vocab_size, forward=True, distance=distance,
         divergence=divergence,
@@ -136,7 +136,7 @@ def divergence_case(
 
 
 def topk_case(tokens: int, vocab_size: int, known: int = 64) -> Case:
-    """Loss and gradient from a teacher's likeliest tokens: the logits in, the gradient out."""
+    """Loss and gradient for a teacher's top-k tokens: reads the logits, writes the gradient."""
 
     def build() -> Workload:
         student = normal((tokens, vocab_size), DTYPE)
@@ -193,12 +193,12 @@ def sampled_case(tokens: int, vocab_size: int, samples: int = 64) -> Case:
 
 
 def capped_kl_case(tokens: int, vocab_size: int) -> Case:
-    """Loss and gradient with the logits of both models capped."""
+    """Loss and gradient with a softcap on the logits of both models."""
     return _kl_case("kl_divergence", tokens, vocab_size, forward=True, softcap=SOFTCAP)
 
 
 def kl_backward_case(tokens: int, vocab_size: int) -> Case:
-    """The gradient alone. Peers spend a forward to get it."""
+    """The gradient only. Peers need a forward to compute it."""
     return _kl_case("kl_divergence_backward", tokens, vocab_size, forward=False)
 
 
@@ -212,7 +212,7 @@ def _kl_case(
     divergence: str = "forward_kl",
     softcap: float | None = None,
 ) -> Case:
-    """distance: standard deviation of student - teacher; None: they have nothing in common.
+    """distance: standard deviation of student - teacher; None: independent logits.
     softcap: of both models' logits."""
 
     def build() -> Workload:
@@ -271,8 +271,8 @@ def _kl_case(
             ours = partial(kl_divergence, student, teacher, return_grad=True, **options)
         workload = _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
         if softcap is None and forward and divergence in LIGER_DIVERGENCES:
-            arm = partial(_with_gradients, liger_loss, (student,), (teacher,))
-            workload = replace(workload, arms={**workload.arms, "liger": arm})
+            impl = partial(_with_gradients, liger_loss, (student,), (teacher,))
+            workload = replace(workload, impls={**workload.impls, "liger": impl})
         return workload
 
     traffic = 3 * tokens * vocab_size * itemsize(DTYPE)
@@ -283,7 +283,7 @@ def _kl_case(
 
 
 def _liger_divergence(torch: ModuleType, divergence: str) -> Callable[..., Any]:
-    """A function of the log-probabilities of student and teacher, the mean over rows."""
+    """The mean over rows, as a function of the log-probabilities of student and teacher."""
     liger = peers.optional("liger_kernel.transformers")
     if divergence == "total_variation":
         tvd = liger.LigerTVDLoss(reduction="batchmean")
@@ -296,7 +296,7 @@ def _liger_divergence(torch: ModuleType, divergence: str) -> Callable[..., Any]:
 
 
 def _torch_divergence(torch: ModuleType, log_p: Any, log_q: Any, divergence: str) -> Any:
-    """The mean over rows, mixtures half and half."""
+    """The mean over rows, with equal mixtures."""
     p, q = log_p.exp(), log_q.exp()
     log_m = torch.log((p + q) / 2)
     rows = {
@@ -320,7 +320,7 @@ def linear_jsd_case(tokens: int, hidden: int, vocab_size: int) -> Case:
 
 
 def small_workspace_case(tokens: int, hidden: int, vocab_size: int) -> Case:
-    """The forward KL of two heads with at most a GiB for their logits."""
+    """The forward KL of two heads, with at most 1 GiB for logits."""
     op = "linear_kl_divergence"
     return _linear_case(op, tokens, hidden, vocab_size, "forward_kl", workspace_bytes=1 << 30)
 
@@ -392,15 +392,15 @@ def _linear_case(
             fused = module.LigerFusedLinearJSD(jsd_beta=beta, temperature=TEMPERATURE)
             return lambda h, w, teacher_h, teacher_w: fused(h, w, teacher_h, teacher_w, None)
 
-        arm = partial(_with_gradients, liger_fused, student, teacher)
-        return replace(workload, arms={**workload.arms, "liger-fused": arm})
+        impl = partial(_with_gradients, liger_fused, student, teacher)
+        return replace(workload, impls={**workload.impls, "liger-fused": impl})
 
     case = _head_case(op, tokens, hidden, vocab_size, 8, build)
     return case if workspace_bytes is None else replace(case, name=f"{case.name} in 1 GiB")
 
 
 def linear_topk_case(tokens: int, hidden: int, vocab_size: int, known: int = 64) -> Case:
-    """One head, the divergence from a teacher's likeliest tokens, and the gradients."""
+    """One head, the divergence from a teacher's top-k tokens, and the gradients."""
 
     def build() -> Workload:
         head = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
@@ -500,7 +500,7 @@ def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             adamw(params, grads, state, lr=0.0, beta1=0.0, beta2=0.0, step=1)
             return state.exp_avg[0], state.exp_avg_sq[0]
 
-        def torch_arm(**options: bool) -> Call:
+        def torch_impl(**options: bool) -> Call:
             leaves = [peers.to_torch(param).requires_grad_() for param in params]
             for leaf, grad in zip(leaves, grads, strict=True):
                 leaf.grad = peers.to_torch(grad)
@@ -515,22 +515,22 @@ def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             return call
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: ours,
-                "torch-fused": partial(torch_arm, fused=True),
-                "torch-foreach": partial(torch_arm, foreach=True),
+                "torch-fused": partial(torch_impl, fused=True),
+                "torch-foreach": partial(torch_impl, foreach=True),
             },
             expected=lambda: (grads[0], grads[0] * grads[0]),
             tolerance=1e-5,
         )
 
-    # In: parameter, gradient, both moments. Out: parameter, both moments.
+    # Reads parameter, gradient, both moments; writes parameter, both moments.
     return Case(FAMILY, "adamw", _millions(shapes), "float32", build, bytes=28 * _count(shapes))
 
 
 def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
-    """float32 averages of float32 masters, and bfloat16 copies. A decay of 1/2 towards the average
-    itself is repeatable."""
+    """float32 averages of float32 masters, and bfloat16 copies. With values equal to the average, a
+    step with decay 1/2 is repeatable."""
 
     def build() -> Workload:
         averages = [normal(shape, "float32") for shape in shapes]
@@ -541,7 +541,7 @@ def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             ema_update(averages, values, 0.5, copies)
             return averages[0], copies[0]
 
-        def torch_arm() -> Call:
+        def torch_impl() -> Call:
             torch = peers.torch()
             lists = [[peers.to_torch(each) for each in column] for column in
                      (averages, values, copies)]  # fmt: skip
@@ -554,19 +554,19 @@ def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             return call
 
         return Workload(
-            arms={"cukit": lambda: ours, "torch-foreach": torch_arm},
+            impls={"cukit": lambda: ours, "torch-foreach": torch_impl},
             expected=lambda: (values[0], values[0].astype(DTYPES["bfloat16"])),
             tolerance=1e-5,
         )
 
-    # In: average, value. Out: average, copy.
+    # Reads average, value; writes average, copy.
     return Case(
         FAMILY, "ema_update", _millions(shapes), "bfloat16", build, bytes=14 * _count(shapes)
     )
 
 
 def global_norm_case(shapes: Sequence[tuple[int, ...]]) -> Case:
-    """Norm over all gradients of a model."""
+    """The global norm of the gradients of a model."""
 
     def build() -> Workload:
         grads = [normal(shape, "float32") for shape in shapes]
@@ -577,7 +577,7 @@ def global_norm_case(shapes: Sequence[tuple[int, ...]]) -> Case:
             )
 
         return Workload(
-            arms=forward_arms(partial(global_norm, grads), torch_norm, *grads),
+            impls=forward_impls(partial(global_norm, grads), torch_norm, *grads),
             expected=partial(optimizer.global_norm, grads),
             tolerance=1e-5,
         )
@@ -598,9 +598,9 @@ def _logits_workload(
     others: tuple[Any, ...],
     forward: bool,
 ) -> Workload:
-    """`ours` returns loss and gradient, or without `forward` the gradient alone."""
+    """`ours` returns loss and gradient, or without `forward` the gradient only."""
 
-    def arm(compiled: bool) -> Call:
+    def impl(compiled: bool) -> Call:
         call = _with_gradients(torch_loss, logits, others, compiled=compiled)
         return call if forward else lambda: call()[1]
 
@@ -609,10 +609,10 @@ def _logits_workload(
         return (loss, gradients) if forward else gradients
 
     return Workload(
-        arms={
+        impls={
             "cukit": lambda: ours,
-            "torch-eager": partial(arm, False),
-            "torch-compile": partial(arm, True),
+            "torch-eager": partial(impl, False),
+            "torch-compile": partial(impl, True),
         },
         expected=expected,
     )
@@ -631,17 +631,17 @@ def _head_workload(
         loss, grad_hidden = _in_parts(lambda rows: part(rows, grad_weight), head[0].shape[0])
         return loss, grad_hidden, grad_weight
 
-    arms: dict[str, Callable[[], Call]] = {
+    impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: _with_gradients(torch_loss, head, others),
         "torch-compile": lambda: _with_gradients(torch_loss, head, others, compiled=True),
     }
     if liger_loss is not None:
-        arms["liger"] = partial(_with_gradients, liger_loss, head, others)
+        impls["liger"] = partial(_with_gradients, liger_loss, head, others)
     return Workload(
-        arms=arms,
+        impls=impls,
         expected=expected,
-        tolerance=2e-2,  # logits and their gradients pass through bfloat16
+        tolerance=2e-2,  # logits and their gradients are rounded to bfloat16
     )
 
 
@@ -682,7 +682,7 @@ def _with_gradients(
 
 
 def _in_parts(oracle: Callable[[slice], tuple[Any, Any]], tokens: int) -> tuple[Any, Any]:
-    """Sum of the losses and all gradients, computed some rows at a time."""
+    """Sum of the losses and all gradients, computed in chunks of rows."""
     parts = [
         oracle(slice(start, min(start + ROWS_AT_ONCE, tokens)))
         for start in range(0, tokens, ROWS_AT_ONCE)

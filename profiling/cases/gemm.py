@@ -1,8 +1,8 @@
 """Cases of `cukit.gemm`.
 
-`matmul` is cuBLAS on both sides: what shows is what we add around it. `linear` and its relatives
-are kernels of ours beside cuBLAS: eagerly with the activation as a kernel of its own, compiled, and
-with cuBLASLt's fused epilogue where there is one.
+`matmul` calls cuBLAS on both sides, so the case measures overhead. `linear` and related ops are
+cukit's kernels; the peers are cuBLAS with a separate activation kernel, torch.compile, and
+cuBLASLt's fused epilogue where it exists.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cukit.gemm import (
 )
 from cukit.reference import gemm as reference
 from profiling import peers
-from profiling.arms import backward_arms, forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import normal
+from profiling.impls import backward_impls, forward_impls
 
 Extents = tuple[int, int, int]
 
 LLAMA_1B = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048))
 LLAMA_8B = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-"""(k, n) of a layer's linears: q, k and v, the output, gate and up, down."""
+"""(k, n) of the linear layers of a block: q, k and v, output, gate and up, down."""
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
 
 FUSED = ((128, 16384, 4096), (128, 11008, 4096), (4096, 16384, 4096), (4096, 8192, 8192))
@@ -38,7 +38,7 @@ GATED = ((16, 14336, 4096), (128, 14336, 4096), (4096, 14336, 4096), (4096, 8192
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Square products, the linears of a 1B and an 8B Llama, fused epilogues, gradients."""
+    """Square products, the linear layers of a 1B and an 8B Llama, fused epilogues, gradients."""
     if small:
         return [
             matmul_case((48, 32, 64)),
@@ -62,7 +62,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def torch_activation(torch: ModuleType, name: str | None) -> Callable[..., Any]:
-    """The activation that `linear` calls `name`."""
+    """The activation called `name` in `linear`."""
     functional = torch.nn.functional
     known: dict[str | None, Callable[..., Any]] = {
         None: lambda z: z,
@@ -75,7 +75,7 @@ def torch_activation(torch: ModuleType, name: str | None) -> Callable[..., Any]:
 
 
 def _case(op: str, name: str, extents: Extents, build: Callable[[], Workload], **work: Any) -> Case:
-    """`work`: how many products of these extents (`products`), and arrays of each kind."""
+    """FLOPs and bytes: the number of products of these extents, and of arrays of each kind."""
     m, n, k = extents
     elements = work["of_x"] * m * k + work["of_w"] * n * k + work["of_y"] * m * n
     return Case(
@@ -108,7 +108,7 @@ def matmul_case(extents: Extents, function: Callable[..., Any] = matmul) -> Case
     def build() -> Workload:
         a, b = _operands(extents)
         return Workload(
-            arms=forward_arms(partial(function, a, b, **transposed), torch_matmul, a, b),
+            impls=forward_impls(partial(function, a, b, **transposed), torch_matmul, a, b),
             expected=partial(reference.matmul, a, b, transpose_b=True),
         )
 
@@ -117,7 +117,7 @@ def matmul_case(extents: Extents, function: Callable[..., Any] = matmul) -> Case
 
 
 def linear_case(extents: Extents, activation: str | None = None) -> Case:
-    """A linear layer of m tokens; with an activation also a bias."""
+    """A linear layer of m tokens; with an activation, also with a bias."""
 
     def torch_linear(torch: ModuleType) -> Callable[..., Any]:
         function = torch_activation(torch, activation)
@@ -131,10 +131,10 @@ def linear_case(extents: Extents, activation: str | None = None) -> Case:
         x, w = _operands(extents)
         arrays = (x, w) if activation is None else (x, w, normal((extents[1],), "bfloat16"))
         bias = arrays[2] if len(arrays) == 3 else None
-        arms = forward_arms(partial(linear, x, w, bias, activation), torch_linear, *arrays)
+        impls = forward_impls(partial(linear, x, w, bias, activation), torch_linear, *arrays)
         if activation == "gelu_tanh":
-            arms["cublaslt"] = lambda: peers.forward(cublas_lt(peers.torch()), *arrays)
-        return Workload(arms=arms, expected=partial(reference.linear, x, w, bias, activation))
+            impls["cublaslt"] = lambda: peers.forward(cublas_lt(peers.torch()), *arrays)
+        return Workload(impls=impls, expected=partial(reference.linear, x, w, bias, activation))
 
     name = _name(extents, activation)
     return _case("linear", name, extents, build, products=1, of_x=1, of_w=1, of_y=1)
@@ -156,7 +156,7 @@ def gated_case(extents: Extents) -> Case:
     def build() -> Workload:
         x, w = _operands(extents, rows=2)
         return Workload(
-            arms=forward_arms(partial(gated_linear, x, w), torch_swiglu, x, w),
+            impls=forward_impls(partial(gated_linear, x, w), torch_swiglu, x, w),
             expected=partial(reference.gated_linear, x, w),
         )
 
@@ -165,7 +165,7 @@ def gated_case(extents: Extents) -> Case:
 
 
 def backward_case(extents: Extents, activation: str | None) -> Case:
-    """Gradients of a linear layer and its bias, from the pre-activation that the forward kept."""
+    """Gradients of a linear layer and its bias, from the stored pre-activation."""
 
     def torch_linear(torch: ModuleType) -> Callable[..., Any]:
         function = torch_activation(torch, activation)
@@ -180,7 +180,7 @@ def backward_case(extents: Extents, activation: str | None) -> Case:
             _, z = linear(x, w, bias, activation, return_preactivation=True)
         ours = partial(linear_backward, grad_out, x, w, z, activation, with_bias=True)
         return Workload(
-            arms=backward_arms(ours, torch_linear, (x, w, bias), grad_out),
+            impls=backward_impls(ours, torch_linear, (x, w, bias), grad_out),
             expected=partial(
                 reference.linear_backward, grad_out, x, w, z, activation, with_bias=True
             ),
@@ -191,7 +191,7 @@ def backward_case(extents: Extents, activation: str | None) -> Case:
 
 
 def gated_backward_case(extents: Extents) -> Case:
-    """Gradients of SwiGLU, from the pre-activation that the forward kept."""
+    """Gradients of SwiGLU, from the stored pre-activation."""
 
     def build() -> Workload:
         m, n, _ = extents
@@ -199,7 +199,7 @@ def gated_backward_case(extents: Extents) -> Case:
         grad_out = normal((m, n), "bfloat16")
         _, z = gated_linear(x, w, return_preactivation=True)
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(gated_linear_backward, grad_out, x, w, z), torch_swiglu, (x, w), grad_out
             ),
             expected=partial(reference.gated_linear_backward, grad_out, x, w, z),

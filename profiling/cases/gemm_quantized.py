@@ -1,5 +1,5 @@
-"""Cases of products of 8-bit matrices in `cukit.gemm`: int8, and float8 with scales of tensors,
-rows and blocks, beside torch's own (cuBLASLt)."""
+"""Cases of 8-bit products in `cukit.gemm`: int8, and FP8 with scales per tensor, row and block. The
+peer is torch (cuBLASLt)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from profiling.case import Call, Case, Workload
 from profiling.data import array_module, integers, normal
 
 BLOCK_SHAPES = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168))
-"""(n, k) of the linear layers of DeepSeek-V3, on which DeepGEMM publishes its times."""
+"""(n, k) of the linear layers of DeepSeek-V3, as in DeepGEMM's published times."""
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Square products at the rate of the tensor cores, and linear layers of few tokens."""
+    """Compute-bound square products, and linear layers with few tokens."""
     if small:
         return [
             int8_case(48, 32, 64, scaled=False),
@@ -46,7 +46,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def int8_case(m: int, n: int, k: int, *, scaled: bool) -> Case:
-    """a [m, k] times the transpose of b [n, k]: to int32, or with scales of rows to bfloat16."""
+    """a [m, k] times the transpose of b [n, k]: int32, or bfloat16 with scales per row."""
 
     def build() -> Workload:
         xp = array_module()
@@ -70,11 +70,11 @@ def int8_case(m: int, n: int, k: int, *, scaled: bool) -> Case:
             function = torch_product(peers.torch())
             return peers.forward(function, *codes, *scales, compiled=compiled)
 
-        arms = {"cukit": lambda: partial(matmul_int8, a, b), "torch-eager": partial(peer, False)}
+        impls = {"cukit": lambda: partial(matmul_int8, a, b), "torch-eager": partial(peer, False)}
         if scaled:
-            arms["torch-compile"] = partial(peer, True)
+            impls["torch-compile"] = partial(peer, True)
         return Workload(
-            arms=arms, expected=lambda: reference.matmul_int8(a, b, out_dtype=xp.float32)
+            impls=impls, expected=lambda: reference.matmul_int8(a, b, out_dtype=xp.float32)
         )
 
     return Case(
@@ -91,8 +91,8 @@ def int8_case(m: int, n: int, k: int, *, scaled: bool) -> Case:
 def float8_case(m: int, n: int, k: int, kind: str, fast: bool = False) -> Case:
     """a [m, k] times the transpose of b [n, k], to bfloat16.
 
-    kind: of scales: "tensor", "row" or "blocks".
-    fast: all sums are left to the tensor cores.
+    kind: granularity of scales: "tensor", "row" or "blocks".
+    fast: accumulate in the tensor cores only.
     """
 
     def build() -> Workload:
@@ -106,11 +106,11 @@ def float8_case(m: int, n: int, k: int, kind: str, fast: bool = False) -> Case:
                 x, w.T, x_scales, w_scales.T, out_dtype=torch.bfloat16, use_fast_accum=fast
             )
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(matmul_fp8, a, b, fast_accumulation=fast),
             "torch-eager": peer,
         }
-        return Workload(arms=arms, expected=partial(_expected, a, b), tolerance=2e-2)
+        return Workload(impls=impls, expected=partial(_expected, a, b), tolerance=2e-2)
 
     return Case(
         family="gemm",
@@ -124,7 +124,7 @@ def float8_case(m: int, n: int, k: int, kind: str, fast: bool = False) -> Case:
 
 
 def _float8_operand(rows: int, k: int, kind: str, weight: bool = False) -> QuantizedArray:
-    """Normal numbers with scales near 1."""
+    """Normally distributed values with scales near 1."""
     xp = array_module()
     codes = QuantizedArray.encode(normal((rows, k), "float32"), float8_e4m3).storage
     steps = -(-k // 128)

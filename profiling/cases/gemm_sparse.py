@@ -1,7 +1,7 @@
-"""Cases of `cukit.gemm` beside its dense products: block-sparse, summed in a tree, mixed depths.
+"""Cases of block-sparse products, tree summation and mixed depth in `cukit.gemm`.
 
-Block-sparse products stand beside torch's bsr_dense_addmm (Triton), where it has the layout, and
-beside the dense product of the same shape in cuBLAS.
+The peers of block-sparse products are torch's bsr_dense_addmm (Triton), for layouts that it
+supports, and the dense product of the same shape in cuBLAS.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cukit.reference import bsr as bsr_reference
 from cukit.reference import depth as depth_reference
 from cukit.reference import gemm as gemm_reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, normal
+from profiling.impls import forward_impls
 
 FAMILY = "gemm"
 DTYPE = "bfloat16"
@@ -32,7 +32,7 @@ SMALL_SHAPE = (256, 128, 48)
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Random masks: nothing is shared between block rows but by chance."""
+    """Random masks: block rows share block columns only by chance."""
     if small:
         return [
             *(maker(*SMALL_SHAPE, 32, 0.3) for maker in SPARSE_MAKERS),
@@ -96,7 +96,7 @@ def sparse_dense_case(m: int, k: int, n: int, block: int, density: float) -> Cas
             return lambda: operations.bsr_dense_addmm(start, sparse, dense, beta=0)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(gemm.bsr_matmul, weight, x),
                 "torch-bsr": torch_bsr,
                 "torch-dense": lambda: peers.forward(_torch_matmul, weight.to_dense(), x),
@@ -113,7 +113,7 @@ def dense_sparse_case(m: int, k: int, n: int, block: int, density: float) -> Cas
     def build() -> Workload:
         weight, x = _weight(m, k, block, density), normal((n, k), DTYPE)
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(gemm.bsr_matmul, x, weight, transpose_b=True),
                 "torch-dense": lambda: peers.forward(lambda x, w: x @ w.T, x, weight.to_dense()),
             },
@@ -124,7 +124,7 @@ def dense_sparse_case(m: int, k: int, n: int, block: int, density: float) -> Cas
 
 
 def sampled_case(m: int, k: int, n: int, block: int, density: float) -> Case:
-    """The gradient of that weight. The peer computes all of it, and keeps it dense."""
+    """The gradient of the sparse weight. The peer computes the whole dense gradient."""
 
     def build() -> Workload:
         pattern = _weight(m, k, block, density).pattern
@@ -143,7 +143,7 @@ def sampled_case(m: int, k: int, n: int, block: int, density: float) -> Case:
             return lambda: (left.T @ right).reshape(grid).transpose(1, 2)[rows, columns]
 
         return Workload(
-            arms={"cukit": lambda: ours, "torch-dense": torch_dense},
+            impls={"cukit": lambda: ours, "torch-dense": torch_dense},
             expected=partial(bsr_reference.bsr_matmul, grad, x, transpose_a=True, pattern=pattern),
         )
 
@@ -157,7 +157,7 @@ def _torch_matmul(a: Any, b: Any) -> Any:
     return a @ b
 
 
-# ---- Sums in a tree ----
+# ---- Tree summation ----
 
 
 def tree_case(m: int, n: int, k: int, dtype: str) -> Case:
@@ -166,7 +166,7 @@ def tree_case(m: int, n: int, k: int, dtype: str) -> Case:
     def build() -> Workload:
         a, b = normal((m, k), dtype), normal((k, n), dtype, scale=k**-0.5)
         return Workload(
-            arms=forward_arms(partial(gemm.tree_matmul, a, b), lambda torch: torch.matmul, a, b),
+            impls=forward_impls(partial(gemm.tree_matmul, a, b), lambda torch: torch.matmul, a, b),
             expected=partial(gemm_reference.matmul, a, b),
         )
 
@@ -185,7 +185,7 @@ def tree_case(m: int, n: int, k: int, dtype: str) -> Case:
 
 
 def _depth_case(op: str, shape: tuple[int, int, int, int], rows: int, build: Any) -> Case:
-    """rows: of hidden elements that are read or written."""
+    """rows: number of rows of hidden elements read or written."""
     batch, seq_len, capacity, hidden = shape
     return Case(
         family=FAMILY,
@@ -218,7 +218,7 @@ def router_case(batch: int, seq_len: int, capacity: int, hidden: int) -> Case:
             return run
 
         return Workload(
-            arms=forward_arms(partial(gemm.depth_router, logits, capacity), torch_router, logits),
+            impls=forward_impls(partial(gemm.depth_router, logits, capacity), torch_router, logits),
             expected=partial(depth_reference.depth_router, logits, capacity),
         )
 
@@ -231,7 +231,7 @@ def router_backward_case(batch: int, seq_len: int, capacity: int, hidden: int) -
         grad = normal((batch, capacity), "float32")
         arguments = (grad, routing.weights, routing.slots)
         return Workload(
-            arms={"cukit": lambda: partial(gemm.depth_router_backward, *arguments)},
+            impls={"cukit": lambda: partial(gemm.depth_router_backward, *arguments)},
             expected=partial(depth_reference.depth_router_backward, *arguments),
         )
 
@@ -248,7 +248,7 @@ def gather_case(batch: int, seq_len: int, capacity: int, hidden: int) -> Case:
             return peers.forward(lambda x: x.gather(1, index), x)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(gemm.depth_gather, x, routing.indices),
                 "torch-eager": torch_gather,
             },
@@ -271,7 +271,7 @@ def combine_case(batch: int, seq_len: int, capacity: int, hidden: int) -> Case:
             return peers.forward(lambda x, y: x.scatter_add(1, index, weights * y), x, y)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(gemm.depth_combine, *arguments),
                 "torch-eager": torch_combine,
             },
@@ -289,7 +289,7 @@ def combine_backward_case(batch: int, seq_len: int, capacity: int, hidden: int) 
         y = normal((batch, capacity, hidden), DTYPE)
         arguments = (grad, y, routing.weights, routing.indices)
         return Workload(
-            arms={"cukit": lambda: partial(gemm.depth_combine_backward, *arguments)},
+            impls={"cukit": lambda: partial(gemm.depth_combine_backward, *arguments)},
             expected=partial(depth_reference.depth_combine_backward, *arguments),
         )
 
@@ -306,7 +306,7 @@ DEPTH_MAKERS = (
 )
 
 
-# ---- A depth for each token ----
+# ---- Per-token depth ----
 
 
 def _adaptive_inputs(tokens: int, hidden: int, layers: int) -> tuple[Any, Any, Any]:
@@ -318,7 +318,7 @@ def _adaptive_inputs(tokens: int, hidden: int, layers: int) -> tuple[Any, Any, A
 def _adaptive_case(
     op: str, tokens: int, hidden: int, layers: int, products: int, build: Callable[[], Workload]
 ) -> Case:
-    """Depths are uniform: a token passes through half of the layers. The peer runs all of them."""
+    """Uniform depths: on average half of the layers per token. The peer runs all layers."""
     return Case(
         family=FAMILY,
         op=op,
@@ -330,7 +330,7 @@ def _adaptive_case(
 
 
 def adaptive_case(tokens: int, hidden: int, layers: int) -> Case:
-    """Against the same layers on all tokens, and a choice afterwards."""
+    """The peer: the layers on all tokens, and a selection afterwards."""
 
     def build() -> Workload:
         x, weights, depth = _adaptive_inputs(tokens, hidden, layers)
@@ -347,12 +347,12 @@ def adaptive_case(tokens: int, hidden: int, layers: int) -> Case:
 
             return run
 
-        arms = forward_arms(
+        impls = forward_impls(
             partial(gemm.adaptive_depth, x, weights, depth, "silu"), torch_all, x, weights
         )
         placed = array_module().asarray(depth)
         expected = partial(depth_reference.adaptive_depth, x, weights, placed, "silu")
-        return Workload(arms=arms, expected=expected, tolerance=3e-2)
+        return Workload(impls=impls, expected=expected, tolerance=3e-2)
 
     return _adaptive_case("adaptive_depth", tokens, hidden, layers, 1, build)
 
@@ -367,6 +367,6 @@ def adaptive_backward_case(tokens: int, hidden: int, layers: int) -> Case:
         expected = partial(
             depth_reference.adaptive_depth_backward, grad, x, weights, placed, "silu"
         )
-        return Workload(arms={"cukit": lambda: ours}, expected=expected, tolerance=3e-2)
+        return Workload(impls={"cukit": lambda: ours}, expected=expected, tolerance=3e-2)
 
     return _adaptive_case("adaptive_depth_backward", tokens, hidden, layers, 2, build)

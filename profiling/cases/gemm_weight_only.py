@@ -1,7 +1,7 @@
-"""Cases of `cukit.gemm.quantized_linear`: a linear layer with a weight of int4 or int8 codes.
+"""Cases of `cukit.gemm.quantized_linear`: a linear layer with an int4 or int8 weight.
 
-Beside it are the layer with the dequantised weight (cuBLAS), torch's int4 product (tinygemm) and
-GemLite's, at the shape of which it has tuned configurations for an H100.
+The peers are the layer with the dequantised weight (cuBLAS), torch's int4 product (tinygemm), and
+GemLite for the shape for which it ships configurations tuned on an H100.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from profiling.case import Call, Case, Workload
 from profiling.data import array_module, integers, normal
 
 GROUP = 128
-# What torch's int4 product does for more tokens takes milliseconds.
+# With more tokens, torch's int4 product takes milliseconds.
 _TINYGEMM_TOKENS = 16
-# Elsewhere it tries its configurations one by one, which takes minutes.
+# For other shapes GemLite autotunes, which takes minutes.
 _GEMLITE_SHAPE = (4096, 4096)
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Layers of an 8B and a 70B Llama and a square one, from one token to thousands."""
+    """Layers of an 8B and a 70B Llama and a square layer, from one token to thousands."""
     if small:
         return [
             weight_only_case(5, 64, 256, "int4"),
@@ -50,8 +50,8 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def weight_only_case(m: int, n: int, k: int, form: str) -> Case:
-    """x [m, k] times a weight [n, k]: int4 in groups of 128 (with zero points for float8), or int8
-    with a scale for each row."""
+    """x [m, k] times a weight [n, k]: int4 in groups of 128 (with zero points for FP8), or int8
+    with a scale per row."""
     float8 = form == "int4 x float8"
     int8 = form == "int8"
 
@@ -62,14 +62,16 @@ def weight_only_case(m: int, n: int, k: int, form: str) -> Case:
         if float8:
             scales = array_module().full((m, 1), 0.01, np.float32)
             x = ck.QuantizedArray.encode(x, ck.float8_e4m3, scales=scales, axis=1)
-        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: lambda: quantized_linear(x, packed)}
+        impls: dict[str, Callable[[], Call]] = {
+            "cukit": lambda: lambda: quantized_linear(x, packed)
+        }
         if not float8:
-            arms["torch-eager"] = lambda: _dense_layer(x, weight)
+            impls["torch-eager"] = lambda: _dense_layer(x, weight)
         if not int8 and not float8 and m <= _TINYGEMM_TOKENS:
-            arms["torch-tinygemm"] = lambda: _tinygemm(x, weight)
+            impls["torch-tinygemm"] = lambda: _tinygemm(x, weight)
         if not int8 and not float8 and (n, k) == _GEMLITE_SHAPE:
-            arms["gemlite"] = lambda: _gemlite(x, weight)
-        return Workload(arms=arms, expected=lambda: reference.quantized_linear(x, weight))
+            impls["gemlite"] = lambda: _gemlite(x, weight)
+        return Workload(impls=impls, expected=lambda: reference.quantized_linear(x, weight))
 
     code_bytes = n * k if int8 else n * k // 2 + 2 * n * k // GROUP
     return Case(

@@ -1,4 +1,4 @@
-"""Cases of `gemv`: few tokens times weights stored [out, in] and [in, out], and few outputs."""
+"""Cases of `gemv`: few tokens, weights stored as [out, in] and [in, out], and few outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def gemv_case(m: int, n: int, k: int, transpose_b: bool, dtype: str = "bfloat16") -> Case:
-    """a [m, k] times b, [n, k] where it is transposed."""
+    """a [m, k] times b [k, n], or the transpose of b [n, k]."""
 
     def torch_matmul(torch: ModuleType) -> Any:
         return (lambda a, b: torch.matmul(a, b.T)) if transpose_b else torch.matmul
@@ -39,7 +39,7 @@ def gemv_case(m: int, n: int, k: int, transpose_b: bool, dtype: str = "bfloat16"
         a = normal((m, k), dtype)
         b = normal((n, k) if transpose_b else (k, n), dtype, scale=k**-0.5)
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(gemv, a, b, transpose_b=transpose_b),
                 "cublas": lambda: partial(matmul, a, b, transpose_b=transpose_b),
                 "torch-eager": lambda: peers.forward(torch_matmul(peers.torch()), a, b),

@@ -1,4 +1,4 @@
-"""Cases of `cukit.graph_memory`: retrieval by brute force, diffusion over sparse graphs."""
+"""Cases of `cukit.graph_memory`: brute-force retrieval, diffusion, reads and writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def retrieve_case(num_queries: int, num_rows: int, dim: int, k: int) -> Case:
-    """Scores of the best rows; torch writes all scores, rounded to bfloat16 or in float32."""
+    """The top-k scores; torch writes all scores, in bfloat16 or float32."""
 
     def build() -> Workload:
         queries, memory = normal((num_queries, dim), DTYPE), normal((num_rows, dim), DTYPE)
@@ -58,14 +58,14 @@ def retrieve_case(num_queries: int, num_rows: int, dim: int, k: int) -> Case:
 
             return peers.forward(function, queries, memory, compiled=compiled)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: ours,
             "torch": theirs,
             "torch-float32": partial(theirs, wide=True),
             "torch-compile": partial(theirs, compiled=True),
         }
         return Workload(
-            arms, lambda: reference.retrieve_top_k(queries, memory, k).scores, tolerance=5e-3
+            impls, lambda: reference.retrieve_top_k(queries, memory, k).scores, tolerance=5e-3
         )
 
     moved = (num_queries + num_rows) * dim * itemsize(DTYPE) + num_queries * k * 8
@@ -82,7 +82,7 @@ def retrieve_case(num_queries: int, num_rows: int, dim: int, k: int) -> Case:
 
 
 def _graph(like: Any, num_nodes: int, neighbours: int) -> Transition:
-    """As many random neighbours for each node, of equal weight."""
+    """The same number of random neighbours for each node, with equal weights."""
     xp = namespace(like)
     columns = np.random.default_rng(0).integers(0, num_nodes, num_nodes * neighbours)
     return Transition(
@@ -93,16 +93,16 @@ def _graph(like: Any, num_nodes: int, neighbours: int) -> Transition:
 
 
 def gathered_bytes(num_nodes: int, neighbours: int, dim: int, steps: int) -> int:
-    """A row for each edge, the edges, the memory and the result, for each step."""
+    """Bytes of all steps; a step takes a row per edge, the edges, the memory and the result."""
     edges = num_nodes * neighbours
     rows = (edges + 2 * num_nodes) * dim * itemsize(DTYPE)
     return steps * (rows + 8 * edges + 4 * num_nodes)
 
 
 def diffusion_case(num_nodes: int, neighbours: int, dim: int, steps: int) -> Case:
-    """Personalised PageRank over random neighbours; beside cuSPARSE through torch.
+    """Personalised PageRank over random neighbours; the peer is cuSPARSE through torch.
 
-    The floor counts a row of the state for each edge, as if it came from device memory.
+    The floor counts one row of the state per edge, as if read from device memory.
     """
 
     def build() -> Workload:
@@ -124,12 +124,12 @@ def diffusion_case(num_nodes: int, neighbours: int, dim: int, steps: int) -> Cas
 
             return peers.forward(function, memory)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(graph_memory.graph_diffusion, memory, transition, steps=steps),
             "torch-cusparse": theirs,
         }
         expected = partial(reference.graph_diffusion, memory, transition, steps=steps)
-        return Workload(arms, expected)
+        return Workload(impls, expected)
 
     return Case(
         FAMILY,
@@ -142,7 +142,7 @@ def diffusion_case(num_nodes: int, neighbours: int, dim: int, steps: int) -> Cas
 
 
 def diffusion_backward_case(num_nodes: int, neighbours: int, dim: int, steps: int) -> Case:
-    """Of the memory alone: the same diffusion backwards."""
+    """The gradient of the memory: the transposed diffusion."""
 
     def build() -> Workload:
         memory, grad = (normal((num_nodes, dim), DTYPE) for _ in range(2))
@@ -172,7 +172,7 @@ def diffusion_backward_case(num_nodes: int, neighbours: int, dim: int, steps: in
 
 
 def read_case(num_queries: int, num_rows: int, dim: int) -> Case:
-    """Attention of all queries over all rows; beside torch's."""
+    """Attention of all queries over all rows; the peer is torch."""
 
     def build() -> Workload:
         queries, memory = normal((num_queries, dim), DTYPE), normal((num_rows, dim), DTYPE)
@@ -186,11 +186,11 @@ def read_case(num_queries: int, num_rows: int, dim: int) -> Case:
 
             return peers.forward(function, queries, memory)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(graph_memory.memory_read, queries, memory),
             "torch": theirs,
         }
-        return Workload(arms, lambda: reference.memory_read(queries, memory), tolerance=2e-2)
+        return Workload(impls, lambda: reference.memory_read(queries, memory), tolerance=2e-2)
 
     moved = (2 * num_queries + num_rows) * dim * itemsize(DTYPE)
     name = f"{num_queries} queries, {num_rows}x{dim}"
@@ -224,7 +224,7 @@ def _writes(num_rows: int, num_writes: int, dim: int) -> tuple[Any, ...]:
 
 
 def write_case(num_rows: int, num_writes: int, dim: int) -> Case:
-    """Writes to random rows; beside torch's index_add, whose bits depend on the order."""
+    """Writes to random rows; the peer is torch's index_add, which is not deterministic."""
 
     def build() -> Workload:
         arrays = _writes(num_rows, num_writes, dim)
@@ -243,11 +243,11 @@ def write_case(num_rows: int, num_writes: int, dim: int) -> Case:
 
             return peers.forward(function, *arrays, compiled=True)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(graph_memory.memory_write, *arrays),
             "torch-compile": theirs,
         }
-        return Workload(arms, lambda: reference.memory_write(*arrays))
+        return Workload(impls, lambda: reference.memory_write(*arrays))
 
     moved = (2 * num_rows + num_writes) * dim * itemsize(DTYPE)
     name = f"{num_writes} writes, {num_rows}x{dim}"

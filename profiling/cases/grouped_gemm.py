@@ -1,4 +1,4 @@
-"""Cases of grouped products, family gemm: long groups of a prompt, short ones of decoded tokens."""
+"""Cases of grouped products, family gemm: long groups (prompts) and short groups (decoding)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def counts_of(groups: int, rows: int) -> np.ndarray[Any, Any]:
-    """Rows of each group: `rows` on average, 0.7 to 1.3 times as many, the same in every run."""
+    """Rows of each group: 0.7 to 1.3 times `rows`, the same in every run."""
     share = np.random.default_rng(groups * rows).uniform(0.7, 1.3, groups)
     counts = (share / share.sum() * groups * rows).astype(np.int32)
     counts[-1] += groups * rows - counts.sum()
@@ -59,7 +59,7 @@ def counts_of(groups: int, rows: int) -> np.ndarray[Any, Any]:
 
 
 def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
-    """y[r] = weights[g] x[r]; beside cuBLAS group by group, whose sizes the host knows."""
+    """y[r] = weights[g] x[r]; the peer is cuBLAS per group, with sizes known on the host."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -69,22 +69,22 @@ def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False
             x = normal((groups, int(counts.max()), k), DTYPE)
             out = xp.zeros((*x.shape[:2], n), x.dtype)
             where: dict[str, Any] = {"expert_counts": xp.asarray(counts)}
-            arms = _loop_arms(out, x, weights, list(enumerate(counts.tolist())))
+            impls = _loop_impls(out, x, weights, list(enumerate(counts.tolist())))
         else:
             x = normal((groups * rows, k), DTYPE)
             out = xp.zeros((groups * rows, n), x.dtype)
             where = {"expert_offsets": _offsets(counts)}
-            arms = _loop_arms(out, x, weights, _slices(counts))
-            arms["torch-grouped"] = lambda: _torch_grouped(x, weights, counts)
-        arms["cukit"] = lambda: partial(grouped_gemm, x, weights, **where, out=out)
-        return Workload(arms, partial(reference.grouped_gemm, x, weights, **where))
+            impls = _loop_impls(out, x, weights, _slices(counts))
+            impls["torch-grouped"] = lambda: _torch_grouped(x, weights, counts)
+        impls["cukit"] = lambda: partial(grouped_gemm, x, weights, **where, out=out)
+        return Workload(impls, partial(reference.grouped_gemm, x, weights, **where))
 
     name = f"{groups} x {rows}, {n}x{k}{' set aside' if set_aside else ''}"
     return _case("grouped_gemm", name, build, groups, rows, n, k)
 
 
 def backward_case(groups: int, rows: int, n: int, k: int) -> Case:
-    """Both gradients; beside cuBLAS group by group."""
+    """Both gradients; the peer is cuBLAS per group."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -121,7 +121,7 @@ def backward_case(groups: int, rows: int, n: int, k: int) -> Case:
 
 
 def gated_case(groups: int, rows: int, n: int, k: int) -> Case:
-    """SwiGLU of each group; beside one product and a pass of our own over its result."""
+    """SwiGLU per group; the alternative is a product followed by silu_and_mul."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -145,7 +145,7 @@ def gated_case(groups: int, rows: int, n: int, k: int) -> Case:
 
 
 def fp8_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
-    """y[r] = weights[g] x[r] of float8 codes with scales of blocks."""
+    """y[r] = weights[g] x[r] of FP8 codes with block scales."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -219,8 +219,8 @@ def _offsets(counts: np.ndarray[Any, Any]) -> Any:
     return array_module().asarray(np.array([0, *np.cumsum(counts)], np.int32))
 
 
-def _loop_arms(out: Any, x: Any, weights: Any, places: list[Any]) -> dict[str, Callable[[], Call]]:
-    """cuBLAS, a call for each group; places: its rows, or (group, count) with rows set aside."""
+def _loop_impls(out: Any, x: Any, weights: Any, places: list[Any]) -> dict[str, Callable[[], Call]]:
+    """cuBLAS, one call per group; places: its rows, or (group, count) with a capacity."""
 
     def factory() -> Call:
         torch = peers.torch()

@@ -1,4 +1,4 @@
-"""What one op call costs the host, beside a bare launch of the very same compiled kernel."""
+"""Host time of an op call, compared with a bare launch of the same compiled kernel."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ EPS = 1e-6
 
 
 def cases(small: bool = False) -> list[Case]:
-    """The kernels are over at once, and the host is all there is."""
+    """Tiny kernels, so the time is that of the host."""
     return [launch_case(1, 1024, "bfloat16"), paged_case(4, 32, "bfloat16")]
 
 
 def launch_case(tokens: int, hidden: int, dtype: str) -> Case:
-    """rms_norm into a given output, into a new one, and as a launch with nothing around it."""
+    """rms_norm with `out`, with a new output, and as a bare launch."""
 
     def build() -> Workload:
         x, weight = normal((tokens, hidden), dtype), normal((hidden,), dtype)
         out = normal((tokens, hidden), dtype)
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(rms_norm, x, weight, EPS, out=out),
                 "cukit, new output": lambda: partial(rms_norm, x, weight, EPS),
                 "cupy.RawKernel": lambda: _bare_launch(x, weight, out),
@@ -45,7 +45,7 @@ def launch_case(tokens: int, hidden: int, dtype: str) -> Case:
 
 
 def paged_case(batch: int, keys: int, dtype: str) -> Case:
-    """A layer of a decode step: as a call, and as a run of a step that was planned before."""
+    """Attention of one layer in a decode step: a call, and a run after an earlier plan."""
 
     def build() -> Workload:
         xp = array_module()
@@ -64,7 +64,7 @@ def paged_case(batch: int, keys: int, dtype: str) -> Case:
             return partial(steps.run, q, out=out)
 
         return Workload(
-            arms={
+            impls={
                 "cukit": lambda: partial(paged_attention, *arguments, out=out),
                 "cukit, planned": planned,
             },
@@ -75,7 +75,7 @@ def paged_case(batch: int, keys: int, dtype: str) -> Case:
 
 
 def _bare_launch(x: Any, weight: Any, out: Any) -> Call:
-    """CuPy's own launch: no checks, no plan, arguments at hand."""
+    """CuPy's own launch: no checks, no plan, prepared arguments."""
     xp = array_module()
     if xp.__name__ != "cupy":
         raise PeerMissing("no GPU to launch on")

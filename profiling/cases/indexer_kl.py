@@ -1,8 +1,8 @@
-"""Cases of the divergence that trains a sparse-attention indexer: heads that share keys, and the
-heads of DeepSeek-V3.2, over all keys and over selected ones.
+"""Cases of the loss of a sparse-attention indexer: GQA heads, and the heads of DeepSeek-V3.2, over
+all keys and over selected ones.
 
-The peer is what people write: all score matrices, in torch, eagerly and compiled. It has no room
-for long sequences, where its arms are left out.
+The peer is the straightforward torch code with all score matrices, eager and compiled. It is
+skipped for long sequences, whose matrices do not fit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from profiling.data import array_module, normal
 
 LONGEST_PEER = 4096
 CHECKED_ROWS = 512
-"""Queries that the reference takes at a time."""
+"""Queries per chunk of the reference."""
 
 DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention, and an indexer beside it; causal."""
+    """Causal attention, and its indexer."""
 
     batch: int
     seq_len: int
@@ -49,7 +49,8 @@ class Shape:
         )
 
     def flops(self, student_products: int) -> float:
-        """The teacher's product, and so many of the student's, of the visible half."""
+        """FLOPs of the teacher's product and the given number of the student's, unmasked half
+        only."""
         columns = self.num_heads_t * self.head_dim_t
         columns += student_products * self.num_heads_s * self.head_dim_s
         return float(self.batch * columns * self.seq_len**2)
@@ -74,13 +75,13 @@ class Shape:
         return q_t, k_t, lse, q_s, k_s, weights
 
     def indices(self) -> Any:
-        """top_k neighbours of every query to its left, as many as there are; None without."""
+        """Up to top_k earlier keys of every query; None without a selection."""
         if self.top_k is None:
             return None
         xp = array_module()
         rows = xp.arange(self.seq_len, dtype=xp.int32)[None, :, None]
         steps = xp.arange(self.top_k, dtype=xp.int32)[None, None]
-        # Distances grow, so that recent keys and distant ones are among them.
+        # Multiples of the stride select both recent and distant keys.
         stride = max(1, self.seq_len // self.top_k)
         return xp.broadcast_to(rows - stride * steps, (self.batch, self.seq_len, self.top_k)).copy()
 
@@ -100,7 +101,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def torch_kl(shape: Shape) -> Callable[..., Any]:
-    """The mean divergence, by way of all matrices."""
+    """The mean divergence, computed with all matrices."""
     torch = peers.torch()
     if shape.seq_len > LONGEST_PEER:
         raise PeerMissing(f"no room for {shape.num_heads_t} matrices of {shape.seq_len} squared")
@@ -115,7 +116,7 @@ def torch_kl(shape: Shape) -> Callable[..., Any]:
             named = torch.zeros(
                 (q_s.shape[0], *scores.shape[-2:]), dtype=torch.bool, device=q_s.device
             )
-            # Indices below 0 fall on the first key, which a query then names or sees anyway.
+            # Negative indices are clamped to the first key, whose flag is corrected below.
             named.scatter_(2, indices.clamp(min=0).long(), indices >= 0)
             named[..., 0] |= (indices == 0).any(-1)
             hidden = hidden | ~named
@@ -131,7 +132,7 @@ def torch_kl(shape: Shape) -> Callable[..., Any]:
     return function
 
 
-def _arms(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
+def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
     return {
         "cukit": lambda: ours,
         "torch-eager": partial(make, False),
@@ -151,7 +152,7 @@ def forward_case(shape: Shape) -> Case:
             return peers.forward(torch_kl(shape), *student, q_t, k_t, lse, *more, compiled=compiled)
 
         ours = partial(indexer_kl, *arrays, topk_indices=indices, causal=True)
-        return Workload(_arms(ours, peer), expected=lambda: _expected(arrays, indices)[0])
+        return Workload(_impls(ours, peer), expected=lambda: _expected(arrays, indices)[0])
 
     return Case(
         family="attention",
@@ -182,7 +183,7 @@ def backward_case(shape: Shape) -> Case:
             )
 
         ours = partial(indexer_kl_backward, *arrays, *statistics, **options)
-        return Workload(_arms(ours, peer), expected=lambda: tuple(_expected(arrays, indices)[1:]))
+        return Workload(_impls(ours, peer), expected=lambda: tuple(_expected(arrays, indices)[1:]))
 
     return Case(
         family="attention",
@@ -197,7 +198,7 @@ def backward_case(shape: Shape) -> Case:
 
 
 def _expected(arrays: tuple[Any, ...], indices: Any) -> list[Any]:
-    """The mean divergence and the gradients of the sum, some queries at a time."""
+    """The mean divergence and the gradients of the sum, in chunks of queries."""
     q_t, k_t, lse, q_s, k_s, weights = arrays
     xp = array_module()
     seq_len = q_s.shape[1]

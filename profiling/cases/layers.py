@@ -1,4 +1,4 @@
-"""Cases of `cukit.layers`: memory-bound, so the bytes are the floor."""
+"""Cases of `cukit.layers`; all are memory-bound."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cukit.reference import activations, norms
 from cukit.reference import embedding as embedding_reference
 from cukit.reference import rope as rope_reference
 from profiling import layer_peers, peers
-from profiling.arms import LigerFunction, TorchFunction, backward_arms, forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
+from profiling.impls import LigerFunction, TorchFunction, backward_impls, forward_impls
 
 FAMILY = "layers"
 DTYPE = "bfloat16"
@@ -27,7 +27,7 @@ def cases(small: bool = False) -> list[Case]:
     # Norms of single heads, and narrow models.
     short_rows = ((24, 32),) if small else ((131072, 128), (32768, 512))
     heads = ((12, 4, 2, 32),) if small else ((8192, 32, 8, 128), (16384, 64, 8, 128))
-    # A byte-level vocabulary, where runs of equal ids are long, and a large one.
+    # A byte-level vocabulary, with long runs of equal ids, and a large one.
     tables = ((100, 7, 16),) if small else ((100_000, 256, 1024), (16384, 256_000, 2048))
     return [
         *(maker(*shape) for maker in ROW_MAKERS for shape in shapes),
@@ -47,13 +47,13 @@ def _forward(
     liger: LigerFunction | None = None,
     **options: Any,
 ) -> Case:
-    """`cukit.layers.<op>(*inputs(), **options)` beside its peers."""
+    """`cukit.layers.<op>(*inputs(), **options)` and its peers."""
 
     def build() -> Workload:
         arrays = inputs()
         ours = partial(getattr(layers, op), *arrays, **options)
-        arms = forward_arms(ours, torch_function, *arrays, liger=liger)
-        return Workload(arms=arms, expected=partial(reference, *arrays, **options))
+        impls = forward_impls(ours, torch_function, *arrays, liger=liger)
+        return Workload(impls=impls, expected=partial(reference, *arrays, **options))
 
     return Case(FAMILY, op, name, DTYPE, build, bytes=elements_moved * itemsize(DTYPE))
 
@@ -68,13 +68,13 @@ def _backward(
     liger: LigerFunction | None = None,
     **options: Any,
 ) -> Case:
-    """`cukit.layers.<op>(*inputs(), **options)`, the first of the inputs being `grad_out`."""
+    """`cukit.layers.<op>(*inputs(), **options)`; the first input is `grad_out`."""
 
     def build() -> Workload:
         grad_out, *arrays = inputs()
         ours = partial(getattr(layers, op), grad_out, *arrays, **options)
-        arms = backward_arms(ours, torch_function, arrays, grad_out, liger=liger)
-        return Workload(arms=arms, expected=partial(reference, grad_out, *arrays, **options))
+        impls = backward_impls(ours, torch_function, arrays, grad_out, liger=liger)
+        return Workload(impls=impls, expected=partial(reference, grad_out, *arrays, **options))
 
     return Case(FAMILY, op, name, DTYPE, build, bytes=elements_moved * itemsize(DTYPE))
 
@@ -87,7 +87,7 @@ def _normals(*shapes: tuple[int, ...]) -> Inputs:
 
 
 def rms_norm_case(tokens: int, hidden: int) -> Case:
-    """One tensor in, one out."""
+    """Reads one tensor, writes one."""
     return _forward(
         "rms_norm",
         f"{tokens}x{hidden}",
@@ -101,12 +101,12 @@ def rms_norm_case(tokens: int, hidden: int) -> Case:
 
 
 def rms_norm_residual_case(tokens: int, hidden: int) -> Case:
-    """Two tensors in (x, residual), two out (y, x + residual)."""
+    """Reads x and residual, writes y and x + residual."""
 
     def build() -> Workload:
         x, weight, residual = _normals((tokens, hidden), (hidden,), (tokens, hidden))()
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(layers.rms_norm, x, weight, layer_peers.EPS, residual),
                 layer_peers.torch_rms_norm_residual,
                 x,
@@ -122,7 +122,7 @@ def rms_norm_residual_case(tokens: int, hidden: int) -> Case:
 
 
 def rms_norm_backward_case(tokens: int, hidden: int) -> Case:
-    """Two tensors in (grad_out, x), one out, and the gradient of the weight."""
+    """Reads grad_out and x, writes grad_x and the gradient of the weight."""
     return _backward(
         "rms_norm_backward",
         f"{tokens}x{hidden}",
@@ -139,7 +139,7 @@ def rms_norm_backward_case(tokens: int, hidden: int) -> Case:
 
 
 def layer_norm_case(tokens: int, hidden: int) -> Case:
-    """One tensor in, one out."""
+    """Reads one tensor, writes one."""
     return _forward(
         "layer_norm",
         f"{tokens}x{hidden}",
@@ -153,14 +153,14 @@ def layer_norm_case(tokens: int, hidden: int) -> Case:
 
 
 def layer_norm_backward_case(tokens: int, hidden: int) -> Case:
-    """Two tensors in (grad_out, x), one out, and the gradients of weight and bias."""
+    """Reads grad_out and x, writes grad_x and the gradients of weight and bias."""
 
     def build() -> Workload:
         grad_out, x, weight, bias = _normals(
             (tokens, hidden), (tokens, hidden), (hidden,), (hidden,)
         )()
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(layers.layer_norm_backward, grad_out, x, weight, layer_peers.EPS),
                 layer_peers.torch_layer_norm,
                 (x, weight, bias),
@@ -191,22 +191,22 @@ def _gated_case(
         x = normal((tokens, 2 * hidden), DTYPE)
 
         def liger() -> Call:
-            # Liger takes gate and up as two contiguous tensors: split before the clock starts.
+            # Liger takes gate and up as two contiguous tensors; the split is not timed.
             function = getattr(peers.optional(liger_module), liger_name)
             contiguous = array_module().ascontiguousarray
             return peers.forward(
                 function.apply, contiguous(x[:, :hidden]), contiguous(x[:, hidden:])
             )
 
-        arms = forward_arms(partial(getattr(layers, op), x), torch_function, x)
-        return Workload(arms={**arms, "liger": liger}, expected=partial(reference, x))
+        impls = forward_impls(partial(getattr(layers, op), x), torch_function, x)
+        return Workload(impls={**impls, "liger": liger}, expected=partial(reference, x))
 
     traffic = 3 * tokens * hidden * itemsize(DTYPE)
     return Case(FAMILY, op, f"{tokens}x{hidden}", DTYPE, build, bytes=traffic)
 
 
 def silu_and_mul_case(tokens: int, hidden: int) -> Case:
-    """Gate and up in, one tensor out."""
+    """Reads gate and up, writes one tensor."""
     return _gated_case(
         "silu_and_mul",
         tokens,
@@ -219,7 +219,7 @@ def silu_and_mul_case(tokens: int, hidden: int) -> Case:
 
 
 def gelu_and_mul_case(tokens: int, hidden: int) -> Case:
-    """Gate and up in, one tensor out."""
+    """Reads gate and up, writes one tensor."""
     return _gated_case(
         "gelu_and_mul",
         tokens,
@@ -232,7 +232,7 @@ def gelu_and_mul_case(tokens: int, hidden: int) -> Case:
 
 
 def silu_and_mul_backward_case(tokens: int, hidden: int) -> Case:
-    """Three tensors in, two out. Liger writes over its inputs, so that it cannot be repeated."""
+    """Reads three tensors, writes two. Liger overwrites its inputs, so it cannot be repeated."""
     return _backward(
         "silu_and_mul_backward",
         f"{tokens}x{hidden}",
@@ -244,7 +244,7 @@ def silu_and_mul_backward_case(tokens: int, hidden: int) -> Case:
 
 
 def gelu_and_mul_backward_case(tokens: int, hidden: int) -> Case:
-    """Three tensors in, two out. Liger writes over its inputs, so that it cannot be repeated."""
+    """Reads three tensors, writes two. Liger overwrites its inputs, so it cannot be repeated."""
     return _backward(
         "gelu_and_mul_backward",
         f"{tokens}x{hidden}",
@@ -256,7 +256,7 @@ def gelu_and_mul_backward_case(tokens: int, hidden: int) -> Case:
 
 
 def gelu_case(tokens: int, hidden: int) -> Case:
-    """The erf form: one tensor in, one out."""
+    """The erf form: reads one tensor, writes one."""
     return _forward(
         "gelu",
         f"{tokens}x{hidden}",
@@ -268,7 +268,7 @@ def gelu_case(tokens: int, hidden: int) -> Case:
 
 
 def gelu_backward_case(tokens: int, hidden: int) -> Case:
-    """The erf form: two tensors in, one out."""
+    """The erf form: reads two tensors, writes one."""
     return _backward(
         "gelu_backward",
         f"{tokens}x{hidden}",
@@ -314,7 +314,8 @@ def _rope_inputs(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tupl
 
 
 def _rope_name(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tuple[str, int]:
-    """Name, and bytes: heads in and out, tables in. Liger works in place: it has no arm."""
+    """Name, and bytes: heads read and written, tables read. Liger only works in place, so it is no
+    peer."""
     heads = 2 * tokens * (heads_q + heads_k) * head_dim * itemsize(DTYPE)
     return f"{tokens}x{heads_q}/{heads_k}x{head_dim}", heads + 4 * tokens * head_dim
 
@@ -326,7 +327,7 @@ def rope_case(*size: int) -> Case:
     def build() -> Workload:
         arrays = _rope_inputs(*size)
         return Workload(
-            arms=forward_arms(partial(layers.rope, *arrays), layer_peers.torch_rope, *arrays),
+            impls=forward_impls(partial(layers.rope, *arrays), layer_peers.torch_rope, *arrays),
             expected=partial(rope_reference.rope, *arrays),
         )
 
@@ -341,7 +342,7 @@ def rope_backward_case(*size: int) -> Case:
         grad_q, grad_k, cos, sin = _rope_inputs(*size)
         q, k, _, _ = _rope_inputs(*size)
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(layers.rope_backward, grad_q, grad_k, cos, sin),
                 layer_peers.torch_rope,
                 (q, k),
@@ -359,7 +360,7 @@ def rope_backward_case(*size: int) -> Case:
 
 
 def embedding_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
-    """A row of the table for each token."""
+    """One row of the table per token."""
 
     def build() -> Workload:
         ids, weight = (
@@ -367,7 +368,7 @@ def embedding_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
             normal((num_embeddings, hidden), DTYPE),
         )
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(layers.embedding, ids, weight), layer_peers.torch_embedding, weight, ids
             ),
             expected=partial(embedding_reference.embedding, ids, weight),
@@ -380,7 +381,7 @@ def embedding_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
 
 
 def embedding_backward_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
-    """A row of the table's gradient for each id."""
+    """The gradient of the table."""
 
     def build() -> Workload:
         ids, weight = (
@@ -389,7 +390,7 @@ def embedding_backward_case(tokens: int, num_embeddings: int, hidden: int) -> Ca
         )
         grad_out = normal((tokens, hidden), DTYPE)
         return Workload(
-            arms=backward_arms(
+            impls=backward_impls(
                 partial(layers.embedding_backward, grad_out, ids, num_embeddings),
                 layer_peers.torch_embedding,
                 (weight,),

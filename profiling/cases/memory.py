@@ -1,4 +1,4 @@
-"""Cases of `cukit.memory`: many copies as one launch."""
+"""Cases of `cukit.memory`: many copies in one launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KIB = 1 << 10
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Blocks to places of their own, as in a cache or a defragmentation; and slides over a gap."""
+    """Copies to disjoint destinations, as in a cache or a defragmentation; and overlapping
+    moves."""
     if small:
         return [scattered_case(4 * KIB, 64 * KIB), slide_case(4 * KIB, 1 * KIB, 64 * KIB)]
     total = 1 << 30
@@ -28,7 +29,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def scattered_case(block: int, total: int) -> Case:
-    """Blocks of one size, taken from all over the lower half to the upper half in order."""
+    """Blocks of one size, from scattered positions in the lower half to the upper half in order."""
     count = total // block
     order = np.random.default_rng(3).permutation(count)
     table = np.stack([total + np.arange(count) * block, order * block, np.full(count, block)], 1)
@@ -42,10 +43,10 @@ def scattered_case(block: int, total: int) -> Case:
 
 
 def slide_case(block: int, gap: int, total: int) -> Case:
-    """Blocks with gaps between them, all moved down until there are none.
+    """Blocks with gaps between them, all moved down to close the gaps.
 
-    Every move is by a multiple of the gap, and the bytes repeat with it: a slide changes nothing,
-    so that it can be repeated in place. That it moves what it should is for the tests to say.
+    Every move is by a multiple of the gap, and the data is periodic with the gap: a move changes no
+    byte and can be repeated in place. Correctness is tested elsewhere.
     """
     count = total // block
     moves = [(i * block, i * (block + gap) + gap, block) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Cases of `cukit.moe`: routing of tokens to experts, rows to expert order and back."""
+"""Cases of `cukit.moe`: routing, permutation to expert order and back, expert layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cukit.reference import layer_bank as bank_reference
 from cukit.reference import moe as reference
 from cukit.reference import moe_ffn as ffn_reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import integers, normal
+from profiling.impls import forward_impls
 
 FAMILY = "moe"
 DTYPE = "bfloat16"
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Routing of a decoded token, of a batch and of a prompt; rows as wide as DeepSeek-V3's."""
+    """Routing of one token, a batch and a prompt; rows as wide as in DeepSeek-V3."""
     if small:
         routings, rows, layer = [(5, 16, 2), (70, 16, 2)], [(6, 64, 2, 4)], (20, 64, 32, 8, 2)
         bank = (3, 8, 16, 4, 2)
@@ -52,7 +52,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def router_case(num_tokens: int, num_experts: int, top_k: int, losses: bool = False) -> Case:
-    """Weights, experts and their order; torch computes weights and experts alone."""
+    """Weights, experts and their order; torch computes only weights and experts."""
 
     def torch_router(torch: ModuleType) -> Callable[..., Any]:
         def function(logits: Any) -> Any:
@@ -65,7 +65,7 @@ def router_case(num_tokens: int, num_experts: int, top_k: int, losses: bool = Fa
     def build() -> Workload:
         logits = normal((num_tokens, num_experts), "float32")
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 lambda: moe.topk_router(logits, top_k, losses=losses).weights, torch_router, logits
             ),
             expected=lambda: reference.topk_router(logits, top_k).weights,
@@ -86,7 +86,7 @@ def router_backward_case(num_tokens: int, num_experts: int, top_k: int) -> Case:
         routing = moe.topk_router(logits, top_k)
         arrays = (grad, logits, routing.experts, routing.rows, routing.expert_counts)
         return Workload(
-            arms={"cukit": lambda: partial(moe.topk_router_backward, *arrays, **options)},
+            impls={"cukit": lambda: partial(moe.topk_router_backward, *arrays, **options)},
             expected=partial(reference.topk_router_backward, *arrays, **options),
         )
 
@@ -120,7 +120,7 @@ def order_case(num_tokens: int, num_experts: int, top_k: int) -> Case:
             order = reference.expert_order(experts, num_experts)
             return order.rows, order.expert_offsets[1:]
 
-        return Workload(forward_arms(ours, torch_order, experts), expected, tolerance=1e-9)
+        return Workload(forward_impls(ours, torch_order, experts), expected, tolerance=1e-9)
 
     name = f"{num_tokens} of {num_experts} top {top_k}"
     moved = 2 * num_tokens * top_k * itemsize("int32")
@@ -128,7 +128,7 @@ def order_case(num_tokens: int, num_experts: int, top_k: int) -> Case:
 
 
 def permute_case(num_tokens: int, hidden: int, top_k: int, num_experts: int) -> Case:
-    """x to expert order; torch gathers by the inverse of `rows`, which is given to it."""
+    """x to expert order; torch gathers by the inverse of `rows`, which is precomputed."""
 
     def torch_permute(torch: ModuleType) -> Callable[..., Any]:
         return lambda x, source: torch.index_select(x, 0, source)
@@ -136,8 +136,8 @@ def permute_case(num_tokens: int, hidden: int, top_k: int, num_experts: int) -> 
     def build() -> Workload:
         x, rows = normal((num_tokens, hidden), DTYPE), _rows(num_tokens, top_k, num_experts)
         source = rows.ravel().argsort() // top_k
-        arms = forward_arms(partial(moe.moe_permute, x, rows), torch_permute, x, source)
-        return Workload(arms, partial(reference.moe_permute, x, rows, rows.size), tolerance=1e-9)
+        impls = forward_impls(partial(moe.moe_permute, x, rows), torch_permute, x, source)
+        return Workload(impls, partial(reference.moe_permute, x, rows, rows.size), tolerance=1e-9)
 
     return _row_case("moe_permute", num_tokens, hidden, top_k, build)
 
@@ -151,8 +151,8 @@ def permute_backward_case(num_tokens: int, hidden: int, top_k: int, num_experts:
     def build() -> Workload:
         rows = _rows(num_tokens, top_k, num_experts)
         grad = normal((rows.size, hidden), DTYPE)
-        arms = forward_arms(partial(moe.moe_permute_backward, grad, rows), torch_sum, grad, rows)
-        return Workload(arms, partial(reference.moe_permute_backward, grad, rows))
+        impls = forward_impls(partial(moe.moe_permute_backward, grad, rows), torch_sum, grad, rows)
+        return Workload(impls, partial(reference.moe_permute_backward, grad, rows))
 
     return _row_case("moe_permute_backward", num_tokens, hidden, top_k, build)
 
@@ -166,8 +166,8 @@ def unpermute_case(num_tokens: int, hidden: int, top_k: int, num_experts: int) -
     def build() -> Workload:
         rows = _rows(num_tokens, top_k, num_experts)
         arrays = normal((rows.size, hidden), DTYPE), rows, _weights(num_tokens, top_k)
-        arms = forward_arms(partial(moe.moe_unpermute, *arrays), torch_unpermute, *arrays)
-        return Workload(arms, partial(reference.moe_unpermute, *arrays))
+        impls = forward_impls(partial(moe.moe_unpermute, *arrays), torch_unpermute, *arrays)
+        return Workload(impls, partial(reference.moe_unpermute, *arrays))
 
     return _row_case("moe_unpermute", num_tokens, hidden, top_k, build)
 
@@ -180,16 +180,16 @@ def unpermute_backward_case(num_tokens: int, hidden: int, top_k: int, num_expert
         grad = normal((num_tokens, hidden), DTYPE, scale=hidden**-0.5)
         arrays = grad, normal((rows.size, hidden), DTYPE), rows, _weights(num_tokens, top_k)
         return Workload(
-            arms={"cukit": lambda: partial(moe.moe_unpermute_backward, *arrays)},
+            impls={"cukit": lambda: partial(moe.moe_unpermute_backward, *arrays)},
             expected=partial(reference.moe_unpermute_backward, *arrays),
         )
 
-    # Rows are read, and their gradients written.
+    # Reads rows and writes their gradients.
     return _row_case("moe_unpermute_backward", num_tokens, hidden, top_k, build, passes=2)
 
 
 def ffn_case(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: int) -> Case:
-    """A SwiGLU layer of experts; beside torch's own grouped products."""
+    """A SwiGLU layer of experts; the peer is torch's grouped products."""
 
     def torch_ffn(torch: ModuleType) -> Callable[..., Any]:
         silu = torch.nn.functional.silu
@@ -207,9 +207,9 @@ def ffn_case(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: 
         x, routing, gate_up, down = _layer(num_tokens, hidden, width, num_experts, top_k)
         ends = routing.expert_offsets[1:]
         arrays = (x, routing.rows, routing.weights, ends, gate_up, down)
-        arms = forward_arms(partial(moe.moe_ffn, x, routing, gate_up, down), torch_ffn, *arrays)
-        del arms["torch-compile"]  # it cannot see through the grouped product
-        return Workload(arms, partial(ffn_reference.moe_ffn, x, routing, gate_up, down))
+        impls = forward_impls(partial(moe.moe_ffn, x, routing, gate_up, down), torch_ffn, *arrays)
+        del impls["torch-compile"]  # torch.compile cannot trace the grouped product
+        return Workload(impls, partial(ffn_reference.moe_ffn, x, routing, gate_up, down))
 
     return _layer_case("moe_ffn", num_tokens, hidden, width, num_experts, top_k, build)
 
@@ -224,7 +224,7 @@ def ffn_backward_case(
         _, kept = moe.moe_ffn(x, routing, gate_up, down, keep=True)
         arrays = (normal(x.shape, DTYPE), kept, routing, gate_up, down)
         return Workload(
-            arms={"cukit": lambda: partial(moe.moe_ffn_backward, *arrays)},
+            impls={"cukit": lambda: partial(moe.moe_ffn_backward, *arrays)},
             expected=partial(ffn_reference.moe_ffn_backward, *arrays),
         )
 
@@ -233,7 +233,7 @@ def ffn_backward_case(
 
 
 def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -> Case:
-    """Beside the mixture of all layers, and beside products with gathered layers."""
+    """The peers are the mixture of all layers, and products with gathered layers."""
 
     def torch_bank(dense: bool) -> Callable[[ModuleType], Callable[..., Any]]:
         def make(torch: ModuleType) -> Callable[..., Any]:
@@ -257,12 +257,12 @@ def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -
     def build() -> Workload:
         x, router, layers = arrays = _bank(batch, seq_len, dim, num_layers)
         ours = partial(moe.layer_bank, x, router, layers, top_k)
-        arms = forward_arms(ours, torch_bank(dense=True), *arrays)
-        del arms["torch-eager"]
-        arms["torch-gather"] = lambda: peers.forward(
+        impls = forward_impls(ours, torch_bank(dense=True), *arrays)
+        del impls["torch-eager"]
+        impls["torch-gather"] = lambda: peers.forward(
             torch_bank(dense=False)(peers.torch()), *arrays
         )
-        return Workload(arms, partial(bank_reference.layer_bank, x, router, layers, top_k))
+        return Workload(impls, partial(bank_reference.layer_bank, x, router, layers, top_k))
 
     return _bank_case("layer_bank", batch, seq_len, dim, num_layers, top_k, build)
 
@@ -275,7 +275,7 @@ def bank_backward_case(batch: int, seq_len: int, dim: int, num_layers: int, top_
         _, kept = moe.layer_bank(x, router, layers, top_k, keep=True)
         arrays = (normal(x.shape, DTYPE), kept, router, layers)
         return Workload(
-            arms={"cukit": lambda: partial(moe.layer_bank_backward, *arrays)},
+            impls={"cukit": lambda: partial(moe.layer_bank_backward, *arrays)},
             expected=partial(bank_reference.layer_bank_backward, *arrays),
         )
 
@@ -334,7 +334,7 @@ def _layer_case(
 
 
 def _rows(num_tokens: int, top_k: int, num_experts: int) -> Any:
-    """Rows of the choices that a router makes of random logits."""
+    """Rows of the choices of a router for random logits."""
     return moe.topk_router(normal((num_tokens, num_experts), "float32"), top_k).rows
 
 

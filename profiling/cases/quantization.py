@@ -1,6 +1,6 @@
-"""Cases of `cukit.quantization`: values in, codes and scales out, and back.
+"""Cases of `cukit.quantization`: quantisation and dequantisation.
 
-The floor counts every value read once; a scale for a whole tensor needs them twice.
+The floor counts every value as read once; a scale per tensor requires reading them twice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from cukit.core.quantized_array import block_shape
 from cukit.quantization import dequantize, quantize
 from cukit.reference import quantize as reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.data import normal
+from profiling.impls import forward_impls
 
 FAMILY = "quantization"
 VALUES = "bfloat16"
@@ -61,7 +61,7 @@ def _codes_bytes(rows: int, cols: int, narrow: NarrowDtype, options: dict[str, A
 def quantize_case(
     rows: int, cols: int, narrow: NarrowDtype, name: str, options: dict[str, Any]
 ) -> Case:
-    """Values in, codes and scales out."""
+    """Reads values, writes codes and scales."""
 
     def build() -> Workload:
         x = normal((rows, cols), VALUES)
@@ -77,13 +77,13 @@ def quantize_case(
             codes, scales, _ = reference.quantize(x, narrow.name, block, **rounding)
             return codes, scales
 
-        arms = {"cukit": lambda: ours}
+        impls = {"cukit": lambda: ours}
         if options.get("clip") != "mse":
             torch_function = partial(_torch_quantize, narrow, block, bool(rounding))
-            arms = forward_arms(ours, torch_function, x)
+            impls = forward_impls(ours, torch_function, x)
         if narrow == float8_e4m3 and block in ((1, 128), (128, 128)):
-            arms["torchao"] = lambda: peers.forward(_torchao_quantize(block), x)
-        return Workload(arms=arms, expected=expected, tolerance=2e-2)
+            impls["torchao"] = lambda: peers.forward(_torchao_quantize(block), x)
+        return Workload(impls=impls, expected=expected, tolerance=2e-2)
 
     return Case(
         FAMILY,
@@ -98,14 +98,14 @@ def quantize_case(
 def dequantize_case(
     rows: int, cols: int, narrow: NarrowDtype, name: str, options: dict[str, Any]
 ) -> Case:
-    """Codes and scales in, values out."""
+    """Reads codes and scales, writes values."""
 
     def build() -> Workload:
         array = quantize(normal((rows, cols), VALUES), narrow, **options)
         factors = [array.scales, *([array.zero_points] if array.zero_points is not None else [])]
         assert array.block_shape is not None
         return Workload(
-            arms=forward_arms(
+            impls=forward_impls(
                 partial(dequantize, array, VALUES),
                 partial(_torch_dequantize, narrow, array.block_shape),
                 array.storage,

@@ -1,4 +1,4 @@
-"""Cases of `cukit.sampling`: memory-bound, so that one reading of the logits is the floor."""
+"""Cases of `cukit.sampling`: memory-bound; the floor is one read of the logits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from cukit import sampling
 from cukit.reference import sampling as reference
 from profiling import peers
-from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
+from profiling.impls import forward_impls
 
 FAMILY = "sampling"
 SPREAD = 3.0
 """Standard deviation of the logits: about 4 % of the tokens have 90 % of the probability."""
 NEARLY_EQUAL = 1e-3
-"""Where float32 sums of a peer round to a neighbour's token, token numbers hardly differ."""
+"""Allows for peers whose float32 sums round to an adjacent token."""
 
 Options = dict[str, Any]
 TOP_K_TOP_P: Options = {"top_k": 50, "top_p": 0.9}
@@ -50,7 +50,7 @@ def sample_case(
     logprobs: int | None = None,
     dtype: str = "float32",
 ) -> Case:
-    """Tokens drawn with a seed each; torch sorts, and draws with the same uniform numbers."""
+    """Tokens drawn with one seed each; torch sorts, and uses the same uniform numbers."""
 
     def build() -> Workload:
         xp = array_module()
@@ -63,14 +63,14 @@ def sample_case(
         def ours() -> Any:
             return sampling.sample(logits, seed=seed, logprobs=logprobs, **options).tokens
 
-        arms = forward_arms(ours, partial(torch_sample, options), logits, uniform)
+        impls = forward_impls(ours, partial(torch_sample, options), logits, uniform)
         views: dict[str, Callable[[Any], Any]] = {}
         if logprobs is None:
-            for name, factory in flashinfer_arms(logits, options).items():
-                arms[name] = factory
+            for name, factory in flashinfer_impls(logits, options).items():
+                impls[name] = factory
                 views[name] = partial(_drawable, logits, seed, options)
         return Workload(
-            arms,
+            impls,
             lambda: reference.sample(logits, seed=seed, **options).tokens,
             tolerance=NEARLY_EQUAL,
             views=views,
@@ -84,15 +84,15 @@ def sample_case(
     return Case(FAMILY, "sample", name, dtype, build, bytes=moved)
 
 
-def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
-    """FlashInfer's ways from logits to tokens, the softmax included where it takes probabilities.
+def flashinfer_impls(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
+    """FlashInfer's samplers, including the softmax for those that take probabilities.
 
-    They draw with random numbers of their own. Its "joint" order is another rule, top-p of the
-    whole distribution, and is left out.
+    They use other random numbers. Its "joint" order is a different rule, top-p of the whole
+    distribution, and is not a peer.
     """
     top_k, top_p = options.get("top_k"), options.get("top_p")
 
-    def arm(function: Callable[[ModuleType, Any], Any]) -> Callable[[], Call]:
+    def impl(function: Callable[[ModuleType, Any], Any]) -> Callable[[], Call]:
         def factory() -> Call:
             module = peers.optional("flashinfer.sampling")
             x = peers.to_torch(logits)
@@ -116,11 +116,11 @@ def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Cal
         ways = {"flashinfer": lambda m, x: m.top_k_sampling_from_probs(m.softmax(x), top_k)}
     else:
         ways = {"flashinfer": lambda m, x: m.sampling_from_logits(x)}
-    return {name: arm(way) for name, way in ways.items()}
+    return {name: impl(way) for name, way in ways.items()}
 
 
 def _drawable(logits: Any, seed: Any, options: Options, tokens: Any) -> Any:
-    """The reference's tokens where those of others may be drawn too, else -1."""
+    """The reference's tokens where the peer's are permitted as well, else -1."""
     xp = array_module()
     mine = xp.asarray(tokens.cpu().numpy() if hasattr(tokens, "cpu") else tokens)
     kept = reference.kept_tokens(logits, **options)
@@ -130,7 +130,7 @@ def _drawable(logits: Any, seed: Any, options: Options, tokens: Any) -> Any:
 
 
 def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:
-    """Sort, mask, scatter back, cumulative sum: as frameworks do without a kernel."""
+    """Sort, mask, scatter back, cumulative sum: the usual implementation without a kernel."""
     top_k, top_p = options.get("top_k"), options.get("top_p")
 
     def function(logits: Any, uniform: Any) -> Any:
@@ -148,7 +148,7 @@ def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:
 
 
 def verify_case(batch: int, num_drafts: int, vocab_size: int) -> Case:
-    """Drafts that are mostly the target's favourites, with what they were drawn from."""
+    """Drafts that are mostly the target's most likely tokens, with their distribution."""
 
     def build() -> Workload:
         logits = normal((batch, num_drafts + 1, vocab_size), "float32", SPREAD)
@@ -166,6 +166,6 @@ def verify_case(batch: int, num_drafts: int, vocab_size: int) -> Case:
         )
 
     name = f"{batch}x{num_drafts} drafts of {vocab_size}, top k 50, top p 0.9"
-    # Where a draft is refused its distribution is read as well.
+    # For a rejected draft, its distribution is read as well.
     moved = batch * (num_drafts + 1) * vocab_size * itemsize("float32")
     return Case(FAMILY, "speculative_verify", name, "float32", build, bytes=moved)

@@ -1,4 +1,4 @@
-"""Cases of `cukit.sequence`: scans of prompts and single steps."""
+"""Cases of `cukit.sequence`: scans of prompts, and single steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DTYPE = "bfloat16"
 
 
 def cases(small: bool = False) -> list[Case]:
-    """[sequences, tokens, heads, groups, head_dim, state_dim]: keys for each head (gated linear
-    attention) and for all heads (Mamba-2), many short sequences and one long."""
+    """[sequences, tokens, heads, groups, head_dim, state_dim]: keys per head (gated linear
+    attention) and shared by all heads (Mamba-2), many short sequences and one long one."""
     if small:
         shapes, steps = [(2, 100, 2, 1, 16, 24)], [(2, 2, 1, 16, 24)]
         convs = [(2, 30, 16)]
@@ -60,7 +60,7 @@ class _Inputs(NamedTuple):
 def _inputs(
     batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
 ) -> _Inputs:
-    """Decays of 8 % a token on average."""
+    """A decay of 8 % per token on average."""
     keys = (batch, seq_len, num_groups, state_dim)
     return _Inputs(
         normal((batch, seq_len, num_heads, head_dim), DTYPE),
@@ -88,7 +88,7 @@ def _simple_gla(num_heads: int, num_groups: int, final: bool) -> Callable[..., A
 def scan_case(
     batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
 ) -> Case:
-    """Forward, with the state behind it; beside flash-linear-attention's Triton kernels."""
+    """Forward with final state; the peer is flash-linear-attention's Triton kernels."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -105,13 +105,13 @@ def scan_case(
             scan = reference.gated_scan(*inputs, chunk=256)
             return scan.y, scan.final_state
 
-        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(arms, expected)
+        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
+        return Workload(impls, expected)
 
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
     moved += tokens * num_heads * itemsize("float32")
-    # Within a chunk scores and their products, half of them masked; reading and updating the state.
+    # Per chunk: scores and their products, half of them masked; reading and updating the state.
     flops = 2.0 * tokens * num_heads * (32 * (state_dim + head_dim) + 2 * state_dim * head_dim)
     return Case(
         FAMILY,
@@ -128,7 +128,7 @@ def scan_case(
 def backward_case(
     batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
 ) -> Case:
-    """Backward alone, with nothing kept of the forward but its arguments, as in the peer."""
+    """Backward only, from the forward's arguments, as in the peer."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -144,14 +144,14 @@ def backward_case(
         def expected() -> Any:
             return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
 
-        arms: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(arms, expected)
+        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
+        return Workload(impls, expected)
 
     tokens = batch * seq_len
     values, keys = num_heads * head_dim, num_groups * state_dim
     moved = tokens * (3 * values + 4 * keys) * itemsize(DTYPE)
     moved += 2 * tokens * num_heads * itemsize("float32")
-    # Scores and their gradients, five products with those in a chunk; five with states.
+    # Per chunk: scores and their gradients, five products with them, five with states.
     inner = 32 * (3 * state_dim + 2 * head_dim)
     flops = 2.0 * tokens * num_heads * (inner + 5 * state_dim * head_dim)
     return Case(
@@ -167,7 +167,7 @@ def backward_case(
 
 
 def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> Case:
-    """A token of each sequence: the states are read and written."""
+    """One token per sequence: reads and writes the states."""
 
     def build() -> Workload:
         x, decay = (
@@ -178,7 +178,7 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
         decay = -abs(decay)
         start = normal((batch, num_heads, state_dim, head_dim), "float32")
         state = start.copy()
-        still = decay * 0  # so that a state read again and again stays what it is
+        still = decay * 0  # keeps the state constant over repeated steps
         nothing = b * 0
 
         def ours() -> Any:
@@ -195,7 +195,8 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
 
 
 def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
-    """Width 4 with bias and SiLU; beside flash-linear-attention's Triton kernel and cuDNN."""
+    """Width 4 with bias and SiLU; the peers are flash-linear-attention's Triton kernel and
+    cuDNN."""
     shape = (batch, seq_len, channels)
 
     def build() -> Workload:
@@ -248,7 +249,7 @@ def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
 
 
 def conv_step_case(batch: int, channels: int) -> Case:
-    """A token of each of 32 sequences a batch, from a state that a step leaves as it is."""
+    """One token of each of 32 sequences per batch, with a state that a step leaves unchanged."""
 
     def build() -> Workload:
         x = normal((32 * batch, channels), DTYPE)
@@ -267,7 +268,7 @@ def conv_step_case(batch: int, channels: int) -> Case:
 
 
 def primitive_cases(size: int) -> list[Case]:
-    """Thin calls of CuPy, beside torch's."""
+    """Wrappers of CuPy; the peer is torch."""
     ours: dict[str, Callable[..., Any]] = {
         "parallel_scan": sequence.parallel_scan,
         "parallel_sort": sequence.parallel_sort,
@@ -289,14 +290,14 @@ def _primitive_case(
     def build() -> Workload:
         x = normal((size,), "float32")
 
-        def torch_arm() -> Call:
+        def torch_impl() -> Call:
             return peers.forward(partial(theirs, peers.torch()), x)
 
-        arms: dict[str, Callable[[], Call]] = {
+        impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(function, x),
-            "torch": torch_arm,
+            "torch": torch_impl,
         }
-        return Workload(arms, partial(function, x.astype("float64")))
+        return Workload(impls, partial(function, x.astype("float64")))
 
     moved = size * itemsize("float32") * (2 if name in ("parallel_scan", "parallel_sort") else 1)
     return Case(FAMILY, name, f"{size}", "float32", build, bytes=moved)

@@ -29,8 +29,9 @@ from cukit.attention import (
     pack_kv,
     paged_attention,
 )
+from tests.attention.checks import run
 from tests.attention.conftest import choose_class
-from tests.attention.options import OPTIONS, options_of, run
+from tests.attention.options import OPTIONS, options_of
 from tests.contract import random, to_device, to_host
 from tests.sanitize import Group
 

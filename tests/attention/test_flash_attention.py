@@ -10,12 +10,11 @@ import pytest
 from cukit.attention import flash_attention, flash_attention_backward
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import attention as reference
-from tests.attention import plain
+from tests.attention.checks import check, check_forward, exact_forward, inputs_of
 from tests.contract import (
     assert_close,
     check_gradient,
     poison_pool,
-    poisoned,
     random,
     to_device,
     to_host,
@@ -28,48 +27,11 @@ LONG = [(799, 3), (512, 512), (1023, 1024)]  # slow where a CPU computes both si
 HEADS = [(4, 4), (6, 2), (5, 1)]  # MHA, GQA, MQA
 HEAD_DIMS = [8, 40, 64, 72, 80, 96, 128, 136, 192, 256]
 EMULATED_HEAD_DIMS = (64, 72, 128, 256)
-LSE_ATOL = 1e-5  # float32 sums of a few hundred exponentials
 
 
-def inputs_of(rng, lengths, heads, head_dim, dtype, batch=2):
-    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
-    q = random(rng, (batch, seq_q, heads_q, head_dim), dtype)
-    k = random(rng, (batch, seq_kv, heads_kv, head_dim), dtype)
-    v = random(rng, (batch, seq_kv, heads_kv, head_dim), dtype)
-    return q, k, v, random(rng, q.shape, dtype)
-
-
-def wide(*arrays):
-    return tuple(array.astype(np.float64) for array in arrays)
-
-
-def check(device, rng, lengths, heads, head_dim, dtype, causal, batch=2):
-    """Checks forward and both backwards against float64; plain code sets the tolerance."""
-    q, k, v, grad_out = inputs_of(rng, lengths, heads, head_dim, dtype, batch)
-    placed = to_device(device, q, k, v)
-    (gpu_grad_out,) = to_device(device, grad_out)
-    out = poisoned(device, q.shape, dtype)
-    poison_pool(device)
-    result, lse = flash_attention(*placed, causal=causal, return_lse=True, out=out)
-    assert result is out
-
-    exact, exact_lse = reference.flash_attention(*wide(q, k, v), causal=causal, return_lse=True)
-    low, low_lse = plain.forward(q, k, v, causal)
-    assert_close("out", out, low, exact)
-    assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
-
-    expected = reference.flash_attention_backward(
-        *wide(grad_out, q, k, v), exact, exact_lse, causal=causal
-    )
-    low_gradients = plain.backward(grad_out, q, k, v, causal)
-    for deterministic in (False, True):
-        poison_pool(device)
-        gradients = flash_attention_backward(
-            gpu_grad_out, *placed, out, lse, causal=causal, deterministic=deterministic
-        )
-        names = ("grad_q", "grad_k", "grad_v")
-        for name, got, low, exact in zip(names, gradients, low_gradients, expected, strict=True):
-            assert_close(f"{name} (deterministic={deterministic})", got, low, exact)
+def check_shape(device, rng, lengths, heads, head_dim, dtype, causal, batch=2):
+    inputs = inputs_of(rng, lengths, heads, head_dim, batch=batch, dtype=dtype)
+    check(device, *inputs, {"causal": causal}, strict_lse=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -77,7 +39,9 @@ def check(device, rng, lengths, heads, head_dim, dtype, causal, batch=2):
 @pytest.mark.parametrize("lengths", LENGTHS)
 @emulated(lambda heads: heads == (6, 2))  # one GQA group size covers the kernels
 def test_ragged_lengths(device, rng, lengths, heads, causal):
-    check(device, rng, lengths, heads, 64, "bfloat16", causal, batch=2 if device == "gpu" else 1)
+    check_shape(
+        device, rng, lengths, heads, 64, "bfloat16", causal, batch=2 if device == "gpu" else 1
+    )
 
 
 @pytest.mark.gpu
@@ -85,7 +49,7 @@ def test_ragged_lengths(device, rng, lengths, heads, causal):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LONG)
 def test_long_lengths(rng, lengths, heads, causal):
-    check("gpu", rng, lengths, heads, 128, "bfloat16", causal)
+    check_shape("gpu", rng, lengths, heads, 128, "bfloat16", causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -94,22 +58,22 @@ def test_long_lengths(rng, lengths, heads, causal):
 @emulated(lambda head_dim, dtype: head_dim in EMULATED_HEAD_DIMS and dtype == "bfloat16")
 def test_head_dims(device, rng, head_dim, dtype, causal):
     if device == "gpu":
-        check(device, rng, (150, 215), (4, 2), head_dim, dtype, causal)
+        check_shape(device, rng, (150, 215), (4, 2), head_dim, dtype, causal)
         return
-    check(device, rng, (70, 135), (2, 1), head_dim, dtype, causal, batch=1)
+    check_shape(device, rng, (70, 135), (2, 1), head_dim, dtype, causal, batch=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_tiles(rng, head_dim, causal):
-    check("gpu", rng, (4224, 4224), (2, 1), head_dim, "bfloat16", causal, batch=1)
+    check_shape("gpu", rng, (4224, 4224), (2, 1), head_dim, "bfloat16", causal, batch=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_of_a_group_are_not_split_when_blocks_abound(rng, causal):
-    check("gpu", rng, (300, 2100), (8, 4), 64, "bfloat16", causal, batch=5)
+    check_shape("gpu", rng, (300, 2100), (8, 4), 64, "bfloat16", causal, batch=5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -135,7 +99,9 @@ def test_reference_equals_a_softmax_written_out(rng):
 
 def test_rows_without_keys(device, rng):
     """Bottom-right alignment: the first 5 of 8 queries have none of 3 keys."""
-    q, k, v, grad_out = to_device(device, *inputs_of(rng, (8, 3), (2, 2), 64, "float16"))
+    q, k, v, grad_out = to_device(
+        device, *inputs_of(rng, (8, 3), (2, 2), 64, batch=2, dtype="float16")
+    )
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
     assert (to_host(out)[:, :5] == 0).all()
     assert np.isneginf(to_host(lse)[:, :, :5]).all()
@@ -152,7 +118,9 @@ def test_rows_without_keys(device, rng):
 
 @pytest.mark.parametrize("lengths", [(5, 0), (0, 5), (0, 0)])
 def test_empty_sequences(device, rng, lengths):
-    q, k, v, grad_out = to_device(device, *inputs_of(rng, lengths, (2, 1), 64, "float16"))
+    q, k, v, grad_out = to_device(
+        device, *inputs_of(rng, lengths, (2, 1), 64, batch=2, dtype="float16")
+    )
     poison_pool(device)
     out, lse = flash_attention(q, k, v, return_lse=True)
     assert (to_host(out) == 0).all()
@@ -169,18 +137,14 @@ def test_empty_sequences(device, rng, lengths):
 
 def test_large_scores_do_not_overflow(device, rng):
     """Maxima that grow from tile to tile, far beyond the range of exp."""
-    q, k, v, _ = inputs_of(rng, (130, 700), (1, 1), 64, "bfloat16", batch=1)
+    q, k, v, _ = inputs_of(rng, (130, 700), (1, 1), 64, dtype="bfloat16")
     k = (k * np.linspace(100, 0.01, 700)[None, :, None, None]).astype(k.dtype)
-    exact, exact_lse = reference.flash_attention(*wide(q, k, v), return_lse=True)
-    low, low_lse = plain.forward(q, k, v, False)
-    out, lse = flash_attention(*to_device(device, q, k, v), return_lse=True)
-    assert_close("out", out, low, exact)
-    assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
+    check_forward(device, q, k, v, {})
 
 
 def test_strided_views_need_no_copy(device, rng):
     """[batch, heads, seq, d] viewed as [batch, seq, heads, d], and slices of a fused projection."""
-    q, k, v, grad_out = inputs_of(rng, (70, 90), (4, 2), 64, "float16")
+    q, k, v, grad_out = inputs_of(rng, (70, 90), (4, 2), 64, batch=2, dtype="float16")
     dense = to_device(device, q, k, v, grad_out)
     transposed = [
         to_device(device, np.ascontiguousarray(x.swapaxes(1, 2)))[0].swapaxes(1, 2)
@@ -218,7 +182,9 @@ def test_strided_views_need_no_copy(device, rng):
 @pytest.mark.parametrize("heads", HEADS)
 def test_reruns_agree_to_the_bit(rng, heads):
     """Everything except the grad_q of the default backward, which is summed by atomics."""
-    q, k, v, grad_out = to_device("gpu", *inputs_of(rng, (600, 777), heads, 128, "bfloat16"))
+    q, k, v, grad_out = to_device(
+        "gpu", *inputs_of(rng, (600, 777), heads, 128, batch=2, dtype="bfloat16")
+    )
     first: list[bytes] = []
     for _ in range(20):
         poison_pool("gpu")
@@ -249,13 +215,16 @@ def test_offsets_beyond_32_bits(rng):
 
 
 def test_scale(device, rng):
-    q, k, v, _ = inputs_of(rng, (20, 30), (2, 2), 64, "float16")
-    low, exact = (reference.flash_attention(*x, scale=0.3) for x in ((q, k, v), wide(q, k, v)))
+    q, k, v, _ = inputs_of(rng, (20, 30), (2, 2), 64, batch=2, dtype="float16")
+    exact, _ = exact_forward(q, k, v, {"scale": 0.3})
+    low = reference.flash_attention(q, k, v, scale=0.3)
     assert_close("out", flash_attention(*to_device(device, q, k, v), scale=0.3), low, exact)
 
 
 def test_errors_name_the_argument(device, rng):
-    q, k, v, grad_out = to_device(device, *inputs_of(rng, (8, 8), (4, 2), 64, "float16"))
+    q, k, v, grad_out = to_device(
+        device, *inputs_of(rng, (8, 8), (4, 2), 64, batch=2, dtype="float16")
+    )
     with pytest.raises(ArrayShapeError, match="flash_attention: q must have 4 axes"):
         flash_attention(q[0], k, v)
     with pytest.raises(ArrayShapeError, match=r"flash_attention: k must have shape"):
@@ -283,7 +252,7 @@ def test_errors_name_the_argument(device, rng):
 
 @pytest.mark.gpu
 def test_errors_of_what_only_kernels_ask(rng):
-    q, k, v, _ = to_device("gpu", *inputs_of(rng, (8, 8), (1, 1), 96, "float16"))
+    q, k, v, _ = to_device("gpu", *inputs_of(rng, (8, 8), (1, 1), 96, batch=2, dtype="float16"))
     with pytest.raises(ArrayShapeError, match="multiple of 8 up to 256 on the GPU, got 60"):
         flash_attention(q[..., :60], k[..., :60], v[..., :60])
     with pytest.raises(

@@ -9,32 +9,9 @@ import pytest
 
 import cukit
 from cukit.attention import flash_attention
-from cukit.reference import attention as reference
-from tests.attention import plain
-from tests.contract import assert_close, poisoned, random, to_device, to_host
+from tests.attention.checks import check_forward, inputs_of
+from tests.contract import to_device, to_host
 from tests.quick_run import emulated
-
-LSE_ATOL = 1e-5
-
-
-def inputs_of(rng, lengths, heads, head_dim, batch=1):
-    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
-    q = random(rng, (batch, seq_q, heads_q, head_dim), "bfloat16")
-    k, v = (random(rng, (batch, seq_kv, heads_kv, head_dim), "bfloat16") for _ in range(2))
-    return q, k, v
-
-
-def check(device, q, k, v, causal):
-    out = poisoned(device, q.shape, "bfloat16")
-    result, lse = flash_attention(
-        *to_device(device, q, k, v), causal=causal, return_lse=True, out=out
-    )
-    assert result is out
-    wide = (x.astype(np.float64) for x in (q, k, v))
-    exact, exact_lse = reference.flash_attention(*wide, causal=causal, return_lse=True)
-    low, low_lse = plain.forward(q, k, v, causal)
-    assert_close("out", out, low, exact)
-    assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
 
 
 @pytest.fixture
@@ -56,31 +33,35 @@ def emulated_ampere(request, monkeypatch) -> Iterator[str]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_process_several_tiles(device, rng, causal):
     """140 query tiles of three key tiles each: more than SMs, and pipelines that wrap around."""
-    check(device, *inputs_of(rng, (20, 300), (70, 70), 64, batch=2), causal)
+    check_forward(device, *inputs_of(rng, (20, 300), (70, 70), 64, batch=2)[:3], {"causal": causal})
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @emulated(lambda causal: not causal)  # test_whatever_finishes_late has the rest
 def test_many_tiles_of_keys(device, rng, head_dim, causal):
-    check(device, *inputs_of(rng, (200, 530), (2, 1), head_dim), causal)
+    check_forward(device, *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3], {"causal": causal})
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_whatever_finishes_late(late_emulator, rng, head_dim):
-    check(late_emulator, *inputs_of(rng, (200, 530), (2, 1), head_dim), True)
+    check_forward(
+        late_emulator, *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3], {"causal": True}
+    )
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_ampere_runs_the_other_class(emulated_ampere, rng, head_dim):
-    check(emulated_ampere, *inputs_of(rng, (70, 135), (2, 1), head_dim), True)
+    check_forward(
+        emulated_ampere, *inputs_of(rng, (70, 135), (2, 1), head_dim)[:3], {"causal": True}
+    )
 
 
 def test_a_layout_that_tma_cannot_read(device, rng):
     """One KV head viewed as two, with a stride of 0, falls back to class sm80."""
-    q, k, v = inputs_of(rng, (20, 70), (2, 1), 64)
+    q, k, v, _ = inputs_of(rng, (20, 70), (2, 1), 64)
     placed = to_device(device, q, k, v)
     module = np if device != "gpu" else pytest.importorskip("cupy")
     seen = [module.broadcast_to(x, (1, 70, 2, 64)) for x in placed[1:]]
@@ -91,7 +72,7 @@ def test_a_layout_that_tma_cannot_read(device, rng):
 
 def test_new_contents_at_an_old_address(device, rng):
     """Tensor maps are cached by address; the contents are read each time."""
-    q, k, v = to_device(device, *inputs_of(rng, (20, 70), (2, 1), 64))
+    q, k, v = to_device(device, *inputs_of(rng, (20, 70), (2, 1), 64)[:3])
     first = to_host(flash_attention(q, k, v))
     q[...] = q[:, ::-1].copy()
     again = to_host(flash_attention(q, k, v))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ import cukit
 from cukit.attention import flash_attention
 from cukit.reference import attention as reference
 from tests.attention import plain
-from tests.attention.test_flash_options import OPTIONS, options_of, widened
+from tests.attention.checks import LSE_ATOL, check_forward, inputs_of
+from tests.attention.options import OPTIONS, options_of
 from tests.contract import (
     assert_close,
     poison_pool,
@@ -23,7 +23,6 @@ from tests.contract import (
 )
 from tests.quick_run import emulated
 
-LSE_ATOL = 1e-5
 EVERY_OPTION = {
     **OPTIONS,
     "bias of aligned rows": {"bias": "bhqk", "bias_dtype": "float32"},
@@ -48,32 +47,6 @@ def late_emulator(request, monkeypatch) -> Iterator[str]:
         yield "emulator"
 
 
-def inputs_of(rng, lengths, heads, head_dim, value_dim=None, batch=1):
-    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
-    q = random(rng, (batch, seq_q, heads_q, head_dim), "bfloat16")
-    k = random(rng, (batch, seq_kv, heads_kv, head_dim), "bfloat16")
-    return q, k, random(rng, (batch, seq_kv, heads_kv, value_dim or head_dim), "bfloat16")
-
-
-def check(place, q, k, v, options: dict[str, Any]):
-    placed = {
-        name: to_device(place, value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-    out = poisoned(place, (*q.shape[:-1], v.shape[-1]), "bfloat16")
-    poison_pool(place)
-    result, lse = flash_attention(*to_device(place, q, k, v), return_lse=True, out=out, **placed)
-    assert result is out
-    wide = {name: widened(value) for name, value in options.items()}
-    exact, exact_lse = reference.flash_attention(
-        *(widened(x) for x in (q, k, v)), return_lse=True, **wide
-    )
-    low_options = dict(options)
-    low, low_lse = plain.forward(q, k, v, low_options.pop("causal", False), **low_options)
-    assert_close("out", out, low, exact)
-    assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: name in EMULATED and head_dim != 256)
@@ -81,9 +54,9 @@ def test_options(hopper, rng, name, head_dim):
     """Lengths that are not multiples of the tiles, and masks that end before the last key."""
     lengths = (70, 304) if hopper == "emulator" else (300, 528)
     heads, batch = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 2)
-    q, k, v = inputs_of(rng, lengths, heads, head_dim, batch=batch)
+    q, k, v, _ = inputs_of(rng, lengths, heads, head_dim, batch=batch)
     options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
-    check(hopper, q, k, v, options)
+    check_forward(hopper, q, k, v, options)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -94,7 +67,8 @@ def test_options(hopper, rng, name, head_dim):
 @emulated(lambda head_dim, causal: causal == (head_dim == 192))
 def test_widths(hopper, rng, head_dim, value_dim, causal):
     lengths = (70, 250) if hopper == "emulator" else (300, 528)
-    check(hopper, *inputs_of(rng, lengths, (2, 1), head_dim, value_dim), {"causal": causal})
+    q, k, v, _ = inputs_of(rng, lengths, (2, 1), head_dim, value_dim)
+    check_forward(hopper, q, k, v, {"causal": causal})
 
 
 # Queries and keys per sequence: none, one, partial tiles, whole tiles, fewer keys.

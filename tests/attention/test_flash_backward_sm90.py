@@ -19,43 +19,13 @@ from cukit.attention._flash_tilings import (
 )
 from cukit.attention._problem import AttentionProblem
 from cukit.core.device import KIB, typical_device
-from cukit.reference import attention as reference
-from tests.attention import plain
-from tests.contract import assert_close, poison_pool, random, to_device, to_host
+from tests.attention.checks import check_backward, inputs_of
+from tests.contract import poison_pool, to_device, to_host
 
 H200 = typical_device("sm_90")
 PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
 WIDTHS = list(WARPGROUP_KEY_TILINGS)
 STATIC_BYTES = 3 * KIB  # barriers, stages of lse and delta
-
-
-def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16"):
-    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
-    q, grad_out = (random(rng, (batch, seq_q, heads_q, head_dim), dtype) for _ in range(2))
-    k, v = (random(rng, (batch, seq_kv, heads_kv, head_dim), dtype) for _ in range(2))
-    return q, k, v, grad_out
-
-
-def check(device, q, k, v, grad_out, causal, deterministic=False):
-    out, lse = (
-        x.astype(dtype)
-        for x, dtype in zip(
-            reference.flash_attention(
-                *(x.astype(np.float64) for x in (q, k, v)), causal=causal, return_lse=True
-            ),
-            (q.dtype, np.float32),
-            strict=True,
-        )
-    )
-    placed = to_device(device, grad_out, q, k, v, *map(np.ascontiguousarray, (out, lse)))
-    poison_pool(device)
-    grads = flash_attention_backward(*placed, causal=causal, deterministic=deterministic)
-    wide = [x.astype(np.float64) for x in (grad_out, q, k, v)]
-    exact_out, exact_lse = reference.flash_attention(*wide[1:], causal=causal, return_lse=True)
-    expected = reference.flash_attention_backward(*wide, exact_out, exact_lse, causal=causal)
-    low = plain.backward(grad_out, q, k, v, causal)
-    for name, *of_input in zip(("grad_q", "grad_k", "grad_v"), grads, low, expected, strict=True):
-        assert_close(name, *of_input)
 
 
 @pytest.fixture
@@ -70,27 +40,34 @@ def late_emulator(request, monkeypatch) -> Iterator[str]:
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_many_tiles_both_ways(device, rng, head_dim, causal):
     """Pipelines that wrap around, dS exchanged repeatedly, query tiles in cyclic order."""
-    check(device, *inputs_of(rng, (270, 150), (1, 1), head_dim), causal)
+    check_backward(device, *inputs_of(rng, (270, 150), (1, 1), head_dim), {"causal": causal})
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_long_tiles_of_queries_with_a_causal_mask(device, rng, monkeypatch, deterministic):
     monkeypatch.setattr(_flash_plan_sm90, "_LONG", 0)
-    check(device, *inputs_of(rng, (271, 151), (2, 1), 128), True, deterministic)
+    check_backward(
+        device, *inputs_of(rng, (271, 151), (2, 1), 128), {"causal": True}, deterministic
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_blocks_take_turns(device, rng, head_dim, causal):
     """Key blocks add to dQ one after another, for two heads."""
-    check(device, *inputs_of(rng, (150, 270), (2, 1), head_dim), causal, deterministic=True)
+    check_backward(
+        device,
+        *inputs_of(rng, (150, 270), (2, 1), head_dim),
+        {"causal": causal},
+        deterministic=True,
+    )
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_whatever_finishes_late(late_emulator, rng, head_dim):
     inputs = inputs_of(rng, (200, 150), (1, 1), head_dim)
-    check(late_emulator, *inputs, True, deterministic=head_dim == 128)
+    check_backward(late_emulator, *inputs, {"causal": True}, deterministic=head_dim == 128)
 
 
 @pytest.mark.parametrize("head_dim", WIDTHS)
@@ -112,7 +89,9 @@ def test_query_heads_are_split_where_key_heads_are_few(device, rng, head_dim):
     """Four blocks share a KV head and write separate partial sums."""
     problem = AttentionProblem(1, 70, 140, 4, 1, head_dim, "float16", True)
     assert plan_flash_attention_backward_sm90(problem, False, H200).splits == 4
-    check(device, *inputs_of(rng, (70, 140), (4, 1), head_dim, dtype="float16"), True)
+    check_backward(
+        device, *inputs_of(rng, (70, 140), (4, 1), head_dim, dtype="float16"), {"causal": True}
+    )
 
 
 @pytest.mark.parametrize("head_dim", [40, 200])

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash_attention_backward
-from cukit.reference import attention as reference
-from tests.attention import plain
-from tests.attention.options import OPTIONS, options_of, widened
+from tests.attention.checks import NAMES, check_backward, inputs_of, run_backward
+from tests.attention.options import OPTIONS, options_of
 from tests.attention.test_flash_sequences import plain_sequences
-from tests.contract import assert_close, poison_pool, random, to_device, to_host
+from tests.contract import assert_close, to_host
 from tests.quick_run import emulated
 
-NAMES = ("grad_q", "grad_k", "grad_v")
 # Common combinations, in addition to tests/attention/options.py.
 EVERY_OPTION: dict[str, dict[str, Any]] = {
     **OPTIONS,
@@ -46,39 +43,6 @@ def hopper(device) -> str:
     return device
 
 
-def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16", value_dim=None):
-    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
-    widths = head_dim, value_dim or head_dim
-    q, grad_out = (random(rng, (batch, seq_q, heads_q, width), dtype) for width in widths)
-    k, v = (random(rng, (batch, seq_kv, heads_kv, width), dtype) for width in widths)
-    return q, k, v, grad_out
-
-
-def gradients(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
-    """The kernel's gradients, given the results of an exact forward, and the exact ones."""
-    wide_options = {name: widened(value) for name, value in options.items()}
-    wide = [x.astype(np.float64) for x in (grad_out, q, k, v)]
-    exact, exact_lse = reference.flash_attention(*wide[1:], return_lse=True, **wide_options)
-    expected = reference.flash_attention_backward(*wide, exact, exact_lse, **wide_options)
-    out, lse = exact.astype(q.dtype), exact_lse.astype(np.float32)
-    placed = to_device(place, grad_out, q, k, v, *map(np.ascontiguousarray, (out, lse)))
-    placed_options = {
-        name: to_device(place, value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-    poison_pool(place)
-    grads = flash_attention_backward(*placed, deterministic=deterministic, **placed_options)
-    return grads, expected
-
-
-def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
-    """Compares gradients with float64."""
-    grads, expected = gradients(place, q, k, v, grad_out, options, deterministic)
-    low = plain.backward(grad_out, q, k, v, **{"causal": False, **options})
-    for name, *of_input in zip(NAMES, grads, low, expected, strict=False):
-        assert_close(name, *of_input)
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: (name, head_dim) in EMULATED)
@@ -90,10 +54,10 @@ def test_options(hopper, rng, name, head_dim):
     else:
         lengths, heads, batch = (700, 600), (4, 2), 2
         ways = (False, True)
-    inputs = inputs_of(rng, lengths, heads, head_dim, batch)
+    inputs = inputs_of(rng, lengths, heads, head_dim, batch=batch)
     options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
     for deterministic in ways:
-        check(hopper, *inputs, options, deterministic)
+        check_backward(hopper, *inputs, options, deterministic)
 
 
 # head_dim of q and k, and of v.
@@ -110,7 +74,7 @@ def test_widths(hopper, rng, head_dim, value_dim):
         lengths, heads, ways = (700, 600), (8, 2), (False, True)
     inputs = inputs_of(rng, lengths, heads, head_dim, value_dim=value_dim)
     for deterministic in ways:
-        check(hopper, *inputs, {"causal": True}, deterministic)
+        check_backward(hopper, *inputs, {"causal": True}, deterministic)
 
 
 def sequences_of(rng, lengths, heads, head_dim):
@@ -131,7 +95,7 @@ def check_sequences(place, rng, asked, lengths, heads, head_dim, deterministic=F
     arrays, where = sequences_of(rng, lengths, heads, head_dim)
     most = where["max_seqlen_q"], where["max_seqlen_kv"]
     options = options_of(rng, asked, len(lengths[0]), heads[0], most, "bfloat16")
-    grads, expected = gradients(place, *arrays, {**options, **where}, deterministic)
+    grads, expected = run_backward(place, *arrays, {**options, **where}, deterministic)
     ends = where["cu_seqlens_q"], where["cu_seqlens_kv"]
     _, low = plain_sequences(*arrays, options, ends)
     for name, *of_input in zip(NAMES, grads, low, expected, strict=False):
@@ -165,7 +129,7 @@ def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
     ways = []
     with np.errstate(invalid="ignore"):
         for some in (arrays, broken):
-            ways.append(gradients(hopper, *some, where, deterministic=True)[0])
+            ways.append(run_backward(hopper, *some, where, deterministic=True)[0])
     for clean, spoilt, name in zip(*ways, ("q", "kv", "kv"), strict=True):
         ends = where[f"cu_seqlens_{name}"]
         for sequence in (0, 2, 3):
@@ -183,6 +147,6 @@ def test_the_order_of_threads_does_not_matter(request, monkeypatch, rng, head_di
     bits = []
     for seed in (0, 1):
         with cukit.backend("emulator", arch="sm_90", seed=seed, late=seed == 1):
-            grads, _ = gradients("emulator", *arrays, options, deterministic=True)
+            grads, _ = run_backward("emulator", *arrays, options, deterministic=True)
         bits.append([grad.tobytes() for grad in grads])
     assert bits[0] == bits[1]

@@ -13,7 +13,8 @@ from cukit.attention import flash_attention, flash_attention_backward
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import attention as reference
 from tests.attention import plain
-from tests.attention.options import OPTIONS, judge, options_of, run, widened
+from tests.attention.checks import check, inputs_of, judge, run, widened
+from tests.attention.options import OPTIONS, options_of
 from tests.contract import check_gradient, random, to_device, to_host
 from tests.quick_run import emulated
 
@@ -21,17 +22,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 EMULATED = ("causal window, sinks", "bias, mask", "everything")
 
 
-def check(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None, dtype="bfloat16",
-          batch=1):  # fmt: skip
-    seq_q, seq_kv = lengths
-    q = random(rng, (batch, seq_q, heads[0], head_dim), dtype)
-    k = random(rng, (batch, seq_kv, heads[1], head_dim), dtype)
-    v = random(rng, (batch, seq_kv, heads[1], value_dim or head_dim), dtype)
-    grad_out = random(rng, (*q.shape[:-1], v.shape[-1]), dtype)
-    options = options_of(rng, asked, batch, heads[0], lengths, dtype)
-    settings = {"causal": False, **options}
-    low = plain.forward(q, k, v, **settings), plain.backward(grad_out, q, k, v, **settings)
-    judge(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
+def check_options(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
+                  dtype="bfloat16", batch=1):  # fmt: skip
+    inputs = inputs_of(rng, lengths, heads, head_dim, value_dim, batch=batch, dtype=dtype)
+    check(place, *inputs, options_of(rng, asked, batch, heads[0], lengths, dtype))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -40,12 +34,12 @@ def check(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
 )  # a case compiles four kernels; three cases cover every option
 def test_options(place, rng, name):
     if place == "gpu":
-        check(place, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
-        check(place, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2)
+        check_options(place, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
+        check_options(place, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2)
         return
     # Rows of 144 elements start at multiples of 16 bytes, rows of 135 do not.
     lengths = (70, 144) if name == "bias, mask" else (70, 135)
-    check(place, rng, OPTIONS[name], lengths, batch=1 if place == "emulator" else 2)
+    check_options(place, rng, OPTIONS[name], lengths, batch=1 if place == "emulator" else 2)
 
 
 @pytest.mark.gpu
@@ -55,7 +49,7 @@ def test_options(place, rng, name):
     "lengths", [(1, 1), (239, 1), (1, 239), (799, 3), (113, 203), (203, 113), (1023, 1024)]
 )
 def test_ragged_lengths(gpu, rng, lengths, heads, name):
-    check(gpu, rng, OPTIONS[name], lengths, heads, batch=2)
+    check_options(gpu, rng, OPTIONS[name], lengths, heads, batch=2)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +71,12 @@ def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
     if place == "gpu":
         for causal in (False, True):
             asked = {"causal": causal}
-            check(place, rng, asked, (150, 215), (4, 2), head_dim, value_dim, batch=2)
-        check(place, rng, OPTIONS["everything"], (113, 203), (4, 2), head_dim, value_dim, "float16")
+            check_options(place, rng, asked, (150, 215), (4, 2), head_dim, value_dim, batch=2)
+        check_options(
+            place, rng, OPTIONS["everything"], (113, 203), (4, 2), head_dim, value_dim, "float16"
+        )
         return
-    check(place, rng, {"causal": True}, (70, 135), (2, 1), head_dim, value_dim)
+    check_options(place, rng, {"causal": True}, (70, 135), (2, 1), head_dim, value_dim)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -104,7 +100,7 @@ def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
         if sinks:
             assert gradients["grad_sinks"][1] == 0
     low = (
-        plain.forward(q, k, v, False, **options),
+        (plain.forward(q, k, v, False, **options)[0], None),
         plain.backward(grad_out, q, k, v, False, **options),
     )
     judge((out, lse, both), q, k, v, grad_out, options, low)

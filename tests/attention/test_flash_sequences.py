@@ -7,7 +7,8 @@ import pytest
 
 from cukit.attention import flash_attention, flash_attention_backward
 from tests.attention import plain
-from tests.attention.options import OPTIONS, judge, options_of, run
+from tests.attention.checks import judge, run
+from tests.attention.options import OPTIONS, options_of
 from tests.contract import random, to_device, to_host
 from tests.quick_run import emulated
 

@@ -1,30 +1,39 @@
-"""The picture of the published results."""
+"""The figure of the published results."""
 
 from __future__ import annotations
 
 from xml.etree import ElementTree
 
 from cukit.analyzer.results import read
-from profiling.figures import FIGURE, draw
-from profiling.tables import PUBLISHED
+from profiling.figures import FIGURE, draw, figures
+from profiling.tables import PAGES, PUBLISHED, kernel_cases
 from tests.analyzer.report import samples
 
 
-def test_the_picture_stands_alone() -> None:
-    picture = draw(samples.benchmarks())
-    assert picture is not None
-    assert picture == draw(samples.benchmarks())
-    ElementTree.fromstring(picture)
-    assert "prefers-color-scheme: dark" in picture
-    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "")
+def test_the_figure_is_self_contained() -> None:
+    figure = draw(samples.benchmarks())
+    assert figure is not None
+    assert figure == draw(samples.benchmarks())
+    ElementTree.fromstring(figure)
+    assert "prefers-color-scheme: dark" in figure
+    assert "http" not in figure.replace("http://www.w3.org/2000/svg", "")
     for words in ("rms_norm", "161 µs, 1.25×", "NVIDIA H200, 2026-01-02", "torch-cudnn"):
-        assert words in picture
+        assert words in figure
 
 
 def test_nothing_measured_nothing_drawn() -> None:
     assert draw({"environment": {}, "records": []}) is None
 
 
-def test_the_picture_shows_what_was_measured() -> None:
-    drawn = FIGURE.read_text(encoding="utf-8") if FIGURE.exists() else None
-    assert drawn == draw(read(PUBLISHED)), "run `make tables`"
+def test_the_figures_show_what_was_measured() -> None:
+    expected = figures(read(PUBLISHED))
+    assert FIGURE in expected
+    for path, figure in expected.items():
+        assert path.exists()
+        assert path.read_text(encoding="utf-8") == figure, "run `make tables`"
+
+
+def test_every_measured_op_is_on_a_page() -> None:
+    elsewhere = {"batched_copy"}  # docs/memory.md
+    measured = {case.op for case in kernel_cases(read(PUBLISHED))}
+    assert measured - elsewhere == {op for ops in PAGES.values() for op in ops}

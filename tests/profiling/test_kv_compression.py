@@ -1,4 +1,4 @@
-"""The table of compressed caches: its arithmetic at a tiny size, and its place in the document."""
+"""The table of compressed caches: computation at a tiny size, and the document."""
 
 from __future__ import annotations
 

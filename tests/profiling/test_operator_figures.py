@@ -1,4 +1,4 @@
-"""The pictures of the sequence and memory operators are what the ops compute."""
+"""The figures of the sequence and memory operators show what the ops compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements of memory pools, and what becomes of them in documents."""
+"""Measurements of memory pools, and their tables and figures in the docs."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def rendered(name: str, document: str = "docs/memory.md") -> str:
     return update(text, RESULTS, document).split("\n", 1)[1]
 
 
-def test_memory_held_and_who_fails() -> None:
+def test_memory_held_and_failures() -> None:
     assert rendered("replay").splitlines()[:3] == [
-        "| log | live at most | cukit | CuPy |",
+        "| log | peak live | cukit | CuPy |",
         "| --- | --: | --: | --: |",
         "| `serving` | 2.0 GiB | 1.01, 1.01 | 1.50, **fails** |",
     ]
@@ -76,7 +76,12 @@ def test_times() -> None:
     assert steps in rendered("training")
 
 
-def test_machine_and_picture() -> None:
+def test_the_verdict_counts_completed_logs() -> None:
+    assert rendered("verdict").startswith("Of 1 allocation logs")
+    assert "peak of live allocations: cukit 1; CuPy 0.\n" in rendered("verdict")
+
+
+def test_machine_and_figure() -> None:
     assert rendered("machine").startswith(
         "NVIDIA H200, driver 580.1, cupy-cuda13x 14.2, torch 2.11, 2026-01-02.\n"
     )
@@ -91,7 +96,7 @@ def test_nothing_measured() -> None:
     assert draw_bars(nothing) is None
 
 
-def test_the_bars_name_who_fails() -> None:
+def test_the_bars_name_failures() -> None:
     drawn = draw_bars(RESULTS)
     assert drawn is not None
     ElementTree.fromstring(drawn)
@@ -101,7 +106,7 @@ def test_the_bars_name_who_fails() -> None:
 
 
 def test_a_report_takes_the_records(tmp_path: Path) -> None:
-    """They are no cases of kernels: no verdict counts them."""
+    """Records of pools are not kernel cases, so summaries of kernels do not count them."""
     path = tmp_path / "report.html"
     made = generate_report([RESULTS], [path])
     page = path.read_text(encoding="utf-8")
@@ -116,7 +121,7 @@ def test_documents_hold_what_was_measured(name: str) -> None:
     assert update(text, read(PUBLISHED), name) == text, "run `make tables`"
 
 
-def test_the_pictures_show_what_was_measured() -> None:
+def test_the_figures_show_what_was_measured() -> None:
     drawn = BARS.read_text(encoding="utf-8") if BARS.exists() else None
     assert drawn == draw_bars(read(PUBLISHED)), "run `make tables`"
     assert MAP.read_text(encoding="utf-8") == draw_map(), "run `make tables`"
@@ -129,7 +134,7 @@ def test_recorded_logs_are_small() -> None:
     assert title("random-10000-64") == "random-10000-64"
 
 
-def test_it_measures_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measuring_works_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.json"
     assert main(["--small", "--pools", "cukit", "--out", str(out)]) == 0
     records = read(out)["records"]

@@ -1,4 +1,4 @@
-"""The tables of the proof: they say what the results hold, and the document says it too."""
+"""The tables of the analyzer proof agree with the results and with the document."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from profiling.proof_tables import DOCUMENT, PROOF, counters, rest, times, update
 
 
-def test_the_document_holds_what_was_found() -> None:
+def test_the_document_is_up_to_date() -> None:
     text = DOCUMENT.read_text()
     assert text.count("<!-- proof:") == 3
     assert update(text, json.loads(PROOF.read_text())) == text, "run `make tables`"
@@ -33,7 +33,7 @@ def test_a_clock_without_readings_leaves_its_cells_empty() -> None:
     assert subtracted == "| *subtracted* | 1.00 ± 0.25 µs |  |  | 1.00 ± 0.25 µs |"
 
 
-def test_occupancies_stand_side_by_side() -> None:
+def test_occupancies_and_bytes() -> None:
     row = {
         "kernel": "copy",
         "theoretical_occupancy": 1.0,
@@ -47,7 +47,7 @@ def test_occupancies_stand_side_by_side() -> None:
     assert "| `copy` | 100% (threads) | 72% | 4.000 GB | 3.980 GB | -0.5% |" in table
 
 
-def test_what_was_missed_is_said() -> None:
+def test_exceeded_tolerances_are_listed() -> None:
     found = {
         "gpu": "a GPU",
         "copy": {"kernel": 4321.2, "memcpy": 4276.1},
@@ -57,4 +57,4 @@ def test_what_was_missed_is_said() -> None:
     said = rest(found)
     assert "kernel 4321 GB/s, cudaMemcpy 4276" in said
     assert "2 SAME, 1 UNCERTAIN" in said
-    assert "Bars missed: copy: too slow." in said
+    assert "Outside the tolerance: copy: too slow." in said

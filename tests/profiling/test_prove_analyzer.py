@@ -1,4 +1,4 @@
-"""The bars that the analyzer is held to on a GPU; and that its kernels compile."""
+"""Tolerances of the analyzer proof, which runs on a GPU; its kernels compile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def found(**changes: Any) -> dict[str, Any]:
     return good | changes
 
 
-def test_what_is_within_the_bars_passes() -> None:
+def test_results_within_the_tolerances_pass() -> None:
     assert judge(found()) == []
 
 
@@ -46,11 +46,11 @@ def test_what_is_within_the_bars_passes() -> None:
         ({"counters": [{"kernel": "c", "difference": 0.06}]}, "c: DRAM bytes +6.0%"),
     ],
 )
-def test_what_is_beyond_a_bar_is_named(changes: dict[str, Any], complaint: str) -> None:
+def test_exceeded_tolerances_are_named(changes: dict[str, Any], complaint: str) -> None:
     (missed,) = judge(found(**changes))
     assert missed.startswith(complaint)
 
 
 @pytest.mark.skipif(cupy_module() is None, reason="compiling needs NVRTC")
-def test_the_users_kernel_compiles() -> None:
+def test_the_raw_kernel_compiles() -> None:
     assert inspect(KernelSource("busy", BUSY), "sm_90").info.spill_store_bytes == 0

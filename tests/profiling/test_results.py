@@ -1,4 +1,4 @@
-"""The results file: what is merged, what is replaced, and that it is never half there."""
+"""The results file: merging, replacing, and atomic writes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_case_that_failed_keeps_no_old_figures(tmp_path: Path) -> None:
     assert read(path)["records"] == []
 
 
-def test_arms_measured_apart_leave_one_another_alone(tmp_path: Path) -> None:
+def test_implementations_measured_separately_keep_each_other(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     ours = record("memory_pool", "replay", 1.0)
     peer = ours | {"impl": "rmm"}
@@ -96,7 +96,7 @@ def test_arms_measured_apart_leave_one_another_alone(tmp_path: Path) -> None:
     assert (second["impl"], second["commit"]) == ("rmm", "aaa")
 
 
-def test_cases_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+def test_removed_cases_are_deleted(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     results = ResultsFile(path, environment("aaa"))
     rope, gelu, host = (

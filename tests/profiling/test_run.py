@@ -1,4 +1,4 @@
-"""The harness: every case runs with tiny sizes, and a wrong or broken arm never passes."""
+"""The harness: every case runs at tiny sizes; wrong or broken implementations never pass."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_case_runs_small(case: Case, runner: Runner) -> None:
     assert record["median_us"] > 0
 
 
-def test_cases_have_names_of_their_own() -> None:
+def test_cases_have_unique_names() -> None:
     for cases in (SMALL, load_cases()):
         keys = [case.key() for case in cases]
         assert len(keys) == len(set(keys))
@@ -58,9 +58,9 @@ def test_every_case_has_a_floor() -> None:
         assert case.clock == "host" or case.bytes > 0 or case.flops > 0, case.key()
 
 
-def case_of(arms: dict[str, Callable[[], Any]], **options: Any) -> Case:
+def case_of(impls: dict[str, Callable[[], Any]], **options: Any) -> Case:
     xp = array_module()
-    workload = Workload(arms=arms, expected=lambda: xp.ones(4), tolerance=1e-3)
+    workload = Workload(impls=impls, expected=lambda: xp.ones(4), tolerance=1e-3)
     return Case("layers", "made_up", "4", "float32", lambda: workload, bytes=32, **options)
 
 
@@ -68,8 +68,8 @@ def ones() -> Any:
     return array_module().ones(4)
 
 
-def test_a_run_forgets_only_cases_that_are_gone(tmp_path: Path) -> None:
-    """A module that is run alone leaves its family's cases of other modules where they are."""
+def test_a_run_deletes_only_removed_cases(tmp_path: Path) -> None:
+    """A run of one module keeps the cases of the same family from other modules."""
     path, runner = tmp_path / "results.json", Runner(quick=True)
     one, other, gone = (
         replace(case_of({OURS: lambda: ones}), name=name) for name in ("one", "other", "gone")
@@ -94,7 +94,7 @@ def test_a_result_that_turns_wrong_later_is_a_failure() -> None:
     assert not record["correct"]
 
 
-def test_a_wrong_peer_is_marked_and_no_failure_of_ours() -> None:
+def test_a_wrong_peer_is_marked_and_is_no_failure() -> None:
     runner = Runner(quick=True)
     records = runner.run(case_of({OURS: lambda: ones, "peer": lambda: lambda: 0 * ones()}))
     assert {record["impl"]: record["correct"] for record in records} == {OURS: True, "peer": False}
@@ -118,7 +118,7 @@ def test_a_missing_peer_is_skipped_with_its_reason(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("when", ["factory", "call", "build"])
-def test_our_own_exception_is_a_failure_and_not_the_end(when: str) -> None:
+def test_an_exception_of_cukit_is_a_failure_and_the_run_continues(when: str) -> None:
     def fail() -> Any:
         raise RuntimeError("out of luck")
 

@@ -9,11 +9,11 @@
 
 namespace cukit {
 
-// `whole`: every query sees every key, as far as TileRange knows. `ends`: the tile has columns beyond
-// the last key. Both alike in all lanes of a warp.
+// `unmasked`: every query sees every key, as far as TileRange knows. `ends`: the tile has columns
+// beyond the last key. Both alike in all lanes of a warp.
 template <int N>
 CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
-                                float scale_log2, const ScoreSettings& settings, bool whole,
+                                float scale_log2, const ScoreSettings& settings, bool unmasked,
                                 bool ends) {
   if constexpr (kScoresModified) {
     if (BIAS && (ends || !rows_are_aligned(head.bias, settings.bias_row, settings.bias_column))) {
@@ -25,12 +25,12 @@ CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, con
   }
   if (MASK && (ends || !rows_are_aligned(head.mask, settings.mask_row, settings.mask_column))) {
     hide_scores(scores, at, [&](int row, int column) {
-      const Span seen = visible_keys(row, head.past, head.seq_kv, settings);
+      const Span seen = visible_keys(row, head.causal_offset, head.seq_kv, settings);
       return head.hidden(seen, row, column, settings);
     });
-  } else if (!whole) {
+  } else if (!unmasked) {
     if constexpr (MASK) hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
-    hide_keys(scores, at, head.past, head.seq_kv, settings);
+    hide_keys(scores, at, head.causal_offset, head.seq_kv, settings);
   }
 }
 

@@ -29,11 +29,11 @@ CUKIT_DEVICE void modify_scores(float (&scores)[N], const FragmentPlace& at, con
 
 // -infinity where the key is hidden from the query: by its sequence's end, CAUSAL, WINDOW.
 template <int N>
-CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int past, int seq_kv,
+CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int causal_offset, int seq_kv,
                             const ScoreSettings& settings) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Span seen = visible_keys(at.row + 8 * half, past, seq_kv, settings);
+    const Span seen = visible_keys(at.row + 8 * half, causal_offset, seq_kv, settings);
     const int end = seen.end - at.column;
     const int begin = seen.begin - at.column;
 #pragma unroll
@@ -47,8 +47,8 @@ CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int pas
   }
 }
 
-// -infinity where `hidden(row, column)`. First the bits, in a loop that keeps few loads in flight: the
-// registers belong to scores and outputs.
+// -infinity where `hidden(row, column)`. First the bits, in a loop that keeps few loads in flight:
+// the registers belong to scores and outputs.
 template <int N, typename Hidden>
 CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const Hidden& hidden) {
 #pragma unroll

@@ -1,22 +1,23 @@
 // What happens to a score of attention between its product and the softmax, and who sees whom.
 //
-//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + past - j|;
-//   BIAS: + bias(i, j);  then -infinity where key j is hidden from query i
-//   past = seq_kv - seq_q: both sequences end together. CAUSAL: j <= i + past.
-//   WINDOW: i + past - left <= j <= i + past + right.  MASK: where mask(i, j) is false.
+//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + causal_offset
+//   - j|; BIAS: + bias(i, j);  then -infinity where key j is hidden from query i causal_offset =
+//   seq_kv - seq_q: both sequences end together. CAUSAL: j <= i + causal_offset.
+//   WINDOW: i + causal_offset - left <= j <= i + causal_offset + right.  MASK: where mask(i, j) is
+//   false.
 //   SINKS: one more key a head that every query sees, with a score of its own and a value of zero.
 //   VARLEN: sequence b has the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one long array.
 //
-// Everything here is a function of one score, its row and its column: kernels keep their own layout.
-// Whatever a macro leaves out costs nothing.
+// Everything here is a function of one score, its row and its column: kernels keep their own
+// layout. Whatever a macro leaves out costs nothing.
 //
 // Units: where kScoresModified, score() takes the bare product q k and returns the score times
 // log2(e). Otherwise products go to the softmax as they are, and are scaled with the exponential.
 // exponent_factor() tells what remains to be multiplied.
 //
-// Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS, VARLEN
-//   0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as HEAD_DIM and
-//   PADDED where they are not defined.
+// Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS,
+//   VARLEN 0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as
+//   HEAD_DIM and PADDED where they are not defined.
 #pragma once
 
 #include "common/platform.cuh"
@@ -108,12 +109,12 @@ CUKIT_DEVICE long long row_statistics(int b, int head, int heads, const Sequence
 // ---- Who sees whom ----
 
 // Tiles begin .. end - 1 hold a pair that sees each other, unless a mask hides it; in those from
-// whole_begin to whole_end - 1 every pair does, which may be none.
+// unmasked_begin to unmasked_end - 1 every pair does, which may be none.
 struct TileRange {
-  int begin, end, whole_begin, whole_end;
+  int begin, end, unmasked_begin, unmasked_end;
 
-  CUKIT_DEVICE bool whole(int tile) const {
-    return !MASK && tile >= whole_begin && tile < whole_end;
+  CUKIT_DEVICE bool unmasked(int tile) const {
+    return !MASK && tile >= unmasked_begin && tile < unmasked_end;
   }
 };
 
@@ -122,49 +123,49 @@ struct Span {
 };
 
 // The keys that a query sees, as far as length, CAUSAL and WINDOW say.
-CUKIT_DEVICE Span visible_keys(int row, int past, int seq_kv, const ScoreSettings& settings) {
+CUKIT_DEVICE Span visible_keys(int row, int causal_offset, int seq_kv, const ScoreSettings& settings) {
   Span seen{0, seq_kv};
   if (CAUSAL) {
-    seen.end = min(seen.end, row + past + 1);
+    seen.end = min(seen.end, row + causal_offset + 1);
   } else if (WINDOW) {
-    seen.end = min(seen.end, row + past + settings.window_right + 1);
+    seen.end = min(seen.end, row + causal_offset + settings.window_right + 1);
   }
-  if (WINDOW) seen.begin = row + past - settings.window_left;
+  if (WINDOW) seen.begin = row + causal_offset - settings.window_left;
   return seen;
 }
 
 // The tiles of `Tile` keys that queries first_row .. first_row + rows - 1 see (rows > 0).
 template <int Tile>
-CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int past, int seq_kv,
+CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int causal_offset, int seq_kv,
                                  const ScoreSettings& settings) {
-  const Span first = visible_keys(first_row, past, seq_kv, settings);
-  const Span last = visible_keys(first_row + rows - 1, past, seq_kv, settings);
+  const Span first = visible_keys(first_row, causal_offset, seq_kv, settings);
+  const Span last = visible_keys(first_row + rows - 1, causal_offset, seq_kv, settings);
   TileRange range;
   range.begin = WINDOW ? max(0, first.begin) / Tile : 0;
   range.end = (max(0, last.end) + Tile - 1) / Tile;
-  range.whole_begin = WINDOW ? (max(0, last.begin) + Tile - 1) / Tile : 0;
-  range.whole_end = max(0, first.end) / Tile;
+  range.unmasked_begin = WINDOW ? (max(0, last.begin) + Tile - 1) / Tile : 0;
+  range.unmasked_end = max(0, first.end) / Tile;
   return range;
 }
 
-// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0). Whole ones
-// may hold queries beyond the last.
+// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0). Whole
+// ones may hold queries beyond the last.
 template <int Tile>
-CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int past, int seq_q,
+CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int causal_offset, int seq_q,
                                    const ScoreSettings& settings) {
   const int right = CAUSAL ? 0 : settings.window_right;
   const bool ends = CAUSAL || WINDOW;  // on a query's right
   const int last_key = first_key + keys - 1;
   TileRange range;
   range.end = (seq_q + Tile - 1) / Tile;
-  range.whole_end = range.end;
-  range.begin = ends ? min(range.end, max(0, first_key - past - right) / Tile) : 0;
-  range.whole_begin = ends ? (max(0, last_key - past - right) + Tile - 1) / Tile : 0;
+  range.unmasked_end = range.end;
+  range.begin = ends ? min(range.end, max(0, first_key - causal_offset - right) / Tile) : 0;
+  range.unmasked_begin = ends ? (max(0, last_key - causal_offset - right) + Tile - 1) / Tile : 0;
   if (WINDOW) {
-    const int least = first_key - past + settings.window_left + 1;
-    const int most = last_key - past + settings.window_left + 1;
+    const int least = first_key - causal_offset + settings.window_left + 1;
+    const int most = last_key - causal_offset + settings.window_left + 1;
     range.end = max(range.begin, min(range.end, (max(0, most) + Tile - 1) / Tile));
-    range.whole_end = max(0, least) / Tile;
+    range.unmasked_end = max(0, least) / Tile;
   }
   return range;
 }
@@ -175,14 +176,14 @@ struct HeadScores {
   const bias_t* bias;
   const unsigned char* mask;
   float slope_log2;  // ALIBI
-  int past, seq_q, seq_kv;
+  int causal_offset, seq_q, seq_kv;
 
   CUKIT_DEVICE HeadScores(const ScoreArrays& arrays, const ScoreSettings& settings, int b, int head,
                           const Sequence& sequence)
       : bias(nullptr),
         mask(nullptr),
         slope_log2(0.0f),
-        past(sequence.seq_kv - sequence.seq_q),
+        causal_offset(sequence.seq_kv - sequence.seq_q),
         seq_q(sequence.seq_q),
         seq_kv(sequence.seq_kv) {
     if constexpr (ALIBI) slope_log2 = arrays.alibi_slopes[b * settings.alibi_batch + head] * kLog2E;
@@ -192,8 +193,8 @@ struct HeadScores {
 
   CUKIT_DEVICE bool exists(int row, int column) const { return row < seq_q && column < seq_kv; }
 
-  // The score of a product but for its bias, in powers of two where kScoresModified. `slope` becomes
-  // the derivative of the score by scale * product.
+  // The score of a product but for its bias, in powers of two where kScoresModified. `slope`
+  // becomes the derivative of the score by scale * product.
   CUKIT_DEVICE float unbiased_score(float product, int row, int column, float scale_log2,
                                     const ScoreSettings& settings, float& slope) const {
     slope = 1.0f;
@@ -205,7 +206,7 @@ struct HeadScores {
       slope = 1.0f - t * t;
     }
     if constexpr (ALIBI) {
-      value = fmaf(-slope_log2, static_cast<float>(abs(row + past - column)), value);
+      value = fmaf(-slope_log2, static_cast<float>(abs(row + causal_offset - column)), value);
     }
     return value;
   }
@@ -244,9 +245,9 @@ struct HeadScores {
 
 // ---- Sinks ----
 
-// A row's maximum and sum before its first key, in the units of the scores: those of the sink, which
-// counts as a key that is seen first, `unit` being the weight of the maximum. A quad of lanes shares a
-// row; one of them counts the sink.
+// A row's maximum and sum before its first key, in the units of the scores: those of the sink,
+// which counts as a key that is seen first, `unit` being the weight of the maximum. A quad of lanes
+// shares a row; one of them counts the sink.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
                             float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();

@@ -1,7 +1,7 @@
 // A warpgroup's scores on their way to probabilities: masks, running maxima, exponentials.
 //
-// Scores lie as wgmma leaves them: element 4 n + 2 half + i of a lane is row lane / 4 + 8 half of its
-// warp's sixteen, column 8 n + 2 (lane % 4) + i.
+// Scores lie as wgmma leaves them: element 4 n + 2 half + i of a lane is row lane / 4 + 8 half of
+// its warp's sixteen, column 8 n + 2 (lane % 4) + i.
 #pragma once
 
 #include "common/platform.cuh"
@@ -19,15 +19,15 @@ struct SoftmaxRows {
 // grown by more than this, in powers of two. Most tiles then rescale nothing.
 constexpr float kLazyGrowth = 8.0f;
 
-// Renews the maxima where a row has outgrown its own, and says so to the whole warp: what was summed
-// under them is then to be multiplied by `shrink`. growth: by how much, below 0 always, which saves a
-// vote and a branch.
+// Renews the maxima where a row has outgrown its own, and says so to the whole warp: what was
+// summed under them is then to be multiplied by `shrink`. growth: by how much, below 0 always,
+// which saves a vote and a branch.
 //
-// AsIntegers: floats whose sign is clear are ordered as integers are, of which Hopper compares three
-// at a time. Where all the warp's maxima are such, a negative number, a negative integer too, passes
-// none. Pays for long tiles.
+// AsIntegers: floats whose sign is clear are ordered as integers are, of which Hopper compares
+// three at a time. Where all the warp's maxima are such, a negative number, a negative integer too,
+// passes none. Pays for long tiles.
 template <int N, bool AsIntegers = N >= 64>
-CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
+CUKIT_DEVICE bool update_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
                                float scale_log2, float growth = kLazyGrowth) {
   float seen[2] = {rows.max[0], rows.max[1]};
   if (AsIntegers &&

@@ -1,4 +1,4 @@
-"""The usual arms of a case: ours, torch eagerly, torch.compile, and Liger where it has the op."""
+"""The usual implementations of a case: cukit, eager torch, torch.compile, and optionally Liger."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from profiling import peers
 from profiling.case import Call
 
 TorchFunction = Callable[[ModuleType], Callable[..., Any]]
-"""Takes the torch module and returns a function of tensors. Called only where torch is."""
+"""Takes the torch module and returns a function of tensors. Called only if torch is available."""
 
 LigerFunction = Callable[[], Callable[..., Any]]
-"""Returns a function of tensors, importing through `peers.optional("liger_kernel....")`."""
+"""Returns a function of tensors; imports through `peers.optional("liger_kernel....")`."""
 
 
-def forward_arms(
+def forward_impls(
     ours: Call, torch_function: TorchFunction, *arrays: Any, liger: LigerFunction | None = None
 ) -> dict[str, Callable[[], Call]]:
     """Arms that compute `torch_function(*arrays)` without autograd."""
-    arms: dict[str, Callable[[], Call]] = {
+    impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: peers.forward(torch_function(peers.torch()), *arrays),
         "torch-compile": lambda: peers.forward(
@@ -28,11 +28,11 @@ def forward_arms(
         ),
     }
     if liger is not None:
-        arms["liger"] = lambda: peers.forward(liger(), *arrays)
-    return arms
+        impls["liger"] = lambda: peers.forward(liger(), *arrays)
+    return impls
 
 
-def backward_arms(
+def backward_impls(
     ours: Call,
     torch_function: TorchFunction,
     inputs: Sequence[Any],
@@ -41,7 +41,7 @@ def backward_arms(
     liger: LigerFunction | None = None,
 ) -> dict[str, Callable[[], Call]]:
     """Arms that compute the gradients of `inputs` of `torch_function(*inputs, *constants)`."""
-    arms: dict[str, Callable[[], Call]] = {
+    impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: peers.backward(
             torch_function(peers.torch()), inputs, grad_out, *constants
@@ -51,5 +51,5 @@ def backward_arms(
         ),
     }
     if liger is not None:
-        arms["liger"] = lambda: peers.backward(liger(), inputs, grad_out, *constants)
-    return arms
+        impls["liger"] = lambda: peers.backward(liger(), inputs, grad_out, *constants)
+    return impls
