@@ -4,7 +4,7 @@
 // lane / 4 + 8 half of its warp's sixteen, column 8 n + 2 (lane % 4) + i.
 //
 // Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of
-// score_options.cuh.
+//   score_options.cuh.
 #pragma once
 
 #include "attention/backward_options.cuh"

@@ -20,7 +20,7 @@
 //   that are read first afterwards, and finish reads from L2 the rows that were accumulated last.
 //   sum: eight elements per thread, splits in order. sinks: one block per head.
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float per warp,
-// static.
+//   static.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the
 //   head is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
 //   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1;

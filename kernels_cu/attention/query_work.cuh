@@ -10,7 +10,7 @@
 // within a head the last tile comes first.
 //
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks
-// of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
+//   of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"

@@ -8,7 +8,7 @@
 //                               ^ aligned
 //
 // Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED: number of its first
-// vectors that a thread keeps in shared memory for the second sweep; the others are read again.
+//   vectors that a thread keeps in shared memory for the second sweep; the others are read again.
 #pragma once
 
 #include "common/platform.cuh"

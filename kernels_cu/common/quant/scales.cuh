@@ -10,7 +10,7 @@
 // in a block makes its scale NaN.
 //
 // Macros: those of common/quant/codes.cuh and common/types.cuh; SCALE float32|float16|bfloat16;
-// ZERO_POINTS 0|1; POWER_OF_TWO 0|1: scales are rounded up to a power of two.
+//   ZERO_POINTS 0|1; POWER_OF_TWO 0|1: scales are rounded up to a power of two.
 #pragma once
 
 #include "common/platform.cuh"
