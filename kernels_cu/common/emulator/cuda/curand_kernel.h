@@ -24,8 +24,7 @@ struct curandStatePhilox4_32_10 {
 };
 using curandStatePhilox4_32_10_t = curandStatePhilox4_32_10;
 
-// XORWOW: Marsaglia's xorshift of 160 bits, and a Weyl sequence
-// ----------------------------------------
+// XORWOW: Marsaglia's xorshift of 160 bits, and a Weyl sequence -----------------------------------
 
 inline unsigned curand(curandStateXORWOW* state) {
   unsigned* v = state->v;
