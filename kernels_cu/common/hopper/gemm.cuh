@@ -401,7 +401,8 @@ struct SharedProduct {
     multiply<0>(sums, pipeline, state, tile, [](int) {});
   }
 
-  // Calls beside(step) for the first `Beside` steps; the tile has at least as many.
+  // Calls beside(step) after issuing each of the first `Beside` steps; the tile has at least as
+  // many.
   template <int Beside, int Stages, typename Tile, typename Call>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& state, const Tile& tile, const Call& beside) const {
