@@ -217,8 +217,8 @@ struct States {
 // dQ of a warpgroup's 64 queries, part `part` of the work's, over the tiles `visible` of keys.
 // `row`: the lane's first.
 CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& tiles,
-                             const QueryWork& work, const cukit::TileRange& visible, int part, int row,
-                             const cukit::QueryRows& rows, States& states) {
+                             const QueryWork& work, const cukit::TileRange& visible, int part,
+                             int row, const cukit::QueryRows& rows, States& states) {
   const unsigned long long q = QueryTile::k_major(tiles.q) + part * QueryTile::kStage;
   const unsigned long long grad_out =
       GradOutTile::k_major(tiles.grad_out) + part * GradOutTile::kStage;

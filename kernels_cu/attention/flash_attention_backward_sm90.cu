@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
       },
       [&] {
         backward::States states;
-        backward::for_each_work(shared, [&](const backward::Work& own, const backward::Work& shared_work) {
+        backward::for_each_work(shared, [&](const backward::Work& own,
+                                            const backward::Work& shared_work) {
           const backward::ConsumerWork work(own, {alibi_slopes, nullptr, bias, mask},
                                             params.settings);
           // Called after the last tile. Reads the work from shared memory again, to save registers.

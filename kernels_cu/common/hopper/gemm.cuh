@@ -113,7 +113,8 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
     const bool exists = schedule.tile(++turn, tile);
     if (exists) {
       product.template multiply<kSteps>(
-          sums, pipeline, state, tile, [&](int step) { epilogue.store_step(stored, before, step); });
+          sums, pipeline, state, tile,
+          [&](int step) { epilogue.store_step(stored, before, step); });
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) epilogue.store_step(stored, before, step);
@@ -256,7 +257,7 @@ struct GemmShape {
   static constexpr int kCluster = ClusterSize;
   static constexpr int kConsumers = Consumers;
   static constexpr int kGroupRows = TileM / Consumers;          // per consumer
-  static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // wgmmas per step of k and consumer
+  static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // of wgmma, per consumer
   using TileA = OperandTile<T, TileM, kTileK, MajorA>;
   using TileB = OperandTile<T, TileN, kTileK, MajorB>;
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -405,7 +406,8 @@ struct SharedProduct {
   // many.
   template <int Beside, int Stages, typename Tile, typename Call>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
-                             PipelineState<Stages>& state, const Tile& tile, const Call& beside) const {
+                             PipelineState<Stages>& state, const Tile& tile,
+                             const Call& beside) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
 #pragma unroll

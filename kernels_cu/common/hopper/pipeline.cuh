@@ -98,7 +98,9 @@ struct Pipeline {
   // Waits until the consumers have released the stage's previous contents.
   CUKIT_DEVICE void acquire(const State& state) { empty.wait_previous(state); }
 
-  CUKIT_DEVICE Mbarrier* expect(const State& state, unsigned bytes) { return full.expect(state, bytes); }
+  CUKIT_DEVICE Mbarrier* expect(const State& state, unsigned bytes) {
+    return full.expect(state, bytes);
+  }
 
   CUKIT_DEVICE void commit(const State& state) { full.arrive(state); }
 

@@ -79,7 +79,7 @@ struct BlockScales {
 
   static constexpr int kRowBytes = Shape::kTileM * static_cast<int>(sizeof(float));
   static constexpr int kColumnBytes = kBlocks * static_cast<int>(sizeof(float));
-  static constexpr int kStageBytes = (kRowBytes + kColumnBytes + 1023) / 1024 * 1024;  // stage alignment
+  static constexpr int kStageBytes = (kRowBytes + kColumnBytes + 1023) / 1024 * 1024;  // aligned
   static constexpr int kColumns = Shape::kStageBytes + kStageBytes - kColumnBytes;
 
   static_assert(kUnit <= kScaleBlock, "no tile has whole blocks only");

@@ -91,7 +91,8 @@ struct StagedStore {
   template <int First = 0, int N, typename Start>
   CUKIT_DEVICE static void store_pieces(const float (&sums)[N], unsigned char* buffers, int barrier,
                                         const Start& start) {
-    static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "pieces of full stmatrix blocks");
+    static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0,
+                  "pieces of full stmatrix blocks");
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
