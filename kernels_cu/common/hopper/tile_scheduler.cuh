@@ -4,9 +4,8 @@
 //   static   block b of g takes tiles b, b + g, ...: every warp computes them, without
 //            communication.
 //   dynamic  an atomic counter in global memory assigns tiles to free blocks: for tiles of
-//   different
-//            cost. One thread of a block draws a tile, and publishes it with the first stage it
-//            fills.
+//            different cost. One thread of a block draws a tile, and publishes it with the first
+//            stage it fills.
 //   matrix   tiles of a matrix product in a rasterisation order that keeps operands in L2,
 //            optionally split along k.
 //   stream-K the same, where the last tiles, fewer than one per block, are divided along k into one
