@@ -236,25 +236,25 @@ struct PromotedProduct {
 
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
-                             PipelineState<Stages>& at, const Tile& tile) const {
+                             PipelineState<Stages>& state, const Tile& tile) const {
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row)
 #pragma unroll
       for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
-    const typename Scales::Cursor cursor(scales, tile);
-    cursor.with_boundary([&](auto boundary) {
+    const typename Scales::Cursor tile_scales(scales, tile);
+    tile_scales.with_boundary([&](auto boundary) {
       constexpr int kBoundary = decltype(boundary)::value;
       if constexpr (Partials == 1) {
-        promote_at_once<kBoundary>(sums, cursor, pipeline, at, tile);
+        promote_at_once<kBoundary>(sums, tile_scales, pipeline, state, tile);
       } else {
-        promote_beside_products<kBoundary>(sums, cursor, pipeline, at, tile);
+        promote_overlapped<kBoundary>(sums, tile_scales, pipeline, state, tile);
       }
     });
   }
 
  private:
   // Issues the wgmmas of one step for 64 rows.
-  CUKIT_DEVICE void start(Partial& partial, int stage, int row_tile) const {
+  CUKIT_DEVICE void issue(Partial& partial, int stage, int row_tile) const {
     using TileA = typename Shape::TileA;
     using TileB = typename Shape::TileB;
     const unsigned long long offset = stage * (kStageBytes / 16);
@@ -268,48 +268,48 @@ struct PromotedProduct {
     wgmma_commit();
   }
 
-  template <int Boundary, int Stages, typename Cursor, typename Tile>
-  CUKIT_DEVICE void promote_at_once(Accumulators& sums, const Cursor& cursor,
-                                    Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
+  template <int Boundary, int Stages, typename TileScales, typename Tile>
+  CUKIT_DEVICE void promote_at_once(Accumulators& sums, const TileScales& tile_scales,
+                                    Pipeline<Stages>& pipeline, PipelineState<Stages>& state,
                                     const Tile& tile) const {
     for (int step = tile.first_step; step < tile.end_step; ++step) {
-      pipeline.wait(at);
+      pipeline.wait(state);
 #pragma unroll
       for (int row = 0; row < Shape::kRowTiles; ++row) {
         Partial partial;
-        const auto factors = cursor.factors(stages + at.index * kStageBytes, row);
-        start(partial, at.index, row);
+        const auto factors = tile_scales.factors(stages + state.index * kStageBytes, row);
+        issue(partial, state.index, row);
         wgmma_wait<0>(partial);
-        if (row == Shape::kRowTiles - 1) pipeline.release(at);
-        cursor.template promote<Boundary>(sums[row], partial, factors);
+        if (row == Shape::kRowTiles - 1) pipeline.release(state);
+        tile_scales.template promote<Boundary>(sums[row], partial, factors);
       }
-      at.advance();
+      state.advance();
     }
   }
 
-  template <int Boundary, int Stages, typename Cursor, typename Tile>
-  CUKIT_DEVICE void promote_beside_products(Accumulators& sums, const Cursor& cursor,
-                                            Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
-                                            const Tile& tile) const {
+  template <int Boundary, int Stages, typename TileScales, typename Tile>
+  CUKIT_DEVICE void promote_overlapped(Accumulators& sums, const TileScales& tile_scales,
+                                       Pipeline<Stages>& pipeline, PipelineState<Stages>& state,
+                                       const Tile& tile) const {
     using Factors = typename Scales::Factors;
     Partial even, odd;
     Factors even_factors, odd_factors;
-    PipelineState<Stages> done = at;
+    PipelineState<Stages> done = state;
     int step = tile.first_step;
 
     // Issues the wgmmas of a step, which accumulate in `partial`.
     const auto begin = [&](Partial& partial, Factors& factors) {
-      pipeline.wait(at);
-      factors = cursor.factors(stages + at.index * kStageBytes, 0);
-      start(partial, at.index, 0);
-      at.advance();
+      pipeline.wait(state);
+      factors = tile_scales.factors(stages + state.index * kStageBytes, 0);
+      issue(partial, state.index, 0);
+      state.advance();
       ++step;
     };
     // Promotes `partial` of the oldest step, whose wgmmas have completed.
     const auto finish = [&](const Partial& partial, const Factors& factors) {
       pipeline.release(done);
       done.advance();
-      cursor.template promote<Boundary>(sums[0], partial, factors);
+      tile_scales.template promote<Boundary>(sums[0], partial, factors);
     };
 
     begin(even, even_factors);
