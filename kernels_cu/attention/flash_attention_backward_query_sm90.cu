@@ -5,9 +5,9 @@
 // The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
 // derivative of a softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries in the outer loop and
-// keys in the inner. For heads of more than 128 columns: recomputing P and dS costs two more
-// products than accumulating dQ in flash_attention_backward_sm90, but takes less time than the
-// additions in L2.
+//   keys in the inner. For heads of more than 128 columns: recomputing P and dS costs two more
+//   products than accumulating dQ in flash_attention_backward_sm90, but takes less time than the
+//   additions in L2.
 // Mapping: a block iterates over tiles of 128 queries of a head (query_work.cuh). A thread of the
 //   producer warpgroup schedules them and issues the TMA loads of Q, dO and, tile by tile, K and V.
 //   Each of the two consumer warpgroups owns 64 queries, with their dQ in registers, and iterates

@@ -24,8 +24,8 @@
 //   tile n and wraps around, so that at any time concurrent items add to different rows of dQ.
 // DISTILL, narrow heads only: the gradients of the divergence of two models, as in
 //   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
-// Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P is
-//   then 0.
+//   Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P
+//   is then 0.
 // Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ,
 //   dynamic, columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N
 //   TILE_M per tile, two tiles (dS) or, for wide heads, STAGES (P), and with SOFTCAP as many again.
