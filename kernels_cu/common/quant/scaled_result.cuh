@@ -1,7 +1,7 @@
 // Results of products of quantised matrices: scales, zero points, bias and stores.
 //
-//   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column] +
-//   bias[column]
+//   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column]
+//           + bias[column]
 //
 // A lane has tensor-core accumulators of two rows, 8 apart: element 4 n + 2 half + i is row + 8
 // half, column + 8 n + i, from the lane's first row and its first column, which is even.

@@ -1,10 +1,12 @@
 // Score options of attention, applied between Q K^T and the softmax, and masks.
 //
-//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + causal_offset
-//   - j|; BIAS: + bias(i, j);  then -infinity where key j is masked for query i causal_offset =
-//   seq_kv - seq_q: the ends of both sequences are aligned. CAUSAL: j <= i + causal_offset.
-//   WINDOW: i + causal_offset - left <= j <= i + causal_offset + right.  MASK: where mask(i, j) is
-//   false.
+//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);
+//   ALIBI: - slope |i + causal_offset - j|;  BIAS: + bias(i, j);
+//   then -infinity where key j is masked for query i
+//   causal_offset = seq_kv - seq_q: the ends of both sequences are aligned.
+//   CAUSAL: keys j <= i + causal_offset are visible.
+//   WINDOW: keys i + causal_offset - left <= j <= i + causal_offset + right are visible.
+//   MASK: keys are masked where mask(i, j) is false.
 //   SINKS: one more key per head, visible to every query, with a given score and a value of zero.
 //   VARLEN: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one concatenated array.
 //
