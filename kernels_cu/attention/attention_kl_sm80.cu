@@ -1,7 +1,8 @@
 // Divergence of two models' attention distributions, row by row, without writing either score
 // matrix to global memory:
 //
-//   KL_i = sum_j P_ij (ln P_ij - ln Q_ij),   P = softmax(scale_t Q_t K_t^T),  Q = softmax(scale_s Q_s K_s^T)
+//   KL_i = sum_j P_ij (ln P_ij - ln Q_ij)
+//   P = softmax(scale_t Q_t K_t^T),  Q = softmax(scale_s Q_s K_s^T)
 //
 // and, where they are not given, the row-wise log-sum-exps of both. kl_rows.cuh computes the sums;
 // both models have the same masks. A query without a visible key has a divergence of 0.

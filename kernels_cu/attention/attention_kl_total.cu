@@ -2,10 +2,10 @@
 //
 // attention_kl_sum:    block b sums its share of weight * row, and of the weights:
 //                      partials[0][b], partials[1][b].
-// attention_kl_total:  one block adds the partial sums up: with N = *normalizer or, where that is
-// null and
-//                      WEIGHED, the sum of the weights over heads (1 where it is 0), else 1,
-//                      totals = (factor * sum of rows / N, factor * *grad / N).
+// attention_kl_total:  one block adds the partial sums and computes
+//                      totals = (factor * sum of rows / N, factor * *grad / N),
+//                      where N is *normalizer or, if that is null, with WEIGHED the sum of the
+//                      weights over heads (1 if it is 0), otherwise 1.
 //
 // A query has one weight for all heads. A row of weight 0 counts as 0 even if it is infinite.
 // Macros: THREADS multiple of 32, 32..1024; WEIGHED 0|1 N is the sum of the weights.

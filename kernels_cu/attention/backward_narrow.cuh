@@ -8,7 +8,7 @@
 // from both. dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the
 // exchange, and the next scores overlap the staging of dQ; with 128, dQ is issued first and is
 // staged while dK runs. Accumulators are read in the basic block that issued the later wgmma, and
-// no wgmma of scores is in flight at the loop's back edge: otherwise ptxas serialises the wgmmas.
+// no wgmma is in flight at the loop's back edge: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
@@ -22,10 +22,10 @@ namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
 constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
-// V as register operand a of dP: where registers are free and shared memory limits like the tensor
-// cores.
+// Whether V is a register operand of dP: registers are free, and shared memory bandwidth is as much
+// a limit as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
-// Exponentials before dP, where there are no registers to overlap them.
+// Whether exponentials come before dP: there are no registers to overlap them.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
 // A warpgroup whose columns of dQ are all padding computes no dQ. If no wgmma is in flight at that
 // branch, ptxas serialises those after it: dK is issued before it.

@@ -21,7 +21,7 @@ namespace cukit::backward {
 constexpr int kWarpKeys = 16;
 
 using Scores = float[TILE_M / 2];
-using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries a step
+using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries per step
 
 // A head's options, and the first query and key of a warp's scores in the sequence.
 struct TileScores {
@@ -117,7 +117,8 @@ class ScoreKeys {
   unsigned tile_, first_key_;
 };
 
-// Otherwise there are no registers to hold them until the scores are complete.
+// Whether bias or mask is loaded before the scores are complete. Other combinations of options have
+// no registers to hold it.
 constexpr bool kPrefetchBias = BIAS == 1 && !MASK && !SOFTCAP;
 constexpr bool kPrefetchMask = MASK && !SOFTCAP && !BIAS;
 

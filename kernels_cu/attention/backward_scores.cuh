@@ -4,7 +4,7 @@
 // lane / 4 + 8 half of its warp's sixteen, column 8 n + 2 (lane % 4) + i.
 //
 // Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of
-// score_options.cuh.
+//   score_options.cuh.
 #pragma once
 
 #include "attention/backward_options.cuh"
@@ -26,7 +26,8 @@ using Gradient = T;
 
 // Issues scores = K Q^T or V dO^T over `Columns` columns: keys as rows, queries as columns.
 template <int Columns>
-CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
+CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys,
+                                unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < Columns / 16; ++step) {
     wgmma<T, TILE_M>(scores, keys + KeyTile::k_step(step), queries + QueryTile::k_step(step),
@@ -211,8 +212,8 @@ struct Results {
 // Stores the gradients of a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is
 // the lane's first. Padded: the target may have fewer columns.
 template <bool Padded, int N>
-CUKIT_DEVICE void store(const Target& target, const float (&gradient)[N], int keys_left, int first_row,
-                        int first_column) {
+CUKIT_DEVICE void store(const Target& target, const float (&gradient)[N], int keys_left,
+                        int first_row, int first_column) {
   const int quad_lane = threadIdx.x % 4;
   const float factor = target.factor;
 #pragma unroll

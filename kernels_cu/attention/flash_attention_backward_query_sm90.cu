@@ -4,9 +4,10 @@
 //
 // The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
 // derivative of a softcap.
-// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys
-//   inside. For heads of more than 128 columns. Recomputing P and dS costs two more products than
-//   accumulating dQ in flash_attention_backward_sm90, but less time than those additions in L2.
+// Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries in the outer loop and
+//   keys in the inner. For heads of more than 128 columns: recomputing P and dS costs two more
+//   products than accumulating dQ in flash_attention_backward_sm90, but takes less time than the
+//   additions in L2.
 // Mapping: a block iterates over tiles of 128 queries of a head (query_work.cuh). A thread of the
 //   producer warpgroup schedules them and issues the TMA loads of Q, dO and, tile by tile, K and V.
 //   Each of the two consumer warpgroups owns 64 queries, with their dQ in registers, and iterates
@@ -216,8 +217,8 @@ struct States {
 // dQ of a warpgroup's 64 queries, part `part` of the work's, over the tiles `visible` of keys.
 // `row`: the lane's first.
 CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& tiles,
-                             const QueryWork& work, const cukit::TileRange& visible, int part, int row,
-                             const cukit::QueryRows& rows, States& states) {
+                             const QueryWork& work, const cukit::TileRange& visible, int part,
+                             int row, const cukit::QueryRows& rows, States& states) {
   const unsigned long long q = QueryTile::k_major(tiles.q) + part * QueryTile::kStage;
   const unsigned long long grad_out =
       GradOutTile::k_major(tiles.grad_out) + part * GradOutTile::kStage;

@@ -1,13 +1,17 @@
 // The row-wise kernels before and after the attention backward.
 //
-// flash_attention_backward_prepare:  delta = sum(dO * O) and lse * log2(e) of every query, padded
-// to full tiles: rows beyond the last query, and rows without a visible key, get delta = 0 and lse
-// = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters of its
-// tiles.
-// attention_kl_backward_prepare:     for the divergence of two models' attention (attention_kl_sm80.cu): lse * log2(e) - log2(row weight) of both models, so that exp(score - lse) is the probability times the weight; +infinity for rows that do not count. The rest as above.
-// flash_attention_backward_finish:   dQ = scale * sum, converted from blocks (query_gradient.cuh) to rows.
-// flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
-// flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
+// flash_attention_backward_prepare: delta = sum(dO * O) and lse * log2(e) of every query, padded to
+//   full tiles. Rows beyond the last query, and rows without a visible key, get delta = 0 and
+//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters
+//   of its tiles.
+// attention_kl_backward_prepare: for the divergence of two models' attention
+//   (attention_kl_sm80.cu), lse * log2(e) - log2(row weight) of both models, so that exp(score -
+//   lse) is the probability times the weight; +infinity for rows that do not count. The rest as
+//   above.
+// flash_attention_backward_finish: dQ = scale * sum, converted from blocks (query_gradient.cuh) to
+//   rows.
+// flash_attention_backward_sum: dK or dV from the float32 sums of the blocks that shared a head.
+// flash_attention_backward_sinks: dsink = -sum over the queries of exp(sink - lse) * delta; a sink
 //   is a key with a value of zero.
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
@@ -15,7 +19,8 @@
 //   head, a warp takes 16x8 blocks. Both start with the last rows: prepare leaves in L2 the rows
 //   that are read first afterwards, and finish reads from L2 the rows that were accumulated last.
 //   sum: eight elements per thread, splits in order. sinks: one block per head.
-// Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float a warp, static.
+// Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float per warp,
+//   static.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the
 //   head is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
 //   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1;

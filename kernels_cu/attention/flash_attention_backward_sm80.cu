@@ -69,7 +69,8 @@ constexpr int kQueryRows = TILE_M / QUERY_WARPS;
 constexpr int kQueryCols = HEAD_DIM / (kWarps / QUERY_WARPS);
 constexpr int kPassCols = kQueryCols / QUERY_PASSES;
 
-static_assert(kScoreRows % 16 == 0 && kScoreCols % 16 == 0, "scores: complete 16x16 blocks per warp");
+static_assert(kScoreRows % 16 == 0 && kScoreCols % 16 == 0,
+              "scores: complete 16x16 blocks per warp");
 static_assert(kKeyRows % 16 == 0 && kKeyCols % 16 == 0 && kValueCols % 16 == 0,
               "dK, dV: complete 16x16 blocks per warp");
 static_assert(kQueryRows % 16 == 0 && kPassCols % 16 == 0, "dQ: complete 16x16 blocks per warp");
@@ -387,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int stage_bytes = stage * kQueryBytes;
     const int grad_out_bytes = kSameShape ? stage_bytes + kToGradOut : stage * kGradOutBytes;
     cukit::cp_async_wait<0>();
-    __syncthreads();  // all copies of this step have landed, and all warps are done with the last step
+    __syncthreads();  // this step's copies have landed, and all warps have finished the last step
     if (STAGES == 2 && step + 1 < steps) copy_step(step + 1, stage ^ 1);
 
     const int tile = query_steps.tile_of(step);
@@ -415,7 +416,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const auto v_right = shared_or(k_right, grad_right);
     multiply<VALUE_DIM>(
         dp, [&](unsigned(&r)[4], int m, int i) { do_left(r, 16 * m, 16 * i, grad_out_bytes); },
-        [&](unsigned(&r)[4], int n, int i) { v_right(r, 8 * n, 16 * i, kSameShape ? kKeyBytes : 0); });
+        [&](unsigned(&r)[4], int n, int i) {
+          v_right(r, 8 * n, 16 * i, kSameShape ? kKeyBytes : 0);
+        });
 #if DISTILL
     options.apply(dp, params.teacher_scale_log2);
 #endif

@@ -28,7 +28,7 @@
 //   is then 0.
 // Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ,
 //   dynamic, columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N
-//   TILE_M a tile, two tiles (dS) or, for wide heads, STAGES (P), and with SOFTCAP as many again.
+//   TILE_M per tile, two tiles (dS) or, for wide heads, STAGES (P), and with SOFTCAP as many again.
 //   dQ: 4 TILE_M HEAD_DIM, for narrow heads. Static: barriers, work items, stages of lse and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled
 //   by 128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences, in
@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
       },
       [&] {
         backward::States states;
-        backward::for_each_work(shared, [&](const backward::Work& own, const backward::Work& shared_work) {
+        backward::for_each_work(shared, [&](const backward::Work& own,
+                                            const backward::Work& shared_work) {
           const backward::ConsumerWork work(own, {alibi_slopes, nullptr, bias, mask},
                                             params.settings);
           // Called after the last tile. Reads the work from shared memory again, to save registers.

@@ -40,7 +40,7 @@ constexpr int kWarpRows = 16 * M_TILES;
 constexpr int kQueryBytes = TILE_M * HEAD_DIM * 2;
 constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
 constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
-constexpr float kLazyGrowth = 8.0f;  // in powers of two: probabilities stay below 256
+constexpr float kLazyGrowth = 8.0f;  // in log2 units: probabilities are at most 256
 
 static_assert(TILE_M == THREADS / cukit::kWarpSize * kWarpRows, "M_TILES row tiles per warp");
 static_assert(TILE_N % 16 == 0, "steps of 16 keys");

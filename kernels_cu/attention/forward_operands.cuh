@@ -4,7 +4,7 @@
 //   SixteenBitOperands   all float16 or bfloat16, as TMA loads them
 //   Float8Operands       all e4m3: both products at twice the rate. V is transposed first
 //                        (float8_values.cuh), P is scaled by 2^kOffset and rounded
-//   PreciseFloat8Operands  Q and K e4m3; V widened to float16, P rounded to that
+//   PreciseFloat8Operands  Q and K e4m3; V widened to float16, P rounded to float16
 //
 // Macros, 0 where a kernel does not define them: FLOAT8, PRECISE, PREPARES 0|1; KEPT_TILES.
 //

@@ -1,6 +1,6 @@
 // The pipelines of flash_attention_sm90 and attention_kl_sm90, and their shared memory.
 //
-// DISTILL (attention_kl_sm90): V is the keys of a second model, whose queries are loaded beside Q.
+// DISTILL (attention_kl_sm90): V holds the keys of a second model, whose queries are loaded with Q.
 //
 // Macros: those of flash_attention_sm90.cu; DISTILL, 0 where it is not defined.
 #pragma once

@@ -25,8 +25,8 @@ namespace producer {
 //   Place                             the location of a sequence and key head
 //   place(work)                       computed once for each tile of queries
 //   load_keys(to, full, place, tile)  one thread: issues the loads of keys tile * TILE_N .. of the
-//   load_values(...)                  sequence to a KeyTile (ValueTile), which complete all kBytes of
-//                                     the tile at `full`
+//   load_values(...)                  sequence to a KeyTile (ValueTile), which complete kBytes at
+//                                     `full`
 // Rows of K beyond the end of the sequence may hold anything. Those of V must be zeros, unless the
 // kernel is compiled with the clearer or the preparers.
 

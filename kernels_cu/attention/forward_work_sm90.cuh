@@ -15,7 +15,7 @@ namespace {
 namespace consumer {
 
 // Waits for the queries of consumer `consumer`'s next work; false if there is none. With the
-// dynamic schedule the producer left the work beside the stage of Q; with the static one every warp
+// dynamic schedule the producer stores it with the stage of Q; with the static one every warp
 // computes it, while the stores of its last results are still in flight.
 CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int consumer,
                             const QueryState& q_state,

@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     const T* __restrict__ q_s,        // [batch, seq_q, heads_s, head_dim]
     const T* __restrict__ k_s,        // [batch, seq_kv, head_dim]
     const float* __restrict__ head_weights,  // as lse_t, of heads_s
-    const unsigned* __restrict__ selected,   // SELECTED: a bit per key: [chunk rows, scratch_row / 32]
+    const unsigned* __restrict__ selected,   // SELECTED: bits, [chunk rows, scratch_row / 32]
 #if GRADIENT
     const float* __restrict__ lse_s,        // [batch, seq_q]; VARLEN: [total_q]
     const float* __restrict__ mass_t,       // as lse_s: M / heads_t
@@ -202,8 +202,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   };
   // For the lane's two rows and a head: minus the teacher's lse in log2 units, or the student's
   // weight.
-  const long long teacher_rows = cukit::row_statistics(work.b, 0, params.heads_t, work.sequence, settings) + row;
-  const long long student_rows = cukit::row_statistics(work.b, 0, params.heads_s, work.sequence, settings) + row;
+  const long long teacher_rows =
+      cukit::row_statistics(work.b, 0, params.heads_t, work.sequence, settings) + row;
+  const long long student_rows =
+      cukit::row_statistics(work.b, 0, params.heads_s, work.sequence, settings) + row;
   const long long rows_of_head = VARLEN ? settings.total_q : work.sequence.seq_q;
   const auto read_factors = [&](float(&factors)[2], int head) {
     const bool teacher = head < params.heads_t;

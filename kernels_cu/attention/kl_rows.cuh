@@ -1,7 +1,8 @@
 // The divergence of two attention distributions, row by row, accumulated over tiles of both models'
 // scores.
 //
-//   e = exp2(x - top), x = a t, u = b s   (t, s: products of teacher and student; a, b: scale log2(e) / T)
+//   e = exp2(x - top), x = a t, u = b s
+//   (t, s: products of teacher and student; a, b: scale log2(e) / T)
 //   cross_t += e t     cross_s += e s     sum_t += e     sum_s += exp2(u - top_s)
 //   KL / ln 2 = (a cross_t - b cross_s) / sum_t - lse_t + lse_s,   lse = top + log2(sum)
 //

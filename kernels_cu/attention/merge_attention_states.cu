@@ -1,16 +1,16 @@
 // Merges attention over two sets of keys: the outputs, weighted by their sums of exponentials.
 //
 //   lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
-//   A side whose lse is -infinity had no visible key: its output is ignored, even if NaN. If both:
-//   out = 0.
+//   A side whose lse is -infinity had no visible key: its output is ignored, even if NaN. If both
+//   are, out = 0.
 //
 // Paper: Milakov and Gimelshein, arXiv:1805.02867; Ye et al., FlashInfer, arXiv:2501.01005.
 // Mapping: a thread processes VECS chunks of 8 columns; all loads are issued before the first use.
 //   A row is a query and a head.
 // Macros: DTYPE float16|bfloat16; THREADS; VECS; SHARED 0|1 side a was computed for `shared`
-//   neighbouring requests together: their queries are concatenated in its lse. Minimum
-//   architecture: sm_80. Computes in float; deterministic. Reference:
-//   cukit/reference/paged_attention.py.
+//   neighbouring requests together: their queries are concatenated in its lse.
+// Minimum architecture: sm_80. Computes in float; deterministic.
+// Reference: cukit/reference/paged_attention.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"
 

@@ -81,7 +81,8 @@ constexpr int kRopeSection = 2;
 constexpr int kReaders = CLUSTER * cukit::kWarpgroupWarps;  // warps that release a section
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
-static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1), "the blocks of a cluster read the same pages");
+static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1),
+              "the blocks of a cluster read the same pages");
 static_assert(!CODES || EARLY == 1, "the scores of rotated columns are scaled");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the wgmmas");
 
@@ -190,7 +191,8 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
   unsigned char* const to =
       tiles.pages + state.index * PageTile::kBytes + section * kHalfParts * PageTile::kPartBytes;
   barriers.sections[section].acquire(state);
-  cukit::Mbarrier* const full = barriers.sections[section].expect(state, parts * PageTile::kPartBytes);
+  cukit::Mbarrier* const full =
+      barriers.sections[section].expect(state, parts * PageTile::kPartBytes);
 #pragma unroll 1
   for (int part = 0; part < parts; ++part) {
     unsigned char* const own = to + part * PageTile::kPartBytes;

@@ -143,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_kv(
 
   const int lane = threadIdx.x % kTeam;
   const int column = lane * kChunk;
-  static_assert(THREADS % kTeam == 0 && GROUP % (THREADS / kTeam) == 0, "the rows divide evenly among the teams");
+  static_assert(THREADS % kTeam == 0 && GROUP % (THREADS / kTeam) == 0,
+                "the rows divide evenly among the teams");
 #pragma unroll 1
   for (int row = threadIdx.x / kTeam; row < GROUP; row += THREADS / kTeam) {
     float values[kChunk] = {};

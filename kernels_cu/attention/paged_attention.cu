@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     sums.clear();
     for (int tile = piece.begin; tile < piece.end; ++tile) {
       cukit::cp_async_wait<STAGES - 2>();
-      __syncwarp();  // all lanes' copies have landed, and no lane reads the stage that is filled next
+      __syncwarp();  // all lanes' copies have landed, and no lane reads the stage filled next
       loader.start(arrays, params);
       const unsigned char* keys = stages + stage * kStageBytes;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -315,9 +315,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
           using F = RecentForm;
           const int first_key = request.cached + (tile - request.cached_tiles()) * kRecentTile +
                                 warp * F::kStep;
-          const bool all_visible = first_key >= visible_begin && first_key + F::kStep <= visible_end;
-          add_recent_keys(sums, query_tile + kQueryBytes, keys, first_key, all_visible, rows, seq_kv,
-                          factor, params);
+          const bool all_visible =
+              first_key >= visible_begin && first_key + F::kStep <= visible_end;
+          add_recent_keys(sums, query_tile + kQueryBytes, keys, first_key, all_visible, rows,
+                          seq_kv, factor, params);
           continue;
         }
       }
@@ -355,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
     const int problem_first = share.index - piece.place.unit;  // its first unit
-    // One counter, as one slot, per block or, with UNIT_TILES, per unit.
+    // Slots: two per block or, with UNIT_TILES, one per unit. Counters: one per block or problem.
     const cukit::PieceSlots slots(problem_first, piece.place.request.units, share_units);
     const int pieces = UNIT_TILES ? piece.place.request.units : slots.count;
     const auto slot_of = [&](int i) {
@@ -369,8 +370,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
         UNIT_TILES
             ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
             : slots.first_team * TEAM + member;
-    merge_warps(sums, rows, piece.complete, slot_of(own), factor, merge, statistics, partial, arrays,
-                params);
+    merge_warps(sums, rows, piece.complete, slot_of(own), factor, merge, statistics, partial,
+                arrays, params);
     if (!piece.complete && finishes(counters + counter, pieces)) {
       merge_pieces(rows, pieces, slot_of, partial, arrays, params);
     }

@@ -183,7 +183,7 @@ class Loader {
     CUKIT_DEVICE explicit Copy(int i) {
       using Tile = Swizzle<F::kTileColumns>;
       const int lane = threadIdx.x % kWarpSize;
-      if constexpr (kWarpSize % kChunks == 0) {  // full rows per copy: addresses differ by constants
+      if constexpr (kWarpSize % kChunks == 0) {  // full rows: addresses differ by constants
         const int first = i * (kWarpSize / kChunks);
         const unsigned phase = (first >> Tile::kRowShift) & Tile::kMask;
         row = first + lane / kChunks;

@@ -178,7 +178,7 @@ struct IndexerParameters {
   int seq_q, seq_kv;
   int teacher_dim, head_dim;
   int chunk_tiles;         // tiles of queries of a launch
-  int spans, span_tiles;   // spans of keys, and tiles of keys in each (indexer_kl_sm80)
+  int spans, span_tiles;   // spans of keys, and tiles of keys in each (indexer_kl_sweep)
   int scratch_row;         // keys per row of the scratch arrays
   int top_k;               // SELECTED: indices of a query
   int splits;              // blocks that share the keys of a tile (indexer_kl_key_sm80)

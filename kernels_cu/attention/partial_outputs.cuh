@@ -39,7 +39,8 @@ struct PartialOutputs {
   }
 
   // Adds the partial outputs to `outputs`, which are relative to softmax.max.
-  CUKIT_DEVICE void add_to(float (&outputs)[N], const SoftmaxRows& softmax, float scale_log2) const {
+  CUKIT_DEVICE void add_to(float (&outputs)[N], const SoftmaxRows& softmax,
+                           float scale_log2) const {
     const float2 before = *maxima();
     const uint4* const partial = chunks();
     float shrink[2];

@@ -40,7 +40,8 @@ struct QueryRows {
   // Turns products into weights: P, with SOFTCAP times the derivative of the score. `unmasked`,
   // `ends` as in apply_options.
   template <int N>
-  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends) const {
+  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked,
+                          bool ends) const {
     if constexpr (SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < N; ++e) {
@@ -64,8 +65,8 @@ struct QueryRows {
 #if DISTILL
   // Turns the teacher's products into its probabilities; delta is its lse.
   template <int N>
-  CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool unmasked, bool ends,
-                                 float teacher_scale_log2) const {
+  CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool unmasked,
+                                 bool ends, float teacher_scale_log2) const {
     apply_options(scores, at, head, teacher_scale_log2, settings, unmasked, ends);
 #pragma unroll
     for (int e = 0; e < N; ++e) {

@@ -10,7 +10,7 @@
 // within a head the last tile comes first.
 //
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks
-// of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
+//   of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -43,8 +43,8 @@ struct alignas(16) QueryWork {
 
 // Written by plan_sequences.cu or, `next` alone, by plan_blocks.cu.
 struct WorkPlan {
-  int* next;          // index of the next work; starts at the number of blocks
-  const int* starts;  // [num_seqs + 1] works before each sequence, in schedule order
+  int* next;          // index of the next work item; starts at the number of blocks
+  const int* starts;  // [num_seqs + 1] work items before each sequence, in schedule order
   const int* order;   // [num_seqs] the sequences in schedule order
 };
 
@@ -55,8 +55,8 @@ struct WorkProblem {
   const int* cu_seqlens_kv;  // PAGED: [batch] the keys of each sequence
 };
 
-// Iterates over the works of this block. With the dynamic schedule only one thread may use it; with
-// the static one any thread computes the same sequence.
+// Iterates over the work items of this block. With the dynamic schedule only one thread may use it;
+// with the static one any thread computes the same sequence.
 template <int TileM, int TileN>
 class QueryTileScheduler {
  public:
@@ -141,7 +141,7 @@ class QueryTileScheduler {
   const WorkProblem& problem_;
   const WorkPlan& plan_;
   const ScoreSettings& settings_;
-  int turn_ = 0;          // static schedule: works so far
+  int turn_ = 0;          // static schedule: position in the sequence of work items
   DynamicTiles dynamic_;  // dynamic schedule
 };
 

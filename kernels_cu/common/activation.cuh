@@ -1,4 +1,4 @@
-// SiLU, GELU, ReLU and no activation, with their slopes, on float.
+// SiLU, GELU, ReLU and the identity, with their derivatives, on float.
 //
 // SiLU and GELU are x * gate(x) with a gate between 0 and 1. An activation is a type with
 //   value(x)
@@ -35,9 +35,9 @@ CUKIT_DEVICE float bell(float x) { return exp2f(x * x * (-0.5f * kLog2e)); }
 //
 // With z = |x| / sqrt(2) and t = 1 / (1 + 0.43 z), erfc(z) = exp(-z^2) t P(t), the form of
 // Abramowitz and Stegun 7.1.26. P is the polynomial of degree 7 that minimises the largest relative
-// error over 0 <= z <= 9.5 (8.5e-8), so that the tail of negative x keeps its digits too, and p below
-// is P(t) / 2. In float arithmetic the absolute error stays below 2.5e-7; float32 tensors ask for more
-// and get normcdff.
+// error over 0 <= z <= 9.5 (8.5e-8), so that the tail of negative x is accurate too; p below is
+// P(t) / 2. In float arithmetic the absolute error is below 2.5e-7; float32 tensors need more
+// accuracy and use normcdff.
 template <typename T>
 CUKIT_DEVICE float normal_cdf(float x, float bell) {
   if constexpr (sizeof(T) == 4) {
@@ -61,8 +61,8 @@ CUKIT_DEVICE float normal_cdf(float x, float bell) {
 constexpr float kTwiceSqrt2OverPi = 1.5957691216057308f;
 constexpr float kCubic = 0.044715f;
 
-// Results of 16 bits take log2(e) into its factors, one instruction of eight: large products are bound by
-// power, which every instruction of an epilogue takes from them.
+// For 16-bit results log2(e) is folded into the factors, which saves one of eight instructions:
+// large products are power-limited, and every epilogue instruction draws power.
 template <typename T>
 CUKIT_DEVICE float tanh_gate(float x) {
   constexpr float kFactor = kTwiceSqrt2OverPi * (sizeof(T) == 4 ? 1.0f : -kLog2e);

@@ -1,4 +1,4 @@
-// Codes of eight bits, as element types of tiles and products.
+// 8-bit codes as element types of tiles and products.
 #pragma once
 
 #include "common/platform.cuh"
@@ -10,7 +10,7 @@ struct Float8E4M3 {
 };
 using Int8 = signed char;
 
-// What products of a type are summed up in.
+// The accumulator type of an element type.
 template <typename T>
 struct AccumulatorOf {
   using Type = float;

@@ -2,8 +2,8 @@
 //
 //   out[c] = sum_r partial[r, c]
 //
-// Mapping: a block owns 32 columns; its THREADS / 32 warps take rows w, w + warps, ... and their sums
-//   are added in warp order. Shared memory: THREADS floats, static.
+// Mapping: a block owns 32 columns; warp w of its THREADS / 32 warps sums rows w, w + warps, ...,
+//   and the warps' sums are added in order. Shared memory: THREADS floats, static.
 // Macros: DTYPE float32|float16|bfloat16 (of `out`); THREADS multiple of 32. Minimum architecture:
 //   sm_80. Accumulates in float in a fixed order: deterministic. Reference: numpy.sum(axis=0).
 #include "common/platform.cuh"

@@ -3,12 +3,12 @@
 //   forward    out = f(gate) * up
 //   backward   grad_gate = grad_out * up * f'(gate)      grad_up = grad_out * f(gate)
 //
-// Mapping: the vectors of [rows, cols] are numbered row by row; a block takes THREADS *
-//   VECS_PER_THREAD consecutive ones, thread t the t-th of every THREADS, and asks for all of them
-//   before it uses the first. One pass over memory.
-// Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements an access (VEC * sizeof(DTYPE) <=
-//   16), a divisor of cols; VECS_PER_THREAD; INDEX uint32|uint64, which must hold twice the number of
-//   vectors.
+// Mapping: the vectors of [rows, cols] are numbered row by row; a block processes THREADS *
+//   VECS_PER_THREAD consecutive ones, thread t the t-th of every THREADS; all loads are issued
+//   before the first use. One pass over memory.
+// Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements per access (VEC * sizeof(DTYPE) <=
+//   16), a divisor of cols; VECS_PER_THREAD; INDEX uint32|uint64, which must hold twice the number
+//   of vectors.
 #pragma once
 
 #include "common/platform.cuh"
@@ -17,7 +17,8 @@
 
 namespace cukit {
 
-// Position of vector number `index` in [rows, 2 * cols]: its gate; its up is `cols` further on.
+// Offset of the gate of vector `index` in [rows, 2 * cols]; its up projection is `cols` elements
+// further.
 CUKIT_DEVICE long long gate_offset(index_t index, index_t vecs_per_row) {
   return static_cast<long long>(index + index / vecs_per_row * vecs_per_row) * VEC;
 }

@@ -1,7 +1,7 @@
 // Integer types by name, for macros.
 //
-// Kernels that number the vectors of a whole tensor are specialised by -DINDEX=uint32|uint64: 32 bits
-// wherever they suffice, since a division of 64 bits takes about a hundred instructions. Kernels that
+// Kernels that number the vectors of a whole tensor are specialised by -DINDEX=uint32|uint64: 32
+// bits where they suffice, since a 64-bit division takes about a hundred instructions. Kernels that
 // read ids take -DID=int32|int64.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Philox4x32-10 (Salmon et al., SC 2011): random numbers as a function of a key and a counter.
 //
-// A draw depends on nothing but (seed, step, stream): not on the thread or block that computes it, nor
-// on draws before it. Reference: cukit/reference/sampling.py, philox_uint64.
+// A number depends only on (seed, step, stream): not on the thread or block that computes it, nor
+// on earlier numbers. Reference: cukit/reference/sampling.py, philox_uint64.
 #pragma once
 
 #include "common/platform.cuh"

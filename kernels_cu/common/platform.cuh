@@ -1,9 +1,9 @@
-// The seam between CUDA and anything else that compiles these sources. First include of every
-// kernel; nothing else may depend on which compiler is at work.
+// The portability layer between CUDA and the CPU emulator. First include of every kernel; no other
+// file may depend on the compiler.
 //
 // CUKIT_DEVICE                       qualifiers of a small device function
 // CUKIT_DYNAMIC_SHARED(type, name)   `type* name` = the block's dynamic shared memory, 1024-byte
-//                                    aligned (the largest alignment that a TMA swizzle asks for)
+//                                    aligned (the largest alignment that a TMA swizzle requires)
 // CUKIT_OFFSET(type, field)          bytes of a struct before a field, a constant
 #pragma once
 
@@ -23,7 +23,7 @@
 #define CUKIT_DYNAMIC_SHARED(type, name)                             \
   extern __shared__ __align__(1024) unsigned char cukit_shared_[];   \
   type* name = reinterpret_cast<type*>(cukit_shared_)
-// NVRTC has no offsetof; this is what its compiler makes of one.
+// NVRTC has no offsetof; this is its compiler's expansion.
 #define CUKIT_OFFSET(type, field) __INTADDR__(&static_cast<type*>(0)->field)
 
 #endif

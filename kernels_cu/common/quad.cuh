@@ -1,11 +1,11 @@
-// The four lanes of a warp that share the rows of a tensor core's tile.
+// Exchanges within a quad, the four lanes that share rows of a tensor-core accumulator tile.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// Among the four lanes of a quad: lane i gives v[j] to lane j and gets lane j's v[i].
+// Transposes a 4 x 4 matrix over a quad: lane i sends v[j] to lane j and receives lane j's v[i].
 CUKIT_DEVICE void transpose_quad(unsigned (&v)[4]) {
   const int lane = threadIdx.x % 4;
 #pragma unroll

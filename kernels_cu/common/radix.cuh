@@ -1,9 +1,10 @@
-// One digit of a key, for a stable counting sort that takes the keys digit by digit.
+// One digit of a key, for a stable least-significant-digit radix sort.
 //
-// A pass is two kernels: count_digits counts the digits of every chunk of keys, scatter_by_digit adds
-// the counts up and moves each key to its place. Equal digits keep their order.
+// A pass is two kernels: count_digits counts the digits of every chunk of keys, scatter_by_digit
+// computes prefix sums of the counts and moves each key to its position. Equal digits keep their
+// order.
 //
-// Macros: DIGIT_BITS 8..10; SHIFT lowest bit of the digit; CHUNK keys a block; THREADS 256.
+// Macros: DIGIT_BITS 8..10; SHIFT lowest bit of the digit; CHUNK keys per block; THREADS 256.
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,4 +1,5 @@
-// Sums and maxima over a warp and over a block, prefix sums over a warp, in a fixed order: the same input gives the same bits.
+// Sums and maxima over a warp and over a block, prefix sums over a warp, in a fixed order: the same
+// input gives the same bits.
 #pragma once
 
 #include "common/platform.cuh"
@@ -15,8 +16,8 @@ struct Max {
   CUKIT_DEVICE static float combine(float a, float b) { return fmaxf(a, b); }
 };
 
-// Of the bits of floats whose sign is 0: NaN is above infinity, which is above every number, so that
-// no NaN is lost. From 0 on.
+// Maximum of the bits of non-negative floats: NaN is above infinity, which is above every number,
+// so that no NaN is lost. The identity is 0.
 struct MaxBits {
   CUKIT_DEVICE static int identity() { return 0; }
   CUKIT_DEVICE static int combine(int a, int b) { return max(a, b); }
@@ -45,7 +46,7 @@ CUKIT_DEVICE int warp_sum_before(int value) {
 }
 
 // Every thread of the block gets all N results. All threads must call it. `scratch` holds
-// N * Threads / 32 values in shared memory; it may be reused at once (the second barrier).
+// N * Threads / 32 values in shared memory; it may be reused immediately (the second barrier).
 template <typename Op, int Threads, int N, typename T>
 CUKIT_DEVICE void block_reduce(T (&values)[N], T* scratch) {
   static_assert(Threads % kWarpSize == 0, "whole warps only");
@@ -62,7 +63,7 @@ CUKIT_DEVICE void block_reduce(T (&values)[N], T* scratch) {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      // Each warp reduces the warps' results again: one read a lane instead of kWarps a thread.
+      // Each warp reduces the warps' results again: one read per lane instead of kWarps per thread.
       const T partial = lane < kWarps ? scratch[n * kWarps + lane] : Op::identity();
       values[n] = warp_reduce<Op>(partial);
     }

@@ -1,10 +1,10 @@
-// Sums over runs of equal keys, a run being cut where a chunk of SPAN tokens ends.
+// Sums over runs of equal keys; runs are split at the ends of chunks of SPAN tokens.
 //
-// A run that lies within one chunk is summed there. Of a run that is cut, every chunk leaves a part:
-// row 1 of the chunk if the run starts in it, row 0 if the run comes from the chunk before.
+// A run within one chunk is summed there. For a split run every chunk stores a partial sum: row 1
+// of the chunk if the run starts in it, row 0 if it continues from the previous chunk.
 //
-// Macros: DTYPE, OUT float32|float16|bfloat16: elements of the gradients and of the result; THREADS;
-//   VEC elements a thread owns of a row; SPAN tokens a chunk.
+// Macros: DTYPE, OUT float32|float16|bfloat16: elements of the gradients and of the result;
+//   THREADS; VEC elements of a row per thread; SPAN tokens per chunk.
 #pragma once
 
 #include "common/platform.cuh"
@@ -16,12 +16,12 @@ constexpr int kPartsPerChunk = 2;
 constexpr int kPartContinued = 0;
 constexpr int kPartStarted = 1;
 
-// Offset in floats of a part in parts[chunks, 2, hidden].
+// Offset in floats of a partial sum in parts[chunks, 2, hidden].
 CUKIT_DEVICE long long part_offset(int chunk, int part, int hidden) {
   return (static_cast<long long>(chunk) * kPartsPerChunk + part) * hidden;
 }
 
-// Rounds and stores N neighbouring elements, 16 bytes at a time where there are as many.
+// Rounds and stores N neighbouring elements, 16 bytes at a time where N allows.
 template <typename Out, int N>
 CUKIT_DEVICE void store_floats(Out* to, const float (&values)[N]) {
   constexpr int kMost = 16 / sizeof(Out);

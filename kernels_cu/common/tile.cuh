@@ -1,10 +1,10 @@
 // Tiles of 16-bit elements in shared memory, and the tensor-core operands read from them.
 //
 // A tile has Rows rows of Cols elements (Cols a multiple of 32), stored in 16-byte chunks of eight
-// elements. Chunk c of row r lies where chunk c ^ phase(r) would: the eight rows that one ldmatrix
+// elements. Chunk c of row r is stored at position c ^ phase(r): the eight rows that one ldmatrix
 // phase reads then fall into eight different bank groups. Rows of 128 n bytes take phase r % 8;
-// rows of 64 n bytes (n odd) already alternate between the halves of a bank line and take
-// (r / 2) % 4. The tile's base is 128-byte aligned.
+// rows of 64 n bytes (n odd) already alternate between the halves of a bank line and take (r / 2) %
+// 4. The tile's base is 128-byte aligned.
 #pragma once
 
 #include "common/platform.cuh"
@@ -43,8 +43,8 @@ enum class LaneOrder { ByRow, ByColumn };
 
 // An operand of a warp's product, read from a tile: 16x16 blocks starting at (row, column).
 // `operator()(r, rows, cols, bytes)` loads the block `rows` further down and `cols` further right
-// (multiples of 16, known at compile time) in the tile `bytes` behind this one: tiles of one shape
-// share an operand's register.
+// (multiples of 16, known at compile time) in the tile `bytes` after this one: tiles of one shape
+// share an operand's address register.
 //
 //   left operand A (m x k):   A stored [m][k]: ByRow            A stored [k][m]: ByColumn, transposed
 //   right operand B (k x n):  B stored [n][k]: ByColumn         B stored [k][n]: ByRow, transposed
@@ -63,8 +63,8 @@ struct Operand {
     address = tile + Swizzle<Cols>::offset(row + lane_row, column / 8 + lane_chunk);
   }
 
-  // The same operand, its addresses to be derived anew: at the top of a loop this keeps them from
-  // being derived before it, which would take a register for each column step.
+  // The same operand with an opaque address: at the top of a loop this keeps the compiler from
+  // computing addresses before the loop, which would take a register for each column step.
   CUKIT_DEVICE Operand rederived() const {
     Operand copy = *this;
     copy.address = opaque(address);
@@ -128,13 +128,14 @@ CUKIT_DEVICE void clear(float (&acc)[MT][NT][4]) {
       for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
 }
 
-// A thread's part in copying tiles from global to shared memory. All Threads threads of the block
-// take part; the caller commits the group. Rows of the source lie `row_stride` elements apart.
+// Copies tiles from global to shared memory. Called by all Threads threads of the block; the caller
+// commits the group. Rows of the source are `row_stride` elements apart.
 template <int Rows, int Cols, int Threads, bool Padded>
 struct TileCopy {
   static constexpr int kChunks = Swizzle<Cols>::kChunks;
   static constexpr int kCopies = (Rows * kChunks + Threads - 1) / Threads;
-  // With whole rows a pass, a thread keeps its chunk and its phase: one offset serves all its copies.
+  // With full rows per pass a thread's chunk and phase are constant: all its copies share one
+  // offset.
   static constexpr int kRowsPerPass = Threads / kChunks;
   // Up to 32 rows: a thread's first offset is 32-bit.
   static constexpr bool kWholeRows =
@@ -171,8 +172,8 @@ struct TileCopy {
   }
 };
 
-// Writes Rows rows of a tile, from `first_row` on, to global memory, 16 bytes an access; rows from
-// `rows` on and columns from `cols` on are left out. Threads threads take part, this one as number
+// Stores Rows rows of a tile, from `first_row` on, to global memory, 16 bytes per access; rows from
+// `rows` on and columns from `cols` on are skipped. Called by Threads threads, this one as index
 // `thread`: a warp may store its own rows.
 template <int Rows, int Cols, int Threads, bool Padded, typename T>
 CUKIT_DEVICE void store_tile(T* to, long long row_stride, const unsigned char* tile, int first_row,

@@ -1,8 +1,7 @@
 // Element types and 16-byte vectors.
 //
 // A kernel is specialised by -DDTYPE=float32|float16|bfloat16; cukit::element_t is that type.
-// Arithmetic is done in float: to_float on the way in, from_float (round to nearest even) on the
-// way out.
+// Arithmetic is in float: to_float after loads, from_float (round to nearest even) before stores.
 #pragma once
 
 #include "common/platform.cuh"
@@ -47,8 +46,8 @@ CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<T, N>& from) {
   for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
 }
 
-// A bfloat16 is the upper half of its float: one instruction each, where taking the halves apart
-// first would cost another for every second one.
+// A bfloat16 is the upper half of its float: one instruction per element; unpacking the pair first
+// would cost an extra one for every second element.
 template <int N>
 CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<bfloat16, N>& from) {
   if constexpr (N % 2 == 0) {
@@ -77,12 +76,12 @@ CUKIT_DEVICE void from_floats(Vec<T, N>& into, const float (&from)[N]) {
   }
 }
 
-// How a global access treats the caches.
+// Cache hints of a global access.
 //   Cached: no hint; the default.
-//   Kept: loads only; L2 evicts these lines last. For the large inputs of a memory-bound kernel: its
-//     outputs then leave L2 in order while they are written (rms_norm on an H200: 2 to 4 % faster).
-//   Streaming: evicted first. Costs 4 to 8 % there even for data that is touched once; pays only
-//     where it shields other data that is read again.
+//   Kept: loads only; L2 evicts these lines last. For the large inputs of a memory-bound kernel: L2
+//   then evicts its outputs in the order they are written (rms_norm on an H200: 2 to 4 % faster).
+//   Streaming: evicted first. Costs 4 to 8 % there even for data that is used once; useful only
+//   where it protects other data that is read again.
 enum class Cache { Cached, Kept, Streaming };
 
 namespace detail {

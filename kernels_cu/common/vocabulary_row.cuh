@@ -1,14 +1,14 @@
-// A row of logits, shared out over the threads of a block or of a cluster of blocks, and the sum of
+// A row of logits distributed over the threads of a block or of a cluster of blocks, and the sum of
 // its exponentials.
 //
-// Rows begin anywhere, accesses are aligned: whole vectors go over the threads of all blocks, the
-// fewer than 2 VEC elements beside them one by one over the first threads of block 0:
+// Rows need not be aligned, but accesses are: full vectors are distributed over the threads of all
+// blocks, the fewer than 2 VEC elements beside them individually over the first threads of block 0:
 //
 //   row  [ head: < VEC elements | vectors of VEC elements ... | tail: < VEC elements ]
 //                               ^ aligned
 //
-// Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED: as many of its vectors, from
-// the first, a thread keeps in shared memory for the second sweep; the others are read again.
+// Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED: number of its first
+//   vectors that a thread keeps in shared memory for the second sweep; the others are read again.
 #pragma once
 
 #include "common/platform.cuh"
@@ -24,22 +24,22 @@
 
 namespace cukit {
 
-// Exponents that no real logit reaches: where the reference of a row without any mass stays.
+// An exponent below any real logit's: the reference of a row without mass.
 constexpr float kNoMass = -1e30f;
 
-// A row's mass, sum_v 2^(scale z_v), held as sum * 2^reference, and a moment of it,
-// sum_v 2^(scale z_v) w_v, held likewise. The reference is an integer, so that moving it to another
-// one rounds nothing, and no exponent exceeds it by more than kSlack.
+// A row's mass, sum_v 2^(scale z_v), stored as sum * 2^reference, and a moment of it, sum_v
+// 2^(scale z_v) w_v, stored likewise. The reference is an integer, so that changing it is exact,
+// and no exponent exceeds it by more than kSlack.
 struct Mass {
-  // A reference that follows the maximum this loosely moves once or twice in a sweep, and terms of
-  // 2^kSlack are as far from overflow as sums over any vocabulary need.
+  // With this slack the reference changes once or twice per sweep, and sums of terms up to 2^kSlack
+  // do not overflow for any vocabulary.
   static constexpr float kSlack = 24.0f;
 
   float reference = kNoMass;
   float sum = 0.0f;
   float moment = 0.0f;
 
-  // Makes room for logits up to `top`.
+  // Raises the reference for logits up to `top`, if necessary.
   CUKIT_DEVICE void cover(float top, float scale) {
     if (exponent(top, scale) > kSlack) {
       const float needed = ceilf(top * scale);
@@ -52,7 +52,7 @@ struct Mass {
 
   CUKIT_DEVICE float exponent(float z, float scale) const { return fmaf(z, scale, -reference); }
 
-  // 2^(scale z - reference), of a logit that is covered.
+  // 2^(scale z - reference) of a logit within the reference's slack.
   CUKIT_DEVICE float term(float z, float scale) const { return exp2f(exponent(z, scale)); }
 };
 
@@ -71,15 +71,16 @@ CUKIT_DEVICE float log2_mass_over(const Mass& mass, float logit, float scale) {
   return fmaf(-logit, scale, mass.reference) + log2f(mass.sum);
 }
 
-// What of its row a block and a thread work on. Vectors are numbered within the block; thread t has
-// t + k * THREADS, k < count, in every sweep: what it keeps in shared memory needs no barrier.
+// The part of a row that a block and a thread process. Vectors are numbered within the block;
+// thread t has t + k * THREADS, k < count, in every sweep: its vectors in shared memory need no
+// barrier.
 struct RowSlice {
   long long base;    // of the row, in elements
   int first_column;  // of this thread's first vector
   int count;         // vectors of this thread
-  int loose_column;  // the element beside the vectors that is this thread's, or -1
+  int loose_column;  // this thread's element beside the vectors, or -1
   int block_begin, block_end;  // columns of the block's vectors
-  int tail;                    // the first column behind all vectors
+  int tail;                    // the first column after all vectors
   int rank;                    // of the block
 
   CUKIT_DEVICE RowSlice(long long row, long long row_stride, int columns, int rank)
@@ -100,13 +101,13 @@ struct RowSlice {
     tail = head + row_vecs * VEC;
   }
 
-  // Whether a column is one of this block's threads'.
+  // Whether a thread of this block owns a column.
   CUKIT_DEVICE bool block_owns(int column) const {
     if (rank == 0) return column < block_end || column >= tail;
     return column >= block_begin && column < block_end;
   }
 
-  // Whether a column is this thread's.
+  // Whether this thread owns a column.
   CUKIT_DEVICE bool owns(int column) const {
     const int offset = column - first_column;
     return column == loose_column || (offset >= 0 && offset % (THREADS * VEC) < VEC &&
@@ -119,7 +120,7 @@ struct RowSlice {
     load<Cache::Kept>(into, tensor + base + column(k));
   }
 
-  // Starts to copy a vector to `slot`, in shared memory, for this thread alone.
+  // Issues the copy of a vector to `slot` in shared memory, for this thread alone.
   CUKIT_DEVICE void copy(Vec<element_t, VEC>* slot, const element_t* tensor, int k) const {
     if constexpr (sizeof(*slot) == 16) {
       cp_async_16_policy(shared_address(slot), tensor + base + column(k), create_policy_evict_last());
@@ -150,7 +151,7 @@ struct RowSlice {
   }
 };
 
-// The neighbours first, first + 1, ... among a thread's vectors, `count` of them or more than a batch.
+// Vectors first, first + 1, ... of a thread; `count` remain from there, perhaps more than a batch.
 struct Batch {
   int first;
   int count;
@@ -164,16 +165,16 @@ CUKIT_DEVICE void forwards(int begin, int end, const Body& body) {
   for (int k = begin; k < end; k += N) body(Batch{k, end - k});
 }
 
-// The same batches of the vectors 0 .. end - 1 from the last to the first: what was read last is the
-// likeliest still in L2.
+// The same batches of the vectors 0 .. end - 1 from the last to the first: the vectors read last
+// are the most likely to be in L2.
 template <int N, typename Body>
 CUKIT_DEVICE void backwards(int end, const Body& body) {
 #pragma unroll 1
   for (int k = (end - 1) / N * N; k >= 0 && end > 0; k -= N) body(Batch{k, end - k});
 }
 
-// Brings the vectors 0 .. count - 1 to shared memory, kAhead batches of N ahead of `body`, which finds
-// its own there. copy(k) starts to copy vector k.
+// Copies vectors 0 .. count - 1 to shared memory, kAhead batches of N ahead of `body`, which reads
+// them there. copy(k) issues the copy of vector k.
 template <int N, int kAhead, typename Copy, typename Body>
 CUKIT_DEVICE void copied_forwards(int count, const Copy& copy, const Body& body) {
   const auto start_batch = [&](int first) {
@@ -194,7 +195,7 @@ CUKIT_DEVICE void copied_forwards(int count, const Copy& copy, const Body& body)
 
 CUKIT_DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
-// What a row's gradient is multiplied by; both pointers are optional.
+// The factor of a row's gradient; both pointers are optional.
 CUKIT_DEVICE float upstream_scale(const float* grad_loss, long long index, const float* normalizer) {
   const float scale = grad_loss != nullptr ? grad_loss[index] : 1.0f;
   return normalizer != nullptr ? scale / *normalizer : scale;
@@ -236,8 +237,8 @@ CUKIT_DEVICE float extreme(const Vec<T, VecSize> (&vectors)[N]) {
   }
 }
 
-// Merges over the warps of a block and the blocks of a cluster. A cluster's blocks push their
-// results into each other's shared memory; each exchange has a slot of its own and is used once.
+// Merges over the warps of a block and the blocks of a cluster. The blocks of a cluster write their
+// results to each other's shared memory; each exchange has a slot of its own, used once.
 template <int Masses>
 class RowExchange {
  public:
@@ -252,12 +253,13 @@ class RowExchange {
     float scratch[THREADS / kWarpSize];
   };
 
-  // Remote memory may be touched only once its block runs: begin() arrives, merge() waits.
+  // Remote shared memory may be accessed only once its block is running: begin() arrives, merge()
+  // waits.
   CUKIT_DEVICE RowExchange(Shared& shared, int rank) : shared_(shared), rank_(rank) {
     if constexpr (CLUSTER > 1) cluster_arrive();
   }
 
-  // Every thread gets the masses of the whole row. To be called once, by all threads.
+  // Returns the masses of the full row to every thread. Call once, by all threads.
   CUKIT_DEVICE void merge(Mass (&masses)[Masses]) {
     constexpr int kWarps = THREADS / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
@@ -304,19 +306,19 @@ class RowExchange {
     }
   }
 
-  // In place of merge(), where nothing is to be merged before sum(). To be called by all threads.
+  // Replaces merge() if sum() is the only exchange. Called by all threads.
   CUKIT_DEVICE void skip_merge() {
     if constexpr (CLUSTER > 1) cluster_wait();
   }
 
-  // Sum of a value over all threads of the row, for thread 0 of block 0. To be called once.
+  // Sum of a value over all threads of the row, for thread 0 of block 0. Call once.
   CUKIT_DEVICE float sum(float value) {
     value = block_reduce<Sum, THREADS>(value, shared_.scratch);
     if constexpr (CLUSTER > 1) {
       if (threadIdx.x == 0) store_remote(&shared_.losses[rank_], 0, value);
       cluster_arrive();
       cluster_wait();
-      if (rank_ == 0) {  // nobody wrote the others' losses
+      if (rank_ == 0) {  // only block 0 receives the sums
         value = 0.0f;
 #pragma unroll
         for (int i = 0; i < CLUSTER; ++i) value += shared_.losses[i];

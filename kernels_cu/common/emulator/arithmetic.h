@@ -1,6 +1,7 @@
 // CUDA's integer, float and conversion functions that a host compiler lacks.
 //
-// Those that the GPU approximates are exact here: results differ by its rounding (docs/emulator.md).
+// Functions that the GPU approximates are exact here: results differ by the GPU's error
+// (docs/emulator.md).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 #include "common/emulator/host_math.h"
 
-// Bits ------------------------------------------------------------------------------------------
+// Bits --------------------------------------------------------------------------------------------
 
 namespace cukit::emulator {
 
@@ -45,7 +46,7 @@ inline unsigned __brev(unsigned x) {
 }
 namespace cukit::emulator {
 
-// prmt.b32: with the highest bit of its nibble of the selector a byte is a sign, eight times.
+// prmt.b32: if the highest bit of a selector nibble is set, the byte's sign bit is replicated.
 inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
   const std::uint64_t bytes = static_cast<std::uint64_t>(high) << 32 | low;
   unsigned result = 0;
@@ -60,7 +61,7 @@ inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
 
 }  // namespace cukit::emulator
 
-// CUDA's function clears that bit.
+// CUDA's __byte_perm clears that bit.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   return ::cukit::emulator::permute_bytes(low, high, selector & 0x7777u);
 }
@@ -84,7 +85,7 @@ inline int __dp4a(int a, int b, int c) {
   return c;
 }
 
-// Minimum and maximum of CUDA's argument types; mixed signs compare as unsigned, as they do there.
+// Minimum and maximum of CUDA's argument types; mixed signs compare as unsigned, as in CUDA.
 #define CUKIT_MIN_MAX(T, A, B)                  \
   inline T min(A a, B b) {                      \
     const T left = static_cast<T>(a);           \
@@ -110,7 +111,7 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
-// Float -----------------------------------------------------------------------------------------
+// Float -------------------------------------------------------------------------------------------
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
@@ -132,13 +133,13 @@ inline void __sincosf(float x, float* sine, float* cosine) { *sine = sinf(x), *c
 inline float __tanf(float x) { return tanf(x); }
 inline float sinpif(float x) { return sinf(3.14159265358979f * x); }
 inline float cospif(float x) { return cosf(3.14159265358979f * x); }
-// The GPU's fast division gives 0 where the divisor is huge; here it divides.
+// The GPU's fast division returns 0 for huge divisors; this one divides.
 inline float fdividef(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
-// The _rn forms are never contracted into fused operations: the compiler may not look at the result.
+// The _rn forms are never contracted into fused operations: the result is opaque to the compiler.
 inline float cukit_rounded(float x) {
   __asm__("" : "+m"(x));
   return x;

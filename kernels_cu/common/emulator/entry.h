@@ -1,4 +1,4 @@
-// A kernel as the runtime sees it: what its parameters are, and a call that unpacks them.
+// The runtime's view of a kernel: its parameter types, and a call that unpacks the arguments.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ struct Entry {
   const unsigned* parameter_bytes;
   const char* const* parameter_types;  // names of functions that end in [with T = ...]
   unsigned num_parameters;
-  unsigned most_threads;  // of a block, as __launch_bounds__ has it; 0 where it does not say
+  unsigned most_threads;  // per block, of __launch_bounds__; 0 if not given
 };
 
 template <typename T>
@@ -26,7 +26,7 @@ struct EntryOf<Kernel> {
   static constexpr unsigned kBytes[] = {static_cast<unsigned>(sizeof(Parameters))..., 0};
   static constexpr const char* kTypes[] = {name_of_type<Parameters>()..., nullptr};
 
-  // The argument list is the runtime's, no memory of the kernel.
+  // The argument list belongs to the runtime, not to the kernel's memory.
   template <std::size_t... I>
   __attribute__((no_sanitize("thread", "undefined"))) static void unpack(void** arguments, std::index_sequence<I...>) {
     Kernel(*static_cast<Parameters*>(arguments[I])...);

@@ -1,4 +1,5 @@
-// Behind every foreign source: how Python finds its kernels and variables (cukit/emulator/program.py).
+// Appended to every third-party source: lookup of its kernels and variables from Python
+// (cukit/emulator/program.py).
 #pragma once
 
 #include <cstring>

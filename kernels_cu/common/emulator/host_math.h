@@ -1,6 +1,6 @@
-// <cmath> without the special functions of C++17 (beta, Bessel, zeta), which no kernel uses: they are a
-// quarter of the precompiled headers, and reading them takes 30 ms of every kernel's compilation. To be
-// included before any header of the standard library that includes <cmath>.
+// <cmath> without the special functions of C++17 (beta, Bessel, zeta), which no kernel uses: they
+// are a quarter of the precompiled headers and take 30 ms of every kernel's compilation. Include
+// before any standard header that includes <cmath>.
 #pragma once
 
 #include <cstddef>  // has libstdc++'s configuration

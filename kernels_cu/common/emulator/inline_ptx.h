@@ -1,6 +1,6 @@
-// What the inline PTX of foreign sources is translated to (cukit/emulator/inline_ptx.py).
+// Target functions of translated inline PTX in third-party sources (cukit/emulator/inline_ptx.py).
 //
-// A register is a variable; an instruction reads its bits as the type that it names.
+// A register is a variable; an instruction interprets its bits as the instruction's type.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace cukit::emulator::ptx {
 
-// The low bits of a value, extended with its sign where it has one.
+// The low bits of a value, sign-extended if the type is signed.
 template <typename To, typename From>
 inline To get(const From& from) {
   if constexpr (sizeof(To) == sizeof(From)) {
@@ -42,7 +42,7 @@ inline void put(To& to, const From& value) {
   to = get<To>(value);
 }
 
-// Registers to and from the parts of a wider one, the lowest first.
+// Packs registers into a wider one and unpacks it, lowest part first.
 template <typename Whole, typename... Parts>
 inline void unpack(const Whole& whole, Parts&... parts) {
   const auto* at = reinterpret_cast<const unsigned char*>(&whole);
@@ -65,7 +65,7 @@ inline unsigned thread_number() {
   return (thread.z * block.y + thread.y) * block.x + thread.x;
 }
 
-// Addresses ----------------------------------------------------------------------------------------
+// Addresses ---------------------------------------------------------------------------------------
 
 inline std::uint64_t to_shared(std::uint64_t generic) {
   return shared_address(reinterpret_cast<const void*>(generic));
@@ -87,10 +87,10 @@ inline T* shared_pointer(std::uint64_t address, unsigned count) {
 template <bool Ordered, typename T, typename... To>
 inline void load(T* from, To&... to) {
   if constexpr (Ordered) {
-    // Another thread may be waited for: an atomic that changes nothing, where others get a turn.
+    // The loop may wait for another thread: an atomic without effect, at which other threads run.
     ((put(to, atomic_update(from++, [](T old) { return old; }))), ...);
   } else {
-    // A value narrower than its register is extended with its sign or with zeros.
+    // A value narrower than its register is sign- or zero-extended.
     ((put(to, *from++)), ...);
   }
 }
@@ -103,7 +103,7 @@ inline void store(T* to, const From&... from) {
   }
 }
 
-// Arithmetic ---------------------------------------------------------------------------------------
+// Arithmetic --------------------------------------------------------------------------------------
 
 template <typename T>
 inline T minimum(T a, T b) {
@@ -136,7 +136,7 @@ inline T high_product(T a, T b) {
       std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>>;
   return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b) >> (8 * sizeof(T)));
 }
-// Shifts by more than the width leave nothing, or the sign.
+// Shifts by more than the width return 0, or the sign.
 template <typename T>
 inline T shift_left(T x, std::uint32_t by) { return by >= 8 * sizeof(T) ? T(0) : T(x << by); }
 template <typename T>
@@ -173,7 +173,7 @@ inline T bfi(T field, T into, std::uint32_t position, std::uint32_t length) {
   const T mask = shift_left(static_cast<T>(length >= 8 * sizeof(T) ? ~T(0) : (T(1) << length) - 1), position);
   return static_cast<T>((into & ~mask) | (shift_left(field, position) & mask));
 }
-// Bit i of the table is the result where the bits of a, b and c make the number i.
+// Bit i of the table is the result for inputs whose bits a, b, c form the number i.
 inline std::uint32_t lop3(std::uint32_t a, std::uint32_t b, std::uint32_t c, unsigned table) {
   std::uint32_t result = 0;
   for (unsigned i = 0; i < 8; ++i) {
@@ -238,7 +238,7 @@ inline std::uint32_t convert_two(float low, float high) {
   const Half halves[2] = {Half(low), Half(high)};
   return get<std::uint32_t>(halves[0]) | get<std::uint32_t>(halves[1]) << 16;
 }
-// The 19 bits that the tensor cores look at, rounded to nearest, ties away from zero.
+// Rounded to the 19 bits that the tensor cores use, to nearest, ties away from zero.
 inline std::uint32_t to_tf32(float x) { return (get<std::uint32_t>(x) + 0x1000u) & ~0x1fffu; }
 
 // Warps -------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ inline bool elected(std::uint32_t mask) {
 inline void mma(Number a_type, Number b_type, unsigned k, unsigned* d, const unsigned* a, const unsigned* b) {
   ::cukit::emulator::mma(a_type, b_type, k, d, a, b);
 }
-// Float16 accumulators: two to a register, at the places of the floats.
+// Float16 accumulators: two per register, in the order of the float ones.
 inline void mma_half(Number a_type, Number b_type, unsigned k, unsigned* d, const unsigned* a,
                      const unsigned* b) {
   float sums[4];

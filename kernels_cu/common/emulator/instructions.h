@@ -7,7 +7,7 @@
 
 namespace cukit::emulator {
 
-// Matrices ---------------------------------------------------------------------------------------
+// Matrices ----------------------------------------------------------------------------------------
 
 enum class Number : unsigned { F16, BF16, TF32, E4M3, E5M2, S8, U8 };
 
@@ -39,23 +39,23 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(unsigned pending);
 
-// Copies -------------------------------------------------------------------------------------------
+// Copies ------------------------------------------------------------------------------------------
 
-// cp.async: `bytes` (4, 8, 16) arrive at `shared`, of which `present` come from `global`.
+// cp.async: stores `bytes` (4, 8, 16) at `shared`: `present` from `global`, then zeros.
 void cp_async(std::uint32_t shared, const void* global, unsigned bytes, unsigned present);
 void cp_async_commit();
 void cp_async_wait(unsigned pending);
 
 void mbarrier_init(std::uint32_t barrier, unsigned arrivals);
 void fence_mbarrier_init();
-// Arrives after announcing `bytes` to come; at a barrier of any block of the cluster.
+// Announces `bytes` and arrives, at a barrier of any block of the cluster.
 void mbarrier_arrive(std::uint32_t barrier, unsigned bytes);
-// The thread's ordinary accesses do not come before it.
+// Not ordered after the thread's earlier accesses.
 void mbarrier_arrive_relaxed(std::uint32_t barrier);
 void mbarrier_wait(std::uint32_t barrier, unsigned parity);
 
-// cp.async.bulk, and cp.async.bulk.tensor with a map made by the emulator. Blocks named in `blocks`
-// each get a copy, at the same addresses as in this one; 0 stands for this block alone.
+// cp.async.bulk, and cp.async.bulk.tensor with a map encoded by the emulator. Multicasts to the
+// blocks in the mask `blocks`, at the corresponding addresses; 0 means this block alone.
 void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier);
 void bulk_store(void* global, std::uint32_t shared, unsigned bytes);
 void bulk_add(float* global, std::uint32_t shared, unsigned bytes);
@@ -68,13 +68,13 @@ void bulk_wait(unsigned pending);
 
 void fence_proxy_async();
 
-// Clusters -------------------------------------------------------------------------------------------
+// Clusters ----------------------------------------------------------------------------------------
 
 // st.shared::cluster of 4 bytes.
 void store_remote(std::uint32_t address, std::uint32_t value);
 // atom.shared::cluster.add.u32: returns the old value.
 std::uint32_t fetch_add_remote(std::uint32_t address, std::uint32_t value);
-// st.async of 16 bytes; reported to the mbarrier that has the place of `barrier` in the same block.
+// st.async of 16 bytes; completes at the mbarrier that corresponds to `barrier` in the same block.
 void store_async(std::uint32_t address, const void* value, std::uint32_t barrier);
 
 }  // namespace cukit::emulator

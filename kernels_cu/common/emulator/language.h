@@ -1,8 +1,8 @@
-// CUDA as public sources use it, beyond what the kernels of this project need: foreign sources are
-// compiled with this header in front of them (cukit/emulator/program.py).
+// CUDA's language beyond the needs of this project's kernels: third-party sources are compiled with
+// this header prepended (cukit/emulator/program.py).
 #pragma once
 
-// Before the macros of platform.h, whose names they use for other things.
+// Included before platform.h, whose macros clash with names in these headers.
 #include "common/emulator/host_math.h"
 
 #include <cuda_runtime_api.h>
@@ -27,7 +27,7 @@
 #include "common/emulator/entry.h"
 #include "common/emulator/inline_ptx.h"
 
-// Inline PTX has been translated; what is left is the host's.
+// Inline PTX has been translated; remaining asm is the host's.
 #undef asm
 #undef __constant__
 #define __constant__ static
@@ -43,7 +43,7 @@
 #define CUDART_NAN_F __int_as_float(0x7fffffff)
 #endif
 
-// Kernels and variables by their names ---------------------------------------------------------------
+// Lookup of kernels and variables by name ---------------------------------------------------------
 
 namespace cukit::emulator {
 
@@ -82,7 +82,7 @@ struct RegisteredVariable : Registered {
   static const ::cukit::emulator::RegisteredVariable CUKIT_EMULATOR_JOIN(cukit_variable_, __COUNTER__)( \
       #name, &variable, sizeof(variable));
 
-// Types ----------------------------------------------------------------------------------------------
+// Types -------------------------------------------------------------------------------------------
 
 using uint = unsigned;
 using uchar = unsigned char;
@@ -93,9 +93,9 @@ namespace cuda::std {
 using namespace ::std;
 }
 
-// Arithmetic -----------------------------------------------------------------------------------------
+// Arithmetic --------------------------------------------------------------------------------------
 
-// Of two different types, as CUDA's many overloads have it.
+// For two different types, like CUDA's overloads.
 #define CUKIT_MIXED(name, compare)                                                                   \
   template <typename A, typename B,                                                                  \
             ::std::enable_if_t<::std::is_arithmetic_v<A> && ::std::is_arithmetic_v<B> &&             \
@@ -188,7 +188,7 @@ inline double __ddiv_rn(double a, double b) { return a / b; }
 inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline double __drcp_rn(double x) { return 1.0 / x; }
-// Directed rounding: the result to nearest, one step further where that is on the wrong side.
+// Directed rounding: the result rounded to nearest, moved by one ulp if it is on the wrong side.
 namespace cukit::emulator {
 inline float toward(double exact, float nearest, float side) {
   const double error = exact - nearest;
@@ -242,7 +242,7 @@ inline void sincospif(float x, float* s, float* c) { *s = sinpif(x), *c = cospif
 inline void sincospi(double x, double* s, double* c) { *s = sinpi(x), *c = cospi(x); }
 inline double erfcx(double x) { return exp(x * x) * erfc(x); }
 inline float erfcxf(float x) { return static_cast<float>(erfcx(x)); }
-// Newton's steps from a start by logarithms; as exact as erf is.
+// Newton iterations from a logarithmic initial value; as accurate as erf.
 inline double erfinv(double y) {
   if (!(y > -1 && y < 1)) return y == 1 ? INFINITY : y == -1 ? -INFINITY : NAN;
   const double w = log(1 - y * y), t = 2 / (3.14159265358979323846 * 0.147) + w / 2;
@@ -284,9 +284,9 @@ CUKIT_HALF_MATH(trunc, truncf)
 CUKIT_HALF_MATH(rint, rintf)
 #undef CUKIT_HALF_MATH
 
-// Memory ---------------------------------------------------------------------------------------------
+// Memory ------------------------------------------------------------------------------------------
 
-// Component by component: no instruction promises more.
+// Component by component: vector accesses are not atomic as a whole on the GPU either.
 #define CUKIT_VECTOR_ADD(Vector, ...)                                                  \
   inline Vector atomicAdd(Vector* to, Vector by) {                                     \
     ::cukit::emulator::check_alignment(to, alignof(Vector), "atomicAdd of a vector");  \
@@ -308,7 +308,7 @@ inline void __prefetch_global_l1(const void*) {}
 inline void __prefetch_global_l2(const void*) {}
 inline void __brkpt() {}
 
-// Textures: their hardware is not emulated. A launch that comes to a fetch ends with its name.
+// Textures are not emulated. A fetch ends the launch with an error that names it.
 #define CUKIT_NO_TEXTURE(name)                                                                       \
   template <typename T = float, typename... Arguments>                                               \
   inline T name(Arguments...) {                                                                      \

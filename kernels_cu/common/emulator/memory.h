@@ -8,7 +8,7 @@
 
 namespace cukit::emulator {
 
-// T, but not deduced from: `atomicAdd(&float, 1)` adds a float.
+// T without deduction: `atomicAdd(&float, 1)` adds a float.
 template <typename T>
 struct Identity { using type = T; };
 template <typename T>
@@ -16,7 +16,7 @@ using Same = typename Identity<T>::type;
 
 }  // namespace cukit::emulator
 
-// Cache hints mean nothing here.
+// Cache hints are ignored.
 #define CUKIT_CACHED_LOAD(name) \
   template <typename T>         \
   inline T name(const T* from) { return *from; }
@@ -68,11 +68,11 @@ struct Bits<4> { using type = std::uint32_t; };
 template <>
 struct Bits<8> { using type = std::uint64_t; };
 
-// Returns what was there.
+// Returns the old value.
 std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
                                       std::size_t bytes);
 std::uint64_t atomic_load(const void* from, std::size_t bytes);
-// What check_access does; what the thread has read there without an atomic was a guess.
+// The checks of check_access; an earlier plain read by the thread was only a guess.
 void check_compare(const void* pointer, std::size_t bytes, Access access);
 
 // *to = update(*to), atomically; returns the old value.

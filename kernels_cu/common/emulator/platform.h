@@ -14,14 +14,14 @@
 
 #include "common/emulator/thread.h"
 
-// Qualifiers. A block's threads share one thread of the operating system, so that a thread_local
-// variable is the block's own; in a cluster the runtime exchanges the blocks' contents.
+// Qualifiers. A block's threads share one operating-system thread, so that a thread_local variable
+// is private to the block; for clusters the runtime swaps the contents per block.
 #define __shared__ static thread_local
 #define __constant__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
-// The shape reaches the runtime as the name of the kernel's section.
+// The shape is passed to the runtime in the name of the kernel's section.
 #define __cluster_dims__(...) CUKIT_CLUSTER_SECTION(__VA_ARGS__, 1, 1)
 #define CUKIT_CLUSTER_SECTION(x, y, z, ...) CUKIT_CLUSTER_SECTION_(x, y, z)
 #define CUKIT_CLUSTER_SECTION_(x, y, z) \
@@ -41,7 +41,7 @@ constexpr int warpSize = 32;
 // CUDA's headers above are compiled for the host; the kernels for the emulated device.
 #define __CUDA_ARCH__ CUKIT_EMULATE
 
-// A wrapper without a body for the CPU stops the build here, at its own line.
+// A wrapper without a CPU body fails to compile here, with its own line.
 #define asm                                                                                  \
   static_assert(false, "this instruction is not emulated: it has no body under CUKIT_EMULATE"); \
   __asm__

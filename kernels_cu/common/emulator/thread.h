@@ -1,7 +1,7 @@
-// What a running thread knows of itself, and the calls through which it reaches the emulator.
+// State of the running CUDA thread, and the calls into the emulator's runtime.
 //
 // A CUDA thread is a fiber. The runtime (cukit/emulator/runtime) switches between the fibers of a
-// block at barriers, warp collectives and waits, and nowhere else.
+// block only at barriers, warp collectives and waits.
 #pragma once
 
 #include <cstddef>
@@ -24,15 +24,15 @@ struct Thread {
 
 }  // namespace cukit::emulator
 
-// The running thread: set at every switch. A block, or a cluster of blocks, stays on one thread of the
-// operating system.
+// The running thread, set at every switch. A block, or a cluster of blocks, stays on one
+// operating-system thread.
 extern "C" __attribute__((tls_model("initial-exec"))) __thread cukit::emulator::Thread*
     cukit_emulator_thread;
 
 namespace cukit::emulator {
 
-// What a thread reads of itself never changes and is its own: the instrumentation need not see it, and the
-// compiler may keep it from barrier to barrier.
+// A thread's own indices never change and are private: they need no instrumentation, and the
+// compiler may cache them across barriers.
 #if defined(__x86_64__) && defined(__OPTIMIZE__)
 __attribute__((always_inline)) inline const void* self() {
   const void* me;
@@ -69,13 +69,13 @@ inline unsigned char* dynamic_shared_memory() { return cukit_emulator_thread->dy
 // Ends the launch: a kernel's assert or __trap.
 [[noreturn]] void trap(const char* reason);
 
-// Barriers --------------------------------------------------------------------------------------
+// Barriers ----------------------------------------------------------------------------------------
 
 enum class BlockVote { None, And, Or, Count };
 
-// __syncthreads and its voting forms; `line` tells apart those that a warp may not mix.
+// __syncthreads and its voting forms; `line` distinguishes calls that a warp must not mix.
 int sync_block(BlockVote vote, int predicate, int line);
-// bar.sync and bar.arrive on a named barrier; `threads` 0 stands for the whole block.
+// bar.sync and bar.arrive on a named barrier; `threads` 0 means the full block.
 void sync_named(unsigned barrier, unsigned threads);
 void arrive_named(unsigned barrier, unsigned threads);
 void cluster_arrive();
@@ -85,7 +85,7 @@ void sync_warp(unsigned mask);
 // Lets other threads run: in __nanosleep and in loops that poll.
 void yield();
 
-// Warp collectives: every lane named in the mask brings 64 bits and leaves with 64 bits -----------
+// Warp collectives: every lane in the mask passes 64 bits and receives 64 bits -----------
 
 enum class WarpOp : unsigned {
   Shuffle, ShuffleUp, ShuffleDown, ShuffleXor,
@@ -93,23 +93,23 @@ enum class WarpOp : unsigned {
   AddU32, MinU32, MaxU32, MinS32, MaxS32, And, Or, Xor,
 };
 
-// `argument` is the lane, the distance or the mask of a shuffle, `width` its segment.
+// `argument`: source lane, delta or lane mask of a shuffle; `width`: its segment width.
 std::uint64_t warp_collective(WarpOp op, unsigned mask, std::uint64_t value, unsigned argument = 0,
                               unsigned width = 32);
 
-// Shared memory has 32-bit addresses, as on the GPU ----------------------------------------------
+// Shared memory has 32-bit addresses, as on the GPU -----------------------------------------------
 
 std::uint32_t shared_address(const void* pointer);
-// mapa: the address that a place in this block has as seen in the block of rank `rank`.
+// mapa: the address in block `rank` that corresponds to an address in this block.
 std::uint32_t map_to_rank(std::uint32_t address, unsigned rank);
 
-// Accesses that the compiler's instrumentation does not see ---------------------------------------
+// Accesses without compiler instrumentation -------------------------------------------------------
 
-// Strong ones are volatile loads and atomic loads: they may meet atomics and strong stores. Block atomics are
-// atomic for the threads of the block alone.
+// Strong accesses are volatile and atomic loads: they do not race with atomics and strong stores.
+// Block atomics are atomic only for the threads of the block.
 enum class Access { Read, Write, Atomic, StrongRead, BlockAtomic };
 
-// Does what the instrumented loads and stores of a checked build do.
+// Performs the checks of instrumented loads and stores in a checked build.
 void check_access(const void* pointer, std::size_t bytes, Access access);
 
 enum class FenceScope { Block, Device };

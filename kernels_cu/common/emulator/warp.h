@@ -19,7 +19,8 @@ inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { ::cukit::emulator::sync_warp(mask); }
 
-// Any subset of the converged threads is an allowed answer; code that expects its whole branch gets it.
+// Any subset of the converged threads is a legal result; code that expects all threads of its
+// branch gets them.
 inline unsigned __activemask() { return ::cukit::emulator::converged_lanes(); }
 
 namespace cukit::emulator {

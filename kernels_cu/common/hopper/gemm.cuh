@@ -1,23 +1,23 @@
-// The skeleton of matrix products on Hopper (sm_90a): persistent blocks, a producer thread, consumer
-// warpgroups. A kernel is put together from four parts, each of which can be replaced alone:
+// The skeleton of matrix products on Hopper (sm_90a): persistent blocks, a producer thread,
+// consumer warpgroups. A kernel is composed of four independently replaceable parts:
 //
-//   schedule   which tiles this block computes:   bool tile(int turn, Tile& tile) const
-//              A Tile has first_step and end_step, its range of steps along k, and whatever
-//              the other parts need to find their data.
-//   operands   what a stage holds and how it gets there, one thread:   kStageBytes,
-//              int bytes(const Tile& tile) const where load() fetches fewer,
+//   schedule   the tiles of this block:   bool tile(int turn, Tile& tile) const
+//              A Tile has first_step and end_step, its range of steps along k, and the
+//              coordinates that the other parts need.
+//   operands   contents and loads of a stage, one thread:   kStageBytes,
+//              int bytes(const Tile& tile) const, if load() may load fewer,
 //              void load(unsigned char* stage, Mbarrier* full, const Tile& tile, int step) const
-//   product    how a consumer multiplies the stages of a tile into its accumulators:   Accumulators,
+//   product    the consumer's main loop over the stages of a tile:   Accumulators,
 //              void multiply(Accumulators&, Pipeline&, State&, const Tile&) const
-//   epilogue   what becomes of the accumulators:   void begin(const Tile&), which may be missing: what
-//              is loaded while the products run;   void store(Accumulators&, const Tile&),
+//   epilogue   stores the accumulators:   void begin(const Tile&), optional: issues loads that
+//              overlap the products;   void store(Accumulators&, const Tile&),
 //              void finish()
 //
 //   producer::            operands.load() -> stage -> product.multiply() -> epilogue.store()
 //   one thread            TMA                wgmma, 1 or 2 warpgroups       stmatrix, TMA
 //
-// The pipeline runs on across tiles: while the consumers store one result, the producer already loads
-// the next tile's operands.
+// The pipeline continues across tiles: while the consumers store one result, the producer loads the
+// next tile's operands.
 //
 // Below the skeleton are the parts of the plain dense product: DenseTiles, DenseOperands,
 // SharedProduct; its epilogues are in common/hopper/gemm_epilogue.cuh.
@@ -39,7 +39,7 @@ namespace cukit {
 
 namespace detail {
 
-// operands.bytes(tile), where there is one: what load() fetches.
+// operands.bytes(tile), if it exists: the bytes that load() loads.
 template <typename Operands, typename Tile>
 CUKIT_DEVICE auto stage_bytes(const Operands& operands, const Tile& tile, int)
     -> decltype(operands.bytes(tile)) {
@@ -50,7 +50,7 @@ CUKIT_DEVICE int stage_bytes(const Operands&, const Tile&, long) {
   return Operands::kStageBytes;
 }
 
-// epilogue.begin(tile), where there is one.
+// epilogue.begin(tile), if it exists.
 template <typename Epilogue, typename Tile>
 CUKIT_DEVICE auto begin_tile(Epilogue& epilogue, const Tile& tile, int)
     -> decltype(epilogue.begin(tile)) {
@@ -65,15 +65,15 @@ CUKIT_DEVICE void begin_tile(Epilogue&, const Tile&, long) {}
 template <int Stages, typename Schedule, typename Operands>
 CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
                           const Schedule& schedule, const Operands& operands) {
-  PipelineState<Stages> at;
+  PipelineState<Stages> state;
   typename Schedule::Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
     const int bytes = detail::stage_bytes(operands, tile, 0);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
-      pipeline.acquire(at);
-      Mbarrier* const full = pipeline.expect(at, bytes);
-      operands.load(stages + at.index * Operands::kStageBytes, full, tile, step);
-      at.advance();
+      pipeline.acquire(state);
+      Mbarrier* const full = pipeline.expect(state, bytes);
+      operands.load(stages + state.index * Operands::kStageBytes, full, tile, step);
+      state.advance();
     }
   }
 }
@@ -82,38 +82,39 @@ CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
                           const Product& product, Epilogue& epilogue) {
-  PipelineState<Stages> at;
+  PipelineState<Stages> state;
   typename Schedule::Tile tile;
   typename Product::Accumulators sums;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
     detail::begin_tile(epilogue, tile, 0);
-    product.multiply(sums, pipeline, at, tile);
+    product.multiply(sums, pipeline, state, tile);
     epilogue.store(sums, tile);
   }
   epilogue.finish();
 }
 
-// The same, where a tile is stored in steps beside the products of the next: consumers that stay busy
-// through the epilogue, at the price of two tiles' accumulators.
-//   product.multiply(.., beside) calls beside(step) for its first Epilogue::kSteps steps, while their
-//   products run; a tile has at least as many steps of k.
+// The same with an epilogue in steps that overlap the products of the next tile: the tensor cores
+//   stay busy during the epilogue, at the cost of accumulators for two tiles. product.multiply(..,
+//   beside) calls beside(step) for its first Epilogue::kSteps steps, while their products run; a
+//   tile has at least as many steps of k.
 //   epilogue.store_step(const Accumulators&, const Tile&, int step)
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule& schedule,
                                      const Product& product, Epilogue& epilogue) {
   using Sums = typename Product::Accumulators;
   constexpr int kSteps = Epilogue::kSteps;
-  PipelineState<Stages> at;
+  PipelineState<Stages> state;
   typename Schedule::Tile tile, before;
   Sums even, odd;
   int turn = 0;
-  // Multiplies `tile` beside the end of the one before: false where there is no tile.
+  // Multiplies the next tile and stores the previous one meanwhile; false if there is no next tile.
   const auto next = [&](Sums& sums, const Sums& stored) {
     before = tile;
     const bool exists = schedule.tile(++turn, tile);
     if (exists) {
       product.template multiply<kSteps>(
-          sums, pipeline, at, tile, [&](int step) { epilogue.store_step(stored, before, step); });
+          sums, pipeline, state, tile,
+          [&](int step) { epilogue.store_step(stored, before, step); });
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) epilogue.store_step(stored, before, step);
@@ -121,14 +122,14 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
     return exists;
   };
   if (schedule.tile(0, tile)) {
-    product.multiply(even, pipeline, at, tile);
+    product.multiply(even, pipeline, state, tile);
     while (next(odd, even) && next(even, odd)) {
     }
   }
   epilogue.finish();
 }
 
-// The shared memory of a block belongs to its cluster until every block has come here.
+// Call before a block exits: waits until no block of the cluster accesses another's shared memory.
 template <int ClusterSize>
 CUKIT_DEVICE void leave_cluster() {
   if constexpr (ClusterSize > 1) {
@@ -140,8 +141,8 @@ CUKIT_DEVICE void leave_cluster() {
 
 // ---- Schedule ----
 
-// The tiles of one matrix under the static schedule. A tile's m and n count tiles; with clusters, m
-// counts clusters of tiles that lie one below the other.
+// The tiles of one matrix under the static schedule. m and n are tile indices; with clusters, m is
+// the index of a cluster of vertically adjacent tiles.
 template <int ClusterSize = 1>
 struct DenseTiles {
   using Tile = MatrixTile;
@@ -157,16 +158,17 @@ struct DenseTiles {
 
 // ---- Operands and product ----
 
-// How an operand lies in memory: rows along k (K-major: [m, k], [n, k]), or along m or n (MN-major:
-// [k, m], [k, n]; 16-bit elements only).
+// An operand's layout in memory: contiguous along k (K-major: [m, k], [n, k]), or along m or n
+// (MN-major: [k, m], [k, n]; 16-bit elements only).
 enum class Major { K, MN };
 
 // An operand's share of a stage: Extent rows (of a) or columns (of b) times TileK steps of k.
 //
-// load() fetches `count` of the rows (columns) from `first` on, K-major in boxes of `box`, which divides
-// Extent or is the only one; bytes() arrive. A tile's rest keeps what it held before, which only
-// reaches results that are not stored: TMA takes several times longer for rows outside a tensor than
-// for rows inside. So that the rest holds something, clear_rest() comes before everything.
+// load() loads `count` rows (columns) from `first` on, K-major in boxes of `box`, which divides
+// Extent unless one box suffices; bytes() complete. The rest of the tile keeps its previous
+// contents, which only affect results that are not stored: loading rows outside the tensor takes
+// TMA several times longer than rows inside. clear_rest() initialises the rest before the first
+// load.
 template <typename T, int Extent, int TileK, Major kMajor>
 struct OperandTile;
 
@@ -175,7 +177,7 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
   using Tile = SharedTile<T, Extent, TileK>;
   static constexpr bool kTransposed = false;
   static constexpr int kSteps = Tile::kSteps;
-  static_assert(Tile::kParts == 1, "a step of k is one row of the swizzle");
+  static_assert(Tile::kParts == 1, "a step of k is one swizzle row");
 
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first, int count = Extent, int box = Extent) {
@@ -188,12 +190,12 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
     }
   }
   CUKIT_DEVICE static int bytes(int count, int box) {
-    // A division would keep a block from its first load.
+    // Avoids a division, which would delay the first load.
     const int boxes = count <= box ? 1 : (count + box - 1) / box;
     return boxes * box * Tile::kRowBytes;
   }
-  // Of one of several matrices, which begins at row `origin` of the map; `extent`: of the operand's rows
-  // (columns).
+  // For one of several matrices, which starts at row `origin` of the map; `extent`: number of the
+  // operand's rows (columns).
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first, const MatrixRow& origin, int extent) {
     Tile::load(tile, map, full, k, origin.below(first), k + TileK);
@@ -201,7 +203,7 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::k_major(tile);
   }
-  // What is added to the descriptor for rows (columns) further on, and for steps of k.
+  // Descriptor offsets of later rows (columns), and of steps of k.
   static constexpr int along(int count) { return Tile::rows(count); }
   static constexpr int step(int index) { return Tile::k_step(index); }
 };
@@ -233,8 +235,8 @@ struct OperandTile<T, Extent, TileK, Major::MN> : SharedTile<T, TileK, Extent> {
   static constexpr int step(int index) { return Tile::mn_step(index); }
 };
 
-// Zeros for the bytes from `begin` to `end` of Stages tiles, one in each stage. All threads of the
-// block; products see them after fence_proxy_async and a barrier.
+// Zeroes bytes `begin` .. `end` - 1 of Stages tiles, one per stage. Called by all threads of the
+// block; visible to wgmma after fence_proxy_async and a barrier.
 template <int Stages>
 CUKIT_DEVICE void clear_bytes(unsigned char* tile, int stage_bytes, int begin, int end) {
   for (int stage = 0; stage < Stages; ++stage) {
@@ -254,13 +256,13 @@ struct GemmShape {
   static constexpr int kTileK = 128 / static_cast<int>(sizeof(T));
   static constexpr int kCluster = ClusterSize;
   static constexpr int kConsumers = Consumers;
-  static constexpr int kGroupRows = TileM / Consumers;          // of a consumer
-  static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // its products in each step of k
+  static constexpr int kGroupRows = TileM / Consumers;          // per consumer
+  static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // of wgmma, per consumer
   using TileA = OperandTile<T, TileM, kTileK, MajorA>;
   using TileB = OperandTile<T, TileN, kTileK, MajorB>;
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
 
-  static_assert(kGroupRows % kWarpgroupRows == 0, "whole products of a warpgroup");
+  static_assert(kGroupRows % kWarpgroupRows == 0, "full wgmmas per warpgroup");
   static_assert(kRowTiles * TileN <= 256, "accumulators fit into registers");
   static_assert(ClusterSize == 1 || MajorB == Major::K, "blocks share rows of a K-major b");
 
@@ -272,10 +274,10 @@ struct GemmShape {
   CUKIT_DEVICE static int column(const MatrixTile& tile) { return tile.n * TileN; }
 };
 
-// a and b through tensor maps which read zeros outside their tensors. Boxes of a K-major operand:
-// [box_a, kTileK] and [box_b, kTileK] (with clusters [kTileN / kCluster, kTileK]); of an MN-major one:
-// [kTileK, 128 bytes]. The blocks of a cluster load a share of their common tile of b each, for all.
-// StageBytes: what else a stage holds comes behind the operands.
+// a and b from tensor maps that read zeros outside their tensors. Boxes of a K-major operand:
+// [box_a, kTileK] and [box_b, kTileK] (with clusters [kTileN / kCluster, kTileK]); of an MN-major
+// one: [kTileK, 128 bytes]. Each block of a cluster loads its share of their common tile of b to
+// all blocks. StageBytes: size of a stage; additional data follow the operands.
 template <typename Shape, int StageBytes = Shape::kStageBytes>
 struct DenseOperands {
   static constexpr int kStageBytes = StageBytes;
@@ -289,7 +291,7 @@ struct DenseOperands {
   using TileA = typename Shape::TileA;
   using TileB = typename Shape::TileB;
 
-  // The second block of a cluster may have no rows left; what it multiplies is not stored.
+  // The second block of a cluster may have no rows left; its results are not stored.
   CUKIT_DEVICE int row(const MatrixTile& tile) const {
     return Shape::row(tile) < rows ? Shape::row(tile) : 0;
   }
@@ -305,7 +307,7 @@ struct DenseOperands {
     return TileA::bytes(tile_rows(tile), box_a) + bytes_b;
   }
 
-  // Zeros where load() leaves stages as they are in the last tiles. All threads, before any load.
+  // Zeroes the bytes that load() skips in the last tiles. Called by all threads, before any load.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
     if (rows % Shape::kTileM == 0 && columns % Shape::kTileN == 0) return;
@@ -332,8 +334,8 @@ struct DenseOperands {
   }
 };
 
-// Two matrices b side by side in each tile: columns of `gate` in its first half, the same columns of
-// `up` in its second. Both K-major [columns of the result, k], boxes of [box_b, kTileK].
+// Two matrices b, concatenated in each tile: columns of `gate` in its first half, the same columns
+// of `up` in its second. Both K-major [columns of the result, k], boxes of [box_b, kTileK].
 template <typename Shape>
 struct PairedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
@@ -357,7 +359,7 @@ struct PairedOperands {
     return TileA::bytes(tile_rows(tile), box_a) + 2 * Half::bytes(tile_columns(tile), box_b);
   }
 
-  // As of DenseOperands.
+  // As in DenseOperands.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
     if (rows % Shape::kTileM == 0 && columns % kColumns == 0) return;
@@ -382,8 +384,8 @@ struct PairedOperands {
   }
 };
 
-// Both operands from shared memory. One step's products stay in flight while the next stage is waited
-// for; the stage before is then released.
+// Both operands from shared memory. One step's wgmmas stay in flight while the next stage is
+// awaited; the previous stage is then released.
 template <typename Shape>
 struct SharedProduct {
   using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
@@ -396,23 +398,25 @@ struct SharedProduct {
 
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
-                             PipelineState<Stages>& at, const Tile& tile) const {
-    multiply<0>(sums, pipeline, at, tile, [](int) {});
+                             PipelineState<Stages>& state, const Tile& tile) const {
+    multiply<0>(sums, pipeline, state, tile, [](int) {});
   }
 
-  // Calls beside(step) for the first `Beside` steps, of which there are at least as many.
+  // Calls beside(step) after issuing each of the first `Beside` steps; the tile has at least as
+  // many.
   template <int Beside, int Stages, typename Tile, typename Call>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
-                             PipelineState<Stages>& at, const Tile& tile, const Call& beside) const {
+                             PipelineState<Stages>& state, const Tile& tile,
+                             const Call& beside) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
 #pragma unroll
     for (int step = 0; step < Beside; ++step) {
-      multiply_step(sums, pipeline, at, done, step > 0);
+      multiply_step(sums, pipeline, state, done, step > 0);
       beside(step);
     }
     for (int step = Beside; step < steps; ++step) {
-      multiply_step(sums, pipeline, at, done, step > 0);
+      multiply_step(sums, pipeline, state, done, step > 0);
     }
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<0>(sums[row]);
@@ -420,15 +424,15 @@ struct SharedProduct {
   }
 
  private:
-  // Starts a step's products and waits for those of the step before, whose stage is `done`.
+  // Issues a step's wgmmas and waits for those of the previous step, whose stage is `done`.
   template <int Stages>
   CUKIT_DEVICE void multiply_step(Accumulators& sums, Pipeline<Stages>& pipeline,
-                                  PipelineState<Stages>& at, PipelineState<Stages>& done,
+                                  PipelineState<Stages>& state, PipelineState<Stages>& done,
                                   bool accumulates) const {
     using TileA = typename Shape::TileA;
     using TileB = typename Shape::TileB;
-    const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
-    pipeline.wait(at);
+    const unsigned long long stage = state.index * (Shape::kStageBytes / 16);
+    pipeline.wait(state);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < TileA::kSteps; ++k)
@@ -442,8 +446,8 @@ struct SharedProduct {
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<1>(sums[row]);
     if (accumulates) pipeline.template release_to_cluster<Shape::kCluster>(done);
-    done = at;
-    at.advance();
+    done = state;
+    state.advance();
   }
 };
 

@@ -1,10 +1,10 @@
-// Epilogues of dense products (sm_90a): what becomes of a tile's accumulators (common/hopper/gemm.cuh).
+// Epilogues of dense products (sm_90a) for the skeleton of common/hopper/gemm.cuh.
 //
 //   StagedEpilogue       transforms a tile and stores it through shared memory and TMA
-//   OverlappedEpilogue   the same in steps, beside the products of the next tile
+//   OverlappedEpilogue   the same in steps that overlap the products of the next tile
 //   TransposedEpilogue   stores the transpose
 //
-// SplitEpilogue, of tiles that several blocks sum up, is in common/hopper/split_k.cuh.
+// SplitEpilogue, for split-K tiles, is in common/hopper/split_k.cuh.
 #pragma once
 
 #include "common/hopper/store.cuh"
@@ -13,14 +13,14 @@
 
 namespace cukit {
 
-// What becomes of 64 rows of accumulators before they are rounded. (row, column): where they begin in
-// the product.
-//   kParts      columns of the product for one of the result: 2 where halves of a tile are combined
+// The interface of a Transform, applied to 64 rows of accumulators before they are rounded. (row,
+// column): position of the first one in the product.
+//   kParts      columns of the product per column of the result: 2 if halves of a tile are combined
 //   kKeeps      whether the result of prepare() is stored too
-//   begin()     loads what prepare() needs, while the products run
+//   begin()     issues the loads for prepare(), which overlap the products
 //   prepare()   bias, scales
-//   operator()  activation; with kParts 2 the results are left in the first half
-// Leaves accumulators as they are:
+//   operator()  activation; with kParts 2 the results go to the first half
+// The transform that changes nothing:
 struct Identity {
   static constexpr int kParts = 1;
   static constexpr bool kKeeps = false;
@@ -75,8 +75,8 @@ struct StagedEpilogue {
   CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
-// The same in steps of kStepColumns, for consume_overlapped(). Transform: of as many columns; it works
-// on copies.
+// The same in steps of kStepColumns, for consume_overlapped(). Transform is applied to copies of
+// that many columns.
 template <typename Shape, typename T, typename Transform>
 struct OverlappedEpilogue {
   static constexpr int kStepColumns = 32;
@@ -84,7 +84,7 @@ struct OverlappedEpilogue {
   static constexpr int kPieceColumns = Shape::kTileN % 64 == 0 ? 64 : 32;
   using Store = StagedStore<T, Shape::kTileN, kPieceColumns, 2>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
-  static_assert(Shape::kTileN % kStepColumns == 0, "whole steps");
+  static_assert(Shape::kTileN % kStepColumns == 0, "full steps");
   static_assert(Shape::kRowTiles == 1, "accumulators of two tiles fit into registers");
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
@@ -94,7 +94,7 @@ struct OverlappedEpilogue {
 
   template <typename Accumulators>
   CUKIT_DEVICE void store_step(const Accumulators& sums, const MatrixTile& tile, int step) {
-    constexpr int kValues = kStepColumns / 2;  // of a thread
+    constexpr int kValues = kStepColumns / 2;  // per thread
     const int row = Shape::row(tile) + group * Shape::kGroupRows;
     const int first = step * kStepColumns;
     const int column = tile.n * Shape::kTileN + first;
@@ -111,7 +111,7 @@ struct OverlappedEpilogue {
   CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
-// The same for a product whose transpose is the result: rows of a are its columns.
+// The same for a product whose transpose is the result: rows of a are columns of the result.
 template <typename Shape, typename T, typename Transform = Identity>
 struct TransposedEpilogue {
   using Store = TransposedStore<T, Shape::kTileN>;

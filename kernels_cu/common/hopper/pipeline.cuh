@@ -2,16 +2,16 @@
 // (sm_90).
 //
 //   Pipeline<3> pipeline;                  // __shared__; one thread: pipeline.init(consumer_warps)
-//   PipelineState<3> state;                // in registers of everyone who walks along
+//   PipelineState<3> state;                // in registers of the producer and of each consumer
 //
 //   producer                                            consumer, a warp
 //     pipeline.acquire(state);                            pipeline.wait(state);
 //     Mbarrier* full = pipeline.expect(state, bytes);     ... reads stage state.index ...
-//     ... starts copies that report to `full` ...         pipeline.release(state);
+//     ... starts copies that complete at `full` ...       pipeline.release(state);
 //     state.advance();                                    state.advance();
 //
-// A stage that ordinary stores fill is handed over by commit() in place of expect(); where wgmma or
-// TMA reads those stores, fence_proxy_async() comes first.
+// For a stage filled by ordinary stores, commit() takes the place of expect(); if wgmma or TMA
+// reads those stores, fence_proxy_async() comes first.
 #pragma once
 
 #include "common/platform.cuh"
@@ -34,46 +34,46 @@ struct PipelineState {
   }
 };
 
-// One mbarrier a stage: an event that happens once a round. With one stage: an event that repeats, or
-// one that happens once.
+// One mbarrier per stage: an event that happens once per round. With one stage: a repeated event,
+// or one that happens once.
 template <int Stages>
 struct StageBarriers {
   Mbarrier stage[Stages];
 
   using State = PipelineState<Stages>;
 
-  // One thread, before fence_mbarrier_init and a barrier of the block (or cluster). `arrivals`: of
-  // threads, in one round.
+  // One thread, before fence_mbarrier_init and a barrier of the block (or cluster). `arrivals`:
+  // number of arrivals per round.
   CUKIT_DEVICE void init(int arrivals) {
     for (int index = 0; index < Stages; ++index) mbarrier_init(&stage[index], arrivals);
   }
 
-  // Waits for the event of the round that `at` is in.
-  CUKIT_DEVICE void wait(const State& at) { mbarrier_wait(&stage[at.index], at.phase); }
+  // Waits for the event of the round of `state`.
+  CUKIT_DEVICE void wait(const State& state) { mbarrier_wait(&stage[state.index], state.phase); }
 
   // Waits for the event of the round before; in the first round there is nothing to wait for.
-  CUKIT_DEVICE void wait_previous(const State& at) {
-    mbarrier_wait(&stage[at.index], at.phase ^ 1);
+  CUKIT_DEVICE void wait_previous(const State& state) {
+    mbarrier_wait(&stage[state.index], state.phase ^ 1);
   }
 
-  // As wait, but not before `value`, which is never below -1, is computed. The compiler moves a wait
-  // up past arithmetic that was to run beside what is awaited; this keeps it down.
-  CUKIT_DEVICE void wait_after(const State& at, float value) {
-    mbarrier_wait(&stage[at.index], ordered_after(at.phase, value));
+  // As wait, but after `value`, which is never below -1, has been computed. Otherwise the compiler
+  // moves the wait above arithmetic that should overlap the awaited event.
+  CUKIT_DEVICE void wait_after(const State& state, float value) {
+    mbarrier_wait(&stage[state.index], ordered_after(state.phase, value));
   }
 
-  CUKIT_DEVICE void arrive(const State& at) { mbarrier_arrive(&stage[at.index]); }
+  CUKIT_DEVICE void arrive(const State& state) { mbarrier_arrive(&stage[state.index]); }
 
-  // One arrival for the warp. Its lanes' accesses come before it where a warp-wide operation (a
-  // wgmma, a shuffle, __syncwarp) stands in between.
-  CUKIT_DEVICE void arrive_warp(const State& at) {
-    if (threadIdx.x % kWarpSize == 0) arrive(at);
+  // One arrival for the warp. It is ordered after its lanes' accesses if a warp-wide operation (a
+  // wgmma, a shuffle, __syncwarp) is in between.
+  CUKIT_DEVICE void arrive_warp(const State& state) {
+    if (threadIdx.x % kWarpSize == 0) arrive(state);
   }
 
-  // Arrives and announces `bytes` of copies, which are to report to the barrier that is returned.
-  CUKIT_DEVICE Mbarrier* expect(const State& at, unsigned bytes) {
-    mbarrier_arrive_expect(&stage[at.index], bytes);
-    return &stage[at.index];
+  // Arrives and announces `bytes` of copies, which must complete at the returned barrier.
+  CUKIT_DEVICE Mbarrier* expect(const State& state, unsigned bytes) {
+    mbarrier_arrive_expect(&stage[state.index], bytes);
+    return &stage[state.index];
   }
 };
 
@@ -84,8 +84,8 @@ struct Pipeline {
 
   using State = PipelineState<Stages>;
 
-  // One thread, as StageBarriers::init. Arrivals a round: of consumers, one a warp; of producers, one
-  // for each expect or commit.
+  // One thread, as StageBarriers::init. Arrivals per round: one per consumer warp; one per expect
+  // or commit of the producers.
   CUKIT_DEVICE void init(int consumer_arrivals, int producer_arrivals = 1) {
     for (int index = 0; index < Stages; ++index) {
       mbarrier_init(&full.stage[index], producer_arrivals);
@@ -95,53 +95,55 @@ struct Pipeline {
 
   // ---- Producer ----
 
-  // Waits until the consumers have released what the stage held before.
-  CUKIT_DEVICE void acquire(const State& at) { empty.wait_previous(at); }
+  // Waits until the consumers have released the stage's previous contents.
+  CUKIT_DEVICE void acquire(const State& state) { empty.wait_previous(state); }
 
-  CUKIT_DEVICE Mbarrier* expect(const State& at, unsigned bytes) { return full.expect(at, bytes); }
+  CUKIT_DEVICE Mbarrier* expect(const State& state, unsigned bytes) {
+    return full.expect(state, bytes);
+  }
 
-  CUKIT_DEVICE void commit(const State& at) { full.arrive(at); }
+  CUKIT_DEVICE void commit(const State& state) { full.arrive(state); }
 
   // ---- Consumer ----
 
-  CUKIT_DEVICE void wait(const State& at) { full.wait(at); }
+  CUKIT_DEVICE void wait(const State& state) { full.wait(state); }
 
-  CUKIT_DEVICE void wait_after(const State& at, float value) { full.wait_after(at, value); }
+  CUKIT_DEVICE void wait_after(const State& state, float value) { full.wait_after(state, value); }
 
-  // The warp has read the stage. Accesses by wgmma have ended when wgmma_wait says so.
-  CUKIT_DEVICE void release(const State& at) { empty.arrive_warp(at); }
+  // The warp has read the stage. wgmmas that read it must have been awaited (wgmma_wait).
+  CUKIT_DEVICE void release(const State& state) { empty.arrive_warp(state); }
 
-  // The same towards every block of a cluster of `Blocks`, whose copies fill this block's stage too. The
-  // stage has been read by wgmma alone.
+  // The same, to every block of a cluster of `Blocks`, whose copies fill this block's stage too.
+  // Only wgmmas have read the stage.
   template <int Blocks>
-  CUKIT_DEVICE void release_to_cluster(const State& at) {
+  CUKIT_DEVICE void release_to_cluster(const State& state) {
     if constexpr (Blocks == 1) {
-      release(at);
+      release(state);
     } else {
       const int lane = threadIdx.x % kWarpSize;
-      if (lane < Blocks) mbarrier_arrive_remote_relaxed(&empty.stage[at.index], lane);
+      if (lane < Blocks) mbarrier_arrive_remote_relaxed(&empty.stage[state.index], lane);
     }
   }
 
-  // The same of a stage to which the warp's lanes have written, too.
+  // The same for a stage to which the warp's lanes have also written.
   template <int Blocks>
-  CUKIT_DEVICE void release_changed_to_cluster(const State& at) {
+  CUKIT_DEVICE void release_changed_to_cluster(const State& state) {
     if constexpr (Blocks > 1) {
       __syncwarp();
       const int lane = threadIdx.x % kWarpSize;
-      if (lane < Blocks) mbarrier_arrive_remote(&empty.stage[at.index], lane);
+      if (lane < Blocks) mbarrier_arrive_remote(&empty.stage[state.index], lane);
     } else {
-      release(at);
+      release(state);
     }
   }
 
-  // Passes over a stage that the warp has no use for. The wait is necessary: until the stage is full,
-  // others may still read what it held before, and the warp is counted once a round.
-  CUKIT_DEVICE void skip(State& at) {
-    wait(at);
-    __syncwarp();  // else a lane could wait for this round when the next one has ended
-    release(at);
-    at.advance();
+  // Skips a stage that the warp does not need. The wait is necessary: until the stage is full,
+  // other warps may still read its previous contents, and the warp must arrive once per round.
+  CUKIT_DEVICE void skip(State& state) {
+    wait(state);
+    __syncwarp();  // otherwise a lane could wait for this round after the next one has ended
+    release(state);
+    state.advance();
   }
 };
 

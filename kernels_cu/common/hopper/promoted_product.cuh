@@ -1,19 +1,20 @@
-// Products of float8 operands on Hopper whose sums are promoted: every 128 elements of k, a partial sum
-// of the tensor cores is added to float accumulators, times the scales of its elements (sm_90a).
+// FP8 products with promoted accumulation (sm_90a): every 128 elements of k, the tensor cores'
+// partial sum, times the scales of its elements, is added to float accumulators.
 //
-// The tensor cores add float8 products with about 14 bits: each is cut below the largest number of the
-// sum. Sums of 128 products lose little to that; sums over all of k would lose more with every step.
+// The tensor cores accumulate FP8 products with about 14 bits: each term is truncated below the
+// largest number of the sum. Sums of 128 products lose little precision; sums over all of k would
+// lose more with every step.
 //
-//   PartialScales   what a partial sum is multiplied with:   kStageBytes behind the operands,
+//   PartialScales   factors of a partial sum:   kStageBytes after the operands,
 //                   Cursor, at the start of a tile: factors(stage, row_tile), and
 //                   promote<Boundary>(sums, partial, factors); with_boundary(body) calls body with
 //                   that number as a type
-//     UnitScales    nothing: tensor- and row-wise scales belong to the epilogue
+//     UnitScales    none: tensor- and row-wise scales are applied in the epilogue
 //     BlockScales   one scale for 128 elements of a row of a, one for a block of 128 x 128 of b
 //
-// Partials 1: a warpgroup waits for its partial sum and promotes it while the other warpgroup's products
-// run. Partials 2: the products of the next step run meanwhile, so that one warpgroup keeps the tensor
-// cores busy; for one row tile and up to 128 columns, as registers allow.
+// Partials 1: a warpgroup waits for its partial sum and promotes it while the other warpgroup's
+// wgmmas run. Partials 2: the wgmmas of its own next step run meanwhile, so that one warpgroup
+// keeps the tensor cores busy; for one row tile and up to 128 columns, limited by registers.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -38,7 +39,7 @@ struct Constant {
   static constexpr int value = Value;
 };
 
-// Partial sums are added as they are.
+// Partial sums are added unscaled.
 struct UnitScales {
   static constexpr int kStageBytes = 0;
 
@@ -62,23 +63,23 @@ struct UnitScales {
   };
 };
 
-// What a stage holds behind the operands: a step's scales of a, one for each row, and those of the blocks
-// of columns that the tile has a part of.
+// Scales in a stage, after the operands: a step's scales of a, one per row, and those of the blocks
+// of columns that overlap the tile.
 template <typename Shape>
 struct BlockScales {
-  // Tiles begin, and blocks of columns end within them, at multiples of so many columns.
+  // Tiles start, and blocks of columns end within them, at multiples of this number of columns.
   static constexpr int kUnit = Shape::kTileN & -Shape::kTileN;
-  // Tiles that neither divide a block of columns nor consist of such lie across the ends of some.
+  // Tiles that neither divide a block of columns nor are multiples of one cross block boundaries.
   static constexpr bool kOneBlock = kScaleBlock % Shape::kTileN == 0;
   static constexpr int kBlocks =
       kOneBlock ? 1 : 1 + (Shape::kTileN - kUnit + kScaleBlock - 1) / kScaleBlock;
-  // Wide tiles know at compile time which columns belong to which block: the products of the other
-  // warpgroup do not hide selections for every 16 columns. Narrow ones wait for memory.
+  // For wide tiles the block of each column is a compile-time constant: the other warpgroup's
+  // wgmmas do not hide a selection for every 16 columns. Narrow tiles are memory-bound.
   static constexpr bool kKnowsBoundary = Shape::kTileN > kScaleBlock;
 
   static constexpr int kRowBytes = Shape::kTileM * static_cast<int>(sizeof(float));
   static constexpr int kColumnBytes = kBlocks * static_cast<int>(sizeof(float));
-  static constexpr int kStageBytes = (kRowBytes + kColumnBytes + 1023) / 1024 * 1024;  // as stages begin
+  static constexpr int kStageBytes = (kRowBytes + kColumnBytes + 1023) / 1024 * 1024;  // aligned
   static constexpr int kColumns = Shape::kStageBytes + kStageBytes - kColumnBytes;
 
   static_assert(kUnit <= kScaleBlock, "no tile has whole blocks only");
@@ -87,12 +88,12 @@ struct BlockScales {
   int group;  // this consumer
 
   struct Factors {
-    float of[kBlocks][2];  // of the lane's two rows, with the columns of each block
+    float of[kBlocks][2];  // for the lane's two rows and the columns of each block
   };
 
   class Cursor {
    public:
-    // early: rows before the tile's first whose scales of a come with it.
+    // early: rows before the tile's first whose scales of a are loaded with it.
     CUKIT_DEVICE Cursor(const BlockScales& scales, const MatrixTile& tile, int early = 0)
         : row_(scales.group * Shape::kGroupRows + accumulator_row() + early),
           boundary_(kScaleBlock - Shape::column(tile) % kScaleBlock) {}
@@ -113,8 +114,8 @@ struct BlockScales {
       return factors;
     }
 
-    // Calls body(Constant<Boundary>): so many columns of the tile belong to the first block of scales,
-    // or 0 where only boundary_ knows.
+    // Calls body(Constant<Boundary>): the number of the tile's columns in the first block of
+    // scales, or 0 if it is only known at run time (boundary_).
     template <int Boundary = kUnit, typename Body>
     CUKIT_DEVICE void with_boundary(const Body& body) const {
       if constexpr (!kKnowsBoundary) {
@@ -159,14 +160,14 @@ struct BlockScales {
   };
 };
 
-// Scales of blocks of columns: b [blocks, steps], a row for each 128 columns.
+// Scales of blocks of columns: b [blocks, steps], one row per 128 columns.
 template <typename Shape>
 struct ColumnScales {
-  static constexpr int kArrivals = 2;  // at a stage that is filled: copies of TMA, and these
+  static constexpr int kArrivals = 2;  // per stage: TMA loads, and the copies of scales
   const float* b;
   int steps, blocks;
 
-  // Starts copying a step's, of the tile that begins at `column`; one thread.
+  // Issues the copies of a step's scales for the tile at `column`; one thread.
   CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, int column, int step) const {
     const int first = column / kScaleBlock;
     const float* const from = b + static_cast<long long>(first) * steps + step;
@@ -182,7 +183,7 @@ struct ColumnScales {
 
 // ---- Operands ----
 
-// DenseOperands, and behind them in each stage a step's scales: of a [k / 128, rows] through a map with
+// DenseOperands, followed in each stage by a step's scales: of a [k / 128, rows] from a map with
 // boxes of [1, TileM], and of b.
 template <typename Shape>
 struct BlockScaledOperands {
@@ -235,25 +236,25 @@ struct PromotedProduct {
 
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
-                             PipelineState<Stages>& at, const Tile& tile) const {
+                             PipelineState<Stages>& state, const Tile& tile) const {
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row)
 #pragma unroll
       for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
-    const typename Scales::Cursor cursor(scales, tile);
-    cursor.with_boundary([&](auto boundary) {
+    const typename Scales::Cursor tile_scales(scales, tile);
+    tile_scales.with_boundary([&](auto boundary) {
       constexpr int kBoundary = decltype(boundary)::value;
       if constexpr (Partials == 1) {
-        promote_at_once<kBoundary>(sums, cursor, pipeline, at, tile);
+        promote_at_once<kBoundary>(sums, tile_scales, pipeline, state, tile);
       } else {
-        promote_beside_products<kBoundary>(sums, cursor, pipeline, at, tile);
+        promote_overlapped<kBoundary>(sums, tile_scales, pipeline, state, tile);
       }
     });
   }
 
  private:
-  // Starts the products of one step for 64 rows.
-  CUKIT_DEVICE void start(Partial& partial, int stage, int row_tile) const {
+  // Issues the wgmmas of one step for 64 rows.
+  CUKIT_DEVICE void issue(Partial& partial, int stage, int row_tile) const {
     using TileA = typename Shape::TileA;
     using TileB = typename Shape::TileB;
     const unsigned long long offset = stage * (kStageBytes / 16);
@@ -267,48 +268,48 @@ struct PromotedProduct {
     wgmma_commit();
   }
 
-  template <int Boundary, int Stages, typename Cursor, typename Tile>
-  CUKIT_DEVICE void promote_at_once(Accumulators& sums, const Cursor& cursor,
-                                    Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
+  template <int Boundary, int Stages, typename TileScales, typename Tile>
+  CUKIT_DEVICE void promote_at_once(Accumulators& sums, const TileScales& tile_scales,
+                                    Pipeline<Stages>& pipeline, PipelineState<Stages>& state,
                                     const Tile& tile) const {
     for (int step = tile.first_step; step < tile.end_step; ++step) {
-      pipeline.wait(at);
+      pipeline.wait(state);
 #pragma unroll
       for (int row = 0; row < Shape::kRowTiles; ++row) {
         Partial partial;
-        const auto factors = cursor.factors(stages + at.index * kStageBytes, row);
-        start(partial, at.index, row);
+        const auto factors = tile_scales.factors(stages + state.index * kStageBytes, row);
+        issue(partial, state.index, row);
         wgmma_wait<0>(partial);
-        if (row == Shape::kRowTiles - 1) pipeline.release(at);
-        cursor.template promote<Boundary>(sums[row], partial, factors);
+        if (row == Shape::kRowTiles - 1) pipeline.release(state);
+        tile_scales.template promote<Boundary>(sums[row], partial, factors);
       }
-      at.advance();
+      state.advance();
     }
   }
 
-  template <int Boundary, int Stages, typename Cursor, typename Tile>
-  CUKIT_DEVICE void promote_beside_products(Accumulators& sums, const Cursor& cursor,
-                                            Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
-                                            const Tile& tile) const {
+  template <int Boundary, int Stages, typename TileScales, typename Tile>
+  CUKIT_DEVICE void promote_overlapped(Accumulators& sums, const TileScales& tile_scales,
+                                       Pipeline<Stages>& pipeline, PipelineState<Stages>& state,
+                                       const Tile& tile) const {
     using Factors = typename Scales::Factors;
     Partial even, odd;
     Factors even_factors, odd_factors;
-    PipelineState<Stages> done = at;
+    PipelineState<Stages> done = state;
     int step = tile.first_step;
 
-    // The products of a step, whose sums go to `partial`.
+    // Issues the wgmmas of a step, which accumulate in `partial`.
     const auto begin = [&](Partial& partial, Factors& factors) {
-      pipeline.wait(at);
-      factors = cursor.factors(stages + at.index * kStageBytes, 0);
-      start(partial, at.index, 0);
-      at.advance();
+      pipeline.wait(state);
+      factors = tile_scales.factors(stages + state.index * kStageBytes, 0);
+      issue(partial, state.index, 0);
+      state.advance();
       ++step;
     };
-    // The oldest step has been multiplied, into `partial`.
+    // Promotes `partial` of the oldest step, whose wgmmas have completed.
     const auto finish = [&](const Partial& partial, const Factors& factors) {
       pipeline.release(done);
       done.advance();
-      cursor.template promote<Boundary>(sums[0], partial, factors);
+      tile_scales.template promote<Boundary>(sums[0], partial, factors);
     };
 
     begin(even, even_factors);

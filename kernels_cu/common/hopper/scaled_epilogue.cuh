@@ -1,12 +1,12 @@
 // Epilogues of products of quantised matrices on Hopper: scales, zero points, bias
-// (common/quant/scaled_result.cuh), then one of three ways to memory (sm_90a).
+// (common/quant/scaled_result.cuh), then one of three kinds of stores (sm_90a).
 //
 //   Pairs    any type, any number of columns
 //   Rows     16-bit results from registers, 64 bytes of a row at a time: columns a multiple of 8
 //   Staged   16-bit results through swizzled shared memory and TMA: columns a multiple of 8
 //
-// ScaledEpilogue writes whole tiles; ScaledSplitEpilogue, Pairs or Rows, what the blocks of a cluster
-// have summed up together (common/hopper/split_k.cuh).
+// ScaledEpilogue stores full tiles; ScaledSplitEpilogue, Pairs or Rows, stores slices of split-K
+// tiles (common/hopper/split_k.cuh).
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -20,8 +20,8 @@ namespace cukit {
 
 enum class ResultPath { Pairs, Rows, Staged };
 
-// Scales and writes 64 rows of sums that begin at (row, column), 2 N columns wide, from registers; some
-// columns at a time: the factors of all would take too many.
+// Scales and stores 64 rows of sums at (row, column), 2 N columns wide, from registers; a few
+// columns at a time, since the factors of all would take too many registers.
 template <ResultPath Path, typename Out, typename Sum, int N>
 CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums)[N], int row,
                                int column) {
@@ -72,11 +72,11 @@ struct ScaledEpilogue {
   CUKIT_DEVICE void finish() const {}
 };
 
-// Buffers hold a whole tile: nothing but the copies of the tile before is waited for.
+// The buffers hold a full tile: stores wait only for the copies of the previous tile.
 template <typename Shape, typename Out>
 struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
   static constexpr int kPiece = Shape::kTileN % 64 == 0 ? 64 : Shape::kTileN % 32 == 0 ? 32 : 16;
-  static constexpr int kRowPieces = Shape::kTileN / kPiece;  // of 64 rows
+  static constexpr int kRowPieces = Shape::kTileN / kPiece;  // per 64 rows
   static constexpr int kPieces = Shape::kRowTiles * kRowPieces;
   using Store = StagedStore<Out, Shape::kTileN, kPiece, kPieces>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
@@ -85,8 +85,8 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* map;    // of the result: boxes of [64, kPiece], swizzled
 
-  // Scales of a tile, loaded while its products run: those of the lane's rows, and of every column
-  // 32 j + lane.
+  // Scales of a tile, loaded while its products run: of the lane's rows, and of columns 32 j +
+  // lane.
   float row_scales[Shape::kRowTiles][2];
   float column_scales[(Shape::kTileN + kWarpSize - 1) / kWarpSize];
 

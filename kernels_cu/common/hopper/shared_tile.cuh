@@ -1,20 +1,21 @@
 // Tiles in shared memory that TMA fills and wgmma reads (sm_90).
 //
-// A tile of Rows x Columns elements lies in parts of as many columns as the swizzle is wide. A part is
-// Rows rows of kRowBytes contiguous bytes, its 16-byte chunks permuted by the swizzle; parts follow
-// each other, in the order of their columns:
+// A tile of Rows x Columns elements is stored in parts as wide as the swizzle. A part is Rows rows
+// of kRowBytes contiguous bytes, with 16-byte chunks permuted by the swizzle; parts are stored in
+// the order of their columns:
 //
 //   columns        0 .. 63        64 .. 127           (16-bit elements, 128-byte swizzle)
 //   row 0        [128 bytes]     [128 bytes]
 //   row 1        [128 bytes]     [128 bytes]
 //   ...            part 0          part 1
 //
-// One TMA box fills one part: box(rows, part columns) of a tensor map with the same swizzle. Without a
-// swizzle a part is 16 bytes wide, so that eight rows of it are a contiguous core matrix of wgmma.
+// One TMA box fills one part: box(rows, part columns) of a tensor map with the same swizzle.
+// Without a swizzle a part is 16 bytes wide, so that eight of its rows are a contiguous wgmma core
+// matrix.
 //
-// Descriptors of wgmma operands are 64-bit numbers to which positions are added: descriptor of a tile
-// + stage + rows + step. All offsets are constants, or multiples of constants that the caller forms
-// with a stage or warpgroup index, so that they stay in uniform registers.
+// Offsets are added to the 64-bit descriptors of wgmma operands: descriptor of a tile + stage +
+// rows + step. All offsets are constants, or constants times a stage or warpgroup index, so that
+// they stay in uniform registers.
 #pragma once
 
 #include "common/platform.cuh"
@@ -25,7 +26,7 @@
 
 namespace cukit {
 
-// Width of a swizzle's pattern, of a chunk where there is none.
+// Width of the swizzle pattern in bytes; without a swizzle, of a chunk.
 constexpr int swizzle_bytes(OperandSwizzle swizzle) {
   return swizzle == OperandSwizzle::Bytes128  ? 128
          : swizzle == OperandSwizzle::Bytes64 ? 64
@@ -51,12 +52,13 @@ struct SharedTile {
   static constexpr int kBytes = kParts * kPartBytes;
 
   static_assert(Rows % 8 == 0 && Rows <= 256, "groups of eight rows, in one TMA box");
-  static_assert(kPartBytes % (8 * kRowBytes) == 0, "whole periods of the swizzle");
+  static_assert(kPartBytes % (8 * kRowBytes) == 0, "complete swizzle periods");
 
   // ---- Filling and storing: one thread ----
 
-  // Loads the tile at (row, column) of a map [rows, columns]. kBytes arrive at `full`, rows and columns
-  // outside the tensor as zeros; the tile's first row and all its parts begin inside.
+  // Loads the tile at (row, column) of a map [rows, columns]. kBytes complete at `full`; rows and
+  // columns outside the tensor are zeros. The tile's first row and the first column of every part
+  // must be inside the tensor.
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full,
                                 int column, int row) {
 #pragma unroll
@@ -65,8 +67,8 @@ struct SharedTile {
     }
   }
 
-  // The same of a map [matrices, rows, columns]. Parts that begin outside hold what another part does:
-  // a map of sequences must not be asked for boxes without an element inside.
+  // The same from a map [matrices, rows, columns]. A part that would start outside is loaded from
+  // the tile's first columns instead: boxes of a map of sequences must not be entirely outside.
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full,
                                 int column, const MatrixRow& at, int columns) {
 #pragma unroll
@@ -77,7 +79,7 @@ struct SharedTile {
     }
   }
 
-  // The same of a map [batch, rows, heads, columns], from column 0 on.
+  // The same from a map [batch, rows, heads, columns], from column 0 on.
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int head,
                                 int row, int batch) {
 #pragma unroll 1
@@ -86,12 +88,12 @@ struct SharedTile {
     }
   }
 
-  // Loads rows `first` .. `first` + Share - 1 of the tile into every block of the cluster whose bit is
-  // set in `blocks`; `row` is the tile's first row in the map, whose boxes have Share rows.
+  // Loads rows `first` .. `first` + Share - 1 of the tile into every block of the cluster whose bit
+  // is set in `blocks`; `row` is the tile's first row in the map, whose boxes have Share rows.
   template <int Share>
   CUKIT_DEVICE static void load_multicast(unsigned char* tile, const TensorMap* map, Mbarrier* full,
                                           int column, int row, int first, unsigned short blocks) {
-    static_assert(Share % 8 == 0, "whole periods of the swizzle");
+    static_assert(Share % 8 == 0, "complete swizzle periods");
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       tma_load_2d_multicast(tile + part * kPartBytes + first * kRowBytes, map, full,
@@ -99,8 +101,8 @@ struct SharedTile {
     }
   }
 
-  // Stores the tile to (row, column) of a map; what lies outside the tensor is dropped. Parts that
-  // begin outside are left out.
+  // Stores the tile to (row, column) of a map; elements outside the tensor are dropped. Parts that
+  // start outside are skipped.
   CUKIT_DEVICE static void store(const TensorMap* map, const unsigned char* tile, int column, int row,
                                  int columns) {
 #pragma unroll
@@ -124,7 +126,7 @@ struct SharedTile {
 
   // ---- Ordinary accesses: ldmatrix, stmatrix, 16-byte loads ----
 
-  // Address of a 16-byte chunk of a row, `shared` being that of the tile.
+  // Address of a 16-byte chunk of a row; `shared` is the tile's address.
   CUKIT_DEVICE static unsigned address(unsigned shared, unsigned row, unsigned chunk) {
     constexpr unsigned kChunks = kRowBytes / 16;
     const unsigned within = (chunk % kChunks) ^ (row * kRowBytes / 128 % kChunks);
@@ -147,11 +149,12 @@ struct SharedTile {
                              kPlain ? kPartBytes : 8 * kRowBytes);
   }
 
-  // What is added to a descriptor, in units of 16 bytes.
-  static constexpr int kStage = kBytes / 16;                       // the next tile behind this one
+  // Descriptor offsets, in units of 16 bytes.
+  static constexpr int kStage = kBytes / 16;                       // to the next tile
   static constexpr int kPart = kPartBytes / 16;                    // the next part
   static constexpr int rows(int count) { return count * (kRowBytes / 16); }  // a multiple of eight
-  // K-major: the step-th 32 bytes of k. MN-major: the step-th 32 bytes of k are 32 / sizeof(T) rows.
+  // K-major: the step-th 32 bytes of k. MN-major: the step-th 32 bytes of k are 32 / sizeof(T)
+  // rows.
   static constexpr int k_step(int step) {
     return (step * 32 / kRowBytes * kPartBytes + step * 32 % kRowBytes) / 16;
   }

@@ -1,13 +1,13 @@
-// Split k (sm_90a): the blocks of a cluster sum up a share of a tile's steps each, and then add their
-// sums through distributed shared memory.
+// Split-K (sm_90a): each block of a cluster accumulates a share of a tile's steps, and the blocks
+// reduce their accumulators through distributed shared memory.
 //
 //   every block    accumulators -> slice t of the columns -> st.async to block t
-//   block t        own slice + those of the others, in a fixed order -> transform -> out
+//   block t        own slice + slices of the others, in a fixed order -> transform -> out
 //
 // The schedule is DenseTiles with as many splits as the cluster has blocks, and a grid of as many
-// clusters as there are tiles: each computes one, so that the memory which receives is never used
-// twice. Before the first access to another block every thread of the cluster comes to cluster_arrive;
-// store() is where the consumers wait for it, long after.
+// clusters as there are tiles: each computes one, so that the receive buffer is never reused. All
+// threads of the cluster call cluster_arrive before the first remote access; the consumers wait for
+// it (cluster_wait) in store(), much later.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -17,14 +17,14 @@
 
 namespace cukit {
 
-// Columns of a slice: whole groups of eight. The last slice may have fewer, and there may be fewer
+// Columns of a slice: a multiple of eight. The last slice may have fewer, and there may be fewer
 // slices than blocks.
 constexpr int slice_columns(int columns, int splits) {
   return (columns / 8 + splits - 1) / splits * 8;
 }
 
-// The exchange. Parts: as of Transform (common/hopper/gemm_epilogue.cuh), each of which is cut into
-// slices.
+// The exchange. Parts: Transform::kParts (common/hopper/gemm_epilogue.cuh); each part is divided
+// into slices.
 template <typename Shape, typename Sum, int Splits, int Parts = 1>
 struct SplitSums {
   static constexpr int kColumns = Shape::kTileN / Parts;  // of the result
@@ -41,14 +41,14 @@ struct SplitSums {
   float4* received;           // kBytes of shared memory: [Splits - 1][kWords][kThreads]
   StageBarriers<1>* arrived;  // one arrival
 
-  // Columns of the result before those of this block's slice, and before those of the next tile.
+  // First column of this block's slice, and end of the tile's columns, in the result.
   CUKIT_DEVICE static int first_column(const MatrixTile& tile) {
     return tile.n * kColumns + cluster_rank() * kSliceColumns;
   }
   CUKIT_DEVICE static int end_column(const MatrixTile& tile) { return (tile.n + 1) * kColumns; }
 
-  // Turns this block's sums of the tile into the whole sums of its slice: false where it has none.
-  // `meanwhile` is called while the sums of the others are on their way.
+  // Reduces the accumulators of all blocks into `own`, this block's slice; false if it has none.
+  // Calls `meanwhile` while the other blocks' sums are in flight.
   template <typename Accumulators, typename Meanwhile>
   CUKIT_DEVICE bool exchange(Slice& own, const Accumulators& sums, const Meanwhile& meanwhile) const {
     const int rank = cluster_rank();
@@ -59,7 +59,7 @@ struct SplitSums {
     cluster_wait();
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
-      // Block `to` keeps the sums of block to + 1 + i in place i.
+      // Block `to` receives the sums of block to + 1 + i in slot i.
       const int place = (rank - to - 1 + Splits) % Splits;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
@@ -101,14 +101,15 @@ struct SplitSums {
   }
 
  private:
-  // Sums of integers travel as floats with their bits.
+  // Integer sums are sent as floats with the same bits.
   CUKIT_DEVICE static float bits(float sum) { return sum; }
   CUKIT_DEVICE static float bits(int sum) { return __int_as_float(sum); }
   CUKIT_DEVICE static void add(float& to, float sum) { to += sum; }
   CUKIT_DEVICE static void add(int& to, float sum) { to += __float_as_int(sum); }
 };
 
-// Transform: as for StagedEpilogue, of slices. Transposed: the transpose of the product is the result.
+// Transform: as for StagedEpilogue, applied to slices. Transposed: the result is the transpose of
+// the product.
 template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
 struct SplitEpilogue {
   using Sums = SplitSums<Shape, float, Splits, Transform::kParts>;
@@ -143,7 +144,7 @@ struct SplitEpilogue {
   CUKIT_DEVICE void finish() const {}
 
  private:
-  // `end`: of the columns that are the tile's.
+  // `end`: end of the tile's columns.
   CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column, int end) {
     const long long stride = Transposed ? rows : columns;
     transform.prepare(sums, row, column);

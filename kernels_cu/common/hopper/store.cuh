@@ -1,12 +1,12 @@
-// Epilogues: a warpgroup's accumulators on their way from registers to global memory (sm_90).
+// Epilogue stores: a warpgroup's accumulators from registers to global memory (sm_90).
 //
-// Accumulators lie as wgmma leaves them: element 4 n + 2 half + i of a lane is row
+// wgmma accumulators: element 4 n + 2 half + i of a lane is row
 // accumulator_row() + 8 half, column 8 n + accumulator_column() + i.
 //
 //   write_rows   straight from registers, 64 bytes of a row at a time: no shared memory, no barrier.
-//                For warpgroups that end at different times (attention).
-//   StagedStore  through swizzled shared memory (stmatrix) and TMA: whole cache lines, the copy runs
-//                in the background. For tiles of a matrix. TransposedStore: of its transpose.
+//                For warpgroups that finish at different times (attention).
+//   StagedStore  through swizzled shared memory (stmatrix) and TMA: full cache lines, asynchronous.
+//                For tiles of a matrix. TransposedStore: for its transpose.
 //   write_pairs  from registers, two elements at a time: for a few columns.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace cukit {
 
-// A lane's two rows, 8 apart: what they are multiplied with, and where they go.
+// Factors and destination of a lane's two rows, 8 apart.
 template <typename T>
 struct ResultRows {
   float factor[2];
@@ -32,7 +32,7 @@ struct ResultRows {
   int columns;
 };
 
-// Guarded: chunks of 32 columns reach beyond the last one.
+// Guarded: the last chunk of 32 columns may extend beyond the last column.
 template <bool Guarded, typename T, int N>
 CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) {
   const int quad_lane = threadIdx.x % 4;
@@ -58,15 +58,15 @@ CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) 
   }
 }
 
-// Swizzle of rows of `bytes`, of those that TMA has.
+// The swizzle for rows of `bytes`.
 constexpr OperandSwizzle row_swizzle(int bytes) {
   return bytes == 128 ? OperandSwizzle::Bytes128
          : bytes == 64 ? OperandSwizzle::Bytes64
                        : OperandSwizzle::Bytes32;
 }
 
-// Stores 64 x Columns accumulators in pieces of 64 x PieceColumns, through `Buffers` buffers of shared
-// memory that belong to the warpgroup: while TMA reads one, the next piece is written to another.
+// Stores 64 x Columns accumulators in pieces of 64 x PieceColumns, through `Buffers` shared-memory
+// buffers per warpgroup: while TMA reads one, the next piece is written to another.
 template <typename T, int Columns, int PieceColumns, int Buffers>
 struct StagedStore {
   using Piece = SharedTile<T, kWarpgroupRows, PieceColumns,  // the boxes of the tensor map
@@ -74,8 +74,9 @@ struct StagedStore {
   static constexpr int kPieces = Columns / PieceColumns;
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
-  // All threads of the warpgroup, with a named barrier of its own. The tile begins at (row, column) of
-  // a matrix of `rows` x `columns`; what lies outside is not written. First: of the accumulators.
+  // Called by all threads of the warpgroup, with a named barrier of its own. The tile starts at
+  // (row, column) of a matrix of `rows` x `columns`; elements outside are not written. First: index
+  // of the first accumulator.
   template <int First = 0, int N>
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
@@ -85,19 +86,20 @@ struct StagedStore {
     });
   }
 
-  // The same with pieces that go to places of their own: one thread calls start(piece, buffer), which
-  // starts the copy of that piece or none.
+  // The same with a destination per piece: one thread calls start(piece, buffer), which issues the
+  // copy of that piece, or none.
   template <int First = 0, int N, typename Start>
   CUKIT_DEVICE static void store_pieces(const float (&sums)[N], unsigned char* buffers, int barrier,
                                         const Start& start) {
-    static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
+    static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0,
+                  "pieces of full stmatrix blocks");
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
       if (starts) {
-        // The last tile's pieces have long been read; a new tile begins with the first buffer.
+        // A new tile starts with the first buffer; the last tile's pieces have been read by now.
         if (piece == 0) bulk_wait_read<0>();
         if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
       }
@@ -107,19 +109,19 @@ struct StagedStore {
       named_sync(barrier, kWarpgroupThreads);  // the buffer is written
       if (starts) {
         start(piece, buffer);
-        bulk_commit();  // an empty group counts as one
+        bulk_commit();  // also for an empty group
       }
     }
   }
 
-  // The same in steps, for pieces that are computed one by one: before the first of `Buffers` pieces (or
-  // the last few) acquire(), write() for each, then send().
+  // The same in steps, for pieces that are computed one by one: for every `Buffers` pieces call
+  // acquire(), write() for each piece, then send().
   CUKIT_DEVICE static void acquire(int barrier) {
     if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
     named_sync(barrier, kWarpgroupThreads);  // the buffers are free
   }
 
-  // `Count` columns, which begin at `first` of a piece.
+  // Writes `Count` columns, from column `first` of a piece on.
   template <int Count = PieceColumns>
   CUKIT_DEVICE static void write(const float* sums, unsigned char* buffer, int first = 0) {
     const int lane = threadIdx.x % kWarpSize;
@@ -145,13 +147,13 @@ struct StagedStore {
     }
   }
 
-  // The same for PartColumns, a part of a piece, that begin at `first` of the Columns and at `column` of
-  // the matrix. Parts come in order; the last one of a piece starts its copy.
+  // The same for a part of a piece: PartColumns from column `first` of the tile, `column` of the
+  // matrix. Parts must come in order; the last part of a piece issues its copy.
   template <int PartColumns>
   CUKIT_DEVICE static void store_part(const float (&sums)[PartColumns / 2], unsigned char* buffers,
                                       const TensorMap* map, int column, int row, int columns,
                                       int rows, int barrier, int first) {
-    static_assert(PieceColumns % PartColumns == 0 && Buffers == 2, "two buffers of whole parts");
+    static_assert(PieceColumns % PartColumns == 0 && Buffers == 2, "two buffers of full parts");
     const int piece = first / PieceColumns;
     const int within = first % PieceColumns;
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
@@ -172,23 +174,23 @@ struct StagedStore {
     }
   }
 
-  // Before the block exits: TMA has read the last buffers.
+  // Call before the block exits: waits until TMA has read the last buffers.
   CUKIT_DEVICE static void finish() {
     if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
   }
 };
 
-// Stores the transpose of 64 x Columns accumulators, Columns rows of 64, in pieces of PieceColumns rows
-// through one buffer of the warpgroup.
+// Stores the transpose of 64 x Columns accumulators, Columns rows of 64, in pieces of PieceColumns
+// rows through one buffer per warpgroup.
 template <typename T, int Columns, int PieceColumns = Columns>
 struct TransposedStore {
   using Piece = SharedTile<T, PieceColumns, kWarpgroupRows>;  // the box of the tensor map
   static constexpr int kBytes = Piece::kBytes;
 
-  static_assert(sizeof(T) == 2 && PieceColumns % 16 == 0, "whole matrices of stmatrix");
-  static_assert(Columns % PieceColumns == 0, "whole pieces");
+  static_assert(sizeof(T) == 2 && PieceColumns % 16 == 0, "full stmatrix blocks");
+  static_assert(Columns % PieceColumns == 0, "full pieces");
 
-  // As StagedStore::store; (row, column) of the transpose, which has `rows` x `columns`.
+  // As StagedStore::store; (row, column), `rows` and `columns` are of the transpose.
   template <int N>
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffer,
                                  const TensorMap* map, int column, int row, int columns, int rows,
@@ -202,7 +204,8 @@ struct TransposedStore {
     }
   }
 
-  // One piece with a place of its own: one thread calls send(), which starts the copy of the buffer.
+  // One piece with its own destination: one thread calls send(), which issues the copy of the
+  // buffer.
   template <typename Send>
   CUKIT_DEVICE static void store_piece(const float* sums, unsigned char* buffer, int barrier,
                                        const Send& send) {
@@ -233,9 +236,9 @@ struct TransposedStore {
   }
 };
 
-// Writes accumulators First .. First + Columns / 2 of a lane, which begin at (row, column) of a matrix
-// of `rows` x `columns`. `columns` and `stride` are even unless Transposed, where element (i, j) goes
-// to out[j * stride + i].
+// Writes accumulators First .. First + Columns / 2 of a lane, which start at (row, column) of a
+// matrix of `rows` x `columns`. `columns` and `stride` are even unless Transposed, where element
+// (i, j) goes to out[j * stride + i].
 template <bool Transposed, int Columns, int First = 0, typename T, int N>
 CUKIT_DEVICE void write_pairs(const float (&sums)[N], T* out, long long stride, int row, int column,
                               int rows, int columns) {

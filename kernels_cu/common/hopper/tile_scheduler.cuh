@@ -1,28 +1,31 @@
-// Tile schedulers: which tiles of a result the blocks of a persistent grid compute, and in which order.
+// Tile schedulers: the tiles of a result that each block of a persistent grid computes, and their
+// order.
 //
-//   static   block b of g takes tiles b, b + g, ...: every warp knows them without communication.
-//   dynamic  a counter in global memory deals tiles to whoever is free: for tiles of unlike cost. One
-//            thread of a block draws, and passes the tile on with the first stage that it fills.
-//   matrix   tiles of a matrix product in an order that keeps operands in L2, optionally with the
-//            steps of k split among several.
-//   stream-K the same, where the last tiles, too few to give every block one, are cut along k into
-//            as many equal shares as there are blocks.
+//   static   block b of g takes tiles b, b + g, ...: every warp computes them, without
+//            communication.
+//   dynamic  an atomic counter in global memory assigns tiles to free blocks: for tiles of
+//            different cost. One thread of a block draws a tile, and publishes it with the first
+//            stage it fills.
+//   matrix   tiles of a matrix product in a rasterisation order that keeps operands in L2,
+//            optionally split along k.
+//   stream-K the same, where the last tiles, fewer than one per block, are divided along k into one
+//            equal share per block.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// The tile of a block's turn, 0, 1, ..., under the static schedule. The blocks of a cluster take
-// the same number: one tile is the cluster's.
+// The block's turn-th tile under the static schedule. The blocks of a cluster get the same index,
+// that of the cluster's tile.
 template <int ClusterSize = 1>
 CUKIT_DEVICE int static_tile(int turn) {
   return turn * (static_cast<int>(gridDim.x) / ClusterSize) +
          static_cast<int>(blockIdx.x) / ClusterSize;
 }
 
-// Deals tiles by a counter that starts with the number of blocks of the grid. A tile is drawn ahead,
-// while the one before is worked on, so that nobody waits for the atomic operation.
+// Assigns tiles by a counter that starts at the number of blocks of the grid. A tile is drawn while
+// the previous one is processed, which hides the latency of the atomic operation.
 class DynamicTiles {
  public:
   CUKIT_DEVICE int tile() const { return tile_; }
@@ -34,13 +37,13 @@ class DynamicTiles {
 
 // One unit of work of a matrix product: a tile of the result, and the steps of k to sum up.
 struct MatrixTile {
-  int m, n;  // tiles before it along each axis
+  int m, n;  // tile index along each axis
   int first_step, end_step;
 };
 
-// Walks over the tiles of a matrix in groups of `group` rows of tiles, column by column within a group:
-// the tiles in flight at any time share few rows of a and few columns of b, which L2 then holds.
-// `splits` neighbours in this order share a tile and split its steps of k.
+// Iterates over the tiles of a matrix in rasterisation groups of `group` rows of tiles, column by
+// column within a group: the tiles in flight share few rows of a and few columns of b, which stay
+// in L2. `splits` neighbours in this order share a tile and split its steps of k.
 struct MatrixTiles {
   int tiles_m, tiles_n;
   int group;
@@ -53,7 +56,7 @@ struct MatrixTiles {
     const int split = index % splits;
     const int tile = index / splits;
     int first = 0, within = tile;
-    if (group < tiles_m) {  // else there is one group; divisions come before a block's first load
+    if (group < tiles_m) {  // skips the divisions, which delay the first load, for a single group
       const int per_group = group * tiles_n;
       first = tile / per_group * group;
       within = tile % per_group;
@@ -69,15 +72,15 @@ struct MatrixTiles {
 struct StreamKTile {
   int m, n;
   int first_step, end_step;
-  int shared;  // number among the tiles that blocks share, or -1
+  int shared;  // index among the shared tiles, or -1
 };
 
-// The first `whole` tiles, a multiple of the blocks or all there are, go to one block each under the
-// static schedule. The others' steps, laid end to end, are cut into one contiguous share a block: every
-// block has the same work to within one step, and at most its first and its last piece are not whole
-// tiles. Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
-// Multiplication on the GPU". There are at least as many shared steps as blocks, or none,
-// and their product is below 2^32.
+// The first `whole` tiles, a multiple of the number of blocks or all tiles, go to one block each
+// under the static schedule. The concatenated steps of the others are divided into one contiguous
+// share per block: all blocks have the same work to within one step, and at most the first and last
+// piece of a share are not complete tiles. Osama et al., "Stream-K: Work-centric Parallel
+// Decomposition for Dense Matrix-Matrix Multiplication on the GPU". There are at least as many
+// shared steps as blocks, or none, and their product is below 2^32.
 struct StreamKTiles {
   using Tile = StreamKTile;
   MatrixTiles tiles;
@@ -103,16 +106,16 @@ struct StreamKTiles {
     return true;
   }
 
-  // ---- Tiles that several blocks have pieces of ----
+  // ---- Tiles shared by several blocks ----
 
   CUKIT_DEVICE bool in_pieces(const Tile& tile) const {
     return tile.end_step - tile.first_step < tiles.steps;
   }
-  // The blocks from first_block to last_block have a piece of a shared tile each.
+  // Blocks first_block .. last_block have one piece each of a shared tile.
   CUKIT_DEVICE int first_block(int shared) const { return block_of(shared * tiles.steps); }
   CUKIT_DEVICE int last_block(int shared) const { return block_of((shared + 1) * tiles.steps - 1); }
 
-  // A place for the piece of a shared tile that belongs to `block`: 0 .. 2 blocks - 1.
+  // Slot of `block`'s piece of a shared tile: 0 .. 2 blocks - 1.
   CUKIT_DEVICE int place(int block, int shared) const {
     return 2 * block + (first_unit(block) / tiles.steps == shared ? 0 : 1);
   }
@@ -120,10 +123,10 @@ struct StreamKTiles {
  private:
   CUKIT_DEVICE unsigned units() const { return (tiles.count() - whole) * tiles.steps; }
 
-  // Where a block's share begins.
+  // First unit of a block's share.
   CUKIT_DEVICE int first_unit(unsigned block) const { return units() * block / gridDim.x; }
 
-  // The last block whose share begins at `unit` or before.
+  // The last block whose share starts at or before `unit`.
   CUKIT_DEVICE int block_of(unsigned unit) const { return ((unit + 1) * gridDim.x - 1) / units(); }
 };
 

@@ -1,10 +1,11 @@
-// The skeleton of a warp-specialised block (sm_90a): a producer warpgroup that starts copies, and
-// consumer warpgroups that multiply.
+// The skeleton of a warp-specialised block (sm_90a): a producer warpgroup that issues loads, and
+// consumer warpgroups that issue wgmmas.
 //
-// A block starts with the same number of registers for every thread; the producer warpgroup gives up
-// what it does not need (setmaxnreg), and the consumers share it. setmaxnreg takes effect where the
-// kernel has __launch_bounds__(kThreads, BlocksPerSm) and each role is one branch of a single if/else:
-// run() is that if/else. A single consumer can have all registers it can address without that.
+// All threads of a block start with the same number of registers; the producer warpgroup releases
+// those it does not need (setmaxnreg), and the consumers take them. setmaxnreg takes effect where
+// the kernel has __launch_bounds__(kThreads, BlocksPerSm) and each role is one branch of a single
+// if/else: run() is that if/else. A single consumer has the maximum of registers without
+// setmaxnreg.
 #pragma once
 
 #include "common/platform.cuh"
@@ -19,7 +20,7 @@ constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupWarps = kWarpgroupThreads / kWarpSize;
 constexpr int kWarpgroupRows = 64;  // of a wgmma
 
-// `ProducerRegisters`: what a thread of the producer warpgroup needs; a multiple of 8, 24 or more.
+// `ProducerRegisters`: per thread of the producer warpgroup; a multiple of 8, 24 or more.
 template <int Consumers, int ProducerRegisters, int BlocksPerSm = 1>
 struct WarpSpecialized {
   static constexpr int kThreads = (Consumers + 1) * kWarpgroupThreads;
@@ -30,12 +31,12 @@ struct WarpSpecialized {
 
   static constexpr bool kMovesRegisters = kStartRegisters < 256;
 
-  static_assert(ProducerRegisters % 8 == 0 && ProducerRegisters >= 24, "as setmaxnreg asks for");
-  static_assert(ProducerRegisters <= kStartRegisters, "the producer gives registers up");
-  static_assert(kConsumerRegisters < 256 || !kMovesRegisters, "registers that a thread can address");
+  static_assert(ProducerRegisters % 8 == 0 && ProducerRegisters >= 24, "as setmaxnreg requires");
+  static_assert(ProducerRegisters <= kStartRegisters, "the producer releases registers");
+  static_assert(kConsumerRegisters < 256 || !kMovesRegisters, "within a thread's maximum");
 
-  // Runs `init` in one thread; what it initialises, mbarriers among it, is then visible to the block
-  // and to TMA, and with ClusterSize above 1 to the cluster.
+  // Runs `init` in one thread; the mbarriers and memory that it initialises are then visible to the
+  // block and to TMA, and with ClusterSize above 1 to the cluster.
   template <int ClusterSize = 1, typename Init>
   CUKIT_DEVICE static void prepare(const Init& init) {
     if (threadIdx.x == 0) {
@@ -62,13 +63,14 @@ struct WarpSpecialized {
     }
   }
 
-  // Index of a consumer's warpgroup, 0 .. Consumers - 1.
+  // Index of this consumer warpgroup, 0 .. Consumers - 1.
   CUKIT_DEVICE static int consumer_group() {
     return warp_uniform(threadIdx.x / kWarpgroupThreads) - 1;
   }
 };
 
-// A lane's first row of its warpgroup's 64 in accumulators of wgmma; its second is 8 rows below.
+// A lane's first row among its warpgroup's 64 rows of wgmma accumulators; its second is 8 rows
+// below.
 CUKIT_DEVICE int accumulator_row(unsigned thread = threadIdx.x) {
   return thread % kWarpgroupThreads / kWarpSize * 16 + thread % kWarpSize / 4;
 }

@@ -17,7 +17,7 @@ CUKIT_DEVICE unsigned long long create_policy_evict_last() {
 #endif
 }
 
-// The same for lines that are the first to be evicted: of data that is read once.
+// The same for lines that are evicted first: for data that is read once.
 CUKIT_DEVICE unsigned long long create_policy_evict_first() {
 #ifdef CUKIT_EMULATE
   return 0;
@@ -28,7 +28,7 @@ CUKIT_DEVICE unsigned long long create_policy_evict_first() {
 #endif
 }
 
-// The same for lines that nothing is known of.
+// The same with the default priority (evict_normal).
 CUKIT_DEVICE unsigned long long create_policy_evict_normal() {
 #ifdef CUKIT_EMULATE
   return 0;
@@ -52,7 +52,7 @@ CUKIT_DEVICE uint4 load_global_16(const uint4* global, unsigned long long policy
 #endif
 }
 
-// prefetch.global.L2: brings the line of an address to L2. A hint: nothing waits for it.
+// prefetch.global.L2: prefetches the line of an address to L2. A hint without completion.
 CUKIT_DEVICE void prefetch_l2(const void* address) {
 #ifndef CUKIT_EMULATE
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));

@@ -1,7 +1,7 @@
 // Thread-block clusters (PTX ISA 7.8, sm_90 and up): blocks scheduled together, each able to write
 // the others' shared memory.
 //
-// CUKIT_CLUSTER_SHAPE   qualifier of a kernel whose macro CLUSTER says how many blocks a cluster has
+// CUKIT_CLUSTER_SHAPE   qualifier of a kernel; macro CLUSTER is the number of blocks per cluster
 #pragma once
 
 #include "common/platform.cuh"
@@ -27,8 +27,8 @@ CUKIT_DEVICE int cluster_rank() {
 #endif
 }
 
-// First half of a barrier over all threads of the cluster; what was written before it is visible
-// after the others' cluster_wait, remote shared memory included.
+// First half of a barrier over all threads of the cluster; earlier writes, to remote shared memory
+// too, are visible to others after their cluster_wait.
 CUKIT_DEVICE void cluster_arrive() {
 #ifdef CUKIT_EMULATE
   emulator::cluster_arrive();
@@ -46,8 +46,8 @@ CUKIT_DEVICE void cluster_wait() {
 #endif
 }
 
-// Writes a float to the place that `local`, an address in this block's shared memory, has in the
-// shared memory of block `rank` of the cluster. That block must have started and not yet exited.
+// Writes a float to the shared memory of block `rank` of the cluster, at the address that
+// corresponds to `local` in this block. That block must have started and not yet exited.
 CUKIT_DEVICE void store_remote(float* local, int rank, float value) {
 #ifdef CUKIT_EMULATE
   emulator::store_remote(emulator::map_to_rank(shared_address(local), rank), __float_as_uint(value));
@@ -60,8 +60,8 @@ CUKIT_DEVICE void store_remote(float* local, int rank, float value) {
 #endif
 }
 
-// atom.add.u32 on the place that `local` has in the shared memory of block `rank`, this block's own
-// included; returns the old value. Atomic with that block's own atomicAdd.
+// atom.add.u32 at the address that corresponds to `local` in the shared memory of block `rank`,
+// which may be this block; returns the old value. Atomic with that block's own atomicAdd.
 CUKIT_DEVICE unsigned fetch_add_remote(unsigned* local, int rank, unsigned value) {
 #ifdef CUKIT_EMULATE
   return emulator::fetch_add_remote(emulator::map_to_rank(shared_address(local), rank), value);
@@ -78,8 +78,8 @@ CUKIT_DEVICE unsigned fetch_add_remote(unsigned* local, int rank, unsigned value
 #endif
 }
 
-// st.async: as store_remote, 16 bytes in the background; they are reported to the barrier that has the
-// place of `barrier` in that block. Addresses are 16-byte aligned.
+// st.async: as store_remote, 16 bytes, asynchronous; they complete at the mbarrier that corresponds
+// to `barrier` in that block. Addresses are 16-byte aligned.
 CUKIT_DEVICE void store_async_remote(float4* local, int rank, const float4& value,
                                      Mbarrier* barrier) {
 #ifdef CUKIT_EMULATE

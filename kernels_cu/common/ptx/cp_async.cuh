@@ -1,4 +1,4 @@
-// cp.async: copies from global to shared memory that complete in the background (sm_80).
+// cp.async: asynchronous copies from global to shared memory (sm_80).
 #pragma once
 
 #include "common/platform.cuh"
@@ -7,8 +7,8 @@
 
 namespace cukit {
 
-// cp.async.cg, 16 bytes, past L1. With `valid` false the destination becomes zeros and `global` is
-// not read. Both addresses are 16-byte aligned.
+// cp.async.cg, 16 bytes, bypassing L1. With `valid` false the destination becomes zeros and
+// `global` is not read. Both addresses are 16-byte aligned.
 CUKIT_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = true) {
 #ifdef CUKIT_EMULATE
   emulator::cp_async(shared, global, 16, valid ? 16 : 0);
@@ -30,7 +30,7 @@ CUKIT_DEVICE void cp_async_16_partial(unsigned shared, const void* global, int p
 #endif
 }
 
-// cp.async.ca, 4, 8 or 16 bytes, through L1: of what other threads of this SM read too.
+// cp.async.ca, 4, 8 or 16 bytes, through L1: for data that other threads of the SM read too.
 template <int Bytes>
 CUKIT_DEVICE void cp_async_cached(unsigned shared, const void* global, bool valid) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "three sizes of copies");
@@ -55,8 +55,8 @@ CUKIT_DEVICE void cp_async_16_policy(unsigned shared, const void* global,
 #endif
 }
 
-// cp.async.mbarrier.arrive.noinc: one of the arrivals that `barrier` counts, once this thread's copies so
-// far have completed.
+// cp.async.mbarrier.arrive.noinc: arrives at `barrier` once this thread's copies so far have
+// completed; counts as one of its expected arrivals.
 CUKIT_DEVICE void cp_async_arrive(Mbarrier* barrier) {
 #ifdef CUKIT_EMULATE
   emulator::cp_async_commit();
@@ -68,7 +68,7 @@ CUKIT_DEVICE void cp_async_arrive(Mbarrier* barrier) {
 #endif
 }
 
-// cp.async.commit_group: closes the group of this thread's copies issued since the last one.
+// cp.async.commit_group: commits this thread's copies since the last commit as a group.
 CUKIT_DEVICE void cp_async_commit() {
 #ifdef CUKIT_EMULATE
   emulator::cp_async_commit();

@@ -1,13 +1,13 @@
-// ld.acquire and red.release: blocks that wait for one another through global memory.
+// ld.acquire and red.release: synchronisation of blocks through global memory.
 //
-// Only blocks that are sure to run, or to have run, may be waited for.
+// Forward progress: wait only for blocks that are guaranteed to be running or to have run.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// ld.acquire.gpu: what the block that released the value read did before it, is visible after this.
+// ld.acquire.gpu: writes before the release that stored the value read are visible after this.
 CUKIT_DEVICE int load_acquire(const int* from) {
 #ifdef CUKIT_EMULATE
   emulator::yield();

@@ -1,7 +1,7 @@
 // lop3.b32: a logical function of three words (sm_50).
 //
-// Written as C++ operators with two constants it becomes two instructions of the assembler's, since an
-// instruction has room for one constant; lop3 keeps the other in a register.
+// As C++ operators with two constants ptxas emits two instructions, since an instruction has room
+// for one immediate; lop3 keeps the other constant in a register.
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,4 +1,4 @@
-// max.NaN.f32: the larger of two floats, NaN where either is (PTX ISA 7.0, sm_80).
+// max.NaN.f32: the larger of two floats, NaN if either is NaN (PTX ISA 7.0, sm_80).
 #pragma once
 
 #include "common/platform.cuh"

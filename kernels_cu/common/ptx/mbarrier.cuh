@@ -1,8 +1,9 @@
 // mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of copies (sm_90).
 //
-// A phase ends when as many threads have arrived as the barrier was initialised with, and all bytes
-// announced in it have come. Phases alternate in parity, starting with 0: waiting for parity p comes
-// back once the latest phase of that parity has ended, at once for parity 1 of a new barrier.
+// A phase completes when the number of arrivals that the barrier was initialised with have arrived
+// and all bytes announced in it have been copied. Phases alternate in parity, starting with 0: a
+// wait for parity p returns once the latest phase of that parity has completed, immediately for
+// parity 1 of a new barrier.
 #pragma once
 
 #include "common/platform.cuh"
@@ -15,7 +16,7 @@ struct Mbarrier {
   unsigned long long state;
 };
 
-// mbarrier.init: one thread, before a barrier that all users of it pass.
+// mbarrier.init: one thread, before a barrier of all threads that use it.
 CUKIT_DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
 #ifdef CUKIT_EMULATE
   emulator::mbarrier_init(shared_address(barrier), arrivals);
@@ -26,7 +27,7 @@ CUKIT_DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
 #endif
 }
 
-// fence.mbarrier_init: makes initialisations visible to the cluster and to the copy engine.
+// fence.mbarrier_init: makes initialisations visible to the cluster and to TMA.
 CUKIT_DEVICE void fence_mbarrier_init() {
 #ifdef CUKIT_EMULATE
   emulator::fence_mbarrier_init();
@@ -45,7 +46,7 @@ CUKIT_DEVICE void mbarrier_arrive(Mbarrier* barrier) {
 #endif
 }
 
-// mbarrier.arrive at the barrier that block `rank` of the cluster has in the same place.
+// mbarrier.arrive at the corresponding barrier of block `rank` of the cluster.
 CUKIT_DEVICE void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
 #ifdef CUKIT_EMULATE
   emulator::mbarrier_arrive(emulator::map_to_rank(shared_address(barrier), rank), 0);
@@ -59,8 +60,8 @@ CUKIT_DEVICE void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
 #endif
 }
 
-// The same without ordering this thread's ordinary accesses before it (release costs a fence of the
-// whole GPU's memory): for a stage that only wgmma has read, and wgmma_wait has come back.
+// The same without ordering this thread's earlier accesses (a release costs a memory fence of GPU
+// scope): for a stage that only completed wgmmas have read.
 CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
 #ifdef CUKIT_EMULATE
   emulator::mbarrier_arrive_relaxed(emulator::map_to_rank(shared_address(barrier), rank));
@@ -74,7 +75,7 @@ CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
 #endif
 }
 
-// mbarrier.arrive.expect_tx: arrives, and announces `bytes` that copies will bring in this phase.
+// mbarrier.arrive.expect_tx: arrives, and announces `bytes` of copies in this phase.
 CUKIT_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
 #ifdef CUKIT_EMULATE
   emulator::mbarrier_arrive(shared_address(barrier), bytes);
@@ -86,8 +87,8 @@ CUKIT_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
 #endif
 }
 
-// mbarrier.try_wait.parity, until the phase of that parity has ended. What the copies and the
-// arriving threads wrote is then visible.
+// mbarrier.try_wait.parity, repeated until the phase of that parity has completed. Writes of the
+// copies and of the arriving threads are then visible.
 CUKIT_DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
 #ifdef CUKIT_EMULATE
   emulator::mbarrier_wait(shared_address(barrier), parity);
@@ -104,7 +105,7 @@ CUKIT_DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
 #endif
 }
 
-// The same for what other blocks of the cluster wrote.
+// The same, also for writes of other blocks of the cluster.
 CUKIT_DEVICE void mbarrier_wait_cluster(Mbarrier* barrier, unsigned parity) {
 #ifdef CUKIT_EMULATE
   emulator::mbarrier_wait(shared_address(barrier), parity);

@@ -1,4 +1,4 @@
-// {min,max}.{f16x2,bf16x2}: of two registers of two 16-bit elements (sm_80).
+// {min,max}.{f16x2,bf16x2}: element-wise, on registers of two 16-bit elements (sm_80).
 #pragma once
 
 #include "common/platform.cuh"
@@ -6,7 +6,7 @@
 
 namespace cukit {
 
-// Element by element; a NaN yields to a number.
+// Element by element; if one operand is NaN the result is the other.
 template <typename T>
 CUKIT_DEVICE unsigned min_packed(unsigned a, unsigned b);
 template <typename T>

@@ -1,10 +1,10 @@
 // mma.sync: a warp's 16x8x16 product on the tensor cores, float accumulation (sm_80).
 //
-// With g = lane / 4 and t = lane % 4, two neighbouring 16-bit elements a register:
+// With g = lane / 4 and t = lane % 4, two neighbouring 16-bit elements per register:
 //   A (16x16, row)    a0: row g, columns 2t 2t+1   a1: row g + 8   a2: columns + 8   a3: both
 //   B (16x8, column)  b0: rows 2t 2t+1, column g   b1: rows + 8
 //   C, D (16x8)       d0 d1: row g, columns 2t 2t+1   d2 d3: row g + 8
-// So the D of two neighbouring column tiles, packed to 16 bits, is an A operand as it stands.
+// So the D of two neighbouring column tiles, packed to 16 bits, is an A operand.
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,6 +1,6 @@
-// mma.sync of other depths and types: half as deep, tf32, and 8-bit integers and floats (sm_80).
+// mma.sync of other shapes and types: k = 8, tf32, and 8-bit integers and floats (sm_80).
 //
-// Lane l, with g = l / 4 and t = l % 4, holds E = 4 / size elements a register:
+// Lane l, with g = l / 4 and t = l % 4, holds E = 4 / size elements per register:
 //   A (16 rows)     a0: row g, elements E t ..   a1: row g + 8   a2: elements E (t + 4) ..   a3: both
 //   B (8 columns)   b0: column g, elements E t ..   b1: elements E (t + 4) ..
 //   D (16x8)        d0 d1: row g, columns 2t 2t+1   d2 d3: row g + 8

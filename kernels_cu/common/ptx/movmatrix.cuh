@@ -5,8 +5,8 @@
 
 namespace cukit {
 
-// movmatrix.sync.aligned.m8n8.trans.b16: lane 4 r + c gives elements 2 c and 2 c + 1 of row r and gets
-// those of column r.
+// movmatrix.sync.aligned.m8n8.trans.b16: lane 4 r + c passes elements 2 c and 2 c + 1 of row r and
+// receives those of column r.
 CUKIT_DEVICE unsigned transpose_8x8(unsigned pair) {
 #ifdef CUKIT_EMULATE
   return emulator::movmatrix(pair);

@@ -1,13 +1,13 @@
-// A value that the compiler knows nothing about.
+// Values that the compiler must treat as unknown.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// No instruction: returns `value`. What is derived from the result is computed after this point,
-// every time it is passed; from `value` itself the compiler might derive it once, long before, and
-// keep it in registers that a main loop needs.
+// Returns `value`; emits no instruction. Expressions of the result are computed after this point
+// each time; those of `value` itself the compiler might compute once, long before, and keep in
+// registers that a main loop needs.
 CUKIT_DEVICE unsigned opaque(unsigned value) {
 #ifndef CUKIT_EMULATE
   asm volatile("" : "+r"(value));
@@ -15,13 +15,13 @@ CUKIT_DEVICE unsigned opaque(unsigned value) {
   return value;
 }
 
-// The same of an operand's descriptor, whose high word never changes.
+// The same for an operand's descriptor, whose high word never changes.
 CUKIT_DEVICE unsigned long long opaque_descriptor(unsigned long long descriptor) {
   return (descriptor >> 32 << 32) + opaque(static_cast<unsigned>(descriptor));
 }
 
-// `value`, but not before `awaited`, which is never below -1, is known: an instruction that is given
-// the result stays behind the computation of `awaited`, which the compiler else might put off.
+// Returns `value`, ordered after the computation of `awaited`, which is never below -1: an
+// instruction that uses the result is not moved above that computation.
 CUKIT_DEVICE unsigned ordered_after(unsigned value, float awaited) {
 #ifndef CUKIT_EMULATE
   asm volatile("" : "+f"(awaited));

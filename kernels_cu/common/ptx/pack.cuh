@@ -33,7 +33,7 @@ CUKIT_DEVICE unsigned pack<__nv_bfloat16>(float low, float high) {
 #endif
 }
 
-// The way back, exactly.
+// The inverse conversion, exact.
 template <typename T>
 CUKIT_DEVICE void unpack(float (&to)[2], unsigned packed);
 

@@ -1,12 +1,12 @@
-// cvt.rn.satfinite.e4m3x2.f32, cvt.rn.f16x2.e4m3x2: floats to float8, float8 to halves (sm_89).
+// cvt.rn.satfinite.e4m3x2.f32, cvt.rn.f16x2.e4m3x2: float to e4m3, e4m3 to float16 (sm_89).
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// Four floats to a register of e4m3, `x0` at the lowest address. Rounds to nearest even; beyond 448
-// becomes 448.
+// Four floats to a register of e4m3, `x0` at the lowest address. Rounds to nearest even; saturates
+// at 448.
 CUKIT_DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
 #ifdef CUKIT_EMULATE
   const float x[] = {x0, x1, x2, x3};

@@ -1,5 +1,5 @@
-// red.global.add: adds to global memory, nothing returned. The order of additions to one address is
-// not fixed, so neither are the last bits of the sum.
+// red.global.add: adds to global memory without returning the old value. The order of additions to
+// one address is not fixed, so the last bits of the sum are not deterministic.
 #pragma once
 
 #include "common/platform.cuh"

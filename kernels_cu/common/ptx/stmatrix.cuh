@@ -1,4 +1,4 @@
-// stmatrix: the way back of ldmatrix, from registers to shared memory (sm_90).
+// stmatrix: the inverse of ldmatrix, from registers to shared memory (sm_90).
 //
 // Lane i gives the address of row i % 8 of matrix i / 8 (16 bytes, 16-byte aligned). Register j of
 // lane l holds two neighbouring elements of matrix j: row l / 4, columns 2 * (l % 4) and + 1; with

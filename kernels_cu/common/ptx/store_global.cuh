@@ -1,12 +1,12 @@
-// A 16-byte store that stays one access.
+// A 16-byte store that the compiler does not split.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// st.global.v4, `global` 16-byte aligned. From the assignment of a uint4 the compiler may make four
-// stores of 4 bytes, which quarter the write bandwidth of L2.
+// st.global.v4, `global` 16-byte aligned. The compiler may split the assignment of a uint4 into
+// four 4-byte stores, which quarters the write bandwidth of L2.
 CUKIT_DEVICE void store_global_16(uint4* global, const uint4& word) {
 #ifdef CUKIT_EMULATE
   *global = word;

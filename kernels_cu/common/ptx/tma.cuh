@@ -1,9 +1,9 @@
-// cp.async.bulk: copies by the engine (TMA), of bytes and of boxes of a tensor (sm_90).
+// cp.async.bulk: TMA copies of bytes and of boxes of a tensor (sm_90).
 //
-// One thread starts a copy. Towards shared memory it reports to an mbarrier, where its bytes were
-// announced; towards global memory it belongs to the thread's bulk group. Positions are elements,
-// innermost axis first; the innermost is that of a multiple of 16 bytes. What lies outside the tensor
-// reads as zero and is not written.
+// One thread issues a copy. A copy to shared memory completes at an mbarrier, where its bytes were
+// announced; a copy to global memory belongs to the thread's bulk group. Coordinates are elements,
+// innermost axis first; the innermost one is at a multiple of 16 bytes. Elements outside the tensor
+// read as zero and are not written.
 #pragma once
 
 #include "common/platform.cuh"
@@ -12,13 +12,13 @@
 
 namespace cukit {
 
-// What cukit.core.tensor_map.encode_tensor_map makes: `const __grid_constant__ TensorMap map`.
+// The result of cukit.core.tensor_map.encode_tensor_map: `const __grid_constant__ TensorMap map`.
 struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// fence.proxy.async: what this thread wrote to shared memory, or knows to be written, becomes visible
-// to the copy engine and to wgmma.
+// fence.proxy.async: makes writes to shared memory by this thread, or synchronised with it, visible
+// to TMA and wgmma.
 CUKIT_DEVICE void fence_proxy_async() {
 #ifdef CUKIT_EMULATE
   emulator::fence_proxy_async();
@@ -34,7 +34,7 @@ CUKIT_DEVICE void prefetch_tensor_map(const TensorMap* map) {
 #endif
 }
 
-// cp.async.bulk.tensor.2d to shared memory: a box of the map's shape, swizzled as the map says.
+// cp.async.bulk.tensor.2d to shared memory: a box of the map's shape, with the map's swizzle.
 // `shared` is 128-byte aligned, 1024 with a swizzle of 128 bytes.
 CUKIT_DEVICE void tma_load_2d(void* shared, const TensorMap* map, Mbarrier* barrier, int x, int y) {
 #ifdef CUKIT_EMULATE
@@ -49,8 +49,8 @@ CUKIT_DEVICE void tma_load_2d(void* shared, const TensorMap* map, Mbarrier* barr
 #endif
 }
 
-// The same to every block of the cluster whose bit is set, in the same place; each block's barrier
-// in the same place gets the report.
+// The same, multicast to every block of the cluster whose bit is set, at the corresponding address;
+// it completes at each block's corresponding barrier.
 CUKIT_DEVICE void tma_load_2d_multicast(void* shared, const TensorMap* map, Mbarrier* barrier,
                                         int x, int y, unsigned short blocks) {
 #ifdef CUKIT_EMULATE
@@ -95,7 +95,7 @@ CUKIT_DEVICE void tma_load_3d_multicast(void* shared, const TensorMap* map, Mbar
 #endif
 }
 
-// cp.async.bulk.prefetch.tensor.3d: brings a box to L2. A hint: nothing waits for it.
+// cp.async.bulk.prefetch.tensor.3d: prefetches a box to L2. A hint without completion.
 CUKIT_DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
 #ifndef CUKIT_EMULATE
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];\n" ::"l"(map), "r"(x),
@@ -210,7 +210,7 @@ CUKIT_DEVICE void bulk_add(float* global, const void* shared, unsigned bytes) {
 #endif
 }
 
-// cp.async.bulk.commit_group: closes the group of this thread's copies out of shared memory.
+// cp.async.bulk.commit_group: commits this thread's copies from shared memory as a group.
 CUKIT_DEVICE void bulk_commit() {
 #ifdef CUKIT_EMULATE
   emulator::bulk_commit();
@@ -219,7 +219,7 @@ CUKIT_DEVICE void bulk_commit() {
 #endif
 }
 
-// cp.async.bulk.wait_group: waits until all but the last `Pending` groups have done their work.
+// cp.async.bulk.wait_group: waits until all but the last `Pending` groups have completed.
 template <int Pending>
 CUKIT_DEVICE void bulk_wait() {
 #ifdef CUKIT_EMULATE
@@ -229,8 +229,8 @@ CUKIT_DEVICE void bulk_wait() {
 #endif
 }
 
-// fence.proxy.async.global: between accesses to global memory by this thread, or ordered before it,
-// and those of copies that it starts.
+// fence.proxy.async.global: orders accesses to global memory by this thread, or synchronised with
+// it, and those of the copies that it issues.
 CUKIT_DEVICE void fence_proxy_async_global() {
 #ifndef CUKIT_EMULATE
   asm volatile("fence.proxy.async.global;\n" ::: "memory");
@@ -238,7 +238,7 @@ CUKIT_DEVICE void fence_proxy_async_global() {
 }
 
 // cp.async.bulk.wait_group.read: waits until all but the last `Pending` groups have read shared
-// memory, which may then change. To be called before the block exits.
+// memory, which may then be overwritten. Required before the block exits.
 template <int Pending>
 CUKIT_DEVICE void bulk_wait_read() {
 #ifdef CUKIT_EMULATE

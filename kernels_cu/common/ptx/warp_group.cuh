@@ -1,13 +1,13 @@
-// What lets the warps of a block play different parts: named barriers, registers moved between
-// warpgroups, one thread chosen of a warp.
+// Warp specialisation: named barriers, reallocation of registers between warpgroups, election of
+// one lane of a warp.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// bar.sync: waits until `threads` threads (a multiple of 32) have come to barrier `number`, 0..15.
-// Barrier 0 is that of __syncthreads.
+// bar.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `number`,
+// 0..15. __syncthreads uses barrier 0.
 CUKIT_DEVICE void named_sync(int number, int threads) {
 #ifdef CUKIT_EMULATE
   emulator::sync_named(number, threads);
@@ -16,7 +16,7 @@ CUKIT_DEVICE void named_sync(int number, int threads) {
 #endif
 }
 
-// bar.arrive: counts for the barrier and goes on.
+// bar.arrive: arrives at the barrier without waiting.
 CUKIT_DEVICE void named_arrive(int number, int threads) {
 #ifdef CUKIT_EMULATE
   emulator::arrive_named(number, threads);
@@ -25,7 +25,7 @@ CUKIT_DEVICE void named_arrive(int number, int threads) {
 #endif
 }
 
-// elect.sync (sm_90): true in one lane of the warp, all of which call it.
+// elect.sync (sm_90): true in one lane of the warp; all lanes call it.
 CUKIT_DEVICE bool elect_one() {
 #ifdef CUKIT_EMULATE
   emulator::warp_collective(emulator::WarpOp::Any, kFullMask, 1);
@@ -43,7 +43,8 @@ CUKIT_DEVICE bool elect_one() {
 #endif
 }
 
-// setmaxnreg.dec (sm_90a): every warp of the warpgroup gives registers back, down to `Count` each.
+// setmaxnreg.dec (sm_90a): releases registers, down to `Count` per thread; all warps of the
+// warpgroup call it.
 template <int Count>
 CUKIT_DEVICE void give_registers() {
 #ifndef CUKIT_EMULATE
@@ -51,7 +52,7 @@ CUKIT_DEVICE void give_registers() {
 #endif
 }
 
-// setmaxnreg.inc (sm_90a): waits until they are there, up to `Count` each.
+// setmaxnreg.inc (sm_90a): waits for registers and takes them, up to `Count` per thread.
 template <int Count>
 CUKIT_DEVICE void take_registers() {
 #ifndef CUKIT_EMULATE

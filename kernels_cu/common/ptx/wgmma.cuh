@@ -1,19 +1,20 @@
 // wgmma: products of four warps (a warpgroup) on operands in shared memory (sm_90a).
 //
-// d += a b with a 64 x K, b K x N, K = 32 bytes of elements. Operand b, and a unless it comes from
-// registers, lie in shared memory as a matrix descriptor says:
-//   K-major    eight rows (of a, or columns of b) of 16 bytes times the swizzle's chunks follow each
-//              other; groups of eight lie `stride` bytes apart.
-//   MN-major   (transposed) eight steps of k of 16 bytes times the swizzle's chunks follow each
-//              other; groups of eight lie `stride` bytes apart, further rows (columns) `leading`.
-// Without a swizzle the 8 x 16 byte core matrices are contiguous; `leading` is their distance along k
-// and `stride` that along rows (columns), K-major or MN-major.
+// d += a b with a 64 x K, b K x N, K = 32 bytes of elements. Operand b, and a unless it is in
+// registers, are in shared memory, in the layout of a matrix descriptor:
+//   K-major    eight rows (of a, or columns of b) of 16 bytes times the swizzle's chunks are
+//              contiguous; groups of eight are `stride` bytes apart.
+//   MN-major   (transposed) eight steps of k of 16 bytes times the swizzle's chunks are contiguous;
+//              groups of eight are `stride` bytes apart, further rows (columns) `leading`.
+// Without a swizzle the 8 x 16 byte core matrices are contiguous; `leading` is their distance along
+// k and `stride` that along rows (columns), K-major or MN-major.
 //
 // Accumulators: warp w of the group has rows 16 w .. 16 w + 15; d[i] of lane l is row
-// l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2. A from registers: as mma.sync's.
+// l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2. A from registers: as
+// mma.sync's.
 //
-// The products run in the background: wgmma_fence before the first, wgmma_commit after the last of a
-// group, wgmma_wait before the accumulators are read or the operands overwritten.
+// wgmma is asynchronous: wgmma_fence before the first of a group, wgmma_commit after the last,
+// wgmma_wait before the accumulators are read or the operands overwritten.
 #pragma once
 
 #include "common/codes.cuh"
@@ -22,11 +23,11 @@
 
 namespace cukit {
 
-// The pattern in which 16-byte chunks are spread over the banks; the same as the tensor map's.
+// The swizzle pattern of 16-byte chunks; the same as the tensor map's.
 enum class OperandSwizzle : unsigned long long { None = 0, Bytes128 = 1, Bytes64 = 2, Bytes32 = 3 };
 
-// A matrix descriptor. Swizzled tiles begin at multiples of eight times the swizzle's bytes; steps
-// along k move `shared` within the first row.
+// A matrix descriptor. Swizzled tiles are aligned to eight times the swizzle's bytes; steps along k
+// advance `shared` within the first row.
 CUKIT_DEVICE unsigned long long matrix_descriptor(const void* shared, OperandSwizzle swizzle,
                                                   unsigned leading_bytes, unsigned stride_bytes) {
   return static_cast<unsigned long long>((shared_address(shared) & 0x3ffff) >> 4) |
@@ -53,8 +54,8 @@ CUKIT_DEVICE void wgmma_commit() {
 #endif
 }
 
-// wgmma.wait_group: until at most the last `Pending` groups are unfinished. `d` are accumulators that
-// must not be read earlier, which the compiler has to be told.
+// wgmma.wait_group: waits until at most the last `Pending` groups are unfinished. `d`: accumulators
+// that must not be read earlier; passing them tells the compiler.
 template <int Pending, int N>
 CUKIT_DEVICE void wgmma_wait(float (&d)[N]) {
 #ifdef CUKIT_EMULATE
@@ -97,8 +98,8 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 
 #ifndef CUKIT_EMULATE
 
-// Accumulators by their numbers, eight more in each line, and as operands of the statement with the
-// constraint `c`: "+f" or "+r".
+// Accumulators as operand numbers, eight more per line, and as operands of the asm statement with
+// the constraint `c`: "+f" or "+r".
 #define CUKIT_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUKIT_D16 CUKIT_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUKIT_D24 CUKIT_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -135,7 +136,8 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 #define CUKIT_OUT120(c) CUKIT_OUT112(c), CUKIT_OUT(c, 112)
 #define CUKIT_OUT128(c) CUKIT_OUT120(c), CUKIT_OUT(c, 120)
 
-// For each number of columns: row(columns, registers, the numbers of the seven operands after them).
+// For each number of columns: row(columns, registers, numbers of the seven operands that follow
+// them).
 #define CUKIT_WGMMA_COLUMNS(row, types) \
   row(types, 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14") \
   row(types, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22") \
@@ -154,8 +156,8 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
   row(types, 240, 120, "%120", "%121", "%122", "%123", "%124", "%125", "%126") \
   row(types, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
-// The instruction `name`, with accumulators, operand a and b, accumulate flag and the immediates
-// (signs, then transpositions; integers have none) by their numbers.
+// The instruction `name` with the operand numbers of accumulators, a, b, accumulate flag and
+// immediates (signs, then transpositions; integers have none).
 #define CUKIT_WGMMA(name, registers, a_operand, b_operand, flag, immediates, out, ...)          \
   asm volatile(                                                                                 \
       "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n"                         \
@@ -189,7 +191,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
                 "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, ", 1, 1", CUKIT_OUT##count("+f"),      \
                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));         \
   }
-// The same of integers, which have no signs.
+// The same for integers, which have no sign immediates.
 #define CUKIT_WGMMA_SHARED_INTEGERS(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
     CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, "",                       \
@@ -201,7 +203,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 template <int N>
 constexpr bool kColumnsOfWgmma = N % 16 == 0 && N >= 16 && N <= 256;
 
-// wgmma.mma_async m64n<N>k32, float8 (e4m3) operands, K-major.
+// wgmma.mma_async m64n<N>k32, FP8 (e4m3) operands, K-major.
 template <int N>
 CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b,
                              bool accumulate) {
@@ -214,7 +216,7 @@ CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned l
 #endif
 }
 
-// wgmma.mma_async m64n<N>k32, signed 8-bit integers, K-major: exact, sums wrap.
+// wgmma.mma_async m64n<N>k32, signed 8-bit integers, K-major: exact, accumulators wrap.
 template <int N>
 CUKIT_DEVICE void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b,
                            bool accumulate) {
@@ -227,8 +229,8 @@ CUKIT_DEVICE void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long 
 #endif
 }
 
-// d = a b, or d += a b, of any element type: 16-bit operands (wgmma.mma_async m64n<N>k16), TransposedA
-// and TransposedB: MN-major; or 8-bit ones, as above. a and b are matrix descriptors.
+// d = a b, or d += a b, of any element type: 16-bit operands (wgmma.mma_async m64n<N>k16),
+// TransposedA and TransposedB: MN-major; or 8-bit ones, as above. a and b are matrix descriptors.
 template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(typename AccumulatorOf<T>::Type (&d)[N / 2], unsigned long long a,
                         unsigned long long b, bool accumulate) {
@@ -252,7 +254,7 @@ CUKIT_DEVICE void wgmma(typename AccumulatorOf<T>::Type (&d)[N / 2], unsigned lo
   }
 }
 
-// The same with operand a from registers, four of each thread.
+// The same with operand a from registers, four per thread.
 template <typename T, int N, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
                         bool accumulate) {
@@ -269,7 +271,7 @@ CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long
 #endif
 }
 
-// wgmma_e4m3 with operand a from registers, four of each thread.
+// wgmma_e4m3 with operand a from registers, four per thread.
 template <int N>
 CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
                              bool accumulate) {

@@ -1,7 +1,7 @@
-// Numbers to the codes of one format, and back; without scales.
+// Conversion of numbers to the codes of one format, and back; without scales.
 //
-// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two to a
-// byte, the first in the low bits. Rounds to nearest, ties to even, saturating. Kernels are
+// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two
+// per byte, the first in the low bits. Rounds to nearest, ties to even, saturating. Kernels are
 // specialised by -DFORMAT=E4M3|E5M2|INT8|INT4.
 #pragma once
 
@@ -24,14 +24,14 @@ constexpr unsigned kCodeMask = (1u << kCodeBits) - 1;
 // Integer codes go from -kMostInteger - 1 to kMostInteger.
 constexpr int kMostInteger = (1 << (kCodeBits - 1)) - 1;
 
-// Codes are made four at a time.
+// Codes are computed four at a time.
 constexpr int kGroup = 4;
 using CodeGroup = detail::Word<kGroup / kCodesPerByte>::type;
 
 namespace detail {
 
-// 1.5 * 2^23: a float as large counts in steps of one, so that adding rounds to an integer, half to
-// even, which then is the lowest bits of the sum. Conversions take eight times as long.
+// 1.5 * 2^23: floats of this magnitude are integers, so that adding it rounds to an integer, half
+// to even, in the lowest bits of the sum. Conversion instructions have an eighth of the throughput.
 constexpr float kUnits = 12582912.0f;
 constexpr unsigned kUnitsBits = 0x4b400000u;
 
@@ -41,18 +41,18 @@ constexpr unsigned kSigns = kOnes << (kCodeBits - 1);
 
 }  // namespace detail
 
-// x, or 0 where integer codes have nothing for it.
+// x, or for integer codes 0 instead of NaN.
 CUKIT_DEVICE float without_nan(float x) { return kFloatCodes || x == x ? x : 0.0f; }
 
-// Integer codes of NaN may be any: see without_nan.
+// Integer codes of NaN are unspecified: see without_nan.
 CUKIT_DEVICE unsigned encode_group(const float* x) {
   if constexpr (kFloatCodes) {
     const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, kFloat8);
     const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
     return low | high << 16;
   } else {
-    // Of codes raised to 0 ... 2^bits - 1 a sum is as good as joining their bits, and what all the
-    // floats have in common is taken off at once. Flipping the signs lowers the codes again.
+    // Codes are offset to 0 ... 2^bits - 1, so that a sum joins their bits, and the constant part
+    // of all the floats is subtracted at once. Flipping the sign bits removes the offset.
     constexpr float kLow = -kMostInteger - 1, kRaised = detail::kUnits + kMostInteger + 1;
     unsigned sum = 0u - detail::kUnitsBits * detail::kOnes;
 #pragma unroll

@@ -1,9 +1,10 @@
-// Results of products of quantised matrices: scales, zero points and bias, and their way to memory.
+// Results of products of quantised matrices: scales, zero points, bias and stores.
 //
-//   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column] + bias[column]
+//   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column]
+//           + bias[column]
 //
-// A lane has accumulators of two rows, 8 apart, as tensor cores leave them: element 4 n + 2 half + i is
-// row + 8 half, column + 8 n + i, with the lane's first row and its first, even column.
+// A lane has tensor-core accumulators of two rows, 8 apart: element 4 n + 2 half + i is row + 8
+// half, column + 8 n + i, from the lane's first row and its first column, which is even.
 #pragma once
 
 #include "common/platform.cuh"
@@ -11,7 +12,7 @@
 
 namespace cukit {
 
-// Factors of rows or columns: one for each, one for all (stride 0), or none (null: 1).
+// Factors of rows or columns: one each, one for all (stride 0), or none (null: 1).
 struct ScaleVector {
   const float* scales;
   int stride;
@@ -28,7 +29,7 @@ constexpr bool kIsExact = false;
 template <>
 constexpr bool kIsExact<int> = true;
 
-// What the result of a product is made of beside the sums. `Out` is its type.
+// Scales, zero points, bias and destination of a product's result, of type `Out`.
 template <typename Out>
 struct ScaledResult {
   ScaleVector a, b;
@@ -38,7 +39,7 @@ struct ScaledResult {
   Out* out;                        // [rows, columns]
   int rows, columns;
 
-  // Turns sums, from number `first` on, into values in float.
+  // Turns sums, from index `first` on, into values in float.
   template <typename Sum, int N, int All>
   CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row,
                           int column) const {
@@ -47,12 +48,12 @@ struct ScaledResult {
           [&](int n, int i) { return b.at(column + 8 * n + i, columns); });
   }
 
-  // The same with scales that were loaded before: scale_of(n, i) is that of column + 8 n + i. All lanes
+  // The same with preloaded scales: scale_of(n, i) is that of column + 8 n + i. Called by all lanes
   // of the warp.
   template <typename Sum, int N, int All, typename ScaleOf>
   CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row, int column,
                           const float (&row_scale)[2], const ScaleOf& scale_of) const {
-    if (zero_points == nullptr && bias == nullptr) {  // the same for all: no test for each column
+    if (zero_points == nullptr && bias == nullptr) {  // uniform: avoids a test per column
 #pragma unroll
       for (int n = 0; n < N / 4; ++n) {
         const float column_scale[2] = {scale_of(n, 0), scale_of(n, 1)};
@@ -94,8 +95,8 @@ struct ScaledResult {
     }
   }
 
-  // Writes Count values, from number `first` on, two neighbours at a time where rows have an even number
-  // of columns; columns from `end` on belong to others.
+  // Stores Count values, from index `first` on, two neighbours at a time where rows have an even
+  // number of columns; columns from `end` on are not this call's.
   template <int Count, typename Value, int All>
   CUKIT_DEVICE void write_pairs(const Value (&values)[All], int first, int row, int column,
                                 int end) const {

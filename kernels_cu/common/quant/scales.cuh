@@ -1,16 +1,16 @@
-// The extremes of a block of values, its scale and zero point, and the codes that follow.
+// The extremes of a block of values, its scale and zero point, and its codes.
 //
 //   symmetric      scale = max|x| / most                  code = round(x / scale)
 //   zero points    scale = (max(x, 0) - min(x, 0)) / (2 most + 1)
 //                  zero point = round(-min(x, 0) / scale) - most - 1
 //                  code = round(x / scale + zero point)
 //
-// Every step rounds as the reference does, so that scales and codes agree to the bit: no division
-// but those of a block, no fused multiply-add. A block of zeros has the scale 1. NaN or infinity in a
-// block makes its scale NaN.
+// Every operation rounds as in the reference, so that scales and codes agree bit for bit: no
+// division per element, no fused multiply-add. A block of zeros has the scale 1. A NaN or infinity
+// in a block makes its scale NaN.
 //
 // Macros: those of common/quant/codes.cuh and common/types.cuh; SCALE float32|float16|bfloat16;
-// ZERO_POINTS 0|1; POWER_OF_TWO 0|1: scales are rounded up to a power of two.
+//   ZERO_POINTS 0|1; POWER_OF_TWO 0|1: scales are rounded up to a power of two.
 #pragma once
 
 #include "common/platform.cuh"
@@ -57,14 +57,14 @@ struct Extremes {
   }
 };
 
-// What codes are made with: NaN in a block that is not finite.
+// The factors of a block's codes; NaN if the block is not finite.
 struct Inverse {
   float scale;
   float zero_point;
 
   CUKIT_DEVICE bool finite() const { return scale == scale; }
 
-  // What is rounded to a code.
+  // The number that is rounded to a code.
   CUKIT_DEVICE float scaled(float x) const {
     const float multiple = __fmul_rn(x, scale);
     return ZERO_POINTS ? __fadd_rn(multiple, zero_point) : multiple;

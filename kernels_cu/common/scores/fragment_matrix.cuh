@@ -1,7 +1,8 @@
-// Bias and mask matrices read sixteen bytes at a time, and dealt to the lanes that have the scores.
+// Bias and mask matrices, loaded sixteen bytes at a time and exchanged within the quads that hold
+// the scores.
 //
-// For matrices whose columns are contiguous and whose rows begin at multiples of sixteen bytes (a
-// distance of 0 included), in tiles that end before the keys do; fragment_scores.cuh does the rest.
+// For matrices with contiguous columns and rows aligned to sixteen bytes (a row stride of 0
+// included), in tiles without columns beyond the last key; fragment_scores.cuh handles the others.
 #pragma once
 
 #include "common/platform.cuh"
@@ -13,14 +14,15 @@
 
 namespace cukit {
 
-// Whether rows of elements of `bytes` can be read so.
+// Whether rows can be read sixteen bytes at a time.
 template <typename E>
 CUKIT_DEVICE bool rows_are_aligned(const E* first, long long row_stride, long long column_stride) {
   return column_stride == 1 && reinterpret_cast<unsigned long long>(first) % 16 == 0 &&
          row_stride * static_cast<int>(sizeof(E)) % 16 == 0;
 }
 
-// The first of the tile's columns in the lane's row of `half`; queries that do not exist read the last.
+// Address of the tile's first column in the lane's row `half`; rows beyond the last query read the
+// last one.
 template <typename E>
 CUKIT_DEVICE const E* tile_row(const E* matrix, long long row_stride, const FragmentPlace& at,
                                int half, int seq_q) {
@@ -46,7 +48,8 @@ CUKIT_DEVICE void add_rows(float (&scores)[N], const float* bias, long long row_
   }
 }
 
-// The same of 16-bit elements: a lane reads eight columns of each 32, and the quad exchanges pairs.
+// The same for 16-bit elements: a lane loads eight of each 32 columns, and the quad exchanges
+// pairs.
 template <typename E, int N>
 CUKIT_DEVICE void add_rows(float (&scores)[N], const E* bias, long long row_stride,
                            const FragmentPlace& at, int seq_q) {
@@ -73,8 +76,8 @@ CUKIT_DEVICE void add_rows(float (&scores)[N], const E* bias, long long row_stri
   }
 }
 
-// scores = -infinity where the byte is 0: a lane reads sixteen columns of each 64, and the quad
-// exchanges two pairs at a time.
+// scores = Sets scores to -infinity where the byte is 0: a lane loads sixteen of each 64 columns,
+// and the quad exchanges two pairs at a time.
 template <int N>
 CUKIT_DEVICE void hide_rows(float (&scores)[N], const unsigned char* mask, long long row_stride,
                             const FragmentPlace& at, int seq_q) {

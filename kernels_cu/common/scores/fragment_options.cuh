@@ -1,4 +1,4 @@
-// Every option of the scores applied to a warp's sixteen rows, as mma.sync leaves them: element
+// All score options applied to a warp's sixteen rows of mma.sync accumulators: element
 // 4 n + 2 half + i of a lane is row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace cukit {
 
-// `unmasked`: every query sees every key, as far as TileRange knows. `ends`: the tile has columns
-// beyond the last key. Both alike in all lanes of a warp.
+// `unmasked`: TileRange::unmasked of the tile. `ends`: the tile has columns beyond the last key.
+// Both are warp-uniform.
 template <int N>
 CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
                                 float scale_log2, const ScoreSettings& settings, bool unmasked,

@@ -1,4 +1,4 @@
-// The options of attention applied to a warpgroup's scores, as online_softmax.cuh lays them out.
+// Score options applied to a warp's scores, in the layout of online_softmax.cuh.
 #pragma once
 
 #include "common/platform.cuh"
@@ -6,13 +6,13 @@
 
 namespace cukit {
 
-// A lane's rows and columns in a tile: element 4 n + 2 half + i is row `row` + 8 half, column
-// `column` + 8 n + i, both of the sequence.
+// Position of a lane's scores in the sequence: element 4 n + 2 half + i is row `row` + 8 half,
+// column `column` + 8 n + i.
 struct FragmentPlace {
   int row, column;
 };
 
-// Products become scores: softcap, ALiBi and, if Biased, bias.
+// Turns products into scores: softcap, ALiBi and, if Biased, bias.
 template <bool Biased, int N>
 CUKIT_DEVICE void modify_scores(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
                                 float scale_log2, const ScoreSettings& settings) {
@@ -20,17 +20,17 @@ CUKIT_DEVICE void modify_scores(float (&scores)[N], const FragmentPlace& at, con
   for (int e = 0; e < N; ++e) {
     const int row = at.row + 8 * (e / 2 % 2);
     const int column = at.column + 8 * (e / 4) + e % 2;
-    if (Biased && e % 8 == 0) __syncwarp();  // no more loads in flight than there is room for
+    if (Biased && e % 8 == 0) __syncwarp();  // limits loads in flight, to save registers
     float slope;
     scores[e] = Biased ? head.score(scores[e], row, column, scale_log2, settings, slope)
                        : head.unbiased_score(scores[e], row, column, scale_log2, settings, slope);
   }
 }
 
-// -infinity where the key is hidden from the query: by its sequence's end, CAUSAL, WINDOW.
+// Sets scores to -infinity where the key is masked by the sequence's end, CAUSAL or WINDOW.
 template <int N>
-CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int causal_offset, int seq_kv,
-                            const ScoreSettings& settings) {
+CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int causal_offset,
+                            int seq_kv, const ScoreSettings& settings) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Span seen = visible_keys(at.row + 8 * half, causal_offset, seq_kv, settings);
@@ -47,8 +47,8 @@ CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int cau
   }
 }
 
-// -infinity where `hidden(row, column)`. First the bits, in a loop that keeps few loads in flight:
-// the registers belong to scores and outputs.
+// Sets scores to -infinity where hidden(row, column). The bits are collected first, in a loop that
+// limits loads in flight: scores and outputs take the registers.
 template <int N, typename Hidden>
 CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const Hidden& hidden) {
 #pragma unroll

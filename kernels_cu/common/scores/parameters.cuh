@@ -1,4 +1,4 @@
-// What every kernel that works on attention scores takes by value, of the options and of arrays.
+// Structs that all kernels with attention scores take by value.
 //
 // cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace cukit {
 
-// Of an array [batch, seq, heads, columns], columns contiguous, in elements.
+// Strides of an array [batch, seq, heads, columns], columns contiguous, in elements.
 struct HeadStrides {
   long long batch, row, head;
 };

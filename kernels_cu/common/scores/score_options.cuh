@@ -1,19 +1,21 @@
-// What happens to a score of attention between its product and the softmax, and who sees whom.
+// Score options of attention, applied between Q K^T and the softmax, and masks.
 //
-//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + causal_offset
-//   - j|; BIAS: + bias(i, j);  then -infinity where key j is hidden from query i causal_offset =
-//   seq_kv - seq_q: both sequences end together. CAUSAL: j <= i + causal_offset.
-//   WINDOW: i + causal_offset - left <= j <= i + causal_offset + right.  MASK: where mask(i, j) is
-//   false.
-//   SINKS: one more key a head that every query sees, with a score of its own and a value of zero.
-//   VARLEN: sequence b has the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one long array.
+//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);
+//   ALIBI: - slope |i + causal_offset - j|;  BIAS: + bias(i, j);
+//   then -infinity where key j is masked for query i
+//   causal_offset = seq_kv - seq_q: the ends of both sequences are aligned.
+//   CAUSAL: keys j <= i + causal_offset are visible.
+//   WINDOW: keys i + causal_offset - left <= j <= i + causal_offset + right are visible.
+//   MASK: keys are masked where mask(i, j) is false.
+//   SINKS: one more key per head, visible to every query, with a given score and a value of zero.
+//   VARLEN: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one concatenated array.
 //
-// Everything here is a function of one score, its row and its column: kernels keep their own
-// layout. Whatever a macro leaves out costs nothing.
+// Everything here is a function of one score, its row and its column, whatever the kernel's layout.
+// An option whose macro is 0 costs nothing.
 //
 // Units: where kScoresModified, score() takes the bare product q k and returns the score times
-// log2(e). Otherwise products go to the softmax as they are, and are scaled with the exponential.
-// exponent_factor() tells what remains to be multiplied.
+// log2(e). Otherwise the softmax takes the products unscaled and scales them in the exponential.
+// exponent_factor() returns the factor that remains.
 //
 // Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS,
 //   VARLEN 0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as
@@ -63,7 +65,7 @@ using bias_t = float;
 using bias_t = element_t;
 #endif
 
-// Arrays of the options; those that a macro leaves out are null.
+// Arrays of the options; null where the option's macro is 0.
 struct ScoreArrays {
   const float* alibi_slopes;  // [heads_q] or [batch, heads_q]
   const float* sinks;         // [heads_q]
@@ -71,7 +73,7 @@ struct ScoreArrays {
   const unsigned char* mask;  // any strides
 };
 
-// What is left to multiply scores with, on their way into exp2.
+// The remaining factor of scores in exp2.
 CUKIT_DEVICE float exponent_factor(float scale_log2) {
   return kScoresModified ? 1.0f : scale_log2;
 }
@@ -79,7 +81,7 @@ CUKIT_DEVICE float exponent_factor(float scale_log2) {
 // ---- Sequences ----
 
 struct Sequence {
-  int first_q, first_kv;  // rows of the long arrays; 0 without VARLEN
+  int first_q, first_kv;  // rows of the concatenated arrays; 0 without VARLEN
   int seq_q, seq_kv;
 };
 
@@ -95,7 +97,7 @@ CUKIT_DEVICE Sequence sequence_of(int b, const int* cu_seqlens_q, const int* cu_
   }
 }
 
-// First element of a sequence and head in an array of one float a query and head: [batch, heads,
+// First element of a sequence and head in an array of one float per query and head: [batch, heads,
 // seq_q] or, with VARLEN, [heads, total_q].
 CUKIT_DEVICE long long row_statistics(int b, int head, int heads, const Sequence& sequence,
                                       const ScoreSettings& settings) {
@@ -106,10 +108,10 @@ CUKIT_DEVICE long long row_statistics(int b, int head, int heads, const Sequence
   }
 }
 
-// ---- Who sees whom ----
+// ---- Masks ----
 
-// Tiles begin .. end - 1 hold a pair that sees each other, unless a mask hides it; in those from
-// unmasked_begin to unmasked_end - 1 every pair does, which may be none.
+// Tiles begin .. end - 1 have a visible pair, MASK aside; in tiles unmasked_begin .. unmasked_end -
+// 1, if any, all pairs are visible.
 struct TileRange {
   int begin, end, unmasked_begin, unmasked_end;
 
@@ -122,8 +124,9 @@ struct Span {
   int begin, end;
 };
 
-// The keys that a query sees, as far as length, CAUSAL and WINDOW say.
-CUKIT_DEVICE Span visible_keys(int row, int causal_offset, int seq_kv, const ScoreSettings& settings) {
+// The keys visible to a query by length, CAUSAL and WINDOW.
+CUKIT_DEVICE Span visible_keys(int row, int causal_offset, int seq_kv,
+                               const ScoreSettings& settings) {
   Span seen{0, seq_kv};
   if (CAUSAL) {
     seen.end = min(seen.end, row + causal_offset + 1);
@@ -134,7 +137,7 @@ CUKIT_DEVICE Span visible_keys(int row, int causal_offset, int seq_kv, const Sco
   return seen;
 }
 
-// The tiles of `Tile` keys that queries first_row .. first_row + rows - 1 see (rows > 0).
+// The tiles of `Tile` keys visible to queries first_row .. first_row + rows - 1 (rows > 0).
 template <int Tile>
 CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int causal_offset, int seq_kv,
                                  const ScoreSettings& settings) {
@@ -148,13 +151,13 @@ CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int causal_offset, int
   return range;
 }
 
-// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0). Whole
-// ones may hold queries beyond the last.
+// The tiles of `Tile` queries that attend to keys first_key .. first_key + keys - 1 (keys > 0).
+// Unmasked tiles may have queries beyond the last.
 template <int Tile>
 CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int causal_offset, int seq_q,
                                    const ScoreSettings& settings) {
   const int right = CAUSAL ? 0 : settings.window_right;
-  const bool ends = CAUSAL || WINDOW;  // on a query's right
+  const bool ends = CAUSAL || WINDOW;  // bounded on the right
   const int last_key = first_key + keys - 1;
   TileRange range;
   range.end = (seq_q + Tile - 1) / Tile;
@@ -193,8 +196,8 @@ struct HeadScores {
 
   CUKIT_DEVICE bool exists(int row, int column) const { return row < seq_q && column < seq_kv; }
 
-  // The score of a product but for its bias, in powers of two where kScoresModified. `slope`
-  // becomes the derivative of the score by scale * product.
+  // The score of a product without its bias, in log2 units where kScoresModified. Sets `slope` to
+  // the derivative of the score with respect to scale * product.
   CUKIT_DEVICE float unbiased_score(float product, int row, int column, float scale_log2,
                                     const ScoreSettings& settings, float& slope) const {
     slope = 1.0f;
@@ -211,7 +214,7 @@ struct HeadScores {
     return value;
   }
 
-  // The same with its bias.
+  // The same with bias.
   CUKIT_DEVICE float score(float product, int row, int column, float scale_log2,
                            const ScoreSettings& settings, float& slope) const {
     float value = unbiased_score(product, row, column, scale_log2, settings, slope);
@@ -230,7 +233,7 @@ struct HeadScores {
     return score(product, row, column, scale_log2, settings, slope);
   }
 
-  // Whether a query does not see a key; `seen` is visible_keys of its row.
+  // Whether a key is masked for a query; `seen` is visible_keys of its row.
   CUKIT_DEVICE bool hidden(const Span& seen, int row, int column,
                            const ScoreSettings& settings) const {
     if (column >= seen.end || (WINDOW && column < seen.begin)) return true;
@@ -245,9 +248,9 @@ struct HeadScores {
 
 // ---- Sinks ----
 
-// A row's maximum and sum before its first key, in the units of the scores: those of the sink,
-// which counts as a key that is seen first, `unit` being the weight of the maximum. A quad of lanes
-// shares a row; one of them counts the sink.
+// Initial maximum and sum of a row, in the units of the scores: those of the sink, which is
+// processed as the first key; `unit` is the weight of the maximum. A quad of lanes shares a row;
+// one of them, `counts`, adds the sink to its sum.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
                             float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();

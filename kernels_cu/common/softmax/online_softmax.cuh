@@ -1,6 +1,6 @@
-// A warpgroup's scores on their way to probabilities: masks, running maxima, exponentials.
+// Online softmax of a warpgroup's scores: running maxima, exponentials, probabilities.
 //
-// Scores lie as wgmma leaves them: element 4 n + 2 half + i of a lane is row lane / 4 + 8 half of
+// Scores are wgmma accumulators: element 4 n + 2 half + i of a lane is row lane / 4 + 8 half of
 // its warp's sixteen, column 8 n + 2 (lane % 4) + i.
 #pragma once
 
@@ -9,23 +9,23 @@
 
 namespace cukit {
 
-// A lane's two rows: what has been summed up so far.
+// Softmax state of a lane's two rows.
 struct SoftmaxRows {
   float max[2];
-  float sum[2];  // over this lane's columns; the quad is summed at the end
+  float sum[2];  // over this lane's columns; summed over the quad at the end
 };
 
-// Softmax does not depend on the value that is subtracted: a maximum is renewed only once it has
-// grown by more than this, in powers of two. Most tiles then rescale nothing.
+// Softmax does not depend on the subtracted value: a maximum is updated only once it has grown by
+// more than this, in log2 units. Most tiles then rescale nothing.
 constexpr float kLazyGrowth = 8.0f;
 
-// Renews the maxima where a row has outgrown its own, and says so to the whole warp: what was
-// summed under them is then to be multiplied by `shrink`. growth: by how much, below 0 always,
-// which saves a vote and a branch.
+// Updates the maxima if one in the warp has grown by more than `growth`, and returns whether it
+// did: the caller then multiplies the rows' accumulators by `shrink`. A negative growth always
+// updates, which saves a vote and a branch.
 //
-// AsIntegers: floats whose sign is clear are ordered as integers are, of which Hopper compares
-// three at a time. Where all the warp's maxima are such, a negative number, a negative integer too,
-// passes none. Pays for long tiles.
+// AsIntegers: non-negative floats are ordered like their bits as integers, and Hopper has a
+// three-input integer maximum. It is used if all of the warp's maxima are non-negative: a negative
+// score is then a negative integer too, and exceeds none. Faster for long tiles.
 template <int N, bool AsIntegers = N >= 64>
 CUKIT_DEVICE bool update_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
                                float scale_log2, float growth = kLazyGrowth) {
@@ -51,13 +51,13 @@ CUKIT_DEVICE bool update_maxima(SoftmaxRows& rows, float (&shrink)[2], const flo
         seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
       }
   }
-  bool outgrown = false;
+  bool grown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Still -infinity on both sides gives NaN, which is not greater.
-    outgrown |= (seen[half] - rows.max[half]) * scale_log2 > growth;
+    // If both are -infinity the difference is NaN, and the comparison false.
+    grown |= (seen[half] - rows.max[half]) * scale_log2 > growth;
   }
-  if (growth >= 0.0f && !__any_sync(kFullMask, outgrown)) return false;
+  if (growth >= 0.0f && !__any_sync(kFullMask, grown)) return false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 1));
@@ -94,7 +94,7 @@ CUKIT_DEVICE void exponentiate(SoftmaxRows& rows, float (&scores)[N], float scal
   }
 }
 
-// The probabilities as operand a of a product over the keys, sixteen of them a step.
+// Packs the probabilities as operand a of a product over the keys, sixteen per step.
 template <typename T, int N>
 CUKIT_DEVICE void pack_probabilities(unsigned (&p)[N / 8][4], const float (&scores)[N]) {
 #pragma unroll

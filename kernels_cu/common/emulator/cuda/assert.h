@@ -1,5 +1,5 @@
-// Stands in for the C library's header, for <cassert> too: an assertion that fails ends the launch, not
-// the process. Without an include guard, since NDEBUG may change between two includes.
+// Replaces the C library's header, for <cassert> too: a failed assertion ends the launch, not the
+// process. Without an include guard, since NDEBUG may change between two includes.
 #include "common/emulator/thread.h"
 
 #undef assert

@@ -1,8 +1,7 @@
-// Stands in for CUDA's cooperative groups: blocks, tiles, coalesced threads, clusters and the grid.
+// Replaces CUDA's cooperative groups: blocks, tiles, coalesced threads, clusters and the grid.
 //
-// Tiles are masks of lanes; their collectives are the warp's. A tile larger than a warp, and
-// multi-device grids, are missing. The threads that `coalesced_threads` finds are those that
-// `__activemask` finds.
+// Tiles are lane masks; their collectives are the warp's. Tiles larger than a warp and multi-device
+// grids are not supported. `coalesced_threads` returns the threads of `__activemask`.
 #pragma once
 
 #include "common/emulator/language.h"
@@ -83,7 +82,7 @@ inline cluster_group this_cluster() { return {}; }
 
 namespace detail {
 
-// Collectives of the lanes in a mask; ranks count them from the lowest on.
+// Collectives of the lanes in a mask; ranks are in ascending lane order.
 class Lanes {
  public:
   explicit Lanes(unsigned mask) : mask_(mask) {}
@@ -142,7 +141,7 @@ class Lanes {
     for (; rank > 0 && (left & (left - 1)) != 0; --rank) left &= left - 1;
     return __ffs(left) - 1;
   }
-  // The bits of the group's own lanes, moved together.
+  // The bits of the group's lanes, compacted.
   unsigned packed(unsigned bits) const {
     unsigned result = 0, rank = 0;
     for (unsigned left = mask_; left != 0; left &= left - 1, ++rank) {
@@ -207,7 +206,7 @@ inline thread_block_tile<Size, Parent> tiled_partition(const Parent&) {
 inline coalesced_group tiled_partition(const thread_block&, unsigned size) {
   return coalesced_group(detail::tile_mask(size));
 }
-// Threads of a group that agree about a predicate, or a label.
+// Threads of a group with the same predicate or label.
 template <typename Group>
 inline coalesced_group binary_partition(const Group& group, bool predicate) {
   const unsigned yes = __ballot_sync(group.lanes(), predicate);
@@ -287,7 +286,7 @@ inline T exclusive_scan(const Group& group, T value, Operation operation = {}) {
   return group.thread_rank() == 0 ? T{} : before;
 }
 
-// Copies by all threads of a group, as cp.async where the pieces allow it.
+// Copies by all threads of a group, with cp.async where size and alignment allow.
 namespace detail {
 template <typename Group>
 inline void copy_bytes(const Group& group, void* to, const void* from, std::size_t bytes) {

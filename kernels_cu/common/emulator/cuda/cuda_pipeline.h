@@ -1,4 +1,4 @@
-// Stands in for CUDA's primitive asynchronous copies.
+// Replaces CUDA's primitive asynchronous copies.
 #pragma once
 
 #include "common/emulator/language.h"

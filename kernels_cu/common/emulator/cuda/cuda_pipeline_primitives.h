@@ -1,3 +1,3 @@
-// Stands in for CUDA's header: cuda_pipeline.h has it.
+// Replaces CUDA's header: cuda_pipeline.h has it.
 #pragma once
 #include <cuda_pipeline.h>

@@ -1,3 +1,3 @@
-// Stands in for the header of cuRAND's host functions: curand_kernel.h has those of kernels.
+// Replaces the header of cuRAND's host functions; curand_kernel.h has the device functions.
 #pragma once
 #include <curand_kernel.h>

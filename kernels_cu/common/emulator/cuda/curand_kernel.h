@@ -1,4 +1,4 @@
-// Stands in for cuRAND's device functions: the generators XORWOW and Philox4x32-10, with the library's
+// Replaces cuRAND's device functions: the generators XORWOW and Philox4x32-10, with the library's
 // sequences for the same seed, subsequence and offset.
 #pragma once
 
@@ -24,7 +24,7 @@ struct curandStatePhilox4_32_10 {
 };
 using curandStatePhilox4_32_10_t = curandStatePhilox4_32_10;
 
-// XORWOW: Marsaglia's xorshift of 160 bits, and a Weyl sequence ----------------------------------------
+// XORWOW: Marsaglia's xorshift of 160 bits, and a Weyl sequence -----------------------------------
 
 inline unsigned curand(curandStateXORWOW* state) {
   unsigned* v = state->v;
@@ -38,7 +38,8 @@ inline void skipahead(unsigned long long offset, curandStateXORWOW* state) {
   ::cukit::emulator::skip_xorwow(state->v, offset, 0);
   state->d += 362437 * static_cast<unsigned>(offset);
 }
-// Subsequences lie 2^67 numbers apart, of which the Weyl sequence makes none.
+// Subsequences are 2^67 numbers apart, a multiple of the Weyl sequence's period: its state does not
+// change.
 inline void skipahead_sequence(unsigned long long number, curandStateXORWOW* state) {
   ::cukit::emulator::skip_xorwow(state->v, number, 67);
 }
@@ -59,7 +60,7 @@ inline void curand_init(unsigned long long seed, unsigned long long subsequence,
   state->boxmuller_extra_double = 0;
 }
 
-// Philox: ten rounds of a block cipher over a counter --------------------------------------------------
+// Philox: ten rounds of a block cipher over a counter ---------------------------------------------
 
 namespace cukit::emulator {
 
@@ -121,11 +122,11 @@ inline uint4 curand4(curandStatePhilox4_32_10* state) {
   return {x, y, z, w};
 }
 
-// Distributions -----------------------------------------------------------------------------------------
+// Distributions -----------------------------------------------------------------------------------
 
 namespace cukit::emulator {
 
-constexpr float kInverse = 2.3283064e-10f;  // of 2^32
+constexpr float kInverse = 2.3283064e-10f;  // 2^-32
 inline float uniform(unsigned x) { return x * kInverse + kInverse / 2.0f; }
 inline double uniform_double(unsigned x) { return x * 2.3283064365386963e-10 + 1.1641532182693481e-10; }
 inline double uniform_double(unsigned x, unsigned y) {
@@ -169,7 +170,7 @@ inline float2 curand_normal2(State* state) {
   const unsigned x = curand(state), y = curand(state);
   return ::cukit::emulator::normal(x, y);
 }
-// The second of two numbers waits for the next call.
+// The second of two numbers is stored for the next call.
 template <typename State>
 inline float curand_normal(State* state) {
   constexpr int kFloatWaits = 1;

@@ -1,3 +1,3 @@
-// Stands in for cuRAND's header: curand_kernel.h has it.
+// Replaces cuRAND's header: curand_kernel.h has it.
 #pragma once
 #include <curand_kernel.h>

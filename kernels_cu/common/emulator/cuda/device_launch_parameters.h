@@ -1,3 +1,4 @@
-// Stands in for CUDA's header: common/emulator/language.h, in front of every foreign source, has it.
+// Replaces CUDA's header: common/emulator/language.h, prepended to every third-party source, has
+// its contents.
 #pragma once
 #include "common/emulator/language.h"

@@ -1,7 +1,7 @@
-// Stands in for CUDA's `nvcuda::wmma`: fragments of a warp's matrix product.
+// Replaces CUDA's `nvcuda::wmma`: fragments of a warp's matrix product.
 //
-// Where an element of a matrix lies in the fragments is the implementation's own matter, as on the GPU:
-// here element e of a fragment with E elements is, for lane l, number l * E + e in row-major order.
+// The mapping of matrix elements to fragments is unspecified, as on the GPU; here element e of lane
+// l, with E elements per fragment, is element l * E + e in row-major order.
 #pragma once
 
 #include "common/emulator/language.h"
@@ -53,7 +53,7 @@ inline void fill_fragment(Fragment& fragment, const T& value) {
 
 namespace detail {
 
-// Calls visit(element, place in memory) for each of the lane's elements.
+// Calls visit(element, address in memory) for each of the lane's elements.
 template <typename Fragment, typename Visit>
 inline void for_elements(Fragment& fragment, unsigned stride, bool by_rows, const Visit& visit) {
   constexpr int kColumns = Fragment::shape::kColumns;
@@ -65,7 +65,7 @@ inline void for_elements(Fragment& fragment, unsigned stride, bool by_rows, cons
 }
 template <typename T>
 inline void check_places(const T* at, unsigned stride) {
-  // The GPU asks for 32 bytes, which NumPy's arrays do not always begin at.
+  // The GPU requires 32-byte alignment, which NumPy arrays do not always have.
   ::cukit::emulator::check_alignment(at, 16, "a wmma tile");
   if (stride * sizeof(T) % 16 != 0) {
     ::cukit::emulator::trap("wmma: the leading dimension is no multiple of 16 bytes");
@@ -98,7 +98,7 @@ inline void store_matrix_sync(P* to, const fragment<accumulator, M, N, K, T, voi
   __syncwarp();
 }
 
-// Every lane puts together the matrices from all fragments and computes its own elements.
+// Every lane assembles the matrices from all fragments and computes its own elements.
 template <int M, int N, int K, typename A, typename LA, typename B, typename LB, typename C, typename D>
 inline void mma_sync(fragment<accumulator, M, N, K, D, void>& d,
                      const fragment<matrix_a, M, N, K, A, LA>& a,

@@ -1,3 +1,3 @@
-// Stands in for CUDA's header: cooperative_groups.h has it.
+// Replaces CUDA's header: cooperative_groups.h has it.
 #pragma once
 #include <cooperative_groups.h>

@@ -1,10 +1,10 @@
-// Stands in for the header of CUDA's compiler package, which the runtime's headers include: what its
-// qualifiers mean to a host C++ compiler.
+// Replaces the header of CUDA's compiler package, which the runtime's headers include: definitions
+// of its qualifiers for a host C++ compiler.
 #pragma once
 
 #define __host__
 #define __device__
-#define __global__ __attribute__((noinline))  // a frame of its own in reports and debuggers
+#define __global__ __attribute__((noinline))  // keeps its frame in reports and debuggers
 #define __forceinline__ inline
 #define __align__(n) __attribute__((aligned(n)))
 #define __builtin_align__(n) __align__(n)

@@ -1,7 +1,7 @@
-// Stands in for CUB's primitives of blocks and warps.
+// Replaces CUB's block and warp primitives.
 //
-// They keep CUB's contract, not its code: results in thread 0 where CUB promises them there only,
-// temporary storage that needs a barrier before it is used again.
+// Same contract as CUB, not its code: results only in thread 0 where CUB guarantees no more, and
+// temporary storage needs a barrier before reuse.
 #pragma once
 
 #include "common/emulator/language.h"
@@ -59,7 +59,7 @@ struct Storage {
   T* data() { return reinterpret_cast<T*>(bytes); }
 };
 
-// What a primitive uses where the caller gives it no storage.
+// Storage of a primitive if the caller passes none.
 template <typename Of>
 inline typename Of::TempStorage& private_storage() {
   __shared__ typename Of::TempStorage storage;
@@ -164,7 +164,7 @@ class BlockScan {
     scan_items(input, output, false);
     aggregate = storage_.data()[kThreads - 1];
   }
-  // The prefix of the first warp's callback goes before everything.
+  // The prefix of the first warp's callback precedes all items.
   template <typename Callback>
   void ExclusiveSum(T input, T& output, Callback& callback) {
     ExclusiveSum(input, output);
@@ -258,7 +258,8 @@ class WarpScan {
   }
 };
 
-// Blocked: thread t has items t * Items to t * Items + Items - 1; striped: items t, t + threads, ...
+// Blocked: thread t has items t * Items to t * Items + Items - 1; striped: items t, t + threads,
+// ...
 namespace detail {
 template <int Threads, int Items>
 inline int item(bool striped, int i) {

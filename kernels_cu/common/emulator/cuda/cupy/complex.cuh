@@ -1,10 +1,10 @@
-// Stands in for CuPy's header: `complex<T>` with arithmetic between precisions and with real numbers.
+// Replaces CuPy's header: `complex<T>` with arithmetic between precisions and with real numbers.
 #pragma once
 
 #include <complex>
 #include <type_traits>
 
-// Its functions are found by their arguments.
+// Its functions are found by argument-dependent lookup.
 using ::std::complex;
 using ::std::polar;
 
@@ -16,7 +16,8 @@ template <typename T>
 struct RealOf<::std::complex<T>> { using type = T; };
 template <typename T>
 constexpr bool kIsComplex = !::std::is_same_v<typename RealOf<T>::type, T>;
-// Of two operands, one at least complex and not both of the same precision, which std:: has.
+// For two operands, at least one complex, that are not both complex of one precision, which std::
+// covers.
 template <typename A, typename B>
 constexpr bool kMixed = (kIsComplex<A> && (::std::is_arithmetic_v<B> || kIsComplex<B>) &&
                          !::std::is_same_v<typename RealOf<A>::type, typename RealOf<B>::type>) ||

@@ -1,5 +1,5 @@
-// Stands in for CuPy's header: the functions of cuComplex.h for `complex<T>`, into which
-// `translate_cucomplex=True` has turned its types.
+// Replaces CuPy's header: the functions of cuComplex.h for `complex<T>`, to which
+// `translate_cucomplex=True` translates its types.
 #pragma once
 
 #include <cupy/complex.cuh>
