@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": BASE | {"core", "reference", "registry"},
     "kv_cache": OPS | {"attention", "memory"},
     "analyzer": BASE | {"core", "registry", "memory"},
-    "torch": LOOP | {"cukit"},
+    "torch": LOOP | {"cukit", "fusion"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
     "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},

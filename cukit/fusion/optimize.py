@@ -6,7 +6,7 @@ import contextlib
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -19,11 +19,8 @@ from cukit.errors import ConfigError, CukitError
 from cukit.fusion._match import Match, match, uncast
 from cukit.fusion._patterns import Pattern, patterns
 from cukit.fusion._trace import CannotTraceError, Node, Trace, is_array, is_same, replaced, trace
+from cukit.fusion.report import TOLERANCES, WHOLE_TOLERANCE, call_arguments, table, time_cell
 
-TOLERANCES = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest difference of two outputs over the largest output: two roundings and sums in another
-order."""
-_WHOLE_TOLERANCE = 4.0  # of the function's outputs, which are those of many ops
 _WARM_UP = 2
 
 
@@ -114,17 +111,12 @@ class Optimized:
         rows = [("op", "operations", "result", "error", "before us", "after us", "outcome")]
         rows += [
             (row.op, str(row.operations), "x".join(map(str, row.shape)), f"{row.error:.1e}",
-             _time(row.before_us), _time(row.after_us), row.outcome)
+             time_cell(row.before_us), time_cell(row.after_us), row.outcome)
             for row in self.report
         ]  # fmt: skip
-        whole = (f"{self.error:.1e}", _time(self.before_us), _time(self.after_us), "")
+        whole = (f"{self.error:.1e}", time_cell(self.before_us), time_cell(self.after_us), "")
         rows.append(("whole function", "", "", *whole))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, self.note] if self.note else lines)
+        return table(rows, self.note)
 
 
 def optimize(
@@ -201,7 +193,7 @@ def optimize(
         check_number(op, "tolerance", tolerance, least=0)
     if not use_cuda_kernels:
         return Optimized(function, "use_cuda_kernels=False: nothing was replaced")
-    args, kwargs = _arguments(sample)
+    args, kwargs = call_arguments(sample)
     on_gpu = any(not isinstance(array, np.ndarray) for array in _arrays((args, kwargs)))
     if cuda_graph and not on_gpu:
         raise ConfigError(f"{op}: cuda_graph=True needs arrays on a GPU")
@@ -266,7 +258,7 @@ def _fuse(
     program = _Program(found, accepted, *call)
     after = program(*call)
     result.error, allowed = _difference(before, after, tolerance)
-    if result.error <= _WHOLE_TOLERANCE * allowed:
+    if result.error <= WHOLE_TOLERANCE * allowed:
         result._program = program
         return
     result.report = [
@@ -442,14 +434,6 @@ class _Graph:
         return _with_arrays(self._output, lambda array: array.copy())
 
 
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    if isinstance(sample, (tuple, list)):
-        return tuple(sample), {}
-    return (sample,), {}
-
-
 def _with_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with `change(array)` for every array in it."""
     if is_array(value):
@@ -508,9 +492,5 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
         call()
         end.record()
         end.synchronize()
-        times.append(1e3 * float(cupy.cuda.get_elapsed_time(start, end)))
+        times.append(1e3 * float(cupy.cuda.get_elapsedtime_cell(start, end)))
     return statistics.median(times)
-
-
-def _time(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,18 +16,8 @@ from torch.utils import _pytree as pytree
 from cukit.core.device import gpu_available
 from cukit.core.scalars import check_flag, check_integer, check_number
 from cukit.errors import ConfigError, CukitError
+from cukit.fusion.report import TOLERANCES, WHOLE_TOLERANCE, call_arguments, table, time_cell
 from cukit.torch._swaps import KINDS, Swap, find_swaps
-
-TOLERANCES = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 4e-2,
-}
-"""Largest accepted difference of two outputs, relative to the largest output: two roundings, sums
-in another order, and a margin; a model in float64 may compute parts in float32."""
-
-_MODEL_TOLERANCE = 4.0  # factor for a whole model, where the errors of many modules add up
 
 
 @dataclass(frozen=True)
@@ -103,20 +93,15 @@ class Optimized:
         rows = [("module", "kind", "modules", "error", "before us", "after us", "outcome")]
         rows += [
             (row.name or "(model)", row.kind, str(row.modules), f"{row.error:.1e}",
-             _time(row.before_us), _time(row.after_us), row.outcome)
+             time_cell(row.before_us), time_cell(row.after_us), row.outcome)
             for row in self.report
         ]  # fmt: skip
         if self.report:
             rows.append(
-                ("whole model", "", "", f"{self.error:.1e}", _time(self.before_us),
-                 _time(self.after_us), "")
+                ("whole model", "", "", f"{self.error:.1e}", time_cell(self.before_us),
+                 time_cell(self.after_us), "")
             )  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, self.note] if self.note else lines)
+        return table(rows, self.note)
 
 
 def optimize(
@@ -183,7 +168,7 @@ def optimize(
         check_number(op, "tolerance", tolerance, least=0)
     if not use_cuda_kernels:
         return Optimized(model, "use_cuda_kernels=False: nothing was swapped")
-    args, kwargs = _arguments(sample)
+    args, kwargs = call_arguments(sample)
     on_gpu = _is_on_gpu(model, args, kwargs)
     dry = not on_gpu if dry_run is None else dry_run
     if cuda_graph and not on_gpu:
@@ -269,7 +254,7 @@ def _try_swaps(
     result.error, allowed = _difference(before, after, tolerance)
     if on_gpu:
         result.after_us = _median_us(run, repeats)
-    if not result.error <= _MODEL_TOLERANCE * allowed:
+    if not result.error <= WHOLE_TOLERANCE * allowed:
         result.restore()
         result.report = [
             SwapReport(**{**row.__dict__, "outcome": "kept: the model's output changed too much"})
@@ -321,14 +306,6 @@ def _best(
     return alternatives[-1], row
 
 
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    if isinstance(sample, (tuple, list)):
-        return tuple(sample), {}
-    return (sample,), {}
-
-
 def _is_on_gpu(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [*model.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -354,7 +331,7 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
             error = error if torch.equal(one, other) else math.inf
             continue
         if tolerance is None:
-            allowed = max(allowed, TOLERANCES.get(one.dtype, 0.0))
+            allowed = max(allowed, TOLERANCES.get(str(one.dtype).removeprefix("torch."), 0.0))
         if not one.numel():
             continue
         exact, got = one.double(), other.double()
@@ -381,10 +358,6 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
         end.synchronize()
         times.append(1e3 * float(start.elapsed_time(end)))
     return statistics.median(times)
-
-
-def _time(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 class _GraphedForward:
