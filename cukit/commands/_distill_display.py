@@ -194,7 +194,7 @@ def _models_table(report: DistillReport) -> Table:
 def _ways_table(report: DistillReport) -> Table:
     table = Table(title="gain from distillation, and with each term", title_justify="left")
     table.add_column("model")
-    for heading in ("bits per byte", "gain over alone", "gap to the teacher closed"):
+    for heading in ("bits per byte", "gain over training alone", "gap to the teacher closed"):
         table.add_column(heading, justify="right")
     for way in report.ways:
         gain, interval = way["gain_bits_per_byte"], way["gain_interval"]

@@ -138,7 +138,7 @@ def test_an_ablation_shows_what_each_term_adds(
         low, high = way["gain_interval"]
         assert low < way["gain_bits_per_byte"] < high
     page = (folder / "report.html").read_text()
-    assert "What distillation gains, and each term with it" in page
+    assert "Gain from distillation, and with each term" in page
 
 
 def test_without_jinja_there_is_no_page_and_a_word_on_why(

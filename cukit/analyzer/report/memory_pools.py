@@ -73,7 +73,7 @@ def pool_blocks(records: Sequence[Record]) -> list[Block]:
         ]
         rows.append((Cell(case), cell(live, numbers.num_bytes), *cells))
     names = [Column(pool_title(pool), numeric=True) for pool in pools]
-    columns = (Column("log"), Column("live at most", numeric=True), *names)
+    columns = (Column("log"), Column("peak live", numeric=True), *names)
     return [
         Paragraph(
             f"Of {len(tight)} allocation logs, replayed with {TIGHT_PERCENT:.0f}% more memory than "

@@ -88,7 +88,7 @@ def _tiles(results: BenchmarkResults, anchor: str) -> Tiles:
         tiles.append(Tile(f"{mean:.2f}×", label, tone))
     if floors:
         middle = sorted(floors)[len(floors) // 2]
-        tiles.append(Tile(numbers.percent(middle), "of the best conceivable speed, median case"))
+        tiles.append(Tile(numbers.percent(middle), "of the attainable speed, median case"))
     if slower := flagged.count("slower"):
         label = "cases slower than the fastest peer"
         tiles.append(Tile(str(slower), label, leads_to=f"#{anchor}?flag=slower"))
@@ -104,7 +104,7 @@ def summary_figure(cases: Sequence[Case]) -> Figure | None:
     return Figure(
         "Speed of each op on its largest case",
         lambda width: draw_summary(chosen, width),
-        "Share of the best conceivable speed: the larger of bytes over measured copy bandwidth and "
+        "Share of the attainable speed: the larger of bytes over measured copy bandwidth and "
         "FLOPs over the matrix rate of their precision is the floor of the time. Longer is faster; "
         "the times stand beside the bars.",
         ((svg.colour(0), OURS), (svg.colour(1), FASTEST_PEER)),
@@ -121,8 +121,8 @@ def draw_summary(cases: Sequence[Case], width: float) -> str:
         groups.append(Group(case.op, f"{case.name} {case.dtype}", tuple(bars)))
     return bar_chart(
         groups,
-        title="Share of the best conceivable speed of each op, cukit and the fastest peer",
-        unit="% of the best conceivable speed",
+        title="Share of the attainable speed of each op, cukit and the fastest peer",
+        unit="% of the attainable speed",
         width=width,
         mark=Mark(100.0, "the floor"),
     )

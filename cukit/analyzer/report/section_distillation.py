@@ -141,9 +141,9 @@ def _ways(run: dict[str, Any]) -> list[Block]:
         )
         for each in ways
     ]
-    names = ("bits per byte", "gain over alone", "of the gap to the teacher")
+    names = ("bits per byte", "gain over training alone", "of the gap to the teacher closed")
     header = (Column("model"), *(Column(name, numeric=True) for name in names))
-    return [Table(header, tuple(rows), "What distillation gains, and each term with it")]
+    return [Table(header, tuple(rows), "Gain from distillation, and with each term")]
 
 
 def _quantized(run: dict[str, Any]) -> list[Block]:
@@ -226,10 +226,10 @@ def _ops_table(ops: list[dict[str, Any]]) -> Table:
 def _pool_table(pool: Mapping[str, Any]) -> Table:
     """`pool`: null if the run had no pool of its own, absent in older reports."""
     rows = (
-        (Cell("live at most"), Cell(numbers.num_bytes(pool["peak_live_bytes"]))),
+        (Cell("peak live"), Cell(numbers.num_bytes(pool["peak_live_bytes"]))),
         (Cell("peak taken from the GPU"), Cell(numbers.num_bytes(pool["peak_reserved_bytes"]))),
         (Cell("allocations"), Cell(f"{pool['num_allocations']:,}")),
-        (Cell("served from a list of that size"), Cell(f"{pool['hit_rate']:.1%}")),
+        (Cell("hits of an exact-size free list"), Cell(f"{pool['hit_rate']:.1%}")),
         (Cell("pages remapped"), Cell(f"{pool['pages_remapped']:,}")),
         (Cell("defragmentations"), Cell(f"{pool['num_defragments']:,}")),
         (Cell("bytes moved"), Cell(numbers.num_bytes(pool["bytes_moved"]))),

@@ -108,12 +108,15 @@ def _tiles(ranges: Sequence[Range], samples: Sequence[Sample]) -> Tiles:
         Tile(numbers.num_bytes(sum(part.mapped for part in ranges)), "held"),
     ]
     if samples:
-        tiles.append(Tile(numbers.num_bytes(max(s.live for s in samples)), "live at most"))
+        tiles.append(Tile(numbers.num_bytes(max(s.live for s in samples)), "peak live"))
     if free:
         hole = largest_hole(ranges)
         tiles.append(Tile(numbers.num_bytes(hole), "largest free block"))
         tiles.append(
-            Tile(numbers.percent(1 - hole / free), "fragmentation: free memory that lies elsewhere")
+            Tile(
+                numbers.percent(1 - hole / free),
+                "fragmentation: free memory outside the largest free block",
+            )
         )
     return Tiles(tuple(tiles))
 

@@ -193,9 +193,9 @@ def test_a_pool_is_drawn_and_its_holders_named(page: Page) -> None:
     tiles = dict(re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", page.markup))
     assert tiles["live"] == "3.00 MiB"
     assert tiles["held"] == "6.00 MiB"
-    assert tiles["live at most"] == "5.00 MiB"
+    assert tiles["peak live"] == "5.00 MiB"
     assert tiles["largest free block"] == "1.00 MiB"
-    assert tiles["fragmentation: free memory that lies elsewhere"] == "50%"
+    assert tiles["fragmentation: free memory outside the largest free block"] == "50%"
     (pool_map,) = [
         d for d in drawings(page.markup) if d.attrib["aria-label"].startswith("Memory of")
     ]
@@ -226,7 +226,7 @@ def test_a_snapshot_of_a_pool_makes_a_chapter(tmp_path: Path) -> None:
     page = Page(report.to_html())
     tiles = dict(re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", page.markup))
     assert tiles["live"] == "8.00 MiB"
-    assert tiles["live at most"] == "12.0 MiB"
+    assert tiles["peak live"] == "12.0 MiB"
     assert "test_report.py" in report.to_text()
 
 
@@ -306,9 +306,9 @@ def test_a_distillation_tells_of_its_pool_if_it_had_one(pool: str) -> None:
     assert ("The memory pool" in tables) == (pool == "its own")
     if pool == "its own":
         cells = {row[0].text: row[1].text for row in tables["The memory pool"].rows}
-        assert cells["live at most"] == "9.00 GiB"
+        assert cells["peak live"] == "9.00 GiB"
         assert cells["allocations"] == "412,345"
-        assert cells["served from a list of that size"] == "99.7%"
+        assert cells["hits of an exact-size free list"] == "99.7%"
         assert cells["fragmentation at the end"] == "25%"
 
 
