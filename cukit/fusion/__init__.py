@@ -1,4 +1,4 @@
-"""Fused kernels in functions of arrays."""
+"""Replaces sequences of array operations in a function with fused kernels."""
 
 from cukit.fusion.optimize import FusionReport, Optimized, optimize
 

@@ -1,4 +1,4 @@
-"""`optimize`: fused kernels in a function of arrays, verified against it, replayed as one graph."""
+"""`optimize`: replaces parts of an array function with verified fused kernels in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What became of one place where a fused kernel fits.
+    """The result of one candidate replacement.
 
-    op: cukit's. operations: how many of the function's it replaces. shape: of the result.
-    error: largest difference of the results over the largest; NaN where the op refused its inputs.
-    before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse", or why
-    the original stays.
+    op: cukit's op. operations: number of operations it replaces. shape: of the op's result.
+    error: largest difference of the results over the largest result; NaN if the op rejected its
+    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse",
+    or why the original is kept.
     """
 
     op: str
@@ -46,7 +46,7 @@ class FusionReport:
 
 @dataclass(eq=False)
 class _Fusion:
-    """A place where a fused op fits: its match, and what computes it from the values of nodes."""
+    """A candidate: the matched operations, and the arguments of the op that replaces them."""
 
     pattern: Pattern
     match: Match
@@ -59,17 +59,17 @@ class _Fusion:
 
 
 class Optimized:
-    """A function with fused ops in it, as :func:`optimize` returns it.
+    """A function with fused ops, as :func:`optimize` returns it.
 
-    Call it like the function. Inputs whose shapes, dtypes or other values differ from the sample's
-    run the original. As a context manager it goes back to the original at the end.
+    Call it like the function. Calls whose shapes, dtypes, strides or non-array arguments differ
+    from the sample's run the original. As a context manager it restores the original on exit.
 
     Attributes:
         function: the original.
-        report: one FusionReport for each place that was tried.
-        error: difference of the outputs, as in FusionReport.
-        before_us, after_us: median times of the whole, None without a GPU.
-        note: what was not done, and why; "" if nothing.
+        report: one FusionReport per candidate.
+        error: difference of the function's outputs, as in FusionReport.
+        before_us, after_us: median times of the whole function, None without a GPU.
+        note: what was not done, and why; "" if everything was.
     """
 
     def __init__(self, function: Callable[..., Any], note: str = "") -> None:
@@ -83,7 +83,7 @@ class Optimized:
         self._graph: _Graph | None = None
 
     def restore(self) -> Callable[..., Any]:
-        """From now on calls run the original, which is returned."""
+        """Make all later calls run the original. Returns the original."""
         self._program = self._graph = None
         return self.function
 
@@ -107,7 +107,7 @@ class Optimized:
         self.restore()
 
     def __str__(self) -> str:
-        """A table: one line for each place, one for the whole function."""
+        """A table with one line per candidate and one for the whole function."""
         rows = [("op", "operations", "result", "error", "before us", "after us", "outcome")]
         rows += [
             (row.op, str(row.operations), "x".join(map(str, row.shape)), f"{row.error:.1e}",
@@ -130,48 +130,51 @@ def optimize(
     cuda_graph: bool | None = None,
     repeats: int = 10,
 ) -> Optimized:
-    """Replaces what a function of CuPy or NumPy arrays computes step by step with fused kernels.
+    """Replaces sequences of operations on CuPy or NumPy arrays with fused kernels.
 
-    The function runs a few times on `sample`, and its operations are recorded. Wherever they spell
-    an op that cukit has a kernel for, that op is run on the very same inputs; it stays where the
-    results agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU
-    the whole is then captured in a CUDA graph, which calls with the sample's shapes replay.
+    The function runs a few times on `sample`, and its operations are recorded. Subgraphs equivalent
+    to one of cukit's ops are candidates. Each op runs on the inputs of its subgraph; it is kept if
+    the results agree and, on a GPU, if it is faster. This also compiles the kernels. On a GPU the
+    function is then captured in a CUDA graph, which calls with the sample's shapes replay.
 
     ===============  ============================================================================
     flash_attention  softmax(q k^T scale) v over [..., heads, positions, head_dim], with a boolean
-                     mask (a constant triangle becomes causal=True) or an added bias
+                     mask (a constant triangular mask becomes causal=True) or an added bias
     rms_norm         x / sqrt(mean(x^2) + eps) * weight
     layer_norm       (x - mean) / sqrt(variance + eps) * weight + bias
-    linear           x @ w + bias, and gelu, gelu_tanh, silu or relu of it
-    gelu             with erf or tanh
+    linear           x @ w.T + bias with w [out, in], also followed by gelu, gelu_tanh, silu or
+                     relu (then with or without bias)
+    gelu             exact (erf) or tanh approximation
     ===============  ============================================================================
 
-    Casts between floating-point types are looked through: the ops accumulate in float32.
+    Casts between floating-point types are ignored, because the ops accumulate in float32.
 
     Args:
-        function: of arrays, in any nesting of tuples, lists and dictionaries, and of other values.
-            Array code of CuPy, NumPy or an array-API namespace can be traced; what reads values on
-            the host, assigns to elements or changes an array in place cannot, and stays as it is.
-            A model of cukit, which consists of fused ops already, is captured as it is.
-        sample: what to call it with: an array, a tuple of arguments or a dict of keyword arguments.
-        use_cuda_kernels: False leaves everything as it is.
-        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. The function as
-            a whole may have four times that, else nothing is replaced.
-        only_faster: keep the original where the op takes longer.
-        dry_run: verify and report only. None: where the arrays are NumPy's.
-        cuda_graph: whether to capture. None: on a GPU, where it can be captured. The result is a
-            copy; arrays that the function closes over must stay where they are.
-        repeats: calls a timing is the median of.
+        function: takes arrays, nested in tuples, lists and dictionaries, and other values. Code for
+            CuPy, NumPy or an array-API namespace can be traced. A function that reads values on the
+            host, assigns to elements or modifies an array in place cannot; its operations are not
+            replaced. Models of cukit already consist of fused ops and are only captured.
+        sample: the input: an array, a tuple of arguments or a dict of keyword arguments.
+        use_cuda_kernels: False changes nothing.
+        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. The error of the
+            whole function may be four times that; beyond, nothing is replaced.
+        only_faster: keep the original if the op is not faster.
+        dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
+            NumPy references.
+        cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
+            captured. Calls return copies of the graph's outputs; arrays that the function closes
+            over must not be reallocated.
+        repeats: calls per timing, which is their median.
 
     Returns:
-        :class:`Optimized`: a callable, the report, and the way back.
+        :class:`Optimized`: a callable with the report, which can restore the original.
 
     Raises:
-        ConfigError: an option.
+        ConfigError: an invalid option.
 
-    What the function does with other shapes is not known from one sample: they run the original.
-    Values that it closes over are those of the sample's call, arrays the same arrays; what it does
-    beside computing arrays, such as printing, is not repeated.
+    A trace is only valid for the shapes of the sample; other shapes run the original.
+    Non-array values that the function closes over are frozen at the trace, arrays are kept by
+    reference, and side effects such as printing are not repeated.
 
     >>> import numpy as np, cukit as ck
     >>> def norm(x, weight):
@@ -269,7 +272,7 @@ def _fuse(
 
 
 def _find(found: Trace) -> list[_Fusion]:
-    """Places that share no operation, the earlier pattern first."""
+    """Disjoint candidates in execution order; earlier patterns take precedence."""
     nodes = found.nodes()
     users: dict[Node, set[Node]] = {}
     for node in nodes:
@@ -285,7 +288,7 @@ def _find(found: Trace) -> list[_Fusion]:
             if matched is None:
                 continue
             inner = set(matched.inner)
-            # A cast is cheap: it may be computed for others too.
+            # Other users of a cast may recompute it, because it is cheap.
             replaced_ops = {each for each in inner if uncast(each) is None}
             seen = any(
                 each is not node and (each in outputs or users[each] - inner)
@@ -336,7 +339,7 @@ def _judge(
 
 
 class _Values(dict[Node, Any]):
-    """Values of nodes; those of `inside` are computed, the others are the sample's."""
+    """Values of nodes: nodes in `inside` are recomputed, others keep their value on the sample."""
 
     def __init__(self, inside: set[Node]) -> None:
         super().__init__()
@@ -351,7 +354,7 @@ class _Values(dict[Node, Any]):
 
 
 class _Program:
-    """The recorded operations, with fused ops in place of what they replace."""
+    """Replays the recorded operations with the fused ops."""
 
     def __init__(
         self,
@@ -375,10 +378,10 @@ class _Program:
                 )
         self._steps = [(node, by_root.get(node)) for node in nodes if node in needed]
         for node in (*nodes, *found.inputs):
-            node.value = None  # the sample's
+            node.value = None  # frees the arrays of the sample
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the inputs are like the sample."""
+        """Whether the arguments have the shapes, dtypes, strides and other values of the sample."""
         return bool(_described((args, kwargs)) == self._sample)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -393,7 +396,7 @@ class _Program:
 
 
 class _Graph:
-    """A captured call: inputs are copied into those of the capture, results are copied out."""
+    """A CUDA graph of a call: copies the inputs into captured arrays and the results out."""
 
     def __init__(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -416,7 +419,7 @@ class _Graph:
             try:
                 self._output = run()
             except BaseException:
-                with contextlib.suppress(Exception):  # it only repeats that the capture failed
+                with contextlib.suppress(Exception):  # fails again, as the capture is invalid
                     stream.end_capture()
                 raise
             self._graph = stream.end_capture()
@@ -424,7 +427,7 @@ class _Graph:
         self._cupy = cupy
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the inputs are like those of the capture."""
+        """Whether the arguments have the shapes, dtypes, strides and values of the capture."""
         return bool(_described((args, kwargs)) == self._sample)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -453,14 +456,14 @@ def _arrays(value: Any) -> list[Any]:
 
 
 def _described(value: Any) -> Any:
-    """Equal where the same operations apply."""
+    """The value with arrays replaced by type, shape, dtype and strides, for comparing calls."""
     return _with_arrays(
         value, lambda array: (type(array).__name__, array.shape, array.dtype.str, array.strides)
     )
 
 
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
-    """Largest difference over the largest output, and what is allowed."""
+    """Largest difference over the largest output, and the tolerance."""
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
     befores, afters = _arrays(before), _arrays(after)
@@ -481,7 +484,7 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
 
 
 def _median_us(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call between events of the GPU, the first two left out."""
+    """Median time of a call between CUDA events, after two warm-up calls."""
     cupy = sys.modules["cupy"]
     for _ in range(_WARM_UP):
         call()
