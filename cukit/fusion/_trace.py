@@ -1,9 +1,9 @@
-"""Records what a function does to its arrays as a graph of operations.
+"""Records the array operations of a function as a graph.
 
 The function runs once on :class:`Traced` values, each of which holds the array of the sample, so
-that shapes and dtypes are known. NumPy calls arrive through its two protocols. CuPy has none for
-values that are not its own: for the time of the run the public functions of its namespaces are
-replaced by ones that record, and cukit's likewise.
+that shapes and dtypes are known. NumPy calls are intercepted by `__array_ufunc__` and
+`__array_function__`. CuPy has no such protocol for foreign types, so the public functions of its
+namespaces, and of cukit, are replaced by recording wrappers during the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 _NAMESPACES = ("cupy", "cupy.linalg", "cupyx.scipy.special", "scipy.special", "cukit")
-"""Modules whose functions are replaced during a trace where they are loaded."""
+"""Modules whose functions are replaced by recording wrappers during a trace, if imported."""
 
 _METHODS = (
     "all", "any", "argmax", "argmin", "astype", "clip", "conj", "copy", "cumprod", "cumsum",
@@ -31,16 +31,16 @@ _READS = (
 
 
 class CannotTraceError(Exception):
-    """The function does something that a graph of operations does not show."""
+    """The function does something that a graph of operations cannot represent."""
 
 
 @dataclass(eq=False)
 class Node:
     """One operation, or an input.
 
-    name: of the function, as NumPy calls it, or "input". call: what computes it. args, kwargs: its
-    arguments, with nodes in place of traced arrays, in lists, tuples and dictionaries too.
-    value: what it gave on the sample.
+    name: NumPy's name of the function, or "input". call: the function that computes it.
+    args, kwargs: its arguments, with nodes in place of traced arrays, also inside lists, tuples,
+    dictionaries and slices. value: the result on the sample.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Node:
     value: Any
 
     def parents(self) -> list[Node]:
-        """The nodes among its arguments."""
+        """The nodes in the arguments."""
         found: list[Node] = []
         replaced((self.args, self.kwargs), lambda node: found.append(node))
         return found
@@ -58,13 +58,13 @@ class Node:
 
 @dataclass
 class Trace:
-    """A function as a graph: its inputs, and its result with nodes in place of arrays."""
+    """The graph of a function: its input nodes, and its result with nodes in place of arrays."""
 
     inputs: list[Node]
     result: Any
 
     def nodes(self) -> list[Node]:
-        """All operations that the result needs, each after its arguments; no inputs."""
+        """All operations that the result depends on, in topological order, without inputs."""
         order: dict[Node, None] = {}
         roots: list[Node] = []
         replaced(self.result, lambda node: roots.append(node))
@@ -82,7 +82,7 @@ class Trace:
 
 
 def is_same(one: Trace, other: Trace) -> bool:
-    """Whether two traces are the same operations on the same constants."""
+    """Whether two traces have the same operations and equal constants."""
     numbers: list[dict[Node, int]] = []
     steps: list[list[Node]] = []
     for each in (one, other):
@@ -130,10 +130,10 @@ def replaced(value: Any, change: Callable[[Node], Any]) -> Any:
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """The graph of `function(*args, **kwargs)`, whose arrays may be in lists, tuples, dictionaries.
+    """The graph of `function(*args, **kwargs)`; arrays may be in lists, tuples and dictionaries.
 
-    Raises CannotTraceError where it reads values on the host, assigns to elements of an array or
-    calls a function that takes arrays only.
+    Raises CannotTraceError if the function reads values on the host, assigns to elements, modifies
+    an array in place, writes to `out=` or calls a method of an array that is not recorded.
     """
     inputs: list[Node] = []
 
@@ -155,7 +155,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def is_array(value: Any) -> bool:
-    """NumPy's or CuPy's."""
+    """Whether `value` is a NumPy or CuPy array."""
     if isinstance(value, np.ndarray):
         return True
     cupy = sys.modules.get("cupy")
@@ -167,7 +167,7 @@ def _no_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def record(name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs `call` on the values of traced arguments; its result, traced."""
+    """Runs `call` on the values of its traced arguments; returns the traced result."""
     values, named = _to_values(args), _to_values(kwargs)
     result = call(*values, **named)
     node = Node(name, call, _to_nodes(tuple(args)), _to_nodes(dict(kwargs)), result)
@@ -214,7 +214,7 @@ def _holds_traced(value: Any) -> bool:
 
 
 class Traced:
-    """An array in a function that is traced: what is done to it is recorded."""
+    """Stands in for an array during a trace and records the operations on it."""
 
     __array_priority__ = 1000.0
 
@@ -309,7 +309,7 @@ Traced.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class _Namespace:
-    """An array-API namespace whose functions record."""
+    """An array-API namespace with recording functions."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -332,7 +332,7 @@ def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Replaces the functions of :data:`_NAMESPACES` by ones that record traced arguments."""
+    """Wraps the functions of :data:`_NAMESPACES` to record calls with traced arguments."""
     changed: list[tuple[Any, str, Any]] = []
     try:
         for place in _NAMESPACES:
