@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.fusion._trace import Node, is_array
+from cukit.fusion._trace import Node
+from cukit.fusion._tree import is_array
 
 _SAME = {
     "true_divide": "divide", "amax": "max", "amin": "min", "abs": "absolute", "dot": "matmul",

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from cukit.fusion._tree import is_array, leaves, tree_map
+
 _NAMESPACES = ("cupy", "cupy.linalg", "cupyx.scipy.special", "scipy.special", "cukit")
 """Modules whose functions are replaced by recording wrappers during a trace, if imported."""
 
@@ -51,9 +53,7 @@ class Node:
 
     def parents(self) -> list[Node]:
         """The nodes in the arguments."""
-        found: list[Node] = []
-        replaced((self.args, self.kwargs), lambda node: found.append(node))
-        return found
+        return leaves((self.args, self.kwargs), is_node)
 
 
 @dataclass
@@ -66,8 +66,7 @@ class Trace:
     def nodes(self) -> list[Node]:
         """All operations that the result depends on, in topological order, without inputs."""
         order: dict[Node, None] = {}
-        roots: list[Node] = []
-        replaced(self.result, lambda node: roots.append(node))
+        roots = leaves(self.result, is_node)
         stack = [(node, False) for node in reversed(roots)]
         while stack:
             node, done = stack.pop()
@@ -114,19 +113,14 @@ def is_same(one: Trace, other: Trace) -> bool:
     )
 
 
+def is_node(value: Any) -> bool:
+    """Whether `value` is a Node."""
+    return isinstance(value, Node)
+
+
 def replaced(value: Any, change: Callable[[Node], Any]) -> Any:
     """`value` with `change(node)` for every node in it."""
-    if isinstance(value, Node):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [replaced(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: replaced(item, change) for key, item in value.items()}
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        return slice(*(replaced(part, change) for part in parts))
-    return value
+    return tree_map(value, is_node, change)
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -137,29 +131,14 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     inputs: list[Node] = []
 
-    def enter(value: Any) -> Any:
-        if is_array(value):
-            inputs.append(Node("input", _no_call, (), {}, value))
-            return Traced(inputs[-1])
-        if isinstance(value, (list, tuple)):
-            items = [enter(item) for item in value]
-            return value._make(items) if hasattr(value, "_make") else type(value)(items)
-        if isinstance(value, dict):
-            return {key: enter(item) for key, item in value.items()}
-        return value
+    def enter(array: Any) -> Traced:
+        inputs.append(Node("input", _no_call, (), {}, array))
+        return Traced(inputs[-1])
 
-    given, named = enter(args), enter(kwargs)
+    given, named = tree_map((args, kwargs), is_array, enter)
     with _recording():
         result = function(*given, **named)
     return Trace(inputs, _to_nodes(result))
-
-
-def is_array(value: Any) -> bool:
-    """Whether `value` is a NumPy or CuPy array."""
-    if isinstance(value, np.ndarray):
-        return True
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(value, cupy.ndarray)
 
 
 def _no_call(*args: Any, **kwargs: Any) -> Any:
@@ -187,30 +166,15 @@ def _traced(node: Node, result: Any) -> Any:
 
 
 def _to_values(value: Any) -> Any:
-    return _unwrapped(value, lambda traced: traced._node.value)
+    return tree_map(value, _is_traced, lambda traced: traced._node.value)
 
 
 def _to_nodes(value: Any) -> Any:
-    return _unwrapped(value, lambda traced: traced._node)
+    return tree_map(value, _is_traced, lambda traced: traced._node)
 
 
-def _unwrapped(value: Any, change: Callable[[Traced], Any]) -> Any:
-    if isinstance(value, Traced):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [_unwrapped(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _unwrapped(item, change) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_unwrapped(x, change) for x in (value.start, value.stop, value.step)))
-    return value
-
-
-def _holds_traced(value: Any) -> bool:
-    found: list[Traced] = []
-    _unwrapped(value, lambda traced: found.append(traced))
-    return bool(found)
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Traced)
 
 
 class Traced:
@@ -321,7 +285,7 @@ class _Namespace:
 
 def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _holds_traced((args, kwargs)):
+        if not leaves((args, kwargs), _is_traced):
             return function(*args, **kwargs)
         if kwargs.get("out") is not None:
             raise CannotTraceError(f"{name} writes to out=")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,44 +17,19 @@ from cukit.core.scalars import check_flag, check_integer, check_number
 from cukit.errors import ConfigError, CukitError
 from cukit.fusion._match import Match, match, uncast
 from cukit.fusion._patterns import Pattern, patterns
-from cukit.fusion._trace import CannotTraceError, Node, Trace, is_array, is_same, replaced, trace
-from cukit.fusion.report import TOLERANCES, WHOLE_TOLERANCE, call_arguments, table, time_cell
+from cukit.fusion._program import Fusion, GraphedCall, Program, Recomputed
+from cukit.fusion._trace import CannotTraceError, Node, Trace, is_node, is_same, trace
+from cukit.fusion._tree import arrays_of, is_array, leaves
+from cukit.fusion.report import (
+    TOLERANCES,
+    WHOLE_TOLERANCE,
+    FusionReport,
+    call_arguments,
+    table,
+    time_cell,
+)
 
 _WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class FusionReport:
-    """The result of one candidate replacement.
-
-    op: cukit's op. operations: number of operations it replaces. shape: of the op's result.
-    error: largest difference of the results over the largest result; NaN if the op rejected its
-    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse",
-    or why the original is kept.
-    """
-
-    op: str
-    operations: int
-    shape: tuple[int, ...]
-    error: float
-    tolerance: float
-    before_us: float | None
-    after_us: float | None
-    outcome: str
-
-
-@dataclass(eq=False)
-class _Fusion:
-    """A candidate: the matched operations, and the arguments of the op that replaces them."""
-
-    pattern: Pattern
-    match: Match
-    arguments: dict[str, Any]
-    dtype: Any
-
-    def run(self, value_of: Callable[[Node], Any]) -> Any:
-        found = self.pattern.replace(**replaced(self.arguments, value_of))
-        return found if found.dtype == self.dtype else found.astype(self.dtype)
 
 
 class Optimized:
@@ -79,8 +53,8 @@ class Optimized:
         self.before_us: float | None = None
         self.after_us: float | None = None
         self.note = note
-        self._program: _Program | None = None
-        self._graph: _Graph | None = None
+        self._program: Program | None = None
+        self._graph: GraphedCall | None = None
 
     def restore(self) -> Callable[..., Any]:
         """Make all later calls run the original. Returns the original."""
@@ -197,7 +171,7 @@ def optimize(
     if not use_cuda_kernels:
         return Optimized(function, "use_cuda_kernels=False: nothing was replaced")
     args, kwargs = call_arguments(sample)
-    on_gpu = any(not isinstance(array, np.ndarray) for array in _arrays((args, kwargs)))
+    on_gpu = any(not isinstance(array, np.ndarray) for array in arrays_of((args, kwargs)))
     if cuda_graph and not on_gpu:
         raise ConfigError(f"{op}: cuda_graph=True needs arrays on a GPU")
     dry = not on_gpu if dry_run is None else bool(dry_run)
@@ -228,7 +202,7 @@ def optimize(
         result.restore()
     elif on_gpu and cuda_graph is not False:
         try:
-            result._graph = _Graph(result._program or function, args, kwargs)
+            result._graph = GraphedCall(result._program or function, args, kwargs)
         except Exception as error:
             if cuda_graph:
                 raise
@@ -258,7 +232,7 @@ def _fuse(
             accepted.append(fusion)
     if not accepted:
         return
-    program = _Program(found, accepted, *call)
+    program = Program(found, accepted, *call)
     after = program(*call)
     result.error, allowed = _difference(before, after, tolerance)
     if result.error <= WHOLE_TOLERANCE * allowed:
@@ -271,15 +245,14 @@ def _fuse(
     ]  # fmt: skip
 
 
-def _find(found: Trace) -> list[_Fusion]:
+def _find(found: Trace) -> list[Fusion]:
     """Disjoint candidates in execution order; earlier patterns take precedence."""
     nodes = found.nodes()
     users: dict[Node, set[Node]] = {}
     for node in nodes:
         for parent in node.parents():
             users.setdefault(parent, set()).add(node)
-    outputs: set[Node] = set()
-    replaced(found.result, outputs.add)
+    outputs = set(leaves(found.result, is_node))
     taken: set[Node] = set()
     fusions = []
     for pattern, root, names in patterns():
@@ -297,7 +270,7 @@ def _find(found: Trace) -> list[_Fusion]:
             arguments = None if seen or taken & replaced_ops else _settled(pattern, matched)
             if arguments is not None:
                 taken |= replaced_ops
-                fusions.append(_Fusion(pattern, matched, arguments, node.value.dtype))
+                fusions.append(Fusion(pattern, matched, arguments, node.value.dtype))
     order = {node: number for number, node in enumerate(nodes)}
     return sorted(fusions, key=lambda fusion: order[fusion.match.root])
 
@@ -310,13 +283,13 @@ def _settled(pattern: Pattern, matched: Match) -> dict[str, Any] | None:
 
 
 def _judge(
-    fusion: _Fusion, tolerance: float | None, only_faster: bool, on_gpu: bool, repeats: int
+    fusion: Fusion, tolerance: float | None, only_faster: bool, on_gpu: bool, repeats: int
 ) -> FusionReport:
     root, inner = fusion.match.root, fusion.match.inner
     facts = (fusion.pattern.op, len(inner), tuple(root.value.shape))
 
     def original() -> Any:
-        values = _Values(set(inner))
+        values = Recomputed(set(inner))
         return values[root]
 
     def fused() -> Any:
@@ -338,135 +311,11 @@ def _judge(
     return FusionReport(*facts, error, allowed, before_us, after_us, outcome)
 
 
-class _Values(dict[Node, Any]):
-    """Values of nodes: nodes in `inside` are recomputed, others keep their value on the sample."""
-
-    def __init__(self, inside: set[Node]) -> None:
-        super().__init__()
-        self._inside = inside
-
-    def __missing__(self, node: Node) -> Any:
-        if node not in self._inside:
-            return node.value
-        args, kwargs = replaced((node.args, node.kwargs), self.__getitem__)
-        self[node] = value = node.call(*args, **kwargs)
-        return value
-
-
-class _Program:
-    """Replays the recorded operations with the fused ops."""
-
-    def __init__(
-        self,
-        found: Trace,
-        fusions: list[_Fusion],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._inputs = found.inputs
-        self._result = found.result
-        self._sample = _described((args, kwargs))
-        by_root = {fusion.match.root: fusion for fusion in fusions}
-        nodes = found.nodes()
-        needed: set[Node] = set()
-        replaced(found.result, needed.add)
-        for node in reversed(nodes):
-            if node in needed:
-                fusion = by_root.get(node)
-                replaced(
-                    (node.args, node.kwargs) if fusion is None else fusion.arguments, needed.add
-                )
-        self._steps = [(node, by_root.get(node)) for node in nodes if node in needed]
-        for node in (*nodes, *found.inputs):
-            node.value = None  # frees the arrays of the sample
-
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the arguments have the shapes, dtypes, strides and other values of the sample."""
-        return bool(_described((args, kwargs)) == self._sample)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values: dict[Node, Any] = dict(zip(self._inputs, _arrays((args, kwargs)), strict=True))
-        for node, fusion in self._steps:
-            if fusion is None:
-                own, named = replaced((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.call(*own, **named)
-            else:
-                values[node] = fusion.run(values.__getitem__)
-        return replaced(self._result, values.__getitem__)
-
-
-class _Graph:
-    """A CUDA graph of a call: copies the inputs into captured arrays and the results out."""
-
-    def __init__(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        cupy = sys.modules["cupy"]
-        self._sample = _described((args, kwargs))
-        self._inputs = [array.copy() for array in _arrays((args, kwargs))]
-        copies = iter(self._inputs)
-        own = _with_arrays((args, kwargs), lambda _: next(copies))
-
-        def run() -> Any:
-            return call(*own) if isinstance(call, _Program) else call(*own[0], **own[1])
-
-        stream = cupy.cuda.Stream(non_blocking=True)
-        stream.wait_event(cupy.cuda.get_current_stream().record())
-        with stream:
-            run()
-            stream.synchronize()
-            stream.begin_capture()
-            try:
-                self._output = run()
-            except BaseException:
-                with contextlib.suppress(Exception):  # fails again, as the capture is invalid
-                    stream.end_capture()
-                raise
-            self._graph = stream.end_capture()
-        stream.synchronize()
-        self._cupy = cupy
-
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the arguments have the shapes, dtypes, strides and values of the capture."""
-        return bool(_described((args, kwargs)) == self._sample)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for own, given in zip(self._inputs, _arrays((args, kwargs)), strict=True):
-            own[...] = given
-        self._graph.launch(self._cupy.cuda.get_current_stream())
-        return _with_arrays(self._output, lambda array: array.copy())
-
-
-def _with_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change(array)` for every array in it."""
-    if is_array(value):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [_with_arrays(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _with_arrays(item, change) for key, item in value.items()}
-    return value
-
-
-def _arrays(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _with_arrays(value, found.append)
-    return found
-
-
-def _described(value: Any) -> Any:
-    """The value with arrays replaced by type, shape, dtype and strides, for comparing calls."""
-    return _with_arrays(
-        value, lambda array: (type(array).__name__, array.shape, array.dtype.str, array.strides)
-    )
-
-
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
     """Largest difference over the largest output, and the tolerance."""
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
-    befores, afters = _arrays(before), _arrays(after)
+    befores, afters = arrays_of(before), arrays_of(after)
     if len(befores) != len(afters):
         return math.inf, allowed
     for one, other in zip(befores, afters, strict=True):
@@ -495,5 +344,5 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
         call()
         end.record()
         end.synchronize()
-        times.append(1e3 * float(cupy.cuda.get_elapsedtime_cell(start, end)))
+        times.append(1e3 * float(cupy.cuda.get_elapsed_time(start, end)))
     return statistics.median(times)

@@ -1,8 +1,9 @@
-"""Tolerances and report tables of both `optimize`: array functions and PyTorch models."""
+"""Tolerances and reports of both `optimize`: for array functions and for PyTorch models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 TOLERANCES = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -11,6 +12,26 @@ roundings and a different summation order, with a margin. float64 is looser than
 because kernels may compute parts in float32."""
 WHOLE_TOLERANCE = 4.0
 """Multiplies the tolerance for a whole function or model: errors of replacements add up."""
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """The result of one candidate replacement.
+
+    op: cukit's op. operations: number of operations it replaces. shape: of the op's result.
+    error: largest difference of the results over the largest result; NaN if the op rejected its
+    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse",
+    or why the original is kept.
+    """
+
+    op: str
+    operations: int
+    shape: tuple[int, ...]
+    error: float
+    tolerance: float
+    before_us: float | None
+    after_us: float | None
+    outcome: str
 
 
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
