@@ -1,4 +1,4 @@
-"""Shared by the reports of `optimize` for functions of arrays and for models of PyTorch."""
+"""Helpers for the reports of both `optimize` functions: array functions and PyTorch models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TOLERANCES = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest accepted difference of two outputs, relative to the largest output: two roundings, sums
-in another order, and a margin; float64 inputs may be computed in float32 in parts."""
+"""Largest accepted difference between two outputs, relative to the largest magnitude in the output:
+two roundings, sums in another order, and a margin; float64 may be computed partly in float32."""
 WHOLE_TOLERANCE = 4.0
 """Factor for a whole function or model, where the errors of many replacements add up."""
 
@@ -22,7 +22,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def table(rows: Sequence[Sequence[str]], note: str) -> str:
-    """Left-aligned columns, followed by the note."""
+    """A table with left-aligned columns, followed by `note`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -32,5 +32,5 @@ def table(rows: Sequence[Sequence[str]], note: str) -> str:
 
 
 def time_cell(microseconds: float | None) -> str:
-    """ "-" without a GPU."""
+    """A time, or "-" if none was measured (no GPU)."""
     return "-" if microseconds is None else f"{microseconds:.1f}"
