@@ -29,7 +29,7 @@ ROUTING = ("indices", "slots", "weights")
 
 
 def logits_of(rng, dtype):
-    """Logits with ties within and across the capacity, both zeros, infinities and NaN."""
+    """Logits with ties within and across the capacity boundary, both zeros, infinities and NaN."""
     logits = random(rng, (BATCH, SEQ_LEN), dtype).round(1)
     logits[0, :40] = 0.5
     logits[1, ::3] = -0.0

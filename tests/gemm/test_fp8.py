@@ -107,8 +107,8 @@ TILINGS = [
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("row", marks=pytest.mark.slow)])
 def test_every_kind_of_tiling(device, rng, tiling, kind):
-    """Planned for one SM, so that blocks process several tiles; more than 32 k steps, an odd
-    number; tiles that start anywhere within blocks of scales."""
+    """Planned for one SM: without split-k, blocks process several tiles. More than 32 k steps, an
+    odd number; tiles that start anywhere within blocks of scales."""
     if device == "cpu":
         pytest.skip("the CPU has no tilings")
     m, n, k = 200, 328, 35 * 128 - 16

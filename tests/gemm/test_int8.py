@@ -83,7 +83,7 @@ def test_other_architectures(rng, arch):
     ids=str,
 )
 def test_every_kind_of_tiling(device, rng, tiling):
-    """Planned for one SM, so that blocks process several tiles; ragged on every axis."""
+    """Planned for one SM: without split-k, blocks process several tiles. Ragged on every axis."""
     if device == "cpu":
         pytest.skip("the CPU has no tilings")
     m, n, k = 200, 328, 700
