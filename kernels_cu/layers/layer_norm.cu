@@ -5,7 +5,7 @@
 //
 // Paper: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
 // Mapping: rows over threads as in rows.cuh; one pass per block. Every element is read from device
-//   memory once. The variance is computed from differences from the mean, which avoids cancellation.
+//   memory once. The variance is the mean squared difference from the mean: no cancellation.
 // Shared memory: 2 * ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
 //   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, the cache policy of x; RESIDUAL

@@ -1,11 +1,11 @@
 // Samples a token from each row of logits, or verifies a draft model's tokens (speculative decoding).
 //
 //   weight(v) = floor(2^42 exp((z_v - max z) / temperature)), z: logits after the penalties
-//   kept: the top_k tokens of largest weight; of these the fewest, largest first, that hold at least top_p
-//     of their total weight; of these the tokens with weight >= min_p times the largest
+//   kept: the top_k most likely tokens; of these the fewest, most likely first, with at least top_p of their
+//     total weight; of these the tokens with weight >= min_p times the largest
 //   token = the smallest token id v with sum_{u <= v, kept} weight(u) > uniform * sum_{kept} weight
 //
-// Tokens of equal weight rank by token id, lowest first; temperature 0 is top_k = 1. Weights are summed as
+// Equal logits rank by token id, lowest first; temperature 0 is top_k = 1. Weights are summed as
 // integers, so a seed yields the same token however rows are distributed over threads, blocks or GPUs. Weights
 // have 24 significant bits and a resolution of 2^-42 of the largest. Random numbers: common/philox.cuh.
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
