@@ -96,7 +96,7 @@ CUKIT_DEVICE int part_of_next_tile(int part) {
 }
 
 struct Pipelines {
-  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer, so that none waits for another's Q
+  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer: none waits for another's Q
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
 #if DYNAMIC_SCHEDULE

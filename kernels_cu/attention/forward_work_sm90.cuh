@@ -14,8 +14,8 @@ namespace {
 
 namespace consumer {
 
-// Sets `work` to the consumer's next tile of queries and waits until its Q is loaded; false if there
-// is none. Dynamic schedule: the producer stores the work with the stage of Q. Static schedule:
+// Sets `work` to the consumer's next tile of queries and waits until its Q is loaded; false if none
+// is left. Dynamic schedule: the producer stores the work with the stage of Q. Static schedule:
 // every warp computes it, while the stores of its previous results are still in flight.
 CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int consumer,
                             const QueryState& q_state,

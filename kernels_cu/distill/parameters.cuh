@@ -10,7 +10,7 @@ struct LogitRows {
   long long ignore_index;    // of targets
   long long row_stride;      // of the student's logits and their gradient, in elements
   long long teacher_stride;  // likewise; divergence only
-  int columns;               // of logits: the vocabulary size
+  int columns;               // with logits: the vocabulary, or this process's shard of it
   int width;                 // of the gradient's rows; columns from `columns` on are zeroed
   int grad_loss_stride;      // 1: one value per row, 0: a scalar
 };
