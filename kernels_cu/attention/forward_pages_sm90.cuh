@@ -115,7 +115,7 @@ struct Box {
 };
 
 // A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`:
-// the box of the next lower tile, looked up early because tiles are requested in descending order.
+// the box of the tile below, looked up one request ahead: tiles are requested in descending order.
 template <typename Tile>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, Box& next) {

@@ -6,7 +6,7 @@
 //   cross_t += e t     cross_s += e s     sum_t += e     sum_s += exp2(u - top_s)
 //   KL / ln 2 = (a cross_t - b cross_s) / sum_t - lse_t + lse_s,   lse = top + log2(sum)
 //
-// An lse that is given replaces `top`. With the student's, sum_s is not needed. With the teacher's,
+// A given lse replaces `top`. With the student's, sum_s is not needed. With the teacher's,
 //   KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e),
 // in which an error of lse_t has only a second-order effect. PRECISE, with both lse given: the sum
 // of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so nothing cancels: the relative

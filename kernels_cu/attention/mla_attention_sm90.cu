@@ -25,9 +25,9 @@
 //   CODES: the producer warpgroup converts the halves from FP8 codes to float16, relative to a unit
 //   per page; the consumers convert the queries' latent columns to float16 (mla_codes.cuh). Scores
 //   of rotated columns come first and are scaled to that unit while the other page's probabilities
-//   are multiplied. Rows of a page beyond the last key may hold arbitrary data; before use as values
-//   they are overwritten with zeros. A piece that does not cover its request is stored to `partial`,
-//   and mla_merge.cu merges the pieces.
+//   are multiplied. Rows of a page beyond the last key may hold arbitrary data; as values they are
+//   overwritten with zeros. A piece that does not cover its request is stored to `partial`, and
+//   mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
 //   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers,
 //   row maxima and sums that the consumers exchange.
