@@ -27,8 +27,8 @@ namespace producer {
 //   load_keys(to, full, place, tile)  one thread: issues the loads of a tile of keys to a KeyTile
 //   load_values(...)                  (of values to a ValueTile), which complete kBytes on the
 //                                     mbarrier `full`
-// Beyond the end of the sequence, rows of K, and with DISTILL of V, may hold anything. Otherwise rows
-// of V must be zeros, unless the kernel has a clearer (CLEARED) or preparers (PREPARES).
+// Beyond the end of the sequence, rows of K, and with DISTILL of V, may hold anything. Otherwise
+// rows of V must be zeros, unless the kernel has a clearer (CLEARED) or preparers (PREPARES).
 
 #if FLOAT8
 using LoadedValues = ValueTile::Raw;

@@ -8,7 +8,7 @@
 //   the elements after the last full vector. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements per access (VEC * sizeof(DTYPE) <=
 //   16); VECS_PER_THREAD; ACTIVATION GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the
-//   number of vectors; BACKWARD 0|1.
+//   number of vectors plus one block's; BACKWARD 0|1.
 // Minimum architecture: sm_80. Computes in float; deterministic. Reference:
 //   cukit/reference/activations.py.
 #include "common/platform.cuh"
