@@ -157,7 +157,12 @@ def linear_results(x, w, bias, dtype):
 
 @pytest.mark.parametrize(
     "tiling",
-    [Tiling(128, 256), Tiling(128, 96), Tiling(128, 128, splits=4)],
+    [
+        Tiling(128, 256),
+        Tiling(128, 96),
+        Tiling(128, 128, splits=4),
+        Tiling(64, 128, consumers=1, splits=3),
+    ],
     ids=str,
 )
 def test_every_gated_tiling(device, rng, tiling):

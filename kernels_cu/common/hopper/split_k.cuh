@@ -153,7 +153,7 @@ struct SplitEpilogue {
       write_pairs<Transposed, kSliceColumns>(sums, kept, kParts * stride, row, column, rows, end);
       if constexpr (kParts == 2) {
         write_pairs<Transposed, kSliceColumns, kPartSlice>(sums, kept + columns, 2 * stride, row,
-                                                           column, rows, columns);
+                                                           column, rows, end);
       }
     }
     transform(sums, row, column);
