@@ -109,7 +109,7 @@ def append_kv(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: some of q, cos, sin, position_ids and out without the others they require.
 
-    One launch on CuPy's current stream; computes in float32, is deterministic.
+    One launch on CuPy's current stream; computes in float32 and is deterministic.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Su et al., RoFormer, arXiv:2104.09864.
 
     >>> import numpy as np, cukit as ck

@@ -116,7 +116,7 @@ def indexer_kl(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. On the GPU both
+    Runs on CuPy's current stream, accumulates in float32 and is deterministic. On the GPU both
     head_dims are multiples of 8 up to 256. Scratch memory: with topk_indices one bit per query and
     key, for as many queries at a time as fit in 128 MiB.
     Paper: DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.

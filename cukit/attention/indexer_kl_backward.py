@@ -72,7 +72,7 @@ def indexer_kl_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. dI is rounded to the
+    Runs on CuPy's current stream, accumulates in float32 and is deterministic. dI is rounded to the
     dtype of q_s, for grad_weights too. Scratch memory: dI in 16 bits for as many queries at a time
     as fit in 128 MiB, float32 partial sums of grad_k_s, and that of the forward.
     """

@@ -48,7 +48,7 @@ def merge_attention_states(
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
 
-    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Runs on CuPy's current stream, computes in float32 and is deterministic.
     Paper: Ye et al., FlashInfer, arXiv:2501.01005.
 
     >>> import numpy as np, cukit as ck

@@ -78,7 +78,7 @@ def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targ
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
 
-    One launch on CuPy's current stream; computes in float32, is deterministic.
+    One launch on CuPy's current stream; computes in float32 and is deterministic.
     Paper: Liu et al., KIVI, arXiv:2402.02750.
 
     >>> import numpy as np, cukit as ck

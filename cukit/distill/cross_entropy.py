@@ -69,7 +69,7 @@ def cross_entropy(
         ConfigError: an option outside its range.
 
     Rows that fit the shared memory of a block or cluster are read from device memory once.
-    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log(np.array([[0.25, 0.75]], np.float32))
@@ -103,7 +103,7 @@ def cross_entropy_backward(
     Args:
         grad_loss: gradient of the loss: a number or float32 0-d array ([rows] for "none").
         inplace: overwrite `logits`.
-        The others: as in the forward.
+        Other arguments: as in the forward.
 
     Returns:
         `grad_logits`, shape and dtype of `logits`.

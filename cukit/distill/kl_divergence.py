@@ -51,7 +51,7 @@ def kl_divergence(
             gradient independent of T (Hinton et al., arXiv:1503.02531).
         targets: int32|int64 [...]; only marks rows to ignore: rows whose target is `ignore_index`
             have zero loss and gradient, as do rows in which all logits of either model are -inf.
-        The others: as in :func:`distillation_loss`.
+        Other arguments: as in :func:`distillation_loss`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
@@ -59,7 +59,7 @@ def kl_divergence(
     Raises:
         ArrayError, ConfigError: as :func:`distillation_loss`.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> student, teacher = np.zeros((1, 2), np.float32), np.log(np.array([[1, 3]], np.float32))
@@ -104,7 +104,7 @@ def kl_divergence_backward(
     Args:
         grad_loss: gradient of the loss: a number or float32 0-d array ([rows] for "none").
         inplace: overwrite the student's logits.
-        The others: as in the forward.
+        Other arguments: as in the forward.
 
     Returns:
         `grad_student_logits`, shape and dtype of `student_logits`.

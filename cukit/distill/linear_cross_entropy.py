@@ -52,7 +52,7 @@ def linear_cross_entropy(
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         targets: int32|int64 [...]. Rows whose target is `ignore_index` have zero loss and gradient.
         token_weights, logit_scale, softcap, reduction, normalizer: as in :func:`cross_entropy`.
-        The others: as in :func:`linear_distillation_loss`.
+        Other arguments: as in :func:`linear_distillation_loss`.
 
     Returns:
         :class:`LinearCrossEntropyResult`: `loss` (float32, 0-d; [rows] for "none"), `grad_hidden`

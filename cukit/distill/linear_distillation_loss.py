@@ -85,7 +85,7 @@ def linear_distillation_loss(
         grad_bias: float32 [vocab_size], likewise.
         chunk_tokens: rows that go through the heads at once; None: the plan's choice.
         workspace_bytes: alternative to chunk_tokens: a limit on the memory for logits.
-        The others: as in :func:`distillation_loss`.
+        Other arguments: as in :func:`distillation_loss`.
 
     Returns:
         :class:`LinearKlResult`: `loss`, `soft_loss`, `hard_loss` (float32, 0-d; [rows] for "none"),

@@ -50,7 +50,7 @@ def linear_kl_divergence(
     Args:
         hidden, weight, teacher_hidden, teacher_weight: the student's and the teacher's last hidden
             states and heads.
-        The others: as in :func:`linear_distillation_loss`.
+        Other arguments: as in :func:`linear_distillation_loss`.
 
     Returns:
         :class:`LinearKlResult`, as :func:`linear_distillation_loss`.

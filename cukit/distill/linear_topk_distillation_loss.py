@@ -68,7 +68,7 @@ def linear_topk_distillation_loss(
         teacher_log_probs: float32 [..., k], C-contiguous, k up to 1024; see :func:`teacher_top_k`.
         teacher_ids: int32 [..., k]: the ids of these tokens, distinct within a row.
         tail: "renormalise" or "bucket".
-        The others: as in :func:`linear_distillation_loss`.
+        Other arguments: as in :func:`linear_distillation_loss`.
 
     Returns:
         :class:`LinearKlResult`, as :func:`linear_distillation_loss`.
@@ -132,7 +132,7 @@ def linear_sampled_distillation_loss(
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         sample_ids, sample_weights, teacher_log_probs: as in :func:`sampled_distillation_loss`.
-        The others: as in :func:`linear_distillation_loss`.
+        Other arguments: as in :func:`linear_distillation_loss`.
 
     Returns:
         :class:`LinearKlResult`, as :func:`linear_distillation_loss`.

@@ -55,7 +55,7 @@ def sampled_distillation_loss(
             pad rows with fewer samples.
         teacher_log_probs: float32 [..., k]: of `softmax(teacher / T)` at these tokens.
         temperature: T, above 0.
-        The others: as in :func:`distillation_loss`.
+        Other arguments: as in :func:`distillation_loss`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
@@ -65,7 +65,7 @@ def sampled_distillation_loss(
             the GPU such a token makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is deterministic.
     Each sample is compared with all others of its row, so k should be tens to hundreds. Paper:
     Anshumann et al., Sparse logit sampling, arXiv:2503.16870.
 

@@ -69,7 +69,7 @@ def topk_distillation_loss(
         teacher_ids: int32 [..., k]: the ids of these tokens, distinct within a row.
         tail: "renormalise" or "bucket".
         temperature: T, above 0.
-        The others: as in :func:`distillation_loss`.
+        Other arguments: as in :func:`distillation_loss`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
@@ -79,7 +79,7 @@ def topk_distillation_loss(
             the GPU such a token makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> student = np.zeros((1, 4), np.float32)

@@ -153,7 +153,7 @@ def vocabulary_parallel_distillation_loss(
         shard: this process's tokens.
         bias, teacher_bias, grad_weight, grad_bias: likewise, of this process's tokens.
         targets: tokens of the full vocabulary.
-        The others: as in :func:`linear_distillation_loss`, the same on every process.
+        Other arguments: as in :func:`linear_distillation_loss`, the same on every process.
 
     Returns:
         :class:`LinearKlResult`: losses and `grad_hidden` of the full vocabulary, the same bits on

@@ -65,7 +65,7 @@ def most_groups(groups: int) -> int:
 
 @dataclass(frozen=True)
 class GroupedConfig:
-    """How one call runs on Hopper.
+    """The launch configuration of one call on Hopper.
 
     product, ragged: of the product computed; for a transposed tiling, with operands swapped.
     """
@@ -218,7 +218,7 @@ def representative(dtype: str) -> list[GroupedProblem]:
 
 @dataclass(frozen=True)
 class GroupedSm80Config:
-    """How one call runs on mma.sync: one block for each tile that the groups may have."""
+    """The launch configuration of one call on mma.sync: one block for each tile that the groups may have."""
 
     problem: GroupedProblem
     tiles: Sm80Config

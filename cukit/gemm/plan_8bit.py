@@ -94,7 +94,7 @@ def piece_columns(tile_n: int) -> int:
 
 @dataclass(frozen=True)
 class Config8Bit:
-    """How one call runs on Hopper."""
+    """The launch configuration of one call on Hopper."""
 
     product: Product8Bit
     tiling: Tiling8Bit
@@ -279,7 +279,7 @@ def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms:
 
 @dataclass(frozen=True)
 class Config8BitSm80:
-    """How one call runs on GPUs without TMA: one block per tile."""
+    """The launch configuration of one call on GPUs without TMA: one block per tile."""
 
     product: Product8Bit
     tile_m: int

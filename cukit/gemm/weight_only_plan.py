@@ -93,7 +93,7 @@ class WeightOnlyTiling:
 
 @dataclass(frozen=True)
 class WeightOnlyConfig:
-    """How one call runs: a persistent grid, with the last tiles split along k (stream-K)."""
+    """The launch configuration of one call: a persistent grid, with the last tiles split along k (stream-K)."""
 
     dtype: str
     weight: WeightDescription

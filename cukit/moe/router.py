@@ -206,7 +206,7 @@ def topk_router_backward(
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How one call runs."""
+    """The launch configuration of one call."""
 
     order: OrderConfig
     dtype: str

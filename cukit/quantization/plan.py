@@ -52,7 +52,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """How one call runs.
+    """The launch configuration of one call.
 
     kernel: `"blocks"`: one pass; `"tensor"`: two launches, in which many thread blocks share each
         block of values; `"columns"`: one launch that reads the values twice.

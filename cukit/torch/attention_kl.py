@@ -34,7 +34,7 @@ def attention_kl(
         q_t, k_t: the teacher's queries and keys, [batch, seq, heads, head_dim].
         q_s, k_s: the student's, likewise.
         deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
-        The others: as in :func:`cukit.attention_kl`.
+        Other arguments: as in :func:`cukit.attention_kl`.
 
     Returns:
         The loss, float32 0-d; with reduction="none" [batch, num_heads_s, seq_len_q].
@@ -82,7 +82,7 @@ def distillation_attention(
     Args:
         q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]; v_t for its output, or None.
         q_s, k_s, v_s: the student's.
-        The others: as in :func:`cukit.distill.distillation_attention` and :func:`attention_kl`.
+        Other arguments: as in :func:`cukit.distill.distillation_attention` and :func:`attention_kl`.
 
     Returns:
         `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
@@ -120,7 +120,7 @@ def relation_kl(
     Args:
         x_t, x_s: [batch, seq, heads, head_dim] of teacher and student.
         relation_heads: number of heads into which the columns of both are regrouped.
-        The others: as in :func:`attention_kl`.
+        Other arguments: as in :func:`attention_kl`.
 
     Returns:
         The loss.
@@ -162,7 +162,7 @@ def indexer_kl(
         weights: of the indexer's heads, float32 [batch, seq, heads].
         return_statistics: also return the log-sum-exps of the indexer's scores and the attention's
             share of probability on the selected keys.
-        The others: as in :func:`cukit.indexer_kl`.
+        Other arguments: as in :func:`cukit.indexer_kl`.
 
     Returns:
         The loss, float32 0-d; with reduction="none" [batch, seq_len_q].

@@ -179,7 +179,7 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
             Gallery(
                 "Occupancy over threads per block",
                 "For the registers and shared memory of this variant; with another block size, the "
-                "compiler may use other registers.",
+                "compiler may use a different number of registers.",
                 thumbnails,
             )
         )
