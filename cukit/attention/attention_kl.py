@@ -128,8 +128,8 @@ def attention_kl(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream, accumulates in float32 and is deterministic. head_dim of each model
-    is a multiple of 8 up to 256 on the GPU.
+    Runs on CuPy's current stream, accumulates in float32 and is deterministic. head_dim of each
+    model is a multiple of 8 up to 256 on the GPU.
     Papers: Wang et al., MiniLM, arXiv:2002.10957; Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck

@@ -69,7 +69,7 @@ def cross_entropy(
         ConfigError: an option outside its range.
 
     Rows that fit the shared memory of a block or cluster are read from device memory once.
-    Runs on CuPy's current stream without synchronising, accumulates in float32 and is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32, deterministically.
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log(np.array([[0.25, 0.75]], np.float32))

@@ -79,7 +79,7 @@ def topk_distillation_loss(
             the GPU such a token makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32 and is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32, deterministically.
 
     >>> import numpy as np, cukit as ck
     >>> student = np.zeros((1, 4), np.float32)

@@ -218,7 +218,7 @@ def representative(dtype: str) -> list[GroupedProblem]:
 
 @dataclass(frozen=True)
 class GroupedSm80Config:
-    """The launch configuration of one call on mma.sync: one block for each tile that the groups may have."""
+    """The launch configuration on mma.sync: one block for each tile that the groups may have."""
 
     problem: GroupedProblem
     tiles: Sm80Config

@@ -93,7 +93,7 @@ class WeightOnlyTiling:
 
 @dataclass(frozen=True)
 class WeightOnlyConfig:
-    """The launch configuration of one call: a persistent grid, with the last tiles split along k (stream-K)."""
+    """One call's launch configuration: a persistent grid, the last tiles split along k (stream-K)."""
 
     dtype: str
     weight: WeightDescription

@@ -137,7 +137,7 @@ def _launch(entry: str, values: Array, storage: Array, array: QuantizedArray) ->
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """The launch configuration of one call: a grid of thread blocks that process THREADS * ITEMS vectors each.
+    """One call's launch configuration: thread blocks that process THREADS * ITEMS vectors each.
 
     entry: `"dequantize"` or `"encode_scaled"`.
     """

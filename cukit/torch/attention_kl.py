@@ -82,7 +82,7 @@ def distillation_attention(
     Args:
         q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]; v_t for its output, or None.
         q_s, k_s, v_s: the student's.
-        Other arguments: as in :func:`cukit.distill.distillation_attention` and :func:`attention_kl`.
+        Others: as in :func:`cukit.distill.distillation_attention` and :func:`attention_kl`.
 
     Returns:
         `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
