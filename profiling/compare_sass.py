@@ -44,7 +44,7 @@ class Code:
 
 
 def collect(arch: str, sources: Sequence[str]) -> dict[str, Code]:
-    """Return the code of every variant of these sources, by macros. Errors end the comparison."""
+    """Return the code of all variants of `sources`, by spec. A compile error ends the program."""
     wanted = [each for each in variants(devices(arch)) if each.spec.source in sources]
     found = {}
     for variant, compiled in compile_all(wanted):
@@ -68,7 +68,7 @@ def collect_revision(revision: str, arch: str, sources: Sequence[str]) -> dict[s
         command = [sys.executable, __file__, "--arch", arch, "--collect", str(out)]
         command += [word for source in sources for word in ("--source", source)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": folder})
-        # Written by this file, running on the other copy of the package.
+        # Safe to unpickle: written by this file, running on the other copy of the package.
         return {name: Code(*facts) for name, facts in pickle.loads(out.read_bytes()).items()}
 
 

@@ -6,8 +6,8 @@
 All implementations have the same student, data, optimizer (AdamW, fused) and loss: the forward KL
 divergence from a teacher's head on fixed random hidden states. Runs are interleaved. Layers are
 compiled one by one (`layer.compile()`), which avoids an attention mask. A step with few tokens
-(`--batch 8 --seq 1024`) is bound by the host. Rotary positions stay torch's, because their
-replacement is a function that all models in the same file of transformers share.
+(`--batch 8 --seq 1024`) is host-bound. RoPE stays torch's, because its replacement would be
+shared by all models in the same file of transformers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def liger_kl(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> Any
 
 
 def cukit_loss(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> Any:
-    """Both heads fused, chunks of logits."""
+    """Both heads fused, logits in chunks."""
     return ckt.linear_kl_divergence(hidden, weight, teacher, teacher_weight)
 
 
@@ -98,7 +98,7 @@ class Arm:
         self.losses.append(loss.detach())
 
     def timed_steps(self, batches: list[Any], *rest: Any) -> None:
-        """Record the time of each step, and the peak memory beyond that before the steps."""
+        """Record the mean time per step, and the peak memory above that before the steps."""
         on_gpu = batches[0].is_cuda
         if on_gpu:
             torch.cuda.synchronize()

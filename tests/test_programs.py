@@ -54,7 +54,7 @@ def test_distilling_without_torch(
 
 @pytest.mark.slow
 def test_distilling_in_two_processes(tmp_path: Path) -> None:
-    """Started as by torchrun."""
+    """Started with the environment variables that torchrun sets."""
     command = [sys.executable, str(EXAMPLES / "distill_cupy.py"), "--text", write_text(tmp_path)]
     command += ["--steps", "4", "--batch", "2", "--seq", "32", "--output", str(tmp_path / "out")]
     env = dict(

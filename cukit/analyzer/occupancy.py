@@ -1,8 +1,8 @@
 """How many blocks of a kernel fit on one SM, and which resource limits them.
 
-Pure arithmetic on what the compiler reports (registers, shared memory) and the launch (threads); it
-needs no GPU. The rules are those of NVIDIA's `cuda_occupancy.h`, with which the tests compare every
-result, for compute capability 7.0 to 12.x with the default shared-memory carveout.
+Computed from the registers and shared memory that the compiler reports and the threads of the
+launch; needs no GPU. The rules are those of NVIDIA's `cuda_occupancy.h`, for compute capability 7.0
+to 12.x with the default shared-memory carveout; the tests compare every result with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED_GRANULE = 128
 """Shared memory is allocated to a block in units of this many bytes (twice that before Ampere)."""
 
 RESERVED_SHARED_BYTES = 1 * KIB
-"""The driver's share of every block's shared memory, since Ampere."""
+"""Shared memory that the driver reserves per block, since Ampere."""
 
 SUB_PARTITIONS = 4
 """Schedulers of an SM; each has a quarter of its registers."""
@@ -42,7 +42,7 @@ class Occupancy:
     warps: int
     max_warps: int
     limits: tuple[tuple[str, int | None], ...]
-    """(resource, blocks that it allows), None if the kernel does not use it."""
+    """(resource, blocks that it allows); None if the kernel does not use it."""
 
     @property
     def fraction(self) -> float:
@@ -85,7 +85,7 @@ def _register_limit(device: Device, warps_per_block: int, registers: int) -> int
     if registers == 0:
         return None
     per_warp = _round_up(registers * WARP_THREADS, REGISTER_GRANULE)
-    # The hardware admits a block as if its warps filled all sub-partitions evenly.
+    # Whether a single block fits is decided as if its warps filled all sub-partitions evenly.
     assumed_per_block = per_warp * _round_up(warps_per_block, SUB_PARTITIONS)
     if registers > MAX_REGISTERS_PER_THREAD or assumed_per_block > device.registers_per_sm:
         return 0

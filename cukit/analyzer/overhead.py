@@ -1,10 +1,10 @@
 """Measures the time that a pair of CUDA events adds to the kernel between them.
 
-Between the two timestamps the GPU's front end works before and after the kernel: about 2 us,
-independent of the kernel, which make a kernel of 3 us look like one of 5. The overhead is the
-difference between two measurements of the same kernel: between two events, and as one of a long
-chain that a CUDA graph replays without the host. The kernel only computes and loads nothing, so a
-cold cache does not slow it down. Measurements at several lengths give the uncertainty.
+The interval between two events includes about 2 us of work of the GPU's front end, independent of
+the kernel: a kernel of 3 us is measured as 5 us. The overhead is the difference between two
+measurements of the same kernel: between two events, and in a long chain of kernels that a CUDA
+graph replays without the host. The kernel loads nothing, so a cold cache does not slow it down.
+Measurements at several kernel lengths give the uncertainty.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROUNDS = (1, 2, 4, 8, 16)
 """Lengths of the kernel: about 1.5 to 17 us."""
 
 EVENT_TICK_US = 0.032
-"""The resolution of event timestamps, and so of every time."""
+"""The resolution of event timestamps, and so of every measured time."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """The time to subtract from what a clock reads."""
+    """The time to subtract from each sample of an event timer."""
 
     us: float
     uncertainty_us: float
@@ -40,7 +40,7 @@ class Overhead:
 
 
 def overhead_of(clock: Timer, chain: Timer, calls: Sequence[Call]) -> Overhead:
-    """How much more `clock` reads than `chain`: the median over `calls`."""
+    """The overhead of `clock`: its median minus that of `chain`, per call."""
 
     def median_us(call: Call, timer: Timer) -> float:
         return measure({"": call}, timer, rounds=1, min_samples=25, pause_s=0.0)[""].median_us
@@ -49,13 +49,13 @@ def overhead_of(clock: Timer, chain: Timer, calls: Sequence[Call]) -> Overhead:
 
 
 def overhead_from(differences: Sequence[float]) -> Overhead:
-    """The overhead, from the differences for several kernels."""
+    """The overhead from the differences for several kernels: their median, and half their range."""
     spread = (max(differences) - min(differences)) / 2
     return Overhead(float(np.median(differences)), max(spread, EVENT_TICK_US))
 
 
 def calibration_calls() -> list[Call]:
     """The calibration kernel, in several lengths."""
-    cupy = require_cupy("measuring the events' own time")
+    cupy = require_cupy("measuring the overhead of events")
     out = cupy.empty(fma_threads(current_device()), cupy.float32)
     return [partial(launch_fma, out, rounds) for rounds in ROUNDS]

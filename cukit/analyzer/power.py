@@ -1,9 +1,9 @@
-"""Energy of a call, and the clocks and limits that the GPU was under, from NVML.
+"""The energy of a call, and the GPU's clocks and limits during it, from NVML.
 
-The GPU counts millijoules, but updates the counter only every few tens of milliseconds. So the call
-runs back to back, and the window extends from one update of the counter to another, a second or
-more later: the energy between two updates is exact, and the uncertainty is that of the number of
-calls at both ends.
+NVML's energy counter has a resolution of a millijoule, but is updated only every few tens of
+milliseconds. The call therefore runs back to back, and the window extends from one update of the
+counter to another, a second or more later. The energy between two updates is exact; the uncertainty
+is in the number of calls at both ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HARMLESS = 0x1
 
 @dataclass
 class _Readings:
-    """Readings of the GPU while a call ran."""
+    """NVML readings taken while a call runs."""
 
     sm_clocks_mhz: list[float] = field(default_factory=list)
     throttle_bits: int = 0
@@ -62,7 +62,7 @@ class _Readings:
 
 
 class Gpu:
-    """CuPy's current device, as seen by NVML.
+    """NVML queries of CuPy's current device.
 
     Raises MissingDependencyError without nvidia-ml-py, CukitError if NVML reports an error.
     """
@@ -87,11 +87,11 @@ class Gpu:
         return self._optional("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
 
     def throttle_bits(self) -> int:
-        """The reasons why the clock is not the highest, as NVML's bit mask."""
+        """The reasons why the clock is below its maximum, as NVML's bit mask."""
         return int(self._optional("nvmlDeviceGetCurrentClocksThrottleReasons") or 0)
 
     def conditions(self, readings: _Readings) -> Conditions:
-        """The readings of a run, and the GPU's fixed limits."""
+        """The readings of a run, with the GPU's limits, memory clock and temperature."""
         nvml = self._nvml
         limit = self._optional("nvmlDeviceGetEnforcedPowerLimit")
         return Conditions(
@@ -122,7 +122,7 @@ class Gpu:
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """The names for NVML's bit mask; idling is left out."""
+    """The reasons in NVML's bit mask by name, except "gpu idle"."""
     known = (name for bit, name in _REASONS.items() if bits & bit and bit != _HARMLESS)
     rest = bits & ~sum(_REASONS)
     return (*known, *((f"reason {rest:#x}",) if rest else ()))
@@ -154,7 +154,7 @@ def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None
 def one_batch_behind() -> Callable[[], None]:
     """Returns a function that waits for the work enqueued before its previous call.
 
-    So the device always has a batch to work on, and no idle energy is attributed to the calls.
+    The device thus always has a batch enqueued, and no idle energy is attributed to the calls.
     """
     event = require_cupy("energy").cuda.Event
     latest, earlier = event(disable_timing=True), event(disable_timing=True)
@@ -179,7 +179,7 @@ def measure_energy(
 ) -> tuple[Energy | None, Conditions]:
     """Runs `call`, which takes about `once_us`, for a little longer than `window_s`.
 
-    pace: called after each batch; waits until the device is not too far behind.
+    pace: called after each batch; limits how far the host runs ahead of the device.
 
     Returns the energy of a call, or None if the counter does not change, and the conditions.
     """
@@ -188,7 +188,8 @@ def measure_energy(
     calls = 0
 
     def until_tick(joules: float, deadline: float) -> tuple[float, float, int] | None:
-        """(joules, time, calls so far) at the first reading other than `joules`."""
+        """(joules, time, calls so far) at the first reading other than `joules`; None after the
+        deadline."""
         nonlocal calls
         while clock() < deadline:
             for _ in range(batch):

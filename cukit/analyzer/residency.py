@@ -1,4 +1,4 @@
-"""Occupancy of one launch in detail: the next step up, curves, waves and their tail.
+"""Occupancy of one launch: curves over each resource, the smallest changes that raise it, waves.
 
 Pure arithmetic on `cukit.analyzer.occupancy`.
 """
@@ -24,7 +24,7 @@ CURVE_SHARED_STEP = 2 * KIB
 def analyze_occupancy(
     device: Device, *, threads: int, registers: int, shared_bytes: int
 ) -> OccupancyAnalysis:
-    """Occupancy of a launch and of its variations. Arguments are those of :func:`occupancy`."""
+    """Occupancy of a launch and of variants with other resources. Arguments as `occupancy`."""
 
     def at(threads: int = threads, registers: int = registers, shared: int = shared_bytes) -> float:
         return _occupancy(device, threads, registers, shared).fraction
@@ -71,7 +71,7 @@ def _next_steps(
     steps = []
 
     def by_bisection(resource: str, current: int, of: Callable[[int], Occupancy]) -> None:
-        low, high = 0, current  # of(low) is better if any value is, of(high) is not
+        low, high = 0, current  # of(low) is better if any value is; of(high) is not better
         if of(low).warps <= now.warps:
             return
         while high - low > 1:

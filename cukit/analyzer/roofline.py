@@ -1,9 +1,9 @@
-"""A kernel's position below its roof: pure arithmetic on declared work, time and ceilings.
+"""The roofline model: a kernel's time compared with the least time for its declared work.
 
-The roof is max(bytes / bandwidth, FLOPs / rate): no version of the kernel that moves these bytes
-and computes these FLOPs is faster. There are several roofs, for different questions: the
-datasheet's (the hardware's limit), the datasheet's at the clock during the run (the limit under
-this run's heat and power), and the measured one (the best known code on this machine).
+The least time is max(bytes / bandwidth, FLOPs / rate). There are several roofs, for different
+questions: the datasheet's (the hardware's limit), the datasheet's at the clock during the run (the
+limit at this run's temperature and power), and the measured one (what a device-to-device copy and
+arithmetic benchmarks reach on this machine). Pure arithmetic, no measurements.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Statistics of time samples, and the comparison of two sets of them. Pure functions.
+"""Statistics of time samples, and comparison of two sets of samples. Pure functions.
 
 GPU times are skewed and have outliers, so everything is based on order statistics: the median, and
 an interval for it from the binomial distribution of ranks, which assumes nothing about the shape of
-the noise. Samples taken close together share their clock and temperature, so the interval of one
-round is too narrow to compare rounds; :class:`Estimate` therefore also covers the medians of the
-rounds in which the samples were taken.
+the noise. Samples of one round share clock and temperature, so the interval of one round is too
+narrow to compare rounds; the range of an :class:`Estimate` therefore also covers the median of each
+round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOISY_INTERVAL = 0.02
 """A time is noisy if its interval is wider than this fraction of the median."""
 
 TOLERANCE = 0.02
-"""Smaller relative differences are ignored: clocks and memory layouts alone cause as much."""
+"""Smaller relative differences are ignored: clock and memory layout alone cause as much."""
 
 
 def median_interval(
@@ -33,8 +33,8 @@ def median_interval(
     """Interval that holds the true median with at least `confidence`, if there are enough samples.
 
     The number of samples below the median is binomial(n, 1/2): the interval runs from the k-th to
-    the (n + 1 - k)-th smallest, k being the largest rank with that confidence. With fewer than
-    about six samples there is none, and the interval is the whole range.
+    the (n + 1 - k)-th smallest, k being the largest rank with that confidence. With too few samples
+    (at 0.95, fewer than six) there is no such rank, and the interval is the whole range.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -128,7 +128,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """NEW over BASE."""
+    """NEW compared with BASE."""
 
     verdict: Verdict
     ratio: float
@@ -141,9 +141,9 @@ class Difference:
 def compare(base: Estimate, new: Estimate, tolerance: float = TOLERANCE) -> Difference:
     """Whether NEW differs from BASE by more than `tolerance`.
 
-    SLOWER and FASTER: every ratio that the two ranges allow is beyond the tolerance. SAME: every
-    one is within it. UNCERTAIN: the ranges allow both; more samples are needed. A shifted median is
-    not enough to count as slower: the whole range must be.
+    SLOWER and FASTER: every ratio that the two ranges allow exceeds the tolerance; a shifted median
+    is not enough. SAME: every such ratio is within the tolerance. UNCERTAIN: neither; more samples
+    are needed.
     """
     if min(base.low_us, new.low_us) <= 0 or tolerance < 0:
         raise ConfigError("compare: times must be positive and the tolerance not negative")

@@ -37,8 +37,8 @@ class MlaConfig:
     cluster: thread blocks of a team that load each page with TMA multicast, 1 or 2.
     num_blocks: grid size, one block per SM.
     coded: whether the cache holds FP8 latents.
-    early: how many of the three column ranges of a page are multiplied before the other
-        warpgroup's probabilities.
+    early: column ranges of a page, out of three, whose score products are issued before the product
+        with the other warpgroup's probabilities.
     prefetch: pages prefetched to L2 ahead of the pipeline, 0 or 1.
     """
 

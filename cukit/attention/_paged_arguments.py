@@ -32,7 +32,7 @@ _CHECKED = os.environ.get("CUKIT_CHECKED", "") == "1"
 
 
 class PagedArrays(NamedTuple):
-    """The arrays of a call. A cache is its storage and, if quantised, scales and zero points."""
+    """The arrays of a call. A cache is storage and, if quantised, scales and zero points."""
 
     q: Array
     k_cache: Array
@@ -69,7 +69,7 @@ class PagedArrays(NamedTuple):
 class PagedScratch(NamedTuple):
     """Scratch memory of a launch.
 
-    sums: float32 partial results. counters: int32 zeros, which every launch resets to zero.
+    sums: float32 partial results. counters: int32, zero between launches: each launch resets them.
     """
 
     sums: Array
@@ -77,7 +77,7 @@ class PagedScratch(NamedTuple):
 
 
 def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
-    """Checks everything but the contents of the arrays."""
+    """Checks everything except the contents of the arrays."""
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
     zeros = arrays.k_zeros, arrays.v_zeros
     options.check(_OP)
@@ -168,7 +168,7 @@ def is_checked(op: str, checked: bool | None) -> bool:
 
 
 def check_contents(op: str, arrays: PagedArrays, options: ScoreOptions, *, checked: bool) -> None:
-    """check_table, and the contents of cu_seqlens_q."""
+    """Checks the contents of cu_seqlens_q, seq_lens, the block table and the ring buffers."""
     seq_lens, ends = arrays.seq_lens, arrays.cu_seqlens_q
     seq_q: int | Array = arrays.q.shape[1]
     if is_gpu_array(seq_lens) and not checked:
@@ -200,9 +200,9 @@ def check_table(
     recent: RecentKV | None = None,
     checked: bool = False,
 ) -> None:
-    """Compares lengths, blocks and ring buffers with the cache.
+    """Checks lengths, block table and ring buffers against the cache.
 
-    Always on the CPU; on the GPU only where `checked`, which synchronises.
+    GPU arrays are checked only if `checked`, which synchronises.
     """
     if is_gpu_array(seq_lens) and not checked:
         return

@@ -1,4 +1,4 @@
-"""Attention with a block mask."""
+"""Attention with a block mask (block-sparse attention)."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def block_sparse_attention(
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """:func:`flash_attention` of the query and key blocks that `block_mask` marks as visible.
+    """:func:`flash_attention` restricted to the score blocks that `block_mask` marks as visible.
 
     Args:
-        q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim], as in flash_attention, also
-            its strides.
+        q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; strides as in
+            flash_attention.
         k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
         v: as k; its head_dim may differ.
         block_mask: bool [query blocks, key blocks], or [1 or num_heads_q, query blocks, key
             blocks], C-contiguous. Blocks are counted from the start of the sequences; the last one
             may be partial.
-        block_size: queries and keys per block, one number or two.
+        block_size: queries and keys per block: one number for both, or a pair.
         causal, window_size, softcap, alibi_slopes, sinks, bias, scale, return_lse, out: as in
             flash_attention; they apply within the visible blocks.
 
@@ -69,14 +69,15 @@ def block_sparse_attention(
         `out`, or the pair `(out, lse)`, as flash_attention. A fully masked query gets zeros.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: an option's value.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: invalid value of an option.
 
-    On Hopper, fully masked tiles of 128 queries and 128 keys are skipped (64 keys for blocks of
-    fewer keys than 128, or v's head_dim above 192; else 112 for v's head_dim above 128, 80 for q's
-    above 192); a tile with any visible block is computed in full. Other GPUs expand the blocks to a
-    mask, which saves no time.
-    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    On Hopper, fully masked tiles are skipped; a tile with any visible block is computed in full. A
+    tile has 128 queries and 128 keys, with these exceptions: 64 keys if blocks have fewer than 128
+    keys or v's head_dim is above 192; else 80 keys if q's head_dim is above 192; else 112 keys if
+    v's head_dim is above 128. On other GPUs, block_mask is expanded to one element per score, which
+    saves no time.
+    Runs on CuPy's current stream, accumulates in float32 and is deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> q = np.zeros((1, 4, 1, 8), np.float32)
@@ -145,8 +146,8 @@ def _check(
     blocks = (ceil_div(q.shape[1], size[0]), ceil_div(k.shape[1], size[1]))
     if block_mask.shape not in (blocks, (1, *blocks), (q.shape[2], *blocks)):
         raise ArrayShapeError(
-            f"{_OP}: block_mask must be {blocks}, with a leading axis of 1 or num_heads_q = "
-            f"{q.shape[2]} or without, got {block_mask.shape}"
+            f"{_OP}: block_mask must be {blocks}, optionally with a leading axis of 1 or "
+            f"num_heads_q = {q.shape[2]}, got {block_mask.shape}"
         )
 
 

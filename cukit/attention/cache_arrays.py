@@ -1,4 +1,4 @@
-"""The parts of a paged KV cache, shared by its ops: storage, codes and scales."""
+"""Paged KV caches as arguments: their storage, scales and zero points, and the checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 CODES = {"": 0, "float8_e4m3": 1, "int8": 2, "int4": 3}
-"""Element formats of a cache and their numbers in the kernels; "" is q's dtype."""
+"""Element formats of a cache, and the kernels' numbers for them; "" is q's dtype."""
 
 GROUP_ROWS = (32, 64)
 """Supported group sizes: keys of an int4 cache that share a channel's scale."""
@@ -25,7 +25,7 @@ GROUP_ROWS = (32, 64)
 
 @dataclass(frozen=True)
 class RecentKV:
-    """The unquantised newest keys and values of requests whose older ones are int4 codes.
+    """The newest keys and values of each request, not yet quantised; the int4 cache has the rest.
 
     Keys of request `b` from `packed_lens[b]` on are not in the blocks of the cache: key `j` is row
     `j % num_rows` of ring buffer `rings[b]`. `append_kv` writes them there, at slot
@@ -34,7 +34,7 @@ class RecentKV:
     k: dtype of q, [num_rings, num_rows, num_heads_kv, head_dim], any strides with a contiguous last
         axis.
     v: as k, with value_dim.
-    rings: int32 [batch], the ring buffer of each request; all different.
+    rings: int32 [batch], the ring buffer of each request; all distinct.
     packed_lens: int32 [batch], multiples of the group size of k_cache, at least the request's
         length minus num_rows.
     """
@@ -53,11 +53,13 @@ class RecentKV:
         check_array(op, "recent.rings", self.rings, dtypes=(int32,), shape=(batch,))
         check_array(op, "recent.packed_lens", self.packed_lens, dtypes=(int32,), shape=(batch,))
         if not self.k.shape[1]:
-            raise ArrayShapeError(f"{op}: the rings of recent.k must have rows, got {self.k.shape}")
+            raise ArrayShapeError(
+                f"{op}: the ring buffers of recent.k must have rows, got shape {self.k.shape}"
+            )
 
 
 def recent_arrays(op: str, recent: RecentKV | None) -> tuple[Any, Any, Any, Any]:
-    """The four arrays of `recent`, or four times None."""
+    """The four arrays of `recent`; all None if it is None."""
     if recent is None:
         return None, None, None, None
     if not isinstance(recent, RecentKV):
@@ -91,7 +93,7 @@ def stored_parts(op: str, k_cache: Any, v_cache: Any) -> CacheParts:
 
 
 def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
-    """The format of both caches ("" for a float dtype), their storage and scales; not for int4."""
+    """The format of both caches ("" for a float dtype), their storage and scales; rejects int4."""
     quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
     if not any(quantized):
         return "", k_cache, None, v_cache, None
@@ -119,7 +121,7 @@ def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any
 def group_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[Any, ...] | None:
     """Storage, scales and zero points of keys, then of values, if both caches are int4; else None.
 
-    Keys share a scale along the rows of a group, values along head_dim (KIVI).
+    Keys have one scale per channel and group of rows, values one per row and head (KIVI).
     """
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     if any(getattr(getattr(c, "dtype", None), "name", "") != "int4" for c in caches.values()):
@@ -167,7 +169,7 @@ def check_group_layout(op: str, **arrays: Array) -> None:
 
 
 def check_code_layout(op: str, k_cache: Array, v_cache: Array) -> None:
-    """Checks the size and alignment of the storage of codes."""
+    """Checks the size and alignment of the caches' codes."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[-1] % ACCESS_BYTES:
             raise ArrayShapeError(

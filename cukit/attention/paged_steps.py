@@ -24,8 +24,8 @@ class PagedAttention:
     """:func:`paged_attention` for a decode loop: `plan` once per step, `run` once per layer.
 
     This object owns the block table and the lengths of a step, and the kernel's scratch memory. A
-    captured graph of `run` calls therefore replays after any `plan` of as many requests, and with
-    `out` its replays write only to memory of the caller and of this object.
+    captured graph of `run` calls can therefore be replayed after any `plan` with the same number of
+    requests. With `out`, replays write only to memory of the caller and of this object.
 
     Args:
         k_caches: the cache of each layer, as k_cache of :func:`paged_attention`: a sequence, or an
@@ -34,11 +34,11 @@ class PagedAttention:
         num_heads_q: number of query heads.
         max_batch: maximum requests per step.
         max_blocks: maximum blocks per request.
-        dtype: of the queries; default that of the caches. Required with quantised caches.
+        dtype: of the queries; default: the caches' dtype. Required with quantised caches.
         recent: with int4 caches, the ring buffers of each layer, k and v, each as k_caches; see
             :class:`RecentKV`.
         causal, window_size, softcap, sinks, scale, batch_invariant, checked: as for
-            :func:`paged_attention`. Where `checked`, `plan` compares tables with the cache.
+            :func:`paged_attention`. If `checked`, `plan` checks block tables against the cache.
 
     Raises:
         ArrayError, ConfigError: as :func:`paged_attention`, most of them in the constructor.
@@ -135,9 +135,9 @@ class PagedAttention:
             rings, packed_lens: int32 [batch], with `recent`.
 
         Raises:
-            ArrayError: dtype or shape.
-            ConfigError: where checked, and on the CPU: as :func:`paged_attention`; the previous
-                plan stays valid. Arrays on the host are checked without synchronisation.
+            ArrayError: invalid dtype or shape.
+            ConfigError: as :func:`paged_attention`, if `checked` or on the CPU; the previous plan
+                stays valid. Host arrays are checked without synchronisation.
         """
         check_integer(_OP, "seq_len_q", seq_len_q, least=1)
         table, lengths = (_integers(array) for array in (block_table, seq_lens))

@@ -51,7 +51,7 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Replay an allocation log on memory pools: whether each completes it, its memory, its times.
+    """Replay an allocation log on memory pools, and compare their memory use and times.
 
     Each pool runs in its own process. Without a GPU only cukit's pool runs, on simulated pages.
     Exit code 1 if cukit's pool does not complete the log.
@@ -84,7 +84,7 @@ def replay(
 
 
 def limit_of(text: str | None) -> int | str | None:
-    """`"12GiB"` in bytes; "tight" and None as they are."""
+    """The bytes of a size such as `"12GiB"`; "tight" and None are returned unchanged."""
     if text is None or text == TIGHT:
         return text
     found = _SIZE.fullmatch(text.strip())

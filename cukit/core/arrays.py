@@ -35,7 +35,7 @@ int32: np.dtype[Any] = np.dtype(np.int32)
 int64: np.dtype[Any] = np.dtype(np.int64)
 
 KERNEL_DTYPES = (float32, float16, bfloat16)
-"""Element types of the kernels. References also take float64."""
+"""Element types of the kernels. References also accept float64."""
 FLOAT_DTYPES = (*KERNEL_DTYPES, float64)
 INDEX_DTYPES = (int32, int64)
 
@@ -94,7 +94,7 @@ def _adopt_one(op: str, array: Any) -> Array:
             int(array.__dlpack_device__()[0]) == _DLPACK_CUDA
         )
         if on_gpu and not gpu_available():
-            raise UnsupportedDeviceError(f"{op}: got a GPU tensor, but CuPy sees no GPU")
+            raise UnsupportedDeviceError(f"{op}: got a GPU tensor, but CuPy finds no GPU")
         cupy = cupy_module()
         return cupy.from_dlpack(array) if on_gpu and cupy else np.from_dlpack(array)
     raise ArrayError(
@@ -144,7 +144,7 @@ def _describe_array(a: np.ndarray[Any, Any]) -> Hashable:
 
 
 def identify(*arrays: Array) -> tuple[Hashable, ...]:
-    """Address, dtype, size and device of each array: the key of a table of addresses."""
+    """Address, dtype, size and device of each array: the key of a cached table of addresses."""
     gpu_type: Any = _gpu_type()
     return tuple(
         (array.data.ptr, array.dtype, array.size, array.data.device_id)

@@ -1,4 +1,4 @@
-"""Worker processes that are killed when the process that started them ends, for any reason."""
+"""Worker processes that are killed when their parent process ends, for any reason."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run_in_workers(
     complete.
 
     The processes are spawned, because CUDA does not work in forked processes. They are killed when
-    the iterator is closed or this process ends. Exceptions of `function` are re-raised; CukitError
-    if a process dies.
+    the iterator is closed or this process ends. Exceptions raised by `function` are re-raised here.
+    Raises CukitError if a worker dies.
     """
     spawn = multiprocessing.get_context("spawn")
     left = list(reversed(tasks))
@@ -53,7 +53,7 @@ def run_in_workers(
                 if left:
                     connection.send(left.pop())
                 else:
-                    connection.close()  # which ends the worker
+                    connection.close()  # ends the worker
                     workers.pop(connection).join()
                 yield result
     finally:
@@ -87,16 +87,16 @@ def _serve(function: Callable[[Any], Any], connection: Any, parent: int) -> None
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when `parent`, the process that started it, ends."""
+    """Makes Linux kill this process when `parent`, the process that started it, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
+    if os.getppid() != parent:  # the parent had already ended
         os._exit(1)
 
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
     """Processes started within the block ignore Ctrl-C; their parent ends them."""
-    # Python starts the tracker with the first process and then unblocks SIGINT; so start it here.
+    # Starting the resource tracker unblocks SIGINT, so start it before the first process does.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""A language-model head fused with a loss, in chunks of tokens, without storing all logits."""
+"""A language-model head fused with a loss: logits exist for one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def evaluate_heads(
     soft: bool = True,
     communicator: Communicator | None = None,
 ) -> tuple[Losses, HeadGradients]:
-    """A loss over the logits of a head, chunk by chunk, and the gradients of the head.
+    """Computes a loss over the logits of a head, chunk by chunk, and the gradients of the head.
 
     columns: vocabulary columns in use. row_launch: maps the plan to the function that prepares the
     row kernel for a chunk. tensors: tensors of logits per chunk; row_launch allocates all but the
@@ -230,7 +230,7 @@ def evaluate_heads(
 
 
 def linear_result(losses: Losses, gradients: HeadGradients, hidden: Array) -> LinearKlResult:
-    """The result of the losses fused with a head."""
+    """The result of an op that fuses a loss with a head; `hard` is 0 without a hard loss."""
     hard = losses.hard
     if hard is None:
         hard = empty(losses.loss, losses.loss.shape)
@@ -263,7 +263,7 @@ def _padded(vocab_size: int) -> int:
 
 
 class HeadGradients:
-    """Gradients of a head, accumulated chunk by chunk from those of the logits."""
+    """Gradients of a head, accumulated chunk by chunk from the gradients of the logits."""
 
     def __init__(
         self,
@@ -320,10 +320,10 @@ class HeadGradients:
     def _add_partials(
         self, communicator: Communicator, chunk: slice, grad_logits: Array, weight: Array
     ) -> None:
-        """grad_hidden[chunk] as the float32 sum over processes, overlapped with what follows.
+        """Writes grad_hidden[chunk], the float32 sum over processes, concurrently with later work.
 
-        The exchange of this chunk's rows has joined the previous all-reduce, so its partial sums
-        may be overwritten.
+        The buffer of partial sums is free: the previous all-reduce was joined when this chunk's
+        rows were exchanged.
         """
         partials = self._partials[: chunk.stop - chunk.start]
         _multiply(grad_logits, weight, partials, factor=self._factor)

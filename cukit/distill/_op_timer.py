@@ -1,4 +1,4 @@
-"""The time of a training step, op by op."""
+"""Times a training step by op."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def time_by_op(step: Callable[[], Any], xp: ModuleType, num_steps: int) -> list[
     """Run `step` once to warm up, then `num_steps` times with a timer around every op it calls.
 
     The last entry, "everything else", is the rest of the step. On a GPU the timers are CUDA events
-    on the current stream, read only at the end: kernels overlap with the host as in training, and a
-    gap before a late launch counts towards the op.
+    on the current stream, read only at the end, so kernels overlap with host work as in training.
+    GPU idle time before a late launch counts towards its op.
     """
     step()
     clock: _Clock = _WallClock() if xp.__name__ == "numpy" else _EventClock(xp)
@@ -109,10 +109,10 @@ class _EventClock(_Clock):
 
 @contextlib.contextmanager
 def _timed_ops(clock: _Clock) -> Iterator[None]:
-    """Within the block, ops called from CALLERS run under `clock`.
+    """Within the block, `clock` times the ops that CALLERS call.
 
-    Functions look ops up in their module's namespace at each call, so replacing an op there affects
-    only this module, and the training code needs no instrumentation.
+    Functions look ops up in their module's namespace at each call. Replacing an op there affects
+    calls from that module only, and the training code needs no instrumentation.
     """
     functions = {op.function: op.name for op in ops()}
     replaced: list[tuple[ModuleType, str, Any]] = []

@@ -28,8 +28,8 @@ class TensorTable:
 
 
 def build_table(arrays: Sequence[tuple[Array, ...]]) -> TensorTable:
-    """Builds the table. arrays: for each tensor its arrays, of one size, in the order of the
-    kernel's descriptor."""
+    """Builds the table. arrays: per tensor, its arrays (such as parameter, gradient and moments) of
+    equal size, in the order of the kernel's descriptor."""
     pointers = np.array([[address_of(array) for array in row] for row in arrays], np.int64)
     size = np.array([row[0].size for row in arrays], np.int64)
     blocks = -(-size // CHUNK)

@@ -1,4 +1,4 @@
-"""The kernel over rows of logits and a few teacher tokens: checks, configuration, plan, launch."""
+"""The loss kernel for rows of logits and a few teacher tokens per row: checks, plan, launch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOST_KNOWN = 1024
 
 
 class KnownTokens(NamedTuple):
-    """A teacher's tokens for each row, with log-probabilities or weights: arrays [..., k].
+    """A teacher's tokens for each row, with log-probabilities or weights: arrays [..., tokens].
 
     Top-k tokens have log_probs and no weights; samples may have either, both or neither.
     """
@@ -97,7 +97,7 @@ class KnownTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """One way to run the kernel over rows of one vocabulary."""
+    """The configuration of a launch."""
 
     dtype: str
     index_dtype: str
@@ -140,8 +140,8 @@ def plan_topk_divergence(
     device: Device,
     **choice: Any,
 ) -> TopkConfig:
-    """The loss alone takes one sweep over the row, the gradient a second one. Shared memory for the
-    teacher's tokens reduces the cache."""
+    """The configuration of a launch. The loss takes one sweep over the row, the gradient a second
+    one. The teacher's tokens leave less shared memory for caching the row."""
     sweeps = 2 if grad else 1
     split = split_vocabulary(
         vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MOST_KNOWN, **choice
@@ -150,8 +150,8 @@ def plan_topk_divergence(
 
 
 def topk_specs(device: Device, kinds: Sequence[tuple[str, bool, bool, bool]]) -> list[KernelSpec]:
-    """Kernels for every kind of split, of each kind: (tail, with gradient, with cross-entropy, with
-    a transform of the logits)."""
+    """The kernels of each kind (tail, with gradient, with cross-entropy, with a transform of the
+    logits) for every kind of vocabulary split."""
     return [
         plan_topk_divergence(
             size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device
@@ -172,7 +172,8 @@ def prepare_rows(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """The launch over rows with any stride, the gradient in place. Arguments are not checked."""
+    """The launch for rows with any stride, which writes the gradient in place. Arguments are not
+    checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     sizes = (student_logits.shape[-1], student_logits.strides[0] // student_logits.itemsize)
     arrays = (student_logits, teacher_ids, student_logits, grad_loss, rows)

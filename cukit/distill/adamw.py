@@ -1,4 +1,4 @@
-"""AdamW over many tensors in one launch."""
+"""AdamW for many tensors per launch."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ def adamw(
     step: int,
     grad_scale: Any = None,
 ) -> None:
-    """One step of Adam with decoupled weight decay, in place, all tensors in one launch.
+    """One step of Adam with decoupled weight decay, in place; many tensors per launch.
 
     `m = beta1 m + (1 - beta1) g`, `v = beta2 v + (1 - beta2) g^2`,
     `w -= lr (m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps) + weight_decay w)`.
 
     Args:
         params: float32|float16|bfloat16 arrays [...], C-contiguous; float64 on the CPU only.
-            Each is set to its master, rounded.
-        grads: as many, of the same shapes; float32|float16|bfloat16.
-        state: :meth:`AdamWState.for_params` of the same parameters; updated.
+            Each is set to its updated master copy, rounded.
+        grads: one per parameter, of the same shape; float32|float16|bfloat16.
+        state: from :meth:`AdamWState.for_params` of the same parameters; updated in place.
         lr, beta1, beta2, eps, weight_decay: as in the equations.
         step: number of this step, from 1.
         grad_scale: factor on every gradient: a number or a float32 0-d array, such as the result of
@@ -94,11 +94,11 @@ def adamw(
         Nothing.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
+        ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: an option outside its range.
 
-    One launch for each combination of dtypes. The table of addresses on the GPU is cached for later
-    calls with the same arrays. Runs on CuPy's current stream, is deterministic.
+    There is one launch for each combination of dtypes. Its table of addresses on the GPU is cached
+    for later calls with the same arrays. Runs on CuPy's current stream; deterministic.
     Paper: Loshchilov and Hutter, arXiv:1711.05101.
 
     >>> import numpy as np

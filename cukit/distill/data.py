@@ -29,7 +29,7 @@ SEPARATOR = b"\0"
 """Separates files. A file that contains this byte is treated as binary."""
 
 VALIDATION_SHARE = 0.05
-"""Least share of the bytes for validation, in whole files."""
+"""Minimum share of the bytes for validation, in whole files."""
 
 # Byte-order marks, UTF-32's first, because UTF-32LE's begins with UTF-16LE's.
 _WIDE_ENCODINGS = (
@@ -41,13 +41,13 @@ _WIDE_ENCODINGS = (
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "encodings"}  # tables and fixtures, not prose
-# These include copies of the standard library, which must not leak the validation text.
+# May hold copies of the standard library, which would put validation text into the training text.
 _SKIPPED_IN_PACKAGES = {*_SKIPPED_IN_STDLIB, "testing", "_vendor", "_vendored", "_distutils"}
 _COPIES_OF_STDLIB = {"typing_extensions.py", "six.py"}
 _LONGEST_SOURCE = 1 << 18  # bytes; longer files are taken to be generated
 
 MOST_TEXT = 64 << 20
-"""Most bytes of training text when it includes packages."""
+"""Limit on the bytes of training text that includes packages."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any byte of either part: a run resumes only on the same text."""
+        """SHA-256 of both parts; a run resumes only with the same fingerprint."""
         digest = hashlib.sha256()
         for part in (self.train, self.validation):
             digest.update(len(part).to_bytes(8, "little"))
@@ -70,7 +70,7 @@ class Corpus:
         return digest.hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """The description of the text in a report."""
+        """The facts about the text that a report contains."""
         return {
             "text": self.description,
             "train_bytes": len(self.train),
@@ -183,7 +183,7 @@ class AnyRanks(Protocol):
 
 
 class BatchSource(Protocol):
-    """The source of `Trainer`'s batches: `Windows`, `OfflineBatches` or your own.
+    """The source of `Trainer`'s batches: `Windows`, `OfflineBatches` or your own class.
 
     Attributes `rank` and `num_ranks`, if present, must be the trainer's. If `every_target_counts`
     is present and true, no target is `ignore_index`; otherwise the trainer counts the targets on
@@ -203,8 +203,8 @@ class BatchSource(Protocol):
 class Windows:
     """Random windows of a text, the same for the same seed and step.
 
-    A window depends only on (seed, step, part), without any state: a resumed run, or the same
-    student trained twice, reads exactly the same tokens.
+    A window depends only on (seed, step, part), not on earlier calls: a resumed run, or a second
+    run with the same seed, reads exactly the same tokens.
 
     Args:
         text: uint8 [length], longer than seq_len.
@@ -271,7 +271,7 @@ def check_length(text: np.ndarray[Any, Any], seq_len: int, name: str) -> None:
 
 
 def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Every file of `paths`, and whether `paths` names it, so that it must be readable text."""
+    """Every file of `paths`, and whether `paths` names it; a named file must be readable text."""
     for path in paths:
         if path.is_dir():
             found = list(_walk(path))
@@ -287,7 +287,7 @@ def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below, in sorted order, except hidden ones and installed packages."""
+    """All files below `folder`, in sorted order, except hidden ones and installed packages."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

@@ -79,8 +79,8 @@ def distillation_loss(
         teacher_logits: dtype and shape of `student_logits`; with `vocab_size` the last axes may
             differ.
         divergence: one of the names above.
-        beta: 0..1, of "jsd" and, below 1, of the skewed divergences; ignored by the others.
-        temperature: T of the divergence, above 0; the cross-entropy always has 1.
+        beta: 0..1 for "jsd"; at least 0 and below 1 for the skewed divergences; ignored by others.
+        temperature: T of the divergence, above 0; the cross-entropy always uses 1.
         scale_by_temperature_squared: multiply the divergence and its gradient by T^2 (Hinton et
             al., arXiv:1503.02531).
         soft_weight, hard_weight: weights of divergence and cross-entropy.
@@ -98,10 +98,10 @@ def distillation_loss(
         reduction: "mean", the sum over rows divided by that of their weights (without weights, by
             the number of rows that are not ignored); "tokens", divided by that number even with
             weights; "sum"; or "none".
-        normalizer: divisor for "mean" and "tokens" in place of these: a number or a float32 0-d
-            array, such as the token count of all batches that a step accumulates, on all GPUs.
-        return_grad: also return the gradient for `student_logits`.
-        grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
+        normalizer: replaces the divisor of "mean" and "tokens": a number or a float32 0-d array,
+            such as the token count of all batches that a step accumulates, on all GPUs.
+        return_grad: also return the gradient with respect to `student_logits`.
+        grad_loss: gradient of the loss: a number or float32 0-d array ([rows] for "none").
         inplace: overwrite `student_logits` with the gradient.
 
     Returns:
@@ -109,10 +109,11 @@ def distillation_loss(
         reverse KL of a row is infinite, its gradient NaN, where the teacher alone masks a token.
 
     Raises:
-        ArrayError: dtype, shape, layout or device; vocabularies of different sizes.
+        ArrayError: invalid dtype, shape, layout or device; vocabularies of different sizes.
         ConfigError: an option outside its range, or `hard_weight` without `targets`.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is
+    deterministic.
     Papers: Agarwal et al., On-policy distillation (generalised JSD), arXiv:2306.13649; Ko et al.,
     DistiLLM (skewed KL), arXiv:2402.03898; Wen et al., f-divergences, arXiv:2307.15190.
 
@@ -212,7 +213,7 @@ def _check(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """One divergence for every kind of split, the others for one kind."""
+    """The JSD for all representative rows, the others for one; the forward KL: kl_divergence."""
     rows = [
         spec
         for name in DIVERGENCES[1:]

@@ -1,4 +1,4 @@
-"""The output folder of a run, whose files show its progress.
+"""The output folder of a run.
 
 settings.json              written first; a resumed run is checked against it
 checkpoint.safetensors     the model in training, replaced at intervals
@@ -72,7 +72,7 @@ def is_finished(folder: Path, settings: DistillSettings, corpus: Corpus) -> bool
         return False
     try:
         stored, _, facts = stored_run(folder)
-    except DataError:  # another program's, or damaged: no result to show
+    except DataError:  # not a run's folder, or damaged
         return False
     return not stored.changed(settings) and facts.get("fingerprint") == corpus.fingerprint
 

@@ -1,7 +1,8 @@
 """Runs the CUDA kernels on the CPU: the same sources, compiled by the host's C++ compiler.
 
 `with cukit.backend("emulator"):` makes every op run its kernel on NumPy arrays, with bounds,
-alignment, initialisation and data races checked. docs/emulator.md has the model and its limits.
+alignment, initialisation and data races checked. docs/emulator.md describes the model and its
+limits.
 """
 
 from cukit.emulator.backend import Emulator

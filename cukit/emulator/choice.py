@@ -26,8 +26,8 @@ def backend(name: str, **options: Any) -> Iterator[None]:
             _PATIENCE, _GLOBAL_RACES, _SAME_VALUE_WRITES, _CAS_GUESSES, _ALL_CHECKS.
 
     Raises:
-        ConfigError: an unknown name or option value. In the block, ops raise EmulatorError when
-            the emulator finds a mistake in a kernel.
+        ConfigError: an unknown name or option value. In the block, ops raise EmulatorError if the
+            emulator detects an error in a kernel.
 
     Applies to the whole process, not to one thread. CUKIT_BACKEND=emulator in the environment
     selects the emulator from the start. Needs a C++ compiler and CUDA's headers.
@@ -44,7 +44,7 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 
 
 def activate_from_environment() -> None:
-    """Activates the backend that CUKIT_BACKEND names. A wrong value raises on first use, not on
+    """Activates the backend that CUKIT_BACKEND names. An invalid value raises on first use, not on
     import, so that `cukit doctor` and `--help` still run."""
     name = os.environ.get("CUKIT_BACKEND")
     if name:
@@ -55,7 +55,7 @@ def activate_from_environment() -> None:
 
 
 class _Misconfigured:
-    """Replaces a backend whose environment variables are wrong: every use raises the error."""
+    """Replaces a backend whose environment variables are invalid: every use raises the error."""
 
     def __init__(self, message: str) -> None:
         self._message = message

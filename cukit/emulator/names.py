@@ -1,7 +1,7 @@
-"""Names of variables, and of parameters, by address, from a kernel's debug information.
+"""Names of variables by address, and of parameters, from a kernel's debug information.
 
-cukit's own kernels are built with line numbers alone; a second compilation provides their debug
-information when there is something to report.
+cukit's kernels are built with line numbers only; when there is a fault to report, a second
+compilation adds the names and types of variables.
 """
 
 from __future__ import annotations

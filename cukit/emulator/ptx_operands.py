@@ -42,7 +42,7 @@ _SPECIAL |= {
 
 
 class UntranslatedError(Exception):
-    """An instruction, or a form of one, without a translation."""
+    """Raised for an instruction, or a form of one, that has no translation."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ def elements_of(statement: Statement, text: str) -> list[str]:
 
 
 def address_of(statement: Statement, text: str) -> str:
-    """The address in brackets, as a number."""
+    """The address in brackets, as an integer expression."""
     inside = text.strip().strip("[]").strip()
     base, sign, offset = re.fullmatch(r"([^+-]+)(?:([+-])(.*))?", inside).groups()  # type: ignore[union-attr]
     number = f"{P}get<std::uint64_t>({value_of(statement, base)})"

@@ -1,4 +1,4 @@
-"""Completes the runtime's reports: code addresses become source lines, places in memory names."""
+"""Completes the runtime's reports with source lines for code addresses and names for memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SHIMS = "common/emulator/"
 
 
 def describe_fault(text: str, build: Build, arguments: Sequence[Any]) -> str:
-    """`text` with every `{at address}` replaced by its source line, and every place in memory
-    followed by the variable, or the element of an argument, that is stored there."""
+    """`text` with every `{at address}` replaced by its source line, and every placeholder for a
+    memory location by the variable, or the element of an argument, that is stored there."""
     addresses = sorted(set(_ADDRESS.findall(text)))
     places = _locate(addresses, build.library)
     if _PLACE.search(text):
@@ -33,8 +33,8 @@ def describe_fault(text: str, build: Build, arguments: Sequence[Any]) -> str:
 
 
 def _name(match: re.Match[str], names: Names, entry: str, arguments: Sequence[Any]) -> str:
-    """The names for `{static BYTE}`, `{device BYTE}`, `{argument NUMBER}` and `{argument NUMBER
-    BYTE}`, in brackets; empty if they are not known."""
+    """The name for `{static BYTE}`, `{device BYTE}`, `{argument NUMBER}` or `{argument NUMBER
+    BYTE}`, in parentheses; empty if it is unknown."""
     number = int(match[2])
     if match[1] == "argument":
         array = arguments[number]
@@ -59,8 +59,8 @@ def _locate(addresses: list[str], library: Path) -> dict[str, str]:
 
 
 def _frames(tool: str, address: str, library: Path) -> str:
-    """ "at layers/rms_norm.cu:63, in load (common/types.cuh:71)": the kernel's line, and the
-    functions inlined there."""
+    """The kernel's line and the functions inlined there, as in "at layers/rms_norm.cu:63, in load
+    (common/types.cuh:71)"."""
     command = [tool, "-e", str(library), "-i", "-f", "-C", f"0x{address}"]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
     frames = []
@@ -68,7 +68,7 @@ def _frames(tool: str, address: str, library: Path) -> str:
         frames.append((function.partition("(")[0], _shorten(place)))
     if not frames:
         return f"at address 0x{address}"
-    # Frames in the emulator's own headers are left out if there are others.
+    # Frames in the emulator's headers are omitted if there are others.
     frames = [frame for frame in frames if _SHIMS not in frame[1]] or frames
     helpers = [f"{_bare(function)} ({where})" for function, where in frames[:-1]]
     return f"at {frames[-1][1]}" + (f", in {' called by '.join(helpers)}" if helpers else "")

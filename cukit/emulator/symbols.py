@@ -1,4 +1,4 @@
-"""The symbol table of a shared library, read without a tool."""
+"""The symbol table of an ELF shared library, parsed in Python."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _THREAD_LOCAL = 6
 
 @dataclass(frozen=True)
 class Symbol:
-    """A defined symbol: its mangled name; its address, or, for a thread-local variable, its offset;
-    its section."""
+    """A defined symbol. name: mangled. value: address, or offset of a thread-local variable.
+    section: the name of its section."""
 
     name: str
     value: int
@@ -28,7 +28,7 @@ class Symbol:
 
 
 def symbols_of(library: bytes) -> list[Symbol]:
-    """The symbols of a 64-bit little-endian ELF file, the format of both supported machines."""
+    """The symbols of a 64-bit little-endian ELF file."""
     header = _HEADER.unpack_from(library)
     start, count, names_section = header[6], header[12], header[13]
     sections = [_SECTION.unpack_from(library, start + i * _SECTION.size) for i in range(count)]
@@ -52,7 +52,7 @@ def symbols_of(library: bytes) -> list[Symbol]:
 
 
 def demangled(names: Sequence[str]) -> list[str]:
-    """C++ names as in the source."""
+    """The names as in the C++ source, demangled by c++filt."""
     if not any(name.startswith("_Z") for name in names):
         return list(names)
     done = subprocess.run(["c++filt", *names], capture_output=True, text=True, check=True)
@@ -65,7 +65,7 @@ def shared_variables(symbols: Iterable[Symbol]) -> list[tuple[int, int]]:
 
 
 def static_shared_bytes(symbols: Iterable[Symbol], entry: str) -> int:
-    """The size of the kernel's own `__shared__` variables; a file may have several kernels."""
+    """The total size of one kernel's `__shared__` variables; a file may have several kernels."""
     of_entry = f"_ZZ{len(entry)}{entry}"
     return sum(
         each.size for each in symbols if each.thread_local and each.name.startswith(of_entry)
@@ -73,8 +73,8 @@ def static_shared_bytes(symbols: Iterable[Symbol], entry: str) -> int:
 
 
 def cluster_shapes(symbols: Iterable[Symbol]) -> dict[str, tuple[int, int, int]]:
-    """The `__cluster_dims__` of kernels by demangled name: they are encoded in the names of the
-    kernels' sections (common/emulator/platform.h)."""
+    """The `__cluster_dims__` of kernels by demangled name, decoded from the names of the kernels'
+    sections (common/emulator/platform.h)."""
     found = {}
     for each in symbols:
         if match := re.fullmatch(r"cukit_cluster_(\d+)_(\d+)_(\d+)", each.section):

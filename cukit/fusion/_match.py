@@ -1,4 +1,4 @@
-"""Finds a small graph within a larger one, whatever functions spell it."""
+"""Finds subgraphs that match a pattern, after reducing equivalent operations to a normal form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.fusion._trace import Node, is_array
+from cukit.fusion._trace import Node
+from cukit.fusion._tree import is_array
 
 _SAME = {
     "true_divide": "divide", "amax": "max", "amin": "min", "abs": "absolute", "dot": "matmul",
@@ -23,7 +24,7 @@ _UNARY = frozenset(("negative", "exp", "log", "tanh", "erf", "square", "sqrt", "
 
 
 class Form(NamedTuple):
-    """An operation in normal form: operands are nodes, arrays or numbers."""
+    """An operation in normal form. Operands are nodes, arrays or numbers."""
 
     name: str
     operands: tuple[Any, ...]
@@ -31,11 +32,11 @@ class Form(NamedTuple):
 
 
 class Number(float):
-    """Stands for any number in a pattern."""
+    """A placeholder for any number in a pattern."""
 
 
 def form(node: Node) -> Form | None:
-    """The normal form of an operation; None of one that no pattern has."""
+    """The normal form of an operation; None if it cannot be part of a pattern."""
     name = _SAME.get(node.name, node.name)
     args, kwargs = node.args, dict(node.kwargs)
     if name in _REDUCTIONS:
@@ -98,7 +99,8 @@ def _reduction(name: str, node: Node) -> Form | None:
 
 
 def _transpose(node: Node) -> Form | None:
-    """With the axes that are exchanged; others are left to the op that is called."""
+    """A transpose whose attribute is "last" if it swaps the last two axes, else the permutation
+    (negative axes)."""
     operand = node.args[0]
     if not isinstance(operand, Node):
         return None
@@ -114,10 +116,10 @@ def _transpose(node: Node) -> Form | None:
 
 
 class Match(NamedTuple):
-    """Where a pattern was found.
+    """An occurrence of a pattern.
 
-    root: its last operation. inputs: what its arguments are, by name: nodes, arrays or numbers.
-    inner: the operations that it replaces, the root and casts included.
+    root: its last operation. inputs: the pattern's arguments by name: nodes, arrays or numbers.
+    inner: the matched operations, including the root and casts.
     """
 
     root: Node
@@ -126,7 +128,7 @@ class Match(NamedTuple):
 
 
 def match(pattern: Node, names: dict[int, str], root: Node) -> Match | None:
-    """The pattern with its last operation at `root`; names: of the pattern's inputs, by id."""
+    """Matches a pattern whose last operation is `root`. names: the pattern's inputs by id."""
     for bound in _unify(pattern, root, {}):
         inputs = {names[key]: value for key, value in bound.items() if key in names}
         return Match(root, inputs, _between(root, inputs))
@@ -134,7 +136,7 @@ def match(pattern: Node, names: dict[int, str], root: Node) -> Match | None:
 
 
 def _between(root: Node, inputs: dict[str, Any]) -> list[Node]:
-    """The operations from `inputs` to `root`."""
+    """The operations between `inputs` and `root`, including `root`."""
     ends = {id(value) for value in inputs.values()}
     found: dict[Node, None] = {}
     stack = [root]
@@ -147,11 +149,11 @@ def _between(root: Node, inputs: dict[str, Any]) -> list[Node]:
 
 
 Bound = dict[int, Any]
-"""What the parts of a pattern are in the graph, by their ids."""
+"""The values in the graph that the parts of a pattern are bound to, by the parts' ids."""
 
 
 def _unify(part: Any, target: Any, bound: Bound) -> Iterator[Bound]:
-    """All ways in which `target` is `part`, given what is bound already."""
+    """Yields every extension of `bound` with which `part` matches `target`."""
     key = id(part)
     if isinstance(part, Number):
         value = _number(target)
@@ -170,7 +172,7 @@ def _unify(part: Any, target: Any, bound: Bound) -> Iterator[Bound]:
             yield from _unify(part, inside, bound)
         return
     if part.name == "input":
-        # Casts are looked through: ops compute in float32 whatever their arrays hold.
+        # Casts are ignored: ops compute in float32 for any input dtype.
         inside = uncast(target) if isinstance(target, Node) else None
         if inside is not None:
             yield from _unify(part, inside, bound)
@@ -210,7 +212,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Of a number, or of an array of one element that is no result of an operation."""
+    """The value of a number or a one-element NumPy array, else None."""
     if isinstance(value, numbers.Real):
         return float(value)
     if is_array(value) and value.size == 1 and isinstance(value, np.ndarray):
@@ -219,7 +221,7 @@ def _number(value: Any) -> float | None:
 
 
 def uncast(node: Node) -> Node | None:
-    """What a cast to another floating-point type converts."""
+    """The operand of a cast between floating-point types; None for any other node."""
     if node.name != "astype" or not isinstance(node.args[0], Node):
         return None
     kinds = node.value.dtype.kind, node.args[0].value.dtype.kind

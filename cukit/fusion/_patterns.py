@@ -1,4 +1,4 @@
-"""Which operations cukit has a fused kernel for, spelled as programs spell them."""
+"""The patterns of `optimize`: common ways to write the ops that cukit has fused kernels for."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from cukit.layers import gelu, layer_norm, rms_norm
 class Pattern:
     """An op and one way to write it in array code.
 
-    op: cukit's name. spelling: a function of named arrays and numbers. replace: the same by cukit's
-    op, from what the names stand for, as keyword arguments.
+    op: cukit's name. spelling: the array code, a function of named arrays and numbers. replace:
+    computes the same with cukit's op, called with these names as keyword arguments.
     """
 
     op: str
     spelling: Callable[..., Any]
     replace: Callable[..., Any]
     settle: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
-    """From the inputs and those arrays among them that are constant to the arguments of `replace`;
-    None where it does not apply."""
+    """Converts the matched inputs, and those of them that are constant arrays, to the arguments of
+    `replace`; returns None if the op does not apply. Default: the inputs as they are."""
 
     def graph(self) -> tuple[Node, dict[int, str]]:
         """The spelling's last operation, and the names of its inputs by id."""
@@ -40,7 +40,7 @@ class Pattern:
         scalars: dict[str, Number] = {}
         for name, parameter in inspect.signature(self.spelling).parameters.items():
             if parameter.default is not parameter.empty:
-                continue  # the part that spellings differ in
+                continue  # a default that binds a loop variable, as in act=act
             if name in _SHAPES:
                 arrays[name] = np.ones(_SHAPES[name], np.float32)
             else:
@@ -55,7 +55,7 @@ _SHAPES = {
     "x": (2, 4), "weight": (4,), "bias": (4,), "w": (4, 4), "q": (2, 2, 2, 4), "k": (2, 2, 2, 4),
     "v": (2, 2, 2, 4), "mask": (2, 2), "added": (2, 2),
 }  # fmt: skip
-"""Of the arrays in spellings; other names are numbers."""
+"""Shapes of the arrays in spellings; other names are numbers."""
 
 
 def _erf(x: Any) -> Any:
@@ -87,7 +87,7 @@ ACTIVATIONS: dict[str, Sequence[Callable[[Any], Any]]] = {
     ),
     "relu": (lambda x: np.maximum(x, 0),),
 }
-"""What each activation is, as programs write it."""
+"""Common ways to write each activation."""
 
 
 def _softmax(s: Any) -> Any:
@@ -143,7 +143,8 @@ def _attention(
     q: Any, k: Any, v: Any, *, scale: float = 1.0, mask: Any = None, added: Any = None,
     causal: bool = False,
 ) -> Any:  # fmt: skip
-    """[..., heads, positions, head_dim], as programs with plain products have them."""
+    """flash_attention for [heads, positions, head_dim] or [batch, heads, positions, head_dim], the
+    layout of array code with matmul."""
     heads = [(a[:, None] if a.ndim == 3 else a).swapaxes(1, 2) for a in (q, k, v)]
     out: Any = flash_attention(*heads, scale=scale, causal=causal, mask=mask, bias=added)
     out = out.swapaxes(1, 2)
@@ -151,7 +152,7 @@ def _attention(
 
 
 def _settle_rows(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
-    """Rows of x, a weight for all of them."""
+    """Requires weight and bias vectors as wide as the rows of x, or as the result of x @ w."""
     shapes = {name: getattr(value, "shape", ()) for name, value in _values(inputs).items()}
     width = shapes["x"][-1:]
     if "w" in shapes:
@@ -169,8 +170,8 @@ def _values(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settle_mask(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
-    """A constant mask that is a triangle becomes causal=True; values of hidden scores that leave
-    them visible are refused."""
+    """Converts a constant triangular mask to causal=True. Rejects masks that set hidden scores to a
+    value above _HIDDEN, which would not hide them."""
     settled = dict(inputs)
     if settled.pop("hidden", -np.inf) > _HIDDEN:
         return None
@@ -184,7 +185,7 @@ def _settle_mask(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str,
 
 
 _HIDDEN = -1e4
-"""Scores from here down count as hidden."""
+"""Scores at or below this value count as masked."""
 
 
 def _attentions() -> list[Pattern]:
@@ -210,7 +211,7 @@ def _attentions() -> list[Pattern]:
 
 
 def _linears() -> list[Pattern]:
-    """With the weight as [in, out]; a transposed weight is a transposed view of one."""
+    """w is [in, out]: `x @ weight.T` matches with w = weight.T, a transposed view of [out, in]."""
     patterns = []
     for name, spellings in ACTIVATIONS.items():
         for act in spellings:
@@ -238,6 +239,6 @@ def _gelus() -> list[Pattern]:
 
 @functools.cache
 def patterns() -> list[tuple[Pattern, Node, dict[int, str]]]:
-    """All of them with their graphs, those that replace most first."""
+    """All patterns with their graphs and input names, those that replace most operations first."""
     found = [*_attentions(), *_layer_norms(), *_rms_norms(), *_linears(), *_gelus()]
     return [(each, *each.graph()) for each in found]

@@ -1,9 +1,9 @@
-"""Records what a function does to its arrays as a graph of operations.
+"""Records the array operations of a function as a graph.
 
 The function runs once on :class:`Traced` values, each of which holds the array of the sample, so
-that shapes and dtypes are known. NumPy calls arrive through its two protocols. CuPy has none for
-values that are not its own: for the time of the run the public functions of its namespaces are
-replaced by ones that record, and cukit's likewise.
+that shapes and dtypes are known. NumPy calls are intercepted by `__array_ufunc__` and
+`__array_function__`. CuPy has no such protocol for foreign types, so the public functions of its
+namespaces, and of cukit, are replaced by recording wrappers during the run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from cukit.fusion._tree import is_array, leaves, tree_map
+
 _NAMESPACES = ("cupy", "cupy.linalg", "cupyx.scipy.special", "scipy.special", "cukit")
-"""Modules whose functions are replaced during a trace where they are loaded."""
+"""Modules whose functions are replaced by recording wrappers during a trace, if imported."""
 
 _METHODS = (
     "all", "any", "argmax", "argmin", "astype", "clip", "conj", "copy", "cumprod", "cumsum",
@@ -31,16 +33,16 @@ _READS = (
 
 
 class CannotTraceError(Exception):
-    """The function does something that a graph of operations does not show."""
+    """The function does something that a graph of operations cannot represent."""
 
 
 @dataclass(eq=False)
 class Node:
     """One operation, or an input.
 
-    name: of the function, as NumPy calls it, or "input". call: what computes it. args, kwargs: its
-    arguments, with nodes in place of traced arrays, in lists, tuples and dictionaries too.
-    value: what it gave on the sample.
+    name: NumPy's name of the function, or "input". call: the function that computes it.
+    args, kwargs: its arguments, with nodes in place of traced arrays, also inside lists, tuples,
+    dictionaries and slices. value: the result on the sample.
     """
 
     name: str
@@ -50,24 +52,21 @@ class Node:
     value: Any
 
     def parents(self) -> list[Node]:
-        """The nodes among its arguments."""
-        found: list[Node] = []
-        replaced((self.args, self.kwargs), lambda node: found.append(node))
-        return found
+        """The nodes in the arguments."""
+        return leaves((self.args, self.kwargs), is_node)
 
 
 @dataclass
 class Trace:
-    """A function as a graph: its inputs, and its result with nodes in place of arrays."""
+    """The graph of a function: its input nodes, and its result with nodes in place of arrays."""
 
     inputs: list[Node]
     result: Any
 
     def nodes(self) -> list[Node]:
-        """All operations that the result needs, each after its arguments; no inputs."""
+        """All operations that the result depends on, in topological order, without inputs."""
         order: dict[Node, None] = {}
-        roots: list[Node] = []
-        replaced(self.result, lambda node: roots.append(node))
+        roots = leaves(self.result, is_node)
         stack = [(node, False) for node in reversed(roots)]
         while stack:
             node, done = stack.pop()
@@ -82,7 +81,7 @@ class Trace:
 
 
 def is_same(one: Trace, other: Trace) -> bool:
-    """Whether two traces are the same operations on the same constants."""
+    """Whether two traces have the same operations and equal constants."""
     numbers: list[dict[Node, int]] = []
     steps: list[list[Node]] = []
     for each in (one, other):
@@ -114,52 +113,32 @@ def is_same(one: Trace, other: Trace) -> bool:
     )
 
 
+def is_node(value: Any) -> bool:
+    """Whether `value` is a Node."""
+    return isinstance(value, Node)
+
+
 def replaced(value: Any, change: Callable[[Node], Any]) -> Any:
     """`value` with `change(node)` for every node in it."""
-    if isinstance(value, Node):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [replaced(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: replaced(item, change) for key, item in value.items()}
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        return slice(*(replaced(part, change) for part in parts))
-    return value
+    return tree_map(value, is_node, change)
 
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """The graph of `function(*args, **kwargs)`, whose arrays may be in lists, tuples, dictionaries.
+    """The graph of `function(*args, **kwargs)`; arrays may be in lists, tuples and dictionaries.
 
-    Raises CannotTraceError where it reads values on the host, assigns to elements of an array or
-    calls a function that takes arrays only.
+    Raises CannotTraceError if the function reads values on the host, assigns to elements, modifies
+    an array in place, writes to `out=` or calls a method of an array that is not recorded.
     """
     inputs: list[Node] = []
 
-    def enter(value: Any) -> Any:
-        if is_array(value):
-            inputs.append(Node("input", _no_call, (), {}, value))
-            return Traced(inputs[-1])
-        if isinstance(value, (list, tuple)):
-            items = [enter(item) for item in value]
-            return value._make(items) if hasattr(value, "_make") else type(value)(items)
-        if isinstance(value, dict):
-            return {key: enter(item) for key, item in value.items()}
-        return value
+    def enter(array: Any) -> Traced:
+        inputs.append(Node("input", _no_call, (), {}, array))
+        return Traced(inputs[-1])
 
-    given, named = enter(args), enter(kwargs)
+    given, named = tree_map((args, kwargs), is_array, enter)
     with _recording():
         result = function(*given, **named)
     return Trace(inputs, _to_nodes(result))
-
-
-def is_array(value: Any) -> bool:
-    """NumPy's or CuPy's."""
-    if isinstance(value, np.ndarray):
-        return True
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(value, cupy.ndarray)
 
 
 def _no_call(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +146,7 @@ def _no_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def record(name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs `call` on the values of traced arguments; its result, traced."""
+    """Runs `call` on the values of its traced arguments; returns the traced result."""
     values, named = _to_values(args), _to_values(kwargs)
     result = call(*values, **named)
     node = Node(name, call, _to_nodes(tuple(args)), _to_nodes(dict(kwargs)), result)
@@ -187,34 +166,19 @@ def _traced(node: Node, result: Any) -> Any:
 
 
 def _to_values(value: Any) -> Any:
-    return _unwrapped(value, lambda traced: traced._node.value)
+    return tree_map(value, _is_traced, lambda traced: traced._node.value)
 
 
 def _to_nodes(value: Any) -> Any:
-    return _unwrapped(value, lambda traced: traced._node)
+    return tree_map(value, _is_traced, lambda traced: traced._node)
 
 
-def _unwrapped(value: Any, change: Callable[[Traced], Any]) -> Any:
-    if isinstance(value, Traced):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [_unwrapped(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _unwrapped(item, change) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_unwrapped(x, change) for x in (value.start, value.stop, value.step)))
-    return value
-
-
-def _holds_traced(value: Any) -> bool:
-    found: list[Traced] = []
-    _unwrapped(value, lambda traced: found.append(traced))
-    return bool(found)
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Traced)
 
 
 class Traced:
-    """An array in a function that is traced: what is done to it is recorded."""
+    """Stands in for an array during a trace and records the operations on it."""
 
     __array_priority__ = 1000.0
 
@@ -309,7 +273,7 @@ Traced.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class _Namespace:
-    """An array-API namespace whose functions record."""
+    """An array-API namespace with recording functions."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -321,7 +285,7 @@ class _Namespace:
 
 def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _holds_traced((args, kwargs)):
+        if not leaves((args, kwargs), _is_traced):
             return function(*args, **kwargs)
         if kwargs.get("out") is not None:
             raise CannotTraceError(f"{name} writes to out=")
@@ -332,7 +296,7 @@ def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Replaces the functions of :data:`_NAMESPACES` by ones that record traced arguments."""
+    """Wraps the functions of :data:`_NAMESPACES` to record calls with traced arguments."""
     changed: list[tuple[Any, str, Any]] = []
     try:
         for place in _NAMESPACES:

@@ -1,13 +1,12 @@
-"""`optimize`: fused kernels in a function of arrays, verified against it, replayed as one graph."""
+"""`optimize`: replaces parts of an array function with verified fused kernels in a CUDA graph."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,58 +17,33 @@ from cukit.core.scalars import check_flag, check_integer, check_number
 from cukit.errors import ConfigError, CukitError
 from cukit.fusion._match import Match, match, uncast
 from cukit.fusion._patterns import Pattern, patterns
-from cukit.fusion._trace import CannotTraceError, Node, Trace, is_array, is_same, replaced, trace
-from cukit.fusion.report import TOLERANCES, WHOLE_TOLERANCE, call_arguments, table, time_cell
+from cukit.fusion._program import Fusion, GraphedCall, Program, Recomputed
+from cukit.fusion._trace import CannotTraceError, Node, Trace, is_node, is_same, trace
+from cukit.fusion._tree import arrays_of, is_array, leaves
+from cukit.fusion.report import (
+    TOLERANCES,
+    WHOLE_TOLERANCE,
+    FusionReport,
+    call_arguments,
+    table,
+    time_cell,
+)
 
 _WARM_UP = 2
 
 
-@dataclass(frozen=True)
-class FusionReport:
-    """What became of one place where a fused kernel fits.
-
-    op: cukit's. operations: how many of the function's it replaces. shape: of the result.
-    error: largest difference of the results over the largest; NaN where the op refused its inputs.
-    before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse", or why
-    the original stays.
-    """
-
-    op: str
-    operations: int
-    shape: tuple[int, ...]
-    error: float
-    tolerance: float
-    before_us: float | None
-    after_us: float | None
-    outcome: str
-
-
-@dataclass(eq=False)
-class _Fusion:
-    """A place where a fused op fits: its match, and what computes it from the values of nodes."""
-
-    pattern: Pattern
-    match: Match
-    arguments: dict[str, Any]
-    dtype: Any
-
-    def run(self, value_of: Callable[[Node], Any]) -> Any:
-        found = self.pattern.replace(**replaced(self.arguments, value_of))
-        return found if found.dtype == self.dtype else found.astype(self.dtype)
-
-
 class Optimized:
-    """A function with fused ops in it, as :func:`optimize` returns it.
+    """A function with fused ops, as :func:`optimize` returns it.
 
-    Call it like the function. Inputs whose shapes, dtypes or other values differ from the sample's
-    run the original. As a context manager it goes back to the original at the end.
+    Call it like the function. Calls whose shapes, dtypes, strides or non-array arguments differ
+    from the sample's run the original. As a context manager it restores the original on exit.
 
     Attributes:
         function: the original.
-        report: one FusionReport for each place that was tried.
-        error: difference of the outputs, as in FusionReport.
-        before_us, after_us: median times of the whole, None without a GPU.
-        note: what was not done, and why; "" if nothing.
+        report: one FusionReport per candidate.
+        error: difference of the function's outputs, as in FusionReport.
+        before_us, after_us: median times of the whole function, None without a GPU.
+        note: what was not done, and why; "" if everything was.
     """
 
     def __init__(self, function: Callable[..., Any], note: str = "") -> None:
@@ -79,11 +53,11 @@ class Optimized:
         self.before_us: float | None = None
         self.after_us: float | None = None
         self.note = note
-        self._program: _Program | None = None
-        self._graph: _Graph | None = None
+        self._program: Program | None = None
+        self._graph: GraphedCall | None = None
 
     def restore(self) -> Callable[..., Any]:
-        """From now on calls run the original, which is returned."""
+        """Make all later calls run the original. Returns the original."""
         self._program = self._graph = None
         return self.function
 
@@ -107,7 +81,7 @@ class Optimized:
         self.restore()
 
     def __str__(self) -> str:
-        """A table: one line for each place, one for the whole function."""
+        """A table with one line per candidate and one for the whole function."""
         rows = [("op", "operations", "result", "error", "before us", "after us", "outcome")]
         rows += [
             (row.op, str(row.operations), "x".join(map(str, row.shape)), f"{row.error:.1e}",
@@ -130,48 +104,51 @@ def optimize(
     cuda_graph: bool | None = None,
     repeats: int = 10,
 ) -> Optimized:
-    """Replaces what a function of CuPy or NumPy arrays computes step by step with fused kernels.
+    """Replaces sequences of operations on CuPy or NumPy arrays with fused kernels.
 
-    The function runs a few times on `sample`, and its operations are recorded. Wherever they spell
-    an op that cukit has a kernel for, that op is run on the very same inputs; it stays where the
-    results agree and, on a GPU, where it is faster. The kernels are compiled on the way. On a GPU
-    the whole is then captured in a CUDA graph, which calls with the sample's shapes replay.
+    The function runs a few times on `sample`, and its operations are recorded. Subgraphs equivalent
+    to one of cukit's ops are candidates. Each op runs on the inputs of its subgraph; it is kept if
+    the results agree and, on a GPU, if it is faster. This also compiles the kernels. On a GPU the
+    function is then captured in a CUDA graph, which calls with the sample's shapes replay.
 
     ===============  ============================================================================
     flash_attention  softmax(q k^T scale) v over [..., heads, positions, head_dim], with a boolean
-                     mask (a constant triangle becomes causal=True) or an added bias
+                     mask (a constant triangular mask becomes causal=True) or an added bias
     rms_norm         x / sqrt(mean(x^2) + eps) * weight
     layer_norm       (x - mean) / sqrt(variance + eps) * weight + bias
-    linear           x @ w + bias, and gelu, gelu_tanh, silu or relu of it
-    gelu             with erf or tanh
+    linear           x @ w.T + bias with w [out, in], also followed by gelu, gelu_tanh, silu or
+                     relu (then with or without bias)
+    gelu             exact (erf) or tanh approximation
     ===============  ============================================================================
 
-    Casts between floating-point types are looked through: the ops accumulate in float32.
+    Casts between floating-point types are ignored, because the ops accumulate in float32.
 
     Args:
-        function: of arrays, in any nesting of tuples, lists and dictionaries, and of other values.
-            Array code of CuPy, NumPy or an array-API namespace can be traced; what reads values on
-            the host, assigns to elements or changes an array in place cannot, and stays as it is.
-            A model of cukit, which consists of fused ops already, is captured as it is.
-        sample: what to call it with: an array, a tuple of arguments or a dict of keyword arguments.
-        use_cuda_kernels: False leaves everything as it is.
-        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. The function as
-            a whole may have four times that, else nothing is replaced.
-        only_faster: keep the original where the op takes longer.
-        dry_run: verify and report only. None: where the arrays are NumPy's.
-        cuda_graph: whether to capture. None: on a GPU, where it can be captured. The result is a
-            copy; arrays that the function closes over must stay where they are.
-        repeats: calls a timing is the median of.
+        function: takes arrays, nested in tuples, lists and dictionaries, and other values. Code for
+            CuPy, NumPy or an array-API namespace can be traced. A function that reads values on the
+            host, assigns to elements or modifies an array in place cannot; its operations are not
+            replaced. Models of cukit already consist of fused ops and are only captured.
+        sample: the input: an array, a tuple of arguments or a dict of keyword arguments.
+        use_cuda_kernels: False changes nothing.
+        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. The error of the
+            whole function may be four times that; beyond, nothing is replaced.
+        only_faster: keep the original if the op is not faster.
+        dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
+            NumPy references.
+        cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
+            captured. Calls return copies of the graph's outputs; arrays that the function closes
+            over must not be reallocated.
+        repeats: calls per timing, which is their median.
 
     Returns:
-        :class:`Optimized`: a callable, the report, and the way back.
+        :class:`Optimized`: a callable with the report, which can restore the original.
 
     Raises:
-        ConfigError: an option.
+        ConfigError: an invalid option.
 
-    What the function does with other shapes is not known from one sample: they run the original.
-    Values that it closes over are those of the sample's call, arrays the same arrays; what it does
-    beside computing arrays, such as printing, is not repeated.
+    A trace is only valid for the shapes of the sample; other shapes run the original.
+    Non-array values that the function closes over are frozen at the trace, arrays are kept by
+    reference, and side effects such as printing are not repeated.
 
     >>> import numpy as np, cukit as ck
     >>> def norm(x, weight):
@@ -194,7 +171,7 @@ def optimize(
     if not use_cuda_kernels:
         return Optimized(function, "use_cuda_kernels=False: nothing was replaced")
     args, kwargs = call_arguments(sample)
-    on_gpu = any(not isinstance(array, np.ndarray) for array in _arrays((args, kwargs)))
+    on_gpu = any(not isinstance(array, np.ndarray) for array in arrays_of((args, kwargs)))
     if cuda_graph and not on_gpu:
         raise ConfigError(f"{op}: cuda_graph=True needs arrays on a GPU")
     dry = not on_gpu if dry_run is None else bool(dry_run)
@@ -225,7 +202,7 @@ def optimize(
         result.restore()
     elif on_gpu and cuda_graph is not False:
         try:
-            result._graph = _Graph(result._program or function, args, kwargs)
+            result._graph = GraphedCall(result._program or function, args, kwargs)
         except Exception as error:
             if cuda_graph:
                 raise
@@ -255,7 +232,7 @@ def _fuse(
             accepted.append(fusion)
     if not accepted:
         return
-    program = _Program(found, accepted, *call)
+    program = Program(found, accepted, *call)
     after = program(*call)
     result.error, allowed = _difference(before, after, tolerance)
     if result.error <= WHOLE_TOLERANCE * allowed:
@@ -268,15 +245,14 @@ def _fuse(
     ]  # fmt: skip
 
 
-def _find(found: Trace) -> list[_Fusion]:
-    """Places that share no operation, the earlier pattern first."""
+def _find(found: Trace) -> list[Fusion]:
+    """Disjoint candidates in execution order; earlier patterns take precedence."""
     nodes = found.nodes()
     users: dict[Node, set[Node]] = {}
     for node in nodes:
         for parent in node.parents():
             users.setdefault(parent, set()).add(node)
-    outputs: set[Node] = set()
-    replaced(found.result, outputs.add)
+    outputs = set(leaves(found.result, is_node))
     taken: set[Node] = set()
     fusions = []
     for pattern, root, names in patterns():
@@ -285,7 +261,7 @@ def _find(found: Trace) -> list[_Fusion]:
             if matched is None:
                 continue
             inner = set(matched.inner)
-            # A cast is cheap: it may be computed for others too.
+            # Other users of a cast may recompute it, because it is cheap.
             replaced_ops = {each for each in inner if uncast(each) is None}
             seen = any(
                 each is not node and (each in outputs or users[each] - inner)
@@ -294,7 +270,7 @@ def _find(found: Trace) -> list[_Fusion]:
             arguments = None if seen or taken & replaced_ops else _settled(pattern, matched)
             if arguments is not None:
                 taken |= replaced_ops
-                fusions.append(_Fusion(pattern, matched, arguments, node.value.dtype))
+                fusions.append(Fusion(pattern, matched, arguments, node.value.dtype))
     order = {node: number for number, node in enumerate(nodes)}
     return sorted(fusions, key=lambda fusion: order[fusion.match.root])
 
@@ -307,13 +283,13 @@ def _settled(pattern: Pattern, matched: Match) -> dict[str, Any] | None:
 
 
 def _judge(
-    fusion: _Fusion, tolerance: float | None, only_faster: bool, on_gpu: bool, repeats: int
+    fusion: Fusion, tolerance: float | None, only_faster: bool, on_gpu: bool, repeats: int
 ) -> FusionReport:
     root, inner = fusion.match.root, fusion.match.inner
     facts = (fusion.pattern.op, len(inner), tuple(root.value.shape))
 
     def original() -> Any:
-        values = _Values(set(inner))
+        values = Recomputed(set(inner))
         return values[root]
 
     def fused() -> Any:
@@ -335,135 +311,11 @@ def _judge(
     return FusionReport(*facts, error, allowed, before_us, after_us, outcome)
 
 
-class _Values(dict[Node, Any]):
-    """Values of nodes; those of `inside` are computed, the others are the sample's."""
-
-    def __init__(self, inside: set[Node]) -> None:
-        super().__init__()
-        self._inside = inside
-
-    def __missing__(self, node: Node) -> Any:
-        if node not in self._inside:
-            return node.value
-        args, kwargs = replaced((node.args, node.kwargs), self.__getitem__)
-        self[node] = value = node.call(*args, **kwargs)
-        return value
-
-
-class _Program:
-    """The recorded operations, with fused ops in place of what they replace."""
-
-    def __init__(
-        self,
-        found: Trace,
-        fusions: list[_Fusion],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._inputs = found.inputs
-        self._result = found.result
-        self._sample = _described((args, kwargs))
-        by_root = {fusion.match.root: fusion for fusion in fusions}
-        nodes = found.nodes()
-        needed: set[Node] = set()
-        replaced(found.result, needed.add)
-        for node in reversed(nodes):
-            if node in needed:
-                fusion = by_root.get(node)
-                replaced(
-                    (node.args, node.kwargs) if fusion is None else fusion.arguments, needed.add
-                )
-        self._steps = [(node, by_root.get(node)) for node in nodes if node in needed]
-        for node in (*nodes, *found.inputs):
-            node.value = None  # the sample's
-
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the inputs are like the sample."""
-        return bool(_described((args, kwargs)) == self._sample)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values: dict[Node, Any] = dict(zip(self._inputs, _arrays((args, kwargs)), strict=True))
-        for node, fusion in self._steps:
-            if fusion is None:
-                own, named = replaced((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.call(*own, **named)
-            else:
-                values[node] = fusion.run(values.__getitem__)
-        return replaced(self._result, values.__getitem__)
-
-
-class _Graph:
-    """A captured call: inputs are copied into those of the capture, results are copied out."""
-
-    def __init__(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        cupy = sys.modules["cupy"]
-        self._sample = _described((args, kwargs))
-        self._inputs = [array.copy() for array in _arrays((args, kwargs))]
-        copies = iter(self._inputs)
-        own = _with_arrays((args, kwargs), lambda _: next(copies))
-
-        def run() -> Any:
-            return call(*own) if isinstance(call, _Program) else call(*own[0], **own[1])
-
-        stream = cupy.cuda.Stream(non_blocking=True)
-        stream.wait_event(cupy.cuda.get_current_stream().record())
-        with stream:
-            run()
-            stream.synchronize()
-            stream.begin_capture()
-            try:
-                self._output = run()
-            except BaseException:
-                with contextlib.suppress(Exception):  # it only repeats that the capture failed
-                    stream.end_capture()
-                raise
-            self._graph = stream.end_capture()
-        stream.synchronize()
-        self._cupy = cupy
-
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the inputs are like those of the capture."""
-        return bool(_described((args, kwargs)) == self._sample)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for own, given in zip(self._inputs, _arrays((args, kwargs)), strict=True):
-            own[...] = given
-        self._graph.launch(self._cupy.cuda.get_current_stream())
-        return _with_arrays(self._output, lambda array: array.copy())
-
-
-def _with_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change(array)` for every array in it."""
-    if is_array(value):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [_with_arrays(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _with_arrays(item, change) for key, item in value.items()}
-    return value
-
-
-def _arrays(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _with_arrays(value, found.append)
-    return found
-
-
-def _described(value: Any) -> Any:
-    """Equal where the same operations apply."""
-    return _with_arrays(
-        value, lambda array: (type(array).__name__, array.shape, array.dtype.str, array.strides)
-    )
-
-
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
-    """Largest difference over the largest output, and what is allowed."""
+    """Largest difference over the largest output, and the tolerance."""
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
-    befores, afters = _arrays(before), _arrays(after)
+    befores, afters = arrays_of(before), arrays_of(after)
     if len(befores) != len(afters):
         return math.inf, allowed
     for one, other in zip(befores, afters, strict=True):
@@ -481,7 +333,7 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
 
 
 def _median_us(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call between events of the GPU, the first two left out."""
+    """Median time of a call between CUDA events, after two warm-up calls."""
     cupy = sys.modules["cupy"]
     for _ in range(_WARM_UP):
         call()
@@ -492,5 +344,5 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
         call()
         end.record()
         end.synchronize()
-        times.append(1e3 * float(cupy.cuda.get_elapsedtime_cell(start, end)))
+        times.append(1e3 * float(cupy.cuda.get_elapsed_time(start, end)))
     return statistics.median(times)

@@ -1,19 +1,41 @@
-"""Shared by the reports of `optimize` for functions of arrays and for models of PyTorch."""
+"""Tolerances and reports of both `optimize`: for array functions and for PyTorch models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 TOLERANCES = {"float64": 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest accepted difference of two outputs, relative to the largest output: two roundings, sums
-in another order, and a margin; float64 inputs may be computed in float32 in parts."""
+"""Largest accepted difference between two outputs, relative to the largest output: covers two
+roundings and a different summation order, with a margin. float64 is looser than its precision
+because kernels may compute parts in float32."""
 WHOLE_TOLERANCE = 4.0
-"""Factor for a whole function or model, where the errors of many replacements add up."""
+"""Multiplies the tolerance for a whole function or model: errors of replacements add up."""
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """The result of one candidate replacement.
+
+    op: cukit's op. operations: number of operations it replaces. shape: of the op's result.
+    error: largest difference of the results over the largest result; NaN if the op rejected its
+    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse",
+    or why the original is kept.
+    """
+
+    op: str
+    operations: int
+    shape: tuple[int, ...]
+    error: float
+    tolerance: float
+    before_us: float | None
+    after_us: float | None
+    outcome: str
 
 
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a sample: a tuple, a dictionary, or one argument."""
+    """Splits a sample (a dict, a tuple or list, or one argument) into args and kwargs."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     if isinstance(sample, (tuple, list)):
@@ -22,7 +44,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def table(rows: Sequence[Sequence[str]], note: str) -> str:
-    """Left-aligned columns, followed by the note."""
+    """The rows in left-aligned columns, then the note, if any."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -32,5 +54,5 @@ def table(rows: Sequence[Sequence[str]], note: str) -> str:
 
 
 def time_cell(microseconds: float | None) -> str:
-    """ "-" without a GPU."""
+    """A time in microseconds; "-" if it was not measured."""
     return "-" if microseconds is None else f"{microseconds:.1f}"

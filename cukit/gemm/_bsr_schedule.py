@@ -1,6 +1,6 @@
 """Static tile schedules of block-sparse products.
 
-They are computed on the host with NumPy, once for each pattern and shape.
+Computed on the host with NumPy, once per pattern and shape.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _EPILOGUE = 128
 """Cost of a tile's epilogue, in rows of the dense matrix that could be multiplied in that time."""
 
 _MOST_EXCHANGES = 1000
-_PARTNERS = 8  # least loaded blocks that an exchange is tried with
+_PARTNERS = 8  # number of least loaded blocks that are tried for an exchange
 
 
 def assign_tiles(
     items: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None = None
 ) -> HostArray:
-    """Assigns tiles to the blocks of a grid, so that all blocks end at about the same time.
+    """Assigns tiles to the blocks of a grid, so that all blocks finish at about the same time.
 
     items: int32 [tiles, 4]: the description of each tile. costs: int [tiles], in any unit. In the
     given order, each tile is assigned to the block that is free first. Then the most loaded blocks
@@ -53,8 +53,8 @@ def _exchange_tiles(
 ) -> None:
     """Balances the total cost of each owner; modifies `owners`.
 
-    Greedy assignment leaves the last tile of each block to chance: with few tiles of different
-    costs, balancing gains a few per cent.
+    Greedy assignment does not balance the last tiles: with few tiles of different costs, exchanges
+    gain a few per cent.
     """
     loads = np.bincount(owners, costs, num_blocks).astype(np.int64)
     for _ in range(_MOST_EXCHANGES):
@@ -83,9 +83,8 @@ def matmul_work(
 ) -> HostArray:
     """The schedule of sparse times dense: each tile's group, first column, entry begin and end.
 
-    An empty group is given one extra entry, stored after all others.
-
-    indptr: entries before each group of block rows.
+    indptr: entries before each group of block rows. The tile of an empty group has the one padding
+    entry that is stored after all others.
 
     Tiles of the same columns are adjacent, longest rows first: concurrent tiles then read the same
     columns of the dense matrix, and the last tiles are short.

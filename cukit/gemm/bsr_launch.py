@@ -1,4 +1,4 @@
-"""Launches of the block-sparse kernels, each for one pattern and arrays of one description."""
+"""Launches of the block-sparse kernels, each for one pattern and fixed shapes and strides."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class SampledSm80:
 
 
 def _boxes(tiling: BsrTiling, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
-    """The TMA box of an operand whose last axis is k (k_major) or whose first axis is k."""
+    """The TMA box of an operand: k is its last axis if `k_major`, else its first."""
     return (extent, tiling.tile_k) if k_major else (tiling.tile_k, min(width, 64))
 
 
@@ -136,5 +136,5 @@ def _maps(rows: int, columns: int) -> TensorMapCache:
 
 
 def _rows(array: Array) -> Array:
-    """The array with all axes but the last flattened, so that blocks of values are stacked."""
+    """The array with all axes but the last flattened, which stacks the blocks of values."""
     return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])

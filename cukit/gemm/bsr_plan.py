@@ -1,4 +1,4 @@
-"""Plans of block-sparse products: the kernel and its tiling. Pure; needs no GPU."""
+"""Plans of block-sparse products: the choice of kernel and tiling. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOPPER = "sm_90"
 _ITEM_BYTES = 2
 _CONSUMERS = 2
 _BOX = 64  # rows and columns that one TMA store writes
-_WARPGROUP_ROWS = 64  # of a wgmma
+_WARPGROUP_ROWS = 64  # m of a wgmma
 _ROW_ELEMENTS = 64  # 16-bit elements of a 128-byte row
 _THREADS_SM90 = 384
 _THREADS_SM80 = 256
@@ -41,7 +41,8 @@ class BsrTiling:
     tile_k: int
     num_stages: int
     cluster: int = 1
-    """Thread blocks of a cluster, with tiles side by side; they share the sparse operand."""
+    """Thread blocks per cluster; their tiles are horizontally adjacent and share each tile of the
+    sparse operand."""
 
     @property
     def rows(self) -> int:
@@ -107,7 +108,7 @@ _EXPANSION_US = 15.0
 def prefers_dense(entries: int, block: int, m: int, n: int, k: int) -> bool:
     """Whether a dense product of the expanded operand [m, k] with n columns is faster.
 
-    entries: total over all groups of block rows: block columns in which the group has a block.
+    entries: block columns in which a group of block rows has a block, summed over the groups.
     """
     rows = max(block, _WARPGROUP_ROWS)
     sparse_us = 2.0 * entries * rows * block * n / _RATES[block]
@@ -125,7 +126,7 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True)
 class BsrMatmulConfig:
-    """How a product sparse @ dense runs."""
+    """The launch configuration of a product sparse @ dense."""
 
     dtype: str
     block: int
@@ -143,7 +144,8 @@ class BsrMatmulConfig:
 
 @dataclass(frozen=True)
 class BsrSampledConfig:
-    """How a sampled product runs: the blocks of a pattern of a dense product."""
+    """The launch configuration of a sampled product: a dense product, computed only in the blocks
+    of a pattern."""
 
     dtype: str
     block: int
@@ -185,12 +187,12 @@ def _spec(
 def plan_bsr_matmul(
     block: int, block_rows: int, n: int, dtype: str, transposed: Transposed, device: Device
 ) -> BsrMatmulConfig:
-    """On Hopper, the widest tiles of which there are at least two per SM, else the narrowest.
+    """On Hopper, the widest tiling with at least two tiles per SM, else the narrowest.
 
-    Wide tiles read each stored block fewer times, and clusters of them fewer still. Too few of them
-    would leave SMs idle, and so would a cluster that is only half inside the result. A transposed
-    dense operand is read in rows of tile_k elements, which must be as long as a block's rows, up to
-    128 bytes.
+    With wider tiles, each stored block is read fewer times, and with clusters fewer still. Too few
+    tiles would leave SMs idle, as would clusters that are partly outside the result. A transposed
+    dense operand is read in rows of tile_k elements, which must be at least as long as a block's
+    rows, up to 128 bytes.
     block_rows, n: of the product sparse @ dense.
     """
     tiling = None
@@ -213,7 +215,7 @@ def plan_bsr_sampled(
     b_transposed: bool,
     device: Device,
 ) -> BsrSampledConfig:
-    """On Hopper, the tiling whose tiles, unused columns included, take the least time.
+    """On Hopper, the tiling with the least estimated time, unused columns of its tiles included.
 
     starts: entries before each group of `SLOTS_SM90[block]` block rows.
     """
@@ -227,4 +229,4 @@ def plan_bsr_sampled(
 
 
 _COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.7}
-"""Relative time of a tile's column, by a consumer's columns: narrow tiles wait for operand a."""
+"""Relative time per column of a tile, by columns per consumer: narrow tiles wait for loads of a."""

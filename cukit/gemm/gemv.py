@@ -1,4 +1,4 @@
-"""Products with few rows or few columns, bound by the reads of the large operand."""
+"""Matrix products with few rows or few columns, bound by reading the large operand."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def gemv(
 
 
 class Operands(NamedTuple):
-    """A product in the kernel's terms: tokens of x times columns of w, strides in elements."""
+    """The product that the kernel computes: tokens of x times columns of w. Strides in elements."""
 
     tokens: int
     columns: int
@@ -98,7 +98,7 @@ class Operands(NamedTuple):
     out_token: int
     out_column: int
     swapped: bool
-    """Whether x is b."""
+    """Whether x is `b` and w is `a`."""
 
 
 def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
@@ -123,13 +123,14 @@ def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """How one call runs.
+    """The configuration of a call.
 
     major: 0 if w is contiguous along the depth, 1 if along the columns.
     tokens: rows of x that the kernel has registers for.
     tiles: tiles of 8 columns per thread block, with major 0.
     stages: pipeline stages of each warp.
-    cluster: thread blocks of a cluster, which split the depth.
+    cluster: thread blocks per cluster, which split the depth.
+    aligned: whether both operands allow loads of 16 bytes.
     """
 
     dtype: str
@@ -201,7 +202,7 @@ def plan_gemv(
 
 
 class PreparedGemv(NamedTuple):
-    """A checked call, reusable for all arrays of one description."""
+    """A checked call, reusable for arrays with the same dtypes, shapes, strides and alignment."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

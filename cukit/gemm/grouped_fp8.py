@@ -1,4 +1,4 @@
-"""Grouped FP8 products, in which each group of rows has its own matrix."""
+"""Grouped FP8 GEMM: each group of rows is multiplied by a separate matrix."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from cukit.registry import register
 _OP = "grouped_gemm_fp8"
 _ARCH = "sm_90"
 _OUT_DTYPES = (bfloat16, float16)
-_ALIGNMENT = 16  # of rows of codes: strides of a tensor map are multiples of 16 bytes
-_COLUMNS = 8  # of the result, for the same reason
+_ALIGNMENT = 16  # FP8 codes: the strides of a tensor map are multiples of 16 bytes
+_COLUMNS = 8  # 16-bit elements of the result, for the same reason
 _PIECE = 64  # rows of the result that one TMA store writes
-_EARLY_ROWS = 4  # extra rows of scales: TMA loads start at multiples of 16 bytes
+_EARLY_ROWS = 4  # extra rows of scales, because loads of them start at multiples of 4 rows
 _MOST_STAGES = 8
 _FEWEST_STAGES = 3
 
@@ -78,11 +78,11 @@ def grouped_gemm_fp8(
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
-        ConfigError: other block shapes; neither or both of offsets and counts.
+        ConfigError: scales for other block shapes; neither or both of offsets and counts.
 
-    The tensor cores sum 128 products at a time; these sums are added in float32. NaN and infinities
-    are treated as in :func:`matmul_fp8`; streams and determinism as in :func:`grouped_gemm`. Scales
-    per block: DeepSeek-V3, arXiv:2412.19437, section 3.3.
+    The tensor cores accumulate 128 products at a time; these partial sums are added in float32. NaN
+    and infinities are treated as in :func:`matmul_fp8`; streams and determinism as in
+    :func:`grouped_gemm`. Scales per block: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 
     >>> import numpy as np, cukit as ck
     >>> x = ck.QuantizedArray.encode(
@@ -116,7 +116,7 @@ def grouped_gemm_fp8(
 
 @dataclass(frozen=True)
 class GroupedFp8Config:
-    """How one call runs."""
+    """The launch configuration of one call."""
 
     out: str
     groups: int
@@ -139,7 +139,7 @@ class GroupedFp8Config:
 
     @property
     def num_stages(self) -> int:
-        """The stages that fit into shared memory beside static shared memory."""
+        """The stages that fit into shared memory with the epilogue and static shared memory."""
         room = min(227 * KIB, 228 * KIB // self.tiling.blocks_per_sm - KIB) - STATIC_BYTES
         return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 
@@ -175,7 +175,7 @@ TILINGS = tuple(
 # Measured on an H200 (profiling/notes/grouped_gemm_sm90.md).
 _SM_BYTES_PER_US = 80e3  # from L2 to an SM
 _SM_MACS_PER_US = 4096 * 1.3e3  # FP8 tensor cores of an SM
-_STEP_US = 0.15  # least time of a step of 128 of k
+_STEP_US = 0.15  # minimum time of a k step (128 elements)
 _TILE_US = 1.0  # fixed cost of a tile
 
 
@@ -210,13 +210,13 @@ def estimate_us(rows: int, groups: int, n: int, k: int, tiling: Tiling8Bit, num_
 def plan_grouped_fp8(
     rows: int, groups: int, n: int, k: int, out: str, num_sms: int
 ) -> GroupedFp8Config:
-    """The configuration with the shortest estimated time. rows: of all groups together."""
+    """The configuration with the shortest estimated time. rows: total of all groups."""
     tiling = min(TILINGS, key=lambda each: estimate_us(rows, groups, n, k, each, num_sms))
     return configure(rows, groups, n, out, tiling, num_sms)
 
 
 class GroupedFp8Launch:
-    """A launch of grouped_fp8_sm90.cu; called with arrays that were checked before."""
+    """A launch of grouped_fp8_sm90.cu; takes checked arrays."""
 
     __slots__ = ("_launch", "_out", "_scales", "_weights", "_x")
 

@@ -1,4 +1,4 @@
-"""Plans of dense products: tilings, a cost model for Hopper, and the choice. Needs no GPU."""
+"""Plans of dense products: tilings, a cost model for Hopper, and the selection. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Product:
 class Tiling:
     """The tile of a block, its warpgroups, and how the result is stored.
 
-    consumers: warpgroups that multiply.
+    consumers: consumer warpgroups.
     splits: blocks of a cluster that share the k steps of a tile.
     cluster: blocks of a cluster with vertically adjacent tiles, which share each tile of b.
     transposed: whether the weight is operand a and the tokens are the tile's columns.
@@ -141,9 +141,9 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """How one call runs on Hopper.
+    """The launch configuration of one call on Hopper.
 
-    product: the one computed; for a transposed tiling, with its operands swapped.
+    product: the product as computed; for a transposed tiling, with its operands swapped.
     """
 
     product: Product
@@ -200,12 +200,12 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
 
 
 CLUSTER_TILING = Tiling(128, 256, cluster=2)
-"""Multicasts b to two blocks. It halves the loads of b but is never faster: the H200's L2 serves
-both blocks just as quickly, and waiting for each other costs them 0.5 %
-(profiling/notes/linear_sm90.md). No plan chooses it."""
+"""Multicasts b to two blocks, which halves the loads of b but is never faster: an H200's L2 serves
+separate loads just as quickly, and synchronising the two blocks costs 0.5 %
+(profiling/notes/linear_sm90.md). No plan selects it."""
 
 
-# ---- The choice ----
+# ---- Cost model and selection ----
 
 # Fitted to an H200 with a cold L2 (profiling/notes/linear_sm90.md).
 _START_US = 5.5
@@ -214,11 +214,11 @@ _FIRST_BYTES_PER_US = 2.91e6
 """Bandwidth of the first `_FIRST_BYTES`, which is lower after a cold start."""
 _FIRST_BYTES = 40e6
 _MACS_PER_US = 4.43e6
-"""Multiply-accumulates per SM."""
+"""Multiply-accumulates per SM and microsecond."""
 _STEP_US = 0.089
 """Fixed time of a k step, in addition to its products."""
 _LOAD_BYTES_PER_US = 269e3
-"""Bytes of the larger operand that an SM loads. Loads of the smaller one hit L2 and are hidden."""
+"""Rate at which an SM loads the larger operand. Loads of the smaller one hit L2 and are hidden."""
 _LATENCY_US = 0.87
 _SPLIT_LATENCY_US = 1.27
 """Latency of a stage without and with a k split; a block has all its stages in flight."""
@@ -231,9 +231,9 @@ _END_US = 6e-5
 _EXCHANGE_BYTES_PER_US = 27e3
 """Bandwidth between the blocks of a cluster."""
 _SPLIT_US = 0.12
-"""Fixed cost of a k split, from later timings of 10 us products, where margins this small count."""
+"""Fixed cost of a k split, fitted later to products of 10 us, where such small times matter."""
 _CLUSTER_ROUND_US = 2.05
-"""Cost of each further round of clusters, which start only when a whole cluster has ended."""
+"""Cost of each further round of clusters: a cluster starts only when an earlier one has ended."""
 _BOTH_NORM = 3.8
 """p of the norm that combines computation and memory traffic."""
 
@@ -371,7 +371,8 @@ _STAGES_SM80 = 3
 
 @dataclass(frozen=True)
 class Sm80Config:
-    """How one call runs on mma.sync: square tiles, one per block, computed by two rows of warps."""
+    """The launch configuration of the mma.sync kernel: square tiles, one per block, each computed
+    by two rows of warps."""
 
     product: Product
     tile: int

@@ -60,12 +60,12 @@ class KVCacheManager:
         num_blocks: number of blocks in the slab.
         block_size: tokens per block.
         num_layers, num_heads_kv, head_dim: of the model.
-        dtype: float16, bfloat16 or float32; or int8 or float8_e4m3 (`ck.int8`), with one float32
-            scale per token and head, for keys and for values, which `append_kv` writes; or int4
-            (`ck.int4`, KIVI), see `pack`. Blocks of int4 have 32 or 64 tokens.
-        num_rings: with int4, the number of 16-bit ring buffers, one for each partly filled block,
-            which limits how many requests run at once.
-        recent_dtype: with int4, float16 or bfloat16, the dtype of the ring buffers.
+        dtype: float16, bfloat16 or float32; int8 or float8_e4m3 (`ck.int8`), with one float32
+            scale per token and head for keys and for values, written by `append_kv`; or int4
+            (`ck.int4`, KIVI), with blocks of 32 or 64 tokens, see `pack`.
+        num_rings: with int4, the number of 16-bit ring buffers. Each partly filled block needs one,
+            so num_rings limits how many requests run at once.
+        recent_dtype: with int4, the dtype of the ring buffers: float16 or bfloat16.
         policy: eviction order: "lru" least recently used first, "lfu" least frequently used first,
             "priority" lowest priority first.
         pool: the memory pool of the slab; None: the default pool of the current device, or host
@@ -176,7 +176,7 @@ class KVCacheManager:
     def append_each(self, requests: Sequence[Hashable], tokens: Tokens) -> npt.NDArray[np.int64]:
         """A decode step: appends one token to each request; returns their slots, int64 [requests].
 
-        All blocks that forks share are copied by one launch.
+        One launch copies all shared blocks that must be copied.
         """
         sequences = [self._running("append_each", request) for request in requests]
         added = _tokens("append_each", tokens)
@@ -196,8 +196,8 @@ class KVCacheManager:
     def pack(self) -> int:
         """int4: quantises newly filled blocks, all layers in one launch; returns their number.
 
-        To be called after the writes of their keys and values have been enqueued, and before the
-        next token is appended. Until a request's last block is full, its keys and values are in a
+        Call it after the writes of their keys and values have been enqueued, and before the next
+        token is appended. Until a request's last block is packed, its keys and values are in a
         16-bit ring buffer: `slots` and `append` return rows of the ring buffers `recent_keys` and
         `recent_values`, and `recent` returns the arguments of :func:`paged_attention`.
         """
@@ -217,9 +217,9 @@ class KVCacheManager:
     def publish(self, request: Hashable) -> int:
         """Makes the full blocks of a request available to others; returns their number.
 
-        To be called after the writes of its keys and values have been enqueued. Blocks that other
-        requests have published are kept; blocks shared with a fork are published by the last of
-        the forks.
+        Call it after the writes of its keys and values have been enqueued. Blocks that other
+        requests have already published are not replaced; blocks shared with a fork are published by
+        the last of the forks.
         """
         return self._publish(self._running("publish", request))
 
@@ -256,7 +256,7 @@ class KVCacheManager:
             self._stop(self._running("preempt", request), keep=True)
 
     def resume(self, request: Hashable) -> int:
-        """Assigns blocks to a preempted request again; returns how many of its first tokens have
+        """Assigns blocks to a preempted request again; returns how many of its leading tokens have
         keys and values: all of them after a swap."""
         sequence = self._known("resume", request)
         if sequence.host is not None:
@@ -564,7 +564,7 @@ class KVCacheManager:
             raise OutOfMemoryError(
                 f"{op}: {count} blocks are needed, but only {len(self._free)} are free and "
                 f"{self._tree.evictable_blocks} evictable of {self.num_blocks}; running requests "
-                "hold the others, free or preempt one"
+                "hold the others; free or preempt one"
             )
         missing = count - len(self._free)
         if missing > 0:

@@ -165,8 +165,8 @@ def plan_rms_norm_backward(
 ) -> NormConfig:
     """The launch configuration of the backward.
 
-    Grids of a fixed size fill a quarter to a half of the GPU's thread slots, because the column
-    sums take registers. split, feed: for tuning.
+    A persistent grid fills a quarter to a half of the GPU's thread slots, because the column sums
+    take registers. split, feed: for tuning.
     """
     sums = 1
     split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)

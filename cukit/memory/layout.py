@@ -12,7 +12,8 @@ KINDS = ("live", "pending", "whole", "part", "unmapped")
 """Kinds of bytes. `whole`: free, on a wholly free page; `part`: free, on a partly used page."""
 
 HOLE = 0.008
-"""Width of unmapped addresses, and of the gap between two ranges, as a fraction of a row."""
+"""Largest width of unmapped addresses, and width of the gap between ranges, as a fraction of a row.
+"""
 
 
 class Piece(NamedTuple):
@@ -24,8 +25,8 @@ class Piece(NamedTuple):
 
 
 def kinds_of(part: Range) -> Iterator[tuple[int, int, str]]:
-    """(address, size, kind) of every stretch of a range. Adjacent stretches of one kind are merged,
-    except live ones."""
+    """(address, size, kind) of every stretch of a range. Adjacent stretches of the same kind are
+    merged, except live ones."""
     page = part.page_bytes
     address = size = 0
     kind = ""
@@ -55,7 +56,7 @@ def _stretches(blocks: Sequence[Block], page: int) -> Iterator[tuple[int, int, s
 
 
 def _free(start: int, end: int, page: int) -> Iterator[tuple[int, int, str]]:
-    """Splits free memory into its whole pages and the parts of pages on both sides."""
+    """Splits free memory into whole pages and the partial pages at both ends."""
     low, high = -(-start // page) * page, end // page * page
     if low >= high:
         low = high = end
@@ -75,9 +76,9 @@ class Stretch(NamedTuple):
 
 
 class Layout:
-    """All ranges in order, split into rows of equally many bytes.
+    """All ranges in order, split into rows of equal size.
 
-    Unmapped addresses are drawn at most `HOLE` of a row wide, because they would fill the map.
+    Unmapped addresses are drawn at most `HOLE` of a row wide; to scale, they would fill the map.
     Between two ranges there is a gap of the same width.
     """
 
@@ -114,7 +115,7 @@ class Layout:
                 yield Stretch(first, last - first, kind, address + first - place)
 
     def pieces(self, start: int, end: int, least: float) -> Iterator[Piece]:
-        """The pieces to draw between two places: of `least` bytes or more, unless isolated."""
+        """The pieces to draw between two places, each of at least `least` bytes unless isolated."""
         low, shares = start, dict.fromkeys(KINDS, 0)
         for place, size, kind, _ in self.between(start, end):
             if size >= least or place > low + sum(shares.values()):

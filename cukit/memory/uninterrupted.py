@@ -20,10 +20,9 @@ _set_handler: Callable[[int, Any], Any] = _in_c.signal
 class Uninterrupted:
     """`with Uninterrupted():` defers an interrupt to the end of the block.
 
-    The handler of SIGINT, which raises KeyboardInterrupt unless the program has set another one, is
-    called at the end of the block. Python runs signal handlers in the main thread only, so in other
-    threads this does nothing. Inside another such block it does nothing either: the outer one
-    defers.
+    There, the handler of SIGINT is called, which raises KeyboardInterrupt unless the program has
+    set another one. Python runs signal handlers in the main thread only, so in other threads this
+    does nothing. A nested block does nothing either: the outermost block defers.
     """
 
     _handler: _Handler | None = None
@@ -69,12 +68,13 @@ class Uninterrupted:
 
 
 class InterruptedAsUsual:
-    """Suspends Uninterrupted while foreign code runs inside such a block."""
+    """Suspends Uninterrupted inside its block, while the user's callback runs."""
 
     _block: Uninterrupted | None = None
 
     def __enter__(self) -> None:
-        # Not a generator: interrupted before the block begins, it would only end when collected.
+        # A class, because a generator interrupted before the block begins would not restore the
+        # handler until it is garbage-collected.
         block = _owner_of(_get_handler(_SIGINT))
         if isinstance(block, Uninterrupted) and block.suspend():
             self._block = block

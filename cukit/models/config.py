@@ -12,7 +12,7 @@ import numpy as np
 from cukit.errors import ConfigError
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    "float64": np.dtype(np.float64),  # NumPy only: gradients checked by finite differences
+    "float64": np.dtype(np.float64),  # NumPy only, to check gradients by finite differences
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -21,7 +21,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU.
+    """A pre-norm transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     These values determine the parameter count and every array shape. An invalid combination raises
     ConfigError on construction.

@@ -12,7 +12,7 @@ from cukit.models.transformer import Transformer
 from cukit.sampling import sample
 
 MOST_TOKENS = 1_000_000
-"""A limit against typing errors: a call returns only after the last token."""
+"""A limit that catches typing errors: a call returns only after the last token."""
 
 
 def generate(
@@ -32,10 +32,10 @@ def generate(
     seed gives the same tokens.
 
     Args:
-        prompt: at least one token id; of more than max_positions, the last ones are used.
+        prompt: at least one token id; only the last max_positions are used.
         num_tokens: number of tokens to generate. If the text exceeds max_positions, its older half
             is dropped and the rest is processed again.
-        temperature: 0 always takes the likeliest token; above 1 flattens the distribution.
+        temperature: 0 always takes the likeliest token; values above 1 flatten the distribution.
         top_k: sample only from the k likeliest tokens.
         top_p: sample only from the smallest set of tokens with this total probability.
         min_p: sample only from tokens at least this fraction as likely as the likeliest.

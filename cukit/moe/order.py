@@ -1,4 +1,4 @@
-"""Expert order: a row for each choice of a token, such that each expert's rows are contiguous."""
+"""Expert order: each choice of a token gets a row, and each expert's rows are contiguous."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PARAMETERS = parameter_structs("moe/parameters.cuh")["RoutingParameters"]
 _MOST_INT32 = 2**31 - 1
 MOST_EXPERTS = 1024
 _MOST_TABLE = 8192
-"""Counters per block, one for each warp and expert: 32 KiB of shared memory."""
+"""Most counters per block, one for each warp and expert: 32 KiB of shared memory."""
 _FEWEST_BINS = 32
 _MOST_THREADS = 1024
 _SMALLEST_CHUNK = 8
 """Tokens per block: with fewer, adding up the chunks' counts would take longer than counting."""
 COUNT = np.dtype(np.uint16)
-"""Dtype of the number of choices of an expert in a chunk."""
+"""Dtype of the counts: the choices of each expert in a chunk."""
 _MOST_COUNT = 2**16 - 1
 
 
@@ -90,7 +90,7 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """How one call runs: a block of `threads` threads for each chunk of `chunk` tokens.
+    """The launch configuration of one call: one block for each chunk of `chunk` tokens.
 
     bins: experts in the tables, num_experts rounded up to a power of two.
     """

@@ -18,7 +18,7 @@ from cukit.core.scalars import check_path
 from cukit.errors import ConfigError, DataError, UnsupportedDeviceError
 
 _BY_NAME = {dtype.name: dtype for dtype in NARROW_DTYPES}
-# Dtypes of the codes for other readers of the file, to which int4 codes are plain bytes.
+# FP8 codes are stored with an FP8 dtype for other readers of the file; int4 codes as plain bytes.
 _FLOAT8: dict[str, Any] = {
     "float8_e4m3": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
@@ -31,11 +31,11 @@ def save_quantized(
     arrays: Mapping[str, QuantizedArray | Array],
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes quantised and plain arrays to one safetensors file, all or nothing.
+    """Writes quantised and plain arrays to one safetensors file, atomically.
 
     path: of the file; an existing file is replaced.
     arrays: by name. A quantised array is stored as `name` (its codes), `name.scales` and
-        `name.zero_points`; the file's header describes how they belong together.
+        `name.zero_points`; the file's header records which belong together.
     metadata: any JSON-serialisable mapping; `load_quantized` returns it.
     Raises ConfigError if two names collide, DataError if the file cannot be written.
 

@@ -110,7 +110,7 @@ def _join(grad_gate: Array, grad_up: Array, x: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    """The logistic function. If exp(-x) overflows to infinity, the result is 0, as it should be."""
+    """The logistic function. If exp(-x) overflows to infinity, the result is correctly 0."""
     xp = array_namespace(x)
     with np.errstate(over="ignore"):
         return 1 / (1 + xp.exp(-x))
@@ -136,7 +136,7 @@ def _gelu_slope(x: Array, approximate: str) -> Array:
 
 
 def _erfc(x: Array) -> Array:
-    """The complementary error function; for NumPy, which has none, math.erfc per element."""
+    """The complementary error function; NumPy has none, so it calls math.erfc per element."""
     xp = array_namespace(x)
     if xp.__name__ == "numpy":
         return xp.asarray(xp.frompyfunc(math.erfc, 1, 1)(x), x.dtype)

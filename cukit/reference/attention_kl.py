@@ -1,4 +1,4 @@
-"""Divergence between the attention distributions of two models, with full matrices in memory."""
+"""Divergence between the attention distributions of two models, from full score matrices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attention_kl(
 ) -> Array | tuple[Array, Array, Array]:
     """KL(softmax(teacher scores) || softmax(student scores)) per query and head of the student.
 
-    `precise` has no effect: the result always has that accuracy.
+    `precise` has no effect: the result always has the accuracy that it selects.
     """
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
@@ -289,7 +289,7 @@ def row_factors(
     grad_loss: Any,
     varlen: bool,
 ) -> Array:
-    """Derivative of the loss with respect to each row's divergence, [batch, heads, seq]."""
+    """Derivative of the loss with respect to each row's divergence; `rows` is its shape."""
     factors = xp.ones(rows, dtype=dtype)
     if weights is not None:
         factors = factors * _by_rows(xp, weights.astype(dtype, copy=False), varlen)

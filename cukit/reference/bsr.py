@@ -1,4 +1,4 @@
-"""Products with block-sparse matrices, computed with dense ones."""
+"""Products with block-sparse matrices, computed by dense products."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def bsr_matmul(
     pattern: Any = None,
     out: Any = None,
 ) -> Any:
-    """op(a) @ op(b), where a or b has the method `to_dense`.
+    """op(a) @ op(b); operands with a method `to_dense` are converted to dense matrices.
 
-    With a pattern, or a matrix that has one: the pattern's blocks of the product of two dense
-    matrices, [num_blocks, size, size].
+    pattern: a pattern, or a matrix that has one; the result is then only the pattern's blocks of
+    the product, [num_blocks, size, size].
     """
     left, right = (x.to_dense() if hasattr(x, "to_dense") else x for x in (a, b))
     if pattern is None:

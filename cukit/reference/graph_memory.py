@@ -110,7 +110,7 @@ def step_weights(steps: int, restart: float, method: str, time: float) -> tuple[
     """
     if method == "pagerank":
         return (1.0 - restart,) * steps
-    weights, total = [], 1.0  # total: sum of the series from a term on, divided by that term
+    weights, total = [], 1.0  # total: the series from this term on, over this term
     for term in range(steps, 0, -1):
         ratio = time / term * total
         weights.append(ratio / (1.0 + ratio))
@@ -192,7 +192,8 @@ def memory_write(
     keep: bool = False,
     inplace: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """`memory[i] = (1 - s / c) memory[i] + sum gates values / c`, c = max(1, s = sum gates)."""
+    """`memory[i] = (1 - s / c) memory[i] + sum(gates * values) / c`, where `s = sum(gates)` and
+    `c = max(1, s)`, with sums over the writes to row i."""
     xp = array_namespace(memory)
     dtype = working_dtype(memory)
     valid = xp.flatnonzero((indices >= 0) & (indices < len(memory)))
@@ -220,7 +221,7 @@ def memory_write(
 
 
 def _sums_in_any_order(rows: Array, terms: Array, num_rows: int) -> Array:
-    """Sums of the terms of each row as fixed-point integers: bitwise independent of the order."""
+    """Sums the terms of each row as fixed-point integers, so that their order changes no bit."""
     xp = array_namespace(terms)
     counts = xp.bincount(rows, minlength=num_rows) if len(rows) else xp.zeros(num_rows, int)
     largest = xp.zeros((num_rows, terms.shape[1]), terms.dtype)

@@ -76,7 +76,7 @@ class ScanConfig:
         return self.state_tile * COLUMNS * 2
 
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
-        """The kernel of the outputs, of the segments' states, or of the chunks' states."""
+        """The kernel that computes `states`: OUTPUTS, SEGMENT_STATES or CHUNK_STATES."""
         defines = (*self.defines(), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
@@ -127,8 +127,8 @@ class SegmentStates(NamedTuple):
     ) -> Array:
         """The initial states of all segments, float32, given that of the first (`outer`).
 
-        Reversed launches: the gradients of the final states of all segments, given that of the
-        last, with grad_y for x and c for b.
+        Reversed launches compute the gradients of the final states of all segments, given that of
+        the last; pass grad_y for x and c for b.
         """
         states = empty(x, self.shape, float32)
         decays = empty(x, self.shape[:3], float32)
@@ -273,7 +273,7 @@ REPRESENTATIVE = ((1, 65536, 64, 64), (1, 65536, 64, 128), (2, 2048, 48, 72))
 
 
 def representative_configs(device: Device) -> list[ScanConfig]:
-    """Configurations with different kernels."""
+    """The configurations for `REPRESENTATIVE`, in both dtypes."""
     return [
         plan_gated_scan(sequences, length, 32, head_dim, state_dim, dtype.name, device)
         for dtype in (float16, bfloat16)

@@ -31,7 +31,7 @@ _TOKENS = 64
 """Most tokens per thread. Fewer give more blocks, but more redundant loads at their boundaries."""
 _LEAST_TOKENS = 16
 _MOST_BACKWARD = 4
-"""Most channels per thread in the backward: the sums of eight would spill."""
+"""Most channels per thread in the backward: the accumulators of eight would spill."""
 _WIDTHS = (2, 3, 4)
 _NAMES = {"silu": "Silu", "none": "NoActivation"}
 _MOST_BATCH = 65535
@@ -236,7 +236,7 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
 
 
 def _plan_tokens(batch: int, seq_len: int, columns: int, device: Device) -> int:
-    """Tokens per thread: as many as leave eight blocks per SM."""
+    """Tokens per thread: as many as still give eight blocks per SM."""
     tokens = _TOKENS
     while tokens > _LEAST_TOKENS and batch * columns * -(-seq_len // tokens) < 8 * device.num_sms:
         tokens //= 2

@@ -42,7 +42,7 @@ def gated_scan_backward(
     initial_state: Array | None = None,
     cu_seqlens: Array | None = None,
 ) -> ScanGradients:
-    """Gradients of :func:`gated_scan`, given those of its outputs and of its final state.
+    """Gradients of :func:`gated_scan`, given those of its output and of its final state.
 
     Args:
         grad_y: dtype and shape of x.
@@ -60,9 +60,10 @@ def gated_scan_backward(
 
     Needs no intermediate results of the forward. Workspace: the state before each chunk of 64
     tokens is recomputed and stored in the dtype of x, which takes `state_dim / 64` times the bytes
-    of x; if several heads share a group, the gradients of b and c are also stored per head. Runs on
-    CuPy's current stream without synchronisation; accumulates in float32, deterministic. Papers:
-    Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
+    of x. If several heads share a group, or head_dim is above 64, partial gradients of b and c are
+    also stored, per head and 64 columns of head_dim. Runs on CuPy's current stream without
+    synchronisation, accumulates in float32 and is deterministic. Papers: Dao and Gu,
+    arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.ones((1, 3, 1, 1), np.float32)
@@ -180,7 +181,7 @@ def _prepare(
 
 
 def _spec(config: ScanConfig, device: Device) -> KernelSpec:
-    """The gradient kernel. The mma.sync version has two stages if two blocks fit on an SM."""
+    """The gradient kernel. The mma.sync version has two stages if two such blocks fit on an SM."""
     entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
     if config.hopper:

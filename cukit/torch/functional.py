@@ -1,4 +1,4 @@
-"""Ops on tensors, with gradients."""
+"""Differentiable ops on torch tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rms_norm(
 
     Args:
         x: float32|float16|bfloat16 [..., hidden]; float64 on the CPU.
-        weight: [hidden]; converted to the dtype of `x` if it has another.
+        weight: [hidden]; converted to the dtype of `x`.
         eps: added to the mean square.
         residual: dtype and shape of `x`; added to `x` before the norm.
 
@@ -44,11 +44,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
     Args:
         x: float32|float16|bfloat16 [..., hidden]; float64 on the CPU.
-        weight, bias: [hidden]; converted to the dtype of `x` if they have another.
+        weight, bias: [hidden]; converted to the dtype of `x`.
         eps: added to the variance.
 
     Returns:
-        `y`, like `x`.
+        `y`, dtype and shape of `x`.
 
     Raises:
         ArrayError, ConfigError: as :func:`cukit.layer_norm`.
@@ -72,7 +72,7 @@ def rope(
     Args:
         q: [batch, seq_len, num_heads_q, head_dim], any strides with a contiguous last axis.
         k: [batch, seq_len, num_heads_k, head_dim], likewise.
-        cos, sin: float32 [max_positions, rotary_dim / 2]; constants.
+        cos, sin: float32 [max_positions, rotary_dim / 2]; they get no gradient.
         position_ids: int32|int64 [batch, seq_len] or [seq_len].
         interleaved: whether adjacent elements form pairs.
 
@@ -128,15 +128,17 @@ def flash_attention(
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; float32 and float64 on the
             CPU. A transposed view of [batch, heads, seq, head_dim] is read without a copy.
         k, v: [batch, seq_len_kv, num_heads_kv, head_dim].
-        deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
+        deterministic: whether the backward is; None follows `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp, which has no gradient.
-        The others: as in :func:`cukit.flash_attention`. Slopes, bias and mask are constants.
+        Other arguments: as in :func:`cukit.flash_attention`. alibi_slopes, bias and mask get no
+            gradient.
 
     Returns:
         `out`, contiguous [batch, seq_len_q, num_heads_q, v's head_dim], or the pair `(out, lse)`.
 
     Raises:
-        ArrayError, ConfigError: as :func:`cukit.flash_attention`; bias or slopes require grad.
+        ArrayError, ConfigError: as :func:`cukit.flash_attention`; bias or alibi_slopes requires
+            grad.
     """
     reason = "it gets no gradient; detach it"
     refuse_gradient("flash_attention", reason, bias=bias, alibi_slopes=alibi_slopes)
@@ -162,8 +164,8 @@ def linear(
 
     Args:
         x: float16|bfloat16 [..., k]; float32 and float64 on the CPU.
-        weight: [n, k]; weight and bias are converted to the dtype of `x` if they have another;
-            under autocast, all three to autocast's dtype.
+        weight: [n, k]; weight and bias are converted to the dtype of `x`; under autocast, all
+            three to autocast's dtype.
         bias: [n].
         activation: None, "relu", "gelu", "gelu_tanh" or "silu".
 

@@ -37,7 +37,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`y = (x - mean) / sqrt(var + eps) * weight + bias` over the last axis of `hidden`."""
+    """`y = (x - mean) / sqrt(var + eps) * weight + bias` over the last axis.
+
+    hidden: extent of that axis. eps: added to the variance. bias: whether there is a bias.
+    """
 
     def __init__(
         self, hidden: int, eps: float = 1e-5, *, bias: bool = True, device: Any = None,
@@ -72,7 +75,7 @@ class FlashAttention(nn.Module):
         self.softcap, self.scale = softcap, scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """options: the others of :func:`cukit.torch.flash_attention`, arrays and lengths."""
+        """options: the other arguments of :func:`cukit.torch.flash_attention`, such as lengths."""
         return functional.flash_attention(
             q, k, v,
             causal=self.causal, window_size=self.window_size, softcap=self.softcap,
@@ -85,7 +88,7 @@ class FlashAttention(nn.Module):
 
 
 class LinearActivation(nn.Linear):
-    """`activation(x weight^T + bias)` in one kernel; parameters as nn.Linear.
+    """`activation(x weight^T + bias)` in one kernel, with the parameters of nn.Linear.
 
     activation: "relu", "gelu", "gelu_tanh", "silu" or None.
     """

@@ -53,7 +53,7 @@ def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
     """The mean divergence, computed with both matrices."""
     torch = peers.torch()
     if longest > LONGEST_PEER:
-        raise PeerMissing(f"no room for two matrices of {longest} x {longest} scores a head")
+        raise PeerMissing(f"no room for two matrices of {longest} x {longest} scores per head")
 
     def log_probabilities(q: Any, k: Any) -> Any:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -160,6 +160,6 @@ def _rows(shape: Shape) -> float:
 
 
 def _elements(shape: Shape) -> int:
-    """Of both models' queries and keys."""
+    """The elements of both models' queries and keys."""
     heads = 2 * (shape.num_heads_q + shape.num_heads_kv)
     return shape.batch * shape.seq_len * heads * shape.head_dim

@@ -314,8 +314,8 @@ def _rope_inputs(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tupl
 
 
 def _rope_name(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tuple[str, int]:
-    """Name, and bytes: heads read and written, tables read. Liger only works in place, so it is no
-    peer."""
+    """The name of a case and its bytes: heads read and written, tables read. Liger works only in
+    place, so it is not a peer."""
     heads = 2 * tokens * (heads_q + heads_k) * head_dim * itemsize(DTYPE)
     return f"{tokens}x{heads_q}/{heads_k}x{head_dim}", heads + 4 * tokens * head_dim
 

@@ -1,4 +1,4 @@
-"""`ck.xp` against the array API standard."""
+"""`ck.xp` conforms to the array API standard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_follows_a_version_of_the_standard():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SUITE, reason="ARRAY_API_TESTS names no folder of array-api-tests")
+@pytest.mark.skipif(not SUITE, reason="ARRAY_API_TESTS is not set to a checkout of array-api-tests")
 @pytest.mark.timeout(900)
 def test_no_test_of_the_suite_fails_that_passes_for_numpy():
     assert SUITE

@@ -133,7 +133,7 @@ def test_strides(gpu, rng, axis):
         return cupy.ndarray(shape, memory.dtype, memory.data, strides=[2 * int(n) for n in steps])
 
     dense = [cupy.asarray(random(rng, shape, "bfloat16")) for _ in range(4)]
-    inputs = spread(), spread()  # q and k, v share one
+    inputs = spread(), spread()  # k and v are one array
     inputs[0][...], inputs[1][...] = dense[0], dense[1]
     q, kv = inputs
     out, lse = flash_attention(q, kv, kv, causal=True, return_lse=True, out=spread())
@@ -228,7 +228,7 @@ def test_float8(rng, length, precise):
         for _ in range(3)
     ]
     arrays = [ends_with(each.view(np.uint8)) for each in last]
-    assert len(arrays[0]) <= 65535, "as many sequences as a grid has"
+    assert len(arrays[0]) <= 65535, "one sequence per block along a grid axis"
     out, lse = flash_attention(
         *(NarrowArray(each, float8_e4m3, each.shape) for each in arrays),
         precise=precise,

@@ -1,4 +1,4 @@
-"""Cascade attention of shared prefixes, against attention over all keys of each request."""
+"""Cascade attention over shared prefixes, compared with attention over all keys per request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SharedCache(Cache):
         self.prefixes = prefixes
 
     def check_shared(self, device: str, **options: Any) -> None:
-        """Checks result and lse, and that a second call gives the same bits."""
+        """Checks the output and lse, and that a second call is bitwise equal."""
         xp = array_module(device)
         arrays = [xp.asarray(a) for a in (self.q, self.k, self.v, self.table, self.lengths)]
         given = {n: xp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
@@ -49,7 +49,7 @@ class SharedCache(Cache):
         got = host(out)[used].astype(np.float64)
         assert host(again)[used].tobytes() == host(out)[used].tobytes()
         assert namespace(out) is xp
-        # P and the output of each part are rounded, then the merged output.
+        # P, the output of each pass, and the merged output are rounded.
         bound = 3.0 * ROUNDING[np.dtype(self.q.dtype)] * (np.abs(want).max(initial=0) + 0.1)
         assert np.isfinite(got).all()
         assert np.abs(got - want[used]).max(initial=0) <= bound
@@ -68,7 +68,7 @@ def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("seq_q", [1, 3])
 @emulated(lambda dtype, block_size, seq_q: (dtype == float16) == (block_size in (7, 64)))
 def test_one_prefix(shared: str, dtype: Any, block_size: int, seq_q: int) -> None:
-    """Shuffled blocks, unequal lengths, a request that is all prefix, an unused row."""
+    """Shuffled blocks, unequal lengths, suffixes of only the queries, a request of length 0."""
     keys = -(-90 // block_size) * block_size
     lengths = [keys + seq_q, keys + 40, 0, keys + 7, keys + 65, keys + seq_q]
     cache = SharedCache(
@@ -81,7 +81,7 @@ def test_one_prefix(shared: str, dtype: Any, block_size: int, seq_q: int) -> Non
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(4, 4), (6, 2), (8, 1)])
 @emulated(lambda head_dim, heads_q: head_dim == {4: 64, 6: 128, 8: 256}[heads_q])
 def test_levels(shared: str, head_dim: int, heads_q: int, heads_kv: int) -> None:
-    """A prefix of all requests, one of every four, and one of every two."""
+    """Prefixes shared by all requests, by groups of four, and by pairs."""
     prefixes = ((64, 8), (96, 4), (112, 2))
     lengths = [120, 113, 114, 200, 150, 113, 160, 180]
     shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim}
@@ -103,7 +103,7 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
 
 
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of all requests in tiles of the Hopper forward."""
+    """Queries of all requests packed into tiles of the Hopper forward."""
     from cukit.attention import _paged_prefill, paged
 
     if shared == "gpu" and current_device().arch != "sm_90":
@@ -129,7 +129,7 @@ def test_a_strided_out(shared: str) -> None:
 
 
 def test_without_a_gain_it_is_paged_attention(device: str) -> None:
-    """Bit for bit."""
+    """Bitwise equal if no prefix is worth a separate pass."""
     xp = array_module(device)
     cache = SharedCache([90, 100, 66], ((64, 3),))
     arrays = [xp.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
@@ -199,7 +199,7 @@ def test_which_prefixes_get_a_pass() -> None:
     assert not passes(8, (4000, 8)), "the merge costs more than it saves"
     assert not passes(1, (100000, 1))
     assert not passes(32, (0, 32))
-    assert passes(64, (16, 64), (8192, 32)) == (Pass(0, 8192, 32),), "left to the next one"
+    assert passes(64, (16, 64), (8192, 32)) == (Pass(0, 8192, 32),), "the next pass covers it"
     assert passes(64, (8192, 64), (16384, 32)) == (Pass(0, 8192, 64), Pass(8192, 16384, 32))
 
 

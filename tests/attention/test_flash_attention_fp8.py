@@ -30,18 +30,18 @@ from tests.quick_run import emulated
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LSE_ATOL = {"cpu": 1e-4, "emulator": 1e-5, "gpu": 4e-3}
-"""Hopper adds float8 products with about 14 bits."""
+"""Hopper accumulates FP8 products with about 14 bits."""
 LSE_RTOL = {"cpu": 1e-2, "emulator": 1e-5, "gpu": 1e-3}
-"""On the CPU inputs times their descales are rounded to bfloat16."""
+"""On the CPU, inputs times their descales are rounded to BF16."""
 ONE_SIGN = 2.5e-2
-"""Error of sums that the tensor core has added over at most 1024 keys, values of one sign."""
+"""Error for values of one sign, with accumulators that are promoted at least every 1024 keys."""
 PRECISE = 3e-3
-"""Error with probabilities of sixteen bits: bfloat16's rounding of the output is 1.7e-3 of it."""
+"""Error with 16-bit probabilities; 1.7e-3 of it is the rounding of the output to BF16."""
 SEQUENCES = 3e-2
-"""Error of probabilities rounded to float8, 2.7e-2 where values have both signs."""
+"""Error with probabilities rounded to FP8: 2.7e-2 for values of both signs."""
 FACTOR = 1.15
-"""Kernel's error over the yardstick's: it keeps its sums of unrounded probabilities and scales by
-another power of two than the yardstick, nothing else."""
+"""Bound of the kernel's error over the yardstick's. Both sum unrounded probabilities; only the
+power of two that scales them differs."""
 
 
 @pytest.fixture
@@ -183,9 +183,9 @@ def test_ragged_lengths_on_the_gpu(rng, lengths, head_dim, causal, heads):
 @pytest.mark.parametrize("lengths", [(70, 333), *LONG])
 @emulated(lambda lengths, head_dim, causal: lengths == (70, 333) and causal != (head_dim < 128))
 def test_precise(hopper, rng, lengths, head_dim, causal):
-    """V widened by each block and, from nine query tiles on, by a separate kernel."""
+    """V is widened by each block or, from nine query tiles on, by a separate kernel."""
     if hopper == "cpu" and lengths != (70, 333):
-        pytest.skip("slow where a CPU computes both sides")
+        pytest.skip("too slow if the CPU computes both sides")
     for heads in (2, 10) if head_dim == 64 else (2,) if head_dim == 80 else (10,):
         arrays = random_heads(rng, lengths, (heads, 1), head_dim)
         check(hopper, arrays, causal, precise=True)
@@ -202,7 +202,7 @@ def test_options(hopper, rng, name, precise):
     """Per-score options, with V prepared by each block and, for ten heads per KV head, by a
     separate kernel."""
     if hopper == "emulator" and precise and name not in ("causal window, sinks", "everything"):
-        pytest.skip("the same code but for the second product")
+        pytest.skip("only the second product has other code")
     shapes = [((70, 333), (2, 1), 64)]
     if hopper == "gpu":
         shapes = [((150, 900), (4, 2), 128), ((150, 900), (20, 2), 128), ((300, 250), (4, 2), 256)]
@@ -234,7 +234,7 @@ def test_sequences(hopper, rng, group, asked, precise):
     """Packed sequences, some without queries, without keys, or both. Keys and values of sequences
     without queries are NaN; tiles of other sequences overlap them."""
     if hopper == "emulator" and precise and not asked:
-        pytest.skip("the same code but for the second product")
+        pytest.skip("only the second product has other code")
     lengths_q, lengths_kv = [30, 0, 110, 64, 0, 1, 0], [100, 41, 0, 230, 0, 7, 60]
     if hopper == "gpu":
         lengths_q, lengths_kv = [30, 0, 110, 700, 0, 1, 512, 0], [100, 41, 0, 1500, 0, 7, 512, 300]
@@ -306,7 +306,7 @@ def test_float16_out_and_a_scale(hopper, rng):
 def test_partial_outputs(hopper, rng, monkeypatch, head_dim):
     """Promotion after every tile of 32 keys, so that few tiles suffice. Tiles are processed from
     the last key to the first; the first keys have the largest weights, so that partial
-    outputs are rescaled. No other test uses these lengths, whose plans are cached."""
+    outputs are rescaled. Plans are cached, so no other test may use these lengths."""
 
     def small(problem, device, block_size):
         config = plan.plan_flash_attention_sm90(problem, device, block_size)
@@ -322,10 +322,10 @@ def test_partial_outputs(hopper, rng, monkeypatch, head_dim):
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("group", [1, 9])
-@emulated(lambda precise: not precise)  # its sums are exact
+@emulated(lambda precise: not precise)  # the emulator accumulates exactly
 def test_values_of_one_sign(hopper, rng, group, causal, precise):
-    """The tensor core truncates its FP8 sums, so errors of one sign accumulate. V prepared by each
-    block, and by a separate kernel where many query tiles read it."""
+    """The tensor core truncates its FP8 sums, so values of one sign accumulate error. V is prepared
+    by each block, or by a separate kernel if many query tiles read it."""
     lengths = (700, 9000) if hopper == "gpu" else (20, 500)
     arrays = random_heads(rng, lengths, (group, 1), 128)
     values = np.abs(arrays[2].storage.view(E4M3).astype(np.float32))
@@ -337,7 +337,7 @@ def test_values_of_one_sign(hopper, rng, group, causal, precise):
 
 
 def test_strided_storage(hopper, rng):
-    """[batch, heads, seq, d] viewed as [batch, seq, heads, d], and k and v slices of one array."""
+    """[batch, heads, seq, d] viewed as [batch, seq, heads, d]; k and v as slices of one array."""
     arrays = [place(hopper, x) for x in random_heads(rng, (70, 100), (2, 2), 64, batch=2)]
     expected = to_host(flash_attention(*arrays, causal=True))
 
@@ -370,7 +370,7 @@ def test_reruns_agree_to_the_bit(hopper, rng, causal, precise):
 
 
 def test_heads_that_the_kernel_does_not_cover_are_decoded(hopper, rng):
-    """Rows of 24 bytes are not multiples of TMA's 16 bytes."""
+    """TMA needs rows of a multiple of 16 bytes; these have 24."""
     check(hopper, random_heads(rng, (30, 40), (2, 1), 24), True)
 
 
@@ -413,7 +413,7 @@ def test_class_sm90_serves_whole_chunks():
 @pytest.mark.parametrize("option", [{}, {"varlen": True}, {"bias": "float32"}, {"mask": True}])
 @pytest.mark.parametrize("length", [100, 5000])
 def test_plans_fit_an_sm(length, option, precise):
-    static = 1024  # barriers, and the producer's notes on each stage
+    static = 1024  # barriers, and the producer's data on each stage
     for widths in itertools.product(range(16, 257, 16), repeat=2):
         problem = replace(PROBLEM, seq_len_q=length, seq_len_kv=length, precise=precise, **option)
         config = plan.plan_flash_attention_sm90(
@@ -443,7 +443,7 @@ def test_few_readers_prepare_values_themselves():
 
 
 def test_every_sequence_has_tiles_of_its_own():
-    """The number of tiles suffices for all lengths with the same total."""
+    """The tile count suffices for any lengths with the same total."""
     problem = replace(PROBLEM, batch=7, varlen=True)
     config = plan.plan_flash_attention_sm90(problem, HOPPER)
     tile = config.tiling.tile_n

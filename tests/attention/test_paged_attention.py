@@ -25,7 +25,7 @@ def array_module(device: str) -> Any:
 
 
 class Cache:
-    """A cache with shuffled blocks; rows of no request are NaN."""
+    """A cache with shuffled blocks; rows that belong to no request are NaN."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Cache:
         )  # fmt: skip
 
     def check(self, device: str, tolerance: float = 2.0, **options: Any) -> None:
-        """Checks result and lse, and that a second call gives the same bits."""
+        """Checks the output and lse, and that a second call is bitwise equal."""
         xp = array_module(device)
         arrays = [xp.asarray(a) for a in (self.q, self.k, self.v, self.table, self.lengths)]
         given = {n: xp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
@@ -147,7 +147,7 @@ def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) ->
 
 
 def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
-    """Scales that differ by a factor of 1000; against float64 on decoded values."""
+    """Scales that differ by up to a factor of 1000; compared with float64 on decoded values."""
     xp = array_module(device)
     cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
     generator = np.random.default_rng(1)
@@ -193,8 +193,8 @@ def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
 def grouped(
     values: Any, axis: int, group_size: int, unused: Any, xp: Any
 ) -> tuple[ck.QuantizedArray, Any]:
-    """An int4 cache (KIVI) of values far from zero, and the values; factors of groups with only
-    unused rows are NaN."""
+    """An int4 cache (KIVI) of values far from zero, and the decoded values. Scales and zero points
+    of unused rows are NaN if groups are along axis 3."""
     shape = values.shape
     spread = np.random.default_rng(2).uniform(-20, 20, (1, 1, *shape[2:]))
     values = np.nan_to_num(values) + (spread if axis == 1 else 0)
@@ -211,7 +211,7 @@ def grouped(
     levels = np.nan_to_num(levels).astype(np.int64)
     packed = (levels[..., ::2] & 15 | (levels[..., 1::2] & 15) << 4).astype(np.uint8)
     factors = [xp.asarray(x) for x in (scales, zeros)]
-    if axis == 3:  # rows of a head side by side
+    if axis == 3:  # the rows of a head are contiguous
         factors = [xp.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in factors]
     cache = ck.QuantizedArray(xp.asarray(packed), ck.int4, shape, *factors, axis, group_size)
     return cache, (levels - wide[1]) * wide[0]
@@ -232,7 +232,7 @@ def grouped(
 def test_caches_of_int4(
     device: str, head_dim: int, heads_q: int, seq_q: int, options: dict[str, Any], group_rows: int
 ) -> None:
-    """Key channels far from zero; against float64 on decoded values."""
+    """Key channels far from zero; compared with float64 on decoded values."""
     xp = array_module(device)
     cache = Cache(
         [70, 2, 0, 129, 700], heads_q=heads_q, heads_kv=2, head_dim=head_dim, seq_q=seq_q,
@@ -357,7 +357,7 @@ def test_values_may_be_narrower(device: str) -> None:
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
 @emulated(lambda length: length == 1025)
 def test_a_request_does_not_depend_on_the_batch(device: str, length: int) -> None:
-    """The same bits, alone and in a batch, at other positions of another cache."""
+    """Bitwise equal alone and in a batch, at other positions of another cache."""
     xp = array_module(device)
     alone = Cache([length], seed=1)
     among = Cache([7, length, 2600 if device == "gpu" else 70, 0], seed=2)
@@ -484,7 +484,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
 def test_a_few_thread_blocks_share_problems(
     num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that start and end within problems, or hold whole ones."""
+    """Thread blocks that start or end within a problem, or process whole ones."""
     plan = paged.plan_paged_attention
     monkeypatch.setattr(
         paged,

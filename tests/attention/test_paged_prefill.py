@@ -109,7 +109,7 @@ def test_no_queries(prefill: str) -> None:
 
 
 def test_a_request_does_not_depend_on_the_batch(prefill: str) -> None:
-    """The same bits, alone and in a batch, in other blocks."""
+    """Bitwise equal alone and in a batch, with other blocks."""
     xp = array_module(prefill)
     alone = Cache([210], seq_q=70, seed=1)
     among = Cache([90, 210, 0], seq_q=70, seed=2)

@@ -1,4 +1,4 @@
-"""The kernel cache: whole files or none, and none that others may have written."""
+"""The kernel cache: damaged files are rebuilt, files that other users may write are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_damage_is_built_again(path, damaged, contents):
     assert recall(path)[0] == b"anew"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file modes")
 @pytest.mark.parametrize("mode", [0o020, 0o002])
 @pytest.mark.parametrize("name", ["k.cubin", "k.cubin.json", "."])
 def test_what_others_may_write_is_refused(path, name, mode):
@@ -55,7 +55,7 @@ def test_a_folder_above_that_everybody_may_change_is_refused(path):
     above.chmod(0o777)
     with pytest.raises(CacheError, match=r"lets any user replace .* run chmod o-w"):
         recall(path)
-    above.chmod(0o1777)  # as /tmp: only owners rename
+    above.chmod(0o1777)  # sticky, like /tmp: only owners can rename
     assert recall(path)
 
 
@@ -88,7 +88,7 @@ def test_links_are_neither_read_nor_written_through(path, tmp_path):
         make_private_folder(cache_folder() / "emulator")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root may give away")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 def test_files_of_another_user_are_refused(path):
     store(path, b"code")
     os.chown(path, 12345, -1)

@@ -1,4 +1,4 @@
-"""Ctrl-C while NVRTC compiles, which would end the process with code 4 by itself."""
+"""Ctrl-C while NVRTC compiles: NVRTC's own handler would end the process with code 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TMA descriptors: rules are checked before the driver is asked."""
+"""TMA descriptors: their rules are checked before the driver call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def matrix():
 
 
 def content(tensor_map) -> bytes:
-    """The descriptor, which begins at a multiple of 64 bytes of what owns it."""
+    """The descriptor's bytes, from the first 64-byte aligned address of its storage."""
     start = -ctypes.addressof(tensor_map.storage) % 64
     return tensor_map.storage.raw[start : start + tensor_map.nbytes]
 
@@ -49,7 +49,7 @@ def test_rules_are_named(matrix):
 
 
 def test_descriptors_are_those_of_cuda_bindings(matrix):
-    """Which knows the driver's enumerations by name."""
+    """cuda.bindings defines the driver's enumerators by name."""
     driver = pytest.importorskip("cuda.bindings.driver")
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     for array, kind, box, width in (

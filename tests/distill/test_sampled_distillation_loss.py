@@ -1,4 +1,4 @@
-"""sampled_distillation_loss: by its formula, with repeated samples, as an estimate."""
+"""sampled_distillation_loss: its formula, repeated samples, convergence to the exact loss."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from cukit.reference import losses as reference
 from tests.contract import DTYPES, poison_pool, random, to_device, to_host
 from tests.distill.gradients import assert_elements_close, assert_gradient, softmax
 
-# Rows that begin in the middle of a vector, rows shared by a cluster, rows too long to be kept; and
-# how many samples there are.
+# Shape of the logits, and samples per row: rows that start in the middle of a vector, rows shared
+# by a cluster, rows too long to be kept on chip.
 CASES = [((5, 7), 40), ((9, 1001), 40), ((2, 32768), 512), ((1, 300001), 1024)]
 IGNORE = -100
 
 
 def samples(rng, shape, count):
-    """Tokens, half of them among a few, with weights."""
+    """Token ids, half of them from the first five, and weights."""
     ids = rng.integers(0, shape[1], (shape[0], count))
     ids[:, ::2] = rng.integers(0, min(5, shape[1]), ids[:, ::2].shape)
     return ids.astype(np.int32), rng.uniform(0.1, 1, ids.shape).astype(np.float32)
 
 
 def textbook(student, ids, weights, log_probs, temperature):
-    """[rows], and the gradient for the logits, in float64."""
+    """The losses [rows], and the gradient of the logits, in float64."""
     q = softmax(student.astype(np.float64) / temperature)
     rows, weights = np.arange(len(ids))[:, None], weights.astype(np.float64)
     loss = (weights * (log_probs - np.log(q[rows, ids]))).sum(-1)
@@ -93,7 +93,7 @@ def test_matches_reference(device, rng, shape, count, dtype):
 
 
 def test_samples_estimate_the_divergence(rng):
-    """Over many draws their mean is the KL divergence, with its gradient."""
+    """The mean over many draws approaches the KL divergence, and likewise its gradient."""
     student, teacher = rng.standard_normal((1, 9)), rng.standard_normal((1, 9))
     p = np.exp(teacher) / np.exp(teacher).sum()
     proposal = p**0.5 / (p**0.5).sum()
@@ -137,7 +137,7 @@ def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size):
 
 @pytest.mark.gpu
 def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
-    """NaN in its row alone."""
+    """Only its row becomes NaN."""
     student = random(rng, (3, 60), "float32")
     ids, weights = samples(rng, (3, 60), 5)
     ids[1, 2] = 60

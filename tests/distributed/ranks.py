@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's process, which start at once where processes take a second."""
+"""Ranks as threads of the test process, which start faster than processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cukit.distributed import Alone, HostCommunicator, Ranks
 
 
 class Mirrored(Alone):
-    """Rank 0 of two, of which the other sends what this one does: for kernels alone."""
+    """Rank 0 of two; all_gather returns this rank's data for both. For tests of kernels alone."""
 
     size = 2
 
@@ -21,7 +21,7 @@ class Mirrored(Alone):
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """A free TCP port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -30,7 +30,7 @@ def free_port() -> int:
 def run_ranks(
     size: int, work: Callable[[HostCommunicator], Any], *, port: int | None = None
 ) -> list[Any]:
-    """What `work` returns on each of `size` ranks; the first error of one is raised."""
+    """Returns the results of `work` on `size` ranks; raises the first error, in rank order."""
     where = free_port() if port is None else port
 
     def one(rank: int) -> Any:

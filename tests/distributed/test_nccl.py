@@ -1,4 +1,4 @@
-"""The calls of NCCL, to a library that only writes down what it is called with."""
+"""Calls to NCCL, replaced by a stub library that records its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulator catches mistakes, says what and where, and leaves the kernels without them alone."""
+"""The emulator reports the cause and the line of planted bugs, and nothing for the fixed twins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(
     bug: int | None = None,
     **options: Any,
 ) -> np.ndarray[Any, Any]:
-    """The last argument after the launch."""
+    """Launches a kernel and returns its last argument."""
     defines = () if bug is None else (("BUG", bug),)
     spec = KernelSpec(str(KERNELS / source), entry, defines, threads, shared)
     with cukit.backend("emulator", **options):
@@ -50,7 +50,7 @@ def empty(count: int = 256) -> np.ndarray[Any, Any]:
 
 
 def line_of(source: str, text: str) -> int:
-    """Number of the line of a kernel file that holds `text`."""
+    """The number of the only line of a kernel file that contains `text`."""
     lines = (KERNELS / source).read_text().splitlines()
     (number,) = [i for i, line in enumerate(lines, 1) if text in line]
     return number
@@ -177,7 +177,7 @@ def test_a_missing_wait_shows_in_the_late_mode_without_checks(entry):
 
 @pytest.mark.parametrize("bug", [0, 1])
 def test_a_wrong_software_swizzle_gives_other_numbers(bug):
-    """All accesses are legal: only the comparison with what was meant shows it."""
+    """All accesses are legal; only the result differs from the intended one."""
     tile = np.arange(512, dtype=np.uint16).reshape(16, 32)
 
     def make() -> tuple[Any, ...]:
@@ -191,7 +191,7 @@ def test_a_wrong_software_swizzle_gives_other_numbers(bug):
 
 
 A = (np.arange(4096) % 7 - 3).reshape(64, 64).astype(np.float16)
-TARGET = np.empty((64, 64), np.float16)  # a tensor map holds an address: it has to stay alive
+TARGET = np.empty((64, 64), np.float16)  # a tensor map holds only its address: keep it alive
 PRODUCT = (A.astype(np.float32) @ A.astype(np.float32).T).reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: one tile, a corner of one, ragged edges, more steps than stages."""
+"""Groups for `tests.sanitize`: full and partial tiles, ragged edges, more k steps than stages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def backward() -> None:
 
 
 def tilings() -> None:
-    """Split, transposed and shared tiles, which the plan takes for larger products only."""
+    """Split-k, transposed, clustered and overlapped tilings; the plan needs larger problems."""
     rng = np.random.default_rng(3)
     m, n, k = 136, 296, 520
     x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))
@@ -70,7 +70,7 @@ def tilings() -> None:
 
 
 def eight_bits() -> None:
-    """Narrow tiles that split k, wide ones, and results that no tensor map describes."""
+    """Narrow split-k tiles, wide tiles, and outputs with rows that a tensor map cannot describe."""
     rng = np.random.default_rng(4)
     for m, n, k in [(3, 40, 1300), (130, 137, 1300), (700, 1160, 400)]:
         a, b = place("gpu", int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k))
@@ -87,13 +87,13 @@ def eight_bits() -> None:
     for kind in ("row", "blocks"):
         a, b = place("gpu", *test_fp8.operands(rng, m, n, k, kind))
         product = Product8Bit("Float8E4M3", "bfloat16", promoted=True, blocks=kind == "blocks")
-        for tiling in test_fp8.WIDE:  # which the plan takes for larger products only
+        for tiling in test_fp8.WIDE:  # chosen by the plan only for larger problems
             launch = Matmul8BitSm90(plan_8bit.configure(product, tiling, m, n, 2), m, n, k, 1, 1)
             launch(a.storage, b.storage, poisoned("gpu", (m, n), "bfloat16"), a.scales, b.scales)
 
 
 def grouped() -> None:
-    """Both layouts, rows as rows and as columns, gradients, rows that are not aligned; float8."""
+    """Both layouts, plain and transposed tiles, gradients, unaligned rows; FP8."""
     rng = np.random.default_rng(3)
     for counts, set_aside, (n, k) in itertools.product(
         test_grouped.GROUPS.values(), (False, True), ((144, 72), (46, 37))
@@ -111,7 +111,7 @@ def grouped() -> None:
 
 
 def block_sparse(block: int) -> None:
-    """All three products, in both orders of each operand; rows without blocks, ragged columns."""
+    """All three products, operands plain and transposed; rows without blocks, ragged columns."""
     rng = np.random.default_rng(4)
     pattern = test_bsr.pattern_of(block)
     (values,) = to_device("gpu", test_bsr.values_of(rng, pattern, "bfloat16"))

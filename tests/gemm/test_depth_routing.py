@@ -1,4 +1,4 @@
-"""Mixture of depths: which tokens a router chooses, and the way to a block and back."""
+"""Mixture of depths: the router's choice of tokens, the gather and the combine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUTING = ("indices", "slots", "weights")
 
 
 def logits_of(rng, dtype):
-    """Ties within and across the boundary, both zeros, infinities and NaN."""
+    """Logits with ties within and across the capacity boundary, both zeros, infinities and NaN."""
     logits = random(rng, (BATCH, SEQ_LEN), dtype).round(1)
     logits[0, :40] = 0.5
     logits[1, ::3] = -0.0
@@ -106,7 +106,7 @@ def test_combine_may_write_over_x(device, rng):
 
 
 def test_gradients_of_the_whole_way(rng):
-    """Router, gather, a block that squares, combine, against finite differences."""
+    """Router, gather, a block that squares, and combine, by finite differences."""
     x, logits = rng.standard_normal((2, 6, 3)), rng.standard_normal((2, 6))
     routing = reference.depth_router(logits, 3)
 
@@ -141,7 +141,7 @@ def test_slots_outside_the_capacity_are_none(device, rng):
 
 
 def test_indices_outside_the_sequence(device, rng):
-    """Rows of NaN from the kernels; the CPU refuses them."""
+    """The kernels return rows of NaN; the CPU raises."""
     x, y = _combined(rng)
     routing = routing_of(rng)
     indices = routing.indices.copy()

@@ -1,4 +1,4 @@
-"""matmul_fp8: scales of tensors, rows and blocks against float64, error bounds, special values."""
+"""matmul_fp8: per-tensor, per-row and block scales, error bounds, special values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
     "blocks": ("columns", "blocks"),
 }
 
-# Hopper's tensor cores keep 14 bits of the largest number they add; four sums of 32 make a step.
+# Hopper's tensor cores keep 14 bits of the largest addend; a k step is four wgmmas of 32.
 SUM_ERROR = 2.0**-10
 
 
@@ -36,7 +36,7 @@ def operands(rng, m, n, k, kind):
 
 
 def check(out, a, b, sum_error=SUM_ERROR, bias=0.0):
-    """Each element within its error bound, all of them within 1e-3 of the float64 product."""
+    """Each element is within its error bound; 1 - the similarity to float64 is below 1e-3."""
     exact = reference.matmul_fp8(a, b, out_dtype=np.float64) + bias
     result = to_host(out).astype(np.float64)
     rounding = float(np.finfo(np.float32).eps if out.dtype == np.float32 else 2.0**-8)
@@ -76,8 +76,8 @@ def test_scales_row_by_row_are_copied(device, rng):
 
 
 def test_fast_accumulation(device, rng):
-    """Sums of one sign, the worst for tensor cores: every product is cut where the sum so far has
-    its 14th bit, which costs half of that bit on average."""
+    """Sums of one sign, the worst case for tensor cores: every product is truncated at the 14th bit
+    of the running sum, which costs half of that bit on average."""
     k = 1024
     a, b = operands(rng, 64, 128, k, "row")
     a.storage[...] &= 0x7F
@@ -107,10 +107,10 @@ TILINGS = [
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("row", marks=pytest.mark.slow)])
 def test_every_kind_of_tiling(device, rng, tiling, kind):
-    """A grid of one block walks over all tiles; more than 32 steps of k, an odd
-    number; tiles begin anywhere in blocks of scales."""
+    """Planned for one SM: without split-k, blocks process several tiles. More than 32 k steps, an
+    odd number; tiles that start anywhere within blocks of scales."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no tilings")
     m, n, k = 200, 328, 35 * 128 - 16
     a, b = operands(rng, m, n, k, kind)
     out = poisoned(device, (m, n), "bfloat16")
@@ -129,7 +129,7 @@ def test_every_kind_of_tiling(device, rng, tiling, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["row", "blocks"])
 def test_every_number_of_rows(rng, kind):
-    """No number of tokens from 1 to 129 goes wrong, aligned or not."""
+    """All row counts from 1 to 129, with aligned and unaligned k."""
     for k in (256, 1037):
         for m in range(1, 130):
             a, b = operands(rng, m, 520, k, kind)
@@ -145,7 +145,7 @@ def test_large(rng, kind, m, n, k):
 
 
 def test_special_values(device, rng):
-    """NaN codes and scales spoil the results they contribute to; scales and rows of zero give 0."""
+    """NaN codes and scales make all results that use them NaN; zero scales and rows give 0."""
     a, b = operands(rng, 8, 144, 256, "blocks")
     a.storage[1, 7] = 0x7F  # NaN
     a.scales[2, 1] = np.nan
@@ -190,12 +190,12 @@ def test_errors_name_the_argument(arguments, error, message):
     ("n", "k"), [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168)]
 )
 def test_the_plan(m, n, k):
-    """Stages enough to hide a load, and most SMs at work."""
+    """Enough stages to hide a load, and most SMs busy."""
     product = Product8Bit("Float8E4M3", "bfloat16", promoted=True, blocks=True)
     config = plan_matmul_8bit_sm90(product, m, n, k, 132)
     assert config.num_stages >= 3
     assert config.num_blocks >= 0.65 * 132
-    if m == 4096:  # the fastest of those that were measured
+    if m == 4096:  # the fastest measured tilings
         assert str(config.tiling) == ("128x176" if n == 2112 else "256x128")
 
 

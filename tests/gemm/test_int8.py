@@ -1,4 +1,4 @@
-"""matmul_int8: exact sums, scales and zero points, every way to run it, the plan, errors."""
+"""matmul_int8: exact accumulation, scales and zero points, tilings, plans, errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cukit.reference import gemm_8bit as reference
 from tests.contract import BFLOAT16, another_order, assert_close, poisoned, to_device, to_host
 from tests.gemm.quantized_operands import int8_operand, place
 
-# (m, n, k): one element, odd everything, several tiles with a corner of the next.
+# (m, n, k): one element; extents that no tile divides; several tiles, partial at the edges.
 SHAPES = [(1, 1, 1), (65, 41, 200), (130, 136, 1040)]
 
 
@@ -83,9 +83,9 @@ def test_other_architectures(rng, arch):
     ids=str,
 )
 def test_every_kind_of_tiling(device, rng, tiling):
-    """A grid of one block walks over all tiles, ragged on every axis."""
+    """Planned for one SM: without split-k, blocks process several tiles. Ragged on every axis."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no tilings")
     m, n, k = 200, 328, 700
     a, b = int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k)
     out = poisoned(device, (m, n), "bfloat16")
@@ -103,7 +103,7 @@ def test_every_kind_of_tiling(device, rng, tiling):
 
 @pytest.mark.gpu
 def test_every_number_of_rows(rng):
-    """No number of tokens from 1 to 129 goes wrong, aligned or not."""
+    """All row counts from 1 to 129, with aligned and unaligned k."""
     for k in (256, 1037):
         b = int8_operand(rng, 520, k)
         whole = int8_operand(rng, 129, k)
@@ -131,7 +131,7 @@ def test_empty_results(device, rng):
 
 
 def test_scales_of_zero_and_nan(device, rng):
-    """A scale of 0 gives 0; a NaN scale spoils its own row and nothing else."""
+    """A scale of 0 gives 0; a NaN scale makes only its own row NaN."""
     a, b = int8_operand(rng, 6, 32), int8_operand(rng, 16, 32)
     a.scales[1] = 0.0
     a.scales[3] = np.nan

@@ -1,4 +1,4 @@
-"""matmul_tma: the plain product by itself."""
+"""matmul_tma: the product without bias or activation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hits of the prefix cache on a trace of conversations, against an exact simulator."""
+"""Hits of the prefix cache on a trace of conversations, compared with an exact simulator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def replay(turns: list[Turn], num_blocks: int, policy: str, concurrent: int) -> 
             assert not answer or fits == model.append(number, answer[0])
             if fits:
                 del answer[0]
-            else:  # the answer has ended, or there is no room for it
+            else:  # the answer is complete, or the cache is full
                 running.remove((number, answer))
                 cache.free(number)
                 model.end(number)

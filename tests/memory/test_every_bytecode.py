@@ -196,20 +196,12 @@ class Bench:
         check_invariants(pool)
 
 
+SLOW = ("told", "frees_of_destructors", "arrays_of_cupy", "defragment", "report", "out_of_memory")
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        "hit",
-        "miss",
-        "told",
-        "free",
-        "frees_of_destructors",
-        "arrays_of_cupy",
-        "buffer",
-        "defragment",
-        "report",
-        "out_of_memory",
-    ],
+    ["hit", "miss", "free", "buffer", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_an_interrupt_at_every_bytecode(name: str) -> None:
     bench = Bench()

@@ -58,7 +58,7 @@ def crowded(num_blocks: int, seed: int = 2) -> list[Range]:
 
 
 def test_free_memory_is_of_two_kinds() -> None:
-    """The pages at 4 and 6 MiB are wholly free; the others are partly live."""
+    """Wholly free pages (at 2, 4 and 12 MiB), and free parts of pages in use."""
     assert [(address - 4 * PAGE, size, kind) for address, size, kind in kinds_of(HALF_FREE)] == [
         (0, MIB, "live"),
         (MIB, MIB, "part"),
@@ -141,7 +141,7 @@ def test_a_picture_stands_alone(svg: str) -> None:
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
     assert len(svg) < 250_000
     for selector in re.findall(r"^\s*([.@][^{]*)\{", svg, re.MULTILINE):
-        assert selector.startswith((".cukit-memory", "@media")), "styles of its own only"
+        assert selector.startswith((".cukit-memory", "@media")), "selectors are scoped"
 
 
 def test_text_is_escaped() -> None:
@@ -165,7 +165,7 @@ def pool(request: pytest.FixtureRequest) -> MemoryPool:
 
 
 def test_the_timeline_says_what_the_pool_said(pool: MemoryPool) -> None:
-    """Computed backwards from the end, it matches statistics taken meanwhile."""
+    """The timeline, computed backwards from the end, matches statistics taken along the way."""
     rng = random.Random(9)
     said: dict[int, tuple[int, int]] = {}
     live: list[int] = []
@@ -194,7 +194,7 @@ def test_a_history_forgets_the_oldest(pool: MemoryPool) -> None:
     assert len(samples) == len(history.events) == 10
     assert samples[-1].live == 0
     pool.free(pool.allocate(700))
-    assert len(history.events) == 10, "it stopped listening"
+    assert len(history.events) == 10, "events after the end are not recorded"
 
 
 def test_events_of_another_pool_end_the_line() -> None:

@@ -1,4 +1,4 @@
-"""Counts of driver calls, with the modelled times of tests/memory/priced.py."""
+"""Driver calls and their modelled times (tests/memory/priced.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.memory.priced import GIB, MIB, PRICES_US, PricedProvider
 
 
 def scattered(provider: PricedProvider) -> MemoryPool:
-    """1 GiB is free, in single pages between live ones."""
+    """A pool with 1 GiB free, in single pages between live ones."""
     page = provider.page_bytes
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * GIB), provider)
     blocks = [pool.allocate(page) for _ in range(2 * GIB // page)]
@@ -34,7 +34,7 @@ def test_a_remap_unmaps_maps_and_opens_each_page_once(page_bytes: int) -> None:
 
 
 def test_a_remap_of_many_pages_makes_large_ones_of_them() -> None:
-    """Only unmapping and destroying 512 pages of 2 MiB remains: 17 ms."""
+    """17 ms, most of it for unmapping and destroying 512 pages of 2 MiB."""
     provider = PricedProvider()
     pool = scattered(provider)
     before, paid = provider.handles.copy(), provider.spent_us
@@ -46,7 +46,7 @@ def test_a_remap_of_many_pages_makes_large_ones_of_them() -> None:
 
 
 def test_what_is_in_large_pages_is_remapped_in_two_milliseconds() -> None:
-    """A gigabyte in parts between live blocks."""
+    """1 GiB is free, in blocks of 128 MiB between live ones."""
     provider = PricedProvider()
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * GIB), provider)
     blocks = [pool.allocate(128 * MIB) for _ in range(16)]

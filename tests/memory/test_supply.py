@@ -43,8 +43,8 @@ def test_large_blocks_are_merged_for_large_requests(pool: MemoryPool) -> None:
     for address in (*parts, small):
         pool.free(address)
     before = hits(pool)
-    assert pool.allocate(3 * LARGE_BYTES) == parts[0], "the smallest hole, made of three blocks"
-    assert pool.allocate(KIB) == small, "which still waits for its size"
+    assert pool.allocate(3 * LARGE_BYTES) == parts[0], "the smallest hole, merged from large blocks"
+    assert pool.allocate(KIB) == small, "still in the list of its size"
     assert hits(pool) == before + 1
     assert pool.owns(end)
     check_invariants(pool)

@@ -1,4 +1,4 @@
-"""balance_experts: every expert placed, devices alike, deterministic, near the best possible."""
+"""balance_experts: every expert is placed, device loads are even, results are deterministic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_invariants(data):
     check_placement(placement, *arguments)
     again = balance_experts(*arguments, **options)
     assert all((a == b).all() for a, b in zip(placement, again, strict=True))
-    # A node holds whole groups.
+    # No group spans two nodes.
     nodes = np.arange(arguments[1]) // (arguments[1] // num_nodes)
     groups = placement.experts // (num_experts // num_groups)
     assert all(len(set(nodes[groups == group])) == 1 for group in range(num_groups))
@@ -57,7 +57,7 @@ def test_layers_are_placed_independently(rng):
 
 
 def test_packing_is_near_the_best(rng):
-    """At most a third above the best of all packings: what is known of the greedy order."""
+    """Greedy packing, heaviest first, is within 4/3 of the optimum."""
     for _ in range(20):
         loads = rng.integers(1, 50, 6)
         packs = pack_evenly(loads, 2)
@@ -70,7 +70,7 @@ def test_packing_is_near_the_best(rng):
 
 
 def test_replicas_make_skewed_loads_even(rng):
-    """A quarter more slots than experts: devices end up within 10 % of each other."""
+    """A quarter more slots than experts: no device is more than 10 % above the mean."""
     loads = rng.zipf(1.5, 256).clip(max=40)
     placement = balance_experts(loads, 320, 16)
     assert placement.device_loads.max() <= 1.1 * placement.device_loads.mean()

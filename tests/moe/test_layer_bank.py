@@ -1,4 +1,4 @@
-"""layer_bank: against a loop over samples, its gradients, importance, pruning and growth."""
+"""layer_bank: definition, reference, gradients, importance, pruning and growth."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(rng, shape, dtype):
 
 
 def flat(y, kept, gradients):
-    """The results that are compared, by name."""
+    """The compared results, by name."""
     weights = kept.routing.weights
     return {"y": y, "weights": weights, "logits": kept.logits, **gradients._asdict()}
 
@@ -84,7 +84,7 @@ def test_the_definition(rng):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_gradients_are_differences(rng, renormalize):
-    """Through the weights and through the layers; choices stay what they are."""
+    """Through the routing weights and through the layers; the choice of layers is constant."""
     x, router, layers, _ = make(rng, (3, 4, 6, 4, 2), "float64")
     options = {"activation": "gelu", "renormalize": renormalize}
 
@@ -147,7 +147,7 @@ def test_prune_and_grow(rng):
 
 
 def test_a_layer_that_matters_to_nobody_can_go(rng):
-    """Outputs of samples that never chose it stay what they were, up to the softmax."""
+    """Pruning a layer that no sample chooses keeps the outputs, up to its share of the softmax."""
     x, router, layers, _ = make(rng, (6, 4, 8, 4, 1), "float64")
     router[2] = 0
     router[2, 0] = -1000

@@ -117,6 +117,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
     assert distance(got.final_state, wide.final_state) < ERROR[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):

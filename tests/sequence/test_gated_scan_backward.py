@@ -1,4 +1,4 @@
-"""gated_scan_backward: against differences and the reference, splits, extreme decays, memory."""
+"""gated_scan_backward: finite differences, the reference, packed sequences, extreme decays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.quick_run import possible
 from tests.sequence.test_gated_scan import LARGE, SIZES, Size, distance, inputs
 
 ERROR = {"float16": 1e-3, "bfloat16": 6e-3}
-"""||gradient - exact|| / ||exact||. Scores, states and their gradients have the inputs' precision
-where they are multiplied."""
+"""||gradient - exact|| / ||exact||. Scores, states and their gradients are rounded to the inputs'
+dtype before they are multiplied."""
 
 NAMES = ("x", "b", "c", "log_decay", "initial_state")
 
@@ -35,7 +35,7 @@ def call(function, grad_y, grad_final, arrays, cu_seqlens, **options):
 
 
 def run(device, grad_y, grad_final, arrays, cu_seqlens):
-    """Gradients of two runs that agree to the bit."""
+    """The gradients; checks that a second run is bitwise equal."""
     grad_y, grad_final, cu_seqlens, *arrays = to_device(
         device, grad_y, grad_final, cu_seqlens, *arrays
     )
@@ -49,7 +49,7 @@ def run(device, grad_y, grad_final, arrays, cu_seqlens):
 
 
 def exact(grad_y, grad_final, arrays, cu_seqlens, device="cpu"):
-    """In float64; by CuPy where that is quicker."""
+    """The reference's gradients in float64, computed on `device`."""
     wide = [array.astype(np.float64) for array in (grad_y, grad_final, *arrays)]
     grad_y, grad_final, *wide = to_device(device, *wide)
     result = call(reference.gated_scan_backward, grad_y, grad_final, wide, cu_seqlens)
@@ -80,7 +80,7 @@ def test_matches_reference(device, rng, size, dtype):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_gradients_are_differences(rng, chunk):
-    """Of outputs and final state together, whatever the chunk; two heads share keys."""
+    """Of outputs and final state together, with several chunk sizes; two heads share b and c."""
     size = Size(2, 23, 4, 2, 6, 5)
     arrays = [array.astype(np.float64) for array in inputs(rng, size, "float32")]
     split = int(np.prod(arrays[0].shape))
@@ -119,8 +119,8 @@ def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
 
 
 def test_extreme_decays(device, rng):
-    """Where a decay is 0 nothing flows back, and no NaN comes of it; what counts as the end of the
-    range has no gradient."""
+    """A decay of 0 passes no gradient back and causes no NaN; clamped log decays have a gradient
+    of 0."""
     size = Size(1, 200, 2, 2, 16, 16)
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16", decay=0.01)
     decay = arrays[3]
@@ -137,7 +137,7 @@ def test_extreme_decays(device, rng):
 
 
 def test_decays_that_forget_have_small_gradients(device, rng):
-    """They are not what is left of large sums."""
+    """They are not differences of large sums, which would cancel."""
     size = Size(1, 130, 1, 1, 64, 64)
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
     arrays[3][...] = -30.0
@@ -177,7 +177,7 @@ def test_errors_name_the_argument(rng):
 
 def test_the_kernel_s_limits_are_named(device, rng):
     if device == "cpu":
-        pytest.skip("rules of the kernel")
+        pytest.skip("the CPU has no such limits")
     grad_y, _, arrays = problem(rng, Size(1, 4, 1, 1, 12, 16), "float16")
     with pytest.raises(ConfigError, match="head_dim must be a multiple of 8"):
         gated_scan_backward(*to_device(device, grad_y, *arrays[:4]))

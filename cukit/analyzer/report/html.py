@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file: styles, script and figures are inside."""
+"""A report as one self-contained HTML file, with inline styles, script and figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render(title: str, footer: str, sections: Sequence[Section]) -> str:
 
 
 def packed(index: Index) -> dict[str, Any]:
-    """An index in the form that report.js reads. Values and details that rows share occur once."""
+    """An index in the form that report.js reads; values and details that rows share occur once."""
     values: list[dict[str, int]] = [{} for _ in index.facets]
     details: dict[Detail, int] = {}
     rows = [
@@ -88,7 +88,7 @@ def _environment() -> Any:
     environment.globals["packed"] = packed
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["kind"] = lambda block: type(block).__name__
-    # Long names should break after an underscore.
+    # Lets long names wrap after an underscore.
     environment.filters["breakable"] = lambda text: escape(text).replace("_", Markup("_<wbr>"))
     environment.filters["shares"] = lambda shares: ",".join(
         f"{class_}:{100 * share:.1f}" for class_, share in shares

@@ -19,7 +19,7 @@ def digits(value: float, significant: int = 3) -> str:
 
 
 def tick(value: float) -> str:
-    """As short as the value allows: 0.5, 20, 1,000."""
+    """The shortest form of an axis label: 0.5, 20, 1,000."""
     return f"{value:,.6f}".rstrip("0").rstrip(".") if value != int(value) else f"{value:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""The chapter on compiled kernels: the contents of their cubins, without a GPU."""
+"""The report section on compiled kernels: contents of their cubins, read without a GPU."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MAX_SPILLING = 10
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled variant: its record, and what follows from it."""
+    """One compiled variant: its record, and values derived from it."""
 
     record: Kernel
     launch: LaunchAnalysis
@@ -116,7 +116,7 @@ class Variant:
 
     @functools.cached_property
     def widths(self) -> dict[int, int]:
-        """Instructions that access global memory, by bits per thread."""
+        """Number of instructions that access global memory, by bits per thread."""
         found = dict.fromkeys(WIDTHS, 0)
         access = self.launch.memory_access
         for width in access.widths if access else ():
@@ -131,7 +131,7 @@ class Variant:
 
     @property
     def wide_share(self) -> float | None:
-        """Share of 16-byte accesses among those to global memory; None if there are none."""
+        """Share of 16-byte accesses among all to global memory; None if there are none."""
         whole = sum(self.widths.values())
         return self.widths[WIDE_BITS] / whole if whole else None
 
@@ -180,7 +180,7 @@ def _variant(record: Kernel) -> Variant:
             registers=int(record["registers"]),
             static_shared_bytes=int(record["static_shared_bytes"]),
             dynamic_shared_bytes=int(record["dynamic_shared_bytes"]),
-            # Records of older versions only have their sum.
+            # Records of older versions only contain the sum of both.
             spill_store_bytes=record.get("spill_store_bytes"),
             spill_load_bytes=record.get("spill_load_bytes"),
             local_bytes=0,
@@ -373,7 +373,7 @@ def _row(variant: Variant) -> tuple[Cell, ...]:
 
 
 def _details(variant: Variant) -> list[Detail]:
-    """The details that open below a row."""
+    """The expandable details below a row."""
     found: list[Detail] = []
     if variant.advice:
         rows = tuple((a.suggestion, a.expected_gain, a.evidence) for a in variant.advice)
@@ -393,7 +393,7 @@ def _details(variant: Variant) -> list[Detail]:
                 tuple(round(100 * point.fraction) for point in resident.by_threads),
                 int(variant.record["threads"]),
                 f"{numbers.percent(resident.fraction)}, limited by {resident.limiter}; with "
-                "another block size, the compiler may use other registers",
+                "another block size, the compiler may use a different number of registers",
             )
         )
     found.append(Facts("Compiled from", _origin(variant)))

@@ -1,6 +1,6 @@
 """`cupy.ElementwiseKernel` and `cupy.ReductionKernel`: kernels generated from expressions.
 
-The code around the expressions is this project's own; it provides the names that CuPy documents
+The code around the expressions is cukit's, not CuPy's. It provides the names that CuPy documents
 (`i`, `_ind.size()`, `raw` arguments, type placeholders, `loop_prep`, ...).
 """
 
@@ -101,7 +101,7 @@ def _parameters(text: str) -> tuple[_Parameter, ...]:
 
 
 class _Generated:
-    """The types, arguments and launches of both kinds of kernels."""
+    """The common part of both kinds of kernels: types, arguments and launches."""
 
     def __init__(self, in_params: str, out_params: str, name: str, options: Sequence[str]) -> None:
         self.in_params = _parameters(in_params)
@@ -109,7 +109,7 @@ class _Generated:
         self.nin, self.nout = len(self.in_params), len(self.out_params)
         self.nargs = self.nin + self.nout
         self.name = name
-        self.entry = f"{name}_kernel"  # not the name of a function in the host's library
+        self.entry = f"{name}_kernel"  # `name` may be a function of the C library
         self.options = tuple(options)
 
     def _bind(
@@ -268,7 +268,7 @@ extern "C" __global__ void {self.entry}({arguments}) {{
 
 
 class ReductionKernel(_Generated):
-    """A map, a reduction along axes and a map of the result; one block for each result."""
+    """A map, a reduction along axes and a map of each result, which one block computes."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The contents of a pool at one moment: as arrays for defragmentation, as totals for statistics.
 
-A pool may hold a hundred thousand blocks, and the device moves them in less time than a Python loop
-over them takes. UsedSpans therefore reads the attributes of each span once, through C iterators,
-and never visits free memory: that is the complement of everything else.
+A pool may hold a hundred thousand blocks, and a Python loop over them takes longer than the GPU
+takes to move them. UsedSpans therefore reads the attributes of each span once, through C iterators,
+and never visits free spans: free memory is computed as the complement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _address, _size = attrgetter("address"), attrgetter("size")
 
 @dataclass(frozen=True)
 class Paging:
-    """How the memory behind an arena is mapped."""
+    """The page sizes of an arena and the state of its mappings."""
 
     page_bytes: int
     spare_bytes: int
@@ -40,12 +40,12 @@ class Paging:
 
 
 class Holes(NamedTuple):
-    """Free memory of all streams. Bytes."""
+    """Free memory of all streams, in bytes."""
 
     free: int
     largest: int
     whole_pages: int
-    """What remapping can gather."""
+    """Bytes of wholly free pages, which remapping can make contiguous."""
 
     @property
     def fragmentation(self) -> float:
@@ -64,7 +64,7 @@ class UsedSpans:
     others_at: Ints
     others_size: Ints
     pieces: Pieces
-    """The same as input of the compaction planner."""
+    """The same spans as input of the compaction planner."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class UsedSpans:
         unmapped: list[Span],
         ranges: Sequence[AddressRange],
     ) -> UsedSpans:
-        """`columns`: those of Movables."""
+        """`columns`: rows, addresses and sizes from Movables."""
         rows, movable, movable_size = columns
         others = fixed + unmapped
         at = np.fromiter(map(_address, others), np.int64, len(others))
@@ -98,7 +98,7 @@ class UsedSpans:
 
 
 def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
-    """Measures free memory given as maximal pieces in address order."""
+    """Measures free memory, given as maximal contiguous pieces in address order."""
     page = paging.page_bytes
     first = -(-address // page)
     pages = np.maximum((address + size) // page - first, 0)
@@ -125,7 +125,7 @@ def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
 
 @dataclass
 class Survey:
-    """Totals over all spans. Bytes."""
+    """Totals over all spans, in bytes."""
 
     live: int = 0
     requested: int = 0
@@ -135,7 +135,7 @@ class Survey:
     """Part of `free`: reserved for captured graphs."""
     largest_free: int = 0
     whole_pages: int = 0
-    """Part of `free`: on pages without a live byte, which remapping can gather."""
+    """Part of `free`: on wholly free pages, which remapping can make contiguous."""
     movable: int = 0
     freed_by_moving: int = 0
     """Free bytes on pages that hold movable buffers and nothing that is fixed."""

@@ -31,14 +31,14 @@ from cukit.memory.pool.pager import Pager
 from cukit.memory.providers.provider import Provider
 
 LEAST_EDGES = 32
-"""Free ends of at least 1/32 of a page are worth a mapping."""
+"""Free ends smaller than 1/32 of a page are not mapped a second time."""
 NO_LIMIT = 1 << 62
 MOST_EDGES = 128
-"""Free spans examined for one hole, per index."""
+"""Most free spans examined per index for one hole."""
 
 
 class Edge(NamedTuple):
-    """Free bytes at one end of a page that is not wholly free."""
+    """Free bytes at one end of a partly used page."""
 
     size: int
     address: int
@@ -64,9 +64,9 @@ class _Alias(NamedTuple):
 
     address: int
     foreign: Span
-    """Here: the bytes in use at the first address."""
+    """At the second address: the bytes in use at the first."""
     lent: Span
-    """At the first address: the bytes in use here."""
+    """At the first address: the bytes in use at the second."""
 
 
 class Stitcher:
@@ -90,9 +90,9 @@ class Stitcher:
     ) -> Span | None:
         """Makes a hole of at least `size` bytes that the stream may use; returns the hole.
 
-        `fewer_than`: only if that takes fewer wholly free pages than this.
-        `waste_below`: only if fewer bytes of the edges stay unused.
-        Returns None if there is no such place.
+        `fewer_than`: only if the hole takes fewer wholly free pages than this.
+        `waste_below`: only if fewer bytes of the edges than this stay unused.
+        Returns None if no such hole can be made.
         """
         if not self._provider.can_remap or state.private:
             return None
@@ -119,7 +119,7 @@ class Stitcher:
         return self._arena.put_free(hole)
 
     def undo(self) -> int:
-        """Removes the second mappings that are no longer used; returns how many."""
+        """Removes second mappings that are no longer used; returns their number."""
         count = 0
         # Newest first: free bytes of a second mapping may have been mapped a third time.
         for second in self._aliases[::-1]:
@@ -179,7 +179,7 @@ class Stitcher:
     # Mapping and unmapping --------------------------------------------------------------------
 
     def _map(self, plan: Stitch, address: int) -> Span:
-        """Maps the pages; returns the hole, in no index, with ALIASED spans beside it."""
+        """Maps the pages; returns the hole, not yet indexed, with ALIASED spans next to it."""
         pager, page = self._pager, self._page_bytes
         pages, large = pager.choose(plan.pages)
         start, size, behind = address, plan.pages * page, address
@@ -215,7 +215,8 @@ class Stitcher:
         return _Alias(foreign.address if is_tail else foreign.end - page, foreign, lent)
 
     def _free_part(self, second: _Alias) -> Span | None:
-        """The span that contains the page's part of the hole, if any stream may use all of it."""
+        """The free span that contains the page's part of the hole; None unless that part is free
+        and any stream may use it."""
         foreign = second.foreign
         is_tail = foreign.address == second.address
         span = foreign.next if is_tail else foreign.prev
@@ -244,7 +245,7 @@ def _size(edge: Edge) -> int:
 
 
 def _trimmed(needed: int, plan: Stitch) -> Stitch:
-    """Shortens the larger edge to what is needed; the smaller one is used completely."""
+    """Shortens the larger edge to the size needed; the smaller edge is used completely."""
     tail, head = plan.tail, plan.head
     if tail and (not head or head.size <= tail.size):
         size = needed - (head.size if head else 0)

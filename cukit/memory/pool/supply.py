@@ -15,7 +15,7 @@ from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.providers.provider import Provider
 
 FEW_PAGES = 16
-"""In larger requests, saving one page is not worth remapping pages."""
+"""For requests of more pages, saving one page is not worth remapping pages."""
 
 LARGE_BYTES = 4 << 20
 """Freed blocks of at least this size are merged at the next miss of at least this size: they form
@@ -40,9 +40,9 @@ class Supply:
 
     A pool that holds nearly all that its limit allows has its free memory mostly on partly used
     pages. A request of few pages is then placed where it takes the fewest wholly free pages, even
-    if that needs driver calls to map pages beside a hole (Pager.grow) or to map partly used pages a
-    second time (Stitcher). In a pool with a limit, small blocks have pages of their own from the
-    start, because they would split those partly used pages into unusable pieces.
+    if that needs driver calls to map pages next to a hole (Pager.grow) or to map partly used pages
+    a second time (Stitcher). In a pool with a limit, small blocks are kept on separate pages from
+    the start, because they would split those partly used pages into unusable pieces.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Supply:
         """Called before the pool takes pages for a request; returns True if it made a hole."""
 
     def obtain(self, size: int, state: StreamState, *, under_pressure: bool = False) -> Span | None:
-        """A live span of `size` bytes, or None. `under_pressure`: small requests wait for other
-        streams, too."""
+        """A live span of `size` bytes, or None. `under_pressure`: small requests may also take
+        memory for which their stream must wait."""
         arena, streams = self._arena, self._streams
         nearly_full = self._pager.nearly_full and not state.private
         span = self._page_saving(size, state) if nearly_full else self._own(size, state)
@@ -97,8 +97,8 @@ class Supply:
         return arena.take(span, start, size, state.key)
 
     def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
-        """Splits large pages that the block would take only part of; returns its free span.
-        None: the span no longer exists."""
+        """Splits large pages of which the block would take only part; returns the free span for the
+        block, or None if the span no longer exists."""
         if span.stream is not None and not state.private and not self._provider.capturing():
             self._streams.poll(state)
             if span.epoch <= state.done:
@@ -151,7 +151,7 @@ class Supply:
         return less or fit.span
 
     def _within_pages(self, size: int, state: StreamState, fit: Fit) -> Span | None:
-        """`_page_saving` for less than a page: a new page comes before one with larger blocks."""
+        """`_page_saving` for less than a page: prefers a new page to one with larger blocks."""
         if fit.span is not None and not fit.mixed:
             return fit.span
         alone = self._pager.grow(size, state.key, alone=True)
@@ -160,7 +160,7 @@ class Supply:
         return alone or fit.span
 
     def settle(self) -> None:
-        """Merges all freed memory, and makes what streams are done with available to all."""
+        """Merges all freed memory; memory whose last use is complete becomes available to all."""
         self.poll_pending()
         for state in self._streams.public():
             self._arena.flush(state)
@@ -211,7 +211,7 @@ class Supply:
     # Memory that several streams use ------------------------------------------------------------
 
     def hold(self, span: Span, uses: Sequence[Hashable]) -> None:
-        """Keeps a freed span that streams other than its own may still use."""
+        """Defers the release of a freed span until the work now on the streams `uses` is done."""
         events: list[Any] = []
         try:
             for stream in uses:

@@ -1,1 +1,1 @@
-"""Devices behind one protocol: CUDA virtual memory, cudaMalloc, and host memory."""
+"""Memory providers behind one protocol: CUDA virtual memory, cudaMalloc, and host memory."""

@@ -1,4 +1,4 @@
-"""The driver calls for virtual memory, behind an interface that tests replace."""
+"""CUDA driver calls for virtual memory management, behind an interface that tests can replace."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(CukitError):
-    """A CUDA driver call failed. The message has the call and the driver's error."""
+    """A CUDA driver call failed. The message contains the call and the driver's error."""
 
 
 class VirtualMemoryDriver(Protocol):
     """Driver calls for addresses and physical memory. All sizes in bytes.
 
-    Every call is all or nothing. Lack of memory raises DeviceOutOfMemory; all else DriverError.
+    A call that fails has no effect. It raises DeviceOutOfMemory if memory is exhausted, else
+    DriverError.
     """
 
     def granularity(self) -> int:
-        """Sizes of physical memory, and the addresses it is mapped at, are multiples of this."""
+        """Sizes of physical memory and its mapped addresses are multiples of this."""
 
     def reserve(self, size: int, alignment: int) -> int: ...
 
@@ -38,7 +39,7 @@ class VirtualMemoryDriver(Protocol):
     def release(self, handle: Any) -> None: ...
 
     def map(self, address: int, size: int, handle: Any) -> None:
-        """Maps all of `handle`; not accessible before `set_access`."""
+        """Maps all of `handle`; the addresses are inaccessible until `set_access`."""
 
     def set_access(self, address: int, size: int) -> None:
         """Makes mapped addresses readable and writable."""
@@ -48,7 +49,7 @@ class VirtualMemoryDriver(Protocol):
 
 
 def driver_module() -> ModuleType:
-    """cuda-bindings. Raises MissingDependencyError with the command that installs it."""
+    """The driver module of cuda-bindings. Raises MissingDependencyError if it is missing."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -65,7 +66,7 @@ def call(name: str, *arguments: Any) -> Any:
     code = int(status)
     if code == 0:
         return results[0] if len(results) == 1 else tuple(results) if results else None
-    if code == _INVALID_CONTEXT:  # this thread has not used the GPU yet
+    if code == _INVALID_CONTEXT:  # this thread has no current CUDA context yet
         runtime = require_cupy("the CUDA memory pool").cuda.runtime
         runtime.setDevice(runtime.getDevice())
         status, *results = function(*arguments)
@@ -98,7 +99,7 @@ def supports_virtual_memory(device_id: int) -> bool:
 
 
 class CudaVirtualMemoryDriver:
-    """The CUDA driver, for the memory of one device. CuPy has already initialised CUDA."""
+    """The CUDA driver, for the memory of one device. CuPy must have initialised CUDA."""
 
     def __init__(self, device_id: int) -> None:
         driver = driver_module()
@@ -111,7 +112,7 @@ class CudaVirtualMemoryDriver:
         attributes = driver.CUdevice_attribute
         rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
         if call("cuDeviceGetAttribute", rdma, device_id):
-            properties.allocFlags.gpuDirectRDMACapable = 1  # network adapters need it
+            properties.allocFlags.gpuDirectRDMACapable = 1  # for GPUDirect RDMA by network adapters
         self._access = [self._read_write(peer) for peer in _devices_that_reach(device_id)]
 
     @staticmethod
@@ -151,7 +152,7 @@ class CudaVirtualMemoryDriver:
 
 
 def _devices_that_reach(device_id: int) -> list[int]:
-    """The device itself, and its peers.
+    """The device itself and the peers that can access it.
 
     CuPy enables peer access per context, which does not cover virtual memory.
     """

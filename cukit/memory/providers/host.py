@@ -1,7 +1,7 @@
-"""Host memory behind the provider protocol: real pages, remapped with mmap.
+"""A memory provider over host memory: real pages, remapped with mmap.
 
-A page is a piece of an anonymous file, mapped by mmap(2) at a fixed address. The pool therefore
-runs on any Linux machine as it does on a GPU: pointers stay valid across a remap, and a wrong
+A page is part of an anonymous file, mapped by mmap(2) at a fixed address. The pool therefore
+behaves on any Linux machine as it does on a GPU: pointers stay valid across a remap, and a wrong
 mapping corrupts data. There is one stream, which is always idle.
 """
 
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class HostProvider:
     """Provider over host memory, for tests and for machines without a GPU.
 
-    `total_bytes`: the memory of the simulated device (None: that of the host).
+    `total_bytes`: memory of the simulated device (None: the host's).
     `can_remap=False` behaves like cudaMalloc: segments are allocated and freed as a whole.
     """
 
@@ -128,7 +128,7 @@ class HostProvider:
         self.used_bytes += size
 
     def reserve(self, size: int) -> int:
-        """Reserves addresses, with memory behind them if `can_remap` is false."""
+        """Reserves addresses, backed by memory if `can_remap` is false."""
         if not self.can_remap:
             self._charge(size)
         access = _NO_ACCESS if self.can_remap else _READ_WRITE
@@ -161,7 +161,7 @@ class HostProvider:
         return pages
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
-        """A large page is contiguous in the file."""
+        """Returns large pages, each as the offsets of its pages, contiguous in the file."""
         step = self.large_pages
         self._charge(count * step * self.page_bytes)
         firsts = [self._unused_large.pop() for _ in range(min(count, len(self._unused_large)))]
@@ -174,7 +174,7 @@ class HostProvider:
         return [tuple(range(first, first + size, self.page_bytes)) for first in firsts]
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:
-        """Punches holes into the file, which later pages reuse."""
+        """Frees pages by punching holes into the file; later pages reuse the offsets."""
         for page in pages:
             _libc.fallocate(self._file, _PUNCH_HOLE_KEEP_SIZE, page, self.page_bytes)
         firsts = self._large.intersection(pages)
@@ -185,7 +185,7 @@ class HostProvider:
         self.used_bytes -= len(pages) * self.page_bytes
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
-        """Pages contiguous in the file share one mmap."""
+        """Maps pages, with one mmap call per run that is contiguous in the file."""
         start = 0
         for position in range(1, len(pages) + 1):
             step = position - start
@@ -197,7 +197,7 @@ class HostProvider:
         self._mapped.update(zip(self._page_addresses(address, len(pages)), pages, strict=True))
 
     def unmap_pages(self, address: int, count: int) -> None:
-        """Replaces the pages by inaccessible addresses."""
+        """Unmaps pages; the addresses stay reserved and inaccessible."""
         _mmap(address, count * self.page_bytes, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
         for page in self._page_addresses(address, count):
             del self._mapped[page]
@@ -206,8 +206,7 @@ class HostProvider:
         return range(address, address + count * self.page_bytes, self.page_bytes)
 
     def make_private(self) -> None:
-        """Called in a forked child: its writes must not reach the parent, which maps the same
-        file."""
+        """Remaps the pages copy-on-write in a forked child, to keep its writes from the parent."""
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         for address, offset in self._mapped.items():
             _mmap(address, self.page_bytes, _READ_WRITE, flags, self._file, offset)
@@ -230,7 +229,7 @@ class HostProvider:
         return 0
 
     def stream_key(self, stream: Any) -> Hashable:
-        """Streams are given as numbers."""
+        """Streams are integers."""
         check_integer("memory pool", "stream", stream)
         return int(stream)
 
@@ -272,7 +271,7 @@ class HostProvider:
 
 
 class _Memory:
-    """Exposes memory to NumPy, and keeps the owner alive as long as an array over it lives."""
+    """Exposes memory to NumPy, and keeps the owner alive as long as an array uses the memory."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:
         self.owner = owner

@@ -1,5 +1,5 @@
-// Mistakes with Hopper's units, planted by -DBUG=1. One block of 128 threads; a tile of 64 x 64 16-bit
-// elements, in rows of 128 bytes.
+// Misuses of TMA, mbarriers, wgmma and clusters, planted by -DBUG=1. One block of 128 threads; a tile
+// of 64 x 64 16-bit elements, in rows of 128 bytes.
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -52,7 +52,7 @@ extern "C" __global__ void missing_mbarrier_wait(const __grid_constant__ cukit::
   multiply(tile, out, cukit::OperandSwizzle::Bytes128);
 }
 
-// The tensor map swizzles by 128 bytes.
+// The tensor map has a 128-byte swizzle.
 extern "C" __global__ void wrong_swizzle(const __grid_constant__ cukit::TensorMap map, float* out) {
   __shared__ cukit::Mbarrier barrier;
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
@@ -61,7 +61,7 @@ extern "C" __global__ void wrong_swizzle(const __grid_constant__ cukit::TensorMa
   multiply(tile, out, BUG ? cukit::OperandSwizzle::Bytes64 : cukit::OperandSwizzle::Bytes128);
 }
 
-// Overwrites an operand while the product may still read it.
+// Overwrites an operand while the wgmma may still read it.
 extern "C" __global__ void operand_reused_too_early(const __grid_constant__ cukit::TensorMap map,
                                                     float* out) {
   __shared__ cukit::Mbarrier barrier;
@@ -84,7 +84,7 @@ extern "C" __global__ void operand_reused_too_early(const __grid_constant__ cuki
   for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = acc[i];
 }
 
-// Writes a tile with ordinary stores and sends it off with the copy engine.
+// Writes a tile with ordinary stores, then stores it to global memory with TMA.
 extern "C" __global__ void missing_proxy_fence(const __grid_constant__ cukit::TensorMap map) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   for (int i = threadIdx.x; i < kTileBytes / 4; i += 128) {
@@ -118,7 +118,7 @@ extern "C" __global__ void exit_before_the_store_has_read(
   }
 }
 
-// Announces more bytes than come.
+// Expects more bytes than the copy delivers.
 extern "C" __global__ void mbarrier_never_completes(const __grid_constant__ cukit::TensorMap map,
                                                     float* out) {
   __shared__ cukit::Mbarrier barrier;

@@ -1,4 +1,4 @@
-// Row-wise operations of transformers.
+// Row-wise transformer kernels.
 #include <assert.h>
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
@@ -180,7 +180,7 @@ __global__ void rope(float* q, const float2* freqs, int heads, int dim) {
   *pair = make_float2(v.x * f.x - v.y * f.y, v.x * f.y + v.y * f.x);
 }
 
-// One block a query, scores in dynamic shared memory.
+// One block per query, scores in dynamic shared memory.
 __global__ void attention(const float* Q, const float* K, const float* V, float* O, int T, int D) {
   extern __shared__ float smem[];
   float* scores = smem;

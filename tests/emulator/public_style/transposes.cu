@@ -1,4 +1,4 @@
-// Moving elements around, by themselves or by tiles.
+// Transposes, permutations, gathers and scatters.
 #include <cuda_runtime.h>
 
 const int TILE_DIM = 32;

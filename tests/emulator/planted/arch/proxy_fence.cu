@@ -1,4 +1,4 @@
-// A fence between ordinary accesses and TMA's, which exists from sm_90 on.
+// fence.proxy.async, which exists from sm_90 on.
 //
 // launch: block=32
 // options: arch="sm_80" if BROKEN else "sm_90"

@@ -1,4 +1,4 @@
-// wgmma, which Hopper alone has: its successors have other instructions.
+// wgmma, which exists only on Hopper: later architectures have other instructions.
 //
 // launch: block=128
 // options: arch="sm_100" if BROKEN else "sm_90"

@@ -1,4 +1,4 @@
-// A bulk copy reports to an mbarrier that its readers do not wait for.
+// A bulk copy signals an mbarrier that its readers do not wait for.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(256, dtype=np.float32)

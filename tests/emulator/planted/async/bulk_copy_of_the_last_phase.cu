@@ -1,4 +1,4 @@
-// Two bulk copies go through one buffer; after the second the wait is for the phase of the first.
+// Two bulk copies use one buffer; after the second, the wait is for the phase of the first.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(512, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A histogram in shared memory is stored by a bulk copy; the atomics that made it need the fence too.
+// A bulk copy stores a histogram from shared memory; atomics need a proxy fence, as plain stores do.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(64, np.int32)
@@ -7,7 +7,7 @@
 #include "common/ptx/tma.cuh"
 
 extern "C" __global__ void bulk_store_of_atomics_without_proxy_fence(int* out) {
-  CUKIT_DYNAMIC_SHARED(int, bins);  // 64
+  CUKIT_DYNAMIC_SHARED(int, bins);  // 64 ints
   bins[threadIdx.x] = 0;
   cukit::fence_proxy_async();
   __syncthreads();

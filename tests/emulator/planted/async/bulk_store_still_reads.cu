@@ -1,4 +1,4 @@
-// A row is filled anew while the bulk copy may still read it.
+// A row is refilled while the bulk copy may still read it.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(128, np.float32)

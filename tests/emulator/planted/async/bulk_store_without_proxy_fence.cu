@@ -1,4 +1,4 @@
-// Threads fill a row that a bulk copy stores: without a proxy fence it may read what was there before.
+// Threads fill a row for a bulk copy, which may read stale data without a proxy fence.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// cp.async brings a row that is read before the thread has waited for its copies.
+// A row loaded with cp.async is read before the thread has waited for its copies.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(256, dtype=np.float32)

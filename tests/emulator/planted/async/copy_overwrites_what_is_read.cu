@@ -1,4 +1,4 @@
-// The copy for the next round starts while threads still read this one's row.
+// The copy for the next round starts while threads still read the current row.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(512, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A thread waits for its own cp.async copies only; the barrier that tells the others of them is missing.
+// A thread waits only for its own cp.async copies; the barrier that publishes them is missing.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(256, dtype=np.float32)

@@ -1,4 +1,4 @@
-// An mbarrier for one arrival is arrived at by all threads.
+// All threads arrive at an mbarrier that is initialised for one arrival.
 //
 // launch: block=64
 // arg: np.zeros(64, np.float32)

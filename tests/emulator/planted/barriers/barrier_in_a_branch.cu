@@ -1,5 +1,5 @@
-// Half of the threads wait at a barrier in a branch that the others do not take, and those wait for them
-// through a flag.
+// Half of the threads wait at a barrier in a branch that the others do not take; those spin on a flag that
+// is set after the barrier.
 //
 // launch: block=64
 // options: patience=0.2

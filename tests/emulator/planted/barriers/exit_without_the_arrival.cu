@@ -1,4 +1,4 @@
-// Threads that find nothing to do leave without their arrival at an mbarrier.
+// Threads without work exit without arriving at an mbarrier.
 //
 // launch: block=64
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// A consumer announces more bytes than the copy brings.
+// An mbarrier expects more bytes than the copy delivers.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(256, dtype=np.float32)

@@ -1,4 +1,4 @@
-// Two warps meet at a named barrier that is said to be for three.
+// Two warps meet at a named barrier that counts three.
 //
 // launch: block=96
 // arg: np.zeros(1, np.int32)

@@ -1,4 +1,4 @@
-// A shuffle that names all lanes, in a branch that half of them take.
+// A shuffle with a full mask, in a branch that half of the lanes take.
 //
 // launch: block=32
 // arg: np.arange(32, dtype=np.float32)

@@ -1,4 +1,4 @@
-// The lanes of a warp wait at different barriers, which on the GPU may release both or none.
+// The lanes of a warp wait at different barriers; a GPU may release both or none.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

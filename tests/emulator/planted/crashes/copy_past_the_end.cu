@@ -1,4 +1,4 @@
-// memcpy with a length of the wrong unit.
+// memcpy with a length in the wrong unit.
 //
 // launch: block=1
 // arg: np.arange(64, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A recursion that goes deeper than any stack.
+// A recursion that overflows the stack.
 //
 // launch: block=64
 // arg: np.array([8, 1 << 30], np.int32)

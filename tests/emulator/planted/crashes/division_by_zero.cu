@@ -1,4 +1,4 @@
-// Integer division by zero: a GPU returns some number, a CPU would end the process.
+// Integer division by zero: the result is undefined on a GPU, and ends the process on a CPU.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.int32)

@@ -6,7 +6,7 @@
 // result: np.arange(64)
 // report: the kernel aborted: assert\(x\[threadIdx.x\] < kMost\)
 // report: thread \(40, 0, 0\)
-#ifndef __CUDACC_RTC__  // NVRTC knows assert
+#ifndef __CUDACC_RTC__  // NVRTC defines assert
 #include <cassert>
 #endif
 

@@ -1,4 +1,4 @@
-// A local array that leaps far below the stack.
+// A local array that is larger than the stack.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.int32)

@@ -1,4 +1,4 @@
-// A function that ends without a value for some arguments.
+// A function that returns no value for some arguments.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

@@ -1,4 +1,4 @@
-// An optional array that the launch does not pass is written all the same.
+// The kernel writes an optional array that the launch does not pass.
 //
 // launch: block=64
 // arg: None

@@ -1,4 +1,4 @@
-// The default of a switch is declared impossible, and happens.
+// A switch reaches a default that is declared unreachable.
 //
 // launch: block=64
 // arg: np.zeros(64, np.int32)

@@ -1,4 +1,4 @@
-// An address that was computed from data.
+// A pointer that is loaded from data, far from all allocations.
 //
 // launch: block=64
 // arg: np.full(64, 0x5f0000000000, np.uint64)

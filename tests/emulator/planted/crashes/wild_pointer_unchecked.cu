@@ -1,4 +1,4 @@
-// The same where accesses are not checked: the processor finds it.
+// A wild pointer without checked accesses: which the CPU reports as SIGSEGV.
 //
 // launch: block=64
 // options: checked=False

@@ -1,4 +1,4 @@
-// A loop with a barrier, whose end no thread brings about.
+// A loop with barriers, which no thread ends.
 //
 // launch: block=64
 // options: patience=0.3

@@ -1,4 +1,4 @@
-// A spin lock whose holder forgets to release it.
+// A spin lock that its holder never releases.
 //
 // launch: block=64
 // options: patience=0.3

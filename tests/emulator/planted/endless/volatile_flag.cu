@@ -1,4 +1,4 @@
-// A flag that nobody raises; that other threads do, it waits for in the clean twin.
+// Threads poll a volatile flag that no thread sets; in the clean twin another warp sets it.
 //
 // launch: block=64
 // options: patience=0.3

@@ -1,4 +1,4 @@
-// Blocks count together, with atomics that are atomic within a block alone.
+// Blocks share a counter, but increment it with block-scope atomics.
 //
 // launch: grid=4, block=32
 // options: global_races=True

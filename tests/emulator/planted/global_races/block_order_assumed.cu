@@ -1,4 +1,4 @@
-// Every block adds to what the block before it has left: nothing makes that one run first.
+// Every block adds to the result of the previous block, but nothing makes that block run first.
 //
 // launch: grid=4, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Whoever adds to a counter looks at it again with a plain load.
+// Threads that increment a counter atomically read it again with a plain load.
 //
 // launch: grid=2, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// A counter in a __device__ variable, changed by all blocks.
+// A counter in a __device__ variable, incremented by all blocks without atomics.
 //
 // launch: grid=4, block=32
 // options: global_races=True

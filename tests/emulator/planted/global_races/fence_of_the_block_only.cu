@@ -1,4 +1,4 @@
-// A result goes to another block through a flag, behind a fence that orders within the block alone.
+// A block passes a result to another through a flag, with only a block-scope fence before the flag.
 //
 // launch: grid=2, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// The reader of a flag goes on to the data without the fence that its side needs.
+// The reader of a flag reads the data without a fence after the flag.
 //
 // launch: grid=2, block=32
 // options: global_races=True
@@ -6,7 +6,7 @@
 // arg: np.zeros(2, np.float32)
 // result: [7, 7]
 // report: race: read of 4 bytes
-// missed: a fence is asked for on the side of the writer only
+// missed: a fence is required only on the writer's side
 extern "C" __global__ void flag_read_without_a_fence(int* flag, float* out) {
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) {

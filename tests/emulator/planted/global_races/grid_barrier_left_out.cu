@@ -1,4 +1,4 @@
-// Each block reads what its neighbour has stored in the phase before; they never meet.
+// Each block reads what its neighbour stored in the previous phase, without a grid barrier in between.
 //
 // launch: grid=4, block=32
 // options: global_races=True

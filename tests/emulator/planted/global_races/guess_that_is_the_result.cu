@@ -1,4 +1,4 @@
-// A ticket: the plain load is not only the guess for atomicCAS in another function, it is the result.
+// A ticket counter: the plain load is used as the ticket, not only as the first guess for atomicCAS.
 //
 // launch: grid=4, block=32
 // options: global_races=True

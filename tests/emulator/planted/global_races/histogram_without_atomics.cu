@@ -1,4 +1,4 @@
-// Threads of all blocks count into the same bins.
+// Threads of all blocks count into the same bins without atomics.
 //
 // launch: grid=4, block=64
 // options: global_races=True

@@ -1,4 +1,4 @@
-// A lock that two blocks take, by atomics that are atomic within a block alone.
+// Two blocks take a lock with block-scope atomics.
 //
 // launch: grid=2, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Blocks write a row of 64 each, but the rows are taken to be 60 apart.
+// Blocks write rows of 64 elements at a stride of 60.
 //
 // launch: grid=3, block=64
 // options: global_races=True

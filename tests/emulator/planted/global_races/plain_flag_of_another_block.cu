@@ -1,4 +1,4 @@
-// A block waits for another one's flag with plain loads and stores.
+// A block sets a flag for another block; both access it with plain loads and stores.
 //
 // launch: grid=2, block=32
 // options: global_races=True, threads=1

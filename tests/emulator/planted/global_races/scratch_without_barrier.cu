@@ -1,4 +1,4 @@
-// A block exchanges values through scratch memory of its own, and forgets the barrier.
+// A block exchanges values through its part of a global scratch array, without a barrier.
 //
 // launch: grid=2, block=64
 // options: global_races=True

@@ -1,4 +1,4 @@
-// A spin lock around a plain counter: it is released before the counter's new value is visible.
+// A spin lock around a plain counter is released without a fence after the update.
 //
 // launch: grid=4, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Blocks that share the depth of a product each add their part to the result.
+// Split-k: blocks add their partial sums to one result without atomics.
 //
 // launch: grid=4, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// The fence stands after the ticket has been taken: what it makes visible comes too late.
+// The fence comes after the ticket is taken, too late to publish the block's part.
 //
 // launch: grid=8, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// A sum by halving in global scratch memory, without a barrier between the halves.
+// A tree reduction in global memory, without a barrier between its steps.
 //
 // launch: block=64
 // options: global_races=True

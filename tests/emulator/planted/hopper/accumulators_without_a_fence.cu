@@ -7,7 +7,7 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 
-// Zeros in both operands: a tile of 64 rows of 128 bytes.
+// Zeroes the tile that is both operands: 64 rows of 128 bytes.
 CUKIT_DEVICE void fill(unsigned* tile) {
   for (int i = threadIdx.x; i < 2048; i += 128) tile[i] = 0;
 }

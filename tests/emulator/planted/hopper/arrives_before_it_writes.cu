@@ -1,4 +1,4 @@
-// Threads arrive at an mbarrier before the writes that it is to announce.
+// Threads arrive at an mbarrier before the writes that their arrival should publish.
 //
 // launch: block=64
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// The reader of st.async waits for a cluster barrier where only the mbarrier tells of the bytes.
+// The reader of an st.async waits at a cluster barrier, but only the mbarrier signals that the bytes arrived.
 //
 // launch: grid=2, block=32, shared=16
 // arg: np.zeros(2, np.float32)
@@ -8,7 +8,7 @@
 #include "common/ptx/mbarrier.cuh"
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) asynchronous_remote_store_not_waited_for(float* out) {
-  CUKIT_DYNAMIC_SHARED(float4, from_other);  // one
+  CUKIT_DYNAMIC_SHARED(float4, from_other);  // one float4
   __shared__ cukit::Mbarrier full;
   const int rank = cukit::cluster_rank();
   if (threadIdx.x == 0) {

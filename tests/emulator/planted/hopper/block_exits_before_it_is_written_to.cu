@@ -1,4 +1,4 @@
-// A block exits while its neighbour still stores in its shared memory.
+// A block exits while its neighbour still stores to its shared memory.
 //
 // launch: grid=2, block=32
 // arg: np.zeros(2, np.float32)

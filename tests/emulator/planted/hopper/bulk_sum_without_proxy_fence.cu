@@ -1,4 +1,4 @@
-// Partial sums are added to global memory by a bulk reduction; their writes lack the proxy fence.
+// A bulk reduction adds partial sums to global memory; their writes to shared memory lack the proxy fence.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// A lane arrives for its warp; __syncwarp does not order the other lanes' writes before it.
+// One lane arrives for its warp; no __syncwarp orders the other lanes' writes before the arrival.
 //
 // launch: block=64
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// One warp waits for the copy; the other reads as well.
+// One warp waits for the copy; the other reads the data without waiting.
 //
 // launch: block=64, shared=256
 // arg: np.arange(64, dtype=np.float32)

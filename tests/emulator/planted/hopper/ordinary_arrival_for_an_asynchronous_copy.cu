@@ -1,4 +1,4 @@
-// An ordinary arrival announces cp.async copies that are still in flight.
+// Threads arrive at an mbarrier while their cp.async copies are still in flight.
 //
 // launch: block=64, shared=1024
 // arg: np.arange(256, dtype=np.float32)

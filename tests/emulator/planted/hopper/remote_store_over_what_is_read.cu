@@ -1,4 +1,4 @@
-// A block stores in its neighbour's shared memory while the neighbour still reads the value before.
+// A block stores to its neighbour's shared memory while the neighbour still reads the old value.
 //
 // launch: grid=2, block=32
 // arg: np.zeros(2, np.float32)

@@ -1,4 +1,4 @@
-// A block reads what its neighbour stores in its shared memory without a cluster barrier.
+// A block reads a value that its neighbour stored remotely, without a cluster barrier in between.
 //
 // launch: grid=2, block=32
 // arg: np.zeros(2, np.float32)

@@ -1,4 +1,4 @@
-// Consumers give a slot back to the producer before they have read it.
+// Consumers release a pipeline stage to the producer before they have read it.
 //
 // launch: block=96, shared=256
 // arg: np.arange(128, dtype=np.float32)

@@ -1,4 +1,4 @@
-// The barrier that gives a slot back counts one of the two warps that read it.
+// The mbarrier that releases a pipeline stage expects one arrival, but two warps read the stage.
 //
 // launch: block=96, shared=256
 // arg: np.arange(128, dtype=np.float32)

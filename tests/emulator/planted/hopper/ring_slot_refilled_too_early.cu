@@ -1,4 +1,4 @@
-// A producer refills the slots of a ring without waiting until the consumers have read them.
+// A producer refills pipeline stages without waiting until the consumers have read them.
 //
 // launch: block=96, shared=512
 // arg: np.arange(256, dtype=np.float32)
@@ -9,7 +9,7 @@
 #include "common/ptx/tma.cuh"
 
 extern "C" __global__ void ring_slot_refilled_too_early(const float* x, float* out) {
-  CUKIT_DYNAMIC_SHARED(float, ring);  // two slots of 64 floats
+  CUKIT_DYNAMIC_SHARED(float, ring);  // two stages of 64 floats
   __shared__ cukit::Mbarrier full[2], empty[2];
   const int t = threadIdx.x;
   if (t == 0) {

@@ -1,4 +1,4 @@
-// Two rows go out in turn; the wait leaves the group in flight whose row is written next.
+// Two rows alternate; the wait leaves the bulk group in flight that reads the row to be written next.
 //
 // launch: block=64, shared=512
 // arg: np.zeros(256, np.float32)
@@ -7,7 +7,7 @@
 #include "common/ptx/tma.cuh"
 
 extern "C" __global__ void store_of_the_newest_group(float* out) {
-  CUKIT_DYNAMIC_SHARED(float, rows);  // two of 64 floats
+  CUKIT_DYNAMIC_SHARED(float, rows);  // two rows of 64 floats
   for (int round = 0; round < 4; ++round) {
     float* row = rows + 64 * (round % 2);
     row[threadIdx.x] = 64 * round + threadIdx.x;  // <- reported

@@ -1,4 +1,4 @@
-// Waiting for bulk groups does not wait for a store that is in none.
+// A wait for bulk groups does not cover a store that was never committed.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(128, np.float32)

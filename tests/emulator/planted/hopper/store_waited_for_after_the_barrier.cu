@@ -1,4 +1,4 @@
-// The thread that stores a row waits for the store only after the barrier that lets others write.
+// The storing thread waits for its store only after the barrier that lets the others overwrite the row.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(128, np.float32)

@@ -1,4 +1,4 @@
-// Waiting for the parity of the phase before the first one does not wait at all.
+// A wait on the parity of the phase before the first one returns at once.
 //
 // launch: block=64, shared=256
 // arg: np.arange(64, dtype=np.float32)

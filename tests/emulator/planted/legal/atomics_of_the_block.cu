@@ -1,4 +1,4 @@
-// Every block counts for itself, in global memory, with atomics of its own; one thread hands the sum on.
+// Each block counts in its own element with block-scope atomics; one thread per block adds it to a sum.
 //
 // launch: grid=4, block=64
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Threads of two blocks write the bytes of the same words, each its own.
+// Threads of two blocks write different bytes of the same words.
 //
 // launch: grid=2, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// A volatile look at a maximum saves atomics that would not raise it.
+// A volatile load of a maximum skips atomics that would not raise it.
 //
 // launch: grid=2, block=64
 // options: global_races=True

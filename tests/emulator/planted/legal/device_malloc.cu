@@ -1,4 +1,4 @@
-// Threads take memory from the heap, hand it to a neighbour, who reads it and gives it back.
+// Threads allocate memory from the device heap, a neighbour reads it, and the owner frees it.
 //
 // launch: block=32
 // arg: np.zeros(32, np.int32)

@@ -1,4 +1,4 @@
-// A table in constant memory and a counter in a __device__ variable, written by atomics and read after.
+// A table in constant memory, and a __device__ counter: incremented atomically, read after a barrier.
 //
 // launch: block=32
 // options: global_races=True

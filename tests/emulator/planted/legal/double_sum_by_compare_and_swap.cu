@@ -1,4 +1,4 @@
-// A sum of doubles through atomicCAS, as before compute capability 6.0: the first guess is a plain load.
+// A sum of doubles through atomicCAS, as before compute capability 6.0; the first guess is a plain load.
 //
 // launch: grid=4, block=64
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Threads without work return; those that go on meet at a barrier of their own, as is legal since Volta.
+// Threads without work return; the others meet at a barrier, which is legal since Volta.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

@@ -1,4 +1,4 @@
-// Whole warps return before barriers that count votes.
+// Threads and whole warps return before barriers that reduce a predicate.
 //
 // launch: block=128
 // arg: np.int32(70)

@@ -1,4 +1,4 @@
-// A shared array of a class whose constructor does nothing.
+// A shared array of a class with an empty constructor.
 //
 // launch: block=32
 // arg: np.arange(32, dtype=np.float32)

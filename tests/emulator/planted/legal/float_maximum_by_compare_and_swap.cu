@@ -1,4 +1,4 @@
-// A maximum of floats through atomicCAS on their bits, read by an atomic of its own.
+// A maximum of floats through atomicCAS on their bits; the first guess is read atomically.
 //
 // launch: grid=2, block=64
 // options: global_races=True

@@ -1,4 +1,4 @@
-// All blocks meet at a barrier of their own making, twice: they are few enough to run at the same time.
+// All blocks meet at a hand-written grid barrier three times; the grid is small enough to be resident.
 //
 // launch: grid=8, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Neighbours in an array of float16 belong to different blocks.
+// Adjacent float16 elements are written by different blocks.
 //
 // launch: grid=2, block=32
 // options: global_races=True

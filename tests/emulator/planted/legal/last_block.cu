@@ -1,4 +1,4 @@
-// Every block stores its part and takes a ticket; the block with the last one adds the parts up. Only the
+// Every block stores its parts and takes a ticket; the block with the last ticket adds all parts. Only the
 // thread that takes the ticket fences, after the barrier.
 //
 // launch: grid=6, block=64

@@ -1,4 +1,4 @@
-// A running sum over blocks: each waits for the one before it, whose number it has drawn earlier.
+// A scan over blocks: each block waits for the block that drew the previous ticket.
 //
 // launch: grid=8, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// One warp goes on through more barriers than the others, which have returned.
+// One warp passes more barriers than the other, which has returned.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

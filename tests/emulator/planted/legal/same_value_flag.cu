@@ -1,4 +1,4 @@
-// Many threads set one flag to the same value; with the option that is no race.
+// Many threads set a flag to the same value, which is no race with same_value_writes.
 //
 // launch: grid=2, block=64
 // options: same_value_writes=True, global_races=True

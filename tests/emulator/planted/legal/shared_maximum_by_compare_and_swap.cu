@@ -1,4 +1,4 @@
-// A maximum of floats in shared memory: who sees that its number is too small leaves without atomicCAS.
+// A maximum of floats in shared memory: after a plain load, threads with smaller values skip the atomicCAS.
 //
 // launch: grid=2, block=64
 // options: global_races=True

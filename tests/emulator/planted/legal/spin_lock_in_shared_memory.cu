@@ -1,4 +1,4 @@
-// A lock in shared memory, around plain accesses to shared memory.
+// A spin lock in shared memory that protects plain accesses to shared memory.
 //
 // launch: block=64
 // arg: np.zeros(1, np.int32)

@@ -1,4 +1,4 @@
-// Every lane takes a lock in turn: lanes make progress on their own since Volta.
+// All lanes of a warp take a spin lock, which works since Volta (independent thread scheduling).
 //
 // launch: grid=2, block=64
 // options: global_races=True

@@ -1,5 +1,5 @@
-// As CUDA's own sample of a sum in one launch: every thread fences what it has stored, then one takes the
-// ticket, and what others have stored is read without another fence.
+// As in CUDA's threadFenceReduction sample: every thread fences its own store, then one takes the ticket,
+// and the last block reads the parts of the others without another fence.
 //
 // launch: grid=6, block=32
 // options: global_races=True

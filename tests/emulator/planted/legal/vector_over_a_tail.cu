@@ -1,4 +1,4 @@
-// Rows of 66 floats are read four at a time: what follows them is loaded and not used.
+// Rows of 66 floats are read as float4: the elements after a row are loaded but not used.
 //
 // launch: block=32
 // arg: np.arange(66, dtype=np.float32)

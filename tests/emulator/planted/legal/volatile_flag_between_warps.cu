@@ -1,4 +1,4 @@
-// One warp waits for another's data: a fence, then a volatile flag that the other polls.
+// One warp passes data to another: a fence, then a volatile flag that the other polls.
 //
 // launch: block=64
 // arg: np.arange(32, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A volatile flag in shared memory whose first store comes after a fence that was for something else.
+// A volatile flag in shared memory whose first store follows an unrelated fence.
 //
 // launch: block=64
 // arg: np.zeros(64, np.int32)

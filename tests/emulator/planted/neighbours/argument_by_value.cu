@@ -1,4 +1,4 @@
-// A member of a structure that comes by value is taken for an array.
+// A member of a structure passed by value is indexed like an array.
 //
 // launch: block=32
 // arg: np.array([(1, 2, 3, 4)], "f4,f4,f4,f4").view("V16")

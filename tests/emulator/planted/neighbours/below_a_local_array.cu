@@ -1,4 +1,4 @@
-// An index far before a local array, where nothing lives.
+// An index far below a local array, outside all local variables.
 //
 // launch: block=32
 // arg: np.arange(8, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A pointer walks over the end of a local array.
+// A pointer runs past the end of a local array.
 //
 // launch: block=32
 // arg: np.arange(8, dtype=np.float32)

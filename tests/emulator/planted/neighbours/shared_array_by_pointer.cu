@@ -1,4 +1,4 @@
-// A pointer walks over the end of one shared array, where another one might lie.
+// A pointer runs past the end of a shared array, where another one may start.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

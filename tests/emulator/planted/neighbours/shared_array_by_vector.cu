@@ -1,4 +1,4 @@
-// The last vector of a shared array is wider than what is left of it.
+// The last vector store runs past the end of a shared array.
 //
 // launch: block=32
 // arg: np.arange(32 * 4, dtype=np.float32)

@@ -1,4 +1,4 @@
-// Two arrays share the dynamic shared memory, the second one starting inside the first.
+// Two arrays share the dynamic shared memory, and the second starts inside the first.
 //
 // launch: block=64, shared=512
 // arg: np.arange(64, dtype=np.float32)

@@ -1,4 +1,4 @@
-// One thread clears a sum, all add to it: a barrier has to be in between.
+// One thread clears a sum and all threads add to it, without a barrier in between.
 //
 // launch: block=64
 // arg: np.ones(64, np.float32)

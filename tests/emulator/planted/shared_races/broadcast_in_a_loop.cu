@@ -1,4 +1,4 @@
-// One thread publishes a value in every round; the barrier before the next round's value is missing.
+// One thread publishes a value in every round, without a barrier before the next round's value.
 //
 // launch: block=64
 // arg: np.arange(4, dtype=np.float32)

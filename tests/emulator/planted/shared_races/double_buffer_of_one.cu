@@ -1,4 +1,4 @@
-// Two stages take turns, but the index that chooses between them never changes.
+// A double buffer whose stage index never changes.
 //
 // launch: block=64
 // arg: np.arange(256, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A warp hands data to another through a volatile flag, without a fence between the data and the flag.
+// A warp passes data to another through a volatile flag, without a fence between the data and the flag.
 //
 // launch: block=64
 // arg: np.arange(32, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A list in shared memory: its head is read and then exchanged, without a look at what came back.
+// A linked list in shared memory: its head is read, then exchanged, and the exchanged value is ignored.
 //
 // launch: grid=1, block=64
 // arg: np.zeros(64, np.int32)

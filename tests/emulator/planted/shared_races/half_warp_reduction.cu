@@ -1,4 +1,4 @@
-// The last steps of a sum in shared memory rely on the lanes of a warp running in step.
+// The last steps of a reduction in shared memory rely on the lanes of a warp running in lockstep.
 //
 // launch: block=64
 // arg: np.ones(64, np.float32)

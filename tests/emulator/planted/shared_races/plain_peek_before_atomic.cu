@@ -1,4 +1,4 @@
-// A thread looks at a maximum before it raises it, to save the atomic: others raise it meanwhile.
+// A plain load of a maximum skips atomics that would not raise it, while other threads raise it.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.int32)

@@ -1,4 +1,4 @@
-// A counter is cleared for the next round while other threads still count in this one.
+// A counter is reset for the next round while another thread still reads this round's total.
 //
 // launch: block=64
 // arg: np.zeros(2, np.int32)

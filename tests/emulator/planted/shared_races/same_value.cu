@@ -1,4 +1,4 @@
-// Many threads set a flag that is read after a barrier: with different values, which one stays is luck.
+// Many threads set a flag that is read after a barrier; if their values differ, the result is undefined.
 //
 // launch: block=64
 // options: same_value_writes=True

@@ -1,4 +1,4 @@
-// A running sum by doubling reads and writes one row: values of this step are read before or after.
+// A scan by doubling updates one row in place, without a barrier between the reads and the writes of a step.
 //
 // launch: block=64
 // arg: np.ones(64, np.float32)

@@ -1,4 +1,4 @@
-// A row is smoothed where it lies: neighbours are read after some have been overwritten.
+// A row is smoothed in place: neighbours may be overwritten before they are read.
 //
 // launch: block=64
 // arg: np.ones(64, np.float32)

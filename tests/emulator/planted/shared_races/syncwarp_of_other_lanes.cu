@@ -1,4 +1,4 @@
-// __syncwarp orders the lanes that its mask names: the halves exchange values, but each waits for itself.
+// __syncwarp orders only the lanes in its mask: the halves exchange values, but each syncs with itself.
 //
 // launch: block=32
 // arg: np.arange(32, dtype=np.float32)

@@ -1,4 +1,4 @@
-// The last thread to add reads the total, while the others may still add.
+// Thread 63 reads the total while other threads may still add to it.
 //
 // launch: block=64
 // arg: np.ones(64, np.float32)

@@ -1,4 +1,4 @@
-// A producer warp and a consumer warp mean to meet at a named barrier, but arrive at different ones.
+// A producer warp and a consumer warp should meet at one named barrier, but use different ones.
 //
 // launch: block=64
 // arg: np.arange(32, dtype=np.float32)

@@ -1,4 +1,4 @@
-// A local array that is read before anything has been stored in it.
+// A local array is read before anything has been stored in it.
 //
 // launch: block=32
 // arg: np.array([3], np.int32)

@@ -1,4 +1,4 @@
-// A factor that never gets a value.
+// A factor is used before it has a value.
 //
 // launch: block=32
 // arg: np.ones(32, np.float32)
