@@ -1,13 +1,13 @@
-// The cost of strided loads: every thread sums words that are `stride` words apart.
+// The cost of strided loads: adjacent threads load words that are `stride` words apart.
 //
 //   sums[thread] = sum over i = thread, thread + threads, ... < count of words[i * stride]
 //
-// Adjacent threads read words that are `stride` apart, like a kernel that walks along a column, or
-// along one field of a structure. The sum keeps the compiler from removing the loads.
+// Kernels that read a column of a matrix, or one field of an array of structures, have this access
+// pattern. The sum keeps the compiler from removing the loads.
 //
 // Mapping: a grid of any size; grid-stride loop over the words. Shared memory: none.
-// Macros: WORDS 1|2|4, floats per load (4, 8 or 16 bytes); THREADS per block.
-// Minimum arch: sm_70. Reference: NumPy, words[::stride] summed by thread.
+// Macros: WORDS 1|2|4, floats per word (loads of 4, 8 or 16 bytes); THREADS per block.
+// Minimum architecture: sm_70. Reference: NumPy, words[::stride] summed by thread.
 #include "common/platform.cuh"
 #include "common/types.cuh"
 

@@ -2,21 +2,21 @@
 //
 //   encode: nearest, ties to even, saturating;  decode: exact
 //
-// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two per
+// Formats: FP8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two per
 //   byte, the first in the low bits, each row of `extent` values padded to `cols` bytes.
 // Mapping with VEC > 1, for rows without padding: a block converts THREADS * VECS_PER_THREAD
-//   consecutive vectors of VEC values, thread t the t-th of every THREADS, and issues all loads before
-//   the first use. Consecutive threads access consecutive 16 bytes of the values: with wider runs per
-//   thread a warp's store is not contiguous, and L2 writes partial sectors. Threads of block 0 also
-//   convert the values after the last full vector.
+//   consecutive vectors of VEC values, thread t vectors t, t + THREADS, ..., and issues all loads
+//   before the first use. Consecutive threads access consecutive 16 bytes of the values: with more
+//   bytes per thread a warp's stores have gaps, and L2 writes partial sectors. Threads of block 0
+//   also convert the values after the last full vector.
 // Mapping with VEC 1, for any alignment and padding: one byte (encode) or one value (decode) per step,
 //   in the same order.
 // Shared memory: none.
 // Macros: FORMAT E4M3|E5M2|INT8|INT4; DTYPE float32|float16|bfloat16, of the values; VEC 1 or 16 /
-//   sizeof(DTYPE), which requires values aligned to 16 bytes and storage to the bytes of VEC codes;
+//   sizeof(DTYPE), which needs values aligned to 16 bytes and storage to the size of VEC codes;
 //   THREADS; VECS_PER_THREAD; INDEX uint32|uint64, which must hold the number of values plus one
 //   block's.
-// Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
+// Minimum architecture: sm_80 (FP8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/narrow.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
@@ -46,7 +46,7 @@ CUKIT_DEVICE unsigned word_of(const float* x) {
   }
 }
 
-// Encodes the first kPerByte values into a byte; codes of values from `count` on are 0.
+// Encodes the first kPerByte values into a byte; values from `count` on count as 0.
 CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
   float x[kGroup] = {};
 #pragma unroll

@@ -6,8 +6,8 @@
 // Mapping: a block iterates over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A
 //   thread of the producer warpgroup issues the TMA loads of both models' queries and, tile by
 //   tile, keys (forward_producer_sm90.cuh: the teacher's as Q and K, the student's as second Q and
-//   V). Each consumer warpgroup owns 64 queries, keeps five sums of each row in registers
-//   (kl_rows.cuh) and iterates over tiles of TILE_N keys, last tile first. The teacher's
+//   V). Each consumer warpgroup owns 64 queries, keeps two maxima and four sums of each row in
+//   registers (kl_rows.cuh) and iterates over tiles of TILE_N keys, last tile first. The teacher's
 //   exponentials overlap the student's product and, where the student's lse is not given, the
 //   student's exponentials overlap the teacher's next product; the rest overlaps the products of
 //   other consumers. A consumer skips tiles that are masked for all of its queries.
@@ -15,7 +15,7 @@
 // Shared memory, dynamic: Q_t stages, a tile of 64 queries per consumer | K_t stages | K_s stages |
 //   Q_s stages. 2 (HEAD_DIM + VALUE_DIM) (64 CONSUMERS QUERY_STAGES + TILE_N STAGES) bytes, columns
 //   in parts of 64. Static: barriers, and the work of each stage of Q.
-// Tensor maps: as of flash_attention_sm90.cu, all of boxes [1, rows, 1, 64].
+// Tensor maps: as in flash_attention_sm90.cu, all with boxes [1, rows, 1, 64].
 // Macros: DTYPE float16|bfloat16; HEAD_DIM of the teacher, VALUE_DIM of the student, multiples of
 //   16 up to 256; CONSUMERS 2|3; TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128
 //   * (CONSUMERS + 1); BLOCKS_PER_SM; DISTILL 1; KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL,
@@ -59,8 +59,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
                       const Arguments& arguments, const cukit::MappedKlParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
   const int first_index = Block::consumer_group();
-  // The index of this warpgroup among the consumers. VARLEN recomputes it: it has no register to
-  // hold it throughout the loop.
+  // The index of this warpgroup among the consumers. VARLEN recomputes it, since no register is
+  // left to hold it throughout the loop.
   const auto index = [&] { return VARLEN ? Block::consumer_group() : first_index; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
@@ -75,7 +75,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
 
   cukit::QueryTileScheduler<kTileM, TILE_N> scheduler(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = first_index;  // which 64 of the tile's queries
+  int part = first_index;  // index of the warpgroup's 64 queries in the tile
   while (next_work(work, pipelines, index(), q_state, scheduler)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
@@ -129,7 +129,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
 
     for (int masked = work.keys.end; masked > visible.end; --masked) skip();
     if constexpr (KNOWN_S) {
-      // Both products together: with its lse given, the student has no exponentials to overlap.
+      // Issues both products together: with known lse, the student has no exponentials to overlap.
 #pragma unroll 1
       for (; tile >= visible.begin; --tile) {
         issue_teacher();

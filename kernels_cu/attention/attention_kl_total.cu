@@ -1,14 +1,14 @@
-// Weighted sum of the rows of a divergence, in a fixed order.
+// Weighted sum of the divergences of rows, in a fixed order.
 //
-// attention_kl_sum:    block b sums its share of weight * row, and of the weights:
+// attention_kl_sum:    block b sums weight * row, and the weights, over its share of the rows:
 //                      partials[0][b], partials[1][b].
 // attention_kl_total:  one block adds the partial sums and computes
 //                      totals = (factor * sum of rows / N, factor * *grad / N),
-//                      where N is *normalizer or, if that is null, with WEIGHED the sum of the
-//                      weights over heads (1 if it is 0), otherwise 1.
+//                      where N is *normalizer; if that is null, with WEIGHED the sum of the
+//                      queries' weights (1 if it is 0), otherwise 1.
 //
-// A query has one weight for all heads. A row of weight 0 counts as 0 even if it is infinite.
-// Macros: THREADS multiple of 32, 32..1024; WEIGHED 0|1 N is the sum of the weights.
+// A query has the same weight in all heads. A row of weight 0 adds 0 even if it is infinite.
+// Macros: THREADS multiple of 32, 32..1024; WEIGHED 0|1: N is the sum of the weights.
 // Minimum architecture: sm_80. Float accumulation, deterministic.
 // Reference: cukit/reference/attention_kl.py.
 #include "common/platform.cuh"

@@ -1,10 +1,10 @@
 // The tile scheduler of the Hopper backward: work items from an atomic counter.
 //
 // Blocks draw tickets. A ticket is the index of a tile of keys in the order of block_order.cuh.
-// VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries first, and summed
-// up their tiles of keys.
+// VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries first, and
+// computed prefix sums of their tiles of keys.
 //
-// Macros: TILE_N keys of a tile; DETERMINISTIC; those of score_options.cuh.
+// Macros: those of backward_walk.cuh; DETERMINISTIC 0|1.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -17,7 +17,7 @@
 
 namespace cukit::backward {
 
-// The arguments of a call.
+// The arguments of a call, and its work items.
 struct KeyProblem {
   const MappedKeyParameters& call;
   const int* cu_seqlens_q;
@@ -97,7 +97,7 @@ struct KeyProblem {
 constexpr int kNoWork = -1;  // steps
 
 // The first producer warp: draws tickets from a counter that starts at 0, publishes the work items
-// to the other warps and calls produce(work) for each, until there is none left.
+// to the other warps and calls produce(work) for each, until none is left.
 template <typename Produce>
 CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* counter,
                              const Produce& produce) {

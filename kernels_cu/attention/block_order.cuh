@@ -10,9 +10,9 @@ struct HeadTile {
   int tile;  // 0 .. tiles - 1
 };
 
-// Rasterisation groups of `group_heads` heads: all tiles 0 of the group's heads, then all tiles 1,
-// and so on. group_heads = 1 is head after head. The keys and values of a group stay in L2 if they
-// fit, and where the plan puts the longest tiles first, the group's blocks finish together.
+// Rasterisation groups of `group_heads` heads: tile 0 of each of the group's heads, then tile 1 and
+// so on. With group_heads = 1, heads follow one another. The keys and values of a group stay in L2
+// if they fit, and where the plan puts the longest tiles first, the group's blocks finish together.
 CUKIT_DEVICE HeadTile head_tile(int block, int heads, int tiles, int group_heads) {
   const int first_head = block / (tiles * group_heads) * group_heads;
   const int within = block - first_head * tiles;

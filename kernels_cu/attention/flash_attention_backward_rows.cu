@@ -1,33 +1,33 @@
-// The row-wise kernels before and after the attention backward.
+// Row-wise kernels before and after the main kernels of the attention backward.
 //
 // flash_attention_backward_prepare: delta = sum(dO * O) and lse * log2(e) of every query, padded to
 //   full tiles. Rows beyond the last query, and rows without a visible key, get delta = 0 and
-//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters
-//   of its tiles.
+//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the float32 sum of dQ or, with COUNTED,
+//   the counters of its tiles.
 // attention_kl_backward_prepare: for the divergence of two models' attention
 //   (attention_kl_sm80.cu), lse * log2(e) - log2(row weight) of both models, so that exp(score -
-//   lse) is the probability times the weight; +infinity for rows that do not count. The rest as
-//   above.
+//   lse) is the probability times the weight; +infinity for rows without a visible key or of
+//   weight 0. Zeroes the sum or the counters as above.
 // flash_attention_backward_finish: dQ = scale * sum, converted from blocks (query_gradient.cuh) to
 //   rows.
-// flash_attention_backward_sum: dK or dV from the float32 sums of the blocks that shared a head.
+// flash_attention_backward_sum: dK or dV, the sum of the float32 partial sums of a head's splits.
 // flash_attention_backward_sinks: dsink = -sum over the queries of exp(sink - lse) * delta; a sink
-//   is a key with a value of zero.
+//   is a key whose value is zero.
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
 // Mapping: prepare: LANES lanes per row, 16 bytes per lane. finish: one block per TILE_M rows of a
-//   head, a warp takes 16x8 blocks. Both start with the last rows: prepare leaves in L2 the rows
-//   that are read first afterwards, and finish reads from L2 the rows that were accumulated last.
+//   head, 16x8 blocks per warp. Both start with the last rows: prepare leaves in L2 the rows that
+//   the next kernel reads first, and finish reads from L2 the rows that were accumulated last.
 //   sum: eight elements per thread, splits in order. sinks: one block per head.
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float per warp,
 //   static.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the
+// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1: the
 //   head is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
-//   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1;
-//   COUNTED, 0 where it is not defined: counters tell which tiles of the sum have been stored
-//   (backward_sums.cuh); otherwise the sum starts at zero; TRANSPOSED, 0 where it is not defined:
-//   the sum's blocks are of its transpose (query_gradient.cuh); DISTILL, 0 where it is not defined:
-//   finish multiplies by a factor in device memory.
+//   QUERY_GRADIENT 0|1: dQ is summed in float32 (prepare); TILE_M multiple of 16; VARLEN 0|1.
+//   Optional, default 0: COUNTED 0|1: counters record which tiles of the sum have been stored
+//   (backward_sums.cuh), instead of a sum that starts at zero; TRANSPOSED 0|1: the sum is stored as
+//   blocks of its transpose (query_gradient.cuh); DISTILL 0|1: finish also multiplies by a factor
+//   in device memory.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"

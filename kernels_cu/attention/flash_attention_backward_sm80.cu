@@ -7,10 +7,10 @@
 // derivative of a softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
 // Mapping: a block owns TILE_N keys of one key head and iterates over the queries of `group` query
-//   heads in tiles of TILE_M, so that dK and dV accumulate in registers in a fixed order. Where key
-//   heads alone would leave the GPU half empty, `splits` blocks share a key head, SPLIT is 1 and
-//   each writes its own sum in float32 (flash_attention_backward_sum adds them). The warps of a
-//   block divide each of the five products differently; A x B means A warps along the rows: scores
+//   heads in tiles of TILE_M, so that dK and dV accumulate in registers in a fixed order. If there
+//   are too few tiles of keys to fill the GPU, `splits` blocks share a tile, SPLIT is 1, and each
+//   writes its own sum in float32 (flash_attention_backward_sum adds them). The warps of a block
+//   divide each of the five products differently; A x B means A warps along the rows: scores
 //   (queries x keys) SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ (queries x
 //   head_dim) QUERY_WARPS x ... P and dS pass between warps through shared memory.
 //   Without a mask, block n starts at query tile n and wraps around, so that at any time the blocks
@@ -57,7 +57,7 @@ constexpr int kGradOutBytes = TILE_M * VALUE_DIM * 2;
 constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
 constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 constexpr int kScoreBytes = TILE_M * TILE_N * 2;
-constexpr int kToGradOut = STAGES * kQueryBytes;  // from a tile of Q to that of dO
+constexpr int kToGradOut = STAGES * kQueryBytes;  // bytes from a tile of Q to its dO
 
 // A warp's share of each product: rows and columns.
 constexpr int kScoreRows = TILE_M / SCORE_WARPS;
@@ -91,9 +91,9 @@ using KeyGradient = float[kKeyRows / 16][kKeyCols / 8][4];
 using ValueGradient = float[kKeyRows / 16][kValueCols / 8][4];
 using QueryGradient = float[kQueryRows / 16][kPassCols / 8][4];
 
-// With heads of k and v of one size, Q and dO (and K and V) share the address register of an
-// operand: the caller passes the distance in bytes from one tile to the other. Otherwise each has
-// its own operand.
+// With HEAD_DIM == VALUE_DIM, Q and dO (and K and V) share the address register of an operand: the
+// caller passes the distance in bytes from one tile to the other. Otherwise each has its own
+// operand.
 constexpr bool kSameShape = HEAD_DIM == VALUE_DIM;
 
 template <typename First, typename Second>
@@ -118,8 +118,8 @@ CUKIT_DEVICE cukit::HeadTile key_tile_of(int block, const cukit::MappedKeyParame
   return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.section);
 }
 
-// The steps of a block: all tiles of queries of one query head, then those of the next head of the
-// group.
+// The steps of a block: the visible tiles of queries of one query head, then those of the next head
+// of the group.
 struct QuerySteps {
   cukit::TileRange tiles;
   int tiles_per_head;
@@ -167,7 +167,7 @@ struct Tiles {
 // ---- One tile of queries ----
 
 // Issues the copies of a tile of Q and dO, whose first row in the sequence is `first_row`, and of
-// its lse and delta to a stage. scratch_row(): of that row.
+// its lse and delta to a stage. scratch_row() returns the scratch row of `first_row`.
 template <typename ScratchRow>
 CUKIT_DEVICE void copy_queries(const Tiles& tiles, int stage, const T* q, const T* grad_out,
                                const float* lse_log2, const float* delta, int head, int first_row,
@@ -192,7 +192,7 @@ CUKIT_DEVICE void copy_queries(const Tiles& tiles, int stage, const T* q, const 
 struct TileOptions {
   const cukit::HeadScores& head;
   const cukit::ScoreSettings& settings;
-  bool unmasked, ends;       // as apply_options takes them
+  bool unmasked, ends;       // see apply_options
   int lane_query, lane_key;  // of the lane's first score
 
   CUKIT_DEVICE void apply(Scores& scores, float scale_log2) const {
@@ -203,9 +203,9 @@ struct TileOptions {
     }
   }
 
-  // The probability of a score, `row` rows and `column` columns from the lane's first. SOFTCAP: the
-  // options have not been applied, since the derivative `slope` of the cap is needed beside the
-  // product.
+  // The probability of a score, `row` rows and `column` columns from the lane's first. SOFTCAP:
+  // `score` is still the plain product, and the options are applied here, since the derivative
+  // `slope` of the cap is computed from the product too.
   CUKIT_DEVICE float probability(float score, float row_lse, int row, int column, float scale_log2,
                                  float& slope) const {
     if constexpr (SOFTCAP) {
@@ -239,8 +239,8 @@ CUKIT_DEVICE void store_pair(unsigned char* to, float p0, float p1, const float*
 #endif
 }
 
-// Adds a pass of the warp's accumulators of dQ to the float32 sum. `sum`: of the warp's first row
-// and column; `column`: the pass's, from there.
+// Adds one pass of the warp's dQ accumulators to the float32 scratch. `sum`: block at the warp's
+// first row and column; `column`: the pass's first column, relative to the warp's.
 CUKIT_DEVICE void add_query_gradient(float* sum, int column, const QueryGradient& dq, int lane) {
 #pragma unroll
   for (int m = 0; m < kQueryRows / 16; ++m)
@@ -254,8 +254,8 @@ CUKIT_DEVICE void add_query_gradient(float* sum, int column, const QueryGradient
 // ---- Epilogue ----
 
 // Calls store(row, column, low, high) for each pair of neighbours in the warp's dK or dV, whose
-// first column is `first_col`. `column` is the first of the eight that a quad holds; the lane's are
-// 2 (lane % 4) further.
+// first column is `first_col`. `column` is the first of the eight that a quad holds; the lane's
+// pair starts 2 * (lane % 4) columns further.
 template <int NT, typename Store>
 CUKIT_DEVICE void for_each_pair(const float (&gradient)[kKeyRows / 16][NT][4],
                                 const WarpShare& share, int first_col, const Store& store) {
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const cukit::RightNK<HEAD_DIM> score_right(tiles.k, share.score_col, 0);
   const cukit::LeftMK<VALUE_DIM> grad_left(tiles.grad_out, share.score_row, 0);
   const cukit::RightNK<VALUE_DIM> grad_right(tiles.v, share.score_col, 0);
-  // Keys as rows, head_dim as columns: dK and dV; dS is one tile behind P.
+  // Keys as rows, head_dim as columns: dK and dV. dS is kScoreBytes after P.
   const cukit::LeftKM<TILE_N, kKeyRows> key_left(tiles.p, 0, share.key_row);
   const cukit::RightKN<HEAD_DIM, kKeyCols> key_right(tiles.q, 0, share.key_col);
   const cukit::RightKN<VALUE_DIM, kValueCols> value_right(tiles.grad_out, 0, share.value_col);
@@ -388,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int stage_bytes = stage * kQueryBytes;
     const int grad_out_bytes = kSameShape ? stage_bytes + kToGradOut : stage * kGradOutBytes;
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this step's copies have landed, and all warps have finished the last step
+    __syncthreads();  // this step's copies are complete, and all warps are done with the last step
     if (STAGES == 2 && step + 1 < steps) copy_step(step + 1, stage ^ 1);
 
     const int tile = query_steps.tile_of(step);

@@ -1,5 +1,5 @@
-// Keys and values of flash_attention_sm90 in the blocks of a paged cache. The producer thread
-// requests tiles; other warps of its warpgroup look the blocks up and load them, in boxes of
+// Loads keys and values of flash_attention_sm90 from the blocks of a paged cache. The producer
+// thread requests tiles; other warps of its warpgroup look up the blocks and load them, in boxes of
 // PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
 //
 // Macros: those of flash_attention_sm90.cu.
@@ -53,7 +53,7 @@ struct PagedKeyValues {
     load(to, full, place.work, tile, false);
   }
 
-  // No further requests follow.
+  // Sends each fetcher warp a request with `to` null, which ends it.
   CUKIT_DEVICE void end() const {
     for (int warp = 0; warp < kFetchers; ++warp) send({});
   }
@@ -84,7 +84,7 @@ struct Cache {
   int columns;
 };
 
-// The blocks of a sequence.
+// The cache blocks of a sequence.
 struct Blocks {
   const int* table;  // the sequence's row of the block table
   int size;
@@ -115,7 +115,7 @@ struct Box {
 };
 
 // A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`:
-// the box of the tile below, looked up one request ahead, since tiles come in descending order.
+// the box of the tile below, looked up one request ahead: tiles are requested in descending order.
 template <typename Tile>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, Box& next) {
@@ -135,7 +135,7 @@ CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const B
 #else
 struct Box {};
 
-// Rows without a visible key become zeros.
+// Zero-fills rows without a visible key.
 template <typename Tile>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, Box&) {
@@ -145,7 +145,7 @@ CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const B
   const unsigned to = cukit::shared_address(request.to);
 #pragma unroll 1
   for (int first = 0; first < TILE_N; first += cukit::kWarpSize) {
-    // Each lane looks up one row, for all lanes that copy a part of it.
+    // Each lane looks up one row for all lanes that copy parts of it.
     const int key = request.tile * TILE_N + first + lane;
     long long own = -1;
     if (key >= request.first_key && key < request.end) {

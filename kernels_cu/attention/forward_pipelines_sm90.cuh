@@ -23,13 +23,13 @@ using T = cukit::element_t;
 #define DISTILL 0
 #endif
 
-// PAGED: rows of a TMA box within a block; 0: blocks are copied row by row.
+// PAGED: rows per TMA box, within one block of the cache; 0: blocks are copied row by row.
 #ifndef PAGE_ROWS
 #define PAGE_ROWS 0
 #endif
 #define ROW_BY_ROW (PAGED && !PAGE_ROWS)
 
-// V is multiplied as TMA loads it, and rows outside the sequence must be overwritten with zeros.
+// wgmma reads V as TMA loaded it, so rows outside the sequence must be overwritten with zeros.
 #define CLEARED ((VARLEN || PAGED) && !FLOAT8 && !ROW_BY_ROW && !DISTILL)
 
 constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
@@ -47,8 +47,8 @@ using ValueTile = Operands::ValueTile;
 using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_DIM>;
 #endif
 
-// A producer with more state gets more registers where two consumers leave them; with three or four
-// consumers it spills two or three words once per tile of queries.
+// A producer with more state gets more registers if the consumers leave enough; next to three or
+// four 16-bit consumers it spills two or three words once per tile of queries.
 constexpr bool kBusyProducer = DYNAMIC_SCHEDULE || WINDOW;
 constexpr int kProducerRegisters =
     PREPARES                                        ? 56
@@ -74,7 +74,7 @@ constexpr int kPreparers = 0;
 #endif
 
 #if PAGED
-// The last warps of the producer warpgroup load tiles from a cache, one after the other.
+// The last kFetchers warps of the producer warpgroup load tiles from the cache, round-robin.
 constexpr int kFetchers = cukit::kWarpgroupWarps - 1 - CLEARED;
 using RequestState = cukit::PipelineState<kFetchers>;
 
@@ -83,20 +83,20 @@ struct FetchRequest {
   unsigned char* to;      // null: no further requests
   cukit::Mbarrier* full;  // completed by the copies
   int b, head;            // of the queries
-  int first_key, end;     // keys visible to the tile of queries: no others are read
+  int first_key, end;     // keys outside [first_key, end) are not read
   int tile;
   bool of_keys;
 };
 #endif
 
-// Which 64 queries of a tile a consumer owns: in the first tile those of its own index. Where a
-// mask makes the parts' work unequal, the order is reversed in every second tile.
+// The part (64 queries) of the next tile that a consumer owns. In its first tile it is the part of
+// the consumer's index. Where a mask makes the parts' work unequal, the order alternates.
 CUKIT_DEVICE int part_of_next_tile(int part) {
   return cukit::kUneven ? CONSUMERS - 1 - part : part;
 }
 
 struct Pipelines {
-  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer: none waits for another's queries
+  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer: none waits for another's Q
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
 #if DYNAMIC_SCHEDULE
@@ -121,7 +121,7 @@ struct Pipelines {
   int listed[STAGES];  // of each stage of K: twice the tile's index, plus 1 if some pair is masked
 #endif
 
-  // One thread.
+  // Called by one thread.
   CUKIT_DEVICE void init() {
     for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.init(cukit::kWarpgroupWarps);
     k.init(Block::kConsumerWarps);

@@ -1,6 +1,6 @@
-// The producer warpgroup of flash_attention_sm90: sources of keys and values, the thread that
-// issues their loads, the warp that zeroes rows of V outside the sequence, and the warps that
-// prepare FP8 values.
+// The producer warpgroup of flash_attention_sm90 and attention_kl_sm90: sources of keys and values,
+// the thread that issues their loads, the warp that zeroes rows of V outside the sequence, and the
+// warps that prepare FP8 values.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -24,11 +24,11 @@ namespace producer {
 // A source loads the tiles of K and V of a sequence. Its interface:
 //   Place                             the location of a sequence and key head
 //   place(work)                       computed once for each tile of queries
-//   load_keys(to, full, place, tile)  one thread: issues the loads of keys tile * TILE_N .. of the
-//   load_values(...)                  sequence to a KeyTile (ValueTile), which complete kBytes at
-//                                     `full`
-// Rows of K beyond the end of the sequence may hold anything. Those of V must be zeros, unless the
-// kernel is compiled with the clearer or the preparers.
+//   load_keys(to, full, place, tile)  one thread: issues the loads of a tile of keys to a KeyTile
+//   load_values(...)                  (of values to a ValueTile), which complete kBytes on the
+//                                     mbarrier `full`
+// Beyond the end of the sequence, rows of K, and with DISTILL of V, may hold anything. Otherwise
+// rows of V must be zeros, unless the kernel has a clearer (CLEARED) or preparers (PREPARES).
 
 #if FLOAT8
 using LoadedValues = ValueTile::Raw;
@@ -81,7 +81,7 @@ struct MappedKeyValues {
 struct PreparedKeyValues {
   MappedKeyValues mapped;
   const unsigned char* values;
-  int tiles;  // of a key head
+  int tiles;  // of values per key head
 
   struct Place {
     MappedKeyValues::Place mapped;
@@ -118,7 +118,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
                       const cukit::ScoreSettings& settings,
                       const cukit::TensorMap* second_q = nullptr) {
   QueryState q_state;
-  int first_part = 0;  // the part of consumer 0
+  int first_part = 0;  // part of the query tile that consumer 0 owns
   KeyState k_state;
 #if PREPARES
   RawState v_state;
@@ -184,8 +184,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       v_state.advance();
     };
     const int last = work.keys.end - 1;
-    // V is loaded one tile behind K or, with PREPARES, together with K. One loop that contains each
-    // load once: with the first and the last load outside of it, the compiler spills.
+    // V is loaded one tile behind K or, with PREPARES, together with K. The loop contains each load
+    // once: with the first and last iterations peeled, the compiler spills.
 #pragma unroll 1
     for (int tile = last; tile >= work.keys.begin - !PREPARES; --tile) {
       if (tile >= work.keys.begin) load_keys(tile);

@@ -14,16 +14,16 @@ namespace {
 
 namespace consumer {
 
-// Waits for the queries of consumer `consumer`'s next work; false if there is none. With the
-// dynamic schedule the producer stores it with the stage of Q; with the static one every warp
-// computes it, while the stores of its last results are still in flight.
+// Sets `work` to the consumer's next tile of queries and waits until its Q is loaded; false if none
+// is left. Dynamic schedule: the producer stores the work with the stage of Q. Static schedule:
+// every warp computes it, while the stores of its previous results are still in flight.
 CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int consumer,
                             const QueryState& q_state,
                             cukit::QueryTileScheduler<kTileM, TILE_N>& scheduler) {
   cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[consumer];
 #if DYNAMIC_SCHEDULE
   queries.wait(q_state);
-  __syncwarp();  // converged: the compiler then treats what all lanes read as warp-uniform
+  __syncwarp();  // converged: the compiler then treats values read by all lanes as warp-uniform
   work = pipelines.work[q_state.index];
   __syncwarp();  // all lanes have read it before one of them releases the stage
 #else

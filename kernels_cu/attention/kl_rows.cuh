@@ -1,23 +1,23 @@
-// The divergence of two attention distributions, row by row, accumulated over tiles of both models'
+// The KL divergence of two attention distributions, per row, accumulated over tiles of both models'
 // scores.
 //
 //   e = exp2(x - top), x = a t, u = b s
-//   (t, s: products of teacher and student; a, b: scale log2(e) / T)
+//   (t, s: products Q K^T of teacher and student; a, b: scale log2(e) / T)
 //   cross_t += e t     cross_s += e s     sum_t += e     sum_s += exp2(u - top_s)
 //   KL / ln 2 = (a cross_t - b cross_s) / sum_t - lse_t + lse_s,   lse = top + log2(sum)
 //
-// A given lse takes the place of `top`; with the student's, its exponentials are not needed. With
-// the teacher's, KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e),
-// in which an error of lse_t has a second-order effect only. PRECISE, with both lse given: the sum
-// of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so that nothing cancels: the relative
-// error is that of float32 however small the divergence.
+// A given lse replaces `top`. With the student's, sum_s is not needed. With the teacher's,
+//   KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e),
+// in which an error of lse_t has only a second-order effect. PRECISE, with both lse given: the sum
+// of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so nothing cancels: the relative
+// error is that of float32, however small the divergence.
 //
-// Masked scores are kHidden, not -infinity: x - u is then finite, and their e is 0.
-// A lane has two rows, row `row` and row + 8: element 4 n + 2 half + i of its scores is in row
-// half. Sums are over the lane's columns, accumulated per tile first, for a smaller error of long
-// rows.
+// Masked scores are kHidden, not -infinity: x - u is then finite, and e is 0.
+// A lane holds rows r and r + 8: element 4 n + 2 half + i of its scores is in row r + 8 half. Sums
+// are over the lane's columns. Each tile is summed separately before it is added, which reduces the
+// rounding error of long rows.
 //
-// Macros: KNOWN_T, KNOWN_S 0|1 the lse of teacher and student is given; PRECISE 0|1, then both are.
+// Macros: KNOWN_T, KNOWN_S 0|1: the lse of teacher, student is given; PRECISE 0|1: needs both.
 #pragma once
 
 #include "common/platform.cuh"
@@ -29,9 +29,9 @@ namespace cukit {
 static_assert(!PRECISE || (KNOWN_T && KNOWN_S), "precise terms need both probabilities");
 
 constexpr float kHidden = -1e30f;
-constexpr float kNoScore = -1e29f;  // a maximum before the first visible key
+constexpr float kNoScore = -1e29f;  // the maximum before the first visible key
 
-// Replaces -infinity, which hide_keys has stored, by kHidden. NaN stays.
+// Replaces -infinity, which hide_keys has stored, by kHidden. NaN is kept.
 template <int N>
 CUKIT_DEVICE void make_finite(float (&scores)[N]) {
 #pragma unroll
@@ -181,7 +181,7 @@ class KlRows {
                                     : cross / sum_t - (lse_t - lse_s);
         kl = value * kLn2;
       }
-      // 0 for a row without visible keys, and for a negative rounding error near 0. NaN stays.
+      // 0 for a row without visible keys, and for a negative rounding error near 0. NaN is kept.
       const bool dead = KNOWN_T ? lse_t == infinity() : sum_t == 0.0f;
       if (dead || kl < 0.0f) kl = 0.0f;
       if (threadIdx.x % 4 != 0 || 8 * half >= rows_left) continue;
@@ -211,7 +211,7 @@ class KlRows {
     return Known ? max : fmaf(max, scale, log2f(sum));
   }
 
-  // p (expm1(-d) + d) of log2 p and log2 q.
+  // p (expm1(-d) + d), given x = log2 p and u = log2 q.
   CUKIT_DEVICE static float precise_term(float x, float u) {
     const float p = exp2f(x), q = exp2f(u), d = (x - u) * kLn2;
     const float series =

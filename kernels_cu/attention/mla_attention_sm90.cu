@@ -6,26 +6,26 @@
 //
 // Papers: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434 (section 2.1.2); Shah et al.,
 //   "FlashAttention-3", arXiv:2407.08608 (warp specialisation, softmax overlaps wgmmas).
-// Mapping: a block owns one tile of 64 rows (heads of queries) and iterates over pages of 64 keys,
-//   its share of the batch (mla_work.cuh). A page is stored in shared memory once and is an operand
-//   of both products. A thread of the producer warpgroup issues the loads of pages; the two
-//   consumer warpgroups, g = 0 and 1, each
-//     - accumulate output columns 256 g .. 256 g + 255, and the row sums of the pages they own,
-//       every second one;
-//     - for a page they own: compute the scores, update the row maxima and the exponentials, store
-//       these as probabilities to shared memory for the other consumer, multiply their own half;
-//     - for the other's page: multiply its probabilities by their own half, between the first EARLY
-//       sections of their own page's scores and the rest. So the tensor cores multiply scores while
-//       the owner computes exponentials.
+// Mapping: a block processes its share of the batch (mla_work.cuh) in pieces: a tile of 64 rows
+//   (heads of queries) and a range of pages of 64 keys. A page is stored in shared memory once and
+//   is an operand of both products. A thread of the producer warpgroup issues the TMA loads. Each
+//   of the two consumer warpgroups, g = 0 and 1, owns every second page. Consumer g
+//     - accumulates output columns 256 g .. 256 g + 255 of all pages, and row sums of its pages;
+//     - for its own page: computes the scores, the row maxima and the exponentials, stores these as
+//       probabilities to shared memory for the other consumer, and multiplies them by half g of the
+//       page;
+//     - for the other's page: multiplies the other's probabilities by half g, between the first
+//       EARLY sections of its own page's scores and the rest. Thus one consumer's wgmmas run while
+//       the other computes exponentials.
 //   A page is loaded and released in three sections, of 256, 256 and 64 columns: a half is released
 //   once its warpgroup has multiplied it, the last section once the scores are complete. PREFETCH:
 //   the page after the one being loaded is prefetched to L2.
 //   CLUSTER: each block of a pair multicasts half of a page's tokens to both: a page is read from
 //   L2 once for two tiles of rows. Both blocks process the same pages.
-//   CODES: the producer warpgroup converts the halves from FP8 codes to float16 in a unit of the
-//   page; the consumers convert the queries' latent columns to float16 (mla_codes.cuh). Scores of
-//   rotated columns come first and are scaled to that unit while the other consumer's probabilities
-//   are multiplied. Rows of a page beyond the last key may hold anything: as values they are
+//   CODES: the producer warpgroup converts the halves from FP8 codes to float16, relative to a unit
+//   per page; the consumers convert the queries' latent columns to float16 (mla_codes.cuh). Scores
+//   of rotated columns come first and are scaled to that unit while the other page's probabilities
+//   are multiplied. Rows of a page beyond the last key may hold arbitrary data; as values they are
 //   overwritten with zeros. A piece that does not cover its request is stored to `partial`, and
 //   mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
@@ -35,9 +35,9 @@
 //   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
 //   [1, 64, 128]. A block outside the cache reads as zeros, except for codes.
 // Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH
-//   0; EARLY 1|2; PREFETCH 0|1;
-//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a
-//   divisor of TEAM; CAUSAL 0|1; THREADS = 384.
+//   0; EARLY 1|2; PREFETCH 0|1; PRODUCER_REGISTERS; TEAM blocks that share pages, a divisor of the
+//   grid and of the number of tiles of a request; CLUSTER 1|2, a divisor of TEAM; CAUSAL 0|1;
+//   THREADS 384.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
 //   grid.
 // Reference: cukit/reference/mla_attention.py.
@@ -86,12 +86,12 @@ static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1),
 static_assert(!CODES || EARLY == 1, "the scores of rotated columns are scaled");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the wgmmas");
 
-// Number of a page's parts in a section. Sections 0 and 1 are the halves of the latent.
+// Parts of a page in a section. Sections 0 and 1 are the halves of the latent.
 CUKIT_DEVICE constexpr int parts_of(int section) {
   return section == kRopeSection ? PageTile::kParts - 2 * kHalfParts : kHalfParts;
 }
 
-// The pipeline state of a block's page number `count`.
+// Pipeline state of a page; `count`: pages that the block processed before it.
 CUKIT_DEVICE cukit::PipelineState<kStages> page_state(int count) {
   cukit::PipelineState<kStages> state;
   state.index = count % kStages;
@@ -133,7 +133,7 @@ struct Arrays {
   Partial partial;
 };
 
-// A warp's share in shared memory while it processes a piece, to save registers.
+// A warp's share, kept in shared memory while the warp processes a piece, to save registers.
 struct ParkedShare {
   alignas(Share) unsigned char bytes[sizeof(Share)];
   unsigned parity;  // of the piece
@@ -159,7 +159,7 @@ struct ParkedShare {
   }
 };
 
-// What the warps exchange through shared memory.
+// Data that the warps exchange through shared memory.
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
   int share_units;          // units per team
@@ -167,13 +167,13 @@ struct Exchange {
   float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
 #if CODES
   int units[kStages][2];  // of pages, for the readers of each half
-  unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query
+  unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query element
 #endif
 };
 
 namespace producer {
 
-// Columns of the cache's tensor map, whose elements are bytes with CODES.
+// In columns of the cache's tensor map, whose elements are bytes with CODES.
 constexpr int kCacheColumns = CODES ? kCodedBytes : kWidth;
 constexpr int kRopeColumn = CODES ? kRopeByte : kLatent;
 constexpr int kBoxColumns = PageTile::kRowBytes / (CODES ? 1 : sizeof(T));
@@ -227,7 +227,7 @@ CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage&
 }
 #endif
 
-// All participating warps iterate over the pages; one thread issues the loads.
+// All participating warps iterate over the pages; one thread issues the TMA loads.
 CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
                       const cukit::TensorMap* q, const cukit::TensorMap* cache, const Arrays& arrays,
                       const cukit::LatentParameters& params) {
@@ -239,7 +239,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const Piece piece = share.piece();
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Beyond the piece, and for the page without keys of a request of length 0, any block will do.
+    // Block 0 stands in for pages beyond the piece, and for the only page of a request of length 0.
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
@@ -258,7 +258,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     for (int left = piece.end - piece.begin; left > 0; --left, ++count, keys -= kPage) {
       if (starts) load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
       __syncwarp();
-      if (left > 1) block = *++entry;  // read long before it is used
+      if (left > 1) block = *++entry;  // loaded early to hide its latency
       decode_page(barriers, exchange, coded, keys, count, tiles);
       if (left > 1) coded.load(arrays.cache + block * params.cache_block);
     }
@@ -266,7 +266,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     int next = block_of(piece.begin + 1);
 #pragma unroll 1
     for (int page = piece.begin; page < piece.end; ++page, ++count) {
-      const int after = block_of(page + 2);  // read long before it is used
+      const int after = block_of(page + 2);  // loaded early to hide its latency
       if (starts) {
         if (PREFETCH && page + 1 < piece.end) {
 #pragma unroll 1
@@ -275,7 +275,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           }
         }
         load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
-        const int half = count % kStages;  // of the page's owner, loaded first
+        const int half = count % kStages;  // the half of the page's owner is loaded first
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
           load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
@@ -296,8 +296,8 @@ using Outputs = float[kHalf / 2];
 using Scores = float[kPage / 2];
 using Probabilities = unsigned[kPage / 16][4];
 
-// Named barriers: of one consumer, + group; of both; "the probabilities of group's page are
-// stored".
+// Named barriers: of one consumer (+ group); of both; for the probabilities of a consumer's page
+// (+ group), once they are stored.
 constexpr int kOwnBarrier = 1;
 constexpr int kBothBarrier = 3;
 constexpr int kHandoverBarrier = 4;
@@ -390,7 +390,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const int other = group ^ 1;
   const int member = blockIdx.x % TEAM;
   const int lane_row = cukit::accumulator_row();
-  float factor = params.scale_log2;  // of scores, in their unit
+  float factor = params.scale_log2;  // of scores, in the current unit
   cukit::Pipeline<kStages>& own_half = barriers.sections[group];
 
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
@@ -430,10 +430,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const auto factor_of = [&](int page_unit) {
       return params.scale_log2 * (power_of_two(query_unit) * power_of_two(page_unit));
     };
-    // Call once a half of the page is loaded.
+    // Requires that this consumer's half of the page is loaded.
     const auto unit_of = [&](int page) {
       const int page_unit = cukit::warp_uniform(exchange.units[page % kStages][group]);
-      __syncwarp();  // one lane releases the half
+      __syncwarp();  // all lanes have read it before one releases the half
       return page_unit;
     };
     const auto adopt_unit = [&](int page_unit) {
@@ -442,7 +442,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     };
 #endif
 
-    // The number of a page's rows that are keys; this warpgroup zeroes the others in its half.
+    // Keys from a page's first row on. Rows without a key are zeroed in this warpgroup's half.
     const auto keys_of = [&](int page) { return seq_kv - key_of(page); };
     const auto clear_beyond_end = [&](int page, int stage) {
       if (keys_of(page) < kPage) {
@@ -458,7 +458,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         own_half.release_to_cluster<CLUSTER>(page_state(page));
       }
     };
-    // Waits for one section of an own page, and issues its part of the scores.
+    // Waits for a section of an own page, and issues its part of the scores.
     const auto multiply_section = [&](int page, int turn) {
       const int section = turn == 0 ? kRopeSection : group ^ (turn - 1);
       const unsigned offset = section * kHalfParts * PageTile::kPart;
@@ -491,7 +491,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       cukit::wgmma_commit();
     };
 
-    int page = count + ((count ^ group) & 1);  // the first that this consumer owns
+    int page = count + ((count ^ group) & 1);  // the first page that this consumer owns
     for (; page < last; page += 2) {
       const bool follows = page > count;  // a page of the other consumer
 #pragma unroll
@@ -534,7 +534,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       cukit::exponentiate(softmax, scores, factor);
       Probabilities p;
       cukit::pack_probabilities<Latent>(p, scores);
-      // All warps have multiplied the probabilities that these overwrite.
+      // All warps of this consumer have multiplied the probabilities that these overwrite.
       cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
       store_probabilities(tiles.probabilities, p);
       if (threadIdx.x % 4 == 0) {
@@ -566,8 +566,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const Share own_share = parked.share();
     const Piece done = own_share.piece();
 
-    // Both consumers have adopted the maxima of the last page: their sums are relative to the same
-    // ones.
+    // Both consumers have adopted the maxima of the last page, so their row sums are relative to
+    // the same maxima.
     const unsigned parity = parked.queries().phase;
     Statistics total[2];
 #pragma unroll

@@ -1,17 +1,17 @@
 // Attention over keys and values in blocks of a cache, for few queries per request.
 //
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
-// row j % block_size of block block_table[b][j / block_size]. The queries are the last of a
-// request.
+// row j % block_size of block block_table[b][j / block_size]. The queries are the last tokens of
+// their request.
 // RECENT: key j from packed_lens[b] on is row j % recent_rows of ring buffer rings[b], unquantised.
 //
 // Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu
 //   et al., KIVI, arXiv:2402.02750 (int4, recent keys).
 // Mapping: the rows of a problem are the queries of all heads that share a key head, so a key is
-//   read once for the group. Tiles of TILE = STEP * WARPS keys; a warp owns STEP keys of each, with
-//   sums, maxima and outputs of its own and a pipeline of STAGES stages that no other warp waits
-//   for. paged_work.cuh schedules the tiles. A piece that does not cover its problem is stored to
-//   `partial`; the block that finishes a problem last adds its pieces in order.
+//   read once for the group. Tiles of TILE = STEP * WARPS keys; a warp owns STEP keys of each, and
+//   has its own accumulators, softmax state and pipeline of STAGES stages: the loop over tiles has
+//   no block-wide barrier. paged_work.cuh schedules the tiles. A piece that does not cover its
+//   problem is stored to `partial`; the last block to finish a piece merges the problem's pieces.
 // Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 *
 //   HEAD_DIM; for codes half of that plus 8 * STEP), reused to merge eight rows of every warp;
 //   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the column orders of both kinds
@@ -22,7 +22,7 @@
 //   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
 //   BLOCKS_PER_SM; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
-//   and grid; with UNIT_TILES the order of a request depends on its own length alone.
+//   and grid; with UNIT_TILES the order depends on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.
 #include "attention/paged_loader.cuh"
 #include "attention/paged_operands.cuh"
@@ -78,8 +78,8 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
   }
 }
 
-// int4: scales of values, and the offset that each key adds to all columns of an output, the value
-// of (code + 8 = 0).
+// int4: scales of values, and the offset that each key adds to all columns of an output: the value
+// of code -8, since the products use code + 8.
 CUKIT_DEVICE void load_value_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets,
                                      const unsigned char* from) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -222,7 +222,7 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned c
   multiply_values<F>(F::kCode == CODE ? sums.out : sums.recent, p, values);
 }
 
-// Adds a warp's keys of a tile of recent ones.
+// Adds a warp's keys of a tile of recent keys.
 CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
                                   const unsigned char* keys, int first_key, bool all_visible,
                                   const Rows& rows, int seq_kv, float factor,
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const float factor = cukit::exponent_factor(params.scale_log2);
 
-  // The block table is needed next: prefetched to L2 while lengths are read.
+  // Prefetches the block table, which is needed next, to L2 while the lengths are read.
   const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
   const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
                             (params.most_keys - params.recent_rows) / params.block_size;
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
               min(total, first_unit + share_units)};
 
   Loader loader(share, cukit::shared_address(stages), places[warp], arrays, params);
-#pragma unroll 1  // keeps one copy of its long machine code
+#pragma unroll 1  // the body is long
   for (int i = 0; i < STAGES - 1; ++i) {
     loader.start(arrays, params);
     __syncwarp();  // the next start overwrites the places of the keys
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     sums.clear();
     for (int tile = piece.begin; tile < piece.end; ++tile) {
       cukit::cp_async_wait<STAGES - 2>();
-      __syncwarp();  // all lanes' copies have landed, and no lane reads the stage filled next
+      __syncwarp();  // all lanes' copies are complete, and no lane reads the stage filled next
       loader.start(arrays, params);
       const unsigned char* keys = stages + stage * kStageBytes;
       stage = stage + 1 == STAGES ? 0 : stage + 1;

@@ -1,8 +1,8 @@
-// Partial results of paged attention: of the warps of a thread block, and of the pieces of a
-// problem.
+// Merging the partial results of paged attention: those of the warps of a thread block, and those
+// of the pieces of a problem.
 //
-// A piece that does not cover its problem stores its sums to global memory, and the thread block
-// that finishes the problem last adds the pieces in order.
+// A piece that does not cover its problem stores its partial result to global memory, and the last
+// thread block to finish a piece of the problem merges all pieces in order.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -19,10 +19,10 @@ struct Sums {
   Outputs out;
   float max[QUERY_TILES][2];
   float sum[QUERY_TILES][2];  // over this lane's keys; lanes of equal lane % 4 are summed at the end
-  float unit;     // CODE: factor of `out`, the largest scale of values so far
+  float unit;     // CODE: factor of `out`, the largest value scale so far
   float inverse;  // of unit, or 0
   float added[QUERY_TILES][2];  // int4: contribution of zero points, the same for all columns
-  Outputs recent;  // RECENT: outputs of recent keys, in another order of columns; unit 1
+  Outputs recent;  // RECENT: outputs of recent keys, in another column order; unit 1
 
   CUKIT_DEVICE void clear() {
     cukit::clear(out);
@@ -55,7 +55,7 @@ CUKIT_DEVICE float sum_over_keys(float value) {
   return value;
 }
 
-// Maximum and sum of a row, in log2 units.
+// Maximum of a row, in log2 units, and its sum of exponentials.
 struct Statistics {
   float max, sum;
 };
@@ -108,9 +108,9 @@ CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, i
   *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
 }
 
-// Adds the warps' sums, and stores them to the output or, if the piece is not `complete`, to a slot
-// of `partial`. `merge`: the stage that each warp read last, into which nothing is copied before
-// the next tile.
+// Merges the warps' results, and stores them to the output or, if the piece is not `complete`, to a
+// slot of `partial`. `merge`: the stage that each warp read last, into which nothing is copied
+// before the next tile.
 CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool complete, long long slot,
                               float factor, unsigned char* merge, Statistics (*statistics)[kRows],
                               const Partial& partial, const Arrays& arrays,
@@ -228,8 +228,8 @@ CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const 
   }
 }
 
-// Counts a finished piece; true for the block that finishes its problem, which resets the counter
-// to 0.
+// Counts a finished piece. Returns true in the block that finishes the problem, and there resets
+// the counter to 0.
 CUKIT_DEVICE bool finishes(int* counter, int pieces) {
   __shared__ bool last;
   __threadfence();

@@ -1,10 +1,10 @@
-// The float32 scratch in which thread blocks accumulate the gradient of the queries.
+// Float32 scratch in which thread blocks accumulate the gradient of the queries.
 //
-// Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks, row by row of
-// blocks; a block stores the four mma.sync accumulators of each lane, lane by lane, so that a warp
-// adds a block in one coalesced access.
+// Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks in row-major order. A
+// block stores the four mma.sync accumulators of each lane so that a warp's accesses are coalesced:
+// lane by lane from sm_90 on, otherwise accumulator by accumulator.
 //
-// Transposed: within a tile, 16x8 blocks of the tile's transpose, columns of the head by queries.
+// TRANSPOSED: a tile holds the 16x8 blocks of its transpose, [HEAD_DIM, queries].
 #pragma once
 
 #include "common/platform.cuh"
@@ -14,13 +14,13 @@ namespace cukit {
 
 constexpr int kQueryBlock = 16 * 8;  // floats
 
-// First float of the block of row `row` (a multiple of 16) and column `column` (of 8).
+// Offset, in floats, of the block at row `row` (a multiple of 16) and column `column` (of 8).
 template <int HeadDim>
 CUKIT_DEVICE long long query_block(long long row, int column) {
   return (row / 16 * (HeadDim / 8) + column / 8) * kQueryBlock;
 }
 
-// Adds this lane's accumulators to a block. Atomic: any thread block may add at any time.
+// Adds this lane's accumulators to a block, atomically: thread blocks may add concurrently.
 CUKIT_DEVICE void add_to_query_block(float* block, int lane, const float (&acc)[4]) {
 #if __CUDA_ARCH__ >= 900
   reduce_add_x4(block + lane * 4, acc);

@@ -37,7 +37,7 @@ struct QueryRows {
     }
   }
 
-  // Turns products into weights: P, with SOFTCAP times the derivative of the score. `unmasked`,
+  // Turns products into weights: P, with SOFTCAP times the softcap's derivative. `unmasked`,
   // `ends` as in apply_options.
   template <int N>
   CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked,

@@ -6,11 +6,11 @@
 // keys.
 //
 // Where the cost of tiles differs (VARLEN, PAGED, BLOCK_SPARSE) the schedule is dynamic: an atomic
-// counter hands out the tiles. Sequences come longest first, as plan_sequences.cu has sorted them;
-// within a head the last tile comes first.
+// counter assigns the tiles. plan_sequences.cu has sorted the sequences, the longest first; within
+// a head the last tile comes first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys are in the blocks
-//   of a cache, and the sequences' lengths are read on the device. Defines DYNAMIC_SCHEDULE 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1 (flash_attention_sm90.cu); PAGED
+//   0|1 keys are in a paged cache, and seq_kv is read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -38,7 +38,7 @@ namespace cukit {
 struct alignas(16) QueryWork {
   Sequence sequence;
   int b, head, first_row;
-  TileRange keys;  // at least one, even if it is fully masked; none: there is no further work
+  TileRange keys;  // at least one, even if it is fully masked; empty: no further work
 };
 
 // Written by plan_sequences.cu or, `next` alone, by plan_blocks.cu.
@@ -56,7 +56,7 @@ struct WorkProblem {
 };
 
 // Iterates over the work items of this block. With the dynamic schedule only one thread may use it;
-// with the static one any thread computes the same sequence.
+// with the static one every thread computes the same items.
 template <int TileM, int TileN>
 class QueryTileScheduler {
  public:
@@ -141,20 +141,20 @@ class QueryTileScheduler {
   const WorkProblem& problem_;
   const WorkPlan& plan_;
   const ScoreSettings& settings_;
-  int turn_ = 0;          // static schedule: position in the sequence of work items
+  int turn_ = 0;          // static schedule: position among the block's work items
   DynamicTiles dynamic_;  // dynamic schedule
 };
 
 // ---- A warpgroup's share of a tile ----
 
 // Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With
-// TURNS every warpgroup processes every tile of the work: a tile then has as many keys as the block
+// TURNS every warpgroup processes every tile of the item: a tile then has as many keys as the block
 // has queries.
 constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
 
-// The tiles of keys visible to a warpgroup's 64 queries, at least one. All warpgroups pass through
-// the pipeline stages of the work's tiles; those at either end may be masked for this one. A
-// warpgroup beyond the last query gets a single tile.
+// The tiles of keys visible to a warpgroup's 64 queries, at least one. Every warpgroup advances
+// through the pipeline stages of all of the work item's tiles, of which those at either end may be
+// masked for its queries. A warpgroup beyond the last query gets a single tile.
 template <int TileN>
 CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
                                 const ScoreSettings& settings) {

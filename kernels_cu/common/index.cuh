@@ -1,6 +1,6 @@
 // Integer types by name, for macros.
 //
-// Kernels that number the vectors of a whole tensor are specialised by -DINDEX=uint32|uint64: 32
+// Kernels that index the vectors of a whole tensor are specialised by -DINDEX=uint32|uint64: 32
 // bits where they suffice, since a 64-bit division takes about a hundred instructions. Kernels that
 // read ids take -DID=int32|int64.
 #pragma once

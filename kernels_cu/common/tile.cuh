@@ -36,7 +36,7 @@ struct Swizzle {
   }
 };
 
-// Where a lane's row of the four ldmatrix matrices starts within a 16x16 block of the tile:
+// Order in which the lanes address the four 8x8 matrices of ldmatrix within a 16x16 block:
 // ByRow:    matrices (rows 0-7, cols 0-7), (rows 8-15, cols 0-7), (rows 0-7, cols 8-15), the rest
 // ByColumn: matrices (rows 0-7, cols 0-7), (rows 0-7, cols 8-15), (rows 8-15, cols 0-7), the rest
 enum class LaneOrder { ByRow, ByColumn };
@@ -137,7 +137,7 @@ struct TileCopy {
   // With full rows per pass a thread's chunk and phase are constant: all its copies share one
   // offset.
   static constexpr int kRowsPerPass = Threads / kChunks;
-  // Up to 32 rows: a thread's first offset is 32-bit.
+  // At most 32 rows per pass, so that a thread's first offset fits 32 bits.
   static constexpr bool kWholeRows =
       Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0 && kRowsPerPass <= 32;
 
@@ -173,7 +173,7 @@ struct TileCopy {
 };
 
 // Stores Rows rows of a tile, from `first_row` on, to global memory, 16 bytes per access; rows from
-// `rows` on and columns from `cols` on are skipped. Called by Threads threads, this one as index
+// `rows` on and columns from `cols` on are skipped. Called by Threads threads, numbered by
 // `thread`: a warp may store its own rows.
 template <int Rows, int Cols, int Threads, bool Padded, typename T>
 CUKIT_DEVICE void store_tile(T* to, long long row_stride, const unsigned char* tile, int first_row,

@@ -1,9 +1,9 @@
-// The divisor of a mean over rows: the number of targets that are not ignored, at least 1; with
-// weights, their sum over these rows, 1 if that is 0.
+// The divisor of a mean loss: the number of rows whose target is not ignored, at least 1; with
+// weights, the sum of these rows' weights, or 1 if it is 0.
 //
 // Mapping: one block. Macros: ID int32|int64; THREADS multiple of 32, 32..1024.
-// Minimum architecture: sm_80. The number is exact; weights are summed in float in a fixed order:
-// deterministic.
+// Minimum architecture: sm_80. Rows are counted in int; weights are summed in float in a fixed
+// order: deterministic.
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/reduce.cuh"

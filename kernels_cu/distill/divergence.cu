@@ -1,5 +1,5 @@
-// A divergence of each row between the teacher's and the student's softmax, with the gradient for the
-// student's logits; optionally the cross-entropy on a target mixed into both.
+// Row-wise divergence between the teacher's and the student's softmax, and its gradient for the
+// student's logits; optionally also the cross-entropy on a target, whose gradient is added.
 //
 //   p = softmax(teacher / T),  q = softmax(student / T)
 //   soft = divergence(p, q) * factors.soft_loss * weight  (distill/divergence_rows.cuh)
@@ -11,9 +11,9 @@
 // where distill/logits.cuh computes the logits z from the input x.
 //
 // First sweep: the masses of both rows (the denominators of their softmaxes), and the teacher's mass
-// weighted with teacher - student, which gives the forward KL as sum_v p log(p / q). If that is large
-// compared with the two terms whose difference it is, it is the loss, and the second sweep writes
-// q - p. Otherwise student and teacher are close, and both results would be rounding errors: the second
+// weighted with teacher - student. They give the forward KL, sum_v p log(p / q), as a difference of
+// two terms. If it is large compared with them, it is the loss, and the second sweep writes q - p.
+// Otherwise student and teacher are close, and both results would be rounding errors: the second
 // sweep sums non-negative terms, without cancellation.
 // The other divergences need a sum over the row before the first element of their gradient: they sum
 // loss and slopes in the second sweep and write the gradient in a third. For the reverse KL that sum is
@@ -78,7 +78,7 @@ struct Statistics {
     }
   }
 
-  // Adds elements that `cover` has seen.
+  // Adds elements already passed to `cover`.
   template <int N>
   CUKIT_DEVICE void add(const cukit::Vec<T, N>& of_student, const cukit::Vec<T, N>& of_teacher) {
     float z[N], teacher_z[N];
@@ -103,7 +103,7 @@ struct Statistics {
   }
 };
 
-// Minimum blocks per SM; 0: the compiler's choice, with which variants with a transform spill.
+// Minimum blocks per SM; 0: the compiler's choice, which makes variants with a transform spill.
 constexpr int kLeastBlocks = TRANSFORM ? 768 / THREADS : 0;
 
 }  // namespace
@@ -115,7 +115,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     const float* __restrict__ token_weights,  // [rows] or null
     float* __restrict__ soft_rows,            // [rows]
     float* __restrict__ hard_rows,            // [rows]; HARD only
-    T* grad,                                  // like `student`, may be the same; GRAD only
+    T* grad,                                  // like `student`, may alias it; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
 #if PHASE
@@ -159,7 +159,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   const bool owned = PHASE ? own_target >= 0 && own_target < rows.columns : in_range;
   Single target_student, target_teacher;
   if (HARD && owned) {
-    // Read before the barriers of the exchange: afterwards the gradient may overwrite the student's.
+    // Read before the barriers of the exchange: afterwards the gradient may overwrite the logits.
     target_student[0] = student[slice.base + own_target];
     target_teacher[0] = teacher[slice.base + own_target];
   }
@@ -336,7 +336,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       divergence += part;
       if constexpr (GRAD) write(gradient);
     });
-    // Overwritten by the thread that has just written this element.
+    // The thread that has just written this element overwrites it.
     if (GRAD && HARD && owned && slice.owns(static_cast<int>(own_target))) {
       Single gradient;
       float counted = 0.0f;

@@ -1,4 +1,4 @@
-// Norm over many tensors: partial sums of squares, one block per CHUNK elements of a tensor
+// L2 norm over many tensors: partial sums of squares, one block per CHUNK elements of a tensor
 // (sum_of_squares), then the square root of their total (norm_of_partials, one block).
 //
 // Macros: DTYPE float32|float16|bfloat16; THREADS multiple of 32, 32..1024; CHUNK a multiple of
@@ -17,7 +17,7 @@ struct Tensor {  // int64 [4] on the host
   const T* data;
   long long size;
   long long first_block;
-  long long aligned;  // the address allows accesses of VEC elements
+  long long aligned;  // nonzero: data is aligned to VEC elements
 };
 
 }  // namespace

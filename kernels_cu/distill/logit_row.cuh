@@ -29,8 +29,8 @@ class LogitRow {
   using Vector = Vec<element_t, VEC>;
   using Single = Vec<element_t, 1>;
 
-  static constexpr int kInFlight = 4;  // accesses that a thread issues before it uses the first
-  static constexpr int kAhead = 3;     // batches of these accesses in flight to shared memory
+  static constexpr int kInFlight = 4;  // loads that a thread issues before it uses the first
+  static constexpr int kAhead = 3;     // batches of such loads in flight to shared memory
 
   RowSlice slice;
 
@@ -121,7 +121,7 @@ class LogitRow {
     for (int m = 0; m < Masses; ++m) masses[m].cover(top, scales[m]);
   }
 
-  // Adds elements that `cover` has seen.
+  // Adds elements that have been passed to `cover`.
   template <int Masses, int N>
   CUKIT_DEVICE void add(Mass (&masses)[Masses], const float (&scales)[Masses],
                         const Vec<element_t, N>& vector) const {

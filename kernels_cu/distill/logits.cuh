@@ -3,8 +3,8 @@
 //   TRANSFORM 0: z = x.
 //   TRANSFORM 1: z = scale * x, or with a cap z = cap * tanh(scale * x / cap).
 //
-// Vectors in which all |scale * x / cap| are below kSmall, as almost all logits of models with a cap
-// are, use a polynomial; the others use an exponential and a division per element.
+// A vector with all |scale * x / cap| below kSmall, the usual case in models with a cap, uses a
+// polynomial; any other vector uses an exponential and a division per element.
 //
 // Macros: DTYPE; TRANSFORM 0|1.
 #pragma once

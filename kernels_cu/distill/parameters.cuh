@@ -1,6 +1,6 @@
-// Parameters that the distillation kernels take by value.
+// Parameter structs of the distillation kernels.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
 #pragma once
 
 namespace cukit {
@@ -10,8 +10,8 @@ struct LogitRows {
   long long ignore_index;    // of targets
   long long row_stride;      // of the student's logits and their gradient, in elements
   long long teacher_stride;  // likewise; divergence only
-  int columns;               // in use: the vocabulary
-  int width;                 // of the gradient, whose columns from `columns` on are zeroed
+  int columns;               // with logits: the vocabulary, or this process's shard of it
+  int width;                 // of the gradient's rows; columns from `columns` on are zeroed
   int grad_loss_stride;      // 1: one value per row, 0: a scalar
 };
 
@@ -20,17 +20,17 @@ struct LogitRows {
 struct RowShard {
   long long first_column;  // of the shard
   long long columns;       // of the whole vocabulary
-  long long rows;          // of the launch
+  long long rows;          // in this launch
   int rank, size;          // index of the shard, and number of shards
 };
 
-// Transform from elements of a tensor to logits, see distill/logits.cuh
+// The transform from elements of a tensor to logits; see distill/logits.cuh
 struct LogitTransform {
   float scale;
   float cap, inverse_cap;  // 0: no cap
 };
 
-// cross_entropy, divergence, topk_divergence: factors of losses and gradients; beta of a divergence
+// cross_entropy, divergence, topk_divergence: factors of losses and gradients; beta of the divergence
 struct LossFactors {
   float inverse_temperature;
   float soft_loss;

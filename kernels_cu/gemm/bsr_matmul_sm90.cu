@@ -8,9 +8,9 @@
 //   column in which any of its rows has a block. A thread of the first warpgroup loads the blocks
 //   of each entry and the rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES
 //   ahead and across tiles. Missing blocks have index -1 and are loaded from a block of zeros. An
-//   empty group is given the extra entry after the last one: it has no blocks, and its rows of d
-//   are out of bounds, where TMA reads zeros. The host assigns tiles to the blocks of the grid such
-//   that all end at about the same time; concurrent tiles share their columns of d, which stay in
+//   empty group gets the extra entry after the last one: it has no blocks, and its rows of d are
+//   out of bounds, where TMA reads zeros. The host assigns tiles to the blocks of the grid so that
+//   all finish at about the same time; concurrent tiles share their columns of d, which stay in
 //   L2.
 // CLUSTER 2: two adjacent blocks compute tiles side by side. Each loads half of the sparse block
 //   that both multiply, and TMA multicasts it to both.

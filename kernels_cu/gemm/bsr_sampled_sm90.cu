@@ -1,7 +1,7 @@
-// The blocks of a dense product that are in a pattern (sampled product), on Hopper: persistent
-// blocks, TMA, wgmma.
+// Sampled dense product (SDDMM) on Hopper: the blocks of a dense product that are in a pattern.
+// Persistent thread blocks, TMA, wgmma.
 //
-//   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
+//   values[index of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
 //
 // Mapping: a tile has up to COLUMNS / BLOCK entries of a group of block rows, as in
 //   bsr_matmul_sm90: the rows of op(a) are multiplied by the entries' columns of op(b), gathered

@@ -9,7 +9,7 @@
 #include "common/types.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) depth_combine(
-    const cukit::element_t* x,               // [batch, seq_len, hidden]; may be out
+    const cukit::element_t* x,               // [batch, seq_len, hidden]; may alias out
     const cukit::element_t* __restrict__ y,  // [batch, capacity, hidden]
     const float* __restrict__ weights,       // [batch, capacity]
     const int* __restrict__ slots,           // [batch, seq_len]

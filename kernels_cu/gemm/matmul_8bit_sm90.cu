@@ -1,14 +1,14 @@
-// Products of 8-bit matrices on Hopper: int8 and float8 (e4m3), with scales per tensor, row or
+// Products of 8-bit matrices on Hopper: int8 and FP8 (e4m3), with scales per tensor, row or
 // block.
 //
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
-// Mapping: as in linear_sm90.cu: a persistent grid computes TILE_M x TILE_N tiles of the result,
+// Mapping: as in linear_sm90.cu. A persistent grid computes TILE_M x TILE_N tiles of the result,
 //   with a producer thread and CONSUMERS warpgroups of TILE_M / CONSUMERS rows each; a k step is
 //   128.
-// Product, by PARTIALS:
-//   0   one sum over all of k in the tensor cores: exact for int8; about 14 bits for float8
-//   1|2 float8 sums over 128 of k, added in float (common/hopper/promoted_product.cuh)
+// Accumulation, by PARTIALS:
+//   0   in the tensor cores over all of k: exact for int8, with about 14 bits for FP8
+//   1|2 FP8: partial sums over 128 of k, added in float (common/hopper/promoted_product.cuh)
 // Scales, by BLOCKS:
 //   0   per row or per tensor; applied in the epilogue, with zero points and bias
 //   1   per 128 elements of a row of a and per 128 x 128 block of b; applied to partial sums
@@ -21,7 +21,7 @@
 //   then with RESULT 2 TILE_M * TILE_N * 2: store buffers of 64, 32 or 16 columns, the widest that
 //   divides TILE_N; with SPLITS the received accumulators. Static: two barriers per stage, one for
 //   the split.
-// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8);
+// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the int8 accumulators);
 //   TILE_M 64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..;
 //   SPLITS 1|2|4|8; CLUSTER = SPLITS; PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged
 //   (common/hopper/scaled_epilogue.cuh), not 2 with SPLITS > 1; BLOCKS_PER_SM;

@@ -7,14 +7,14 @@
 // the weight. Codes are loaded straight from global memory to registers, without shared memory or
 // barriers.
 //
-// Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w has the
-//   steps w, w + WARPS, ... of 128 columns. It loads a step's codes, scales and x while it
+// Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w computes
+//   steps w, w + WARPS, ... of 128 columns. A warp loads a step's codes, scales and x while it
 //   multiplies the previous step. At the end the warps' accumulators are added in shared memory, in
 //   warp order.
 // Shared memory, bytes: WARPS * STRIPS * 512, static.
 // Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 *
 //   WARPS.
-// Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
 #include "common/ptx/cache_policy.cuh"
@@ -39,9 +39,9 @@ struct Step {
 };
 
 struct Source {
-  const unsigned char* block;  // packed block that contains this thread block's rows
+  const unsigned char* block;  // the packed block that contains this thread block's rows
   const T* x;                  // the lane's token, at the lane's first column; null if none
-  int strip;                   // this thread block's first strip of the packed block's four
+  int strip;                   // this thread block's first of the packed block's four strips
   int columns;
   unsigned long long policy;
 

@@ -1,6 +1,6 @@
 // Selects the k best entries of each row, best first; ties are ordered by index, lowest first.
 //
-// Each thread finds the best of every THREADS-th entry. The k-th best of these maxima is a lower bound of the k-th
+// Each thread finds the best of every THREADS-th entry. The k-th best of these maxima is a lower bound on the k-th
 // best entry, and only the k threads whose maximum reaches the bound have entries that do (keys are distinct). These
 // entries, at most k * ceil(entries / THREADS), about k for random scores, are collected and sorted.
 //
@@ -18,8 +18,8 @@ namespace {
 
 using cukit::Key;
 
-// Bitonic sort, descending, of one key per thread: thread i of the first `size`, a power of two, gets the i-th. Lanes
-// of a warp exchange keys by shuffles, others through `list`, which holds THREADS keys. All threads must call it.
+// Bitonic sort, descending, of one key per thread: thread i of the first `size`, a power of two, gets the i-th
+// largest. Lanes of a warp exchange keys by shuffles, others through `list` of THREADS keys. All threads must call it.
 CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
   const int thread = threadIdx.x;
   for (int run = 2; run <= size; run *= 2) {

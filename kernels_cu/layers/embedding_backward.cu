@@ -2,11 +2,11 @@
 //
 //   grad_weight[id] = sum of grad_out[n] over the tokens n with ids[n] == id
 //
-// Tokens are sorted by id (count_digits.cu, scatter_by_digit.cu). The sums of runs that cross chunks
-// are written to `parts`, which embedding_backward_join.cu adds up.
+// Tokens are sorted by id (count_digits.cu, scatter_by_digit.cu). A run that crosses chunks leaves
+// one partial sum per chunk in `parts`; embedding_backward_join.cu adds these up.
 // Mapping: block (c, s) sums the SPAN tokens of chunk c over slice s of THREADS * VEC columns; a
 //   thread owns VEC consecutive columns and loads kAhead rows at a time.
-// Shared memory: 8 * SPAN + 8 bytes, static. Macros: common/runs.cuh. Needs hidden % VEC == 0.
+// Shared memory: 8 * SPAN + 8 bytes, static. Macros: common/runs.cuh. Requires hidden % VEC == 0.
 // Minimum architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
 #include "common/platform.cuh"
@@ -19,7 +19,7 @@ using T = cukit::element_t;
 using Out = cukit::OUT;
 
 constexpr int kAhead = 8;  // rows in flight
-constexpr int kResidentThreads = 768;  // per SM: allows 80 registers per thread, for those rows
+constexpr int kResidentThreads = 768;  // per SM: allows 80 registers per thread for these rows
 static_assert(SPAN % kAhead == 0, "a chunk is a multiple of kAhead rows");
 
 }  // namespace
@@ -32,7 +32,7 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) embedding_backward(
     Out* __restrict__ grad_weight,               // [num_keys, hidden], zeroed
     float* __restrict__ parts,                   // [chunks, 2, hidden]
     int num_tokens, int num_keys, int hidden) {
-  // keys_near[1 + i] is key i of the chunk; the first and last entries are the adjacent keys.
+  // keys_near[1 + i] is key i of the chunk; the ends are keys of the adjacent chunks.
   __shared__ unsigned int keys_near[SPAN + 2];
   __shared__ int tokens_here[SPAN];
   const int chunk = blockIdx.x;

@@ -3,12 +3,12 @@
 //   out = gelu(x)        BACKWARD: grad_x = grad_out * gelu'(x)
 //
 // Paper: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415.
-// Mapping: a block processes THREADS * VECS_PER_THREAD consecutive vectors, thread t the t-th of every
-//   THREADS, and issues all loads before the first use; threads of block 0 also process the elements
-//   after the last full vector. No shared memory.
+// Mapping: a block processes THREADS * VECS_PER_THREAD consecutive vectors, thread t vectors t,
+//   t + THREADS, ..., and issues all loads before the first use; threads of block 0 also process
+//   the elements after the last full vector. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements per access (VEC * sizeof(DTYPE) <=
 //   16); VECS_PER_THREAD; ACTIVATION GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the
-//   number of vectors; BACKWARD 0|1.
+//   number of vectors plus one block's; BACKWARD 0|1.
 // Minimum architecture: sm_80. Computes in float; deterministic. Reference:
 //   cukit/reference/activations.py.
 #include "common/platform.cuh"
@@ -36,7 +36,7 @@ CUKIT_DEVICE T evaluate(T x, T grad) {
 extern "C" __global__ void __launch_bounds__(THREADS) gelu(
     const T* __restrict__ x,         // [size]
     const T* __restrict__ grad_out,  // [size], BACKWARD only
-    T* __restrict__ out,             // [size]; may be x or grad_out
+    T* __restrict__ out,             // [size]; may alias x or grad_out
     long long size) {
   const long long num_vecs = size / VEC;
   const cukit::index_t first =

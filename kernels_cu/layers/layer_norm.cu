@@ -5,12 +5,12 @@
 //
 // Paper: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
 // Mapping: rows over threads as in rows.cuh; one pass per block. Every element is read from device
-//   memory once. The variance is computed from differences to the mean, without cancellation.
+//   memory once. The variance is the mean squared difference from the mean: no cancellation.
 // Shared memory: 2 * ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
 //   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, the cache policy of x; RESIDUAL
 //   0|1; BIAS 0|1.
-// Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
+// Requires cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm
       if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
-  // With several rows per thread, which share weight and bias, these are loaded early, with x.
+  // With several rows per thread, weight and bias serve all of them and are loaded early, with x.
   Vector scale[VECS_PER_THREAD], shift[VECS_PER_THREAD];
   const auto load_weights = [&] {
 #pragma unroll
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm
   cukit::row_sums(mean, scratch[0]);
   cukit::stay_packed(values);
 
-  float sums[ROWS];  // of squared differences to the mean
+  float sums[ROWS];  // of squared differences from the mean
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     mean[r] /= cols;

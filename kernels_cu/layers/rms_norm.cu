@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
       if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
-  // With several rows per thread, which share the weight, it is loaded early, together with x.
+  // Several rows per thread share the weight, which is then loaded early, together with x.
   Vector scale[VECS_PER_THREAD];
   const auto load_weight = [&] {
 #pragma unroll

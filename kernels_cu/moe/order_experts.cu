@@ -1,10 +1,10 @@
-// Second kernel of expert order: offsets of the experts, a row for every choice, and the router's
+// Second kernel of expert_order: the experts' offsets, the row of every choice, and the router's
 // losses.
 //
 // Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one
-//   more block computes the losses. Blocks may start while the first kernel still runs and then
-//   wait for it: the arrays that it writes are not __restrict__, which would let the compiler load
-//   them too early.
+//   more block computes the losses. Blocks may start while the first kernel still runs, and
+//   then wait for it. The arrays that it writes are not __restrict__, which would let the compiler
+//   load them before the wait.
 // Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES
 //   0|1.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and

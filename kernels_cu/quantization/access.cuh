@@ -1,4 +1,4 @@
-// Loads and stores of vectors of values and of codes, with any alignment.
+// Loads and stores of vectors of values and of codes, at any alignment.
 //
 // Macros: those of common/quant/codes.cuh and common/types.cuh; ALIGNED 0|1: every vector is
 //   aligned to its size and ends within its row.

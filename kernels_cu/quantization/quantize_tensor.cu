@@ -8,7 +8,7 @@
 // Shared memory: THREADS / 32 words, static.
 // Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32;
 //   ITEMS.
-// Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
+// Minimum architecture: sm_80 (FP8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

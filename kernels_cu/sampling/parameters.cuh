@@ -5,14 +5,14 @@
 
 namespace cukit {
 
-// sample. Options for all requests; each is overridden by an array of per-request options if given.
+// sample. Options of all requests; an array of per-request values, if given, overrides an option.
 struct SampleParameters {
   unsigned long long seed;  // of request 0; request r has seed + r
   unsigned long long step;
   int num_rows, vocab_size;
   int iterations;           // vectors per thread
   int logprobs;             // 1: log-probability of the drawn token
-  int top_n;                // number of tokens listed with their log-probabilities
+  int top_n;                // number of most likely tokens listed with log-probabilities
   int rows_per_request;     // rows that share a request's options: 1, or draft tokens + 1
   float temperature, top_p, min_p;
   float repetition_penalty, presence_penalty, frequency_penalty;

@@ -1,19 +1,19 @@
-// Samples a token from each row of logits, or verifies the token of a draft model.
+// Samples a token from each row of logits, or verifies a draft model's tokens (speculative decoding).
 //
 //   weight(v) = floor(2^42 exp((z_v - max z) / temperature)), z: logits after the penalties
-//   kept: the first top_k tokens; of these the fewest with top_p of their total weight, including the one
-//     that crosses top_p; of these the tokens with weight >= min_p times the largest
-//   token = the first v, by token id, with sum_{u <= v, kept} weight(u) > uniform * sum_{kept} weight
+//   kept: the top_k most likely tokens; of these the fewest, most likely first, with at least top_p of their
+//     total weight; of these the tokens with weight >= min_p times the largest
+//   token = the smallest token id v with sum_{u <= v, kept} weight(u) > uniform * sum_{kept} weight
 //
-// Ties are ordered by token id, lowest first; temperature 0 is top_k = 1. Sums are integers, so a seed yields
-// the same token for any number of threads, blocks or GPUs that share the rows. Random numbers: philox.cuh,
-// streams below. The distribution of weights is exact to 2^-42 of the largest.
+// Equal logits rank by token id, lowest first; temperature 0 is top_k = 1. Weights are summed as
+// integers, so a seed yields the same token however rows are distributed over threads, blocks or GPUs. Weights
+// have 24 significant bits and a resolution of 2^-42 of the largest. Random numbers: common/philox.cuh.
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
-// Mapping: one cluster per row (row.cuh). A resident row is read from global memory once. For small top_k and
-//   the listed log-probabilities, up to 128 tokens are found in a single pass (best.cuh), up to 512 in block
-//   0's list (select.cuh). Otherwise select.cuh finds the cut, and all threads sum their weights for the draw.
+// Mapping: one cluster per row (row.cuh). A resident row is read from global memory once. If top_k and top_n
+//   are at most 128, one pass over the row finds these tokens (best.cuh); a top_k up to 512 is drawn from block
+//   0's sorted list (select.cuh). Otherwise select.cuh finds the cut, and all threads sum the kept weights.
 // Shared memory, dynamic: kWorkspaceBytes + the larger of RESIDENT * 4 * iterations * THREADS * VEC bytes and
 //   STREAMED * 8 * ceil(ceil(atoms / CLUSTER) / warps) * THREADS bytes.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
@@ -38,7 +38,7 @@ using cukit::Workspace;
 using T = cukit::element_t;
 
 constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // random streams
-constexpr int kListed = 512;  // largest top_k that is drawn from a sorted list
+constexpr int kListed = 512;  // largest top_k drawn from a sorted list
 
 template <typename V>
 CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
@@ -69,7 +69,7 @@ CUKIT_DEVICE float log_of(uint64 weights) {
   return cukit::kLn2 * (log2f(static_cast<float>(weights)) - static_cast<float>(cukit::kScale));
 }
 
-// Finds the token at `place` of the prefix sum of weights, given this thread's `sum`, and calls `winner`.
+// Calls winner(logit, token) for the token whose interval in the prefix sum of weights contains `place`.
 template <typename WeightOf, typename Winner>
 CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
                              const WeightOf& weight_of, const Winner& winner) {
@@ -97,8 +97,8 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
   }
 }
 
-// Truncates the first `ranked` entries of a sorted list by top_p and min_p, and draws from the rest, in the
-// order of token ids. For block 0 only. weights: shared memory for `ranked` values.
+// Applies top_p and min_p to the first `ranked` entries of a sorted list, and draws from the kept tokens in
+// order of token id. Block 0 only. weights: shared memory for `ranked` values.
 template <typename Winner>
 CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* scans,
                                  const Selection& selection, const Draw& draw, int ranked,
@@ -202,7 +202,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const int number = static_cast<int>(blockIdx.x) / CLUSTER;
   const int request = number / p.rows_per_request;
   const int turn = number % p.rows_per_request;
-  // Pointers and options are computed at their use, to save registers while streaming.
+  // Pointers and options are computed where they are used, to save registers while streaming.
   const auto results_of_row = [&] {
     const long long first = static_cast<long long>(number) * p.top_n;
     return Results{tokens + number, logprobs + number, top_tokens + first, top_logprobs + first,
@@ -236,7 +236,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                  option(frequency, request, p.frequency_penalty)};
   }
   Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, values, team.rank(), p);
-  // The smallest key shows a NaN or +infinity, or that all logits are -infinity.
+  // False for a row with a NaN or +infinity, or of -infinity only, as its smallest key indicates.
   const auto drawable = [&](unsigned least) {
     return valid && least > cukit::descending_key(cukit::infinity()) &&
            least < cukit::descending_key(-cukit::infinity());
@@ -363,7 +363,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         if (writes) drawn(row.at(draft), draft);
         return;
       }
-      // Resample from the excess of the target over the draft.
+      // Rejected: resample from the residual max(0, p_target - p_draft).
       stream = kResample;
       const double share = 1.0 / static_cast<double>(kept.total);
       const auto excess = [&](float x, int column) -> uint64 {

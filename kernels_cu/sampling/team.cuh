@@ -52,7 +52,7 @@ class Team {
 
   struct Sum {
     uint64 total;   // over the row
-    uint64 before;  // over the warps before this one, in earlier blocks too
+    uint64 before;  // over the warps before this one, including those of lower-ranked blocks
     unsigned count;
   };
 
@@ -71,7 +71,7 @@ class Team {
     }
   }
 
-  // Must be called once, before any access to other blocks.
+  // Must be called once, before any access to other blocks' shared memory.
   CUKIT_DEVICE void wait_for_start() const {
     if constexpr (CLUSTER > 1) cluster_wait();
   }
@@ -151,7 +151,7 @@ class Team {
     return all;
   }
 
-  // Broadcasts the message of the one thread of block 0 with `sends` to all threads.
+  // Broadcasts a message to all threads, from the one thread of block 0 that sets `sends`.
   CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool sends) {
     buffer_ ^= 1;
     if (sends) {

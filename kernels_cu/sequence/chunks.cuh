@@ -1,4 +1,4 @@
-// Building blocks of the gated scan: the work of a block, decays of a chunk, tiles of states.
+// Building blocks of the gated scan: a block's share of the work, a chunk's decays, a warp's rows of a state.
 #pragma once
 
 #include "common/platform.cuh"
@@ -50,8 +50,8 @@ struct ScanWork {
   }
 };
 
-// Loads the log decays, base 2, of tokens 2 l and 2 l + 1 of a chunk into lane l. `log_decay` points to the
-// first one of the sequence and head.
+// Loads the log decays of tokens 2 l and 2 l + 1 of a chunk into lane l, clamped and in base 2. `log_decay`
+// points to the first one of the sequence and head.
 CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_heads, int chunk,
                               int length) {
 #pragma unroll
@@ -84,8 +84,8 @@ struct ChunkDecays {
   CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
 };
 
-// Writes the gradients of a chunk's log decays, by one warp, as a prefix sum: that of token 0 is `first`, that of
-// token t + 1 exceeds that of token t by change(t). Lane l passes the changes of tokens 2 l and 2 l + 1. `grads`
+// Writes the gradients of a chunk's log decays, computed by one warp as a prefix sum: token 0 gets `first`, and
+// token t + 1 gets token t's gradient plus change(t). Lane l passes the changes of tokens 2 l and 2 l + 1. `grads`
 // points to the first one of the sequence, head and column tile.
 CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], float first,
                                         const float* log_decay, int token, int length, int num_heads,
@@ -111,7 +111,7 @@ CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], 
   }
 }
 
-// Scales the rows of a chunk's values by factor(row); tiles [kChunk][kHeadColumns].
+// Scales the rows of a chunk's values by factor(row), from tile `values` to tile `to`, [kChunk][kHeadColumns].
 template <typename T, int Threads, typename Factor>
 CUKIT_DEVICE void scale_values(unsigned char* to, const unsigned char* values, const Factor& factor) {
   constexpr int kChunks = kHeadColumns / 8;

@@ -11,15 +11,15 @@
 //
 // Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps iterates over the
 //   chunks of 64 tokens of its segment. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and a
-//   quarter of the state's rows, which stay in registers as floats. The state is rounded to the inputs' type
-//   for the products that read it, and so are decayed scores and keys.
+//   quarter of the state's rows, which stay in registers as floats. The state is rounded to DTYPE for the
+//   products that read it, as are decayed scores and keys.
 // STATES 0: outputs, and the final state of each sequence.
 // STATES 1: the final state of each segment for an initial state of 0, from which join_segments.cu computes the
-//   segments' initial states (the grid omits the last segment). Chunks are processed from the last one on, and
-//   the loop ends once all earlier contributions have decayed to 0.
+//   segments' initial states (the grid omits the last segment). Chunks are processed from last to first, and the
+//   loop ends once all earlier contributions have decayed to 0.
 //   With REVERSE: the gradient of each segment's initial state, g = sum_i exp(s_i) c_i y_i^T, with s summed from
 //   the segment's first token on, gradients of outputs in place of values, and queries in place of keys (the
-//   grid omits the first segment). Chunks are processed from the first one on.
+//   grid omits the first segment). Chunks are processed from first to last.
 // STATES 2: the state before each chunk, rounded, for gated_scan_backward_sm80.cu and _sm90.cu.
 // Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries with outputs, 64 x 64 values) of 2 bytes,
 //   STATE_TILE x 64 x 2 bytes of state unless STATES is 1, dynamic; 4 x 64 floats static.
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[0][n][i] *= grown[i / 2];
 
-      // 16 keys per step; steps past the warp's rows are fully masked and skipped.
+      // 16 keys per step; steps beyond the warp's rows are fully masked and skipped.
       const cukit::RightNK<STATE_TILE> key_rows(keys, 0, 0);
       const cukit::RightKN<kColumns> value_rows(values, 0, 0);
 #pragma unroll
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
             [&](unsigned(&r)[4], int n, int) { value_rows(r, 16 * step, 8 * n); });
       }
 
-      // The warp's queries are no longer needed: their memory stages its outputs for coalesced stores.
+      // The memory of the warp's queries, no longer needed, stages its outputs for coalesced stores.
       __syncwarp();
       unsigned char* staged =
           memory + stage * kStageBytes + kKeyBytes + kValueBytes + warp * (16 * STATE_TILE * 2);

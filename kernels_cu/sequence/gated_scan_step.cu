@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
   // Vectors of VEC columns, up to THREADS per iteration.
   const int vecs = p.head_dim / VEC;
   const int width = min(vecs, THREADS);
-  const int rows = THREADS / width;  // processed at once
+  const int rows = THREADS / width;  // of the state, per iteration
   const int row = thread / width;
   for (int first = 0; first < vecs; first += width) {
     const int vec = first + thread % width;

@@ -196,12 +196,20 @@ class Bench:
         check_invariants(pool)
 
 
-SLOW = ("told", "frees_of_destructors", "arrays_of_cupy", "defragment", "report", "out_of_memory")
-
-
 @pytest.mark.parametrize(
     "name",
-    ["hit", "miss", "free", "buffer", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+    [
+        "hit",
+        "miss",
+        pytest.param("told", marks=pytest.mark.slow),
+        "free",
+        pytest.param("frees_of_destructors", marks=pytest.mark.slow),
+        pytest.param("arrays_of_cupy", marks=pytest.mark.slow),
+        "buffer",
+        pytest.param("defragment", marks=pytest.mark.slow),
+        pytest.param("report", marks=pytest.mark.slow),
+        pytest.param("out_of_memory", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupt_at_every_bytecode(name: str) -> None:
     bench = Bench()

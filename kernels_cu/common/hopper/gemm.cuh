@@ -1,11 +1,11 @@
-// The skeleton of matrix products on Hopper (sm_90a): persistent blocks, a producer thread,
+// The skeleton of a matrix product on Hopper (sm_90a): persistent blocks, a producer thread,
 // consumer warpgroups. A kernel is composed of four independently replaceable parts:
 //
 //   schedule   the tiles of this block:   bool tile(int turn, Tile& tile) const
 //              A Tile has first_step and end_step, its range of steps along k, and the
 //              coordinates that the other parts need.
-//   operands   contents and loads of a stage, one thread:   kStageBytes,
-//              int bytes(const Tile& tile) const, if load() may load fewer,
+//   operands   loads a stage, called by one thread:   kStageBytes,
+//              int bytes(const Tile& tile) const, optional: the bytes of a tile's loads,
 //              void load(unsigned char* stage, Mbarrier* full, const Tile& tile, int step) const
 //   product    the consumer's main loop over the stages of a tile:   Accumulators,
 //              void multiply(Accumulators&, Pipeline&, State&, const Tile&) const
@@ -39,7 +39,7 @@ namespace cukit {
 
 namespace detail {
 
-// operands.bytes(tile), if it exists: the bytes that load() loads.
+// operands.bytes(tile) if it exists, else kStageBytes.
 template <typename Operands, typename Tile>
 CUKIT_DEVICE auto stage_bytes(const Operands& operands, const Tile& tile, int)
     -> decltype(operands.bytes(tile)) {
@@ -50,7 +50,7 @@ CUKIT_DEVICE int stage_bytes(const Operands&, const Tile&, long) {
   return Operands::kStageBytes;
 }
 
-// epilogue.begin(tile), if it exists.
+// Calls epilogue.begin(tile) if it exists.
 template <typename Epilogue, typename Tile>
 CUKIT_DEVICE auto begin_tile(Epilogue& epilogue, const Tile& tile, int)
     -> decltype(epilogue.begin(tile)) {
@@ -94,10 +94,10 @@ CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
 }
 
 // The same with an epilogue in steps that overlap the products of the next tile: the tensor cores
-//   stay busy during the epilogue, at the cost of accumulators for two tiles. product.multiply(..,
-//   beside) calls beside(step) for its first Epilogue::kSteps steps, while their products run; a
-//   tile has at least as many steps of k.
-//   epilogue.store_step(const Accumulators&, const Tile&, int step)
+// stay busy during the epilogue, at the cost of accumulators for two tiles. The epilogue provides
+//   store_step(const Accumulators&, const Tile&, int step)
+// and product.multiply<kSteps>() calls its last argument with 0 .. kSteps - 1 while the wgmmas of
+// these k steps run. A tile has at least kSteps = Epilogue::kSteps k steps.
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule& schedule,
                                      const Product& product, Epilogue& epilogue) {
@@ -107,7 +107,7 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
   typename Schedule::Tile tile, before;
   Sums even, odd;
   int turn = 0;
-  // Multiplies the next tile and stores the previous one meanwhile; false if there is no next tile.
+  // Multiplies the next tile while storing the previous one; false if there is no next tile.
   const auto next = [&](Sums& sums, const Sums& stored) {
     before = tile;
     const bool exists = schedule.tile(++turn, tile);
@@ -162,13 +162,13 @@ struct DenseTiles {
 // (MN-major: [k, m], [k, n]; 16-bit elements only).
 enum class Major { K, MN };
 
-// An operand's share of a stage: Extent rows (of a) or columns (of b) times TileK steps of k.
+// An operand's tile in a stage: Extent rows (of a) or columns (of b) times TileK elements along k.
 //
 // load() loads `count` rows (columns) from `first` on, K-major in boxes of `box`, which divides
-// Extent unless one box suffices; bytes() complete. The rest of the tile keeps its previous
-// contents, which only affect results that are not stored: loading rows outside the tensor takes
-// TMA several times longer than rows inside. clear_rest() initialises the rest before the first
-// load.
+// Extent unless one box suffices; bytes() is what it loads. Rows outside the tensor are skipped,
+// because TMA takes several times longer for them than for rows inside. The rest of the tile keeps
+// its previous contents, which only affect results that are not stored; clear_rest() initialises it
+// before the first load.
 template <typename T, int Extent, int TileK, Major kMajor>
 struct OperandTile;
 
@@ -194,8 +194,8 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
     const int boxes = count <= box ? 1 : (count + box - 1) / box;
     return boxes * box * Tile::kRowBytes;
   }
-  // For one of several matrices, which starts at row `origin` of the map; `extent`: number of the
-  // operand's rows (columns).
+  // For one of several matrices in a map, which starts at row `origin`; `extent`: the matrix's rows
+  // (columns).
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first, const MatrixRow& origin, int extent) {
     Tile::load(tile, map, full, k, origin.below(first), k + TileK);
@@ -203,7 +203,7 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::k_major(tile);
   }
-  // Descriptor offsets of later rows (columns), and of steps of k.
+  // Descriptor offsets of row (column) `count`, and of k step `index`.
   static constexpr int along(int count) { return Tile::rows(count); }
   static constexpr int step(int index) { return Tile::k_step(index); }
 };
@@ -276,8 +276,8 @@ struct GemmShape {
 
 // a and b from tensor maps that read zeros outside their tensors. Boxes of a K-major operand:
 // [box_a, kTileK] and [box_b, kTileK] (with clusters [kTileN / kCluster, kTileK]); of an MN-major
-// one: [kTileK, 128 bytes]. Each block of a cluster loads its share of their common tile of b to
-// all blocks. StageBytes: size of a stage; additional data follow the operands.
+// one: [kTileK, 128 bytes]. Each block of a cluster multicasts its share of their common tile of
+// b to all blocks. StageBytes: size of a stage; additional data follow the operands.
 template <typename Shape, int StageBytes = Shape::kStageBytes>
 struct DenseOperands {
   static constexpr int kStageBytes = StageBytes;
@@ -291,7 +291,7 @@ struct DenseOperands {
   using TileA = typename Shape::TileA;
   using TileB = typename Shape::TileB;
 
-  // The second block of a cluster may have no rows left; its results are not stored.
+  // A block of the last cluster may have no rows: it loads rows from 0 on and stores nothing.
   CUKIT_DEVICE int row(const MatrixTile& tile) const {
     return Shape::row(tile) < rows ? Shape::row(tile) : 0;
   }
@@ -384,8 +384,8 @@ struct PairedOperands {
   }
 };
 
-// Both operands from shared memory. One step's wgmmas stay in flight while the next stage is
-// awaited; the previous stage is then released.
+// Both operands from shared memory. A step's wgmmas stay in flight while the consumer waits for the
+// next stage; once the next step's are issued and these are complete, their stage is released.
 template <typename Shape>
 struct SharedProduct {
   using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
@@ -402,7 +402,7 @@ struct SharedProduct {
     multiply<0>(sums, pipeline, state, tile, [](int) {});
   }
 
-  // Calls beside(step) after issuing each of the first `Beside` steps; the tile has at least as
+  // Calls beside(step) after issuing each of the first `Beside` k steps; the tile has at least as
   // many.
   template <int Beside, int Stages, typename Tile, typename Call>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,

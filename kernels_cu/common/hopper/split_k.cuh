@@ -1,13 +1,13 @@
-// Split-K (sm_90a): each block of a cluster accumulates a share of a tile's steps, and the blocks
+// Split-K (sm_90a): each block of a cluster accumulates a share of a tile's k steps, and the blocks
 // reduce their accumulators through distributed shared memory.
 //
 //   every block    accumulators -> slice t of the columns -> st.async to block t
-//   block t        own slice + slices of the others, in a fixed order -> transform -> out
+//   block t        own slice + the others' slices, in a fixed order -> transform -> out
 //
-// The schedule is DenseTiles with as many splits as the cluster has blocks, and a grid of as many
-// clusters as there are tiles: each computes one, so that the receive buffer is never reused. All
-// threads of the cluster call cluster_arrive before the first remote access; the consumers wait for
-// it (cluster_wait) in store(), much later.
+// The schedule is DenseTiles with one split per block of the cluster, on a grid of one cluster per
+// tile, so that the receive buffer is never reused. All threads of the cluster call cluster_arrive
+// before the main loop. The consumers call cluster_wait in exchange(), before their first remote
+// store, when the other blocks have normally long arrived.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -23,15 +23,15 @@ constexpr int slice_columns(int columns, int splits) {
   return (columns / 8 + splits - 1) / splits * 8;
 }
 
-// The exchange. Parts: Transform::kParts (common/hopper/gemm_epilogue.cuh); each part is divided
-// into slices.
+// Reduces accumulators across the cluster. Parts: Transform::kParts
+// (common/hopper/gemm_epilogue.cuh); each part is divided into slices.
 template <typename Shape, typename Sum, int Splits, int Parts = 1>
 struct SplitSums {
   static constexpr int kColumns = Shape::kTileN / Parts;  // of the result
   static constexpr int kSliceColumns = slice_columns(kColumns, Splits);
   static constexpr int kSlices = (kColumns + kSliceColumns - 1) / kSliceColumns;
-  static constexpr int kPart = kColumns / 2;            // a thread's accumulators of a part
-  static constexpr int kPartSlice = kSliceColumns / 2;  // and of a slice of it
+  static constexpr int kPart = kColumns / 2;            // a thread's accumulators per part
+  static constexpr int kPartSlice = kSliceColumns / 2;  // and per slice of a part
   static constexpr int kSlice = Parts * kPartSlice;
   static constexpr int kWords = Shape::kRowTiles * kSlice / 4;  // of 16 bytes
   static constexpr int kThreads = Shape::kConsumers * kWarpgroupThreads;
@@ -48,18 +48,18 @@ struct SplitSums {
   CUKIT_DEVICE static int end_column(const MatrixTile& tile) { return (tile.n + 1) * kColumns; }
 
   // Reduces the accumulators of all blocks into `own`, this block's slice; false if it has none.
-  // Calls `meanwhile` while the other blocks' sums are in flight.
+  // Calls `meanwhile` while the other blocks' accumulators are in flight.
   template <typename Accumulators, typename Meanwhile>
   CUKIT_DEVICE bool exchange(Slice& own, const Accumulators& sums, const Meanwhile& meanwhile) const {
     const int rank = cluster_rank();
     const int thread = threadIdx.x - kWarpgroupThreads;
     const PipelineState<1> once;
-    const int columns = min(kSliceColumns, kColumns - rank * kSliceColumns);  // of its own
+    const int columns = min(kSliceColumns, kColumns - rank * kSliceColumns);  // of this slice
     if (thread == 0 && rank < kSlices) arrived->expect(once, kBytes / kSliceColumns * columns);
     cluster_wait();
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
-      // Block `to` receives the sums of block to + 1 + i in slot i.
+      // Block `to` receives the accumulators of block (to + 1 + i) % Splits in slot i.
       const int place = (rank - to - 1 + Splits) % Splits;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
@@ -101,15 +101,15 @@ struct SplitSums {
   }
 
  private:
-  // Integer sums are sent as floats with the same bits.
+  // Integer accumulators are sent as floats with the same bits.
   CUKIT_DEVICE static float bits(float sum) { return sum; }
   CUKIT_DEVICE static float bits(int sum) { return __int_as_float(sum); }
   CUKIT_DEVICE static void add(float& to, float sum) { to += sum; }
   CUKIT_DEVICE static void add(int& to, float sum) { to += __float_as_int(sum); }
 };
 
-// Transform: as for StagedEpilogue, applied to slices. Transposed: the result is the transpose of
-// the product.
+// Transform: as for StagedEpilogue, applied to slices. Transposed: stores the transpose of the
+// product.
 template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
 struct SplitEpilogue {
   using Sums = SplitSums<Shape, float, Splits, Transform::kParts>;
@@ -121,8 +121,8 @@ struct SplitEpilogue {
   float4* received;           // kBytes of shared memory
   StageBarriers<1>* arrived;  // one arrival
   T* out;
-  T* kept;                    // [rows, kParts * columns] of the result
-  int rows, columns;          // of the product; with kParts 2 of the result
+  T* kept;                    // [rows, kParts * columns]; with Transform::kKeeps
+  int rows, columns;          // of the product; with kParts 2, columns of the result
   int group;                  // this consumer
   Transform transform;
 

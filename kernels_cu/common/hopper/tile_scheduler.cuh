@@ -4,8 +4,8 @@
 //   static   block b of g takes tiles b, b + g, ...: every warp computes them, without
 //            communication.
 //   dynamic  an atomic counter in global memory assigns tiles to free blocks: for tiles of
-//            different cost. One thread of a block draws a tile, and publishes it with the first
-//            stage it fills.
+//            different cost. One thread of a block draws the tiles, and publishes each with the
+//            first stage that it fills.
 //   matrix   tiles of a matrix product in a rasterisation order that keeps operands in L2,
 //            optionally split along k.
 //   stream-K the same, where the last tiles, fewer than one per block, are divided along k into one
@@ -16,7 +16,7 @@
 
 namespace cukit {
 
-// The block's turn-th tile under the static schedule. The blocks of a cluster get the same index,
+// Tile number `turn` of this block in the static schedule. The blocks of a cluster get one index,
 // that of the cluster's tile.
 template <int ClusterSize = 1>
 CUKIT_DEVICE int static_tile(int turn) {
@@ -35,7 +35,7 @@ class DynamicTiles {
   int tile_ = static_cast<int>(blockIdx.x);
 };
 
-// One unit of work of a matrix product: a tile of the result, and the steps of k to sum up.
+// A work item of a matrix product: a tile of the result, and its range of k steps.
 struct MatrixTile {
   int m, n;  // tile index along each axis
   int first_step, end_step;
@@ -43,11 +43,11 @@ struct MatrixTile {
 
 // Iterates over the tiles of a matrix in rasterisation groups of `group` rows of tiles, column by
 // column within a group: the tiles in flight share few rows of a and few columns of b, which stay
-// in L2. `splits` neighbours in this order share a tile and split its steps of k.
+// in L2. `splits` consecutive indices share a tile and split its k steps.
 struct MatrixTiles {
   int tiles_m, tiles_n;
   int group;
-  int steps;  // of k
+  int steps;  // of k, per tile
   int splits;
 
   CUKIT_DEVICE int count() const { return tiles_m * tiles_n * splits; }
@@ -68,7 +68,7 @@ struct MatrixTiles {
   }
 };
 
-// A unit of work of StreamKTiles: the tile and the block's steps of it.
+// A work item of StreamKTiles: a tile, and the range of its k steps that the block computes.
 struct StreamKTile {
   int m, n;
   int first_step, end_step;
@@ -80,7 +80,7 @@ struct StreamKTile {
 // share per block: all blocks have the same work to within one step, and at most the first and last
 // piece of a share are not complete tiles. Osama et al., "Stream-K: Work-centric Parallel
 // Decomposition for Dense Matrix-Matrix Multiplication on the GPU". There are at least as many
-// shared steps as blocks, or none, and their product is below 2^32.
+// shared steps as blocks, or none, and steps * blocks is below 2^32.
 struct StreamKTiles {
   using Tile = StreamKTile;
   MatrixTiles tiles;
@@ -115,7 +115,7 @@ struct StreamKTiles {
   CUKIT_DEVICE int first_block(int shared) const { return block_of(shared * tiles.steps); }
   CUKIT_DEVICE int last_block(int shared) const { return block_of((shared + 1) * tiles.steps - 1); }
 
-  // Slot of `block`'s piece of a shared tile: 0 .. 2 blocks - 1.
+  // Slot of `block`'s piece of a shared tile: 0 .. 2 * gridDim.x - 1.
   CUKIT_DEVICE int place(int block, int shared) const {
     return 2 * block + (first_unit(block) / tiles.steps == shared ? 0 : 1);
   }
@@ -123,7 +123,7 @@ struct StreamKTiles {
  private:
   CUKIT_DEVICE unsigned units() const { return (tiles.count() - whole) * tiles.steps; }
 
-  // First unit of a block's share.
+  // First unit of a block's share. Units are the concatenated k steps of the shared tiles.
   CUKIT_DEVICE int first_unit(unsigned block) const { return units() * block / gridDim.x; }
 
   // The last block whose share starts at or before `unit`.

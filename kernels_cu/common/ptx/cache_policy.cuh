@@ -1,12 +1,12 @@
-// L2 eviction priority of a global load (sm_80), and prefetches.
+// L2 eviction priorities of global loads (sm_80), and L2 prefetches.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// createpolicy: a priority for all accesses that carry it; lines loaded with this one are the last
-// to be evicted from L2.
+// createpolicy: returns a cache policy to pass to loads. L2 evicts lines loaded with this one last
+// (evict_last).
 CUKIT_DEVICE unsigned long long create_policy_evict_last() {
 #ifdef CUKIT_EMULATE
   return 0;
@@ -17,7 +17,7 @@ CUKIT_DEVICE unsigned long long create_policy_evict_last() {
 #endif
 }
 
-// The same for lines that are evicted first: for data that is read once.
+// The same with lines evicted first (evict_first): for data that is read once.
 CUKIT_DEVICE unsigned long long create_policy_evict_first() {
 #ifdef CUKIT_EMULATE
   return 0;
@@ -52,7 +52,7 @@ CUKIT_DEVICE uint4 load_global_16(const uint4* global, unsigned long long policy
 #endif
 }
 
-// prefetch.global.L2: prefetches the line of an address to L2. A hint without completion.
+// prefetch.global.L2: prefetches the cache line at `address`. A hint; completion is not reported.
 CUKIT_DEVICE void prefetch_l2(const void* address) {
 #ifndef CUKIT_EMULATE
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));

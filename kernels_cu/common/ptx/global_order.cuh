@@ -1,4 +1,4 @@
-// ld.acquire and red.release: synchronisation of blocks through global memory.
+// ld.acquire and red.release: synchronisation between blocks through global memory.
 //
 // Forward progress: wait only for blocks that are guaranteed to be running or to have run.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace cukit {
 
-// ld.acquire.gpu: writes before the release that stored the value read are visible after this.
+// ld.acquire.gpu: writes that precede the release whose value is returned are visible afterwards.
 CUKIT_DEVICE int load_acquire(const int* from) {
 #ifdef CUKIT_EMULATE
   emulator::yield();
@@ -20,7 +20,7 @@ CUKIT_DEVICE int load_acquire(const int* from) {
 #endif
 }
 
-// red.release.gpu.add
+// red.release.gpu.add: earlier writes are visible to a thread that acquires the sum.
 CUKIT_DEVICE void add_release(int* to, int value) {
 #ifdef CUKIT_EMULATE
   __threadfence();

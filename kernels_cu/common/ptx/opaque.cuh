@@ -5,9 +5,9 @@
 
 namespace cukit {
 
-// Returns `value`; emits no instruction. Expressions of the result are computed after this point
-// each time; those of `value` itself the compiler might compute once, long before, and keep in
-// registers that a main loop needs.
+// Returns `value`; emits no instruction. Expressions of the result are computed after this point,
+// each time. The compiler could hoist expressions of `value` itself out of a main loop, which then
+// lacks the registers that hold them.
 CUKIT_DEVICE unsigned opaque(unsigned value) {
 #ifndef CUKIT_EMULATE
   asm volatile("" : "+r"(value));
@@ -15,13 +15,13 @@ CUKIT_DEVICE unsigned opaque(unsigned value) {
   return value;
 }
 
-// The same for an operand's descriptor, whose high word never changes.
+// The same for a wgmma operand's descriptor; only its low word, with the address, becomes opaque.
 CUKIT_DEVICE unsigned long long opaque_descriptor(unsigned long long descriptor) {
   return (descriptor >> 32 << 32) + opaque(static_cast<unsigned>(descriptor));
 }
 
-// Returns `value`, ordered after the computation of `awaited`, which is never below -1: an
-// instruction that uses the result is not moved above that computation.
+// Returns `value`, ordered after the computation of `awaited`, which must not be below -1: the
+// compiler cannot move an instruction that uses the result above that computation.
 CUKIT_DEVICE unsigned ordered_after(unsigned value, float awaited) {
 #ifndef CUKIT_EMULATE
   asm volatile("" : "+f"(awaited));

@@ -1,4 +1,4 @@
-// prmt.b32: selects bytes of two words, with all selectors of the instruction. CUDA's __byte_perm
+// prmt.b32: selects bytes of two words, with the instruction's full selectors. CUDA's __byte_perm
 // clears the highest bit of every selector, which costs an instruction and loses sign replication.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace cukit {
 
-// Byte i of the result is byte s of `high`:`low`, s being the lower three bits of nibble i of
-// `selector` (of which the lower sixteen bits count), or, with the nibble's highest bit, that
-// byte's sign.
+// Byte i of the result is byte s of `high`:`low`, where s is the low three bits of nibble i of
+// `selector`. If the nibble's highest bit is set, every bit of byte i is the sign bit of byte s.
+// The upper sixteen bits of `selector` are ignored.
 CUKIT_DEVICE unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
 #ifdef CUKIT_EMULATE
   return emulator::permute_bytes(low, high, selector);

@@ -1,10 +1,10 @@
-// Results of products of quantised matrices: scales, zero points, bias and stores.
+// Epilogue of products of quantised matrices: scales, zero points, bias and stores.
 //
 //   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column]
 //           + bias[column]
 //
-// A lane has tensor-core accumulators of two rows, 8 apart: element 4 n + 2 half + i is row + 8
-// half, column + 8 n + i, from the lane's first row and its first column, which is even.
+// A lane has tensor-core accumulators of two rows, 8 apart. With `row` and `column` the lane's
+// first, element 4 n + 2 half + i is in row + 8 half, column + 8 n + i; `column` is even.
 #pragma once
 
 #include "common/platform.cuh"
@@ -23,7 +23,7 @@ struct ScaleVector {
   }
 };
 
-// Whether results of this type are the integer sums themselves.
+// Whether results of this type are the unscaled integer accumulators.
 template <typename Out>
 constexpr bool kIsExact = false;
 template <>
@@ -33,13 +33,13 @@ constexpr bool kIsExact<int> = true;
 template <typename Out>
 struct ScaledResult {
   ScaleVector a, b;
-  const signed char* zero_points;  // of rows of a, as a.scales, or null
-  const int* column_sums;          // of b's codes along k: with zero_points
+  const signed char* zero_points;  // of rows of a, strided like a.scales; or null
+  const int* column_sums;          // of b's codes along k; only with zero_points
   const Out* bias;                 // of columns, or null
   Out* out;                        // [rows, columns]
   int rows, columns;
 
-  // Turns sums, from index `first` on, into values in float.
+  // Converts sums from index `first` on to floats; applies scales, zero points and bias.
   template <typename Sum, int N, int All>
   CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row,
                           int column) const {
@@ -53,7 +53,7 @@ struct ScaledResult {
   template <typename Sum, int N, int All, typename ScaleOf>
   CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row, int column,
                           const float (&row_scale)[2], const ScaleOf& scale_of) const {
-    if (zero_points == nullptr && bias == nullptr) {  // uniform: avoids a test per column
+    if (zero_points == nullptr && bias == nullptr) {  // warp-uniform: avoids a test per column
 #pragma unroll
       for (int n = 0; n < N / 4; ++n) {
         const float column_scale[2] = {scale_of(n, 0), scale_of(n, 1)};
@@ -96,7 +96,7 @@ struct ScaledResult {
   }
 
   // Stores Count values, from index `first` on, two neighbours at a time where rows have an even
-  // number of columns; columns from `end` on are not this call's.
+  // number of columns; columns from `end` on are skipped.
   template <int Count, typename Value, int All>
   CUKIT_DEVICE void write_pairs(const Value (&values)[All], int first, int row, int column,
                                 int end) const {

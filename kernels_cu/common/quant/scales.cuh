@@ -1,4 +1,4 @@
-// The extremes of a block of values, its scale and zero point, and its codes.
+// The extremes of a block of values, its scale and zero point.
 //
 //   symmetric      scale = max|x| / most                  code = round(x / scale)
 //   zero points    scale = (max(x, 0) - min(x, 0)) / (2 most + 1)
@@ -6,8 +6,8 @@
 //                  code = round(x / scale + zero point)
 //
 // Every operation rounds as in the reference, so that scales and codes agree bit for bit: no
-// division per element, no fused multiply-add. A block of zeros has the scale 1. A NaN or infinity
-// in a block makes its scale NaN.
+// division per element, no fused multiply-add. A scale below the normal floats becomes 1, as for a
+// block of zeros. A NaN or infinity in a block makes its scale NaN.
 //
 // Macros: those of common/quant/codes.cuh and common/types.cuh; SCALE float32|float16|bfloat16;
 //   ZERO_POINTS 0|1; POWER_OF_TWO 0|1: scales are rounded up to a power of two.
@@ -48,7 +48,7 @@ struct Extremes {
     }
   }
 
-  // `part` of the range.
+  // Extreme i times `part`, for a clipped range.
   CUKIT_DEVICE float extreme(int i, float part) const { return __int_as_float(bits[i]) * part; }
 
   CUKIT_DEVICE bool finite() const {
@@ -57,21 +57,21 @@ struct Extremes {
   }
 };
 
-// The factors of a block's codes; NaN if the block is not finite.
+// Maps a block's values to codes. `scale` is 1 / the block's scale, NaN if a value is not finite.
 struct Inverse {
   float scale;
   float zero_point;
 
   CUKIT_DEVICE bool finite() const { return scale == scale; }
 
-  // The number that is rounded to a code.
+  // The number that is then rounded to a code.
   CUKIT_DEVICE float scaled(float x) const {
     const float multiple = __fmul_rn(x, scale);
     return ZERO_POINTS ? __fadd_rn(multiple, zero_point) : multiple;
   }
 };
 
-// A scale, as it is stored, and its inverse.
+// A scale as it is stored, and its inverse.
 struct Factors {
   scale_t scale;
   Inverse inverse;
@@ -103,7 +103,7 @@ CUKIT_DEVICE Factors factors_of(const Extremes& extremes, float part = 1.0f) {
   return factors;
 }
 
-// (x - its value after rounding to a code) squared; integer codes only.
+// Squared error of rounding x to a code; integer codes only.
 CUKIT_DEVICE float squared_error(const Factors& factors, float x) {
   const float code = rintf(fminf(fmaxf(factors.inverse.scaled(x), -kMostCode - 1), kMostCode));
   const float error = (code - factors.inverse.zero_point) * factors.value() - x;

@@ -21,8 +21,8 @@ CUKIT_DEVICE bool rows_are_aligned(const E* first, long long row_stride, long lo
          row_stride * static_cast<int>(sizeof(E)) % 16 == 0;
 }
 
-// Address of the tile's first column in the lane's row `half`; rows beyond the last query read the
-// last one.
+// Address of the tile's first column in the lane's row `half`; rows beyond the last query are
+// clamped to it.
 template <typename E>
 CUKIT_DEVICE const E* tile_row(const E* matrix, long long row_stride, const FragmentPlace& at,
                                int half, int seq_q) {
@@ -30,7 +30,7 @@ CUKIT_DEVICE const E* tile_row(const E* matrix, long long row_stride, const Frag
   return matrix + row * row_stride + (at.column - 2 * static_cast<int>(threadIdx.x % 4));
 }
 
-// scores += log2(e) * bias, float elements.
+// scores += log2(e) * bias, for float elements.
 template <int N>
 CUKIT_DEVICE void add_rows(float (&scores)[N], const float* bias, long long row_stride,
                            const FragmentPlace& at, int seq_q) {
@@ -76,8 +76,8 @@ CUKIT_DEVICE void add_rows(float (&scores)[N], const E* bias, long long row_stri
   }
 }
 
-// scores = Sets scores to -infinity where the byte is 0: a lane loads sixteen of each 64 columns,
-// and the quad exchanges two pairs at a time.
+// Sets scores to -infinity where the mask's byte is 0: a lane loads sixteen of each 64 columns, and
+// the quad exchanges two pairs at a time.
 template <int N>
 CUKIT_DEVICE void hide_rows(float (&scores)[N], const unsigned char* mask, long long row_stride,
                             const FragmentPlace& at, int seq_q) {

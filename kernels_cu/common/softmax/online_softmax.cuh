@@ -25,7 +25,7 @@ constexpr float kLazyGrowth = 8.0f;
 //
 // AsIntegers: non-negative floats are ordered like their bits as integers, and Hopper has a
 // three-input integer maximum. It is used if all of the warp's maxima are non-negative: a negative
-// score is then a negative integer too, and exceeds none. Faster for long tiles.
+// score, which is a negative integer too, then exceeds none of them. Faster for wide tiles.
 template <int N, bool AsIntegers = N >= 64>
 CUKIT_DEVICE bool update_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
                                float scale_log2, float growth = kLazyGrowth) {
@@ -94,7 +94,7 @@ CUKIT_DEVICE void exponentiate(SoftmaxRows& rows, float (&scores)[N], float scal
   }
 }
 
-// Packs the probabilities as operand a of a product over the keys, sixteen per step.
+// Packs the probabilities as register operand A of P V, sixteen keys per step.
 template <typename T, int N>
 CUKIT_DEVICE void pack_probabilities(unsigned (&p)[N / 8][4], const float (&scores)[N]) {
 #pragma unroll
