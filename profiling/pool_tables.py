@@ -77,8 +77,8 @@ def _verdict(records: Sequence[Record]) -> str:
         for pool in replayed_on(records)
     ]
     return (
-        f"Of {len(tight)} allocation logs, the number that each pool completes with 5% more memory "
-        f"than the peak of live allocations: {'; '.join(parts)}.\n"
+        f"Allocation logs completed under a limit 5% above peak live memory, of {len(tight)}: "
+        f"{', '.join(parts)}.\n"
     )
 
 

@@ -93,7 +93,7 @@ class WeightOnlyTiling:
 
 @dataclass(frozen=True)
 class WeightOnlyConfig:
-    """One call's launch configuration: a persistent grid, the last tiles split along k (stream-K)."""
+    """One call's launch configuration: a persistent grid, its last tiles split along k."""
 
     dtype: str
     weight: WeightDescription
