@@ -78,7 +78,7 @@ def _verdict(records: Sequence[Record]) -> str:
     ]
     return (
         f"Allocation logs completed under a limit 5% above peak live memory, of {len(tight)}: "
-        f"{', '.join(parts)}.\n"
+        f"{'; '.join(parts)}.\n"
     )
 
 
