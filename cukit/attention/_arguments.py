@@ -65,6 +65,11 @@ class ScoreOptions(NamedTuple):
         return self.window_size[0] if self.window_size else None
 
     @property
+    def bounded_left(self) -> int:
+        """`left` for kernels: a number above any sequence length instead of None."""
+        return _bound(self.left)
+
+    @property
     def right(self) -> int | None:
         """Visible keys right of the diagonal; None: all."""
         return 0 if self.causal else self.window_size[1] if self.window_size else None
@@ -193,7 +198,7 @@ def _settings(
     return parameter_structs(PARAMETERS)["ScoreSettings"].pack(
         **{f"bias_{axis}": step for axis, step in zip(_MATRIX_AXES, bias, strict=True)},
         **{f"mask_{axis}": step for axis, step in zip(_MATRIX_AXES, mask, strict=True)},
-        window_left=_bound(options.left),
+        window_left=options.bounded_left,
         window_right=_bound(options.right),
         alibi_batch=alibi_batch,
         total_q=0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cukit.attention._arguments import (
@@ -25,10 +27,10 @@ from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
 
-def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
+def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> AttentionProblem:
     """The attention problem of a call; the host does not know its number of keys."""
     q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
-    head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
+    head_dim, value_dim = q.shape[-1], v_cache.shape[-1] * (2 if codes == "int4" else 1)
     causal, window = options.visible
     return AttentionProblem(
         len(arrays.seq_lens), q.shape[-3], 1, q.shape[-2], k_cache.shape[2], head_dim,
@@ -38,13 +40,16 @@ def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionPro
     )  # fmt: skip
 
 
-def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: bool) -> bool:
+def serves(
+    problem: AttentionProblem, arrays: PagedArrays, codes: str, *, batch_invariant: bool
+) -> bool:
     """Whether a call runs on the Hopper forward."""
     if problem.varlen:
         return True
-    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
     device = current_device()
-    return plain and prefers_prefill(problem, device, batch_invariant=batch_invariant)
+    return fits_tensor_maps(arrays.q) and prefers_prefill(
+        problem, device, codes, batch_invariant=batch_invariant
+    )
 
 
 class PreparedPrefill:
@@ -53,14 +58,20 @@ class PreparedPrefill:
     __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
 
     def __init__(
-        self, problem: AttentionProblem, options: ScoreOptions, arrays: PagedArrays
+        self,
+        problem: AttentionProblem,
+        options: ScoreOptions,
+        arrays: PagedArrays,
+        most_keys: int | None = None,
     ) -> None:
+        """most_keys: bound of the lengths; None: the capacity of the block table."""
         q, k_cache, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
         mapped = fits_tensor_maps(k_cache, v_cache)
         config = plan_paged_prefill(problem, block_size, mapped, current_device())
         given = ScoreArrays(None, sinks, None, None, cu_seqlens_q, None)
-        most_keys = block_table.shape[1] * block_size
+        if most_keys is None:
+            most_keys = block_table.shape[1] * block_size
         seq_q = 0 if cu_seqlens_q is not None else problem.seq_len_q
         batch, heads_q = problem.batch, problem.num_heads_q
         *rows, _, _ = q.shape
@@ -103,14 +114,21 @@ class PreparedPrefill:
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernels. scratch: unused."""
-        q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q, *_ = arrays
-        if out is None:
-            out = empty(q, self._shape)
-        lse = empty(q, self._lse_shape, np.float32) if return_lse else NULL
+        out, lse = self.results(arrays, return_lse)
+        if out.size:
+            self.launch(arrays, out, lse)
+        return (out, lse) if return_lse else out
+
+    def results(self, arrays: PagedArrays, return_lse: bool) -> tuple[Array, Any]:
+        """The output, allocated if the call has none, and the lse or NULL."""
+        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
+        return out, empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
+
+    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+        """Launches the kernels; `out` is not empty."""
+        q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, _, cu_seqlens_q, *_ = arrays
         options = ScoreArrays(None, sinks, None, None, cu_seqlens_q, seq_lens)
         # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
-        if out.size:
-            self._launch(q, *maps, out, lse, *options, pages=pages)
-        return (out, lse) if return_lse else out
+        self._launch(q, *maps, out, lse, *options, pages=pages)

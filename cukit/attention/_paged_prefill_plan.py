@@ -25,6 +25,16 @@ _DECODE_ROWS = 32  # query rows per tile of the decode kernel
 # Nanoseconds per key of 128 columns, measured on an H200.
 _DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
 _PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
+# Estimated time of the forward, in units of its time on blocks of whole tiles of keys.
+_BOXES = 1.06  # several TMA boxes per tile
+_ROW_BY_ROW = 2.1  # cp.async
+_GATHER_RATE = 3000.0  # bytes per nanosecond, read and written
+# Decode kernel: time on a quantised cache, in units of its time on 16 bits.
+_DECODE_CODES = {"": 1.0, "float8_e4m3": 0.6, "int8": 0.6, "int4": 0.46}
+_FORMATS = {"float8_e4m3": "E4M3", "int8": "INT8", "int4": "INT4"}
+_CODE_BYTES = {"": 2.0, "float8_e4m3": 1.0, "int8": 1.0, "int4": 0.5}
+_GATHER_THREADS = 256
+_GATHER_ROWS = 16  # keys per thread block
 
 
 @dataclass(frozen=True)
@@ -78,26 +88,102 @@ def plan_paged_prefill(
     return PagedForwardConfig(problem, tilings[0], device.num_sms, page_rows=rows)
 
 
-def prefers_prefill(problem: AttentionProblem, device: Device, *, batch_invariant: bool) -> bool:
+@dataclass(frozen=True)
+class GatherConfig:
+    """The copy of a cache's keys and values that the forward reads.
+
+    codes: element format of the cache; "" if it is that of the queries. group: keys of int4 that
+    share a channel's scale. recent: whether the newest keys are in ring buffers. block: keys per
+    block of the copy: a tile of the forward.
+    """
+
+    problem: AttentionProblem
+    codes: str
+    group: int
+    recent: bool
+    block: int
+
+    def grid(self, blocks: int) -> int:
+        """Grid size for this many blocks of keys and of values."""
+        return 2 * blocks * (self.block // _GATHER_ROWS)
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines = (
+            ("DTYPE", self.problem.dtype),
+            *((("FORMAT", _FORMATS[self.codes]),) if self.codes else ()),
+            ("GROUP", self.group),
+            ("RECENT", int(self.recent)),
+            ("HEAD_DIM", self.problem.head_dim),
+            ("VALUE_DIM", self.problem.head_dim_v),
+            ("BLOCK", self.block),
+            ("THREADS", _GATHER_THREADS),
+        )
+        return KernelSpec("attention/gather_kv.cu", "gather_kv", defines, _GATHER_THREADS)
+
+
+def plan_gather(
+    problem: AttentionProblem, codes: str, group: int, device: Device, *, recent: bool = False
+) -> GatherConfig:
+    """The copy for a problem that class sm90 covers."""
+    tile = plan_paged_prefill(problem, _SWIZZLE_ROWS, True, device).tiling.tile_n
+    return GatherConfig(problem, codes, group, recent, tile)
+
+
+def prefers_gather(
+    problem: AttentionProblem,
+    block_size: int,
+    codes: str,
+    device: Device,
+    *,
+    batch_invariant: bool,
+) -> bool:
+    """Whether the forward should read a copy of the cache; always if it is quantised."""
+    if codes:
+        return True
+    if problem.varlen:
+        # The queries of each request are unknown to the host: assume equal numbers.
+        queries = ceil_div(problem.seq_len_q, max(1, problem.batch))
+        problem = replace(problem, seq_len_q=queries, varlen=False)
+    elif batch_invariant:
+        problem = replace(problem, batch=device.num_sms)
+    config = plan_paged_prefill(problem, block_size, True, device)
+    if config.page_rows == config.tiling.tile_n:
+        return False
+    slower = _BOXES if config.page_rows else _ROW_BY_ROW
+    saved = (slower - 1.0) * prefill_time(problem, device)
+    return saved > gather_time(problem, codes)
+
+
+def prefers_prefill(
+    problem: AttentionProblem, device: Device, codes: str = "", *, batch_invariant: bool
+) -> bool:
     """Whether the Hopper forward is faster than the decode kernel, for `batch` requests of
     seq_len_q queries each.
 
     The decode kernel splits the keys over all thread blocks, but reads them again for every 32 rows
     of a KV head. The forward reads them once per 128 queries of a head, but without splitting them,
-    so few tiles leave SMs idle. The estimates are times per key of every request. With
-    batch_invariant the batch must not matter: it is assumed to be large.
+    so few tiles leave SMs idle; quantised keys are decoded first. The estimates are times per key
+    of every request. With batch_invariant the batch must not matter: it is assumed to be large.
     """
     if not covers(problem, device) or problem.group * problem.seq_len_q <= _DECODE_ROWS:
         return False
     if batch_invariant:
         problem = replace(problem, batch=device.num_sms)  # whole waves of tiles
-    return decode_time(problem) > prefill_time(problem, device)
+    prefill = prefill_time(problem, device) + (gather_time(problem, codes) if codes else 0.0)
+    return decode_time(problem, codes) > prefill
 
 
-def decode_time(problem: AttentionProblem) -> float:
+def gather_time(problem: AttentionProblem, codes: str) -> float:
+    """Nanoseconds of copying the keys and values, per key of every request, of 128 columns."""
+    moved = _CODE_BYTES[codes] + 2 * _CODE_BYTES[""]  # read, written, and read by the forward
+    return problem.batch * problem.num_heads_kv * 2 * 128 * moved / _GATHER_RATE
+
+
+def decode_time(problem: AttentionProblem, codes: str = "") -> float:
     """Nanoseconds of the decode kernel per key of every request, of 128 columns."""
     tiles = ceil_div(problem.group * problem.seq_len_q, _DECODE_ROWS)
-    return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE
+    return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE * _DECODE_CODES[codes]
 
 
 def prefill_time(problem: AttentionProblem, device: Device) -> float:
@@ -122,4 +208,7 @@ def prefill_specs(device: Device) -> list[KernelSpec]:
     ]
     configs = [plan_paged_prefill(problem, size, True, device) for problem, size in problems]
     specs = [each.spec() for each in configs] + [each.plan_spec() for each in configs]
+    copies = (("", 0), ("float8_e4m3", 0), ("int8", 0), ("int4", 32))
+    specs += [plan_gather(many, *copy, device).spec() for copy in copies]
+    specs.append(plan_gather(many, "int4", 64, device, recent=True).spec())
     return list(dict.fromkeys(specs))

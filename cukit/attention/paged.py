@@ -25,13 +25,14 @@ from cukit.attention._paged_arguments import (
     check_layout,
     is_checked,
 )
+from cukit.attention._paged_gather import PreparedGather, prepare_prefill
 from cukit.attention._paged_plan import (
     CODE_HEAD_DIMS,
     GROUP_HEAD_DIMS,
     HEAD_DIMS,
     plan_paged_attention,
 )
-from cukit.attention._paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention._paged_prefill import PreparedPrefill
 from cukit.attention._paged_prefill_plan import prefill_specs
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import (
@@ -116,7 +117,7 @@ def paged_attention(
         sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
         cu_seqlens_q: int32 [batch + 1], for packed queries, of which a request may have any number
             or none: those of request b are rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
-            q [total_q, num_heads_q, head_dim]. On the GPU the caches then have q's dtype.
+            q [total_q, num_heads_q, head_dim].
         recent: with int4 caches, the newest keys and values, not quantised yet. One launch reads
             both.
         scale: positive factor of the scores; default 1 / sqrt(head_dim).
@@ -142,8 +143,10 @@ def paged_attention(
     the device, from `seq_lens`; the last block of a request to finish reduces its partial results
     in a fixed order. With many queries per request, or cu_seqlens_q, Hopper runs the forward of
     :func:`flash_attention` with a dynamic tile scheduler; cache blocks of a multiple of 8 keys are
-    loaded by TMA. With cu_seqlens_q other GPUs run the reference. In both cases lengths may differ
-    by any factor, a captured graph replays with other lengths and tables, and repeated calls give
+    loaded by TMA. Where that is faster, and for quantised caches, the keys and values are first
+    copied to 16 bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's
+    block table. With cu_seqlens_q other GPUs run the reference. In all cases lengths may differ by
+    any factor, a captured graph replays with other lengths and tables, and repeated calls give
     the same bits. Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
@@ -227,8 +230,8 @@ def scratch_for(
     if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
         check_arrays(arrays, codes, options)
         return None
-    prepared: PreparedPaged | PreparedPrefill = _prepare(codes, options, batch_invariant, *arrays)
-    if isinstance(prepared, PreparedPrefill):
+    prepared = _prepare(codes, options, batch_invariant, *arrays)
+    if not isinstance(prepared, PreparedPaged):
         return None
     sums = empty(arrays.q, (prepared.floats,), np.float32)
     return PagedScratch(sums, namespace(sums).zeros(prepared.counters, int32))
@@ -296,7 +299,7 @@ class PreparedPaged(NamedTuple):
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
-) -> PreparedPaged | PreparedPrefill:
+) -> PreparedPaged | PreparedPrefill | PreparedGather:
     """Checks and plans a call, and loads its kernel."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
@@ -317,10 +320,9 @@ def _prepare(
                 f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
                 f"{q.shape[-1]}"
             )
-    if not codes:
-        problem = problem_of_pages(arrays, options)
-        if serves(problem, arrays, batch_invariant=batch_invariant):
-            return PreparedPrefill(problem, options, arrays)
+    prefill = prepare_prefill(arrays, codes, options, batch_invariant=batch_invariant)
+    if prefill is not None:
+        return prefill
     batch, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_bytes = v_cache.shape
     value_dim = 2 * value_bytes if codes == "int4" else value_bytes

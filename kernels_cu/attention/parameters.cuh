@@ -67,6 +67,19 @@ struct PagedParameters {
   ScoreSettings settings;
 };
 
+// gather_kv. Strides of caches, their factors and ring buffers as in PagedParameters; of factors of
+// int4 keys over blocks, groups and heads.
+struct GatherParameters {
+  HeadStrides k, v, k_factors, v_factors, recent_k, recent_v;
+  int heads;
+  int seq_q;      // of every request, without cu_seqlens_q
+  int most_keys;  // capacity of the block table and, with RECENT, of a ring buffer
+  int recent_rows;
+  int block_size, table_row;
+  int tiles;        // blocks of a request's outputs
+  int window_left;  // visible keys before the first query's own
+};
+
 // append_kv. Strides of q, k, v and q_out: over tokens (row) and heads; of caches and their scales
 // as in PagedParameters.
 struct AppendParameters {

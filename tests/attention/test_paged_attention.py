@@ -146,19 +146,27 @@ def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) ->
     check_codes(device, codes, shared, head_dim)
 
 
-def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
-    """Scales that differ by up to a factor of 1000; compared with float64 on decoded values."""
+def check_codes(
+    device: str, codes: Any, shared: str, head_dim: int, *, seq_q: int = 1, ends: Any = None
+) -> None:
+    """Scales that differ by up to a factor of 1000; compared with float64 on decoded values.
+
+    With many queries per request, those are rounded to float16. ends: of packed queries.
+    """
     xp = array_module(device)
-    cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
+    lengths = [70, 2, 0, 129, 700]
+    shape = {"heads_q": 6, "heads_kv": 2, "head_dim": head_dim, "seq_q": seq_q}
+    cache = Cache(lengths, **shape, dtype=float16)
     generator = np.random.default_rng(1)
-    shape = {"none": None, "cache": (1,) * 4, "head": (1, 1, 2, 1), "key": (*cache.k.shape[:3], 1)}
+    shapes = {"none": None, "cache": (1,) * 4, "head": (1, 1, 2, 1), "key": (*cache.k.shape[:3], 1)}
+    extents = shapes[shared]
     given, values = [], []
     for array, most in ((cache.k, 3.0), (cache.v, 300.0)):
         unused = np.isnan(array)
         scales = None
         axes = {"cache": None, "head": (0, 1, 3), "key": 3}.get(shared)
-        if shape[shared] is not None:
-            spread = generator.uniform(-3, 0, shape[shared])
+        if extents is not None:
+            spread = generator.uniform(-3, 0, extents)
             scales = (most * 10**spread / 100).astype(np.float32)
         codes_of = ck.QuantizedArray.encode(
             np.nan_to_num(array.astype(np.float32)) * (1 if scales is None else 60 * scales),
@@ -178,10 +186,15 @@ def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
                 axis=axes,
             )
         )
-    cache.k, cache.v = values
-    want, want_lse = cache.expected()
+    cache.k, cache.v = (each.astype(float16) if seq_q > 1 else each for each in values)
+    options = {}
+    if ends is not None:
+        cache.q = cache.q.reshape(-1, 6, head_dim)[: ends[-1]]
+        options["cu_seqlens_q"] = ends
+    want, want_lse = cache.expected(**options)
     arrays = [xp.asarray(a) for a in (cache.q, cache.table, cache.lengths)]
-    out, lse = ck.paged_attention(arrays[0], *given, *arrays[1:], return_lse=True)
+    options = {name: xp.asarray(array) for name, array in options.items()}
+    out, lse = ck.paged_attention(arrays[0], *given, *arrays[1:], return_lse=True, **options)
     host = np.asarray if xp is np else xp.asnumpy
     got = host(out).astype(np.float64)
     assert np.isfinite(got).all()
@@ -232,6 +245,12 @@ def grouped(
 def test_caches_of_int4(
     device: str, head_dim: int, heads_q: int, seq_q: int, options: dict[str, Any], group_rows: int
 ) -> None:
+    check_int4(device, head_dim, heads_q, seq_q, options, group_rows)
+
+
+def check_int4(
+    device: str, head_dim: int, heads_q: int, seq_q: int, options: dict[str, Any], group_rows: int
+) -> None:
     """Key channels far from zero; compared with float64 on decoded values."""
     xp = array_module(device)
     cache = Cache(
@@ -268,6 +287,18 @@ def test_caches_of_int4(
 @pytest.mark.parametrize("group_rows", [32, 64])
 @emulated(lambda head_dim, group_rows: (head_dim == 96) == (group_rows == 32))
 def test_recent_keys_are_not_quantised(
+    device: str,
+    head_dim: int,
+    heads_q: int,
+    seq_q: int,
+    dtype: Any,
+    options: dict[str, Any],
+    group_rows: int,
+) -> None:
+    check_recent(device, head_dim, heads_q, seq_q, dtype, options, group_rows)
+
+
+def check_recent(
     device: str,
     head_dim: int,
     heads_q: int,

@@ -10,13 +10,24 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _paged_prefill, paged
-from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention import _paged_gather, _paged_prefill, paged
+from cukit.attention._paged_prefill_plan import (
+    plan_paged_prefill,
+    prefers_gather,
+    prefers_prefill,
+)
 from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import bfloat16, float16
 from cukit.core.device import KIB, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
-from tests.attention.test_paged_attention import DTYPES, Cache, array_module
+from tests.attention.test_paged_attention import (
+    DTYPES,
+    Cache,
+    array_module,
+    check_codes,
+    check_int4,
+    check_recent,
+)
 from tests.quick_run import emulated
 
 H200 = typical_device("sm_90")
@@ -29,9 +40,18 @@ def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(_paged_gather, "prefers_gather", lambda _, __, codes, *___, **____: codes)
     paged._prepare.forget()  # type: ignore[attr-defined]
     yield device
     paged._prepare.forget()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def gather(prefill: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`prefill`, with a copy of the cache for every call, of at most three requests at once."""
+    monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: True)
+    monkeypatch.setattr(_paged_gather, "_MOST_REQUESTS", 3)
+    return prefill
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,6 +116,77 @@ def test_packed_queries(prefill: str, block_size: int, window: Any) -> None:
     generator = np.random.default_rng(7)
     cache.q = generator.standard_normal((ends[-1], 4, 64), np.float32).astype(float16)
     cache.check(prefill, cu_seqlens_q=ends, window_size=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+@pytest.mark.parametrize(
+    ("shape", "options", "hidden"),
+    [
+        ({"heads_q": 6, "heads_kv": 2, "head_dim": 80}, {}, 0),
+        ({"head_dim": 192, "value_dim": 128}, {"causal": False}, 0),
+        ({"head_dim": 256}, {"window_size": (20, 0)}, 61),
+        ({}, {"causal": False, "window_size": (30, 5), "softcap": 2.0}, 51),
+        ({}, {"window_size": (9, None), "sinks": np.full(4, -np.inf, np.float32)}, 72),
+    ],
+    ids=str,
+)
+@emulated(
+    lambda hidden, block_size, dtype: (
+        (hidden in (0, 72)) == (block_size == 7) == (dtype == bfloat16)
+    )
+)
+def test_copied_caches(
+    gather: str, shape: Any, options: Any, hidden: int, block_size: int, dtype: Any
+) -> None:
+    """Also requests without keys or with fewer than queries. Masked keys are NaN."""
+    lengths = [152, 300, 0, 90, 71, 33, 200]
+    hidden = min(hidden, 152 - 70 - 9)
+    lengths = [length for length in lengths if not hidden or length > 70 + 80] + [0] * bool(hidden)
+    cache = Cache(lengths, seq_q=70, hidden=hidden, block_size=block_size, dtype=dtype, **shape)
+    cache.check(gather, **options)
+
+
+@pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
+def test_copies_for_packed_queries(gather: str, window: Any) -> None:
+    counts = [70, 1, 0, 130, 1, 5, 64]
+    cache = Cache([70, 200, 40, 333, 1, 0, 64], block_size=5, dtype=float16)
+    ends = np.cumsum([0, *counts]).astype(np.int32)
+    generator = np.random.default_rng(7)
+    cache.q = generator.standard_normal((ends[-1], 4, 64), np.float32).astype(float16)
+    cache.check(gather, cu_seqlens_q=ends, window_size=window)
+
+
+@pytest.mark.parametrize("codes", [ck.int8, ck.float8_e4m3], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("shared", ["none", "cache", "head", "key"])
+@pytest.mark.parametrize(
+    ("head_dim", "packed"), [(64, True), (80, False), (128, True), (256, False)]
+)
+@emulated(
+    lambda head_dim, shared, codes: head_dim == 80 and (shared == "key") == (codes is ck.int8)
+)
+def test_caches_of_codes(
+    prefill: str, codes: Any, shared: str, head_dim: int, packed: bool
+) -> None:
+    ends = np.array([0, 70, 71, 71, 200, 300], np.int32) if packed else None
+    check_codes(prefill, codes, shared, head_dim, seq_q=70, ends=ends)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads_q", "dtype", "options"),
+    [
+        (128, 6, bfloat16, {}),
+        (64, 2, float16, {"window_size": (70, None), "sinks": np.array([0.5, 1], np.float32)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group_rows", [32, 64])
+@emulated(lambda head_dim, group_rows: (head_dim == 64) == (group_rows == 32))
+def test_caches_of_int4(
+    prefill: str, head_dim: int, heads_q: int, dtype: Any, options: dict[str, Any], group_rows: int
+) -> None:
+    check_int4(prefill, head_dim, heads_q, 50, options, group_rows)
+    check_recent(prefill, head_dim, heads_q, 50, dtype, options, group_rows)
 
 
 def test_no_queries(prefill: str) -> None:
@@ -225,6 +316,22 @@ def test_which_kernel_a_call_takes() -> None:
     assert prefers(1, 64, batch_invariant=True) == prefers(500, 64, batch_invariant=True)
     assert not prefers_prefill(PROBLEM, typical_device("sm_80"), batch_invariant=False)
     assert not prefers_prefill(PROBLEM, typical_device("sm_100"), batch_invariant=False)
+
+
+def test_which_caches_are_copied() -> None:
+    """Where the saved time of the forward exceeds that of the copy."""
+
+    def prefers(batch: int, seq_q: int, block_size: int, codes: str = "", **changes: Any) -> bool:
+        problem = replace(PROBLEM, batch=batch, seq_len_q=seq_q, **changes)
+        return prefers_gather(problem, block_size, codes, H200, batch_invariant=False)
+
+    assert prefers(8, 2048, 1)
+    assert prefers(2, 8192, 7)
+    assert prefers(64, 1, 16, "int8")
+    assert prefers(1, 8 * 2048 * 8, 1, varlen=True)
+    assert not prefers(8, 2048, 128), "blocks are whole tiles"
+    assert not prefers(64, 64, 16)
+    assert not prefers(512, 512, 1, varlen=True), "a query per request"
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -1,0 +1,165 @@
+"""Prefill over a paged cache through a copy of its keys and values.
+
+The Hopper forward loads a tile of keys with one TMA box per 64 columns if the blocks of the cache
+hold whole tiles of 16-bit elements. Small blocks take many boxes, blocks that are not a multiple of
+8 keys are copied row by row, and the forward has no products of quantised keys. A copy in the
+form that suits the forward reads the keys once more, which costs less with many queries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cukit.attention._arguments import PARAMETERS, ScoreOptions, strides_of
+from cukit.attention._paged_arguments import PagedArrays, PagedScratch
+from cukit.attention._paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention._paged_prefill_plan import (
+    GatherConfig,
+    plan_gather,
+    prefers_gather,
+)
+from cukit.attention._problem import ceil_div
+from cukit.attention.cache_arrays import scale_strides
+from cukit.core.arrays import Array, empty, int32
+from cukit.core.device import current_device
+from cukit.core.kernel import NULL, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
+
+_SCRATCH_BYTES = 1 << 30
+"""Upper bound of the copy, unless a single request needs more: requests are processed in parts."""
+_MOST_REQUESTS = 1 << 16
+"""Requests per part."""
+
+
+def prepare_prefill(
+    arrays: PagedArrays, codes: str, options: ScoreOptions, *, batch_invariant: bool
+) -> PreparedPrefill | PreparedGather | None:
+    """The launches of a call on the Hopper forward; None if it runs on the decode kernel."""
+    problem = problem_of_pages(arrays, codes, options)
+    if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
+        return None
+    device = current_device()
+    block_size = arrays.k_cache.shape[1]
+    if not prefers_gather(problem, block_size, codes, device, batch_invariant=batch_invariant):
+        return PreparedPrefill(problem, options, arrays)
+    group = 0
+    if codes == "int4" and arrays.k_scales is not None:
+        group = block_size // arrays.k_scales.shape[1]
+    recent = arrays.recent_k is not None
+    return PreparedGather(
+        plan_gather(problem, codes, group, device, recent=recent), options, arrays
+    )
+
+
+class _Copy:
+    """The keys and values of consecutive requests, copied and then attended to."""
+
+    __slots__ = ("_attend", "_gather", "_shapes")
+
+    def __init__(self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays) -> None:
+        q, k_cache, v_cache, k_scales, v_scales, block_table, *_ = arrays
+        batch = arrays.batch
+        _, block_size, heads, _ = k_cache.shape
+        recent_rows = 0 if arrays.recent_k is None else arrays.recent_k.shape[1]
+        most_keys = block_table.shape[1] * block_size + recent_rows
+        tiles = ceil_div(most_keys, config.block)
+        blocks = batch * tiles, config.block, heads
+        widths = config.problem.head_dim, config.problem.head_dim_v
+        self._shapes = (*((*blocks, width) for width in widths), (batch, tiles))
+        parameters = parameter_structs(PARAMETERS)["GatherParameters"].pack(
+            k=strides_of(k_cache),
+            v=strides_of(v_cache),
+            k_factors=scale_strides(k_scales),
+            v_factors=scale_strides(v_scales),
+            recent_k=(0, 0, 0) if arrays.recent_k is None else strides_of(arrays.recent_k),
+            recent_v=(0, 0, 0) if arrays.recent_v is None else strides_of(arrays.recent_v),
+            heads=heads,
+            seq_q=0 if arrays.cu_seqlens_q is not None else q.shape[1],
+            most_keys=most_keys,
+            recent_rows=recent_rows,
+            block_size=block_size,
+            table_row=block_table.strides[0] // block_table.itemsize,
+            tiles=tiles,
+            window_left=options.bounded_left,
+        )
+        grid = config.grid(batch * tiles)
+        self._gather = Launch(load_kernel(config.spec()), (grid,), (parameters,))
+        copied = self._copied(arrays, *self._scratch(q))
+        problem = problem_of_pages(copied, "", options)
+        self._attend = PreparedPrefill(problem, options, copied, most_keys)
+
+    def __call__(self, arrays: PagedArrays, out: Array, lse: Array) -> None:
+        """Launches the kernels."""
+        scratch = self._scratch(arrays.q)
+        self._gather(
+            *(arrays.k_cache, arrays.v_cache, arrays.k_scales, arrays.v_scales),
+            *(arrays.k_zeros, arrays.v_zeros, arrays.block_table, arrays.seq_lens),
+            *(arrays.cu_seqlens_q, arrays.recent_k, arrays.recent_v, arrays.rings),
+            *(arrays.packed_lens, *scratch),
+        )
+        self._attend.launch(self._copied(arrays, *scratch), out, lse)
+
+    def _scratch(self, like: Array) -> tuple[Array, Array, Array]:
+        k, v, blocks = self._shapes
+        return empty(like, k), empty(like, v), empty(like, blocks, int32)
+
+    @staticmethod
+    def _copied(arrays: PagedArrays, k: Array, v: Array, blocks: Array) -> PagedArrays:
+        """The call with the copy as its cache."""
+        q, *_, seq_lens, sinks, out, cu_seqlens_q = arrays[:10]
+        return PagedArrays(q, k, v, None, None, blocks, seq_lens, sinks, out, cu_seqlens_q)
+
+
+class PreparedGather:
+    """A planned call, for arrays of the same shapes, strides and dtypes."""
+
+    __slots__ = ("_copies", "_lse_shape", "_shape")
+
+    def __init__(self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays) -> None:
+        problem = config.problem
+        *rows, heads_q, _ = arrays.q.shape
+        self._shape = (*rows, heads_q, problem.head_dim_v)
+        self._lse_shape = (*rows[:-1], heads_q, rows[-1])
+        _, block_size, heads, _ = arrays.k_cache.shape
+        keys = arrays.block_table.shape[1] * block_size
+        width = problem.head_dim + problem.head_dim_v
+        bytes_each = keys * heads * width * arrays.q.itemsize
+        most = min(_MOST_REQUESTS, max(1, _SCRATCH_BYTES // max(1, bytes_each)))
+        size = max(1, ceil_div(arrays.batch, max(1, ceil_div(arrays.batch, most))))
+        self._copies: list[tuple[slice, _Copy]] = []
+        planned: dict[int, _Copy] = {}
+        for first in range(0, arrays.batch, size):
+            requests = slice(first, min(first + size, arrays.batch))
+            part = _part(arrays, requests)
+            if part.batch not in planned:
+                planned[part.batch] = _Copy(config, options, part)
+            self._copies.append((requests, planned[part.batch]))
+
+    def __call__(
+        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
+    ) -> Array | tuple[Array, Array]:
+        """Launches the kernels. scratch: unused."""
+        q = arrays.q
+        out = empty(q, self._shape) if arrays.out is None else arrays.out
+        lse = empty(q, self._lse_shape, np.float32) if return_lse else None
+        packed = arrays.cu_seqlens_q is not None
+        if out.size:
+            for requests, copy in self._copies:
+                rows = slice(None) if packed else requests
+                part = _part(arrays, requests)
+                copy(part, out[rows], NULL if lse is None else lse if packed else lse[rows])
+        return out if lse is None else (out, lse)
+
+
+def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:
+    """The call for some of its requests. Packed queries and outputs stay as they are."""
+    if requests == slice(0, arrays.batch):
+        return arrays
+    ends = arrays.cu_seqlens_q
+    fields = ("block_table", "seq_lens", "rings", "packed_lens")
+    if ends is None:
+        fields = (*fields, "q", "out")
+    else:
+        arrays = arrays._replace(cu_seqlens_q=ends[requests.start : requests.stop + 1])
+    given = ((name, getattr(arrays, name)) for name in fields)
+    return arrays._replace(**{name: array[requests] for name, array in given if array is not None})
