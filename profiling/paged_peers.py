@@ -76,12 +76,20 @@ def decode(
 
 
 def prefill(
-    q: Any, k: Any, v: Any, table: Any, queries: Sequence[int], lengths: Sequence[int], backend: str
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    queries: Sequence[int],
+    lengths: Sequence[int],
+    backend: str,
+    scale: float | None = None,
 ) -> Call:
-    """BatchPrefillWithPagedKVCacheWrapper, causal. backend: "fa2" or "fa3"."""
+    """BatchPrefillWithPagedKVCacheWrapper, causal. backend: "fa2" or "fa3". scale: of FP8 codes."""
     module, torch = peers.optional("flashinfer.prefill"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     pages = Pages(table, lengths, block_size)
+    stored = torch.bfloat16 if scale is None else torch.float8_e4m3fn
     wrapper = module.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
     _plan(
         wrapper,
@@ -89,11 +97,13 @@ def prefill(
         *(q.shape[-2], heads_kv, head_dim, block_size),
         causal=True,
         q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
+        kv_data_type=stored,
     )
+    scales = {} if scale is None else {"k_scale": scale, "v_scale": scale}
 
     def function(q: Any, k: Any, v: Any) -> Any:
-        return wrapper.run(q.reshape(-1, *q.shape[-2:]), (k, v)).reshape(q.shape)
+        rows = q.reshape(-1, *q.shape[-2:])
+        return wrapper.run(rows, (k.view(stored), v.view(stored)), **scales).reshape(q.shape)
 
     return peers.forward(function, q, k, v)
 

@@ -28,7 +28,7 @@ GROUP_ROWS = 64
 _FLASHINFER_DIM = 128
 """Of its compiled kernels."""
 
-_FLOAT8_SCALE = 4.5 / 448
+FLOAT8_SCALE = 4.5 / 448
 """Of all codes."""
 
 
@@ -119,10 +119,7 @@ def paged_case(shape: Shape) -> Case:
         table, lengths = xp.asarray(host), xp.asarray(np.asarray(shape.lengths, np.int32))
         block = sum(counts), shape.block_size, shape.heads_kv, shape.head_dim
         q = normal((batch, 1, shape.heads_q, shape.head_dim), "bfloat16")
-        if shape.codes == "int4":
-            k, v = grouped_cache(block, 1), grouped_cache(block, 3)
-        else:
-            k, v = (_cache(block, shape.codes) for _ in range(2))
+        k, v = caches(block, shape.codes)
         arguments = (q, k, v, table, lengths)
         given: dict[str, Any] = {}
         if shape.recent:
@@ -138,11 +135,11 @@ def paged_case(shape: Shape) -> Case:
             ),
         }
         if shape.head_dim == _FLASHINFER_DIM and shape.codes in ("", "float8_e4m3"):
-            caches, scale = (k, v), None
+            stored, scale = (k, v), None
             if shape.codes:
-                caches, scale = (k.storage, v.storage), _FLOAT8_SCALE
+                stored, scale = (k.storage, v.storage), FLOAT8_SCALE
             impls["flashinfer"] = partial(
-                paged_peers.decode, q, *caches, table, shape.lengths, scale
+                paged_peers.decode, q, *stored, table, shape.lengths, scale
             )
         if shape.equal and not shape.codes:
             for name, backend in BACKENDS.items():
@@ -159,6 +156,13 @@ def paged_case(shape: Shape) -> Case:
         build=build,
         bytes=2 * shape.heads_kv * (coded * shape.row_bytes + newest) + outside,
     )
+
+
+def caches(block: tuple[int, ...], codes: str) -> tuple[Any, Any]:
+    """Keys and values of bfloat16 or quantised."""
+    if codes == "int4":
+        return grouped_cache(block, 1), grouped_cache(block, 3)
+    return _cache(block, codes), _cache(block, codes)
 
 
 def _cache(block: tuple[int, ...], codes: str) -> Any:
@@ -257,7 +261,7 @@ def _expected(
     for b, length in enumerate(np.asarray(lengths.get() if xp is not np else lengths).tolist()):
         used = table[b, : -(-length // k.shape[1])]
         own = xp.arange(used.size, dtype=xp.int32)[None]
-        row, keys, values = q[b : b + 1].astype(xp.float32), _rows(k, used), _rows(v, used)
+        row, keys, values = q[b : b + 1].astype(xp.float32), decoded(k, used), decoded(v, used)
         newest = None
         if recent is not None:
             wide = (x[b : b + 1].astype(xp.float32) for x in (recent.k, recent.v))
@@ -267,7 +271,7 @@ def _expected(
     return out
 
 
-def _rows(cache: Any, used: Any) -> Any:
+def decoded(cache: Any, used: Any) -> Any:
     """Blocks of a cache in float32."""
     xp = array_module()
     if not isinstance(cache, QuantizedArray):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from profiling import paged_peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.cases.attention import BACKENDS, forward_impl
 from profiling.cases.attention import Shape as DenseShape
+from profiling.cases.attention_paged import FLOAT8_SCALE, GROUP_ROWS, caches, decoded
 from profiling.data import array_module, normal
 
 _DTYPE = "bfloat16"
@@ -36,10 +37,12 @@ class Prefill:
     heads_kv: int = 8
     head_dim: int = 128
     block_size: int = 16
+    codes: str = ""  # dtype of the cache; "" is bfloat16
 
     def __str__(self) -> str:
         heads = f"{self.heads_q}/{self.heads_kv}"
-        return f"d{self.head_dim} {heads} prefill {self.name} page {self.block_size}"
+        kind = f" {self.codes}" if self.codes else ""
+        return f"d{self.head_dim} {heads} prefill {self.name} page {self.block_size}{kind}"
 
     @property
     def flops(self) -> float:
@@ -85,6 +88,7 @@ def cases(small: bool = False) -> list[Case]:
         return [
             _prefill_case(Prefill("2x20", (20, 20), (20, 20), 4, 2, 16)),
             _prefill_case(mixed),
+            _prefill_case(replace(mixed, head_dim=32, block_size=GROUP_ROWS, codes="int4")),
             _cascade_case(Cascade(4, 32, 9, 4, 2, 16)),
         ]
     prompts = [
@@ -98,6 +102,10 @@ def cases(small: bool = False) -> list[Case]:
         Prefill("8x2048", (2048,) * 8, (2048,) * 8, 32, 8, 64),
         Prefill("8x2048", (2048,) * 8, (2048,) * 8, 16, 4, 256),
     ]
+    for codes in ("int8", "float8_e4m3", "int4"):
+        form = {"block_size": GROUP_ROWS if codes == "int4" else 16, "codes": codes}
+        prompt = Prefill("8x2048", (2048,) * 8, (2048,) * 8, **form)
+        prompts += [prompt, Prefill("4x1024 of 17408", (1024,) * 4, (17408,) * 4, **form)]
     shared = [
         Cascade(32, 8192, 256),
         Cascade(128, 8192, 256),
@@ -107,11 +115,11 @@ def cases(small: bool = False) -> list[Case]:
     return [*map(_prefill_case, prompts), *map(_cascade_case, shared)]
 
 
-def _cache(blocks: int, shape: Prefill | Cascade) -> tuple[Any, Any, Any]:
+def _cache(blocks: int, shape: Prefill | Cascade, codes: str = "") -> tuple[Any, Any, Any]:
     """Keys, values, and the blocks in the order of the requests."""
     extents = blocks, shape.block_size, shape.heads_kv, shape.head_dim
     order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    return normal(extents, _DTYPE), normal(extents, _DTYPE), order
+    return (*caches(extents, codes), order)
 
 
 def _prefill_case(shape: Prefill) -> Case:
@@ -120,7 +128,7 @@ def _prefill_case(shape: Prefill) -> Case:
     def build() -> Workload:
         xp = array_module()
         counts = [-(-keys // shape.block_size) for keys in shape.keys]
-        k, v, order = _cache(sum(counts), shape)
+        k, v, order = _cache(sum(counts), shape, shape.codes)
         host = np.zeros((len(counts), max(counts)), np.int32)
         for row, count, end in zip(host, counts, np.cumsum(counts), strict=True):
             row[:count] = order[end - count : end]
@@ -135,12 +143,14 @@ def _prefill_case(shape: Prefill) -> Case:
         impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(paged_attention, q, k, v, table, lengths, out=out, **given)
         }
-        if shape.head_dim == 128:
-            arguments = q, k, v, table, shape.queries, shape.keys
-            for backend in ("fa2", "fa3"):
+        if shape.head_dim == 128 and shape.codes in ("", "float8_e4m3"):
+            scale = FLOAT8_SCALE if shape.codes else None
+            stored = (k.storage, v.storage) if shape.codes else (k, v)
+            arguments = q, *stored, table, shape.queries, shape.keys
+            for backend in ("fa2",) if shape.codes else ("fa2", "fa3"):
                 name = f"flashinfer-{backend}"
-                impls[name] = partial(paged_peers.prefill, *arguments, backend)
-        if equal:
+                impls[name] = partial(paged_peers.prefill, *arguments, backend, scale)
+        if equal and not shape.codes:
             rows = [
                 cache[table].reshape(len(counts), -1, *cache.shape[2:])[:, : shape.keys[0]]
                 for cache in (k, v)
@@ -211,13 +221,9 @@ def _expected(shape: Prefill, q: Any, k: Any, v: Any, table: Any) -> Any:
     group = shape.heads_q // shape.heads_kv
     ends = itertools.accumulate(shape.queries)
     for blocks, queries, keys, end in zip(table, shape.queries, shape.keys, ends, strict=True):
+        wide = [decoded(cache, blocks) for cache in (k, v)]
         for head in range(shape.heads_kv):
             rows, heads = slice(end - queries, end), slice(head * group, (head + 1) * group)
-            own = (
-                cache[blocks, :, head]
-                .reshape(1, -1, 1, cache.shape[-1])[:, :keys]
-                .astype(xp.float32)
-                for cache in (k, v)
-            )
+            own = (cache[:, :, head].reshape(1, -1, 1, cache.shape[-1])[:, :keys] for cache in wide)
             out[rows, heads] = attend(q[rows, heads].astype(xp.float32)[None], *own, causal=True)[0]
     return whole
