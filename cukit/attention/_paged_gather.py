@@ -8,6 +8,8 @@ form that suits the forward reads the keys once more, which costs less with many
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cukit.attention._arguments import PARAMETERS, ScoreOptions, strides_of
@@ -32,23 +34,30 @@ _MOST_REQUESTS = 1 << 16
 
 
 def prepare_prefill(
-    arrays: PagedArrays, codes: str, options: ScoreOptions, *, batch_invariant: bool
+    arrays: PagedArrays,
+    codes: str,
+    options: ScoreOptions,
+    *,
+    batch_invariant: bool,
+    least_queries: int = 1,
 ) -> PreparedPrefill | PreparedGather | None:
-    """The launches of a call on the Hopper forward; None if it runs on the decode kernel."""
+    """The launches of a call on the Hopper forward; None if it runs on the decode kernel.
+
+    least_queries: requests with fewer are left out.
+    """
     problem = problem_of_pages(arrays, codes, options)
     if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
         return None
     device = current_device()
     block_size = arrays.k_cache.shape[1]
     if not prefers_gather(problem, block_size, codes, device, batch_invariant=batch_invariant):
-        return PreparedPrefill(problem, options, arrays)
+        return PreparedPrefill(problem, options, arrays, least_queries=least_queries)
     group = 0
     if codes == "int4" and arrays.k_scales is not None:
         group = block_size // arrays.k_scales.shape[1]
     recent = arrays.recent_k is not None
-    return PreparedGather(
-        plan_gather(problem, codes, group, device, recent=recent), options, arrays
-    )
+    config = plan_gather(problem, codes, group, device, recent=recent)
+    return PreparedGather(config, options, arrays, least_queries)
 
 
 class _Copy:
@@ -56,7 +65,9 @@ class _Copy:
 
     __slots__ = ("_attend", "_gather", "_shapes")
 
-    def __init__(self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays) -> None:
+    def __init__(
+        self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
+    ) -> None:
         q, k_cache, v_cache, k_scales, v_scales, block_table, *_ = arrays
         batch = arrays.batch
         _, block_size, heads, _ = k_cache.shape
@@ -81,14 +92,15 @@ class _Copy:
             table_row=block_table.strides[0] // block_table.itemsize,
             tiles=tiles,
             window_left=options.bounded_left,
+            least_queries=least_queries,
         )
         grid = config.grid(batch * tiles)
         self._gather = Launch(load_kernel(config.spec()), (grid,), (parameters,))
         copied = self._copied(arrays, *self._scratch(q))
         problem = problem_of_pages(copied, "", options)
-        self._attend = PreparedPrefill(problem, options, copied, most_keys)
+        self._attend = PreparedPrefill(problem, options, copied, most_keys, least_queries)
 
-    def __call__(self, arrays: PagedArrays, out: Array, lse: Array) -> None:
+    def __call__(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels."""
         scratch = self._scratch(arrays.q)
         self._gather(
@@ -115,7 +127,9 @@ class PreparedGather:
 
     __slots__ = ("_copies", "_lse_shape", "_shape")
 
-    def __init__(self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays) -> None:
+    def __init__(
+        self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
+    ) -> None:
         problem = config.problem
         *rows, heads_q, _ = arrays.q.shape
         self._shape = (*rows, heads_q, problem.head_dim_v)
@@ -132,23 +146,29 @@ class PreparedGather:
             requests = slice(first, min(first + size, arrays.batch))
             part = _part(arrays, requests)
             if part.batch not in planned:
-                planned[part.batch] = _Copy(config, options, part)
+                planned[part.batch] = _Copy(config, options, part, least_queries)
             self._copies.append((requests, planned[part.batch]))
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernels. scratch: unused."""
-        q = arrays.q
-        out = empty(q, self._shape) if arrays.out is None else arrays.out
-        lse = empty(q, self._lse_shape, np.float32) if return_lse else None
-        packed = arrays.cu_seqlens_q is not None
+        out, lse = self.results(arrays, return_lse)
         if out.size:
-            for requests, copy in self._copies:
-                rows = slice(None) if packed else requests
-                part = _part(arrays, requests)
-                copy(part, out[rows], NULL if lse is None else lse if packed else lse[rows])
-        return out if lse is None else (out, lse)
+            self.launch(arrays, out, lse)
+        return (out, lse) if return_lse else out
+
+    def results(self, arrays: PagedArrays, return_lse: bool) -> tuple[Array, Any]:
+        """The output, allocated if the call has none, and the lse or NULL."""
+        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
+        return out, empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
+
+    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+        """Launches the kernels; `out` is not empty."""
+        packed = arrays.cu_seqlens_q is not None
+        for requests, copy in self._copies:
+            rows = slice(None) if packed else requests
+            copy(_part(arrays, requests), out[rows], lse if lse is NULL else lse[rows])
 
 
 def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:

@@ -41,6 +41,7 @@ class PagedConfig:
     unit_tiles: key tiles per split of a batch-invariant call; 0 otherwise.
     team: thread blocks that process neighbouring heads of the same keys.
     recent: whether the newest keys are in ring buffers, in 16 bits.
+    packed: whether the queries are packed; then only requests with one query are processed.
     """
 
     dtype: str
@@ -62,6 +63,7 @@ class PagedConfig:
     softcap: bool
     sinks: bool
     recent: bool = False
+    packed: bool = False
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -84,6 +86,7 @@ class PagedConfig:
             ("SOFTCAP", int(self.softcap)),
             ("SINKS", int(self.sinks)),
             *((("RECENT", 1),) if self.recent else ()),
+            *((("PACKED", 1),) if self.packed else ()),
         )
         stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
         stages = self.warps * self.stages * stage
@@ -147,6 +150,7 @@ def plan_paged_attention(
     batch_invariant: bool = False,
     group_rows: int = 0,
     recent: bool = False,
+    packed: bool = False,
 ) -> PagedConfig:
     """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
     codes, and as many warps and then stages as fit.
@@ -196,4 +200,5 @@ def plan_paged_attention(
         softcap=softcap,
         sinks=sinks,
         recent=recent,
+        packed=packed,
     )

@@ -63,8 +63,10 @@ class PreparedPrefill:
         options: ScoreOptions,
         arrays: PagedArrays,
         most_keys: int | None = None,
+        least_queries: int = 1,
     ) -> None:
-        """most_keys: bound of the lengths; None: the capacity of the block table."""
+        """most_keys: bound of the lengths; None: the capacity of the block table. least_queries:
+        requests with fewer are left out."""
         q, k_cache, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
         mapped = fits_tensor_maps(k_cache, v_cache)
@@ -101,7 +103,7 @@ class PreparedPrefill:
         )
         blocks = config.grid(int(np.prod(rows)))
         launch = Launch(load_kernel(config.spec()), (blocks,), (keys, parameters))
-        scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, blocks))
+        scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, least_queries, blocks))
         plan = Launch(load_kernel(config.plan_spec()), (1,), tuple(scalars))
         queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
         box = 1, config.page_rows, 1, config.box_columns(config.width)

@@ -10,6 +10,7 @@ from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
+    Strides,
     check_kernel_layout,
     dense_strides,
     scales_of,
@@ -274,37 +275,60 @@ class PreparedPaged(NamedTuple):
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *_ = arrays
-        if out is None:
-            out = empty(q, self.shape)
+        q = arrays.q
+        out = empty(q, self.shape) if arrays.out is None else arrays.out
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            if scratch is None or not self._fits(scratch):
-                sums = empty(q, (self.floats,), np.float32)
-                scratch = PagedScratch(sums, zero_counters(q, self.counters))
-            if self.coded:
-                k_scales = _one(q) if k_scales is None else k_scales
-                v_scales = _one(q) if v_scales is None else v_scales
-            self.launch(
-                *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
-                *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
-                *(arrays.rings, arrays.packed_lens, sinks, *scratch),
-            )
+            self.launch_kernel(arrays, out, lse, scratch)
         return (out, lse) if return_lse else out
+
+    def launch_kernel(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None = None
+    ) -> None:
+        """Launches the kernel; `out` is not empty."""
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, *_ = arrays
+        if scratch is None or not self._fits(scratch):
+            sums = empty(q, (self.floats,), np.float32)
+            scratch = PagedScratch(sums, zero_counters(q, self.counters))
+        if self.coded:
+            k_scales = _one(q) if k_scales is None else k_scales
+            v_scales = _one(q) if v_scales is None else v_scales
+        self.launch(
+            *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
+            *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
+            *(arrays.rings, arrays.packed_lens, sinks, arrays.cu_seqlens_q, *scratch),
+        )
 
     def _fits(self, scratch: PagedScratch) -> bool:
         return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
 
 
+class PreparedMixed(NamedTuple):
+    """A call with packed queries: requests with one query on the decode kernel, the others on the
+    Hopper forward."""
+
+    prefill: PreparedPrefill | PreparedGather
+    decode: PreparedPaged
+
+    def __call__(
+        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
+    ) -> Array | tuple[Array, Array]:
+        """Launches the kernels. scratch: unused."""
+        out, lse = self.prefill.results(arrays, return_lse)
+        if out.size:
+            self.prefill.launch(arrays, out, lse)
+            self.decode.launch_kernel(arrays, out, lse)
+        return (out, lse) if return_lse else out
+
+
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
-) -> PreparedPaged | PreparedPrefill | PreparedGather:
+) -> PreparedPaged | PreparedPrefill | PreparedGather | PreparedMixed:
     """Checks and plans a call, and loads its kernel."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
-    recent_k, recent_v = arrays.recent_k, arrays.recent_v
+    q, k_cache, _, k_scales, v_scales, *_ = arrays
     check_layout(arrays, codes)
     group_rows = 0
     if codes == "int4" and k_scales is not None:
@@ -313,17 +337,37 @@ def _prepare(
             "k_cache.zeros": arrays.k_zeros, "v_cache.zeros": arrays.v_zeros,
         }  # fmt: skip
         check_group_layout(_OP, **factors)
-        check_kernel_layout(_OP, **{"recent.k": recent_k, "recent.v": recent_v})
+        check_kernel_layout(_OP, **{"recent.k": arrays.recent_k, "recent.v": arrays.recent_v})
         group_rows = k_cache.shape[1] // k_scales.shape[1]
         if q.shape[-1] > GROUP_HEAD_DIMS[-1]:
             raise ArrayShapeError(
                 f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
                 f"{q.shape[-1]}"
             )
-    prefill = prepare_prefill(arrays, codes, options, batch_invariant=batch_invariant)
-    if prefill is not None:
+    packed = arrays.cu_seqlens_q is not None
+    prefill = prepare_prefill(
+        arrays, codes, options, batch_invariant=batch_invariant, least_queries=1 + packed
+    )
+    if prefill is not None and not packed:
         return prefill
-    batch, seq_q, heads_q, head_dim = q.shape
+    decode = _prepare_decode(arrays, codes, options, group_rows, batch_invariant=batch_invariant)
+    return decode if prefill is None else PreparedMixed(prefill, decode)
+
+
+def _prepare_decode(
+    arrays: PagedArrays,
+    codes: str,
+    options: ScoreOptions,
+    group_rows: int,
+    *,
+    batch_invariant: bool,
+) -> PreparedPaged:
+    """Plans a call of the decode kernel, for requests with one query if the queries are packed."""
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
+    recent_k, recent_v = arrays.recent_k, arrays.recent_v
+    *_, heads_q, head_dim = q.shape
+    packed = arrays.cu_seqlens_q is not None
+    batch, seq_q = arrays.batch, 1 if packed else q.shape[1]
     _, block_size, heads_kv, value_bytes = v_cache.shape
     value_dim = 2 * value_bytes if codes == "int4" else value_bytes
     group = heads_q // heads_kv
@@ -332,18 +376,18 @@ def _prepare(
         head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
         sinks=sinks is not None, batch_invariant=batch_invariant, group_rows=group_rows,
-        recent=recent_k is not None,
+        recent=recent_k is not None, packed=packed,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
     recent_rows = 0 if recent_k is None else recent_k.shape[1]
     most_keys = block_table.shape[1] * block_size + recent_rows
     problems = heads_kv * config.row_tiles
-    given = ScoreArrays(None, sinks, None, None, None, None)
+    given = ScoreArrays(None, sinks, None, None, arrays.cu_seqlens_q, None)
     parameters = parameter_structs(PARAMETERS)["PagedParameters"].pack(
-        q=strides_of(q),
+        q=_query_strides(strides_of(q), packed),
         k=strides_of(k_cache),
         v=strides_of(v_cache),
-        out=dense_strides(shape) if out is None else strides_of(out),
+        out=_query_strides(dense_strides(shape) if out is None else strides_of(out), packed),
         k_scales=scale_strides(k_scales),
         v_scales=scale_strides(v_scales),
         recent_k=(0, 0, 0) if recent_k is None else strides_of(recent_k),
@@ -370,6 +414,12 @@ def _prepare(
     row_shape = (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
+
+
+def _query_strides(strides: Strides, packed: bool) -> Strides:
+    """Strides over requests, their queries and heads; of packed single queries over their rows."""
+    _, row, head = strides
+    return (row, 0, head) if packed else strides
 
 
 _ones: dict[int | None, Array] = {}
@@ -404,6 +454,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(120, 32, codes="int4", group_rows=64, window=True),
         *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
         spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
+        *([spec(128, packed=True)] if device.arch == "sm_90" else []),
     ]
 
 

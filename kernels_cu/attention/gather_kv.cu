@@ -5,7 +5,8 @@
 //   int8, float8: code * scale;  int4 (KIVI): (code - zero) * scale
 //
 // Keys before the window of the request's first query and keys from its length on are zeros.
-// Blocks without any other key are not written, and their entries of `blocks` neither.
+// Blocks without any other key are not written, and their entries of `blocks` neither; nor are
+// those of requests with fewer than least_queries queries.
 // Mapping: a thread block copies kRows keys of one request, of all heads, or the values of those
 //   keys; a thread copies eight columns at a time, UNROLL of them in flight.
 // Macros: DTYPE float16|bfloat16, of the outputs; FORMAT E4M3|INT8|INT4 of the cache, absent if its
@@ -223,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_kv(
   }
   const int queries =
       cu_seqlens_q == nullptr ? params.seq_q : cu_seqlens_q[b + 1] - cu_seqlens_q[b];
+  if (queries < params.least_queries) return;
   request.begin = max(0, request.end - queries - params.window_left);
   if (tile * BLOCK >= request.end || (tile + 1) * BLOCK <= request.begin) return;
 

@@ -3,6 +3,7 @@
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
 // row j % block_size of block block_table[b][j / block_size]. The queries are the last tokens of
 // their request.
+// PACKED: the requests with one query of packed ones; rows of others are not written.
 // RECENT: key j from packed_lens[b] on is row j % recent_rows of ring buffer rings[b], unquantised.
 //
 // Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu
@@ -20,7 +21,7 @@
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
 //   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
 //   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
-//   BLOCKS_PER_SM; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+//   BLOCKS_PER_SM; PACKED 0|1, with seq_q 1; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order depends on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -248,13 +249,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const T* __restrict__ recent_k, const T* __restrict__ recent_v,  // RECENT; else null
     const int* __restrict__ rings, const int* __restrict__ packed_lens,
     const float* __restrict__ sinks,
+    const int* __restrict__ cu_seqlens_q,  // PACKED: [batch + 1]; else null
     float* partial_memory,  // Partial: two slots per block, or one per unit
     int* counters,          // zeros: one per block, or one per problem
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
   __shared__ KeyPlace places[WARPS][Loader::kPlaces];
-#if RECENT
+#if PACKED
+  const Lengths lengths{seq_lens, packed_lens, cu_seqlens_q};
+#elif RECENT
   const Lengths lengths{seq_lens, packed_lens};
 #else
   const Lengths lengths = seq_lens;
@@ -292,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   int stage = 0;
   while (!share.done()) {
     const Piece piece = share.piece();
-    const Rows rows(piece.place, params);
+    const Rows rows(piece.place, lengths, params);
     const int seq_kv = piece.place.request.seq_kv;
     // Keys visible to every row.
     const int causal_offset = seq_kv - params.seq_q;

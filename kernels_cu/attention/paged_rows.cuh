@@ -6,6 +6,9 @@
 #ifndef RECENT
 #define RECENT 0
 #endif
+#ifndef PACKED
+#define PACKED 0
+#endif
 
 #include "attention/paged_work.cuh"
 #include "attention/parameters.cuh"
@@ -74,14 +77,16 @@ static_assert(8 * kMergePitch * 4 <= kStageBytes, "eight rows of a warp fit into
 using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile>;
 using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile>;
 using Share = cukit::Share<kTile, UNIT_TILES, kRecentTile>;
-#if RECENT
+#if PACKED
+using Lengths = PackedLengths;
+#elif RECENT
 using Lengths = SplitLengths;
 #else
 using Lengths = const int*;
 #endif
 
 struct Arrays {
-  const T* q;              // [batch, seq_q, heads_q, head_dim]
+  const T* q;              // [batch, seq_q, heads_q, head_dim]; PACKED: [total_q, heads_q, head_dim]
   const cache_t* k;        // [blocks, block_size, heads_kv, head_dim]
   const cache_t* v;        // the same, [..., value_dim]
   const scale_t* k_scales;  // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis;
@@ -89,8 +94,8 @@ struct Arrays {
   const scale_t* v_scales;  // the same; int4: [blocks, block_size, heads_kv], rows contiguous
   const scale_t* k_zeros;   // int4: as k_scales
   const scale_t* v_zeros;   // int4: as v_scales
-  T* out;                  // [batch, seq_q, heads_q, value_dim]
-  float* lse;              // [batch, heads_q, seq_q] or null
+  T* out;                  // [batch, seq_q, heads_q, value_dim]; PACKED: without batch
+  float* lse;              // [batch, heads_q, seq_q] or null; PACKED: [heads_q, total_q]
   const int* block_table;  // [batch, table_row]
   Lengths lengths;         // [batch]
   const float* sinks;      // [heads_q]
@@ -101,12 +106,13 @@ struct Arrays {
 
 // The rows of a problem: row r is query r / group of head head_kv * group + r % group.
 struct Rows {
-  int b, first, count, head_kv;
+  int b;  // of the queries; PACKED: their row
+  int first, count, head_kv;
 
-  CUKIT_DEVICE Rows(const Place& place, const PagedParameters& params) {
+  CUKIT_DEVICE Rows(const Place& place, const Lengths& lengths, const PagedParameters& params) {
     const int problem = place.problem * TEAM + blockIdx.x % TEAM;
     const int tile = problem / params.heads_kv;
-    b = place.b;
+    b = query_rows(lengths, place.b);
     first = tile * kRows;
     count = min(kRows, params.group * params.seq_q - first);
     head_kv = problem % params.heads_kv;

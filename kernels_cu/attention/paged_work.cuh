@@ -34,7 +34,32 @@ struct SplitLengths {
   CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
 };
 
-// A request's tiles of keys, and its units.
+// With packed queries: those of request b begin at row ends[b]. Requests with one query take part.
+struct PackedLengths {
+  const int* seq_lens;
+  const int* packed_lens;
+  const int* ends;
+
+  CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
+};
+
+// Whether a request takes part.
+template <typename Lengths>
+CUKIT_DEVICE bool takes_part(const Lengths&, int) {
+  return true;
+}
+CUKIT_DEVICE bool takes_part(const PackedLengths& lengths, int b) {
+  return lengths.ends[b + 1] - lengths.ends[b] == 1;
+}
+
+// The first row of a request's queries, in units of seq_q rows.
+template <typename Lengths>
+CUKIT_DEVICE int query_rows(const Lengths&, int b) {
+  return b;
+}
+CUKIT_DEVICE int query_rows(const PackedLengths& lengths, int b) { return lengths.ends[b]; }
+
+// A request's tiles of keys, and its units: none if it does not take part.
 template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Request {
   int seq_kv, first_tile, tiles, units;
@@ -62,7 +87,9 @@ struct Request {
       first_tile = range.begin;
       tiles = max(1, range.end - range.begin);
     }
-    units = b < params.batch ? UnitTiles ? (tiles + UnitTiles - 1) / UnitTiles : tiles : 0;
+    units = b < params.batch && takes_part(lengths, b)
+                ? UnitTiles ? (tiles + UnitTiles - 1) / UnitTiles : tiles
+                : 0;
   }
 
   // Tiles of cached keys: those of recent keys follow.
@@ -128,14 +155,15 @@ struct Place {
     }
   }
 
-  // The first unit of the next problem.
+  // The first unit of the next problem, which exists.
   template <typename Lengths, typename Parameters>
   CUKIT_DEVICE void next_problem(const Lengths& lengths, const Parameters& params) {
     unit = 0;
     if (++problem == params.problems / TEAM) {
       problem = 0;
-      ++b;
-      request = Request_(b, lengths, params);
+      do {
+        request = Request_(++b, lengths, params);
+      } while (request.units == 0);
     }
   }
 };
