@@ -176,7 +176,7 @@ def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:
     if requests == slice(0, arrays.batch):
         return arrays
     ends = arrays.cu_seqlens_q
-    fields = ("block_table", "seq_lens", "rings", "packed_lens")
+    fields: tuple[str, ...] = ("block_table", "seq_lens", "rings", "packed_lens")
     if ends is None:
         fields = (*fields, "q", "out")
     else:
