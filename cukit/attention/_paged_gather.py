@@ -165,6 +165,9 @@ class PreparedGather:
 
     def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels; `out` is not empty."""
+        if len(self._copies) == 1:
+            self._copies[0][1](arrays, out, lse)
+            return
         packed = arrays.cu_seqlens_q is not None
         for requests, copy in self._copies:
             rows = slice(None) if packed else requests
@@ -173,8 +176,6 @@ class PreparedGather:
 
 def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:
     """The call for some of its requests. Packed queries and outputs stay as they are."""
-    if requests == slice(0, arrays.batch):
-        return arrays
     ends = arrays.cu_seqlens_q
     fields: tuple[str, ...] = ("block_table", "seq_lens", "rings", "packed_lens")
     if ends is None:
