@@ -1,9 +1,8 @@
 """Prefill over a paged cache through a copy of its keys and values.
 
-The Hopper forward loads a tile of keys with one TMA box per 64 columns if the blocks of the cache
-hold whole tiles of 16-bit elements. Small blocks take many boxes, blocks that are not a multiple of
-8 keys are copied row by row, and the forward has no products of quantised keys. A copy in the
-form that suits the forward reads the keys once more, which costs less with many queries.
+The Hopper forward loads blocks of 16-bit elements by TMA. Blocks that are not a multiple of 8 keys
+it loads row by row, and it has no products of quantised keys. A copy in 16 bits and blocks of one
+tile reads the keys once more, which costs less with many queries.
 """
 
 from __future__ import annotations

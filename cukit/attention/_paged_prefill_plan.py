@@ -25,9 +25,8 @@ _DECODE_ROWS = 32  # query rows per tile of the decode kernel
 # Nanoseconds per key of 128 columns, measured on an H200.
 _DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
 _PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
-# Estimated time of the forward, in units of its time on blocks of whole tiles of keys.
-_BOXES = 1.06  # several TMA boxes per tile
-_ROW_BY_ROW = 2.1  # cp.async
+# Time of the forward where it loads row by row, in units of its time with TMA.
+_ROW_BY_ROW = 2.1
 _GATHER_RATE = 3000.0  # bytes per nanosecond, read and written
 # Decode kernel: time on a quantised cache, in units of its time on 16 bits.
 _DECODE_CODES = {"": 1.0, "float8_e4m3": 0.6, "int8": 0.6, "int4": 0.46}
@@ -138,7 +137,8 @@ def prefers_gather(
     *,
     batch_invariant: bool,
 ) -> bool:
-    """Whether the forward should read a copy of the cache; always if it is quantised."""
+    """Whether the forward should read a copy of the cache: always if it is quantised, else in place
+    of loading it row by row, where that takes longer."""
     if codes:
         return True
     if problem.varlen:
@@ -148,11 +148,8 @@ def prefers_gather(
     elif batch_invariant:
         problem = replace(problem, batch=device.num_sms)
     config = plan_paged_prefill(problem, block_size, True, device)
-    if config.page_rows == config.tiling.tile_n:
-        return False
-    slower = _BOXES if config.page_rows else _ROW_BY_ROW
-    saved = (slower - 1.0) * prefill_time(problem, device)
-    return saved > gather_time(problem, codes)
+    saved = (_ROW_BY_ROW - 1.0) * prefill_time(problem, device)
+    return config.page_rows == 0 and saved > gather_time(problem, codes)
 
 
 def prefers_prefill(

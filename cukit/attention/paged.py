@@ -144,9 +144,9 @@ def paged_attention(
     the device, from `seq_lens`; the last block of a request to finish reduces its partial results
     in a fixed order. With many queries per request, or cu_seqlens_q, Hopper runs the forward of
     :func:`flash_attention` with a dynamic tile scheduler; cache blocks of a multiple of 8 keys are
-    loaded by TMA. Where that is faster, and for quantised caches, the keys and values are first
-    copied to 16 bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's
-    block table. With cu_seqlens_q other GPUs run the reference. In all cases lengths may differ by
+    loaded by TMA. Smaller blocks, where that is faster, and quantised caches are first copied to
+    16 bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block
+    table. With cu_seqlens_q other GPUs run the reference. In all cases lengths may differ by
     any factor, a captured graph replays with other lengths and tables, and repeated calls give
     the same bits. Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
@@ -296,7 +296,8 @@ class PreparedPaged(NamedTuple):
         self.launch(
             *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
             *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
-            *(arrays.rings, arrays.packed_lens, sinks, arrays.cu_seqlens_q, *scratch),
+            *(arrays.rings, arrays.packed_lens, sinks, *scratch),
+            then=() if arrays.cu_seqlens_q is None else (arrays.cu_seqlens_q,),
         )
 
     def _fits(self, scratch: PagedScratch) -> bool:

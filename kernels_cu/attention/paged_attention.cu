@@ -249,10 +249,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const T* __restrict__ recent_k, const T* __restrict__ recent_v,  // RECENT; else null
     const int* __restrict__ rings, const int* __restrict__ packed_lens,
     const float* __restrict__ sinks,
-    const int* __restrict__ cu_seqlens_q,  // PACKED: [batch + 1]; else null
     float* partial_memory,  // Partial: two slots per block, or one per unit
     int* counters,          // zeros: one per block, or one per problem
-    const __grid_constant__ cukit::PagedParameters params) {
+    const __grid_constant__ cukit::PagedParameters params
+#if PACKED
+    , const int* __restrict__ cu_seqlens_q  // [batch + 1]
+#endif
+    ) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
   __shared__ KeyPlace places[WARPS][Loader::kPlaces];

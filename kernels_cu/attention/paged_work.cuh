@@ -43,7 +43,11 @@ struct PackedLengths {
   CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
 };
 
-// Whether a request takes part.
+// Whether a request takes part; kSome<Lengths>: whether some may not.
+template <typename Lengths>
+constexpr bool kSome = false;
+template <>
+constexpr bool kSome<PackedLengths> = true;
 template <typename Lengths>
 CUKIT_DEVICE bool takes_part(const Lengths&, int) {
   return true;
@@ -163,7 +167,7 @@ struct Place {
       problem = 0;
       do {
         request = Request_(++b, lengths, params);
-      } while (request.units == 0);
+      } while (kSome<Lengths> && request.units == 0);
     }
   }
 };
