@@ -129,10 +129,18 @@ def paged(head_dim: int, **options: Any) -> None:
     to_host(merge_attention_states(out, lse, out, lse)[0])
 
 
-def paged_codes(codes: Any) -> None:
+def two_requests(rng: np.random.Generator, packed: bool) -> tuple[Any, dict[str, Any]]:
+    """Queries of two requests of at least three keys: one each or, packed, 150 and 1."""
+    if not packed:
+        return random(rng, (2, 1, 6, 128), "bfloat16"), {}
+    (ends,) = to_device("gpu", np.array([0, 150, 151], np.int32))
+    return random(rng, (151, 6, 128), "bfloat16"), {"cu_seqlens_q": ends}
+
+
+def paged_codes(codes: Any, packed: bool = False) -> None:
     """The same over 8-bit caches, with one scale per key and head."""
     rng = _rng()
-    q = random(rng, (2, 1, 6, 128), "bfloat16")
+    q, given = two_requests(rng, packed)
     storage = rng.integers(0, 100, (30, 16, 2, 128)).astype(np.int8).view(codes.storage_dtype)
     scales = np.full((30, 16, 2, 1), 0.01, np.float32)
     table = rng.permutation(30)[:28].reshape(2, 14).astype(np.int32)
@@ -140,14 +148,14 @@ def paged_codes(codes: Any) -> None:
     q, storage, scales, table, lengths = to_device("gpu", q, storage, scales, table, lengths)
     cache = NarrowArray(storage, codes, storage.shape, scales=scales, axis=-1)
     assert np.isfinite(
-        to_host(paged_attention(q, cache, cache, table, lengths)).astype(float)
+        to_host(paged_attention(q, cache, cache, table, lengths, **given)).astype(float)
     ).all()
 
 
-def paged_groups() -> None:
+def paged_groups(packed: bool = False) -> None:
     """The same over int4, with groups that end within the last block."""
     rng = _rng()
-    q = random(rng, (2, 1, 6, 128), "bfloat16")
+    q, given = two_requests(rng, packed)
     storage = rng.integers(0, 256, (6, 128, 2, 64)).astype(np.uint8)
     table = rng.permutation(6)[:4].reshape(2, 2).astype(np.int32)
     lengths = np.array([200, 3], np.int32)
@@ -158,17 +166,15 @@ def paged_groups() -> None:
     shape = (6, 128, 2, 128)
     k = NarrowArray(storage, int4, shape, columns, columns, 1, 64)
     v = NarrowArray(storage, int4, shape, rows, rows, 3, 128)
-    out = to_host(paged_attention(q, k, v, table, lengths))
+    out = to_host(paged_attention(q, k, v, table, lengths, **given))
     assert np.isfinite(out.astype(np.float32)).all()
 
 
-def recent_groups() -> None:
+def recent_groups(packed_queries: bool = False) -> None:
     """Keys in ring buffers are packed to int4, then both formats are read."""
     rng = _rng()
-    q, k, v = (
-        random(rng, (2, rows, heads, 128), "bfloat16")
-        for rows, heads in ((1, 6), (128, 2), (128, 2))
-    )
+    q, given = two_requests(rng, packed_queries)
+    k, v = (random(rng, (2, 128, 2, 128), "bfloat16") for _ in range(2))
     storage = np.zeros((6, 64, 2, 64), np.uint8)
     table = rng.permutation(6)[:4].reshape(2, 2).astype(np.int32)
     lengths, packed = np.array([100, 3], np.int32), np.array([64, 0], np.int32)
@@ -184,7 +190,7 @@ def recent_groups() -> None:
     pack_kv(k, v, k_cache, v_cache, *rest[4:])
     pack_kv(k, v, k_cache, v_cache, rest[4], table[0, :1].astype("int64"))
     recent = RecentKV(k, v, rings, packed)
-    out = to_host(paged_attention(q, k_cache, v_cache, table, lengths, recent=recent))
+    out = to_host(paged_attention(q, k_cache, v_cache, table, lengths, recent=recent, **given))
     assert np.isfinite(out.astype(np.float32)).all()
 
 
@@ -368,6 +374,10 @@ GROUPS = {
     "paged int4": Group(paged_groups, shares=True),
     "pack and read int4": Group(recent_groups, shares=True),
     "paged float8": Group(partial(paged_codes, float8_e4m3)),
+    "prefill int8": Group(partial(paged_codes, int8, True), quick=True),
+    "prefill float8": Group(partial(paged_codes, float8_e4m3, True)),
+    "prefill int4": Group(partial(paged_groups, True)),
+    "prefill int4 with recent keys": Group(partial(recent_groups, True), quick=True),
     **{
         f"prefill d{width} page {size}": Group(partial(prefill, width, size), quick=size == 16)
         for width, size in ((64, 7), (128, 16), (128, 7), (256, 64))
