@@ -41,6 +41,7 @@ class PagedConfig:
     unit_tiles: key tiles per split of a batch-invariant call; 0 otherwise.
     team: thread blocks that process neighbouring heads of the same keys.
     recent: whether the newest keys are in ring buffers, in 16 bits.
+    packed: whether each request has a number of queries of its own.
     """
 
     dtype: str
@@ -62,6 +63,7 @@ class PagedConfig:
     softcap: bool
     sinks: bool
     recent: bool = False
+    packed: bool = False
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -84,6 +86,7 @@ class PagedConfig:
             ("SOFTCAP", int(self.softcap)),
             ("SINKS", int(self.sinks)),
             *((("RECENT", 1),) if self.recent else ()),
+            *((("PACKED", 1),) if self.packed else ()),
         )
         stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
         stages = self.warps * self.stages * stage
@@ -107,9 +110,14 @@ class PagedConfig:
         return self.step * self.warps
 
     @property
+    def rows(self) -> int:
+        """Query rows per tile."""
+        return _QUERY_TILE * self.query_tiles
+
+    @property
     def slot_floats(self) -> int:
         """float32 elements of one partial result: outputs, row maxima and row sums."""
-        return _QUERY_TILE * self.query_tiles * (self.head_dim + 2)
+        return self.rows * (self.head_dim + 2)
 
 
 def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) -> int:
@@ -147,12 +155,14 @@ def plan_paged_attention(
     batch_invariant: bool = False,
     group_rows: int = 0,
     recent: bool = False,
+    packed: bool = False,
 ) -> PagedConfig:
     """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
     codes, and as many warps and then stages as fit.
 
     rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
-    that share scales, which make one step. recent: int4 with recent keys.
+    that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
+    `rows` is then what one tile should hold, as far as it can.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
@@ -196,4 +206,5 @@ def plan_paged_attention(
         softcap=softcap,
         sinks=sinks,
         recent=recent,
+        packed=packed,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cukit.attention._arguments import (
@@ -15,6 +17,7 @@ from cukit.attention._arguments import (
     strides_of,
 )
 from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, Prologue, encoder
+from cukit.attention._flash_plan_sm90 import covers
 from cukit.attention._flash_tilings import WARPGROUP_ROWS
 from cukit.attention._paged_arguments import PagedArrays, PagedScratch
 from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
@@ -40,10 +43,10 @@ def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionPro
 
 def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: bool) -> bool:
     """Whether a call runs on the Hopper forward."""
-    if problem.varlen:
-        return True
-    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
     device = current_device()
+    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
+    if problem.varlen:
+        return covers(problem, device) and (plain or not arrays.q.size)
     return plain and prefers_prefill(problem, device, batch_invariant=batch_invariant)
 
 
@@ -53,8 +56,13 @@ class PreparedPrefill:
     __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
 
     def __init__(
-        self, problem: AttentionProblem, options: ScoreOptions, arrays: PagedArrays
+        self,
+        problem: AttentionProblem,
+        options: ScoreOptions,
+        arrays: PagedArrays,
+        least_queries: int = 1,
     ) -> None:
+        """least_queries: requests of fewer are left out, with cu_seqlens_q."""
         q, k_cache, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
         mapped = fits_tensor_maps(k_cache, v_cache)
@@ -90,7 +98,7 @@ class PreparedPrefill:
         )
         blocks = config.grid(int(np.prod(rows)))
         launch = Launch(load_kernel(config.spec()), (blocks,), (keys, parameters))
-        scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, blocks))
+        scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, least_queries, blocks))
         plan = Launch(load_kernel(config.plan_spec()), (1,), tuple(scalars))
         queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
         box = 1, config.page_rows, 1, config.box_columns(config.width)
@@ -103,14 +111,19 @@ class PreparedPrefill:
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernels. scratch: unused."""
-        q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q, *_ = arrays
+        q, out = arrays.q, arrays.out
         if out is None:
             out = empty(q, self._shape)
         lse = empty(q, self._lse_shape, np.float32) if return_lse else NULL
+        if out.size:
+            self.launch(arrays, out, lse)
+        return (out, lse) if return_lse else out
+
+    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+        """Launches the kernels. lse: an array or NULL."""
+        q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, _, cu_seqlens_q, *_ = arrays
         options = ScoreArrays(None, sinks, None, None, cu_seqlens_q, seq_lens)
         # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
-        if out.size:
-            self._launch(q, *maps, out, lse, *options, pages=pages)
-        return (out, lse) if return_lse else out
+        self._launch(q, *maps, out, lse, *options, pages=pages)

@@ -27,6 +27,12 @@ _DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
 _PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
 
 
+# Packed batches that may hold decode steps.
+_MIXED_BATCH = 8
+_MIXED_QUERIES = 256  # on average
+_SHORT_ROWS = 16  # query rows per KV head that the decode kernel then handles
+
+
 @dataclass(frozen=True)
 class PagedForwardConfig(WarpgroupForwardConfig):
     """The configuration of the Hopper forward over a paged cache."""
@@ -92,6 +98,19 @@ def prefers_prefill(problem: AttentionProblem, device: Device, *, batch_invarian
     if batch_invariant:
         problem = replace(problem, batch=device.num_sms)  # whole waves of tiles
     return decode_time(problem) > prefill_time(problem, device)
+
+
+def short_queries(problem: AttentionProblem) -> int:
+    """Packed queries: requests of at most so many run on the decode kernel, in a launch of its own.
+
+    The forward has tiles of 128 queries of one head, of which a decode step fills one row. The host
+    does not know the lengths: a batch with many queries per request is assumed to have no decode
+    steps, which saves a launch.
+    """
+    few = _SHORT_ROWS // problem.group
+    mixed = problem.batch >= _MIXED_BATCH
+    mixed &= problem.seq_len_q <= _MIXED_QUERIES * problem.batch
+    return few if problem.varlen and mixed else 0
 
 
 def decode_time(problem: AttentionProblem) -> float:

@@ -32,7 +32,7 @@ from cukit.attention._paged_plan import (
     plan_paged_attention,
 )
 from cukit.attention._paged_prefill import PreparedPrefill, problem_of_pages, serves
-from cukit.attention._paged_prefill_plan import prefill_specs
+from cukit.attention._paged_prefill_plan import prefill_specs, short_queries
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import (
     GROUP_ROWS,
@@ -60,12 +60,13 @@ from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
-from cukit.errors import ArrayShapeError
+from cukit.errors import ArrayLayoutError, ArrayShapeError
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
 _OP = "paged_attention"
 _FLOAT8_ARCH = (8, 9)
+_ANY_QUERIES = 2**31 - 1
 
 
 def paged_attention(
@@ -116,7 +117,7 @@ def paged_attention(
         sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
         cu_seqlens_q: int32 [batch + 1], for packed queries, of which a request may have any number
             or none: those of request b are rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
-            q [total_q, num_heads_q, head_dim]. On the GPU the caches then have q's dtype.
+            q [total_q, num_heads_q, head_dim].
         recent: with int4 caches, the newest keys and values, not quantised yet. One launch reads
             both.
         scale: positive factor of the scores; default 1 / sqrt(head_dim).
@@ -140,11 +141,14 @@ def paged_attention(
 
     With few queries per request, the keys of the batch are split evenly over all thread blocks, on
     the device, from `seq_lens`; the last block of a request to finish reduces its partial results
-    in a fixed order. With many queries per request, or cu_seqlens_q, Hopper runs the forward of
+    in a fixed order. With many queries per request, Hopper runs the forward of
     :func:`flash_attention` with a dynamic tile scheduler; cache blocks of a multiple of 8 keys are
-    loaded by TMA. With cu_seqlens_q other GPUs run the reference. In both cases lengths may differ
-    by any factor, a captured graph replays with other lengths and tables, and repeated calls give
-    the same bits. Runs on CuPy's current stream.
+    loaded by TMA. Packed queries of a mixed batch (at least 8 requests, at most 256 queries each on
+    average) take two launches on Hopper: requests of up to 16 rows per KV head use the first
+    kernel, the others the second. Quantised caches and other GPUs use the first kernel for all;
+    only their batch_invariant calls with cu_seqlens_q run the reference. In all cases lengths may
+    differ by any factor, a captured graph replays with other lengths and tables, and repeated calls
+    give the same bits. Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -189,7 +193,7 @@ def attend(
 
     scratch: memory of the caller, used if it is large enough.
     """
-    if runs_kernel(_OP, *arrays) and not _too_old(codes, arrays.cu_seqlens_q is not None):
+    if runs_kernel(_OP, *arrays) and not _too_old(arrays, codes, batch_invariant):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
             check_contents(_OP, arrays, options, checked=True)
@@ -224,7 +228,7 @@ def scratch_for(
     arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
 ) -> PagedScratch | None:
     """Checks a call, loads its kernel and allocates its scratch memory; None if it needs none."""
-    if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
+    if not runs_kernel(_OP, *arrays) or _too_old(arrays, codes, batch_invariant):
         check_arrays(arrays, codes, options)
         return None
     prepared: PreparedPaged | PreparedPrefill = _prepare(codes, options, batch_invariant, *arrays)
@@ -249,10 +253,11 @@ def _decoded(
     return values if scales is None else values * scales
 
 
-def _too_old(codes: str, packed: bool) -> bool:
-    """Whether the device lacks instructions for these codes, or a kernel for packed queries."""
+def _too_old(arrays: PagedArrays, codes: str, batch_invariant: bool) -> bool:
+    """Whether the device lacks instructions for these codes, or a batch-invariant kernel for packed
+    queries."""
     device = current_device()
-    if packed and device.arch != "sm_90":
+    if arrays.cu_seqlens_q is not None and batch_invariant and (codes or device.arch != "sm_90"):
         return True
     return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
 
@@ -265,7 +270,9 @@ class PreparedPaged(NamedTuple):
     floats: int
     counters: int
     coded: bool
+    packed: bool
     launch: Launch
+    prefill: PreparedPrefill | None  # of the requests with many queries, if they are separate
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
@@ -286,7 +293,10 @@ class PreparedPaged(NamedTuple):
                 *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
                 *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
                 *(arrays.rings, arrays.packed_lens, sinks, *scratch),
+                *((arrays.cu_seqlens_q,) if self.packed else ()),
             )
+            if self.prefill is not None:
+                self.prefill.launch(arrays, out, lse)
         return (out, lse) if return_lse else out
 
     def _fits(self, scratch: PagedScratch) -> bool:
@@ -317,25 +327,38 @@ def _prepare(
                 f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
                 f"{q.shape[-1]}"
             )
+    most_queries = _ANY_QUERIES
+    prefill: PreparedPrefill | None = None
     if not codes:
         problem = problem_of_pages(arrays, options)
         if serves(problem, arrays, batch_invariant=batch_invariant):
-            return PreparedPrefill(problem, options, arrays)
-    batch, seq_q, heads_q, head_dim = q.shape
+            most_queries = 0 if batch_invariant else short_queries(problem)
+            prefill = PreparedPrefill(problem, options, arrays, most_queries + 1)
+            if not most_queries:
+                return prefill
+    packed = arrays.cu_seqlens_q is not None
+    if packed and batch_invariant and q.size:
+        raise ArrayLayoutError(
+            f"{_OP}: with cu_seqlens_q and batch_invariant, the strides of q must be positive on "
+            f"the GPU, got {q.strides}"
+        )
+    batch = arrays.batch
+    *_, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_bytes = v_cache.shape
     value_dim = 2 * value_bytes if codes == "int4" else value_bytes
     group = heads_q // heads_kv
     causal, window = options.visible
+    rows = group * min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
     config = plan_paged_attention(
-        head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
+        head_dim, value_dim, heads_kv, rows, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
-        sinks=sinks is not None, batch_invariant=batch_invariant, group_rows=group_rows,
-        recent=recent_k is not None,
+        sinks=sinks is not None, batch_invariant=batch_invariant and not packed,
+        group_rows=group_rows, recent=recent_k is not None, packed=packed,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
     recent_rows = 0 if recent_k is None else recent_k.shape[1]
     most_keys = block_table.shape[1] * block_size + recent_rows
-    problems = heads_kv * config.row_tiles
+    problems = heads_kv * (1 if packed else config.row_tiles)
     given = ScoreArrays(None, sinks, None, None, None, None)
     parameters = parameter_structs(PARAMETERS)["PagedParameters"].pack(
         q=strides_of(q),
@@ -364,10 +387,11 @@ def _prepare(
         settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
     )
     slots, counters = config.slots(batch, problems, most_keys, recent_rows)
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-    row_shape = (batch, heads_q, seq_q)
+    scalars = (np.int32(most_queries), parameters) if packed else (parameters,)
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
-    return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
+    return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)
 
 
 _ones: dict[int | None, Array] = {}
@@ -396,10 +420,13 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, 32),
         spec(120, 32, window=True, softcap=True, sinks=True),
         spec(128, batch_invariant=True),
+        *(spec(128, rows, packed=True) for rows in (16, 32)),
         *(spec(width, codes="int8") for width in CODE_HEAD_DIMS),
         *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
         *(spec(128, 4, codes="int4", group_rows=rows) for rows in GROUP_ROWS),
         spec(120, 32, codes="int4", group_rows=64, window=True),
+        spec(128, 16, codes="int8", packed=True),
+        spec(128, 4, codes="int4", group_rows=64, recent=True, packed=True),
         *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
         spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
     ]

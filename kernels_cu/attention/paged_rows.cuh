@@ -6,6 +6,9 @@
 #ifndef RECENT
 #define RECENT 0
 #endif
+#ifndef PACKED
+#define PACKED 0
+#endif
 
 #include "attention/paged_work.cuh"
 #include "attention/parameters.cuh"
@@ -71,17 +74,23 @@ constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use differ
 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "eight rows of a warp fit into a stage");
 
-using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile>;
-using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile>;
-using Share = cukit::Share<kTile, UNIT_TILES, kRecentTile>;
-#if RECENT
+// Rows of a tile of packed queries.
+constexpr int kPackedRows = PACKED ? kRows : 0;
+static_assert(!PACKED || UNIT_TILES == 0, "packed queries have no batch-invariant splits");
+
+using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile, kPackedRows>;
+using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile, kPackedRows>;
+using Share = cukit::Share<kTile, UNIT_TILES, kRecentTile, kPackedRows>;
+#if PACKED
+using Lengths = PackedLengths;
+#elif RECENT
 using Lengths = SplitLengths;
 #else
 using Lengths = const int*;
 #endif
 
 struct Arrays {
-  const T* q;              // [batch, seq_q, heads_q, head_dim]
+  const T* q;              // [batch, seq_q, heads_q, head_dim]; PACKED: [seq_q, ...] of all requests
   const cache_t* k;        // [blocks, block_size, heads_kv, head_dim]
   const cache_t* v;        // the same, [..., value_dim]
   const scale_t* k_scales;  // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis;
@@ -102,13 +111,21 @@ struct Arrays {
 // The rows of a problem: row r is query r / group of head head_kv * group + r % group.
 struct Rows {
   int b, first, count, head_kv;
+  int seq_q;        // of the request
+  int first_query;  // PACKED: of the request, among all
 
   CUKIT_DEVICE Rows(const Place& place, const PagedParameters& params) {
     const int problem = place.problem * TEAM + blockIdx.x % TEAM;
     const int tile = problem / params.heads_kv;
     b = place.b;
     first = tile * kRows;
-    count = min(kRows, params.group * params.seq_q - first);
+    seq_q = place.request.seq_q(params);
+    count = min(kRows, params.group * seq_q - first);
+#if PACKED
+    first_query = place.request.first_query;
+#else
+    first_query = 0;
+#endif
     head_kv = problem % params.heads_kv;
   }
   CUKIT_DEVICE int query(int row, const PagedParameters& params) const {
@@ -116,6 +133,16 @@ struct Rows {
   }
   CUKIT_DEVICE int head(int row, const PagedParameters& params) const {
     return head_kv * params.group + (first + row) % params.group;
+  }
+  // The element of q or out where a row begins.
+  CUKIT_DEVICE long long place(const HeadStrides& strides, int row,
+                               const PagedParameters& params) const {
+    return offset_of(strides, PACKED ? 0 : b, first_query + query(row, params), head(row, params));
+  }
+  // Index of the row's log-sum-exp: [batch, heads_q, seq_q]; PACKED: [heads_q, seq_q].
+  CUKIT_DEVICE long long lse_place(int row, const PagedParameters& params) const {
+    return (static_cast<long long>(PACKED ? 0 : b) * params.heads_q + head(row, params)) *
+               params.seq_q + first_query + query(row, params);
   }
 };
 

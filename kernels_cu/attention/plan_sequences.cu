@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
     int num_seqs, int heads_q, int max_seqlen_kv,
 #if PAGED
     int seq_q,  // of every sequence where cu_seqlens_q is null
+    int least_queries,  // sequences of fewer are left out
 #endif
     int blocks) {  // grid of the attention kernel, whose blocks start with the first work items
   __shared__ int buckets[THREADS];
@@ -84,6 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
                               : cu_seqlens_q[order[i] + 1] - cu_seqlens_q[order[i]];
 #else
       const int queries = cu_seqlens_q[order[i] + 1] - cu_seqlens_q[order[i]];
+#endif
+#if PAGED
+      if (queries >= least_queries)
 #endif
       own = heads_q * ((queries + TILE_M - 1) / TILE_M);
     }
