@@ -50,7 +50,9 @@ CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arra
     const int column = index % kChunks * 8;
     cukit::Vec<T, 8> values{};
     if (row < rows.count && (!PADDED || column < params.head_dim)) {
-      cukit::load(values, arrays.q + rows.place(params.q, row, params) + column);
+      const T* from = arrays.q + cukit::offset_of(params.q, rows.batch(), rows.token(row, params),
+                                                  rows.head(row, params));
+      cukit::load(values, from + column);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -110,8 +112,8 @@ template <typename F>
 CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& rows, int seq_kv,
                                 int end, const cukit::PagedParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const int causal_offset = seq_kv - rows.seq_q;
-  const cukit::HeadScores head({}, settings, 0, 0, {0, 0, rows.seq_q, seq_kv});
+  const int causal_offset = seq_kv - rows.seq_q(params);
+  const cukit::HeadScores head({}, settings, 0, 0, {0, 0, rows.seq_q(params), seq_kv});
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int n = 0; n < QUERY_TILES; ++n)
@@ -301,9 +303,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const Rows rows(piece.place, params);
     const int seq_kv = piece.place.request.seq_kv;
     // Keys visible to every row.
-    const int causal_offset = seq_kv - rows.seq_q;
+    const int causal_offset = seq_kv - rows.seq_q(params);
     const int visible_begin =
-        cukit::visible_keys(rows.seq_q - 1, causal_offset, seq_kv, params.settings).begin;
+        cukit::visible_keys(rows.seq_q(params) - 1, causal_offset, seq_kv, params.settings).begin;
     const int visible_end = cukit::visible_keys(0, causal_offset, seq_kv, params.settings).end;
     load_queries(query_tile, rows, arrays, params);
     const Queries<CacheForm> queries(query_tile);

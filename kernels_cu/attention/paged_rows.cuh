@@ -111,20 +111,20 @@ struct Arrays {
 // The rows of a problem: row r is query r / group of head head_kv * group + r % group.
 struct Rows {
   int b, first, count, head_kv;
-  int seq_q;        // of the request
-  int first_query;  // PACKED: of the request, among all
+#if PACKED
+  int queries;      // of the request
+  int first_query;  // of the request, among all
+#endif
 
   CUKIT_DEVICE Rows(const Place& place, const PagedParameters& params) {
     const int problem = place.problem * TEAM + blockIdx.x % TEAM;
     const int tile = problem / params.heads_kv;
     b = place.b;
     first = tile * kRows;
-    seq_q = place.request.seq_q(params);
-    count = min(kRows, params.group * seq_q - first);
+    count = min(kRows, params.group * place.request.seq_q(params) - first);
 #if PACKED
+    queries = place.request.count;
     first_query = place.request.first_query;
-#else
-    first_query = 0;
 #endif
     head_kv = problem % params.heads_kv;
   }
@@ -134,16 +134,20 @@ struct Rows {
   CUKIT_DEVICE int head(int row, const PagedParameters& params) const {
     return head_kv * params.group + (first + row) % params.group;
   }
-  // The element of q or out where a row begins.
-  CUKIT_DEVICE long long place(const HeadStrides& strides, int row,
-                               const PagedParameters& params) const {
-    return offset_of(strides, PACKED ? 0 : b, first_query + query(row, params), head(row, params));
+#if PACKED
+  CUKIT_DEVICE int seq_q(const PagedParameters&) const { return queries; }
+  // Indices of q, out and lse: all requests are one.
+  CUKIT_DEVICE int batch() const { return 0; }
+  CUKIT_DEVICE int token(int row, const PagedParameters& params) const {
+    return first_query + query(row, params);
   }
-  // Index of the row's log-sum-exp: [batch, heads_q, seq_q]; PACKED: [heads_q, seq_q].
-  CUKIT_DEVICE long long lse_place(int row, const PagedParameters& params) const {
-    return (static_cast<long long>(PACKED ? 0 : b) * params.heads_q + head(row, params)) *
-               params.seq_q + first_query + query(row, params);
+#else
+  CUKIT_DEVICE int seq_q(const PagedParameters& params) const { return params.seq_q; }
+  CUKIT_DEVICE int batch() const { return b; }
+  CUKIT_DEVICE int token(int row, const PagedParameters& params) const {
+    return query(row, params);
   }
+#endif
 };
 
 }  // namespace cukit::paged

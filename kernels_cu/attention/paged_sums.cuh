@@ -69,14 +69,18 @@ CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int numbe
   const float top = fmaxf(row.max, sink);
   if (top == -infinity()) {
     if (stores && arrays.lse != nullptr) {
-      arrays.lse[rows.lse_place(number, params)] = -infinity();
+      arrays.lse[(static_cast<long long>(rows.batch()) * params.heads_q +
+                  rows.head(number, params)) * params.seq_q + rows.token(number, params)] =
+          -infinity();
     }
     return 0.0f;
   }
   const float weight = exp2f(row.max - top);
   const float total = fmaf(row.sum, weight, SINKS ? exp2f(sink - top) : 0.0f);
   if (stores && arrays.lse != nullptr) {
-    arrays.lse[rows.lse_place(number, params)] = (top + log2f(total)) * kLn2;
+    arrays.lse[(static_cast<long long>(rows.batch()) * params.heads_q +
+                rows.head(number, params)) * params.seq_q + rows.token(number, params)] =
+        (top + log2f(total)) * kLn2;
   }
   return weight / total;
 }
@@ -101,7 +105,8 @@ CUKIT_DEVICE float* merge_row(unsigned char* merge, int warp, int row) {
 CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, int column,
                              const Arrays& arrays, const PagedParameters& params) {
   if (VALUE_PADDED && column >= params.value_dim) return;
-  T* to = arrays.out + rows.place(params.out, row, params) + column;
+  T* to = arrays.out + offset_of(params.out, rows.batch(), rows.token(row, params),
+                                        rows.head(row, params)) + column;
   *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
 }
 
