@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukit.attention._arguments import ScoreOptions, check_kernel_layout, fits_tensor_maps
+from cukit.attention._arguments import ScoreOptions, check_kernel_layout
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import RecentKV, check_code_layout
 from cukit.core.arrays import (
@@ -141,11 +141,6 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
 def check_layout(arrays: PagedArrays, codes: str) -> None:
     """Checks what the kernel requires beyond the reference."""
     q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
-    if arrays.cu_seqlens_q is not None and q.size and not fits_tensor_maps(q):
-        raise ArrayLayoutError(
-            f"{_OP}: with cu_seqlens_q, the strides of q must be positive on the GPU, got "
-            f"{q.strides}"
-        )
     if not codes:
         check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         return

@@ -18,6 +18,7 @@ from cukit.attention._paged_prefill_plan import (
     GatherConfig,
     plan_gather,
     prefers_gather,
+    short_queries,
 )
 from cukit.attention._problem import ceil_div
 from cukit.attention.cache_arrays import scale_strides
@@ -26,6 +27,7 @@ from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
+ANY_QUERIES = 2**31 - 1
 _SCRATCH_BYTES = 1 << 30
 """Upper bound of the copy, unless a single request needs more: requests are processed in parts."""
 _MOST_REQUESTS = 1 << 16
@@ -38,25 +40,24 @@ def prepare_prefill(
     options: ScoreOptions,
     *,
     batch_invariant: bool,
-    least_queries: int = 1,
-) -> PreparedPrefill | PreparedGather | None:
-    """The launches of a call on the Hopper forward; None if it runs on the decode kernel.
-
-    least_queries: requests with fewer are left out.
-    """
+) -> tuple[PreparedPrefill | PreparedGather | None, int]:
+    """The launches of a call on the Hopper forward, or None, and the largest number of queries of
+    the requests that are left for the decode kernel."""
     problem = problem_of_pages(arrays, codes, options)
     if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
-        return None
+        return None, ANY_QUERIES
+    most_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
     block_size = arrays.k_cache.shape[1]
     if not prefers_gather(problem, block_size, codes, device, batch_invariant=batch_invariant):
-        return PreparedPrefill(problem, options, arrays, least_queries=least_queries)
+        prefill = PreparedPrefill(problem, options, arrays, least_queries=most_queries + 1)
+        return prefill, most_queries
     group = 0
     if codes == "int4" and arrays.k_scales is not None:
         group = block_size // arrays.k_scales.shape[1]
     recent = arrays.recent_k is not None
     config = plan_gather(problem, codes, group, device, recent=recent)
-    return PreparedGather(config, options, arrays, least_queries)
+    return PreparedGather(config, options, arrays, most_queries + 1), most_queries
 
 
 class _Copy:
@@ -152,15 +153,11 @@ class PreparedGather:
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernels. scratch: unused."""
-        out, lse = self.results(arrays, return_lse)
+        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
+        lse = empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
         if out.size:
             self.launch(arrays, out, lse)
         return (out, lse) if return_lse else out
-
-    def results(self, arrays: PagedArrays, return_lse: bool) -> tuple[Array, Any]:
-        """The output, allocated if the call has none, and the lse or NULL."""
-        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
-        return out, empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
 
     def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels; `out` is not empty."""

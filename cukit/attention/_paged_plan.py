@@ -41,7 +41,7 @@ class PagedConfig:
     unit_tiles: key tiles per split of a batch-invariant call; 0 otherwise.
     team: thread blocks that process neighbouring heads of the same keys.
     recent: whether the newest keys are in ring buffers, in 16 bits.
-    packed: whether the queries are packed; then only requests with one query are processed.
+    packed: whether each request has a number of queries of its own.
     """
 
     dtype: str
@@ -110,9 +110,14 @@ class PagedConfig:
         return self.step * self.warps
 
     @property
+    def rows(self) -> int:
+        """Query rows per tile."""
+        return _QUERY_TILE * self.query_tiles
+
+    @property
     def slot_floats(self) -> int:
         """float32 elements of one partial result: outputs, row maxima and row sums."""
-        return _QUERY_TILE * self.query_tiles * (self.head_dim + 2)
+        return self.rows * (self.head_dim + 2)
 
 
 def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) -> int:
@@ -156,7 +161,8 @@ def plan_paged_attention(
     codes, and as many warps and then stages as fit.
 
     rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
-    that share scales, which make one step. recent: int4 with recent keys.
+    that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
+    `rows` is then what one tile should hold, as far as it can.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS

@@ -17,9 +17,14 @@ from cukit.attention._arguments import (
     strides_of,
 )
 from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, Prologue, encoder
+from cukit.attention._flash_plan_sm90 import covers
 from cukit.attention._flash_tilings import WARPGROUP_ROWS
 from cukit.attention._paged_arguments import PagedArrays, PagedScratch
-from cukit.attention._paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.attention._paged_prefill_plan import (
+    few_packed_queries,
+    plan_paged_prefill,
+    prefers_prefill,
+)
 from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
@@ -44,12 +49,12 @@ def serves(
     problem: AttentionProblem, arrays: PagedArrays, codes: str, *, batch_invariant: bool
 ) -> bool:
     """Whether a call runs on the Hopper forward."""
-    if problem.varlen:
-        return True
     device = current_device()
-    return fits_tensor_maps(arrays.q) and prefers_prefill(
-        problem, device, codes, batch_invariant=batch_invariant
-    )
+    fits = fits_tensor_maps(arrays.q)
+    if problem.varlen:
+        few = few_packed_queries(problem) and not batch_invariant
+        return covers(problem, device) and not few and (fits or not arrays.q.size)
+    return fits and prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
 
 
 class PreparedPrefill:
@@ -116,15 +121,11 @@ class PreparedPrefill:
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernels. scratch: unused."""
-        out, lse = self.results(arrays, return_lse)
+        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
+        lse = empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
         if out.size:
             self.launch(arrays, out, lse)
         return (out, lse) if return_lse else out
-
-    def results(self, arrays: PagedArrays, return_lse: bool) -> tuple[Array, Any]:
-        """The output, allocated if the call has none, and the lse or NULL."""
-        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
-        return out, empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
 
     def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels; `out` is not empty."""

@@ -27,6 +27,10 @@ _DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
 _PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
 # Time of the forward where it loads row by row, in units of its time with TMA.
 _ROW_BY_ROW = 2.1
+# Packed batches that may hold decode steps.
+_MIXED_BATCH = 8
+_MIXED_QUERIES = 256  # on average
+_SHORT_ROWS = 16  # query rows per KV head that the decode kernel then handles
 _GATHER_RATE = 3000.0  # bytes per nanosecond, read and written
 # Decode kernel: time on a quantised cache, in units of its time on 16 bits.
 _DECODE_CODES = {"": 1.0, "float8_e4m3": 0.6, "int8": 0.6, "int4": 0.46}
@@ -169,6 +173,26 @@ def prefers_prefill(
         problem = replace(problem, batch=device.num_sms)  # whole waves of tiles
     prefill = prefill_time(problem, device) + (gather_time(problem, codes) if codes else 0.0)
     return decode_time(problem, codes) > prefill
+
+
+def short_queries(problem: AttentionProblem) -> int:
+    """Packed queries: requests of at most so many run on the decode kernel, in a launch of its own.
+
+    The forward has tiles of 128 queries of one head, of which a decode step fills one row. The host
+    does not know the lengths: a batch with many queries per request is assumed to have no decode
+    steps, which saves a launch.
+    """
+    few = _SHORT_ROWS // problem.group
+    mixed = problem.batch >= _MIXED_BATCH
+    mixed &= problem.seq_len_q <= _MIXED_QUERIES * problem.batch
+    return few if problem.varlen and mixed else 0
+
+
+def few_packed_queries(problem: AttentionProblem) -> bool:
+    """Whether the decode kernel runs all requests of a small batch with packed queries: their rows
+    fit into one of its tiles on average."""
+    rows = problem.group * problem.seq_len_q
+    return problem.batch < _MIXED_BATCH and rows <= _DECODE_ROWS * problem.batch
 
 
 def gather_time(problem: AttentionProblem, codes: str) -> float:

@@ -10,7 +10,6 @@ from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
-    Strides,
     check_kernel_layout,
     dense_strides,
     scales_of,
@@ -62,7 +61,7 @@ from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
-from cukit.errors import ArrayShapeError
+from cukit.errors import ArrayLayoutError, ArrayShapeError
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
@@ -142,13 +141,16 @@ def paged_attention(
 
     With few queries per request, the keys of the batch are split evenly over all thread blocks, on
     the device, from `seq_lens`; the last block of a request to finish reduces its partial results
-    in a fixed order. With many queries per request, or cu_seqlens_q, Hopper runs the forward of
-    :func:`flash_attention` with a dynamic tile scheduler; cache blocks of a multiple of 8 keys are
-    loaded by TMA. Smaller blocks, where that is faster, and quantised caches are first copied to
-    16 bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block
-    table. With cu_seqlens_q other GPUs run the reference. In all cases lengths may differ by
-    any factor, a captured graph replays with other lengths and tables, and repeated calls give
-    the same bits. Runs on CuPy's current stream.
+    in a fixed order. With many queries per request, Hopper runs the forward of
+    :func:`flash_attention` with a dynamic tile scheduler, and loads cache blocks of a multiple of 8
+    keys by TMA. Smaller blocks, where that is faster, and quantised caches are first copied to 16
+    bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block table.
+    Packed queries of a mixed batch (at least 8 requests, at most 256 queries each on average) take
+    two launches on Hopper: requests of up to 16 rows per KV head use the first kernel, the others
+    the second. Other GPUs use the first kernel for all; only their batch_invariant calls with
+    cu_seqlens_q run the reference. In all cases lengths may differ by any factor, a captured graph
+    replays with other lengths and tables, and repeated calls give the same bits. Runs on CuPy's
+    current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -193,7 +195,7 @@ def attend(
 
     scratch: memory of the caller, used if it is large enough.
     """
-    if runs_kernel(_OP, *arrays) and not _too_old(codes, arrays.cu_seqlens_q is not None):
+    if runs_kernel(_OP, *arrays) and not _too_old(arrays, codes, batch_invariant):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
             check_contents(_OP, arrays, options, checked=True)
@@ -228,7 +230,7 @@ def scratch_for(
     arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
 ) -> PagedScratch | None:
     """Checks a call, loads its kernel and allocates its scratch memory; None if it needs none."""
-    if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
+    if not runs_kernel(_OP, *arrays) or _too_old(arrays, codes, batch_invariant):
         check_arrays(arrays, codes, options)
         return None
     prepared = _prepare(codes, options, batch_invariant, *arrays)
@@ -253,10 +255,11 @@ def _decoded(
     return values if scales is None else values * scales
 
 
-def _too_old(codes: str, packed: bool) -> bool:
-    """Whether the device lacks instructions for these codes, or a kernel for packed queries."""
+def _too_old(arrays: PagedArrays, codes: str, batch_invariant: bool) -> bool:
+    """Whether the device lacks instructions for these codes, or a batch-invariant kernel for packed
+    queries."""
     device = current_device()
-    if packed and device.arch != "sm_90":
+    if arrays.cu_seqlens_q is not None and batch_invariant and device.arch != "sm_90":
         return True
     return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
 
@@ -269,67 +272,50 @@ class PreparedPaged(NamedTuple):
     floats: int
     counters: int
     coded: bool
+    packed: bool
     launch: Launch
+    prefill: (
+        PreparedPrefill | PreparedGather | None
+    )  # of the requests with many queries, if they are separate
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q = arrays.q
-        out = empty(q, self.shape) if arrays.out is None else arrays.out
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *_ = arrays
+        if out is None:
+            out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            self.launch_kernel(arrays, out, lse, scratch)
+            if scratch is None or not self._fits(scratch):
+                sums = empty(q, (self.floats,), np.float32)
+                scratch = PagedScratch(sums, zero_counters(q, self.counters))
+            if self.coded:
+                k_scales = _one(q) if k_scales is None else k_scales
+                v_scales = _one(q) if v_scales is None else v_scales
+            self.launch(
+                *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
+                *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
+                *(arrays.rings, arrays.packed_lens, sinks, *scratch),
+                *((arrays.cu_seqlens_q,) if self.packed else ()),
+            )
+            if self.prefill is not None:
+                self.prefill.launch(arrays, out, lse)
         return (out, lse) if return_lse else out
-
-    def launch_kernel(
-        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None = None
-    ) -> None:
-        """Launches the kernel; `out` is not empty."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, *_ = arrays
-        if scratch is None or not self._fits(scratch):
-            sums = empty(q, (self.floats,), np.float32)
-            scratch = PagedScratch(sums, zero_counters(q, self.counters))
-        if self.coded:
-            k_scales = _one(q) if k_scales is None else k_scales
-            v_scales = _one(q) if v_scales is None else v_scales
-        self.launch(
-            *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
-            *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
-            *(arrays.rings, arrays.packed_lens, sinks, *scratch),
-            then=() if arrays.cu_seqlens_q is None else (arrays.cu_seqlens_q,),
-        )
 
     def _fits(self, scratch: PagedScratch) -> bool:
         return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
 
 
-class PreparedMixed(NamedTuple):
-    """A call with packed queries: requests with one query on the decode kernel, the others on the
-    Hopper forward."""
-
-    prefill: PreparedPrefill | PreparedGather
-    decode: PreparedPaged
-
-    def __call__(
-        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
-    ) -> Array | tuple[Array, Array]:
-        """Launches the kernels. scratch: unused."""
-        out, lse = self.prefill.results(arrays, return_lse)
-        if out.size:
-            self.prefill.launch(arrays, out, lse)
-            self.decode.launch_kernel(arrays, out, lse)
-        return (out, lse) if return_lse else out
-
-
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
-) -> PreparedPaged | PreparedPrefill | PreparedGather | PreparedMixed:
+) -> PreparedPaged | PreparedPrefill | PreparedGather:
     """Checks and plans a call, and loads its kernel."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
-    q, k_cache, _, k_scales, v_scales, *_ = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
+    recent_k, recent_v = arrays.recent_k, arrays.recent_v
     check_layout(arrays, codes)
     group_rows = 0
     if codes == "int4" and k_scales is not None:
@@ -338,57 +324,45 @@ def _prepare(
             "k_cache.zeros": arrays.k_zeros, "v_cache.zeros": arrays.v_zeros,
         }  # fmt: skip
         check_group_layout(_OP, **factors)
-        check_kernel_layout(_OP, **{"recent.k": arrays.recent_k, "recent.v": arrays.recent_v})
+        check_kernel_layout(_OP, **{"recent.k": recent_k, "recent.v": recent_v})
         group_rows = k_cache.shape[1] // k_scales.shape[1]
         if q.shape[-1] > GROUP_HEAD_DIMS[-1]:
             raise ArrayShapeError(
                 f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
                 f"{q.shape[-1]}"
             )
-    packed = arrays.cu_seqlens_q is not None
-    prefill = prepare_prefill(
-        arrays, codes, options, batch_invariant=batch_invariant, least_queries=1 + packed
-    )
-    if prefill is not None and not packed:
+    prefill, most_queries = prepare_prefill(arrays, codes, options, batch_invariant=batch_invariant)
+    if prefill is not None and not most_queries:
         return prefill
-    decode = _prepare_decode(arrays, codes, options, group_rows, batch_invariant=batch_invariant)
-    return decode if prefill is None else PreparedMixed(prefill, decode)
-
-
-def _prepare_decode(
-    arrays: PagedArrays,
-    codes: str,
-    options: ScoreOptions,
-    group_rows: int,
-    *,
-    batch_invariant: bool,
-) -> PreparedPaged:
-    """Plans a call of the decode kernel, for requests with one query if the queries are packed."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
-    recent_k, recent_v = arrays.recent_k, arrays.recent_v
-    *_, heads_q, head_dim = q.shape
     packed = arrays.cu_seqlens_q is not None
-    batch, seq_q = arrays.batch, 1 if packed else q.shape[1]
+    if packed and batch_invariant and q.size:
+        raise ArrayLayoutError(
+            f"{_OP}: with cu_seqlens_q and batch_invariant, the strides of q must be positive on "
+            f"the GPU, got {q.strides}"
+        )
+    batch = arrays.batch
+    *_, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_bytes = v_cache.shape
     value_dim = 2 * value_bytes if codes == "int4" else value_bytes
     group = heads_q // heads_kv
     causal, window = options.visible
+    rows = group * min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
     config = plan_paged_attention(
-        head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
+        head_dim, value_dim, heads_kv, rows, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
-        sinks=sinks is not None, batch_invariant=batch_invariant, group_rows=group_rows,
-        recent=recent_k is not None, packed=packed,
+        sinks=sinks is not None, batch_invariant=batch_invariant and not packed,
+        group_rows=group_rows, recent=recent_k is not None, packed=packed,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
     recent_rows = 0 if recent_k is None else recent_k.shape[1]
     most_keys = block_table.shape[1] * block_size + recent_rows
-    problems = heads_kv * config.row_tiles
-    given = ScoreArrays(None, sinks, None, None, arrays.cu_seqlens_q, None)
+    problems = heads_kv * (1 if packed else config.row_tiles)
+    given = ScoreArrays(None, sinks, None, None, None, None)
     parameters = parameter_structs(PARAMETERS)["PagedParameters"].pack(
-        q=_query_strides(strides_of(q), packed),
+        q=strides_of(q),
         k=strides_of(k_cache),
         v=strides_of(v_cache),
-        out=_query_strides(dense_strides(shape) if out is None else strides_of(out), packed),
+        out=dense_strides(shape) if out is None else strides_of(out),
         k_scales=scale_strides(k_scales),
         v_scales=scale_strides(v_scales),
         recent_k=(0, 0, 0) if recent_k is None else strides_of(recent_k),
@@ -411,16 +385,11 @@ def _prepare_decode(
         settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
     )
     slots, counters = config.slots(batch, problems, most_keys, recent_rows)
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-    row_shape = (batch, heads_q, seq_q)
+    scalars = (np.int32(most_queries), parameters) if packed else (parameters,)
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
-    return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
-
-
-def _query_strides(strides: Strides, packed: bool) -> Strides:
-    """Strides over requests, their queries and heads; of packed single queries over their rows."""
-    _, row, head = strides
-    return (row, 0, head) if packed else strides
+    return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)
 
 
 _ones: dict[int | None, Array] = {}
@@ -449,13 +418,15 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, 32),
         spec(120, 32, window=True, softcap=True, sinks=True),
         spec(128, batch_invariant=True),
+        *(spec(128, rows, packed=True) for rows in (16, 32)),
         *(spec(width, codes="int8") for width in CODE_HEAD_DIMS),
         *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
         *(spec(128, 4, codes="int4", group_rows=rows) for rows in GROUP_ROWS),
         spec(120, 32, codes="int4", group_rows=64, window=True),
+        spec(128, 16, codes="int8", packed=True),
+        spec(128, 4, codes="int4", group_rows=64, recent=True, packed=True),
         *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
         spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
-        *([spec(128, packed=True)] if device.arch == "sm_90" else []),
     ]
 
 

@@ -3,7 +3,7 @@
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
 // row j % block_size of block block_table[b][j / block_size]. The queries are the last tokens of
 // their request.
-// PACKED: the requests with one query of packed ones; rows of others are not written.
+// PACKED: the queries of request b are cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of all.
 // RECENT: key j from packed_lens[b] on is row j % recent_rows of ring buffer rings[b], unquantised.
 //
 // Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu
@@ -21,7 +21,8 @@
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
 //   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
 //   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
-//   BLOCKS_PER_SM; PACKED 0|1, with seq_q 1; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PACKED 0|1, without UNIT_TILES; CAUSAL, WINDOW, SOFTCAP,
+//   SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order depends on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -49,7 +50,7 @@ CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arra
     const int column = index % kChunks * 8;
     cukit::Vec<T, 8> values{};
     if (row < rows.count && (!PADDED || column < params.head_dim)) {
-      const T* from = arrays.q + cukit::offset_of(params.q, rows.b, rows.query(row, params),
+      const T* from = arrays.q + cukit::offset_of(params.q, rows.batch(), rows.token(row, params),
                                                   rows.head(row, params));
       cukit::load(values, from + column);
     }
@@ -111,8 +112,8 @@ template <typename F>
 CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& rows, int seq_kv,
                                 int end, const cukit::PagedParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const int causal_offset = seq_kv - params.seq_q;
-  const cukit::HeadScores head({}, settings, 0, 0, {0, 0, params.seq_q, seq_kv});
+  const int causal_offset = seq_kv - rows.seq_q(params);
+  const cukit::HeadScores head({}, settings, 0, 0, {0, 0, rows.seq_q(params), seq_kv});
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int n = 0; n < QUERY_TILES; ++n)
@@ -251,16 +252,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const float* __restrict__ sinks,
     float* partial_memory,  // Partial: two slots per block, or one per unit
     int* counters,          // zeros: one per block, or one per problem
-    const __grid_constant__ cukit::PagedParameters params
 #if PACKED
-    , const int* __restrict__ cu_seqlens_q  // [batch + 1]
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    int most_queries,                      // requests of more are left out
 #endif
-    ) {
+    const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
   __shared__ KeyPlace places[WARPS][Loader::kPlaces];
 #if PACKED
-  const Lengths lengths{seq_lens, packed_lens, cu_seqlens_q};
+  const Lengths lengths{{seq_lens, packed_lens}, cu_seqlens_q, most_queries};
 #elif RECENT
   const Lengths lengths{seq_lens, packed_lens};
 #else
@@ -299,12 +300,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   int stage = 0;
   while (!share.done()) {
     const Piece piece = share.piece();
-    const Rows rows(piece.place, lengths, params);
+    const Rows rows(piece.place, params);
     const int seq_kv = piece.place.request.seq_kv;
     // Keys visible to every row.
-    const int causal_offset = seq_kv - params.seq_q;
+    const int causal_offset = seq_kv - rows.seq_q(params);
     const int visible_begin =
-        cukit::visible_keys(params.seq_q - 1, causal_offset, seq_kv, params.settings).begin;
+        cukit::visible_keys(rows.seq_q(params) - 1, causal_offset, seq_kv, params.settings).begin;
     const int visible_end = cukit::visible_keys(0, causal_offset, seq_kv, params.settings).end;
     load_queries(query_tile, rows, arrays, params);
     const Queries<CacheForm> queries(query_tile);

@@ -80,8 +80,8 @@ class Loader {
     const Rows rows(piece.place, arrays.lengths, params);
     head_kv_ = rows.head_kv;
     // Masked keys are not read: blocks outside a window may have been reassigned.
-    const int causal_offset = piece.place.request.seq_kv - params.seq_q;
-    const int last = params.seq_q - 1;
+    const int causal_offset = piece.place.request.seq_kv - rows.seq_q(params);
+    const int last = rows.seq_q(params) - 1;
     const int seq_kv = piece.place.request.seq_kv;
     first_key_ = max(0, visible_keys(0, causal_offset, seq_kv, params.settings).begin);
     last_key_ = visible_keys(last, causal_offset, seq_kv, params.settings).end;

@@ -74,9 +74,13 @@ constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use differ
 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "eight rows of a warp fit into a stage");
 
-using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile>;
-using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile>;
-using Share = cukit::Share<kTile, UNIT_TILES, kRecentTile>;
+// Rows of a tile of packed queries.
+constexpr int kPackedRows = PACKED ? kRows : 0;
+static_assert(!PACKED || UNIT_TILES == 0, "packed queries have no batch-invariant splits");
+
+using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile, kPackedRows>;
+using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile, kPackedRows>;
+using Share = cukit::Share<kTile, UNIT_TILES, kRecentTile, kPackedRows>;
 #if PACKED
 using Lengths = PackedLengths;
 #elif RECENT
@@ -86,7 +90,7 @@ using Lengths = const int*;
 #endif
 
 struct Arrays {
-  const T* q;              // [batch, seq_q, heads_q, head_dim]; PACKED: [total_q, heads_q, head_dim]
+  const T* q;              // [batch, seq_q, heads_q, head_dim]; PACKED: [seq_q, ...] of all requests
   const cache_t* k;        // [blocks, block_size, heads_kv, head_dim]
   const cache_t* v;        // the same, [..., value_dim]
   const scale_t* k_scales;  // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis;
@@ -94,8 +98,8 @@ struct Arrays {
   const scale_t* v_scales;  // the same; int4: [blocks, block_size, heads_kv], rows contiguous
   const scale_t* k_zeros;   // int4: as k_scales
   const scale_t* v_zeros;   // int4: as v_scales
-  T* out;                  // [batch, seq_q, heads_q, value_dim]; PACKED: without batch
-  float* lse;              // [batch, heads_q, seq_q] or null; PACKED: [heads_q, total_q]
+  T* out;                  // [batch, seq_q, heads_q, value_dim]
+  float* lse;              // [batch, heads_q, seq_q] or null
   const int* block_table;  // [batch, table_row]
   Lengths lengths;         // [batch]
   const float* sinks;      // [heads_q]
@@ -106,15 +110,22 @@ struct Arrays {
 
 // The rows of a problem: row r is query r / group of head head_kv * group + r % group.
 struct Rows {
-  int b;  // of the queries; PACKED: their row
-  int first, count, head_kv;
+  int b, first, count, head_kv;
+#if PACKED
+  int queries;      // of the request
+  int first_query;  // of the request, among all
+#endif
 
-  CUKIT_DEVICE Rows(const Place& place, const Lengths& lengths, const PagedParameters& params) {
+  CUKIT_DEVICE Rows(const Place& place, const PagedParameters& params) {
     const int problem = place.problem * TEAM + blockIdx.x % TEAM;
     const int tile = problem / params.heads_kv;
-    b = query_rows(lengths, place.b);
+    b = place.b;
     first = tile * kRows;
-    count = min(kRows, params.group * params.seq_q - first);
+    count = min(kRows, params.group * place.request.seq_q(params) - first);
+#if PACKED
+    queries = place.request.count;
+    first_query = place.request.first_query;
+#endif
     head_kv = problem % params.heads_kv;
   }
   CUKIT_DEVICE int query(int row, const PagedParameters& params) const {
@@ -123,6 +134,20 @@ struct Rows {
   CUKIT_DEVICE int head(int row, const PagedParameters& params) const {
     return head_kv * params.group + (first + row) % params.group;
   }
+#if PACKED
+  CUKIT_DEVICE int seq_q(const PagedParameters&) const { return queries; }
+  // Indices of q, out and lse: all requests are one.
+  CUKIT_DEVICE int batch() const { return 0; }
+  CUKIT_DEVICE int token(int row, const PagedParameters& params) const {
+    return first_query + query(row, params);
+  }
+#else
+  CUKIT_DEVICE int seq_q(const PagedParameters& params) const { return params.seq_q; }
+  CUKIT_DEVICE int batch() const { return b; }
+  CUKIT_DEVICE int token(int row, const PagedParameters& params) const {
+    return query(row, params);
+  }
+#endif
 };
 
 }  // namespace cukit::paged

@@ -60,15 +60,6 @@ struct Statistics {
   float max, sum;
 };
 
-// Where the log-sum-exp of a row is stored.
-CUKIT_DEVICE float& lse_of(const Rows& rows, int number, const Arrays& arrays,
-                           const PagedParameters& params) {
-  const long long head = rows.head(number, params);
-  if constexpr (PACKED) return arrays.lse[head * params.settings.total_q + rows.b];
-  return arrays.lse[(1LL * rows.b * params.heads_q + head) * params.seq_q +
-                    rows.query(number, params)];
-}
-
 // Returns the factor that turns a row's accumulators into its output, and stores the log-sum-exp.
 CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int number,
                               const Arrays& arrays, const PagedParameters& params,
@@ -77,13 +68,19 @@ CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int numbe
   if constexpr (SINKS) sink = arrays.sinks[rows.head(number, params)] * kLog2E;
   const float top = fmaxf(row.max, sink);
   if (top == -infinity()) {
-    if (stores && arrays.lse != nullptr) lse_of(rows, number, arrays, params) = -infinity();
+    if (stores && arrays.lse != nullptr) {
+      arrays.lse[(static_cast<long long>(rows.batch()) * params.heads_q +
+                  rows.head(number, params)) * params.seq_q + rows.token(number, params)] =
+          -infinity();
+    }
     return 0.0f;
   }
   const float weight = exp2f(row.max - top);
   const float total = fmaf(row.sum, weight, SINKS ? exp2f(sink - top) : 0.0f);
   if (stores && arrays.lse != nullptr) {
-    lse_of(rows, number, arrays, params) = (top + log2f(total)) * kLn2;
+    arrays.lse[(static_cast<long long>(rows.batch()) * params.heads_q +
+                rows.head(number, params)) * params.seq_q + rows.token(number, params)] =
+        (top + log2f(total)) * kLn2;
   }
   return weight / total;
 }
@@ -108,7 +105,7 @@ CUKIT_DEVICE float* merge_row(unsigned char* merge, int warp, int row) {
 CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, int column,
                              const Arrays& arrays, const PagedParameters& params) {
   if (VALUE_PADDED && column >= params.value_dim) return;
-  T* to = arrays.out + offset_of(params.out, rows.b, rows.query(row, params),
+  T* to = arrays.out + offset_of(params.out, rows.batch(), rows.token(row, params),
                                         rows.head(row, params)) + column;
   *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
 }

@@ -17,8 +17,12 @@
 // those before them in the cache. Tiles of cached keys come first, then tiles of RecentTile recent
 // ones.
 //
-// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings;
-// with RecentTile recent_rows too. Lengths: seq_lens, or SplitLengths with RecentTile.
+// With PackedRows > 0 each request has a number of queries of its own, in tiles of PackedRows rows:
+// its problems are the key heads of all its tiles. Requests without queries have none.
+//
+// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request; of a tile of
+// rows with PackedRows) and settings; with RecentTile recent_rows, with PackedRows group too.
+// Lengths: seq_lens, SplitLengths with RecentTile, PackedLengths with PackedRows.
 #pragma once
 
 #include "common/platform.cuh"
@@ -34,43 +38,62 @@ struct SplitLengths {
   CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
 };
 
-// With packed queries: those of request b begin at row ends[b]. Requests with one query take part.
-struct PackedLengths {
-  const int* seq_lens;
-  const int* packed_lens;
-  const int* ends;
-
-  CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
+// The same with packed queries: those of request b are cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1.
+// Requests of more than most_queries are left out.
+struct PackedLengths : SplitLengths {
+  const int* cu_seqlens_q;
+  int most_queries;
 };
 
-// Whether a request takes part; kSome<Lengths>: whether some may not.
-template <typename Lengths>
-constexpr bool kSome = false;
+// The queries of a request.
+template <int PackedRows>
+struct RequestQueries {
+  int first_query, count;
+
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE RequestQueries(int b, const Lengths& lengths, const Parameters& params)
+      : first_query(0), count(0) {
+    if (b >= params.batch) return;
+    first_query = lengths.cu_seqlens_q[b];
+    count = max(0, lengths.cu_seqlens_q[b + 1] - first_query);
+    if (count > lengths.most_queries) count = 0;
+  }
+  template <typename Parameters>
+  CUKIT_DEVICE int seq_q(const Parameters&) const {
+    return count;
+  }
+  // Problems of the request that a thread block processes.
+  template <typename Parameters>
+  CUKIT_DEVICE int problems(const Parameters& params) const {
+    return params.problems / TEAM * ((count * params.group + PackedRows - 1) / PackedRows);
+  }
+};
+
 template <>
-constexpr bool kSome<PackedLengths> = true;
-template <typename Lengths>
-CUKIT_DEVICE bool takes_part(const Lengths&, int) {
-  return true;
-}
-CUKIT_DEVICE bool takes_part(const PackedLengths& lengths, int b) {
-  return lengths.ends[b + 1] - lengths.ends[b] == 1;
-}
+struct RequestQueries<0> {
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE RequestQueries(int, const Lengths&, const Parameters&) {}
+  template <typename Parameters>
+  CUKIT_DEVICE int seq_q(const Parameters& params) const {
+    return params.seq_q;
+  }
+  template <typename Parameters>
+  CUKIT_DEVICE int problems(const Parameters& params) const {
+    return params.problems / TEAM;
+  }
+};
 
-// The first row of a request's queries, in units of seq_q rows.
-template <typename Lengths>
-CUKIT_DEVICE int query_rows(const Lengths&, int b) {
-  return b;
-}
-CUKIT_DEVICE int query_rows(const PackedLengths& lengths, int b) { return lengths.ends[b]; }
-
-// A request's tiles of keys, and its units: none if it does not take part.
-template <int Tile, int UnitTiles, int RecentTile = 0>
-struct Request {
+// A request's tiles of keys, and its units.
+template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
+struct Request : RequestQueries<PackedRows> {
+  using Queries = RequestQueries<PackedRows>;
   int seq_kv, first_tile, tiles, units;
   int cached;  // keys in the cache
 
   template <typename Lengths, typename Parameters>
-  CUKIT_DEVICE Request(int b, const Lengths& lengths, const Parameters& params) {
+  CUKIT_DEVICE Request(int b, const Lengths& lengths, const Parameters& params)
+      : Queries(b, lengths, params) {
+    const int seq_q = Queries::seq_q(params);
     seq_kv = b < params.batch ? min(lengths[b], params.most_keys) : 0;
     if constexpr (RecentTile > 0) {
       cached = b < params.batch ? max(0, min(lengths.packed_lens[b], seq_kv)) : 0;
@@ -79,21 +102,20 @@ struct Request {
     } else {
       cached = seq_kv;
     }
-    const int causal_offset = seq_kv - params.seq_q;
+    const int causal_offset = seq_kv - seq_q;
     if constexpr (RecentTile > 0) {
       const Span first = visible_keys(0, causal_offset, seq_kv, params.settings);
-      const Span last = visible_keys(params.seq_q - 1, causal_offset, seq_kv, params.settings);
+      const Span last = visible_keys(seq_q - 1, causal_offset, seq_kv, params.settings);
       first_tile = WINDOW ? tile_of(max(0, first.begin)) : 0;
       tiles = max(1, (last.end > 0 ? tile_of(last.end - 1) + 1 : 0) - first_tile);
     } else {
       const TileRange range =
-          key_tiles<Tile>(0, params.seq_q, causal_offset, seq_kv, params.settings);
+          key_tiles<Tile>(0, seq_q, causal_offset, seq_kv, params.settings);
       first_tile = range.begin;
       tiles = max(1, range.end - range.begin);
     }
-    units = b < params.batch && takes_part(lengths, b)
-                ? UnitTiles ? (tiles + UnitTiles - 1) / UnitTiles : tiles
-                : 0;
+    units = b < params.batch ? UnitTiles ? (tiles + UnitTiles - 1) / UnitTiles : tiles : 0;
+    if (PackedRows && seq_q == 0) units = 0;
   }
 
   // Tiles of cached keys: those of recent keys follow.
@@ -116,9 +138,9 @@ CUKIT_DEVICE int inclusive_scan(int value) {
 }
 
 // A position among the units of all problems. Without UnitTiles a unit is a tile.
-template <int Tile, int UnitTiles, int RecentTile = 0>
+template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Place {
-  using Request_ = Request<Tile, UnitTiles, RecentTile>;
+  using Request_ = Request<Tile, UnitTiles, RecentTile, PackedRows>;
 
   int b, problem;  // problem: index among the block's problems of the request
   int unit;        // of the problem
@@ -129,13 +151,14 @@ struct Place {
   CUKIT_DEVICE static int count(const Lengths& lengths, const Parameters& params) {
     int total = 0;
     for (int b = threadIdx.x % kWarpSize; b < params.batch; b += kWarpSize) {
-      total += Request_(b, lengths, params).units;
+      const Request_ request(b, lengths, params);
+      total += PackedRows ? request.units * request.problems(params) : request.units;
     }
 #pragma unroll
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       total += __shfl_xor_sync(kFullMask, total, offset);
     }
-    return total * (params.problems / TEAM);
+    return PackedRows ? total : total * (params.problems / TEAM);
   }
 
   // The position of unit `index` of the batch.
@@ -144,7 +167,8 @@ struct Place {
     const int lane = threadIdx.x % kWarpSize;
     int before = 0;
     for (int first = 0;; first += kWarpSize) {
-      const int own = Request_(first + lane, lengths, params).units * (params.problems / TEAM);
+      const Request_ candidate(first + lane, lengths, params);
+      const int own = candidate.units * candidate.problems(params);
       const int scan = inclusive_scan(own);
       const unsigned behind = __ballot_sync(kFullMask, before + scan > index);
       if (behind != 0) {
@@ -159,36 +183,37 @@ struct Place {
     }
   }
 
-  // The first unit of the next problem, which exists.
+  // The first unit of the next problem.
   template <typename Lengths, typename Parameters>
   CUKIT_DEVICE void next_problem(const Lengths& lengths, const Parameters& params) {
     unit = 0;
-    if (++problem == params.problems / TEAM) {
+    if (++problem == request.problems(params)) {
       problem = 0;
       do {
-        request = Request_(++b, lengths, params);
-      } while (kSome<Lengths> && request.units == 0);
+        ++b;
+        request = Request_(b, lengths, params);
+      } while (PackedRows && request.units == 0);
     }
   }
 };
 
 // Consecutive tiles of one problem that a block processes.
-template <int Tile, int UnitTiles, int RecentTile = 0>
+template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Piece {
-  Place<Tile, UnitTiles, RecentTile> place;  // its first unit
+  Place<Tile, UnitTiles, RecentTile, PackedRows> place;  // its first unit
   int begin, end;                            // tiles of the request
   bool complete;                             // all tiles of the problem
 };
 
 // A block's units of the batch, iterated over piece by piece.
-template <int Tile, int UnitTiles, int RecentTile = 0>
+template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Share {
-  Place<Tile, UnitTiles, RecentTile> place;
+  Place<Tile, UnitTiles, RecentTile, PackedRows> place;
   int index, end;  // units of the batch
 
   CUKIT_DEVICE bool done() const { return index >= end; }
 
-  CUKIT_DEVICE Piece<Tile, UnitTiles, RecentTile> piece() const {
+  CUKIT_DEVICE Piece<Tile, UnitTiles, RecentTile, PackedRows> piece() const {
     const int left = place.request.units - place.unit;
     const int units = UnitTiles ? 1 : min(left, end - index);
     const int step = UnitTiles ? UnitTiles : 1;

@@ -214,13 +214,14 @@ def append(codes: Any) -> None:
 
 
 def prefill(head_dim: int, block_size: int, **options: Any) -> None:
-    """Prompts, a chunk, a decode step and an empty request on the Hopper forward."""
+    """Prompts, a chunk, decode steps and empty requests: the Hopper forward and the decode kernel."""
     rng = _rng()
-    counts, lengths = [150, 70, 0, 1], np.array([150, 300, 20, 210], np.int32)
+    counts = [150, 70, 0, 1, 1, 6, 0, 2]
+    lengths = np.array([150, 300, 20, 210, 1, 80, 0, 33], np.int32)
     q = random(rng, (sum(counts), 6, head_dim), "bfloat16")
     blocks = -(-300 // block_size)
-    k = random(rng, (4 * blocks, block_size, 2, head_dim), "bfloat16")
-    table = rng.permutation(4 * blocks).reshape(4, blocks).astype(np.int32)
+    k = random(rng, (8 * blocks, block_size, 2, head_dim), "bfloat16")
+    table = rng.permutation(8 * blocks).reshape(8, blocks).astype(np.int32)
     ends = np.cumsum([0, *counts]).astype(np.int32)
     q, k, table, lengths, ends = to_device("gpu", q, k, table, lengths, ends)
     to_host(paged_attention(q, k, k, table, lengths, cu_seqlens_q=ends, **options))
