@@ -147,10 +147,10 @@ def paged_attention(
     bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block table.
     Packed queries of a mixed batch (at least 8 requests, at most 256 queries each on average) take
     two launches on Hopper: requests of up to 16 rows per KV head use the first kernel, the others
-    the second. Other GPUs use the first kernel for all; only their batch_invariant calls with
-    cu_seqlens_q run the reference. In all cases lengths may differ by any factor, a captured graph
-    replays with other lengths and tables, and repeated calls give the same bits. Runs on CuPy's
-    current stream.
+    the second. Smaller batches of at most 32 rows on average use the first kernel for all, and so
+    do other GPUs; only their batch_invariant calls with cu_seqlens_q run the reference. In all
+    cases lengths may differ by any factor, a captured graph replays with other lengths and tables,
+    and repeated calls give the same bits. Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -274,9 +274,7 @@ class PreparedPaged(NamedTuple):
     coded: bool
     packed: bool
     launch: Launch
-    prefill: (
-        PreparedPrefill | PreparedGather | None
-    )  # of the requests with many queries, if they are separate
+    prefill: PreparedPrefill | PreparedGather | None  # of requests with many packed queries
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None

@@ -77,7 +77,7 @@ class Loader {
     const Piece piece = share_.piece();
     tile_ = piece.begin;
     piece_end_ = piece.end;
-    const Rows rows(piece.place, arrays.lengths, params);
+    const Rows rows(piece.place, params);
     head_kv_ = rows.head_kv;
     // Masked keys are not read: blocks outside a window may have been reassigned.
     const int causal_offset = piece.place.request.seq_kv - rows.seq_q(params);

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged
+from cukit.attention import _paged_gather, paged
 from cukit.attention._paged_prefill import PreparedPrefill
 from cukit.attention._paged_prefill_plan import short_queries
 from cukit.attention._problem import AttentionProblem
@@ -37,7 +37,7 @@ def packed(
 @pytest.fixture
 def decode(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`device`, with every call on the decode kernel, as on GPUs other than Hopper."""
-    monkeypatch.setattr(paged, "serves", lambda *_, **__: False)
+    monkeypatch.setattr(_paged_gather, "serves", lambda *_, **__: False)
     paged._prepare.forget()  # type: ignore[attr-defined]
     yield device
     paged._prepare.forget()  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import pytest
 import cukit as ck
 from cukit.attention import _paged_gather, _paged_prefill, paged
 from cukit.attention._paged_prefill_plan import (
+    few_packed_queries,
     plan_paged_prefill,
     prefers_gather,
     prefers_prefill,
@@ -332,6 +333,13 @@ def test_which_caches_are_copied() -> None:
     assert not prefers(8, 2048, 128), "blocks are whole tiles"
     assert not prefers(64, 64, 16)
     assert not prefers(512, 512, 1, varlen=True), "a query per request"
+
+
+def test_small_packed_batches_of_few_queries_take_the_decode_kernel() -> None:
+    packed = replace(PROBLEM, varlen=True)
+    assert few_packed_queries(replace(packed, batch=2, seq_len_q=16))
+    assert not few_packed_queries(replace(packed, batch=2, seq_len_q=17))
+    assert not few_packed_queries(replace(packed, batch=8, seq_len_q=8)), "two launches"
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
