@@ -120,7 +120,8 @@ def _chunk(xp: Any, h: Array, x: Array, b: Array, c: Array, decay: Array) -> tup
     upto = xp.cumsum(decay, axis=0)
     y = xp.einsum("hij,jhp->ihp", _scores(xp, c, b, upto), x)
     y += xp.einsum("ihn,hnp->ihp", c * xp.exp(upto), h)
-    h = h * xp.exp(upto[-1])[:, :, None] + xp.einsum("jhn,jhp->hnp", b * xp.exp(upto[-1:] - upto), x)
+    left = b * xp.exp(upto[-1:] - upto)
+    h = h * xp.exp(upto[-1])[:, :, None] + xp.einsum("jhn,jhp->hnp", left, x)
     return y, h
 
 
@@ -217,9 +218,7 @@ def _chunk_backward(
     return grad_x, grad_b, grad_c, grad_decay, grad_h
 
 
-def _pair_gradients(
-    xp: Any, pairs: Array, b: Array, c: Array, upto: Array
-) -> tuple[Array, Array]:
+def _pair_gradients(xp: Any, pairs: Array, b: Array, c: Array, upto: Array) -> tuple[Array, Array]:
     """`sum_i pairs_ij exp(upto_i - upto_j) c_i` and `sum_j pairs_ij exp(upto_i - upto_j) b_j` over
     i > j; pairs [num_heads, i, j], upto [tokens, num_heads, state_dim or 1]."""
     if upto.shape[2] == 1:

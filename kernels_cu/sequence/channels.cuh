@@ -1,11 +1,11 @@
 // The log decays of a chunk with a decay per state channel, for gated_scan_channels.cu and its backward.
 //
-// A chunk has four sub-chunks of 16 tokens. With w_i the sum of the log decays of a token's sub-chunk up to token i, and
-// d the sum of all 16, the decay between tokens j <= i is
+// A chunk has four sub-chunks of 16 tokens. With w_i the sum of the log decays of a token's sub-chunk up to token
+// i, and d the sum of all 16, the decay between tokens j <= i is
 //   of one sub-chunk      exp(w_i - w_j)
 //   of sub-chunks J < I   exp(w_i) exp(d_{J+1} + ... + d_{I-1}) exp(d_J - w_j)
-// whose factors are at most 1. Products over channels take keys b_j exp(d_J - w_j) and queries c_i exp(w_i). Within a
-// sub-chunk they take exp(w_i - d) exp(d - w_j) if exp(-d) does not exceed 2^kFastRange, and exact differences
+// whose factors are at most 1. Products over channels take keys b_j exp(d_J - w_j) and queries c_i exp(w_i). Within
+// a sub-chunk they take exp(w_i - d) exp(d - w_j) if exp(-d) does not exceed 2^kFastRange, and exact differences
 // otherwise.
 // Macros: DTYPE, STATE_TILE, PADDED, THREADS 128.
 #pragma once

@@ -18,11 +18,11 @@
 //   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
 //   each, all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: copies of one block overlap the products of
 //   another on the same SM.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is decayed
-//   here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from V, D h^T, X g^T and the
-//   rows of <g, h>, which are the results here.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a
-//   multiple of its tile (both are of 8); THREADS 128.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
+//   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from V,
+//   D h^T, X g^T and the rows of <g, h>, which are the results here.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1: state_dim or
+//   head_dim is not a multiple of its tile (both are of 8); THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/hopper/shared_tile.cuh"
@@ -311,8 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     __syncthreads();
 
     if constexpr (CHANNELS) {
-      cukit::store_tile<kChunk, kChunk, THREADS, false>(grad_scores + (slot * tiles + blockIdx.y) * (kChunk * kChunk),
-                                                       kChunk, tile.grad_scores, 0, kChunk, kChunk, threadIdx.x);
+      T* const to = grad_scores + (slot * tiles + blockIdx.y) * (kChunk * kChunk);
+      cukit::store_tile<kChunk, kChunk, THREADS, false>(to, kChunk, tile.grad_scores, 0, kChunk, kChunk, threadIdx.x);
     }
 
     // 64 columns of dc and db at a time, because g occupies registers.

@@ -3,18 +3,19 @@
 //
 //   h_t = diag(exp(l_t)) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one per head and channel
 //
-// With s_i the sum of a chunk's log decays l up to token i, products and quotients per channel:
-//   queries_i = exp(s_i) c_i       keys_j = exp(s_last - s_j) b_j       scores_ij = sum (exp(s_i - s_j) c_i b_j), j <= i
+// With s_i the sum of a chunk's log decays l up to token i, products per channel:
+//   queries_i = exp(s_i) c_i    keys_j = exp(s_last - s_j) b_j    scores_ij = sum (exp(s_i - s_j) c_i b_j), j <= i
 // Then y_i = h^T queries_i + sum_j scores_ij x_j and h' = exp(s_last) h + sum_j keys_j x_j^T.
 // Scores of different sub-chunks, and of sub-chunks whose decays are not extreme, are tensor-core products
 // (channels.cuh); the others sum exp(s_i - s_j) c_i b_j in float. l is clamped to -104.
 // Paper: Yang et al., arXiv:2312.06635.
 //
 // Mapping: grid (slots, num_heads), a block of four warps per chunk of 64 tokens, a warp per sub-chunk of 16.
-// Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, of which the scores
-//   take 64 x 64 x 2 bytes later, dynamic; 12 x STATE_TILE floats static.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE (it is a
-//   multiple of 8); CHANNELS 1; THREADS 128. Minimum architecture: sm_80. Accumulates in float; deterministic.
+// Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, of which the
+//   scores take 64 x 64 x 2 bytes later, dynamic; 12 x STATE_TILE floats static.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE
+//   (it is a multiple of 8); CHANNELS 1; THREADS 128. Minimum architecture: sm_80. Accumulates in float;
+//   deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -35,7 +36,8 @@ using cukit::kSubs;
 using cukit::kWarpSize;
 using Scores = cukit::Swizzle<kChunk>;
 
-// Scores within a warp's sub-chunk, from unscaled tiles: lane l computes row l / 2, columns 8 (l % 2) to 8 (l % 2) + 7.
+// Scores within a warp's sub-chunk, from unscaled tiles: lane l computes row l / 2, columns 8 (l % 2) to 8 (l % 2)
+// + 7.
 CUKIT_DEVICE void exact_scores(float (&scores)[8], const ChannelTiles& tiles, int warp) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = kSub * warp + lane / 2, first = kSub * warp + 8 * (lane % 2);

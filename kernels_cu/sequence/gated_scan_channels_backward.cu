@@ -1,23 +1,24 @@
-// Gradients of keys, queries and decays of a gated linear recurrence with a decay per state channel, from the results of
-// gated_scan_backward_sm80.cu or _sm90.cu with CHANNELS.
+// Gradients of keys, queries and decays of a gated linear recurrence with a decay per state channel, from the
+// results of gated_scan_backward_sm80.cu or _sm90.cu with CHANNELS.
 //
 // With e_ij = exp(s_i - s_j) per channel, V_ij = d_i . x_j for j <= i, products per channel:
 //   dc_i = exp(s_i) (h d_i) + sum_{j <= i} V_ij e_ij b_j
 //   db_j = exp(s_last - s_j) (g x_j) + sum_{i >= j} V_ij e_ij c_i
 //   dl_t = sum_{i >= t > j} V_ij e_ij c_i b_j + sum_{i >= t} exp(s_i) c_i (h d_i)
 //        + sum_{j < t} exp(s_last - s_j) b_j (g x_j) + exp(s_last) <g, h>
-// dl is a prefix sum: the terms of a pair j < i begin after token j and end after token i. Sums of different sub-chunks
-// are tensor-core products with a decay at a time, sub-chunk by sub-chunk: sum = (sum) exp(d) + V_IJ keys_J; so are those
-// within a sub-chunk unless its decays are extreme (channels.cuh). Pairs i = j are not part of the decays' gradients and
-// are added in float. dl is 0 where l is clamped.
+// dl is a prefix sum: the terms of a pair j < i begin after token j and end after token i. Sums of different
+// sub-chunks are tensor-core products with a decay at a time, sub-chunk by sub-chunk: sum = (sum) exp(d) + V_IJ
+// keys_J; so are those within a sub-chunk unless its decays are extreme (channels.cuh). Pairs i = j are not part of
+// the decays' gradients and are added in float. dl is 0 where l is clamped.
 // Paper: Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (slots, num_heads), a block of four warps per chunk of 64 tokens; warp w computes dc and db of tokens
-//   16 w to 16 w + 15, 64 channels at a time.
-// Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, 64 x 64 x 2 bytes of
-//   V, dynamic; 16 x STATE_TILE + 64 floats static.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE (it is a
-//   multiple of 8); CHANNELS 1; THREADS 128. Minimum architecture: sm_80. Accumulates in float; deterministic.
+// Mapping: grid (slots, num_heads), a block of four warps per chunk of 64 tokens; warp w computes dc and db of
+//   tokens 16 w to 16 w + 15, 64 channels at a time.
+// Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, 64 x 64 x 2
+//   bytes of V, dynamic; 16 x STATE_TILE + 64 floats static.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE
+//   (it is a multiple of 8); CHANNELS 1; THREADS 128. Minimum architecture: sm_80. Accumulates in float;
+//   deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -142,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
 #pragma unroll 1
   for (int first = 0; first < STATE_TILE; first += kPart) {
     float change[kPart / 8][4];
-    // Both gradients of the warp's tokens: `acc` holds the sums over pairs i != j, relative to the end (queries) or the
-    // start (keys) of the sub-chunk, or with extreme decays to its other end and without pairs within it.
+    // Both gradients of the warp's tokens: `acc` holds the sums over pairs i != j, relative to the end (queries) or
+    // the start (keys) of the sub-chunk, or with extreme decays to its other end and without pairs within it.
     const auto finish = [&](Accumulators& acc, auto of_queries) {
       constexpr bool kQueries = decltype(of_queries)::kValue;
       const T* const own = kQueries ? c : b;
@@ -209,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
         }
       }
       __syncwarp();  // the states have been read
-      cukit::store_rows<PADDED>((kQueries ? grad_c : grad_b) + head_at, head_stride, acc, kSub * warp, slot.rows, first,
-                                p.state_dim);
+      T* const to = (kQueries ? grad_c : grad_b) + head_at;
+      cukit::store_rows<PADDED>(to, head_stride, acc, kSub * warp, slot.rows, first, p.state_dim);
     };
 
     Accumulators acc;

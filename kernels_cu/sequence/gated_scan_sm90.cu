@@ -11,13 +11,14 @@
 //     outputs = exp(s) outputs + (decayed scores) X         scores from registers
 //     h       = exp(s_last) h + B^T X',   X'_j = exp(s_last - s_j) x_j
 //
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the state
-//   is decayed here.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
+//   state is decayed here.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
 //   is 1, all of 2 bytes, dynamic; 4 x 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128.
+//   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
+//   THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -265,7 +266,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
       for (int m = 0; m < Rows::kTiles; ++m) {
         cukit::wgmma_wait<0>(added[m]);
 #pragma unroll
-        for (int i = 0; i < 4 * Rows::kColumnTiles; ++i) h[m][i] = fmaf(factor.at(m, i / 2 % 2), added[m][i], h[m][i]);
+        for (int i = 0; i < 4 * Rows::kColumnTiles; ++i) {
+          h[m][i] = fmaf(factor.at(m, i / 2 % 2), added[m][i], h[m][i]);
+        }
       }
       total.add(last);
       if (total.nothing_left()) break;

@@ -5,8 +5,8 @@
 // Memory-bound: a state is read and written once. Mapping: one block per (sequence, head). A thread processes VEC
 // columns of every rows-th row of the state; partial sums of y are reduced in shared memory in a fixed order.
 // Shared memory: 4 * ((CHANNELS ? 3 : 2) * state_dim + THREADS * VEC) bytes, dynamic.
-// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; CHANNELS 0|1; THREADS. Minimum architecture:
-//   sm_80. Computes in float; deterministic.
+// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; CHANNELS 0|1; THREADS. Minimum
+//   architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_step.
 #include "common/platform.cuh"
 #include "common/types.cuh"

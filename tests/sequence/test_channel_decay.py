@@ -21,6 +21,9 @@ from tests.sequence.test_gated_scan import SIZES, Size, distance, inputs
 ERROR = {"float16": 1e-3, "bfloat16": 6e-3}
 """||out - exact|| / ||exact||. Decayed queries and keys, scores and states are rounded to the
 inputs' dtype before they are multiplied."""
+DECAY_ERROR = {"float16": 1.5e-3, "bfloat16": 9e-3}
+"""The same for the gradient of log_decay: within a chunk of 64 tokens it subtracts sums that were
+rounded differently, which remain where decays forget the tokens before."""
 
 NAMES = ("y", "final_state", "x", "b", "c", "log_decay", "initial_state")
 LARGE = [
@@ -72,7 +75,8 @@ def exact(arrays, grads, cu_seqlens, device="cpu"):
 def check(got, wide, dtype):
     for name, result, expected in zip(NAMES, got, wide, strict=True):
         error = distance(result, expected)
-        assert error < ERROR[dtype], f"{name}: {error}"
+        allowed = (DECAY_ERROR if name == "log_decay" else ERROR)[dtype]
+        assert error < allowed, f"{name}: {error}"
 
 
 def recurrence(x, b, c, log_decay, state):
@@ -136,11 +140,19 @@ def test_matches_reference(device, rng, size, decay, dtype):
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):
+    """mma.sync and wgmma, in two orders of blocks and copies that agree to the bit."""
     for size in (SIZES[2], SIZES[4], SIZES[5]):
         arrays, grads = problem(rng, size, "bfloat16", 0.05)
         arrays[3][:, ::7] *= 60  # some sub-chunks with extreme decays
-        with cukit.backend("emulator", arch=arch, seed=3, late=True):
-            got = evaluate(gated_scan, gated_scan_backward, arrays, grads, size.cu_seqlens)
+        runs = []
+        for options in ({"seed": 0}, {"seed": 3, "late": True, "global_races": True}):
+            with cukit.backend("emulator", arch=arch, **options):
+                runs.append(
+                    evaluate(gated_scan, gated_scan_backward, arrays, grads, size.cu_seqlens)
+                )
+        got = runs[0]
+        for first, again in zip(*runs, strict=True):
+            assert first.tobytes() == again.tobytes()
         check(got, exact(arrays, grads, size.cu_seqlens), "bfloat16")
 
 
