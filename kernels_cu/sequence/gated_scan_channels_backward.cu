@@ -6,7 +6,8 @@
 //   db_j = exp(s_last - s_j) (g x_j) + sum_{i >= j} V_ij e_ij c_i
 //   dl_t = sum_{i >= t > j} V_ij e_ij c_i b_j + sum_{i >= t} exp(s_i) c_i (h d_i)
 //        + sum_{j < t} exp(s_last - s_j) b_j (g x_j) + exp(s_last) <g, h>
-// dl is a prefix sum: the terms of a pair j < i begin after token j and end after token i. Sums of different
+// dl is a prefix sum: the terms of a pair j < i begin after token j and end after token i, as products of the same
+// rounded factors, so that they cancel. Sums of different
 // sub-chunks are tensor-core products with a decay at a time, sub-chunk by sub-chunk: sum = (sum) exp(d) + V_IJ
 // keys_J; so are those within a sub-chunk unless its decays are extreme (channels.cuh). Pairs i = j are not part of
 // the decays' gradients and are added in float. dl is 0 where l is clamped.
@@ -163,14 +164,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
           load_pair(mine, own + at, exists);
           load_pair(others, other + at, exists);
           load_sum(state, states + state_at + row * state_stride + column, tiles, p.state_dim, exists);
+          float scaled[2];  // as the products with other tokens read it
+          const unsigned char* const tile = kQueries ? chunk.queries : chunk.keys;
+          cukit::unpack<T>(scaled, *reinterpret_cast<const unsigned*>(
+                                       tile + ChannelTiles::Keys::offset(row, column / 8) + 2 * (column % 8)));
           const float* upto = chunk.upto + row * cukit::kChannelPitch + column;
-          float value[2];
+          float value[2], crossing[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float whole = sums[warp][column + i];
             const float near = kQueries ? upto[i] : whole - upto[i];
-            value[i] = acc[0][n][2 * half + i] * exp2f(little ? near - whole : near);
+            const float sum = acc[0][n][2 * half + i] * (little ? exp2f(-whole) : 1.0f);
+            value[i] = sum * exp2f(near);
             state[i] *= exp2f(near) * (kQueries ? before : behind)[warp][column + i];
+            crossing[i] = scaled[i] * sum + mine[i] * state[i];
           }
           if (!little && exists) {
 #pragma unroll 1
@@ -182,18 +189,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
                 const float between = kQueries ? upto[i] - upto_k[i] : upto_k[i] - upto[i];
-                value[i] = fmaf(score * pair[i], exp2f(between), value[i]);
+                const float term = score * pair[i] * exp2f(between);
+                value[i] += term;
+                crossing[i] = fmaf(mine[i], term, crossing[i]);
               }
             }
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float crossing = mine[i] * (value[i] + state[i]);
             if constexpr (kQueries) {
               read[i] += mine[i] * state[i];
-              change[n][2 * half + i] = -crossing;
+              change[n][2 * half + i] = -crossing[i];
             } else {
-              change[n][2 * half + i] += crossing;
+              change[n][2 * half + i] += crossing[i];
             }
             acc[0][n][2 * half + i] = value[i] + state[i] + diagonal[row] * others[i];
           }
