@@ -54,14 +54,15 @@ def gated_scan(
     """`h_t = exp(l_t) h_{t-1} + b_t x_t^T`, `y_t = h_t^T c_t`, chunk by chunk.
 
     x [batch, seq_len, num_heads, head_dim]; b, c [batch, seq_len, num_groups, state_dim];
-    log_decay [batch, seq_len, num_heads]; cu_seqlens: boundaries of the sequences in a batch of
-    one. Within a chunk only differences of the decays' cumulative sum are exponentiated.
+    log_decay [batch, seq_len, num_heads], or with state_dim as a fourth axis; cu_seqlens:
+    boundaries of the sequences in a batch of one. Within a chunk only differences of the decays'
+    cumulative sum are exponentiated.
     """
     xp = array_namespace(x)
     batch, seq_len, num_heads, head_dim = x.shape
     work = working_dtype(x, b, c, log_decay)
     wide, keys, queries, decay = upcast(work, x, b, c, log_decay)
-    decay = xp.clip(decay, LEAST_LOG_DECAY, 0)
+    decay = _channel_decays(xp, decay, axes=4)
     each = num_heads // b.shape[2]
     keys, queries = (xp.repeat(array, each, axis=2) for array in (keys, queries))
     ranges = _ranges(batch, seq_len, cu_seqlens)
@@ -88,17 +89,39 @@ def _ranges(batch: int, seq_len: int, cu_seqlens: Array | None) -> list[tuple[in
     return [(0, begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _chunk(xp: Any, h: Array, x: Array, b: Array, c: Array, decay: Array) -> tuple[Array, Array]:
-    """Outputs of a chunk and the state after it; h [num_heads, state_dim, head_dim]."""
-    upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
-    tokens = len(x)
+def _channel_decays(xp: Any, log_decay: Array, *, axes: int) -> Array:
+    """Clamped log decays with a last axis of channels, which is 1 for a decay per head."""
+    decay = xp.clip(log_decay, LEAST_LOG_DECAY, 0)
+    return decay if decay.ndim == axes else decay[..., None]
+
+
+def _scores(xp: Any, c: Array, b: Array, upto: Array) -> Array:
+    """`sum_n exp(upto_in - upto_jn) c_in b_jn` for j <= i, [num_heads, tokens, tokens]; upto
+    [tokens, num_heads, state_dim or 1]."""
+    tokens, num_heads, channels = upto.shape
     causal = xp.arange(tokens)[:, None] >= xp.arange(tokens)[None, :]
-    between = xp.where(causal, upto[:, :, None] - upto[:, None, :], -xp.inf)
-    scores = xp.einsum("ihn,jhn->hij", c, b) * xp.exp(between)
-    y = xp.einsum("hij,jhp->ihp", scores, x)
-    y += xp.einsum("ihn,hnp->ihp", c * xp.exp(upto).T[:, :, None], h)
-    left = xp.exp(upto[:, -1:] - upto).T[:, :, None]
-    h = h * xp.exp(upto[:, -1])[:, None, None] + xp.einsum("jhn,jhp->hnp", b * left, x)
+    if channels == 1:
+        whole = upto[:, :, 0].T
+        between = xp.where(causal, whole[:, :, None] - whole[:, None, :], -xp.inf)
+        return xp.einsum("ihn,jhn->hij", c, b) * xp.exp(between)
+    rows = [
+        xp.einsum("hn,jhn,jhn->hj", c[i], b[: i + 1], xp.exp(upto[i] - upto[: i + 1]))
+        for i in range(tokens)
+    ]
+    scores = xp.zeros((num_heads, tokens, tokens), upto.dtype)
+    for i, row in enumerate(rows):
+        scores[:, i, : i + 1] = row
+    return scores
+
+
+def _chunk(xp: Any, h: Array, x: Array, b: Array, c: Array, decay: Array) -> tuple[Array, Array]:
+    """Outputs of a chunk and the state after it; h [num_heads, state_dim, head_dim], decay
+    [tokens, num_heads, state_dim or 1]."""
+    upto = xp.cumsum(decay, axis=0)
+    y = xp.einsum("hij,jhp->ihp", _scores(xp, c, b, upto), x)
+    y += xp.einsum("ihn,hnp->ihp", c * xp.exp(upto), h)
+    left = b * xp.exp(upto[-1:] - upto)
+    h = h * xp.exp(upto[-1])[:, :, None] + xp.einsum("jhn,jhp->hnp", left, x)
     return y, h
 
 
@@ -124,7 +147,7 @@ def gated_scan_backward(
     groups, state_dim = b.shape[2:]
     work = working_dtype(grad_y, x, b, c, log_decay)
     grads, wide, keys, queries, raw = upcast(work, grad_y, x, b, c, log_decay)
-    decay = xp.clip(raw, LEAST_LOG_DECAY, 0)
+    decay = _channel_decays(xp, raw, axes=4)
     each = num_heads // groups
     keys, queries = (xp.repeat(array, each, axis=2) for array in (keys, queries))
     ranges = _ranges(batch, seq_len, cu_seqlens)
@@ -149,6 +172,7 @@ def gated_scan_backward(
             grad_x[row, part], grad_b[row, part], grad_c[row, part] = of_chunk[:3]
             grad_decay[row, part], g = of_chunk[3:]
         grad_state[number] = g
+    grad_decay = grad_decay.reshape(raw.shape)
     grad_decay = xp.where((raw > 0) | (raw < LEAST_LOG_DECAY), 0, grad_decay)
     by_group = (batch, seq_len, groups, each, state_dim)
     grad_b, grad_c = (array.reshape(by_group).sum(3) for array in (grad_b, grad_c))
@@ -166,36 +190,49 @@ def _chunk_backward(
 
     h: the state before the chunk, g: the gradient of the state after it.
     """
-    upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
-    tokens = len(x)
-    causal = xp.arange(tokens)[:, None] >= xp.arange(tokens)[None, :]
-    between = xp.exp(xp.where(causal, upto[:, :, None] - upto[:, None, :], -xp.inf))
-    scores = xp.einsum("ihn,jhn->hij", c, b) * between
-    grad_scores = xp.einsum("ihp,jhp->hij", grad_y, x)
-    grown = xp.exp(upto).T[:, :, None]
-    left = xp.exp(upto[:, -1:] - upto).T[:, :, None]
-    kept = xp.exp(upto[:, -1])[:, None, None]
+    upto = xp.cumsum(decay, axis=0)  # [tokens, num_heads, state_dim or 1]
+    grown, left, kept = xp.exp(upto), xp.exp(upto[-1:] - upto), xp.exp(upto[-1])[:, :, None]
+    scores = _scores(xp, c, b, upto)
+    grad_scores = xp.tril(xp.einsum("ihp,jhp->hij", grad_y, x))
 
     from_state = grown * xp.einsum("hnp,ihp->ihn", h, grad_y)
     to_state = left * xp.einsum("hnp,jhp->jhn", g, x)
-    grad_c = from_state + xp.einsum("hij,jhn->ihn", grad_scores * between, b)
-    grad_b = to_state + xp.einsum("hij,ihn->jhn", grad_scores * between, c)
-    grad_x = left * xp.einsum("hnp,jhn->jhp", g, b) + xp.einsum("hij,ihp->jhp", scores, grad_y)
+    grad_x = xp.einsum("hnp,jhn->jhp", g, b * left) + xp.einsum("hij,ihp->jhp", scores, grad_y)
     grad_h = kept * g + xp.einsum("ihn,ihp->hnp", c * grown, grad_y)
+
+    of_b, of_c = _pair_gradients(xp, xp.tril(grad_scores, -1), b, c, upto)
+    diagonal = xp.einsum("hii->ih", grad_scores)[:, :, None]
+    grad_b, grad_c = to_state + of_b + diagonal * c, from_state + of_c + diagonal * b
 
     # The decay of token t is a factor of: products of tokens i >= t with tokens j < t; reads of
     # tokens i >= t from the state before the chunk; contributions of tokens j < t to the state
     # after it.
-    products = xp.tril(scores * grad_scores, -1)
-    read = xp.sum(c * from_state, axis=-1)
-    written = xp.sum(b * to_state, axis=-1)
-    passing = (products.sum(1) - products.sum(2)).T  # [tokens, num_heads]
-    change = passing + written
+    def total(array: Array) -> Array:
+        return array if decay.shape[2] > 1 else xp.sum(array, axis=-1, keepdims=True)
+
+    change = total(b * of_b - c * of_c + b * to_state)
     change = xp.concatenate([xp.zeros_like(change[:1]), change[:-1]])
     before = xp.cumsum(change, axis=0)
-    after = xp.cumsum(read[::-1], axis=0)[::-1]
-    grad_decay = before + after + xp.sum(kept * g * h, axis=(1, 2))
+    after = xp.cumsum(total(c * from_state)[::-1], axis=0)[::-1]
+    grad_decay = before + after + total(xp.sum(kept * g * h, axis=2))
     return grad_x, grad_b, grad_c, grad_decay, grad_h
+
+
+def _pair_gradients(xp: Any, pairs: Array, b: Array, c: Array, upto: Array) -> tuple[Array, Array]:
+    """`sum_i pairs_ij exp(upto_i - upto_j) c_i` and `sum_j pairs_ij exp(upto_i - upto_j) b_j` over
+    i > j; pairs [num_heads, i, j], upto [tokens, num_heads, state_dim or 1]."""
+    if upto.shape[2] == 1:
+        whole = upto[:, :, 0].T
+        earlier = xp.tril(xp.ones(pairs.shape[1:], bool), -1)
+        between = xp.where(earlier, whole[:, :, None] - whole[:, None, :], -xp.inf)
+        decayed = pairs * xp.exp(between)
+        return xp.einsum("hij,ihn->jhn", decayed, c), xp.einsum("hij,jhn->ihn", decayed, b)
+    of_b, of_c = xp.zeros(b.shape, upto.dtype), xp.zeros(c.shape, upto.dtype)
+    for i in range(1, len(upto)):
+        decayed = pairs[:, i, :i].T[:, :, None] * xp.exp(upto[i] - upto[:i])
+        of_c[i] = xp.sum(decayed * b[:i], axis=0)
+        of_b[:i] += decayed * c[i]
+    return of_b, of_c
 
 
 def gated_scan_step(
@@ -211,7 +248,7 @@ def gated_scan_step(
     wide, keys, queries, decay = upcast(work, x, b, c, log_decay)
     each = x.shape[1] // b.shape[1]
     keys, queries = (xp.repeat(array, each, axis=1) for array in (keys, queries))
-    decay = xp.exp(xp.clip(decay, LEAST_LOG_DECAY, 0))[:, :, None, None]
+    decay = xp.exp(_channel_decays(xp, decay, axes=3))[..., None]
     h = state.astype(work) * decay + keys[:, :, :, None] * wide[:, :, None, :]
     state[...] = h
     return xp.einsum("bhn,bhnp->bhp", queries, h).astype(x.dtype)

@@ -37,6 +37,7 @@ _LEAST_CHUNKS = 4
 _BLOCKS_PER_SM = 2
 _JOIN_THREADS = 256
 _SUM_THREADS = 256
+_DECAY_PADDING = 8
 _ACCESS = 8
 """Elements of a 16-byte copy."""
 
@@ -55,6 +56,8 @@ class ScanConfig:
     """Segments per sequence."""
     hopper: bool = False
     """Use wgmma."""
+    channels: bool = False
+    """A decay per channel of the state, instead of one per head."""
 
     def defines(self) -> tuple[tuple[str, MacroValue], ...]:
         """The macros common to all kernels."""
@@ -62,6 +65,7 @@ class ScanConfig:
             ("DTYPE", self.dtype),
             ("STATE_TILE", self.state_tile),
             ("PADDED", self.padded),
+            ("CHANNELS", self.channels),
             ("THREADS", THREADS),
         )
 
@@ -86,6 +90,14 @@ class ScanConfig:
         source = f"sequence/gated_scan_{'sm90' if self.hopper else 'sm80'}.cu"
         return KernelSpec(source, "gated_scan", defines, THREADS, shared)
 
+    def channel_spec(self, entry: str = "gated_scan_channels") -> KernelSpec:
+        """The kernel that applies the decays of channels to queries, keys and scores, or the one
+        that computes their gradients."""
+        shared = 2 * self.key_bytes + CHUNK * (self.state_tile + _DECAY_PADDING) * 4
+        if entry != "gated_scan_channels":
+            shared += CHUNK * CHUNK * 2
+        return KernelSpec(f"sequence/{entry}.cu", entry, self.defines(), THREADS, shared)
+
 
 @cache
 def plan_gated_scan(
@@ -96,11 +108,13 @@ def plan_gated_scan(
     state_dim: int,
     dtype: str,
     device: Device,
+    *,
+    channels: bool = False,
 ) -> ScanConfig:
     """The launch configuration: one block per sequence, head and 64 columns of the head; if these
     do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: upper bound of the sequence lengths.
+    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
@@ -111,7 +125,37 @@ def plan_gated_scan(
         segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
     padded = state_dim != tile or head_dim % COLUMNS != 0
     hopper = device.compute_capability[0] == 9
-    return ScanConfig(dtype, tile, padded, segments, hopper)
+    return ScanConfig(dtype, tile, padded, segments, hopper, channels)
+
+
+class ChannelInputs(NamedTuple):
+    """The arguments of the other kernels with a decay per channel."""
+
+    b: Array
+    """exp(s_last - s_j) b_j, [tokens, num_heads, state_dim]"""
+    c: Array
+    """exp(s_i) c_i, as b"""
+    decay: Array
+    """s_last in base 2, float32 [slots, num_heads, state_dim]"""
+    scores: Array
+    """[slots, num_heads, CHUNK, CHUNK]"""
+
+
+class ChannelLaunch(NamedTuple):
+    """The launch that applies the decays of channels."""
+
+    launch: Launch
+    key_shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    """[slots, num_heads, state_dim]"""
+
+    def run(self, b: Array, c: Array, log_decay: Array, cu_seqlens: Array | None) -> ChannelInputs:
+        """Decayed queries, keys and scores, and the chunks' decays."""
+        keys, queries = (empty(b, self.key_shape) for _ in range(2))
+        decay = empty(b, self.chunk_shape, float32)
+        scores = empty(b, (*self.chunk_shape[:2], CHUNK, CHUNK))
+        self.launch(b, c, log_decay, cu_seqlens, keys, queries, decay, scores)
+        return ChannelInputs(keys, queries, decay, scores)
 
 
 class SegmentStates(NamedTuple):
@@ -121,6 +165,7 @@ class SegmentStates(NamedTuple):
     join: Launch
     shape: tuple[int, ...]
     """[num_sequences, segments, num_heads, state_dim, head_dim]"""
+    channels: bool = False
 
     def run(
         self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None, outer: Array | None
@@ -128,11 +173,12 @@ class SegmentStates(NamedTuple):
         """The initial states of all segments, float32, given that of the first (`outer`).
 
         Reversed launches compute the gradients of the final states of all segments, given that of
-        the last; pass grad_y for x and c for b.
+        the last; pass grad_y for x and c for b. With a decay per channel, b (or c) and log_decay
+        are those of `ChannelInputs`.
         """
         states = empty(x, self.shape, float32)
-        decays = empty(x, self.shape[:3], float32)
-        self.states(x, b, NULL, log_decay, cu_seqlens, NULL, NULL, states, decays)
+        decays = empty(x, self.shape[: 4 if self.channels else 3], float32)
+        self.states(x, b, NULL, log_decay, NULL, cu_seqlens, NULL, NULL, states, decays)
         self.join(outer, decays, states)
         return states
 
@@ -144,10 +190,33 @@ class ScanLaunches(NamedTuple):
     scalars: tuple[object, ...]
     grid: tuple[int, int, int]
     state_shape: tuple[int, ...]
+    tokens: int
+    channel_scalars: tuple[object, ...]
 
     def launch(self, spec: KernelSpec) -> Launch:
         """A launch over all segments."""
         return Launch(load_kernel(spec), self.grid, self.scalars)
+
+    @property
+    def slots(self) -> int:
+        """Chunks for which there is memory: the last one of each sequence may be partial."""
+        return self.tokens // CHUNK + self.state_shape[0]
+
+    def channel_launch(self, entry: str) -> Launch:
+        """A launch over all chunks and heads."""
+        spec = self.config.channel_spec(entry)
+        return Launch(load_kernel(spec), (self.slots, self.state_shape[1]), self.channel_scalars)
+
+    def channels(self) -> ChannelLaunch | None:
+        """The launch that applies the decays of channels; None with a decay per head."""
+        if not self.config.channels:
+            return None
+        _, num_heads, state_dim, _ = self.state_shape
+        return ChannelLaunch(
+            self.channel_launch("gated_scan_channels"),
+            (self.tokens, num_heads, state_dim),
+            (self.slots, num_heads, state_dim),
+        )
 
     def segment_states(self, reverse: bool = False) -> SegmentStates | None:
         """The launches for the segments' states; None if sequences are not split."""
@@ -158,36 +227,42 @@ class ScanLaunches(NamedTuple):
         states = Launch(load_kernel(spec), (segments - 1, columns, heads), self.scalars)
         sequences, num_heads, state_dim, head_dim = self.state_shape
         parts = -(-state_dim * head_dim // _JOIN_THREADS)
-        join = Launch(load_kernel(join_spec(reverse)), (parts, heads), self.scalars)
-        return SegmentStates(states, join, (sequences, segments, num_heads, state_dim, head_dim))
+        channels = self.config.channels
+        join = Launch(load_kernel(join_spec(reverse, channels)), (parts, heads), self.scalars)
+        shape = (sequences, segments, num_heads, state_dim, head_dim)
+        return SegmentStates(states, join, shape, channels)
 
 
 def scan_launches(
-    x: Array, num_groups: int, state_shape: tuple[int, ...], device: Device
+    x: Array, num_groups: int, state_shape: tuple[int, ...], device: Device, *, channels: bool
 ) -> ScanLaunches:
     """Plans a scan over checked arrays."""
-    _, seq_len, num_heads, head_dim = x.shape
+    batch, seq_len, num_heads, head_dim = x.shape
     num_sequences, _, state_dim, _ = state_shape
-    config = plan_gated_scan(
-        num_sequences, seq_len, num_heads, head_dim, state_dim, x.dtype.name, device
-    )
-    scalars = STRUCTS["ScanParameters"].pack(
-        num_sequences=num_sequences,
-        seq_len=seq_len,
-        num_heads=num_heads,
-        num_groups=num_groups,
-        head_dim=head_dim,
-        state_dim=state_dim,
-        segments=config.segments,
+    sizes = (num_sequences, seq_len, num_heads, head_dim, state_dim)
+    config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels)
+    # Decayed keys are per head.
+    scalars, channel_scalars = (
+        STRUCTS["ScanParameters"].pack(
+            num_sequences=num_sequences,
+            seq_len=seq_len,
+            num_heads=num_heads,
+            num_groups=groups,
+            head_dim=head_dim,
+            state_dim=state_dim,
+            segments=config.segments,
+        )
+        for groups in (num_heads if channels else num_groups, num_groups)
     )
     grid = (config.segments, -(-head_dim // COLUMNS), num_sequences * num_heads)
-    return ScanLaunches(config, (scalars,), grid, state_shape)
+    tokens = batch * seq_len
+    return ScanLaunches(config, (scalars,), grid, state_shape, tokens, (channel_scalars,))
 
 
 @cache
-def join_spec(reverse: bool) -> KernelSpec:
+def join_spec(reverse: bool, channels: bool = False) -> KernelSpec:
     """The kernel that combines the segments' contributions to their initial states."""
-    defines = (("REVERSE", reverse), ("THREADS", _JOIN_THREADS))
+    defines = (("REVERSE", reverse), ("CHANNELS", channels), ("THREADS", _JOIN_THREADS))
     return KernelSpec("sequence/join_segments.cu", "join_segments", defines, _JOIN_THREADS)
 
 
@@ -220,8 +295,7 @@ def check_scan(
     check_array(op, "c", c, dtypes=FLOAT_DTYPES, shape=b.shape)
     check_same_dtype(op, x=x, b=b, c=c)
     check_groups(op, num_heads, b.shape[2])
-    decays = (batch, seq_len, num_heads)
-    check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=decays)
+    check_decays(op, log_decay, (batch, seq_len, num_heads), b.shape[3])
     num_sequences = batch
     if cu_seqlens is not None:
         check_array(op, "cu_seqlens", cu_seqlens, dtypes=(int32,), ndim=1)
@@ -236,6 +310,17 @@ def check_scan(
     return shape
 
 
+def check_decays(op: str, log_decay: Array, shape: tuple[int, ...], state_dim: int) -> None:
+    """Raises ArrayError unless the decays are one per head, or one per head and channel."""
+    if log_decay.ndim not in (len(shape), len(shape) + 1):
+        raise ArrayShapeError(
+            f"{op}: log_decay must have {len(shape)} axes (a decay per head) or {len(shape) + 1} "
+            f"(a decay per channel of the state), got shape {log_decay.shape}"
+        )
+    whole = shape if log_decay.ndim == len(shape) else (*shape, state_dim)
+    check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=whole)
+
+
 def check_groups(op: str, num_heads: int, num_groups: int) -> None:
     """Raises ArrayShapeError unless num_groups divides num_heads."""
     if num_groups < 1 or num_heads % num_groups:
@@ -247,7 +332,8 @@ def check_groups(op: str, num_heads: int, num_groups: int) -> None:
 def check_kernel(op: str, x: Array, state_dim: int, **arrays: Array | None) -> None:
     """Checks the kernels' requirements: dtypes, sizes, alignment.
 
-    arrays: must be float32, or have the dtype of x and 16-byte alignment.
+    arrays: must be float32, or have the dtype of x and 16-byte alignment; so must a log_decay per
+    channel.
     """
     check_array(op, "x", x, dtypes=(float16, bfloat16))
     for name, array in arrays.items():
@@ -262,9 +348,10 @@ def check_kernel(op: str, x: Array, state_dim: int, **arrays: Array | None) -> N
             f"got {state_dim}"
         )
     for name, array in (("x", x), *arrays.items()):
-        if array is None or array.dtype != x.dtype:
+        wide = name == "log_decay" and array is not None and array.ndim == 4
+        if array is None or (array.dtype != x.dtype and not wide):
             continue
-        if access_width(_ACCESS, array) < _ACCESS:
+        if access_width(_ACCESS, array) < (4 if wide else _ACCESS):
             raise ArrayLayoutError(f"{op}: {name} must be 16-byte aligned; copy it")
 
 
@@ -273,9 +360,12 @@ REPRESENTATIVE = ((1, 65536, 64, 64), (1, 65536, 64, 128), (2, 2048, 48, 72))
 
 
 def representative_configs(device: Device) -> list[ScanConfig]:
-    """The configurations for `REPRESENTATIVE`, in both dtypes."""
+    """The configurations for `REPRESENTATIVE`, in both dtypes, with both kinds of decay."""
     return [
-        plan_gated_scan(sequences, length, 32, head_dim, state_dim, dtype.name, device)
+        plan_gated_scan(
+            sequences, length, 32, head_dim, state_dim, dtype.name, device, channels=channels
+        )
+        for channels in (False, True)
         for dtype in (float16, bfloat16)
         for sequences, length, head_dim, state_dim in REPRESENTATIVE
     ]

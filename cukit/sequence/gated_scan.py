@@ -27,7 +27,9 @@ from cukit.sequence._plan import (
     OUTPUTS,
     SEGMENT_STATES,
     STRUCTS,
+    ChannelLaunch,
     SegmentStates,
+    check_decays,
     check_groups,
     check_kernel,
     check_scan,
@@ -50,8 +52,9 @@ def gated_scan(
 ) -> Scan:
     """Linear attention with decay: `h_t = exp(l_t) h_{t-1} + b_t x_t^T`, `y_t = h_t^T c_t`.
 
-    This is the recurrence of Mamba-2 (x already multiplied by the step size, B and C), of retention
-    and of gated linear attention with one decay per head (values x, keys b, queries c).
+    l_t is a number per head, or one per head and channel of the state, which scales its row of h.
+    One per head: Mamba-2 (x already multiplied by the step size, B and C), retention, simple gated
+    linear attention (values x, keys b, queries c). One per channel: gated linear attention.
 
     Args:
         x: float16|bfloat16 [batch, seq_len, num_heads, head_dim]; float32 and float64 on the CPU
@@ -59,8 +62,8 @@ def gated_scan(
         b, c: dtype of x, [batch, seq_len, num_groups, state_dim]; num_groups divides num_heads, and
             the heads of a group share b and c. On the GPU state_dim must be a multiple of 8, at
             most 128.
-        log_decay: float32 [batch, seq_len, num_heads], l_t; clamped to [-104, 0] (exp(-104) is 0 in
-            float32).
+        log_decay: float32 [batch, seq_len, num_heads] or [batch, seq_len, num_heads, state_dim],
+            l_t; clamped to [-104, 0] (exp(-104) is 0 in float32).
         initial_state: float32 [num_sequences, num_heads, state_dim, head_dim]; None for zeros.
         cu_seqlens: int32 [num_sequences + 1], the boundaries of variable-length sequences packed
             into a batch of one, from 0 to seq_len; never read on the host. None: one sequence per
@@ -75,7 +78,9 @@ def gated_scan(
         ConfigError: a size that the kernel does not support.
 
     If there are too few sequences and heads to fill the GPU, long sequences are split into
-    segments: one pass computes the segments' states, a second one all outputs. Runs on CuPy's
+    segments: one pass computes the segments' states, a second one all outputs. With a decay per
+    channel, a first launch writes decayed b and c per head, and the decayed scores of all chunks of
+    64 tokens, in the dtype of x. Runs on CuPy's
     current stream without synchronisation; accumulates in float32, and rounds the state to the
     dtype of x for the products that read it. Deterministic. Papers: Dao and Gu, arXiv:2405.21060;
     Yang et al., arXiv:2312.06635.
@@ -99,10 +104,13 @@ def gated_scan(
     final = empty(x, prepared.state_shape, float32)
     if not final.size:
         return Scan(y, final)
+    scores: Array | object = NULL
+    if prepared.channels is not None:
+        b, c, log_decay, scores = prepared.channels.run(b, c, log_decay, cu_seqlens)
     before = initial_state
     if prepared.segments is not None:
         before = prepared.segments.run(x, b, log_decay, cu_seqlens, initial_state)
-    prepared.outputs(x, b, c, log_decay, cu_seqlens, before, y, final, NULL)
+    prepared.outputs(x, b, c, log_decay, scores, cu_seqlens, before, y, final, NULL)
     return Scan(y, final)
 
 
@@ -113,7 +121,7 @@ def gated_scan_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array
         state: float32 [batch, num_heads, state_dim, head_dim]; updated in place.
         x: float32|float16|bfloat16 [batch, num_heads, head_dim].
         b, c: dtype of x, [batch, num_groups, state_dim].
-        log_decay: float32 [batch, num_heads].
+        log_decay: float32 [batch, num_heads] or [batch, num_heads, state_dim].
 
     Returns:
         y, shape and dtype of x.
@@ -145,6 +153,7 @@ def gated_scan_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array
 class _Prepared(NamedTuple):
     outputs: Launch
     segments: SegmentStates | None
+    channels: ChannelLaunch | None
     state_shape: tuple[int, ...]
 
 
@@ -160,9 +169,10 @@ def _prepare(
     op = "gated_scan"
     state_shape = check_scan(op, x, b, c, log_decay, initial_state, cu_seqlens)
     check_kernel(op, x, b.shape[3], b=b, c=c, log_decay=log_decay, initial_state=initial_state)
-    launches = scan_launches(x, b.shape[2], state_shape, current_device())
+    channels = log_decay.ndim == 4
+    launches = scan_launches(x, b.shape[2], state_shape, current_device(), channels=channels)
     outputs = launches.launch(launches.config.spec(OUTPUTS))
-    return _Prepared(outputs, launches.segment_states(), state_shape)
+    return _Prepared(outputs, launches.segment_states(), launches.channels(), state_shape)
 
 
 @launch_plan
@@ -173,7 +183,8 @@ def _prepare_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) 
     for name, array in (("state", state), ("log_decay", log_decay)):
         check_array(op, name, array, dtypes=(float32,))
     batch, num_heads, state_dim, head_dim = state.shape
-    spec = _step_spec(x.dtype.name, state_dim, access_width(head_dim, state))
+    channels = log_decay.ndim == 3
+    spec = _step_spec(x.dtype.name, state_dim, access_width(head_dim, state), channels)
     scalars = STRUCTS["StepParameters"].pack(
         batch=batch,
         num_heads=num_heads,
@@ -186,9 +197,14 @@ def _prepare_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) 
     return Launch(load_kernel(spec), (batch * num_heads,), (scalars,))
 
 
-def _step_spec(dtype: str, state_dim: int, vec: int) -> KernelSpec:
-    defines = (("DTYPE", dtype), ("VEC", vec), ("THREADS", _STEP_THREADS))
-    shared = 4 * (2 * state_dim + _STEP_THREADS * vec)
+def _step_spec(dtype: str, state_dim: int, vec: int, channels: bool) -> KernelSpec:
+    defines = (
+        ("DTYPE", dtype),
+        ("VEC", vec),
+        ("CHANNELS", channels),
+        ("THREADS", _STEP_THREADS),
+    )
+    shared = 4 * ((3 if channels else 2) * state_dim + _STEP_THREADS * vec)
     source = "sequence/gated_scan_step.cu"
     return KernelSpec(source, "gated_scan_step", defines, _STEP_THREADS, shared)
 
@@ -203,19 +219,24 @@ def _check_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) ->
     check_groups(op, num_heads, b.shape[1])
     shape = (batch, num_heads, b.shape[2], head_dim)
     check_array(op, "state", state, dtypes=(float32, float64), shape=shape)
-    check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=(batch, num_heads))
+    check_decays(op, log_decay, (batch, num_heads), b.shape[2])
 
 
 def _specs(device: Device) -> list[KernelSpec]:
     configs = representative_configs(device)
     kinds = (OUTPUTS, SEGMENT_STATES)
-    return [*(config.spec(kind) for config in configs for kind in kinds), join_spec(False)]
+    return [
+        *(config.spec(kind) for config in configs for kind in kinds),
+        *(config.channel_spec() for config in configs if config.channels),
+        *(join_spec(False, channels) for channels in (False, True)),
+    ]
 
 
 def _step_specs(device: Device) -> list[KernelSpec]:
     return [
-        _step_spec(dtype.name, 128, vec)
+        _step_spec(dtype.name, 128, vec, channels)
         for dtype, vec in zip(KERNEL_DTYPES, (4, 2, 1), strict=True)
+        for channels in (False, True)
     ]
 
 

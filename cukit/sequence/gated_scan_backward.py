@@ -17,6 +17,7 @@ from cukit.sequence._plan import (
     COLUMNS,
     SEGMENT_STATES,
     THREADS,
+    ChannelLaunch,
     ScanConfig,
     SegmentStates,
     check_kernel,
@@ -91,19 +92,30 @@ def gated_scan_backward(
     grad_decay = empty(x, log_decay.shape, float32)
     grad_initial = empty(x, prepared.state_shape, float32)
     if grad_initial.size:
+        raw = (b, c, log_decay)
+        scores: Array | object = NULL
+        if prepared.channels is not None:
+            b, c, log_decay, scores = prepared.channels.run(b, c, log_decay, cu_seqlens)
         before, behind = initial_state, grad_final_state
         if prepared.states is not None and prepared.grad_states is not None:
             before = prepared.states.run(x, b, log_decay, cu_seqlens, initial_state)
             behind = prepared.grad_states.run(grad_y, c, log_decay, cu_seqlens, grad_final_state)
         chunk_states = empty(x, prepared.chunk_shape)
-        prepared.chunk_states(x, b, NULL, log_decay, cu_seqlens, before, chunk_states, NULL, NULL)
+        prepared.chunk_states(
+            x, b, NULL, log_decay, NULL, cu_seqlens, before, chunk_states, NULL, NULL
+        )
         parts_b, parts_c, parts_decay = grad_b, grad_c, grad_decay
         if prepared.sum_keys is not None:
             parts_b, parts_c = (empty(x, prepared.parts_shape) for _ in range(2))
         if prepared.sum_decays is not None:
             parts_decay = empty(x, prepared.decays_shape, float32)
-        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, behind)
-        prepared.gradients(*inputs, grad_x, parts_b, parts_c, parts_decay, grad_initial)
+        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, scores, behind)
+        if prepared.finish is None:
+            prepared.gradients(*inputs, grad_x, parts_b, parts_c, parts_decay, NULL, grad_initial)
+        else:
+            shared = prepared.finish.allocate(x, parts_b, parts_c)
+            prepared.gradients(*inputs, grad_x, *shared, grad_initial)
+            prepared.finish.launch(*raw, cu_seqlens, *shared, parts_b, parts_c, grad_decay)
         if prepared.sum_keys is not None:
             prepared.sum_keys(parts_b, grad_b)
             prepared.sum_keys(parts_c, grad_c)
@@ -112,8 +124,29 @@ def gated_scan_backward(
     return ScanGradients(grad_x, grad_b, grad_c, grad_decay, grad_initial)
 
 
+class _Finish(NamedTuple):
+    """The launch that computes the gradients of keys, queries and decays per channel."""
+
+    launch: Launch
+    key_shape: tuple[int, ...]
+    """[tokens, num_heads, column tiles, state_dim]"""
+    chunk_shape: tuple[int, ...]
+    """[slots, num_heads, column tiles]"""
+
+    def allocate(self, x: Array, grad_b: Array, grad_c: Array) -> tuple[Array, ...]:
+        """What `gated_scan_backward` computes for it: gradients of decayed keys and queries, which
+        replaces them in place if there is one column tile, products of states, scores."""
+        tiles, state_dim = self.key_shape[2:]
+        if tiles > 1:
+            grad_b, grad_c = (empty(x, self.key_shape) for _ in range(2))
+        passing = empty(x, (*self.chunk_shape, state_dim), float32)
+        return grad_b, grad_c, passing, empty(x, (*self.chunk_shape, CHUNK, CHUNK))
+
+
 class _Prepared(NamedTuple):
     gradients: Launch
+    channels: ChannelLaunch | None
+    finish: _Finish | None
     chunk_states: Launch
     states: SegmentStates | None
     grad_states: SegmentStates | None
@@ -139,7 +172,7 @@ def _prepare(
     op = "gated_scan_backward"
     arrays = (grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens)
     state_shape = _check(*arrays)
-    batch, seq_len, num_heads, _ = x.shape
+    num_heads = x.shape[2]
     num_groups, state_dim = b.shape[2:]
     check_kernel(
         op,
@@ -153,21 +186,31 @@ def _prepare(
         initial_state=initial_state,
     )
     device = current_device()
-    launches = scan_launches(x, num_groups, state_shape, device)
+    channels = log_decay.ndim == 4
+    launches = scan_launches(x, num_groups, state_shape, device, channels=channels)
     config = launches.config
     spec = _spec(config, device)
     if spec.shared_bytes + _STATIC_BYTES > device.shared_bytes_per_block:
         raise ConfigError(f"{op}: state_dim is too large for the GPU, got {state_dim}")
-    tokens, tiles = batch * seq_len, launches.grid[1]
+    tokens, tiles, slots = launches.tokens, launches.grid[1], launches.slots
+    finish = None
+    if channels:
+        finish = _Finish(
+            launches.channel_launch("gated_scan_channels_backward"),
+            (tokens, num_heads, tiles, state_dim),
+            (slots, num_heads, tiles),
+        )
+        tiles = 1  # it sums over column tiles
     parts = num_heads // num_groups * tiles
     sum_keys = sum_decays = None
     if parts > 1:
         sum_keys = sum_launch(x.dtype.name, tokens * num_groups, parts, state_dim)
     if tiles > 1:
         sum_decays = sum_launch("float32", tokens * num_heads, tiles, 1)
-    slots = tokens // CHUNK + state_shape[0]  # the last chunk of each sequence may be partial
     return _Prepared(
         gradients=launches.launch(spec),
+        channels=launches.channels(),
+        finish=finish,
         chunk_states=launches.launch(config.spec(CHUNK_STATES)),
         states=launches.segment_states(),
         grad_states=launches.segment_states(reverse=True),
@@ -221,8 +264,14 @@ def _specs(device: Device) -> list[KernelSpec]:
     return [
         *(_spec(config, device) for config in configs),
         *(config.spec(CHUNK_STATES) for config in configs),
+        *(
+            config.channel_spec(entry)
+            for entry in ("gated_scan_channels", "gated_scan_channels_backward")
+            for config in configs
+            if config.channels
+        ),
         *(config.spec(SEGMENT_STATES, reverse) for config in configs for reverse in (False, True)),
-        *(join_spec(reverse) for reverse in (False, True)),
+        *(join_spec(reverse, channels) for reverse in (False, True) for channels in (False, True)),
         *(sum_spec(dtype) for dtype in ("float16", "bfloat16", "float32")),
     ]
 

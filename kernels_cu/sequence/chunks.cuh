@@ -3,6 +3,7 @@
 
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
+#include "common/quad.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
 #include "sequence/parameters.cuh"
@@ -50,6 +51,14 @@ struct ScanWork {
   }
 };
 
+// A log decay in base 2, clamped.
+CUKIT_DEVICE float clamped_decay(float l) {
+  return (l != l ? l : fmaxf(fminf(l, 0.0f), kLeastLogDecay)) * kLog2E;
+}
+
+// Whether the forward does not clamp a log decay.
+CUKIT_DEVICE bool has_gradient(float l) { return !(l > 0.0f || l < kLeastLogDecay); }
+
 // Loads the log decays of tokens 2 l and 2 l + 1 of a chunk into lane l, clamped and in base 2. `log_decay`
 // points to the first one of the sequence and head.
 CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_heads, int chunk,
@@ -58,7 +67,7 @@ CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_h
   for (int i = 0; i < 2; ++i) {
     const int token = chunk * kChunk + 2 * static_cast<int>(threadIdx.x % kWarpSize) + i;
     const float l = token < length ? log_decay[static_cast<long long>(token) * num_heads] : 0.0f;
-    own[i] = (l != l ? l : fmaxf(fminf(l, 0.0f), kLeastLogDecay)) * kLog2E;
+    own[i] = clamped_decay(l);
   }
 }
 
@@ -84,6 +93,36 @@ struct ChunkDecays {
   CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
 };
 
+// The chunk in slot blockIdx.x, in the order of ScanWork::chunk_place, and the head blockIdx.y. Grid: (slots,
+// num_heads). Unused slots have no rows.
+struct ChunkSlot {
+  int head, group, sequence, rows;
+  long long token;  // first of the chunk
+  long long place;  // in [slots, num_heads]
+
+  CUKIT_DEVICE ChunkSlot(const ScanParameters& p, const int* cu_seqlens)
+      : head(static_cast<int>(blockIdx.y)), group(head / (p.num_heads / p.num_groups)) {
+    const int slot = static_cast<int>(blockIdx.x);
+    const auto begin = [&](int at) {
+      return cu_seqlens == nullptr ? static_cast<long long>(at) * p.seq_len : cu_seqlens[at];
+    };
+    int low = 0, high = p.num_sequences - 1;  // the last sequence whose first slot is not above `slot`
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (begin(middle) / kChunk + middle <= slot) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    sequence = low;
+    const long long first = begin(low);
+    token = first + (slot - (first / kChunk + low)) * static_cast<long long>(kChunk);
+    rows = static_cast<int>(max(min(begin(low + 1) - token, static_cast<long long>(kChunk)), 0LL));
+    place = static_cast<long long>(slot) * p.num_heads + head;
+  }
+};
+
 // Writes the gradients of a chunk's log decays, computed by one warp as a prefix sum: token 0 gets `first`, and
 // token t + 1 gets token t's gradient plus change(t). Lane l passes the changes of tokens 2 l and 2 l + 1. `grads`
 // points to the first one of the sequence, head and column tile.
@@ -103,12 +142,39 @@ CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], 
   for (int i = 0; i < 2; ++i) {
     const long long row = token + 2 * lane + i;
     if (row < length) {
-      const float l = log_decay[row * num_heads];
-      const bool counts = !(l > 0.0f || l < kLeastLogDecay);
-      grads[row * num_heads * tiles] = counts ? grad : 0.0f;
+      grads[row * num_heads * tiles] = has_gradient(log_decay[row * num_heads]) ? grad : 0.0f;
     }
     grad += change[i];
   }
+}
+
+// Stores a warp's accumulators: MT x 16 rows from `first_row` on, NT x 8 columns from `first_column` on.
+template <bool Padded, typename T, int MT, int NT>
+CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&acc)[MT][NT][4], int first_row,
+                             int rows, int first_column, int columns) {
+  static_assert(NT % 4 == 0, "a quad stores 32 columns of a row");
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int m = 0; m < MT; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * m + 8 * half + lane / 4;
+#pragma unroll
+      for (int four = 0; four < NT / 4; ++four) {
+        unsigned chunk[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float* pair = &acc[m][4 * four + n][2 * half];
+          chunk[n] = pack<T>(pair[0], pair[1]);
+        }
+        transpose_quad(chunk);
+        const int column = first_column + 32 * four + 8 * (lane % 4);
+        if (row < rows && (!Padded || column < columns)) {
+          *reinterpret_cast<uint4*>(to + row * stride + column) =
+              make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+        }
+      }
+    }
 }
 
 // Scales the rows of a chunk's values by factor(row), from tile `values` to tile `to`, [kChunk][kHeadColumns].
@@ -195,5 +261,75 @@ struct StateRows {
         }
   }
 };
+
+// Sums of log decays, in base 2: one for each row of a state that a lane holds (PerRow), or one for all.
+template <typename Rows, bool PerRow>
+struct StateDecay {
+  static constexpr int kTiles = PerRow ? Rows::kTiles : 1;
+  static constexpr int kHalves = PerRow ? 2 : 1;
+  float sums[kTiles][kHalves] = {};
+
+  CUKIT_DEVICE float at(int m, int half) const { return PerRow ? sums[m][half] : sums[0][0]; }
+
+  // Reads the sums of the rows of a state; `from` points to the first row's.
+  CUKIT_DEVICE void read(const float* from, const Rows& rows, int state_dim) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const int row = rows.row + 64 * m + 8 * half;
+        sums[m][half] = row < state_dim ? from[row] : 0.0f;
+      }
+  }
+
+  CUKIT_DEVICE void write(float* to, const Rows& rows, int state_dim) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const int row = rows.row + 64 * m + 8 * half;
+        if (rows.column == 0 && row < state_dim) to[row] = sums[m][half];
+      }
+  }
+
+  CUKIT_DEVICE void add(const StateDecay& other) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) sums[m][half] += other.sums[m][half];
+  }
+
+  CUKIT_DEVICE StateDecay factors() const {
+    StateDecay result;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) result.sums[m][half] = exp2f(sums[m][half]);
+    return result;
+  }
+
+  // Called by all threads of the block, with equal results.
+  CUKIT_DEVICE bool nothing_left() const {
+    if constexpr (!PerRow) return sums[0][0] <= kNothingLeft;
+    bool nothing = true;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) nothing = nothing && sums[m][half] <= kNothingLeft;
+    return __syncthreads_and(nothing);
+  }
+};
+
+// Loads the left operand of a 16 x 16 block of a chunk's scores [kChunk][kChunk] from global memory; `from` points
+// to the first element of the block.
+template <typename T>
+CUKIT_DEVICE void load_scores(unsigned (&r)[4], const T* from) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const T* at = from + (lane / 4 + 8 * (i % 2)) * kChunk + 8 * (i / 2) + 2 * (lane % 4);
+    r[i] = *reinterpret_cast<const unsigned*>(at);
+  }
+}
 
 }  // namespace cukit

@@ -23,15 +23,17 @@
 // Shared memory: STAGES x (64 x STATE_TILE keys and as many queries, 64 x 64 values and as many gradients of
 //   outputs, STATE_TILE x 64 state) of 2 bytes, STATE_TILE x 64 x 2 bytes of g, 2 x 64 x 64 x 2 bytes of scores,
 //   dynamic; 11 x 64 + 4 floats static.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STAGES 1|2; PADDED 0|1: state_dim or
-//   head_dim is not a multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80. Accumulates
-//   in float; deterministic.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
+//   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from
+//   d_i . x_j, h d_i, g x_j and the rows of <g, h>, which are the results here.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; STAGES 1|2; PADDED 0|1:
+//   state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80.
+//   Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
-#include "common/quad.cuh"
 #include "common/reduce.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
@@ -56,6 +58,7 @@ constexpr int kStageBytes = kState + kStateBytes;
 static_assert(kWarps == 4 && kChunk == 64, "2 x 2 warps over a chunk's rows and columns");
 
 using Rows = cukit::StateRows<STATE_TILE>;
+using Decay = cukit::StateDecay<Rows, CHANNELS>;
 using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 using Scores = cukit::Swizzle<kChunk>;
 
@@ -73,35 +76,6 @@ template <int Cols>
 CUKIT_DEVICE void pair_at(float (&to)[2], const unsigned char* tile, int row, int column) {
   const unsigned at = cukit::Swizzle<Cols>::offset(row, column / 8) + 2 * (column % 8);
   cukit::unpack<T>(to, *reinterpret_cast<const unsigned*>(tile + at));
-}
-
-// Stores a warp's accumulators: MT x 16 rows from `first_row` on, NT x 8 columns from `first_column` on.
-template <int MT, int NT>
-CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&acc)[MT][NT][4], int first_row,
-                             int rows, int first_column, int columns) {
-  static_assert(NT % 4 == 0, "a quad stores 32 columns of a row");
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int m = 0; m < MT; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + 16 * m + 8 * half + lane / 4;
-#pragma unroll
-      for (int four = 0; four < NT / 4; ++four) {
-        unsigned chunk[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float* pair = &acc[m][4 * four + n][2 * half];
-          chunk[n] = cukit::pack<T>(pair[0], pair[1]);
-        }
-        cukit::transpose_quad(chunk);
-        const int column = first_column + 32 * four + 8 * (lane % 4);
-        if (row < rows && (!PADDED || column < columns)) {
-          *reinterpret_cast<uint4*>(to + row * stride + column) =
-              make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
-        }
-      }
-    }
 }
 
 // Scales rows of accumulators by factor(row); `first_row` is the first row of the warp.
@@ -150,15 +124,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim]
-    const float* __restrict__ log_decay,  // [tokens, num_heads]
+    const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
+                                          // [slots, num_heads, state_dim]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const T* __restrict__ chunk_states,   // [slots, num_heads, state_dim, head_dim], before each chunk
+    const T* __restrict__ scores,           // [slots, num_heads, 64, 64], decayed, with CHANNELS
     const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], after
                                             // each segment, or null
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
     T* __restrict__ grad_b,                 // [tokens, num_heads, column tiles, state_dim]
     T* __restrict__ grad_c,                 // [tokens, num_heads, column tiles, state_dim]
-    float* __restrict__ grad_decay,         // [tokens, num_heads, column tiles]
+    float* __restrict__ grad_decay,         // [tokens, num_heads, column tiles]; with CHANNELS
+                                            // exp(s_last) <g, h>, [slots, num_heads, column tiles, state_dim]
+    T* __restrict__ grad_scores,            // [slots, num_heads, column tiles, 64, 64], with CHANNELS
     float* __restrict__ grad_initial,       // [num_sequences, num_heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -177,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const long long key_at = work.begin * key_stride + work.group * p.state_dim;
   const long long part_at = work.begin * part_stride + static_cast<long long>(part) * p.state_dim;
   const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
-  log_decay += work.begin * p.num_heads + work.head;
+  if constexpr (!CHANNELS) log_decay += work.begin * p.num_heads + work.head;
 
   const unsigned base = cukit::shared_address(memory);
   unsigned char* const g_tile = memory + STAGES * kStageBytes;
@@ -212,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   float own[2];
   if (work.first < work.end) {
     start(work.end - 1, 0);
-    if (warp == 1) {
+    if (!CHANNELS && warp == 1) {
       cukit::read_decays(own, log_decay, p.num_heads, work.end - 1, length);
       decay.scan(own);
     }
@@ -226,12 +204,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const bool more = chunk > work.first;
     cukit::cp_async_wait<0>();
     __syncthreads();
+    const long long slot = work.chunk_place(p, chunk);
+    Decay last;
+    if constexpr (CHANNELS) {
+      cukit::TileCopy<kChunk, kChunk, THREADS, false>::start(base + STAGES * kStageBytes + kStateBytes,
+                                                             scores + slot * (kChunk * kChunk), kChunk, kChunk,
+                                                             kChunk);
+      cukit::cp_async_commit();
+      last.read(log_decay + slot * p.state_dim, state_rows, p.state_dim);
+    } else {
+      if (more && warp == 1) cukit::read_decays(own, log_decay, p.num_heads, chunk - 1, length);
+      last.sums[0][0] = decay.last();
+    }
     if constexpr (STAGES == 2) {
       if (more) start(chunk - 1, stage ^ 1);
       cukit::cp_async_commit();
     }
-    if (more && warp == 1) cukit::read_decays(own, log_decay, p.num_heads, chunk - 1, length);
-    const float last = decay.last();
     const int token = chunk * kChunk;
     const int rows = length - token;
     // Opaque, so that the compiler does not keep addresses within the tiles in registers across chunks.
@@ -254,9 +242,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       float score[1][4][4], grad[1][4][4];
       cukit::clear(score);
       cukit::clear(grad);
-      cukit::warp_product<T, STATE_TILE / 16>(
-          score, [&](unsigned(&r)[4], int, int k) { queries(r, 0, 16 * k); },
-          [&](unsigned(&r)[4], int n, int k) { keys(r, 8 * n, 16 * k); });
+      if constexpr (!CHANNELS) {
+        cukit::warp_product<T, STATE_TILE / 16>(
+            score, [&](unsigned(&r)[4], int, int k) { queries(r, 0, 16 * k); },
+            [&](unsigned(&r)[4], int n, int k) { keys(r, 8 * n, 16 * k); });
+      }
       cukit::warp_product<T, kColumns / 16>(
           grad, [&](unsigned(&r)[4], int, int k) { grads(r, 0, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { values(r, 8 * n, 16 * k); });
@@ -271,7 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int key = first_key + 8 * n + quad_column + i;
-            const float between = key <= row ? exp2f(decay.upto[row] - decay.upto[key]) : 0.0f;
+            float between = key <= row ? 1.0f : 0.0f;
+            if (!CHANNELS && key <= row) between = exp2f(decay.upto[row] - decay.upto[key]);
             const float raw = score[0][n][2 * half + i];
             decayed[i] = key <= row ? raw * between : 0.0f;
             decayed_grad[i] = key <= row ? grad[0][n][2 * half + i] * between : 0.0f;
@@ -280,7 +271,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             column_sum[i] += product;
           }
           const unsigned to = Scores::offset(row, first_key / 8 + n) + 2 * quad_column;
-          *reinterpret_cast<unsigned*>(memory + (score_at - base) + to) = cukit::pack<T>(decayed[0], decayed[1]);
+          if constexpr (!CHANNELS) {
+            *reinterpret_cast<unsigned*>(memory + (score_at - base) + to) =
+                cukit::pack<T>(decayed[0], decayed[1]);
+          }
           *reinterpret_cast<unsigned*>(memory + (grad_score_at - base) + to) =
               cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
         }
@@ -299,7 +293,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
         if (lane % 4 == 0) sums.rows[turn][16 * row_tile + lane / 4 + 8 * half] = row_sum[half];
       }
     }
+    if constexpr (CHANNELS) cukit::cp_async_wait<STAGES - 1>();
     __syncthreads();
+    if constexpr (CHANNELS) {
+      // The second column tile of the first two row tiles, above the diagonal, has not been computed.
+      T* const to = grad_scores + (slot * tiles + blockIdx.y) * (kChunk * kChunk);
+      const unsigned char* const from = memory + (grad_score_at - base);
+      cukit::store_tile<32, kChunk, THREADS, true>(to, kChunk, from, 0, kChunk, 32, threadIdx.x);
+      cukit::store_tile<32, kChunk, THREADS, false>(to, kChunk, from, 32, kChunk, kChunk, threadIdx.x);
+    }
 
     const cukit::LeftMK<kColumns> grads(at + kGrads, row0, 0);
     const cukit::LeftMK<kColumns> values(at + kValues, row0, 0);
@@ -312,21 +314,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::warp_product<T, kColumns / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { grads(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 8 * n, 16 * k); });
-      scale_rows(out, row0, [&](int row) { return exp2f(decay.upto[row]); });
-      dot_rows(sums.read[warp / 2], first > key0, out, tile + kQueries, row0, first);
-      const cukit::LeftMK<kChunk> left(grad_score_at, row0, 0);
-      const cukit::RightKN<STATE_TILE, 32> keys(at + kKeys, 0, first);
+      if constexpr (!CHANNELS) {
+        scale_rows(out, row0, [&](int row) { return exp2f(decay.upto[row]); });
+        dot_rows(sums.read[warp / 2], first > key0, out, tile + kQueries, row0, first);
+        const cukit::LeftMK<kChunk> left(grad_score_at, row0, 0);
+        const cukit::RightKN<STATE_TILE, 32> keys(at + kKeys, 0, first);
 #pragma unroll
-      for (int step = 0; step < kChunk / 16; ++step) {
-        if (16 * step >= row0 + 32) break;
-        cukit::warp_product<T, 1>(
-            out, [&](unsigned(&r)[4], int m, int) { left(r, 16 * m, 16 * step); },
-            [&](unsigned(&r)[4], int n, int) { keys(r, 16 * step, 8 * n); });
+        for (int step = 0; step < kChunk / 16; ++step) {
+          if (16 * step >= row0 + 32) break;
+          cukit::warp_product<T, 1>(
+              out, [&](unsigned(&r)[4], int m, int) { left(r, 16 * m, 16 * step); },
+              [&](unsigned(&r)[4], int n, int) { keys(r, 16 * step, 8 * n); });
+        }
       }
       T* to = grad_c + part_at + token * part_stride;
-      store_rows(to, part_stride, out, row0, rows, first, p.state_dim);
+      cukit::store_rows<PADDED>(to, part_stride, out, row0, rows, first, p.state_dim);
     }
-    const auto left_over = [&](int row) { return exp2f(last - decay.upto[row]); };
+    const auto left_over = [&](int row) { return exp2f(last.at(0, 0) - decay.upto[row]); };
 #pragma unroll 1
     for (int first = key0; first < key0 + STATE_TILE / 2; first += 32) {  // db
       float out[2][4][4];
@@ -335,19 +339,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::warp_product<T, kColumns / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { values(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 8 * n, 16 * k); });
-      scale_rows(out, row0, left_over);
-      dot_rows(sums.written[warp / 2], first > key0, out, tile + kKeys, row0, first);
-      const cukit::LeftKM<kChunk, 32> left(grad_score_at, 0, row0);
-      const cukit::RightKN<STATE_TILE, 32> queries(at + kQueries, 0, first);
+      if constexpr (!CHANNELS) {
+        scale_rows(out, row0, left_over);
+        dot_rows(sums.written[warp / 2], first > key0, out, tile + kKeys, row0, first);
+        const cukit::LeftKM<kChunk, 32> left(grad_score_at, 0, row0);
+        const cukit::RightKN<STATE_TILE, 32> queries(at + kQueries, 0, first);
 #pragma unroll
-      for (int step = 0; step < kChunk / 16; ++step) {
-        if (16 * step < row0) continue;
-        cukit::warp_product<T, 1>(
-            out, [&](unsigned(&r)[4], int m, int) { left(r, 16 * step, 16 * m); },
-            [&](unsigned(&r)[4], int n, int) { queries(r, 16 * step, 8 * n); });
+        for (int step = 0; step < kChunk / 16; ++step) {
+          if (16 * step < row0) continue;
+          cukit::warp_product<T, 1>(
+              out, [&](unsigned(&r)[4], int m, int) { left(r, 16 * step, 16 * m); },
+              [&](unsigned(&r)[4], int n, int) { queries(r, 16 * step, 8 * n); });
+        }
       }
       T* to = grad_b + part_at + token * part_stride;
-      store_rows(to, part_stride, out, row0, rows, first, p.state_dim);
+      cukit::store_rows<PADDED>(to, part_stride, out, row0, rows, first, p.state_dim);
     }
     {  // dx
       float out[2][kColumns / 16][4];
@@ -357,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::warp_product<T, STATE_TILE / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { keys(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 16 * k, 8 * n); });
-      scale_rows(out, row0, left_over);
+      if constexpr (!CHANNELS) scale_rows(out, row0, left_over);
       const cukit::LeftKM<kChunk, 32> left(score_at, 0, row0);
       const cukit::RightKN<kColumns, kColumns / 2> right(at + kGrads, 0, value0);
 #pragma unroll
@@ -368,12 +374,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             [&](unsigned(&r)[4], int n, int) { right(r, 16 * step, 8 * n); });
       }
       T* to = grad_x + value_at + token * value_stride;
-      store_rows(to, value_stride, out, row0, rows, value0, columns);
+      cukit::store_rows<PADDED>(to, value_stride, out, row0, rows, value0, columns);
     }
 
     // <g, h>, then the gradient of the state before the chunk.
-    const float kept = exp2f(last);
+    const Decay kept = last.factors();
     float passing = 0.0f;
+    [[maybe_unused]] float passing_rows[Rows::kTiles][2] = {};
 #pragma unroll
     for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -385,12 +392,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                             8 * n + state_rows.column);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            g[m][n][2 * half + i] *= kept;
-            passing = fmaf(g[m][n][2 * half + i], pair[i], passing);
+            g[m][n][2 * half + i] *= kept.at(m, half);
+            float& sum = CHANNELS ? passing_rows[m][half] : passing;
+            sum = fmaf(g[m][n][2 * half + i], pair[i], sum);
           }
         }
-    passing = cukit::warp_reduce<cukit::Sum>(passing);
-    if (lane == 0) sums.passing[warp] = passing;
+    if constexpr (CHANNELS) {
+      Decay sums_of_rows;
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sums_of_rows.sums[m][half] = cukit::warp_reduce<cukit::Sum, 4>(passing_rows[m][half]);
+        }
+      sums_of_rows.write(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, state_rows, p.state_dim);
+    } else {
+      passing = cukit::warp_reduce<cukit::Sum>(passing);
+      if (lane == 0) sums.passing[warp] = passing;
+    }
     const cukit::LeftKM<STATE_TILE, 16> query_columns(at + kQueries, 0, 16 * warp);
     const cukit::RightKN<kColumns> grad_rows(at + kGrads, 0, 0);
 #pragma unroll 1
@@ -399,11 +418,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) grown[side][i] = exp2f(decay.upto[step + 8 * side + quad_column + i]);
+        for (int i = 0; i < 2; ++i) {
+          grown[side][i] = CHANNELS ? 1.0f : exp2f(decay.upto[step + 8 * side + quad_column + i]);
+        }
       cukit::warp_product<T, 1>(
           g,
           [&](unsigned(&r)[4], int m, int) {
             query_columns(r, step, 64 * m);
+            if constexpr (CHANNELS) return;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float pair[2];
@@ -420,8 +442,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::cp_async_commit();
     }
     if (more) state_rows.round<T>(g_tile, g);
-    if (more && warp == 1) decay.scan(own);
-    if (warp == 0) {
+    if (!CHANNELS && more && warp == 1) decay.scan(own);
+    if (!CHANNELS && warp == 0) {
       float change[2], total = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -18,8 +18,11 @@
 //   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
 //   each, all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: copies of one block overlap the products of
 //   another on the same SM.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim or head_dim is not a
-//   multiple of its tile (both are of 8); THREADS 128.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
+//   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from V,
+//   D h^T, X g^T and the rows of <g, h>, which are the results here.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1: state_dim or
+//   head_dim is not a multiple of its tile (both are of 8); THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/hopper/shared_tile.cuh"
@@ -51,6 +54,7 @@ using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
 using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using ScoreTile = cukit::SharedTile<T, kChunk, kChunk>;
 using Rows = cukit::StateRows<STATE_TILE>;
+using Decay = cukit::StateDecay<Rows, CHANNELS>;
 
 constexpr int kKeyAccumulators = 32;  // per thread, of 64 x 64
 constexpr int kValueAccumulators = kColumns / 2;
@@ -120,15 +124,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const T* __restrict__ x,                // [tokens, num_heads, head_dim]
     const T* __restrict__ b,                // [tokens, num_groups, state_dim]
     const T* __restrict__ c,                // [tokens, num_groups, state_dim]
-    const float* __restrict__ log_decay,    // [tokens, num_heads]
+    const float* __restrict__ log_decay,    // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
+                                            // [slots, num_heads, state_dim]
     const int* __restrict__ cu_seqlens,     // [num_sequences + 1] or null: seq_len each
     const T* __restrict__ chunk_states,     // [slots, num_heads, state_dim, head_dim], before each chunk
+    const T* __restrict__ scores,           // [slots, num_heads, 64, 64], decayed, with CHANNELS
     const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], after
                                             // each segment, or null
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
     T* __restrict__ grad_b,                 // [tokens, num_heads, column tiles, state_dim]
     T* __restrict__ grad_c,                 // [tokens, num_heads, column tiles, state_dim]
-    float* __restrict__ grad_decay,         // [tokens, num_heads, column tiles]
+    float* __restrict__ grad_decay,         // [tokens, num_heads, column tiles]; with CHANNELS
+                                            // exp(s_last) <g, h>, [slots, num_heads, column tiles, state_dim]
+    T* __restrict__ grad_scores,            // [slots, num_heads, column tiles, 64, 64], with CHANNELS
     float* __restrict__ grad_initial,       // [num_sequences, num_heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -147,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const long long key_at = work.begin * key_stride + work.group * p.state_dim;
   const long long part_at = work.begin * part_stride + static_cast<long long>(part) * p.state_dim;
   const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
-  log_decay += work.begin * p.num_heads + work.head;
+  if constexpr (!CHANNELS) log_decay += work.begin * p.num_heads + work.head;
 
   const Tiles whole(memory);
   using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
@@ -168,6 +176,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     States::start(cukit::shared_address(whole.state),
                   chunk_states + work.chunk_place(p, chunk) * state_size + column, p.head_dim, p.state_dim,
                   columns);
+    if constexpr (CHANNELS) {
+      cukit::TileCopy<kChunk, kChunk, THREADS, false>::start(
+          cukit::shared_address(whole.scores), scores + work.chunk_place(p, chunk) * (kChunk * kChunk),
+          kChunk, kChunk, kChunk);
+    }
   };
 
   float g[Rows::kTiles][kValueAccumulators];
@@ -186,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   float own[2];
   if (work.first < work.end) {
     start(work.end - 1);
-    if (warp == 1) {
+    if (!CHANNELS && warp == 1) {
       cukit::read_decays(own, log_decay, p.num_heads, work.end - 1, length);
       decay.scan(own);
     }
@@ -207,10 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 
     float score[kChunk / 2], grad[kChunk / 2];
     cukit::wgmma_fence();
+    if constexpr (!CHANNELS) {
 #pragma unroll
-    for (int k = 0; k < KeyTile::kSteps; ++k) {
-      cukit::wgmma<T, kChunk>(score, KeyTile::k_major(tile.queries) + KeyTile::k_step(k),
-                              KeyTile::k_major(tile.keys) + KeyTile::k_step(k), k > 0);
+      for (int k = 0; k < KeyTile::kSteps; ++k) {
+        cukit::wgmma<T, kChunk>(score, KeyTile::k_major(tile.queries) + KeyTile::k_step(k),
+                                KeyTile::k_major(tile.keys) + KeyTile::k_step(k), k > 0);
+      }
     }
 #pragma unroll
     for (int k = 0; k < ValueTile::kSteps; ++k) {
@@ -219,56 +234,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     }
     cukit::wgmma_commit();
 
-    if (more && warp == 1) cukit::read_decays(own, log_decay, p.num_heads, chunk - 1, length);
-    cukit::scale_values<T, THREADS>(tile.scaled, tile.grads, [&](int i) { return exp2f(decay.upto[i]); });
-    const float last = decay.last();
-    const float upto[2] = {decay.upto[row], decay.upto[row + 8]};
-    const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
-    const float left[2] = {exp2f(last - upto[0]), exp2f(last - upto[1])};
-
-    float row_sum[2] = {};
-    cukit::wgmma_wait<0>(score);
-    cukit::wgmma_wait<0>(grad);
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-      const int first_key = 8 * n + first_column;
-      const float key_upto[2] = {decay.upto[first_key], decay.upto[first_key + 1]};
-      float column_sum[2] = {};
+    Decay last;
+    const long long slot = work.chunk_place(p, chunk);
+    float upto[2], grown[2], left[2];  // decay up to the lane's rows, and from there to the end of the chunk
+    if constexpr (CHANNELS) {
+      last.read(log_decay + slot * p.state_dim, state_rows, p.state_dim);
+    } else {
+      if (more && warp == 1) cukit::read_decays(own, log_decay, p.num_heads, chunk - 1, length);
+      cukit::scale_values<T, THREADS>(tile.scaled, tile.grads, [&](int i) { return exp2f(decay.upto[i]); });
+      last.sums[0][0] = decay.last();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float decayed[2], decayed_grad[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const bool causal = first_key + i <= row + 8 * half;
-          const float between = causal ? exp2f(upto[half] - key_upto[i]) : 0.0f;
-          const float raw = score[4 * n + 2 * half + i];
-          decayed[i] = causal ? raw * between : 0.0f;
-          decayed_grad[i] = causal ? grad[4 * n + 2 * half + i] * between : 0.0f;
-          const float product = first_key + i < row + 8 * half ? raw * decayed_grad[i] : 0.0f;
-          row_sum[half] += product;
-          column_sum[i] += product;
-        }
-        const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, n) + 2 * first_column;
-        *reinterpret_cast<unsigned*>(tile.scores + to) = cukit::pack<T>(decayed[0], decayed[1]);
-        *reinterpret_cast<unsigned*>(tile.grad_scores + to) =
-            cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int distance = 4; distance < kWarpSize; distance *= 2) {
-          column_sum[i] += __shfl_xor_sync(cukit::kFullMask, column_sum[i], distance);
-        }
-        if (lane < 4) sums.columns[warp][first_key + i] = column_sum[i];
+        upto[half] = decay.upto[row + 8 * half];
+        grown[half] = exp2f(upto[half]);
+        left[half] = exp2f(last.sums[0][0] - upto[half]);
       }
     }
+
+    float row_sum[2] = {};
+    if constexpr (!CHANNELS) cukit::wgmma_wait<0>(score);
+    cukit::wgmma_wait<0>(grad);
+    if constexpr (CHANNELS) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_sum[half] = cukit::warp_reduce<cukit::Sum, 4>(row_sum[half]);
-      if (lane % 4 == 0) sums.rows[row + 8 * half] = row_sum[half];
+      for (int n = 0; n < kChunk / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float causal[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            causal[i] = 8 * n + first_column + i <= row + 8 * half ? grad[4 * n + 2 * half + i] : 0.0f;
+          }
+          const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, n) + 2 * first_column;
+          *reinterpret_cast<unsigned*>(tile.grad_scores + to) = cukit::pack<T>(causal[0], causal[1]);
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const int first_key = 8 * n + first_column;
+        const float key_upto[2] = {decay.upto[first_key], decay.upto[first_key + 1]};
+        float column_sum[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float decayed[2], decayed_grad[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const bool causal = first_key + i <= row + 8 * half;
+            const float between = causal ? exp2f(upto[half] - key_upto[i]) : 0.0f;
+            const float raw = score[4 * n + 2 * half + i];
+            decayed[i] = causal ? raw * between : 0.0f;
+            decayed_grad[i] = causal ? grad[4 * n + 2 * half + i] * between : 0.0f;
+            const float product = first_key + i < row + 8 * half ? raw * decayed_grad[i] : 0.0f;
+            row_sum[half] += product;
+            column_sum[i] += product;
+          }
+          const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, n) + 2 * first_column;
+          *reinterpret_cast<unsigned*>(tile.scores + to) = cukit::pack<T>(decayed[0], decayed[1]);
+          *reinterpret_cast<unsigned*>(tile.grad_scores + to) =
+              cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int distance = 4; distance < kWarpSize; distance *= 2) {
+            column_sum[i] += __shfl_xor_sync(cukit::kFullMask, column_sum[i], distance);
+          }
+          if (lane < 4) sums.columns[warp][first_key + i] = column_sum[i];
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[half] = cukit::warp_reduce<cukit::Sum, 4>(row_sum[half]);
+        if (lane % 4 == 0) sums.rows[row + 8 * half] = row_sum[half];
+      }
     }
     cukit::fence_proxy_async();  // for the scores and scaled gradients
     __syncthreads();
+
+    if constexpr (CHANNELS) {
+      T* const to = grad_scores + (slot * tiles + blockIdx.y) * (kChunk * kChunk);
+      cukit::store_tile<kChunk, kChunk, THREADS, false>(to, kChunk, tile.grad_scores, 0, kChunk, kChunk, threadIdx.x);
+    }
 
     // 64 columns of dc and db at a time, because g occupies registers.
     const long long key_row = part_at + (token + row) * part_stride;
@@ -289,28 +334,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                             StateTile::k_major(tile.g) + states + StateTile::k_step(k), k > 0);
       }
       cukit::wgmma_commit();
-      cukit::wgmma_wait<1>(of_queries);
-      scale_rows(of_queries, grown);
-      dot_rows(sums.read, part > 0, of_queries, tile.queries + part * KeyTile::kPartBytes);
-      cukit::wgmma_wait<0>(of_keys);
-      scale_rows(of_keys, left);
-      dot_rows(sums.written, part > 0, of_keys, tile.keys + part * KeyTile::kPartBytes);
+      if constexpr (!CHANNELS) {
+        cukit::wgmma_wait<1>(of_queries);
+        scale_rows(of_queries, grown);
+        dot_rows(sums.read, part > 0, of_queries, tile.queries + part * KeyTile::kPartBytes);
+        cukit::wgmma_wait<0>(of_keys);
+        scale_rows(of_keys, left);
+        dot_rows(sums.written, part > 0, of_keys, tile.keys + part * KeyTile::kPartBytes);
 
-      cukit::wgmma_fence();
+        cukit::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) {
-        cukit::wgmma<T, 64, false, true>(of_queries,
-                                         ScoreTile::k_major(tile.grad_scores) + ScoreTile::k_step(k),
-                                         KeyTile::mn_major(tile.keys) + keys + KeyTile::mn_step(k), true);
-      }
-      cukit::wgmma_commit();
+        for (int k = 0; k < kChunk / 16; ++k) {
+          cukit::wgmma<T, 64, false, true>(of_queries,
+                                           ScoreTile::k_major(tile.grad_scores) + ScoreTile::k_step(k),
+                                           KeyTile::mn_major(tile.keys) + keys + KeyTile::mn_step(k), true);
+        }
+        cukit::wgmma_commit();
 #pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) {
-        cukit::wgmma<T, 64, true, true>(of_keys,
-                                        ScoreTile::mn_major(tile.grad_scores) + ScoreTile::mn_step(k),
-                                        KeyTile::mn_major(tile.queries) + keys + KeyTile::mn_step(k), true);
+        for (int k = 0; k < kChunk / 16; ++k) {
+          cukit::wgmma<T, 64, true, true>(of_keys,
+                                          ScoreTile::mn_major(tile.grad_scores) + ScoreTile::mn_step(k),
+                                          KeyTile::mn_major(tile.queries) + keys + KeyTile::mn_step(k), true);
+        }
+        cukit::wgmma_commit();
       }
-      cukit::wgmma_commit();
       const int first = 64 * part;
       cukit::ResultRows<T> target{{1.0f, 1.0f},
                                   {exists[0], exists[1]},
@@ -333,9 +380,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     }
     cukit::wgmma_commit();
 
-    // <g, h>
-    const float kept = exp2f(last);
+    // <g, h>, per row with CHANNELS
+    const Decay kept = last.factors();
     float passing = 0.0f;
+    [[maybe_unused]] float passing_rows[Rows::kTiles][2] = {};
 #pragma unroll
     for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -347,14 +395,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& value = g[m][4 * n + 2 * half + i];
-            value *= kept;
-            passing = fmaf(value, pair[i], passing);
+            value *= kept.at(m, half);
+            float& sum = CHANNELS ? passing_rows[m][half] : passing;
+            sum = fmaf(value, pair[i], sum);
           }
         }
-    passing = cukit::warp_reduce<cukit::Sum>(passing);
-    if (lane == 0) sums.passing[warp] = passing;
+    if constexpr (CHANNELS) {
+      Decay sums_of_rows;
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sums_of_rows.sums[m][half] = cukit::warp_reduce<cukit::Sum, 4>(passing_rows[m][half]);
+        }
+      sums_of_rows.write(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, state_rows, p.state_dim);
+    } else {
+      passing = cukit::warp_reduce<cukit::Sum>(passing);
+      if (lane == 0) sums.passing[warp] = passing;
+    }
     cukit::wgmma_wait<0>(of_values);
-    scale_rows(of_values, left);
+    if constexpr (!CHANNELS) scale_rows(of_values, left);
 
     cukit::wgmma_fence();
 #pragma unroll
@@ -369,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       for (int k = 0; k < kChunk / 16; ++k) {
         cukit::wgmma<T, kColumns, true, true>(
             g[m], KeyTile::mn_major(tile.queries) + m * KeyTile::kPart + KeyTile::mn_step(k),
-            ValueTile::mn_major(tile.scaled) + ValueTile::mn_step(k), true);
+            ValueTile::mn_major(CHANNELS ? tile.grads : tile.scaled) + ValueTile::mn_step(k), true);
       }
     cukit::wgmma_commit();
     cukit::wgmma_wait<1>(of_values);
@@ -386,10 +446,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     if (more) {
       start(chunk - 1);
       state_rows.template round<T>(tile.g, g);
-      if (warp == 1) decay.scan(own);
+      if (!CHANNELS && warp == 1) decay.scan(own);
     }
     cukit::cp_async_commit();
-    if (warp == 0) {
+    if (!CHANNELS && warp == 0) {
       float change[2], total = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -21,10 +21,13 @@
 //   the segment's first token on, gradients of outputs in place of values, and queries in place of keys (the
 //   grid omits the first segment). Chunks are processed from first to last.
 // STATES 2: the state before each chunk, rounded, for gated_scan_backward_sm80.cu and _sm90.cu.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
+//   state is decayed here.
 // Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries with outputs, 64 x 64 values) of 2 bytes,
 //   STATE_TILE x 64 x 2 bytes of state unless STATES is 1, dynamic; 4 x 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128.
+//   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
+//   THREADS 128.
 //   Minimum architecture: sm_80. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
@@ -53,6 +56,7 @@ static_assert(kChunk == 16 * kWarps, "16 rows of a chunk per warp");
 static_assert(!REVERSE || kSegments, "REVERSE needs STATES 1");
 
 using Rows = cukit::StateRows<STATE_TILE>;
+using Decay = cukit::StateDecay<Rows, CHANNELS>;
 using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 
 }  // namespace
@@ -61,13 +65,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
-    const float* __restrict__ log_decay,  // [tokens, num_heads]
+    const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
+                                          // [slots, num_heads, state_dim]
+    const T* __restrict__ scores,         // [slots, num_heads, 64, 64], decayed, with CHANNELS
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
                                           // [slots, num_heads, state_dim, head_dim]
     float* __restrict__ states,           // like initial with STATES 1, else without segments
-    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], log2, with STATES 1
+    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], with CHANNELS also
+                                          // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kWarps][kChunk];
@@ -81,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
   x += begin * value_stride + head * p.head_dim + column;
   b += begin * key_stride + work.group * p.state_dim;
   c += begin * key_stride + work.group * p.state_dim;
-  log_decay += begin * p.num_heads + head;
+  if constexpr (!CHANNELS) log_decay += begin * p.num_heads + head;
 
   const unsigned base = cukit::shared_address(memory);
   unsigned char* state_tile = memory + 2 * kStageBytes;
@@ -113,10 +120,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
   const int chunks = work.end - work.first;
   const int step = kSegments && !REVERSE ? -1 : 1;
   const int start_chunk = step > 0 ? work.first : work.end - 1;
-  float own[2], total = 0.0f;
+  float own[2];
+  Decay total;
   if (chunks > 0) {
     start(start_chunk, 0);
-    cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
+    if constexpr (!CHANNELS) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
     if constexpr (!kSegments) rows.round<T>(state_tile, h);
   }
   cukit::cp_async_commit();
@@ -130,32 +138,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     __syncthreads();
     if (more) start(chunk + step, stage ^ 1);
     cukit::cp_async_commit();
-    decay.scan(own);
-    if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
-    const float last = decay.last();
+    Decay last;
+    const long long slot = work.chunk_place(p, chunk);
+    if constexpr (CHANNELS) {
+      last.read(log_decay + slot * p.state_dim, rows, p.state_dim);
+    } else {
+      decay.scan(own);
+      if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
+      last.sums[0][0] = decay.last();
+    }
 
     const unsigned keys = base + stage * kStageBytes;
     const unsigned values = keys + kKeyBytes;
     if constexpr (STATES == 2) {
-      T* to = y + work.chunk_place(p, chunk) * state_size + column;
+      T* to = y + slot * state_size + column;
       cukit::store_tile<STATE_TILE, kColumns, THREADS, PADDED>(to, p.head_dim, state_tile, 0, p.state_dim,
                                                               columns, threadIdx.x);
     }
     if constexpr (!STATES) {
       const cukit::LeftMK<STATE_TILE> queries(values + kValueBytes, 16 * warp, 0);
       const auto left = [&](unsigned(&r)[4], int, int k) { queries(r, 0, 16 * k); };
-      const float upto[2] = {decay.upto[16 * warp + lane / 4], decay.upto[16 * warp + lane / 4 + 8]};
 
       float out[1][kColumnTiles][4];
       cukit::clear(out);
       const cukit::RightKN<kColumns> state(base + 2 * kStageBytes, 0, 0);
       cukit::warp_product<T, STATE_TILE / 16>(
           out, left, [&](unsigned(&r)[4], int n, int k) { state(r, 16 * k, 8 * n); });
-      const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
+      float upto[2];
+      if constexpr (!CHANNELS) {
+        upto[0] = decay.upto[16 * warp + lane / 4];
+        upto[1] = decay.upto[16 * warp + lane / 4 + 8];
+        const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
+        for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[0][n][i] *= grown[i / 2];
+          for (int i = 0; i < 4; ++i) out[0][n][i] *= grown[i / 2];
+      }
 
       // 16 keys per step; steps beyond the warp's rows are fully masked and skipped.
       const cukit::RightNK<STATE_TILE> key_rows(keys, 0, 0);
@@ -163,25 +181,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
 #pragma unroll
       for (int step = 0; step < kChunk / 16; ++step) {
         if (step > warp) break;
-        float scores[1][2][4];
-        cukit::clear(scores);
-        cukit::warp_product<T, STATE_TILE / 16>(
-            scores, left, [&](unsigned(&r)[4], int, int k) { key_rows(r, 16 * step, 16 * k); });
         unsigned packed[4];
+        if constexpr (CHANNELS) {
+          cukit::load_scores(packed, scores + slot * (kChunk * kChunk) + 16 * (warp * kChunk + step));
+        } else {
+          float score[1][2][4];
+          cukit::clear(score);
+          cukit::warp_product<T, STATE_TILE / 16>(
+              score, left, [&](unsigned(&r)[4], int, int k) { key_rows(r, 16 * step, 16 * k); });
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+          for (int n = 0; n < 2; ++n)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = 16 * warp + lane / 4 + 8 * half;
-            float decayed[2];
+            for (int half = 0; half < 2; ++half) {
+              const int row = 16 * warp + lane / 4 + 8 * half;
+              float decayed[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int key = 16 * step + 8 * n + state_column + i;
-              decayed[i] =
-                  key <= row ? scores[0][n][2 * half + i] * exp2f(upto[half] - decay.upto[key]) : 0.0f;
+              for (int i = 0; i < 2; ++i) {
+                const int key = 16 * step + 8 * n + state_column + i;
+                decayed[i] =
+                    key <= row ? score[0][n][2 * half + i] * exp2f(upto[half] - decay.upto[key]) : 0.0f;
+              }
+              packed[2 * n + half] = cukit::pack<T>(decayed[0], decayed[1]);
             }
-            packed[2 * n + half] = cukit::pack<T>(decayed[0], decayed[1]);
-          }
+        }
         cukit::warp_product<T, 1>(
             out,
             [&](unsigned(&r)[4], int, int) {
@@ -214,17 +236,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     if constexpr (kSegments) {
       cukit::clear(added);
     } else {
-      const float kept = exp2f(last);
+      const Decay kept = last.factors();
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) h[m][n][i] *= kept;
+          for (int i = 0; i < 4; ++i) h[m][n][i] *= kept.at(m, i / 2);
     }
     // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
     const auto remaining = [&](int token) {
-      return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
+      return exp2f(REVERSE ? decay.upto[token] : last.at(0, 0) - decay.upto[token]);
     };
     const cukit::LeftKM<STATE_TILE, 16> key_columns(keys, 0, 16 * warp);
     const cukit::RightKN<kColumns> value_rows(values, 0, 0);
@@ -232,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
         kSegments ? added : h,
         [&](unsigned(&r)[4], int m, int k) {
           key_columns(r, 16 * k, 64 * m);
+          if constexpr (CHANNELS) return;
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             const int token = 16 * k + 8 * side + state_column;
@@ -246,15 +269,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
         },
         [&](unsigned(&r)[4], int n, int k) { value_rows(r, 16 * k, 8 * n); });
     if constexpr (kSegments) {
-      const float factor = exp2f(total);
+      const Decay factor = total.factors();
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) h[m][n][i] = fmaf(factor, added[m][n][i], h[m][n][i]);
-      total += last;
-      if (total <= cukit::kNothingLeft) break;
+          for (int i = 0; i < 4; ++i) h[m][n][i] = fmaf(factor.at(m, i / 2), added[m][n][i], h[m][n][i]);
+      total.add(last);
+      if (total.nothing_left()) break;
     } else {
       __syncthreads();  // all warps have read the previous state
       if (more) rows.round<T>(state_tile, h);
@@ -265,7 +288,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     cukit::cp_async_wait<0>();
     float* to = states + place * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
-    if (blockIdx.y == 0 && threadIdx.x == 0) total_decay[place] = total;
+    if constexpr (CHANNELS) {
+      if (blockIdx.y == 0) total.write(total_decay + place * p.state_dim, rows, p.state_dim);
+    } else if (blockIdx.y == 0 && threadIdx.x == 0) {
+      total_decay[place] = total.sums[0][0];
+    }
   } else if (STATES == 0 && work.segment == p.segments - 1) {
     float* to = states + (static_cast<long long>(work.sequence) * p.num_heads + head) * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });

@@ -11,11 +11,14 @@
 //     outputs = exp(s) outputs + (decayed scores) X         scores from registers
 //     h       = exp(s_last) h + B^T X',   X'_j = exp(s_last - s_j) x_j
 //
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
+//   state is decayed here.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
 //   is 1, all of 2 bytes, dynamic; 4 x 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128.
+//   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
+//   THREADS 128.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -46,6 +49,7 @@ using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
 using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
 using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using Rows = cukit::StateRows<STATE_TILE>;
+using Decay = cukit::StateDecay<Rows, CHANNELS>;
 
 constexpr int kQueryBytes = STATES ? 0 : KeyTile::kBytes;
 constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes + kQueryBytes;
@@ -56,13 +60,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
-    const float* __restrict__ log_decay,  // [tokens, num_heads]
+    const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
+                                          // [slots, num_heads, state_dim]
+    const T* __restrict__ scores,         // [slots, num_heads, 64, 64], decayed, with CHANNELS
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
                                           // [slots, num_heads, state_dim, head_dim]
     float* __restrict__ states,           // like initial with STATES 1, else without segments
-    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], log2, with STATES 1
+    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], with CHANNELS also
+                                          // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kWarps][kChunk];
@@ -74,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
   const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
   const long long value_at = work.begin * value_stride + work.head * p.head_dim + column;
   const long long key_at = work.begin * key_stride + work.group * p.state_dim;
-  log_decay += work.begin * p.num_heads + work.head;
+  if constexpr (!CHANNELS) log_decay += work.begin * p.num_heads + work.head;
 
   const unsigned base = cukit::shared_address(memory);
   unsigned char* const scaled = memory + 2 * kStageBytes;
@@ -109,10 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
   const int chunks = work.end - work.first;
   const int step = kSegments && !REVERSE ? -1 : 1;
   const int start_chunk = step > 0 ? work.first : work.end - 1;
-  float own[2], total = 0.0f;
+  float own[2];
+  Decay total;
   if (chunks > 0) {
     start(start_chunk, 0);
-    cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
+    if constexpr (!CHANNELS) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
     if constexpr (!kSegments) rows.template round<T>(state_tile, h);
   }
   cukit::cp_async_commit();
@@ -121,6 +129,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
   for (int turn = 0; turn < chunks; ++turn) {
     const int chunk = start_chunk + step * turn;
     const bool more = turn + 1 < chunks;
+    Decay last;
+    unsigned packed[kChunk / 16][4];
+    if constexpr (CHANNELS) {
+      const long long slot = work.chunk_place(p, chunk);
+      last.read(log_decay + slot * p.state_dim, rows, p.state_dim);
+      if constexpr (!STATES) {
+#pragma unroll
+        for (int k = 0; k < kChunk / 16; ++k) {
+          cukit::load_scores(packed[k], scores + slot * (kChunk * kChunk) + 16 * (warp * kChunk + k));
+        }
+      }
+    }
     unsigned char* const keys = memory + turn % 2 * kStageBytes;
     unsigned char* const values = keys + KeyTile::kBytes;
     cukit::cp_async_wait<0>();
@@ -140,11 +160,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
       const unsigned long long key_rows = KeyTile::k_major(keys);
       const unsigned long long state = StateTile::mn_major(state_tile);
       cukit::wgmma_fence();
+      if constexpr (!CHANNELS) {
 #pragma unroll
-      for (int k = 0; k < KeyTile::kSteps; ++k) {
-        cukit::wgmma<T, kChunk>(score, queries + KeyTile::k_step(k), key_rows + KeyTile::k_step(k), k > 0);
+        for (int k = 0; k < KeyTile::kSteps; ++k) {
+          cukit::wgmma<T, kChunk>(score, queries + KeyTile::k_step(k), key_rows + KeyTile::k_step(k), k > 0);
+        }
+        cukit::wgmma_commit();
       }
-      cukit::wgmma_commit();
 #pragma unroll
       for (int k = 0; k < KeyTile::kSteps; ++k) {
         cukit::wgmma<T, kColumns, false, true>(out, queries + KeyTile::k_step(k),
@@ -153,17 +175,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
       cukit::wgmma_commit();
     }
 
-    decay.scan(own);
-    if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
-    const float last = decay.last();
-    // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
-    cukit::scale_values<T, THREADS>(scaled, values, [&](int token) {
-      return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
-    });
-    cukit::fence_proxy_async();
+    if constexpr (!CHANNELS) {
+      decay.scan(own);
+      if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
+      const float whole = decay.last();
+      last.sums[0][0] = whole;
+      // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
+      cukit::scale_values<T, THREADS>(scaled, values, [&](int token) {
+        return exp2f(REVERSE ? decay.upto[token] : whole - decay.upto[token]);
+      });
+      cukit::fence_proxy_async();
+    }
 
-    unsigned packed[kChunk / 16][4];
-    if constexpr (!STATES) {
+    if constexpr (!STATES && CHANNELS) cukit::wgmma_wait<0>(out);
+    if constexpr (!STATES && !CHANNELS) {
       const int row = cukit::accumulator_row(), first_key = cukit::accumulator_column();
       const float upto[2] = {decay.upto[row], decay.upto[row + 8]};
       cukit::wgmma_wait<1>(score);
@@ -194,11 +219,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
 
     float added[kSegments ? Rows::kTiles : 1][4 * Rows::kColumnTiles];
     if constexpr (!kSegments) {
-      const float kept = exp2f(last);
+      const Decay kept = last.factors();
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
-        for (float& value : h[m]) value *= kept;
+        for (int i = 0; i < 4 * Rows::kColumnTiles; ++i) h[m][i] *= kept.at(m, i / 2 % 2);
     }
     cukit::wgmma_fence();
     if constexpr (!STATES) {
@@ -210,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
       cukit::wgmma_commit();
     }
     const unsigned long long key_columns = KeyTile::mn_major(keys);
-    const unsigned long long scaled_rows = ValueTile::mn_major(scaled);
+    const unsigned long long scaled_rows = ValueTile::mn_major(CHANNELS ? values : scaled);
 #pragma unroll
     for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -236,15 +261,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
       cukit::write_rows<PADDED>(out, target);
     }
     if constexpr (kSegments) {
-      const float factor = exp2f(total);
+      const Decay factor = total.factors();
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m) {
         cukit::wgmma_wait<0>(added[m]);
 #pragma unroll
-        for (int i = 0; i < 4 * Rows::kColumnTiles; ++i) h[m][i] = fmaf(factor, added[m][i], h[m][i]);
+        for (int i = 0; i < 4 * Rows::kColumnTiles; ++i) {
+          h[m][i] = fmaf(factor.at(m, i / 2 % 2), added[m][i], h[m][i]);
+        }
       }
-      total += last;
-      if (total <= cukit::kNothingLeft) break;
+      total.add(last);
+      if (total.nothing_left()) break;
     } else {
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m) cukit::wgmma_wait<0>(h[m]);
@@ -256,7 +283,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
     cukit::cp_async_wait<0>();
     float* to = states + place * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
-    if (blockIdx.y == 0 && threadIdx.x == 0) total_decay[place] = total;
+    if constexpr (CHANNELS) {
+      if (blockIdx.y == 0) total.write(total_decay + place * p.state_dim, rows, p.state_dim);
+    } else if (blockIdx.y == 0 && threadIdx.x == 0) {
+      total_decay[place] = total.sums[0][0];
+    }
   } else if (STATES == 0 && work.segment == p.segments - 1) {
     float* to = states + (static_cast<long long>(work.sequence) * p.num_heads + work.head) * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });

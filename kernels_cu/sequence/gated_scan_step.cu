@@ -1,12 +1,12 @@
 // One token per sequence of a gated linear recurrence; updates the states in place.
 //
-//   h = exp(l) h + b x^T      y = h^T c
+//   h = exp(l) h + b x^T      y = h^T c      l: one per head, or with CHANNELS one per row of h
 //
 // Memory-bound: a state is read and written once. Mapping: one block per (sequence, head). A thread processes VEC
 // columns of every rows-th row of the state; partial sums of y are reduced in shared memory in a fixed order.
-// Shared memory: 4 * (2 * state_dim + THREADS * VEC) bytes, dynamic.
-// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; THREADS. Minimum architecture:
-//   sm_80. Computes in float; deterministic.
+// Shared memory: 4 * ((CHANNELS ? 3 : 2) * state_dim + THREADS * VEC) bytes, dynamic.
+// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; CHANNELS 0|1; THREADS. Minimum
+//   architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_step.
 #include "common/platform.cuh"
 #include "common/types.cuh"
@@ -14,18 +14,21 @@
 
 using T = cukit::element_t;
 
+CUKIT_DEVICE float decay_of(float l) { return expf(l != l ? l : fmaxf(fminf(l, 0.0f), -104.0f)); }
+
 extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
     float* __restrict__ states,           // [batch, num_heads, state_dim, head_dim]
     const T* __restrict__ x,              // [batch, num_heads, head_dim]
     const T* __restrict__ b,              // [batch, num_groups, state_dim]
     const T* __restrict__ c,              // [batch, num_groups, state_dim]
-    const float* __restrict__ log_decay,  // [batch, num_heads]
+    const float* __restrict__ log_decay,  // [batch, num_heads], with CHANNELS also [.., state_dim]
     T* __restrict__ y,                    // [batch, num_heads, head_dim]
     const __grid_constant__ cukit::StepParameters p) {
   CUKIT_DYNAMIC_SHARED(float, memory);
   float* keys = memory;
   float* queries = memory + p.state_dim;
-  float* sums = memory + 2 * p.state_dim;
+  float* decays = memory + 2 * p.state_dim;  // with CHANNELS
+  float* sums = memory + (CHANNELS ? 3 : 2) * p.state_dim;
   const int thread = static_cast<int>(threadIdx.x);
   const int sequence = static_cast<int>(blockIdx.x) / p.num_heads;
   const int head = static_cast<int>(blockIdx.x) % p.num_heads;
@@ -33,9 +36,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
   for (int n = thread; n < p.state_dim; n += THREADS) {
     keys[n] = cukit::to_float(b[group * p.state_dim + n]);
     queries[n] = cukit::to_float(c[group * p.state_dim + n]);
+    if constexpr (CHANNELS) decays[n] = decay_of(log_decay[static_cast<long long>(blockIdx.x) * p.state_dim + n]);
   }
-  const float l = log_decay[blockIdx.x];
-  const float kept = expf(l != l ? l : fmaxf(fminf(l, 0.0f), -104.0f));
+  const float of_head = CHANNELS ? 0.0f : decay_of(log_decay[blockIdx.x]);
   float* state = states + static_cast<long long>(blockIdx.x) * p.state_dim * p.head_dim;
   const T* value = x + static_cast<long long>(blockIdx.x) * p.head_dim;
   T* out = y + static_cast<long long>(blockIdx.x) * p.head_dim;
@@ -59,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
         cukit::Vec<float, VEC> h;
         float* at = state + static_cast<long long>(n) * p.head_dim + vec * VEC;
         cukit::load(h, at);
+        const float kept = CHANNELS ? decays[n] : of_head;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
           h[j] = fmaf(kept, h[j], keys[n] * own[j]);

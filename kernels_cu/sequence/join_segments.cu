@@ -6,14 +6,15 @@
 // first and computes the gradients of the segments' final states from that of the sequence's final state.
 //
 // Mapping: grid (parts of a state, sequence * num_heads + head), one thread per element; in place.
-// Macros: REVERSE 0|1; THREADS. Minimum architecture: sm_80. Sequential, hence deterministic.
+// Macros: REVERSE 0|1; CHANNELS 0|1; THREADS. Minimum architecture: sm_80. Sequential, hence deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
 #include "sequence/parameters.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
     const float* __restrict__ initial,      // [num_sequences, num_heads, state_dim, head_dim] or null
-    const float* __restrict__ total_decay,  // [num_sequences, segments, num_heads], log2
+    const float* __restrict__ total_decay,  // [num_sequences, segments, num_heads], with CHANNELS also
+                                            // [.., state_dim], log2
     float* states,                          // [num_sequences, segments, num_heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   const int sequence = static_cast<int>(blockIdx.y) / p.num_heads;
@@ -31,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
     const bool more = turn + 1 < p.segments;
     const float added = more ? states[place * size + at] : 0.0f;
     states[place * size + at] = before;
-    if (more) before = fmaf(exp2f(total_decay[place]), before, added);
+    const long long decay = CHANNELS ? place * p.state_dim + at / p.head_dim : place;
+    if (more) before = fmaf(exp2f(total_decay[decay]), before, added);
   }
 }

@@ -19,9 +19,11 @@ DTYPE = "bfloat16"
 
 def cases(small: bool = False) -> list[Case]:
     """[sequences, tokens, heads, groups, head_dim, state_dim]: keys per head (gated linear
-    attention) and shared by all heads (Mamba-2), many short sequences and one long one."""
+    attention) and shared by all heads (Mamba-2), many short sequences and one long one; with a
+    decay per head, and some with a decay per channel of the state."""
     if small:
         shapes, steps = [(2, 100, 2, 1, 16, 24)], [(2, 2, 1, 16, 24)]
+        channels = shapes
         convs = [(2, 30, 16)]
     else:
         shapes = [
@@ -33,11 +35,13 @@ def cases(small: bool = False) -> list[Case]:
             (1, 65536, 8, 8, 64, 128),
             (8, 8192, 8, 8, 64, 128),
         ]
+        channels = [(1, 8192, 32, 32, 64, 128), (1, 65536, 32, 32, 64, 128)]
         steps = [(256, 32, 1, 64, 128)]
         convs = [(8, 8192, 4096)]
     return [
         *(scan_case(*shape) for shape in shapes),
         *(backward_case(*shape) for shape in shapes),
+        *(make(*shape, channels=True) for shape in channels for make in (scan_case, backward_case)),
         *(step_case(*shape) for shape in steps),
         *(conv_case(*shape, backward) for shape in convs for backward in (False, True)),
         *(conv_step_case(batch, channels) for batch, _, channels in convs),
@@ -45,9 +49,10 @@ def cases(small: bool = False) -> list[Case]:
     ]
 
 
-def _name(*shape: int) -> str:
+def _name(*shape: int, channels: bool = False) -> str:
     batch, tokens, heads, groups, head_dim, state_dim = shape
-    return f"{batch}x{tokens}, {heads} heads of {head_dim}, {groups} states of {state_dim}"
+    decays = ", a decay per channel" if channels else ""
+    return f"{batch}x{tokens}, {heads} heads of {head_dim}, {groups} states of {state_dim}{decays}"
 
 
 class _Inputs(NamedTuple):
@@ -58,48 +63,62 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(
-    batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    state_dim: int,
+    *,
+    channels: bool = False,
 ) -> _Inputs:
     """A decay of 8 % per token on average."""
     keys = (batch, seq_len, num_groups, state_dim)
+    decays = (batch, seq_len, num_heads, *((state_dim,) if channels else ()))
     return _Inputs(
         normal((batch, seq_len, num_heads, head_dim), DTYPE),
         normal(keys, DTYPE, state_dim**-0.5),
         normal(keys, DTYPE),
-        -abs(normal((batch, seq_len, num_heads), "float32", 0.1)),
+        -abs(normal(decays, "float32", 0.1)),
     )
 
 
-def _simple_gla(num_heads: int, num_groups: int, final: bool) -> Callable[..., Any]:
+def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> Callable[..., Any]:
     """flash-linear-attention's chunked kernels, for x, b, c and decays."""
-    module = peers.optional("fla.ops.simple_gla")
+    name = "gla" if channels else "simple_gla"
+    chunked = getattr(peers.optional(f"fla.ops.{name}"), f"chunk_{name}")
     if num_heads != num_groups:
-        raise PeerMissing("chunk_simple_gla: keys for each head")
+        raise PeerMissing(f"chunk_{name}: keys for each head")
 
     def function(x: Any, b: Any, c: Any, decay: Any) -> Any:
-        outputs = module.chunk_simple_gla(
-            q=c, k=b, v=x, g=decay, scale=1.0, output_final_state=final
-        )
+        outputs = chunked(q=c, k=b, v=x, g=decay, scale=1.0, output_final_state=final)
         return outputs if final else outputs[0]
 
     return function
 
 
 def scan_case(
-    batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    state_dim: int,
+    *,
+    channels: bool = False,
 ) -> Case:
     """Forward with final state; the peer is flash-linear-attention's Triton kernels."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
-        inputs = _inputs(*shape)
+        inputs = _inputs(*shape, channels=channels)
 
         def ours() -> Any:
             scan = sequence.gated_scan(*inputs)
             return scan.y, scan.final_state
 
         def theirs() -> Call:
-            return peers.forward(_simple_gla(num_heads, num_groups, True), *inputs)
+            return peers.forward(_chunk_gla(num_heads, num_groups, True, channels), *inputs)
 
         def expected() -> Any:
             scan = reference.gated_scan(*inputs, chunk=256)
@@ -110,13 +129,13 @@ def scan_case(
 
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
-    moved += tokens * num_heads * itemsize("float32")
+    moved += tokens * num_heads * (state_dim if channels else 1) * itemsize("float32")
     # Per chunk: scores and their products, half of them masked; reading and updating the state.
     flops = 2.0 * tokens * num_heads * (32 * (state_dim + head_dim) + 2 * state_dim * head_dim)
     return Case(
         FAMILY,
         "gated_scan",
-        _name(*shape),
+        _name(*shape, channels=channels),
         DTYPE,
         build,
         flops=flops,
@@ -126,20 +145,28 @@ def scan_case(
 
 
 def backward_case(
-    batch: int, seq_len: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    num_groups: int,
+    head_dim: int,
+    state_dim: int,
+    *,
+    channels: bool = False,
 ) -> Case:
     """Backward only, from the forward's arguments, as in the peer."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
-        inputs = _inputs(*shape)
+        inputs = _inputs(*shape, channels=channels)
         grad_y = normal(inputs.x.shape, DTYPE)
 
         def ours() -> Any:
             return tuple(sequence.gated_scan_backward(grad_y, *inputs)[:4])
 
         def theirs() -> Call:
-            return peers.backward(_simple_gla(num_heads, num_groups, False), inputs, grad_y)
+            function = _chunk_gla(num_heads, num_groups, False, channels)
+            return peers.backward(function, inputs, grad_y)
 
         def expected() -> Any:
             return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
@@ -150,14 +177,14 @@ def backward_case(
     tokens = batch * seq_len
     values, keys = num_heads * head_dim, num_groups * state_dim
     moved = tokens * (3 * values + 4 * keys) * itemsize(DTYPE)
-    moved += 2 * tokens * num_heads * itemsize("float32")
+    moved += 2 * tokens * num_heads * (state_dim if channels else 1) * itemsize("float32")
     # Per chunk: scores and their gradients, five products with them, five with states.
     inner = 32 * (3 * state_dim + 2 * head_dim)
     flops = 2.0 * tokens * num_heads * (inner + 5 * state_dim * head_dim)
     return Case(
         FAMILY,
         "gated_scan_backward",
-        _name(*shape),
+        _name(*shape, channels=channels),
         DTYPE,
         build,
         flops=flops,
