@@ -122,6 +122,9 @@ def quantized_linear(
     if out is None:
         out = empty(x, (*x.shape[:-1], packed.shape[0]), dtype)
     if out.size:
+        if packed.description.float8 and token_scales is None:
+            token_scales = empty(x, (1, 1), float32)
+            token_scales.fill(1)
         launch(x, token_scales, blocks, row_scales, bias, out)
     return out
 
@@ -232,6 +235,8 @@ def _prepare(
     _check(x, bias, out, dtype, weight)
     if dtype not in _DTYPES:
         raise ArrayDtypeError(f"{_OP}: the result must be float16 or bfloat16, got {dtype.name}")
+    if token_scales is not None:
+        check_array(_OP, "the scales of x", token_scales, dtypes=(float32,))
     if address_of(x) % ACCESS_BYTES:
         raise ArrayLayoutError(f"{_OP}: x must be 16-byte aligned")
     tokens = math.prod(x.shape[:-1])
