@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.core.arrays import Array, adopt, check_array, float32, runs_kernel
+from cukit.core.arrays import Array, adopt, check_addresses, check_array, float32, runs_kernel
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import float8_e4m3
@@ -118,6 +118,7 @@ def _check(
 def _prepare(*values: Any) -> Prepared8Bit:
     bias, out, out_dtype, fast_accumulation = values[8:]
     checked = _check(*both_operands(values), bias, out, out_dtype, fast_accumulation)
+    check_addresses(_OP, out=out)
     return prepare_8bit("Float8E4M3", checked, promoted=not fast_accumulation)
 
 

@@ -13,6 +13,7 @@ from cukit.core.arrays import (
     Array,
     adopt,
     bfloat16,
+    check_addresses,
     check_array,
     empty,
     float16,
@@ -298,6 +299,8 @@ def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> N
 def _prepare(*values: Any) -> tuple[GroupedFp8Launch, np.dtype[Any]]:
     x, weights = both_operands(values)
     layout, dtype = _check(x, weights, *values[8:])
+    storages = {"x.storage": x.storage, "weights.storage": weights.storage, "out": values[10]}
+    check_addresses(_OP, **storages)
     groups, n, k = weights.shape
     if groups > MOST_GROUPS:
         raise ConfigError(f"{_OP}: at most {MOST_GROUPS} groups on the GPU, got {groups}")

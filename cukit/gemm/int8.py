@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, adopt, check_array, int32, runs_kernel
+from cukit.core.arrays import Array, adopt, check_addresses, check_array, int32, runs_kernel
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import int8
@@ -128,7 +128,9 @@ def _row_stride(name: str, array: QuantizedArray) -> int:
 
 @launch_plan
 def _prepare(*values: Any) -> Prepared8Bit:
-    return prepare_8bit("Int8", _check(*both_operands(values), *values[8:]))
+    checked = _check(*both_operands(values), *values[8:])
+    check_addresses(_OP, out=values[10])
+    return prepare_8bit("Int8", checked)
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
     adopt,
     bfloat16,
+    check_addresses,
     check_array,
     empty,
     float16,
@@ -31,7 +30,7 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_dtype
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
 from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
 from cukit.reference import weight_only as reference
@@ -237,10 +236,11 @@ def _prepare(
         raise ArrayDtypeError(f"{_OP}: the result must be float16 or bfloat16, got {dtype.name}")
     if token_scales is not None:
         check_array(_OP, "the scales of x", token_scales, dtypes=(float32,))
-    if address_of(x) % ACCESS_BYTES:
-        raise ArrayLayoutError(f"{_OP}: x must be 16-byte aligned")
+    check_addresses(_OP, x=x)
     tokens = math.prod(x.shape[:-1])
     config = plan_weight_only(max(tokens, 1), weight, dtype.name, current_device())
+    if config.tiling.mapped_out:
+        check_addresses(_OP, out=out)
     stride = int(token_scales is not None and token_scales.shape[0] > 1)
     return WeightOnlyLaunch(config, tokens, stride)
 
