@@ -81,7 +81,7 @@ def bsr_matmul(
 
     Returns:
         `out`, or a new array or BlockSparseMatrix. On the GPU the last axes of dense operands and
-        results must be multiples of 8.
+        results must be multiples of 8, and all arrays 16-byte aligned.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.

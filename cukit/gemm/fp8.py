@@ -52,7 +52,7 @@ def matmul_fp8(
             block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
         bias: dtype of the result, [n].
         out_dtype: bfloat16 (default), float16 or float32.
-        out: array to write into, [m, n]; must not overlap the operands.
+        out: array to write into, [m, n], on the GPU 16-byte aligned; must not overlap the operands.
         fast_accumulation: accumulate over all of k in Hopper's tensor cores, which keep about 14
             bits of a sum of FP8 products. Otherwise they sum 128 products at a time, and these sums
             are added in float32. Not available with scales per block.

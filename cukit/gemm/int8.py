@@ -53,7 +53,7 @@ def matmul_int8(
         column_sums: int32 [n], the sum of each row of `b.storage`. Used only if `a` has zero
             points; each call computes it if it is not given.
         out_dtype: bfloat16 (default), float16 or float32.
-        out: array to write into, [m, n]; must not overlap the operands.
+        out: array to write into, [m, n], on the GPU 16-byte aligned; must not overlap the operands.
 
     Returns:
         `out` or a new array [m, n]; without scales the exact int32 sums, for which a bias and other

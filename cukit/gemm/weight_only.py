@@ -67,7 +67,8 @@ def quantized_linear(
         weight: [n, k], from `pack_weight` (for float8, with `x_dtype=float8_e4m3`). A
             QuantizedArray is packed by each call; pack it once instead.
         bias: dtype of the result, [n].
-        out: array to write into; [..., n]. It must not overlap the inputs.
+        out: array to write into; [..., n]. It must not overlap the inputs. For 64 tokens or more,
+            Hopper's kernel needs it 16-byte aligned, as it does `x`.
         out_dtype: of the result if `out` is not given: float16|bfloat16. Default: the dtype of `x`,
             or bfloat16 for float8.
 
