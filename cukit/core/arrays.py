@@ -221,6 +221,19 @@ def empty(like: Array, shape: Sequence[int], dtype: npt.DTypeLike | None = None)
     return array
 
 
+def check_addresses(op: str, **arrays: Array | None) -> None:
+    """Raises ArrayLayoutError unless every array starts at a multiple of 16 bytes.
+
+    For kernels that access them 16 bytes at a time, or through a tensor map.
+    """
+    for name, array in arrays.items():
+        if array is not None and address_of(array) % ACCESS_BYTES:
+            raise ArrayLayoutError(
+                f"{op}: {name} must be 16-byte aligned on the GPU, got the address "
+                f"{address_of(array):#x}; copy it"
+            )
+
+
 def check_array(
     op: str,
     name: str,

@@ -176,7 +176,7 @@ def _gemv_us(problem: MatmulProblem, precision: str, device: Device, rates: Rate
     few_rows = problem.m <= problem.n
     along_depth = problem.transpose_b if few_rows else not problem.transpose_a
     share = (0.75 if along_depth else 0.45) if problem.aligned else 0.2
-    filled = min(1.0, max(problem.m, problem.n) / device.num_sms)
+    filled = min(1.0, max(problem.m, problem.n, 1) / device.num_sms)
     return 6 + rates.bytes_us(problem.bytes) / share / filled
 
 

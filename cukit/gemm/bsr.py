@@ -11,6 +11,7 @@ from cukit.core.arrays import (
     Array,
     adopt,
     bfloat16,
+    check_addresses,
     check_array,
     check_same_dtype,
     empty,
@@ -80,7 +81,7 @@ def bsr_matmul(
 
     Returns:
         `out`, or a new array or BlockSparseMatrix. On the GPU the last axes of dense operands and
-        results must be multiples of 8.
+        results must be multiples of 8, and all arrays 16-byte aligned.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
@@ -162,6 +163,9 @@ def _prepare_product(
     m, k = pattern.shape[::-1] if roles.transposed.sparse else pattern.shape
     if not pattern.num_blocks or not dense.size:
         return _Planned(shape, _fill_with_zeros)
+    check_addresses(
+        _OP, **{f"the values of {roles.sparse}": values, roles.dense: dense, "out": out}
+    )
     n = dense.size // k
     block, device = pattern.block_size, current_device()
     config = plan_bsr_matmul(block, m // block, n, dense.dtype.name, roles.transposed, device)
@@ -258,6 +262,7 @@ def _prepare_sampled(
     _check_for_kernel(a=a, b=b)
     if not k:
         return _fill_with_zeros
+    check_addresses(_OP, a=a, b=b, **{"the values of out": values})
     dtype, device = a.dtype.name, current_device()
     block = pattern.block_size
     starts = group_rows(*pattern.entries(False), pattern.grid[1], SLOTS_SM90[block]).starts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.core.arrays import Array, adopt, check_array, float32, runs_kernel
+from cukit.core.arrays import Array, adopt, check_addresses, check_array, float32, runs_kernel
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import float8_e4m3
@@ -52,7 +52,7 @@ def matmul_fp8(
             block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
         bias: dtype of the result, [n].
         out_dtype: bfloat16 (default), float16 or float32.
-        out: array to write into, [m, n]; must not overlap the operands.
+        out: array to write into, [m, n], on the GPU 16-byte aligned; must not overlap the operands.
         fast_accumulation: accumulate over all of k in Hopper's tensor cores, which keep about 14
             bits of a sum of FP8 products. Otherwise they sum 128 products at a time, and these sums
             are added in float32. Not available with scales per block.
@@ -118,6 +118,7 @@ def _check(
 def _prepare(*values: Any) -> Prepared8Bit:
     bias, out, out_dtype, fast_accumulation = values[8:]
     checked = _check(*both_operands(values), bias, out, out_dtype, fast_accumulation)
+    check_addresses(_OP, out=out)
     return prepare_8bit("Float8E4M3", checked, promoted=not fast_accumulation)
 
 

@@ -13,6 +13,7 @@ from cukit.core.arrays import (
     Array,
     adopt,
     bfloat16,
+    check_addresses,
     check_array,
     empty,
     float16,
@@ -68,7 +69,7 @@ def grouped_gemm_fp8(
             other layouts are copied to this one.
         weights: float8_e4m3 [groups, n, k] with one float32 scale per block of 128 x 128
             (`axis=(1, 2), group_size=128`). On the GPU k must be a multiple of 16, n a multiple of
-            8, and there may be at most 512 groups.
+            8, codes and `out` must be 16-byte aligned, and there may be at most 512 groups.
         expert_offsets, expert_counts: as for :func:`grouped_gemm`.
         out_dtype: bfloat16 (default) or float16.
         out: array to write into, [rows, n] or [groups, capacity, n]. It must not overlap an input.
@@ -298,6 +299,8 @@ def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> N
 def _prepare(*values: Any) -> tuple[GroupedFp8Launch, np.dtype[Any]]:
     x, weights = both_operands(values)
     layout, dtype = _check(x, weights, *values[8:])
+    storages = {"x.storage": x.storage, "weights.storage": weights.storage, "out": values[10]}
+    check_addresses(_OP, **storages)
     groups, n, k = weights.shape
     if groups > MOST_GROUPS:
         raise ConfigError(f"{_OP}: at most {MOST_GROUPS} groups on the GPU, got {groups}")

@@ -159,7 +159,7 @@ def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
         filled = min(tiling.tile_m, product.m) + min(tiling.tile_n, product.n)
     load = filled * ROW_BYTES / _SM_BYTES_PER_US
     multiply = tiling.tile_m * tiling.tile_n * TILE_K / _SM_MACS_PER_US
-    busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks on an SM
+    busy = max(1.0, min(tiling.blocks_per_sm, -(-tiles // num_sms)))  # blocks on an SM
     rounds = tiles / num_sms
     if tiles < _MANY_ROUNDS * num_sms:
         rounds = -(-tiles // (num_sms * busy)) * busy

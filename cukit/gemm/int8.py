@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, adopt, check_array, int32, runs_kernel
+from cukit.core.arrays import Array, adopt, check_addresses, check_array, int32, runs_kernel
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import int8
@@ -53,7 +53,7 @@ def matmul_int8(
         column_sums: int32 [n], the sum of each row of `b.storage`. Used only if `a` has zero
             points; each call computes it if it is not given.
         out_dtype: bfloat16 (default), float16 or float32.
-        out: array to write into, [m, n]; must not overlap the operands.
+        out: array to write into, [m, n], on the GPU 16-byte aligned; must not overlap the operands.
 
     Returns:
         `out` or a new array [m, n]; without scales the exact int32 sums, for which a bias and other
@@ -128,7 +128,9 @@ def _row_stride(name: str, array: QuantizedArray) -> int:
 
 @launch_plan
 def _prepare(*values: Any) -> Prepared8Bit:
-    return prepare_8bit("Int8", _check(*both_operands(values), *values[8:]))
+    checked = _check(*both_operands(values), *values[8:])
+    check_addresses(_OP, out=values[10])
+    return prepare_8bit("Int8", checked)
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
     adopt,
     bfloat16,
+    check_addresses,
     check_array,
     empty,
     float16,
@@ -31,7 +30,7 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_dtype
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
 from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
 from cukit.reference import weight_only as reference
@@ -68,7 +67,8 @@ def quantized_linear(
         weight: [n, k], from `pack_weight` (for float8, with `x_dtype=float8_e4m3`). A
             QuantizedArray is packed by each call; pack it once instead.
         bias: dtype of the result, [n].
-        out: array to write into; [..., n]. It must not overlap the inputs.
+        out: array to write into; [..., n]. It must not overlap the inputs. For 64 tokens or more,
+            Hopper's kernel needs it 16-byte aligned, as it does `x`.
         out_dtype: of the result if `out` is not given: float16|bfloat16. Default: the dtype of `x`,
             or bfloat16 for float8.
 
@@ -122,6 +122,9 @@ def quantized_linear(
     if out is None:
         out = empty(x, (*x.shape[:-1], packed.shape[0]), dtype)
     if out.size:
+        if packed.description.float8 and token_scales is None:
+            token_scales = empty(x, (1, 1), float32)
+            token_scales.fill(1)
         launch(x, token_scales, blocks, row_scales, bias, out)
     return out
 
@@ -232,10 +235,13 @@ def _prepare(
     _check(x, bias, out, dtype, weight)
     if dtype not in _DTYPES:
         raise ArrayDtypeError(f"{_OP}: the result must be float16 or bfloat16, got {dtype.name}")
-    if address_of(x) % ACCESS_BYTES:
-        raise ArrayLayoutError(f"{_OP}: x must be 16-byte aligned")
+    if token_scales is not None:
+        check_array(_OP, "the scales of x", token_scales, dtypes=(float32,))
+    check_addresses(_OP, x=x)
     tokens = math.prod(x.shape[:-1])
     config = plan_weight_only(max(tokens, 1), weight, dtype.name, current_device())
+    if config.tiling.mapped_out:
+        check_addresses(_OP, out=out)
     stride = int(token_scales is not None and token_scales.shape[0] > 1)
     return WeightOnlyLaunch(config, tokens, stride)
 

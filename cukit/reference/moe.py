@@ -200,12 +200,15 @@ def _scores(wide: Array, scoring: str) -> Array:
 
 
 def _row_max(xp: Any, wide: Array) -> Array:
-    return wide.max(axis=1, keepdims=True) if wide.size else xp.zeros((wide.shape[0], 1))
+    if not wide.size:
+        return xp.zeros((wide.shape[0], 1), dtype=wide.dtype)
+    return wide.max(axis=1, keepdims=True)
 
 
 def _log_sum_exp(xp: Any, wide: Array) -> Array:
     largest = _row_max(xp, wide)
-    return largest[:, 0] + xp.log(xp.exp(wide - largest).sum(axis=1))
+    with np.errstate(invalid="ignore"):  # as in _scores
+        return largest[:, 0] + xp.log(xp.exp(wide - largest).sum(axis=1))
 
 
 def _nonzero(xp: Any, total: Array) -> Array:

@@ -122,6 +122,22 @@ def dtype_of(array):
     return array.dtype
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_no_rows(device, num_groups):
+    x, weights, grad, offsets = to_device(
+        device,
+        np.ones((0, 24), np.float16),
+        np.ones((num_groups, 16, 24), np.float16),
+        np.ones((0, 16), np.float16),
+        np.zeros(num_groups + 1, np.int32),
+    )
+    assert grouped_gemm(x, weights, offsets).shape == (0, 16)
+    assert grouped_gated_linear(x, weights, offsets).shape == (0, 8)
+    grad_x, grad_weights = grouped_gemm_backward(grad, x, weights, offsets)
+    assert grad_x.shape == x.shape
+    assert not to_host(grad_weights).any()
+
+
 @pytest.mark.parametrize("counts", GROUPS | LARGE)
 @pytest.mark.parametrize("set_aside", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

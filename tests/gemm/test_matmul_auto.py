@@ -87,7 +87,7 @@ def test_measured_times_overrule_the_model():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_every_device_has_a_kernel_for_everything(arch):
     for dtype in ("float32", "float64", "float16", "bfloat16"):
-        for m, n, k in ((1, 1, 1), (0, 5, 3), (3, 5, 0), (4096, 4096, 4096)):
+        for m, n, k in ((1, 1, 1), (0, 0, 3), (0, 5, 3), (3, 5, 0), (4096, 4096, 4096)):
             chosen = best(linear(m, n, k, dtype), typical_device(arch))
             assert chosen.reason is None
             assert chosen.time_us > 0
@@ -110,6 +110,14 @@ def test_results_are_those_of_matmul(device, rng, dtype, m, n, k, transpose_a, t
     assert plan.precision == dtype
     assert not plan.errors
     assert plan.kernel == "reference" if device == "cpu" else plan.estimates
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 0, 8), (0, 5, 8), (5, 0, 8), (3, 5, 0)])
+def test_empty_products(device, m, n, k):
+    a, b = to_device(device, np.ones((m, k), np.float16), np.ones((k, n), np.float16))
+    out = to_host(ck.matmul(a, b, precision="auto"))
+    assert out.shape == (m, n)
+    assert not out.any()
 
 
 def test_leading_axes_out_and_accumulation(device, rng):

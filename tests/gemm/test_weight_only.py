@@ -108,6 +108,30 @@ def test_float8(device, rng, form):
     assert quantized_linear(x, weight).dtype == bfloat16
 
 
+@pytest.mark.parametrize("scales", [None, "tensor"])
+def test_float8_without_scales_for_each_row(device, rng, scales):
+    m, n, k = 5, 136, 208
+    weight, values = quantized(rng, n, k, "int4 g128"), random(rng, (m, k), "float32")
+    factors = None if scales is None else np.full((1, 1), 0.015, np.float32)
+    x = ck.QuantizedArray.encode(values, ck.float8_e4m3, scales=factors)
+    exact = x.decode().astype(np.float64) @ weight.decode().astype(np.float64).T
+    if device == "gpu":
+        weight, x = weight.to_device("gpu"), x.to_device("gpu")
+    out = quantized_linear(x, weight, out_dtype=np.float16)
+    assert_close("out", out, exact.astype(np.float16), exact)
+
+
+def test_scales_of_float8_must_be_contiguous(device, rng):
+    if device == "cpu":
+        pytest.skip("a rule of the kernel")
+    x, (scales,) = float8(rng, 3, 128), to_device(device, np.ones((6, 1), np.float32))
+    (storage,) = to_device(device, x.storage)
+    x = ck.QuantizedArray(storage, x.dtype, x.shape, scales[::2], axis=1)
+    weight = plain().to_device("gpu") if device == "gpu" else plain()
+    with pytest.raises(ArrayLayoutError, match="the scales of x must be C-contiguous"):
+        quantized_linear(x, weight)
+
+
 HOPPER = typical_device("sm_90")
 
 # format, tokens of x, tiling; with four blocks all of them have whole tiles in turns, then shares.

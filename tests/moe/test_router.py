@@ -95,6 +95,7 @@ def test_matches_reference(device, rng, size, options, dtype):
         present = [to_host(value) for value in got if value is not None]
         assert bits in (None, [value.tobytes() for value in present])
         bits = [value.tobytes() for value in present]
+    assert got.weights.dtype == np.float32
     for name in ("expert_counts", "expert_offsets", "experts", "rows"):
         if name == "experts" and num_experts > 256 and dtype != "float32":
             continue  # neighbouring levels round to one: ties, which test_ties looks at
