@@ -10,6 +10,7 @@ import numpy as np
 from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
+    check_aligned,
     scales_of,
     score_options,
     score_settings,
@@ -21,7 +22,6 @@ from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
-    address_of,
     adopt,
     bfloat16,
     check_array,
@@ -348,7 +348,7 @@ class PreparedMla(NamedTuple):
         if out is None:
             out = empty(q, self.shape)
         else:
-            _check_address("out", out)
+            check_aligned(_OP, out=out)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
             partial = empty(q, (self.scratch_floats,), np.float32)
@@ -373,13 +373,11 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
             f"{_OP}: on the GPU, q must have {_WIDTH} columns, latent_dim must be {LATENT_DIM} and "
             f"blocks must have {BLOCK_SIZE} keys, got {q.shape}, {latent_dim} and {kv_cache.shape}"
         )
-    steps = [
-        n for n, extent in zip(kv_cache.strides, kv_cache.shape[:2], strict=False) if extent > 1
-    ]
-    if any(step % ACCESS_BYTES or step < 0 for step in steps):
+    outer = zip(kv_cache.strides, kv_cache.shape[:2], strict=False)
+    if any(step % ACCESS_BYTES or step < 0 for step, extent in outer if extent > 1):
         raise ArrayLayoutError(
-            f"{_OP}: the strides of kv_cache must be positive multiples of {ACCESS_BYTES} bytes on the "
-            f"GPU, got {kv_cache.strides}"
+            f"{_OP}: strides of kv_cache must be positive multiples of {ACCESS_BYTES} bytes on "
+            f"the GPU, got {kv_cache.strides}"
         )
     if coded and kv_cache.strides[1] != CODE_BYTES:
         raise ArrayLayoutError(
@@ -419,22 +417,15 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     )
 
 
-def _check_address(name: str, array: Array) -> None:
-    if address_of(array) % ACCESS_BYTES:
-        raise ArrayLayoutError(
-            f"{_OP}: {name} must be {ACCESS_BYTES}-byte aligned on the GPU; copy it"
-        )
-
-
 def _query_map(q: Array) -> Any:
     """Boxes of 64 rows (queries times heads), zero-filled after the last row of a request."""
-    _check_address("q", q)
+    check_aligned(_OP, q=q)
     return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _QUERY_BOX)
 
 
 def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:
     """Boxes of the tokens of a cache block."""
-    _check_address("kv_cache", kv_cache)
+    check_aligned(_OP, kv_cache=kv_cache)
     return encode_tensor_map(kv_cache[:, :, 0], box)
 
 

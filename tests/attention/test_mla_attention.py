@@ -11,7 +11,7 @@ import pytest
 import cukit as ck
 from cukit.attention import mla
 from cukit.attention._mla_plan import plan_mla_attention
-from cukit.core.arrays import address_of, bfloat16, float16, namespace
+from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
 from cukit.errors import (
     ArrayDtypeError,
@@ -21,6 +21,7 @@ from cukit.errors import (
     ConfigError,
 )
 from cukit.reference import mla_attention as reference
+from tests.contract import offset_by
 from tests.quick_run import emulated
 
 DTYPES = (float16, bfloat16)
@@ -300,16 +301,6 @@ def test_what_the_kernel_refuses(changes: dict[str, Any], message: str) -> None:
         ck.mla_attention(q, cache, table, lengths, latent_dim=min(width, LATENT))
 
 
-def _offset(array: Any, offset: int) -> Any:
-    """A copy, `offset` bytes after a multiple of 16."""
-    xp = namespace(array)
-    memory = xp.zeros(array.nbytes + 32, np.uint8)
-    first = -address_of(memory) % 16 + offset
-    copy = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("name", ["q", "kv_cache", "out"])
 @pytest.mark.parametrize("offset", [2, 8])
@@ -319,11 +310,12 @@ def test_what_is_not_aligned_is_refused(device: str, name: str, offset: int, cod
     names = "q", "kv_cache", "block_table", "seq_lens"
     latents = Latents([70], heads=2, coded=coded)
     arguments = dict(zip(names, latents.arrays(xp), strict=True))
-    want = ck.mla_attention(**arguments)
+    want: Any = ck.mla_attention(**arguments)
     arguments["out"] = xp.empty_like(want)
-    arguments[name] = _offset(arguments[name], offset)
+    arguments[name] = offset_by(arguments[name], offset)
     if device == "cpu":
-        assert (ck.mla_attention(**arguments) == want).all()
+        result: Any = ck.mla_attention(**arguments)
+        assert (result == want).all()
         return
     with pytest.raises(ArrayLayoutError, match=f"mla_attention: {name} must be 16-byte aligned"):
         ck.mla_attention(**arguments)
@@ -334,17 +326,19 @@ def test_strides_of_the_cache(device: str, coded: bool) -> None:
     """Every second block of a larger array; strides that TMA cannot take are refused."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     q, cache, table, lengths = Latents([150], heads=2, coded=coded).arrays(xp)
-    want = ck.mla_attention(q, cache, table, lengths)
+    want: Any = ck.mla_attention(q, cache, table, lengths)
     wide = xp.zeros((2 * len(cache), *cache.shape[1:]), cache.dtype)
     wide[::2] = cache
-    assert (ck.mla_attention(q, wide[::2], table, lengths) == want).all()
+    spaced: Any = ck.mla_attention(q, wide[::2], table, lengths)
+    assert (spaced == want).all()
     padded = xp.zeros((len(cache), cache[0].size + 4), cache.dtype)
     padded[:, :-4] = cache.reshape(len(cache), -1)
     strides = (padded.strides[0], *cache.strides[1:])
     odd = xp.lib.stride_tricks.as_strided(padded, cache.shape, strides)
     for view in (odd, xp.ascontiguousarray(cache[::-1])[::-1]):
         if device == "cpu":
-            assert (ck.mla_attention(q, view, table, lengths) == want).all()
+            result: Any = ck.mla_attention(q, view, table, lengths)
+            assert (result == want).all()
         else:
             with pytest.raises(ArrayLayoutError, match="strides of kv_cache must be positive"):
                 ck.mla_attention(q, view, table, lengths)
