@@ -16,6 +16,7 @@ import numpy as np
 
 import cukit
 from cukit.core import backend
+from cukit.core.arrays import address_of, namespace
 from tests.tolerances import ATOL, FACTOR, FINITE_DIFFERENCE
 
 Array = Any
@@ -45,6 +46,15 @@ def to_device(device: str, *arrays: Array | None) -> tuple[Any, ...]:
 def to_host(array: Array) -> np.ndarray[Any, Any]:
     """Return the contents of any array as a NumPy array."""
     return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def offset_by(array: Array, offset: int) -> Array:
+    """Return a contiguous copy, on the same device, `offset` bytes after a multiple of 16."""
+    memory = namespace(array).zeros(array.nbytes + 32, np.uint8)
+    first = -address_of(memory) % 16 + offset
+    copy = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def poisoned(device: str, shape: Sequence[int], dtype: str) -> Array:

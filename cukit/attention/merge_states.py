@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cukit.attention._arguments import check_aligned
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
@@ -35,8 +36,9 @@ def merge_attention_states(
         lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
     Args:
-        out_a: float16|bfloat16 [batch, seq_len_q, num_heads, head_dim], C-contiguous, head_dim a
-            multiple of 8; on the CPU float32|float64, any strides and head_dim too.
+        out_a: float16|bfloat16 [batch, seq_len_q, num_heads, head_dim], C-contiguous and 16-byte
+            aligned, head_dim a multiple of 8; on the CPU float32|float64, any address, strides and
+            head_dim too.
         lse_a: float32 [batch, num_heads, seq_len_q] (float64 for float64), natural logarithm, as
             `return_lse` returns it; -inf for a query without keys, whose output is then ignored.
         out_b: as out_a.
@@ -61,6 +63,7 @@ def merge_attention_states(
         _check(*arrays, contiguous=False)
         return reference.merge_attention_states(*arrays)
     launch = _prepare(*arrays)
+    check_aligned(_OP, out_a=out_a, out_b=out_b)
     out, lse = empty(out_a, out_a.shape), empty(lse_a, lse_a.shape)
     if out.size:
         launch(*arrays, out, lse)

@@ -10,6 +10,7 @@ import numpy as np
 from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
+    check_aligned,
     scales_of,
     score_options,
     score_settings,
@@ -17,6 +18,7 @@ from cukit.attention._arguments import (
 from cukit.attention._mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
 from cukit.attention._paged_arguments import check_table
 from cukit.core.arrays import (
+    ACCESS_BYTES,
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
@@ -81,10 +83,11 @@ def mla_attention(
         q: float16|bfloat16 [batch, seq_len_q, num_heads, 576], C-contiguous, the first 512 columns
             multiplied by W_uk; on the CPU float32|float64 and other widths too. The queries of a
             request are the last seq_len_q of its tokens: 1 in a decode step, a few when draft
-            tokens are verified.
-        kv_cache: dtype of q, [num_blocks, 64, 1, 576], any block stride; on the CPU any block size.
-            Or uint8 [num_blocks, 64, 1, 656], FP8 latents from :func:`encode_mla_latents`; then on
-            the GPU q is bfloat16, and the tokens of a block are contiguous.
+            tokens are verified. On the GPU q, kv_cache and out are 16-byte aligned.
+        kv_cache: dtype of q, [num_blocks, 64, 1, 576], any block stride (on the GPU a positive
+            multiple of 16 bytes); on the CPU any block size. Or uint8 [num_blocks, 64, 1, 656], FP8
+            latents from :func:`encode_mla_latents`; then on the GPU q is bfloat16, and the tokens
+            of a block are contiguous.
         block_table: int32 [batch, max_blocks], C-contiguous. Entries after a request's last key
             are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
@@ -344,6 +347,8 @@ class PreparedMla(NamedTuple):
         """Launches both kernels."""
         if out is None:
             out = empty(q, self.shape)
+        else:
+            check_aligned(_OP, out=out)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
             partial = empty(q, (self.scratch_floats,), np.float32)
@@ -367,6 +372,12 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
         raise ArrayShapeError(
             f"{_OP}: on the GPU, q must have {_WIDTH} columns, latent_dim must be {LATENT_DIM} and "
             f"blocks must have {BLOCK_SIZE} keys, got {q.shape}, {latent_dim} and {kv_cache.shape}"
+        )
+    outer = zip(kv_cache.strides, kv_cache.shape[:2], strict=False)
+    if any(step % ACCESS_BYTES or step < 0 for step, extent in outer if extent > 1):
+        raise ArrayLayoutError(
+            f"{_OP}: strides of kv_cache must be positive multiples of {ACCESS_BYTES} bytes on "
+            f"the GPU, got {kv_cache.strides}"
         )
     if coded and kv_cache.strides[1] != CODE_BYTES:
         raise ArrayLayoutError(
@@ -408,11 +419,13 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
 
 def _query_map(q: Array) -> Any:
     """Boxes of 64 rows (queries times heads), zero-filled after the last row of a request."""
+    check_aligned(_OP, q=q)
     return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _QUERY_BOX)
 
 
 def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:
     """Boxes of the tokens of a cache block."""
+    check_aligned(_OP, kv_cache=kv_cache)
     return encode_tensor_map(kv_cache[:, :, 0], box)
 
 

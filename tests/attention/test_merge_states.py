@@ -9,9 +9,9 @@ import pytest
 
 import cukit as ck
 from cukit.core.arrays import bfloat16, float16
-from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.reference.attention import flash_attention as attend
-from tests.contract import to_device, to_host
+from tests.contract import offset_by, to_device, to_host
 
 TOLERANCES = {float16: 2.0**-9, bfloat16: 2.0**-6, np.dtype(np.float32): 1e-5}
 
@@ -59,3 +59,19 @@ def test_what_is_refused(device: str) -> None:
         ck.merge_attention_states(placed[0], placed[1], placed[2], placed[3][:1])
     with pytest.raises(ArrayDtypeError, match="out_b"):
         ck.merge_attention_states(placed[0], placed[1], placed[2].astype(np.float16), placed[3])
+
+
+@pytest.mark.parametrize("name", ["out_a", "out_b"])
+def test_what_is_not_aligned_is_refused(device: str, name: str) -> None:
+    """Also after a call with aligned arrays of the same shapes; the reference takes any address."""
+    states, *_ = parts(bfloat16)
+    placed = dict(
+        zip(("out_a", "lse_a", "out_b", "lse_b"), to_device(device, *states), strict=True)
+    )
+    want, _ = ck.merge_attention_states(**placed)
+    placed[name] = offset_by(placed[name], 8)
+    if device == "cpu":
+        assert (ck.merge_attention_states(**placed)[0] == want).all()
+        return
+    with pytest.raises(ArrayLayoutError, match=f"merge_attention_states: {name} must be 16-byte"):
+        ck.merge_attention_states(**placed)

@@ -13,8 +13,15 @@ from cukit.attention import mla
 from cukit.attention._mla_plan import plan_mla_attention
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
+from cukit.errors import (
+    ArrayDtypeError,
+    ArrayError,
+    ArrayLayoutError,
+    ArrayShapeError,
+    ConfigError,
+)
 from cukit.reference import mla_attention as reference
+from tests.contract import offset_by
 from tests.quick_run import emulated
 
 DTYPES = (float16, bfloat16)
@@ -28,10 +35,11 @@ class Latents:
 
     def __init__(
         self, lengths: list[int], *, heads: int = 16, seq_q: int = 1, dtype: Any = bfloat16,
-        spread: float = 1.0, coded: bool = False, seed: int = 0,
+        spread: float = 1.0, coded: bool = False, outlier: float = 1.0, seed: int = 0,
     ) -> None:  # fmt: skip
         """coded: FP8 latents of different magnitudes. spread: standard deviation of the queries;
-        large values update the row maxima often."""
+        large values update the row maxima often. outlier: factor of the latent of each request's
+        first key; if it is not 1, no query attends to that key."""
         generator = np.random.default_rng(seed)
         counts = [-(-length // BLOCK) for length in lengths]
         order = generator.permutation(sum(counts) + 2).astype(np.int32)
@@ -39,10 +47,13 @@ class Latents:
         if coded:
             self.cache = np.full((order.size, BLOCK, 1, reference.CODE_BYTES), 0xFF, np.uint8)
         self.table = np.full((len(lengths), max(counts, default=0) + 1), HUGE, np.int32)
+        firsts = []
         for b, (length, end) in enumerate(zip(lengths, np.cumsum(counts), strict=True)):
             blocks = order[end - counts[b] : end]
             self.table[b, : counts[b]] = blocks
             rows = generator.standard_normal((length, 1, WIDTH), np.float32)
+            rows[:1, 0, :LATENT] *= outlier
+            firsts.append(rows[:1, 0, :LATENT].copy())
             if coded:
                 magnitudes = 10 ** generator.uniform(-2, 0, (length, 1, LATENT // reference.GROUP))
                 rows[..., :LATENT] *= magnitudes.repeat(reference.GROUP, axis=-1)
@@ -52,7 +63,13 @@ class Latents:
         self.lengths = np.asarray(lengths, np.int32)
         shape = (len(lengths), seq_q, heads, WIDTH)
         self.spread = spread
-        self.q = (spread * generator.standard_normal(shape, np.float32)).astype(dtype)
+        q = spread * generator.standard_normal(shape, np.float32)
+        for row, first in zip(q, firsts, strict=True):
+            if outlier != 1 and first.size:
+                direction = first[0] / np.linalg.norm(first)
+                along = row[..., :LATENT] @ direction + 3 * spread
+                row[..., :LATENT] -= along[..., None] * direction
+        self.q = q.astype(dtype)
 
     def arrays(self, xp: Any) -> list[Any]:
         return [xp.asarray(a) for a in (self.q, self.cache, self.table, self.lengths)]
@@ -115,6 +132,17 @@ def test_any_heads_and_queries(device: str, heads: int, seq_q: int) -> None:
 def test_float8_latents(device: str, heads: int, seq_q: int) -> None:
     """FP8 latents with very different scales of neighbouring tokens; NaN in unused rows."""
     Latents([200, 0, 65, 3], heads=heads, seq_q=seq_q, coded=True).check(device)
+
+
+@pytest.mark.parametrize("outlier", [1e5, 1e-5])
+def test_a_latent_much_larger_or_smaller_than_the_others(device: str, outlier: float) -> None:
+    """As of the first token of a text in trained models: the other latents keep their accuracy."""
+    Latents([150, 70], heads=24, coded=True, outlier=outlier).check(device)
+
+
+@pytest.mark.parametrize("spread", [1e-6, 16.0])
+def test_queries_of_any_magnitude(device: str, spread: float) -> None:
+    Latents([150, 3], heads=16, coded=True, spread=spread).check(device)
 
 
 def test_latents_are_encoded(device: str, rng: np.random.Generator) -> None:
@@ -271,6 +299,49 @@ def test_what_the_kernel_refuses(changes: dict[str, Any], message: str) -> None:
     table, lengths = np.array([[0, 1]], np.int32), np.array([20], np.int32)
     with ck.backend("emulator"), pytest.raises(ArrayError, match=message):
         ck.mla_attention(q, cache, table, lengths, latent_dim=min(width, LATENT))
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("name", ["q", "kv_cache", "out"])
+@pytest.mark.parametrize("offset", [2, 8])
+def test_what_is_not_aligned_is_refused(device: str, name: str, offset: int, coded: bool) -> None:
+    """Also after a call with aligned arrays of the same shapes; the reference takes any address."""
+    xp = pytest.importorskip("cupy") if device == "gpu" else np
+    names = "q", "kv_cache", "block_table", "seq_lens"
+    latents = Latents([70], heads=2, coded=coded)
+    arguments = dict(zip(names, latents.arrays(xp), strict=True))
+    want: Any = ck.mla_attention(**arguments)
+    arguments["out"] = xp.empty_like(want)
+    arguments[name] = offset_by(arguments[name], offset)
+    if device == "cpu":
+        result: Any = ck.mla_attention(**arguments)
+        assert (result == want).all()
+        return
+    with pytest.raises(ArrayLayoutError, match=f"mla_attention: {name} must be 16-byte aligned"):
+        ck.mla_attention(**arguments)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_strides_of_the_cache(device: str, coded: bool) -> None:
+    """Every second block of a larger array; strides that TMA cannot take are refused."""
+    xp = pytest.importorskip("cupy") if device == "gpu" else np
+    q, cache, table, lengths = Latents([150], heads=2, coded=coded).arrays(xp)
+    want: Any = ck.mla_attention(q, cache, table, lengths)
+    wide = xp.zeros((2 * len(cache), *cache.shape[1:]), cache.dtype)
+    wide[::2] = cache
+    spaced: Any = ck.mla_attention(q, wide[::2], table, lengths)
+    assert (spaced == want).all()
+    padded = xp.zeros((len(cache), cache[0].size + 4), cache.dtype)
+    padded[:, :-4] = cache.reshape(len(cache), -1)
+    strides = (padded.strides[0], *cache.strides[1:])
+    odd = xp.lib.stride_tricks.as_strided(padded, cache.shape, strides)
+    for view in (odd, xp.ascontiguousarray(cache[::-1])[::-1]):
+        if device == "cpu":
+            result: Any = ck.mla_attention(q, view, table, lengths)
+            assert (result == want).all()
+        else:
+            with pytest.raises(ArrayLayoutError, match="strides of kv_cache must be positive"):
+                ck.mla_attention(q, view, table, lengths)
 
 
 @pytest.mark.parametrize(
