@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
-from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PENDING, UNMAPPED
+from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PACKED, PENDING, UNMAPPED
 
 
 def check_invariants(pool: MemoryPool) -> None:
@@ -14,7 +14,7 @@ def check_invariants(pool: MemoryPool) -> None:
     arena, pager, streams = pool._arena, pool._pager, pool._streams
     page = pager.page_bytes
     assert not pool._busy
-    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED), 0)
+    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED, PACKED), 0)
     seen: dict[int, list[object]] = {state: [] for state in sizes}
     mapped = set()
     end = 0
@@ -45,12 +45,30 @@ def check_invariants(pool: MemoryPool) -> None:
     assert pool._live == live
     for span in live.values():
         assert span.holder is None or span.holder.span is span
-    rows, addresses, row_sizes = pool._movables.columns()
-    movable = pool._movables.spans(rows)
-    assert {id(span) for span in movable} == {id(span) for span in live.values() if span.movable}
-    assert [span.address for span in movable] == addresses.tolist() == sorted(addresses)
-    assert [span.size for span in movable] == row_sizes.tolist()
-    assert len(movable) == len(pool._movables)
+    movables = pool._movables
+    rows, addresses, row_sizes = movables.columns()
+    assert addresses.tolist() == sorted(addresses)
+    assert len(rows) == len(movables)
+    assert set(rows.tolist()) == set(range(len(movables._holders))) - set(movables._empty)
+    packed = [bool(movables._packed[row]) for row in rows]
+    assert sum(packed) == sum(movables._packed) == movables.num_packed
+    holders = movables.holders(rows)
+    assert [holder.row for holder in holders] == rows.tolist()
+    alone = [holder.span for holder, one in zip(holders, packed, strict=True) if not one]
+    assert {id(span) for span in alone} == {id(span) for span in live.values() if span.movable}
+    apart = [at for at, one in zip(zip(addresses, row_sizes, strict=True), packed, strict=True) if not one]
+    assert [(span.address, span.size) for span in alone] == apart
+
+    # The packed buffers tile the PACKED spans.
+    runs: list[object] = []
+    for (at, size), one in zip(zip(addresses.tolist(), row_sizes.tolist(), strict=True), packed, strict=True):
+        if one and runs and runs[-1][1] == at and at not in movables._starts:  # type: ignore[index]
+            runs[-1] = runs[-1][0], at + size  # type: ignore[index]
+        elif one:
+            runs.append((at, at + size))
+    assert runs == [(span.address, span.end) for span in movables._runs]
+    assert movables._starts == [span.address for span in movables._runs]
+    assert seen[PACKED] == movables._runs
     for state in streams.states.values():
         for size, spans in state.bins.items():
             for span in spans:
@@ -92,10 +110,10 @@ def check_invariants(pool: MemoryPool) -> None:
     # Totals are consistent.
     spare = pager.num_spare * page
     free = sizes[FREE] + sizes[CACHED] + spare
-    assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
-    assert pool._counters.live_bytes == sizes[LIVE]
+    assert pager.reserved_bytes == sizes[LIVE] + sizes[PACKED] + sizes[PENDING] + free
+    assert pool._counters.live_bytes == sizes[LIVE] + sizes[PACKED]
     assert pool._supply.pending_bytes == sizes[PENDING]
-    assert pool._counters.peak_live_bytes >= sizes[LIVE]
+    assert pool._counters.peak_live_bytes >= sizes[LIVE] + sizes[PACKED]
     limit = pool.config.max_pool_size
     assert limit is None or pager.peak_reserved_bytes <= limit
     assert pager.peak_reserved_bytes >= pager.reserved_bytes

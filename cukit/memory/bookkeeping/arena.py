@@ -245,8 +245,9 @@ class Arena:
             self.unmapped[cut.next.address] = cut.next
         return cut
 
-    def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> None:
+    def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> tuple[Ints, Ints]:
         """Rebuilds all ranges from these spans; the memory between them is free and merged.
+        Returns the addresses and sizes of the free spans, in address order.
 
         All streams are idle (Streams.mark_all_done), or have only the moves left to do: all free
         memory, including the old places of moved spans, becomes available to every stream.
@@ -290,6 +291,8 @@ class Arena:
             state.index.replace(())
             state.settled = state.done
         self.streams.shared.index.replace(free)
+        holes = np.array([(span.address, span.size) for span in free], np.int64).reshape(-1, 2)
+        return holes[:, 0], holes[:, 1]
 
     # Streams ----------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ class Pager:
         """
         if not self._remaps:
             return 0
-        largest = max(self._arena.streams.shared.index, key=lambda span: span.size, default=None)
+        largest = self._arena.streams.shared.index.largest()
         if largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))
