@@ -150,8 +150,7 @@ class Defragmenter:
 
         Listeners receive a move as a free at the old address and an allocation at the new one.
         """
-        address, size = used.pieces.movable.copy(), used.pieces.movable_size
-        address[plan.moved] = plan.target
+        address, size = plan.target, used.pieces.movable_size
         order = address.argsort()
         runs = self._runs(address[order], size[order])
         self._movables.pack(used.rows, address, runs)
@@ -184,7 +183,8 @@ class Defragmenter:
     def _report(self, rows: Ints, plan: Plan) -> None:
         """Sends the moves to the listeners."""
         spans = [holder.span for holder in self._movables.holders(rows)]
-        for span, address in zip(spans, plan.source.tolist(), strict=True):
+        for span, address in zip(spans, plan.source[plan.moved].tolist(), strict=True):
             self._listeners.moved_away(span, address)
-        for number in plan.target.argsort().tolist():
-            self._listeners.moved_here(spans[number], int(plan.target[number]))
+        target = plan.target[plan.moved]
+        for number in target.argsort().tolist():
+            self._listeners.moved_here(spans[number], int(target[number]))
