@@ -95,13 +95,13 @@ def check_invariants(pool: MemoryPool) -> None:
 
     # Pages and their bytes are counted once, at however many addresses they are mapped.
     if pool.provider.can_remap:
-        assert set(pager.mapped) == mapped
+        at = pages_mapped(pool)
+        assert set(at) == mapped
         held = [*pager.spare, *chain.from_iterable(pager.large_spare)]
-        pages = {*pager.mapped.values(), *held}
-        assert len(pages) == len(set(pager.mapped.values())) + len(held)
-        for first in set(pager.large_at.values()):
-            parts = range(first, first + pager.large_pages * page, page)
-            assert all(at in pager.mapped and pager.large_at[at] == first for at in parts)
+        pages = {*at.values(), *held}
+        assert len(pages) == len(set(at.values())) + len(held)
+        assert pager._large_starts == sorted(pager.large_mapped)
+        assert len(at) == len(pager.mapped) + pager.large_pages * len(pager.large_mapped)
         assert pager.reserved_bytes == len(pages) * page
         check_second_mappings(pool)
     else:
@@ -121,10 +121,20 @@ def check_invariants(pool: MemoryPool) -> None:
     assert used is None or used == pager.reserved_bytes, "the device and the pool disagree"
 
 
+def pages_mapped(pool: MemoryPool) -> dict[int, object]:
+    """All mapped pages by address; those of large pages, too."""
+    pager = pool._pager
+    found: dict[int, object] = dict(pager.mapped)
+    for first, parts in pager.large_mapped.items():
+        found.update(zip(range(first, first + len(parts) * pager.page_bytes, pager.page_bytes), parts, strict=True))
+    return found
+
+
 def check_second_mappings(pool: MemoryPool) -> None:
     """Each byte of a page that is mapped several times is in use at exactly one address."""
     pager, page = pool._pager, pool._pager.page_bytes
-    counts = Counter(pager.mapped.values())
+    at_address = pages_mapped(pool)
+    counts = Counter(at_address.values())
     used: dict[object, list[tuple[int, int]]] = {
         handle: [] for handle, count in counts.items() if count > 1
     }
@@ -132,9 +142,9 @@ def check_second_mappings(pool: MemoryPool) -> None:
         if span.state in (UNMAPPED, ALIASED):
             continue
         for at in range(span.address // page * page, span.end, page):
-            if pager.mapped[at] in used:
+            if at_address[at] in used:
                 low, high = max(span.address, at), min(span.end, at + page)
-                used[pager.mapped[at]].append((low - at, high - at))
+                used[at_address[at]].append((low - at, high - at))
     for parts in used.values():
         parts.sort()
         assert parts[0][0] == 0
