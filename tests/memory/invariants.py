@@ -50,25 +50,27 @@ def check_invariants(pool: MemoryPool) -> None:
     assert addresses.tolist() == sorted(addresses)
     assert len(rows) == len(movables)
     assert set(rows.tolist()) == set(range(len(movables._holders))) - set(movables._empty)
-    packed = [bool(movables._packed[row]) for row in rows]
-    assert sum(packed) == sum(movables._packed) == movables.num_packed
     holders = movables.holders(rows)
     assert [holder.row for holder in holders] == rows.tolist()
-    alone = [holder.span for holder, one in zip(holders, packed, strict=True) if not one]
-    assert {id(span) for span in alone} == {id(span) for span in live.values() if span.movable}
-    apart = [at for at, one in zip(zip(addresses, row_sizes, strict=True), packed, strict=True) if not one]
-    assert [(span.address, span.size) for span in alone] == apart
-
-    # The packed buffers tile the PACKED spans.
-    runs: list[object] = []
-    for (at, size), one in zip(zip(addresses.tolist(), row_sizes.tolist(), strict=True), packed, strict=True):
-        if one and runs and runs[-1][1] == at and at not in movables._starts:  # type: ignore[index]
-            runs[-1] = runs[-1][0], at + size  # type: ignore[index]
-        elif one:
-            runs.append((at, at + size))
-    assert runs == [(span.address, span.end) for span in movables._runs]
-    assert movables._starts == [span.address for span in movables._runs]
-    assert seen[PACKED] == movables._runs
+    packed: list[tuple[int, int]] = []
+    for number, group in enumerate(movables._groups):
+        if group is None:
+            continue
+        assert group.state == PACKED
+        of = movables._packed_rows[movables._first[number] : movables._first[number + 1]].tolist()
+        assert (movables._group_of[of] == number).all()
+        at = group.address
+        for row in of:
+            assert movables._address[row] == at
+            packed.append((at, movables._size[row]))
+            at += movables._size[row]
+        assert at == group.end
+    assert {id(span) for span in movables._groups if span} == {id(span) for span in seen[PACKED]}
+    assert len(packed) == movables.num_packed
+    columns = set(zip(addresses.tolist(), row_sizes.tolist(), strict=True))
+    alone = {(span.address, span.size) for span in live.values() if span.movable}
+    assert len(alone) + len(packed) == len(rows)
+    assert alone | set(packed) == columns
     for state in streams.states.values():
         for size, spans in state.bins.items():
             for span in spans:
@@ -126,7 +128,13 @@ def pages_mapped(pool: MemoryPool) -> dict[int, object]:
     pager = pool._pager
     found: dict[int, object] = dict(pager.mapped)
     for first, parts in pager.large_mapped.items():
-        found.update(zip(range(first, first + len(parts) * pager.page_bytes, pager.page_bytes), parts, strict=True))
+        found.update(
+            zip(
+                range(first, first + len(parts) * pager.page_bytes, pager.page_bytes),
+                parts,
+                strict=True,
+            )
+        )
     return found
 
 

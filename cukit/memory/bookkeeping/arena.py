@@ -76,6 +76,10 @@ class Arena:
         self.unmapped[address] = added.first
         return added.first
 
+    def replace_first(self, old: Span, new: Span) -> None:
+        """Makes a span the first of its range in place of another with the same address."""
+        self._ranges[old.address].first = new
+
     def drop_range(self, span: Span) -> None:
         """Removes the range that `span`, unmapped or free, covers alone."""
         assert span.prev is None

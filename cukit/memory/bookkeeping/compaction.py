@@ -256,9 +256,7 @@ def _common(address: Ints, size: Ints, low: Ints, high: Ints) -> tuple[Ints, Int
     return start, np.minimum(end[of], high[run]) - start
 
 
-def _pages_kept(
-    pieces: Pieces, pages: Pages, *, remap: bool
-) -> tuple[npt.NDArray[np.bool_], int]:
+def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> tuple[npt.NDArray[np.bool_], int]:
     """For each page, whether it stays in use; and the bytes of the other pages if they can be
     remapped."""
     page = pages.page_bytes

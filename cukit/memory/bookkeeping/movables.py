@@ -4,40 +4,44 @@ A buffer has a row from its creation until it is pinned or freed. Pins are taken
 lock but removed without it, so the removal of the last pin is only noted; the buffer gets a row
 again when the rows are next read.
 
-A defragmentation packs all buffers that have a row: a run of adjacent buffers becomes one PACKED
+A defragmentation packs all buffers that have a row: a group of adjacent buffers becomes one PACKED
 span, the rows are the only record of the buffers' addresses, and no Python object of a buffer is
-touched. A buffer gets its own span back, cut out of its run, when it is pinned, freed or reported
-(`unpack`).
+touched. When one of a group is pinned, freed or reported, all get their own spans back (`unpack`).
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 
 from cukit.memory.bookkeeping.compaction import Ints
-from cukit.memory.bookkeeping.spans import LIVE, NO_ROW, PACKED, Holder, Span
+from cukit.memory.bookkeeping.spans import GONE, NO_ROW, PACKED, Holder, Span
+
+MOST_PER_GROUP = 16
+"""Unpacking a group of 16 takes as long as one pin."""
 
 
 class Movables:
     """All methods but `note` and `starts_at` require the pool's lock.
 
     live: the live spans by address. Packed buffers are not in it.
+    replace_first: Arena.replace_first.
     """
 
-    def __init__(self, live: dict[int, Span]) -> None:
+    def __init__(self, live: dict[int, Span], replace_first: Callable[[Span, Span], None]) -> None:
         self._live = live
+        self._replace_first = replace_first
         self._address, self._size = array("q"), array("q")
         """By row; an empty row has address and size 0."""
         self._holders: list[Holder | None] = []
-        self._packed = bytearray()
-        """By row: 1 if the buffer is packed."""
         self.num_packed = 0
-        self._starts: list[int] = []
-        self._runs: list[Span] = []
-        """The PACKED spans and their addresses, ascending."""
+        self._groups: list[Span | None] = []
+        """The PACKED spans; None: unpacked."""
+        self._packed_rows = self._first = self._group_of = np.empty(0, np.int64)
+        """The rows that the last defragmentation packed, in address order; where the rows of each
+        group begin in that list; the group by row."""
         self._empty: list[int] = []
         self._unpinned: set[Holder] = set()
         self.note = self._unpinned.add
@@ -49,7 +53,7 @@ class Movables:
     @property
     def packed_bytes(self) -> int:
         """Bytes of all packed buffers."""
-        return sum(span.size for span in self._runs)
+        return sum(span.size for span in self._groups if span is not None)
 
     def starts_at(self, address: object) -> bool:
         """Whether a buffer that has a row starts at the address."""
@@ -65,7 +69,6 @@ class Movables:
         else:
             row = len(self._holders)
             self._holders.append(holder)
-            self._packed.append(0)
             self._address.append(span.address)
             self._size.append(span.size)
         holder.row = row
@@ -105,57 +108,82 @@ class Movables:
 
     # Packing ----------------------------------------------------------------------------------
 
-    def pack(self, rows: Ints, address: Ints, runs: list[Span]) -> None:
-        """Packs all buffers.
+    def pack(self, rows: Ints, address: Ints, size: Ints, bounds: list[int]) -> list[Span]:
+        """Packs all buffers; returns the PACKED spans in address order.
 
         Args:
             rows: of all buffers.
             address: of each of them; may be new.
-            runs: PACKED spans that cover them all and nothing else, in address order.
+            size: of each of them.
+            bounds: the addresses of all reservations; no group contains two buffers on both sides
+                of one.
         """
         np.frombuffer(self._address, np.int64)[rows] = address
-        packed = np.zeros(len(self._packed), np.uint8)
-        packed[rows] = 1
-        self._packed = bytearray(packed)
+        order = address.argsort()
+        address = address[order]
+        end = address + size[order]
+        apart = np.ones(len(rows) + 1, bool)
+        np.not_equal(address[1:], end[:-1], out=apart[1:-1])
+        if len(bounds) > 1:
+            apart[:-1] |= np.isin(address, bounds)
+        place = np.arange(len(rows) + 1)
+        # Each run of adjacent buffers is cut into groups.
+        run = np.maximum.accumulate(np.where(apart, place, 0))
+        apart |= (place - run) % MOST_PER_GROUP == 0
+        first = apart.nonzero()[0]
+        low = address[first[:-1]].tolist()
+        high = end[first[1:] - 1].tolist()
+        spans = [Span(at, to - at, PACKED) for at, to in zip(low, high, strict=True)]
+        self._packed_rows, self._first = rows[order], first
+        self._group_of = np.zeros(len(self._holders), np.int64)
+        self._group_of[self._packed_rows] = apart[:-1].cumsum() - 1
+        self._groups = list(spans)
         self.num_packed = len(rows)
-        self._runs = runs
-        self._starts = [span.address for span in runs]
+        return spans
 
     def unpack(self, holder: Holder) -> None:
-        """Gives a buffer its own span, if it is packed."""
+        """Gives a buffer its own span, and those in its group theirs, if it is packed."""
         row = holder.row
-        if row == NO_ROW or not self._packed[row]:
+        if self.num_packed and NO_ROW < row < len(self._group_of):
+            self._unpack(int(self._group_of[row]))
+
+    def _unpack(self, number: int) -> None:
+        group = self._groups[number]
+        if group is None:
             return
-        address, size = self._address[row], self._size[row]
-        number = bisect_right(self._starts, address) - 1
-        run = self._runs[number]
-        end = run.end
-        span = run.isolate(address, size)
-        rest = [] if span is run else [run]
-        if span.end < end:
-            assert span.next is not None
-            rest.append(span.next)
-        self._runs[number : number + 1] = rest
-        self._starts[number : number + 1] = [one.address for one in rest]
-        old = holder.span
-        span.state, span.stream, span.holder = LIVE, old.stream, holder
-        span.requested, span.call_site = old.requested, old.call_site
-        holder.span = self._live[address] = span
-        self._packed[row] = 0
-        self.num_packed -= 1
+        rows = self._packed_rows[self._first[number] : self._first[number + 1]].tolist()
+        before = group.prev
+        end = group.address
+        for row in rows:
+            holder = self._holders[row]
+            assert holder is not None
+            span = holder.span
+            span.address, span.uses = end, ()
+            end += span.size
+            self._live[span.address] = span
+            span.prev = before
+            if before is not None:
+                before.next = span
+            before = span
+        span.next = group.next
+        if group.next is not None:
+            group.next.prev = span
+        if group.prev is None:
+            self._replace_first(group, self._holders[rows[0]].span)  # type: ignore[union-attr]
+        group.prev = group.next = None
+        group.state = GONE
+        self._groups[number] = None
+        self.num_packed -= len(rows)
 
     def unpack_at(self, address: object) -> None:
         """Gives the buffer that contains an address its own span."""
         if not self.num_packed or not isinstance(address, int):
             return
-        rows, start, size = self.columns()
-        at = int(start.searchsorted(min(max(address, 0), np.iinfo(np.int64).max), "right")) - 1
-        if at >= 0 and address < start[at] + size[at]:
-            (holder,) = self.holders(rows[at : at + 1])
-            self.unpack(holder)
+        for number, group in enumerate(self._groups):
+            if group is not None and group.address <= address < group.end:
+                self._unpack(number)
 
     def unpack_all(self) -> None:
         """Gives every buffer its own span."""
-        if self.num_packed:
-            for holder in filter(None, self._holders):
-                self.unpack(holder)
+        for number in range(len(self._groups)) if self.num_packed else ():
+            self._unpack(number)

@@ -24,7 +24,15 @@ PACKED: several adjacent unpinned buffers, described by Movables.
 GONE: merged into a neighbour; no longer part of any range.
 The other states are those of blocks.py."""
 
-PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped", "unmapped", "live")
+PUBLIC_STATE: tuple[BlockState, ...] = (
+    "live",
+    "free",
+    "free",
+    "pending",
+    "unmapped",
+    "unmapped",
+    "live",
+)
 
 NO_ROW = -1
 

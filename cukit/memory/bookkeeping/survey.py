@@ -90,7 +90,9 @@ class UsedSpans:
             wall, wall_size = wall[order], wall_size[order]
         begins = [part.address for part in ranges] + [span.end for span in unmapped]
         ends = [part.address + part.size for part in ranges] + [span.address for span in unmapped]
-        mapped = [pair for pair in zip(sorted(begins), sorted(ends), strict=True) if pair[0] < pair[1]]
+        mapped = [
+            pair for pair in zip(sorted(begins), sorted(ends), strict=True) if pair[0] < pair[1]
+        ]
         begin, end = np.array(mapped, np.int64).reshape(-1, 2).T
         pieces = Pieces(begin, end, movable, movable_size, wall, wall_size)
         return cls(rows, live, others, at, size, pieces)

@@ -11,9 +11,9 @@ import numpy as np
 
 from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
-from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
+from cukit.memory.bookkeeping.compaction import Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
-from cukit.memory.bookkeeping.spans import NO_ROW, PACKED, Span
+from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
 from cukit.memory.pool.listeners import Listeners
@@ -150,35 +150,21 @@ class Defragmenter:
 
         Listeners receive a move as a free at the old address and an allocation at the new one.
         """
-        address, size = plan.target, used.pieces.movable_size
-        order = address.argsort()
-        runs = self._runs(address[order], size[order])
-        self._movables.pack(used.rows, address, runs)
+        bounds = [part.address for part in self._arena.ranges()]
+        packed = self._movables.pack(used.rows, plan.target, used.pieces.movable_size, bounds)
         live = self._live
         live.clear()
         live.update((span.address, span) for span in used.live)
         if self._listeners.active:
             self._report(used.rows[plan.moved], plan)
-        spans = runs + used.others
-        run_at = np.array([span.address for span in runs], np.int64)
-        run_size = np.array([span.size for span in runs], np.int64)
-        placed = np.concatenate((run_at, used.others_at))
-        free = self._arena.place(spans, placed, np.concatenate((run_size, used.others_size)))
+        at = np.array([span.address for span in packed], np.int64)
+        size = np.array([span.size for span in packed], np.int64)
+        free = self._arena.place(
+            packed + used.others,
+            np.concatenate((at, used.others_at)),
+            np.concatenate((size, used.others_size)),
+        )
         return measure(*free, self._pager.paging())
-
-    def _runs(self, address: Ints, size: Ints) -> list[Span]:
-        """PACKED spans over all stretches of adjacent buffers, each in one reservation."""
-        if not len(address):
-            return []
-        end = address + size
-        apart = address[1:] != end[:-1]
-        ranges = self._arena.ranges()
-        if len(ranges) > 1:
-            apart |= np.isin(address[1:], [part.address for part in ranges])
-        breaks = apart.nonzero()[0]
-        starts = [int(address[0]), *address[breaks + 1].tolist()]
-        ends = [*end[breaks].tolist(), int(end[-1])]
-        return [Span(at, to - at, PACKED) for at, to in zip(starts, ends, strict=True)]
 
     def _report(self, rows: Ints, plan: Plan) -> None:
         """Sends the moves to the listeners."""

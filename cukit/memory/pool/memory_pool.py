@@ -140,7 +140,7 @@ class MemoryPool:
         self._pager = Pager(config, provider, self._arena, emit)
         stitcher = Stitcher(provider, self._arena, self._pager, emit)
         self._supply = Supply(provider, self._arena, self._pager, stitcher, self._streams, emit)
-        self._movables = Movables(self._live)
+        self._movables = Movables(self._live, self._arena.replace_first)
         self._defragmenter = Defragmenter(
             provider,
             self._arena,
