@@ -6,7 +6,16 @@ from collections import Counter
 from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
-from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PACKED, PENDING, UNMAPPED
+from cukit.memory.bookkeeping.spans import (
+    ALIASED,
+    CACHED,
+    FREE,
+    LIVE,
+    PACKED,
+    PENDING,
+    UNMAPPED,
+    Span,
+)
 
 
 def check_invariants(pool: MemoryPool) -> None:
@@ -15,8 +24,8 @@ def check_invariants(pool: MemoryPool) -> None:
     page = pager.page_bytes
     assert not pool._busy
     sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED, PACKED), 0)
-    seen: dict[int, list[object]] = {state: [] for state in sizes}
-    mapped = set()
+    seen: dict[int, list[Span]] = {state: [] for state in sizes}
+    mapped: set[int] = set()
     end = 0
     for part in arena.ranges():
         assert part.address >= end, "ranges overlap"
@@ -41,7 +50,7 @@ def check_invariants(pool: MemoryPool) -> None:
         assert end == part.address + part.size
 
     # Every span is in the container of its state, and in no other.
-    live = {span.address: span for span in seen[LIVE]}  # type: ignore[attr-defined]
+    live = {span.address: span for span in seen[LIVE]}
     assert pool._live == live
     for span in live.values():
         assert span.holder is None or span.holder.span is span
@@ -97,13 +106,13 @@ def check_invariants(pool: MemoryPool) -> None:
 
     # Pages and their bytes are counted once, at however many addresses they are mapped.
     if pool.provider.can_remap:
-        at = pages_mapped(pool)
-        assert set(at) == mapped
+        pages_at = pages_mapped(pool)
+        assert set(pages_at) == mapped
         held = [*pager.spare, *chain.from_iterable(pager.large_spare)]
-        pages = {*at.values(), *held}
-        assert len(pages) == len(set(at.values())) + len(held)
+        pages = {*pages_at.values(), *held}
+        assert len(pages) == len(set(pages_at.values())) + len(held)
         assert pager._large_starts == sorted(pager.large_mapped)
-        assert len(at) == len(pager.mapped) + pager.large_pages * len(pager.large_mapped)
+        assert len(pages_at) == len(pager.mapped) + pager.large_pages * len(pager.large_mapped)
         assert pager.reserved_bytes == len(pages) * page
         check_second_mappings(pool)
     else:
@@ -140,7 +149,7 @@ def pages_mapped(pool: MemoryPool) -> dict[int, object]:
 
 def check_second_mappings(pool: MemoryPool) -> None:
     """Each byte of a page that is mapped several times is in use at exactly one address."""
-    pager, page = pool._pager, pool._pager.page_bytes
+    page = pool._pager.page_bytes
     at_address = pages_mapped(pool)
     counts = Counter(at_address.values())
     used: dict[object, list[tuple[int, int]]] = {

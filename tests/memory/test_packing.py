@@ -1,4 +1,4 @@
-"""Buffers after a defragmentation: packed in runs until one of them is pinned, freed or reported."""
+"""Buffers after a defragmentation: packed in groups until one of them is pinned or freed."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Movables:
         if group.next is not None:
             group.next.prev = span
         if group.prev is None:
-            self._replace_first(group, self._holders[rows[0]].span)  # type: ignore[union-attr]
+            self._replace_first(group, self._holders[rows[0]].span)
         group.prev = group.next = None
         group.state = GONE
         self._groups[number] = None

@@ -11,7 +11,7 @@ import numpy as np
 
 from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
-from cukit.memory.bookkeeping.compaction import Plan, plan_compaction
+from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
