@@ -38,7 +38,7 @@ class Movables:
         self._holders: list[Holder | None] = []
         self.num_packed = 0
         self._groups: list[Span | None] = []
-        """The PACKED spans; None: unpacked."""
+        """The PACKED spans; None: unpacked. The last is of the rows that were empty."""
         self._packed_rows = self._first = self._group_of = np.empty(0, np.int64)
         """The rows that the last defragmentation packed, in address order; where the rows of each
         group begin in that list; the group by row."""
@@ -135,9 +135,9 @@ class Movables:
         high = end[first[1:] - 1].tolist()
         spans = [Span(at, to - at, PACKED) for at, to in zip(low, high, strict=True)]
         self._packed_rows, self._first = rows[order], first
-        self._group_of = np.zeros(len(self._holders), np.int64)
+        self._group_of = np.full(len(self._holders), len(spans), np.int64)
         self._group_of[self._packed_rows] = apart[:-1].cumsum() - 1
-        self._groups = list(spans)
+        self._groups = [*spans, None]
         self.num_packed = len(rows)
         return spans
 
