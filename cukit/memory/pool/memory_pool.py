@@ -574,9 +574,12 @@ class MemoryPool:
         return ALIGNMENT
 
     def _span_at(self, address: int) -> Span:
-        if address not in self._live:
-            self._movables.unpack_at(address)
-        span = self._live.get(address)
+        try:
+            if address not in self._live:
+                self._movables.unpack_at(address)
+            span = self._live.get(address)
+        except TypeError:  # unhashable, so no address
+            span = None
         if span is None:
             raise PointerError(self._explain(address))
         return span
@@ -861,6 +864,12 @@ class MemoryPool:
             if other is not self and other._arena.locate(address) is not None:
                 return f"{what}: it belongs to another pool, {other!r}, not to {self!r}"
         return f"{what}: not an address of this pool"
+
+
+def check_pool(op: str, pool: Any) -> None:
+    """Raises ConfigError unless `pool` is a MemoryPool."""
+    if not isinstance(pool, MemoryPool):
+        raise ConfigError(f"{op}: pool must be a MemoryPool, got {pool!r}")
 
 
 def _whole(size: Any) -> int:
