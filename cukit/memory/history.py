@@ -25,7 +25,7 @@ class History:
 
     def __init__(self, pool: MemoryPool, max_events: int = MAX_EVENTS) -> None:
         check_pool("History", pool)
-        check_integer("History", "max_events", max_events, least=1)
+        check_integer("History", "max_events", max_events, least=1, most=(1 << 31) - 1)
         self._pool = pool
         self._events: deque[Event] = deque(maxlen=max_events)
         pool.add_listener(self._events.append)
