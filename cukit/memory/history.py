@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cukit.core.scalars import check_integer
 from cukit.memory.bookkeeping.blocks import Event, Range
-from cukit.memory.pool.memory_pool import MemoryPool
+from cukit.memory.pool.memory_pool import MemoryPool, check_pool
 
 MAX_EVENTS = 100_000
 
@@ -23,6 +24,8 @@ class History:
     """
 
     def __init__(self, pool: MemoryPool, max_events: int = MAX_EVENTS) -> None:
+        check_pool("History", pool)
+        check_integer("History", "max_events", max_events, least=1, most=(1 << 31) - 1)
         self._pool = pool
         self._events: deque[Event] = deque(maxlen=max_events)
         pool.add_listener(self._events.append)

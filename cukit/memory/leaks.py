@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cukit.memory.bookkeeping.blocks import Event, Frame
-from cukit.memory.pool.memory_pool import MemoryPool
+from cukit.memory.pool.memory_pool import MemoryPool, check_pool
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class LeakReport:
 
 def live_report(pool: MemoryPool) -> LeakReport:
     """All live memory by call site. Called when everything should be free, it lists the leaks."""
+    check_pool("live_report", pool)
     blocks = (block for part in pool.ranges() for block in part.blocks)
     return _report((b.call_site, b.size) for b in blocks if b.state == "live")
 
@@ -68,6 +69,7 @@ def watch_leaks(pool: MemoryPool) -> Iterator[Callable[[], LeakReport]]:
 
     Memory that was live before the block does not count.
     """
+    check_pool("watch_leaks", pool)
     live: dict[int, tuple[tuple[Frame, ...], int]] = {}
 
     def listen(event: Event) -> None:

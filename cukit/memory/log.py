@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
 from cukit.core.files import check_file
+from cukit.core.scalars import check_path
 from cukit.errors import DataError
 from cukit.memory.bookkeeping.blocks import Event
 
@@ -32,6 +33,11 @@ COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 DAY_US = 24 * 3600 * 1_000_000
 BUFFERED = 8192
 """Lines queued before a write to the file."""
+
+MOST_DIGITS = 20
+"""Of a number in decimal."""
+MOST_SHOWN = 60
+"""Characters of an invalid value in a message."""
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
 
@@ -75,7 +81,7 @@ class LogWriter:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = check_path("LogWriter", "path", path)
         self._file = _open(self.path, "w")
         self._file.write(",".join(COLUMNS) + "\n")
         self._queue: deque[LogEvent] = deque()
@@ -151,7 +157,7 @@ def format_event(event: LogEvent) -> str:
 
 def write_log(path: Path | str, events: Iterable[LogEvent]) -> None:
     """Writes a complete log. The bytes of the file depend on the events only."""
-    with _open(Path(path), "w") as file:
+    with _open(check_path("write_log", "path", path), "w") as file:
         file.write(",".join(COLUMNS) + "\n")
         file.writelines(map(format_event, events))
 
@@ -165,7 +171,7 @@ def read_log(path: Path | str) -> list[LogEvent]:
     Frees of memory that was allocated before the log began are legal. Raises LogError for a line
     that has an invalid value, frees memory twice, or allocates memory that is already allocated.
     """
-    path = Path(path)
+    path = check_path("read_log", "path", path)
     check_file(path)
     try:
         with _open(path, "r") as file:
@@ -239,7 +245,7 @@ class _Line:
 
     def _number(self, column: str) -> int:
         text = self._cells[column]
-        if not (text.isascii() and text.isdigit()):
+        if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
             raise self._error(column, "a whole number")
         return int(text)
 
@@ -262,6 +268,8 @@ class _Line:
 
     def _error(self, column: str, expected: str) -> LogError:
         got = self._cells[column]
+        if len(got) > MOST_SHOWN:
+            got = f"{got[:MOST_SHOWN]}..."
         return LogError(f"{self._place}: {column}: expected {expected}, got {got!r}")
 
 

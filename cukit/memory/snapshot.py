@@ -11,10 +11,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from cukit.core.scalars import check_path
 from cukit.errors import ConfigError
 from cukit.memory.bookkeeping.viewer_format import describe, describe_statistics
 from cukit.memory.history import History
-from cukit.memory.pool.memory_pool import MemoryPool
+from cukit.memory.pool.memory_pool import MemoryPool, check_pool
 
 PICKLE_PROTOCOL = 4
 """The newest that the viewer supports."""
@@ -25,6 +26,9 @@ def snapshot(pool: MemoryPool, history: History | None = None) -> dict[str, Any]
 
     For call sites, create the pool with `MemoryPoolConfig(call_site_depth=8)`.
     """
+    check_pool("snapshot", pool)
+    if history is not None and not isinstance(history, History):
+        raise ConfigError(f"snapshot: history must be a History or None, got {history!r}")
     events, ranges = history.moment() if history else ([], pool.ranges())
     remaps = pool.provider.can_remap
     content = describe(ranges, events, device=pool.provider.device_id, remaps=remaps)
@@ -35,7 +39,7 @@ def write_snapshot(
     path: Path | str, pool: MemoryPool, history: History | None = None
 ) -> dict[str, Any]:
     """Writes a snapshot as `.pickle` (for the viewer) or `.json`; returns it."""
-    path = Path(path)
+    path = check_path("write_snapshot", "path", path)
     content = snapshot(pool, history)
     if path.suffix == ".json":
         path.write_text(json.dumps(content), encoding="utf-8")

@@ -6,7 +6,16 @@ from collections import Counter
 from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
-from cukit.memory.bookkeeping.spans import ALIASED, CACHED, FREE, LIVE, PENDING, UNMAPPED
+from cukit.memory.bookkeeping.spans import (
+    ALIASED,
+    CACHED,
+    FREE,
+    LIVE,
+    PACKED,
+    PENDING,
+    UNMAPPED,
+    Span,
+)
 
 
 def check_invariants(pool: MemoryPool) -> None:
@@ -14,9 +23,9 @@ def check_invariants(pool: MemoryPool) -> None:
     arena, pager, streams = pool._arena, pool._pager, pool._streams
     page = pager.page_bytes
     assert not pool._busy
-    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED), 0)
-    seen: dict[int, list[object]] = {state: [] for state in sizes}
-    mapped = set()
+    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED, PACKED), 0)
+    seen: dict[int, list[Span]] = {state: [] for state in sizes}
+    mapped: set[int] = set()
     end = 0
     for part in arena.ranges():
         assert part.address >= end, "ranges overlap"
@@ -41,16 +50,36 @@ def check_invariants(pool: MemoryPool) -> None:
         assert end == part.address + part.size
 
     # Every span is in the container of its state, and in no other.
-    live = {span.address: span for span in seen[LIVE]}  # type: ignore[attr-defined]
+    live = {span.address: span for span in seen[LIVE]}
     assert pool._live == live
     for span in live.values():
         assert span.holder is None or span.holder.span is span
-    rows, addresses, row_sizes = pool._movables.columns()
-    movable = pool._movables.spans(rows)
-    assert {id(span) for span in movable} == {id(span) for span in live.values() if span.movable}
-    assert [span.address for span in movable] == addresses.tolist() == sorted(addresses)
-    assert [span.size for span in movable] == row_sizes.tolist()
-    assert len(movable) == len(pool._movables)
+    movables = pool._movables
+    rows, addresses, row_sizes = movables.columns()
+    assert addresses.tolist() == sorted(addresses)
+    assert len(rows) == len(movables)
+    assert set(rows.tolist()) == set(range(len(movables._holders))) - set(movables._empty)
+    holders = movables.holders(rows)
+    assert [holder.row for holder in holders] == rows.tolist()
+    packed: list[tuple[int, int]] = []
+    for number, group in enumerate(movables._groups):
+        if group is None:
+            continue
+        assert group.state == PACKED
+        of = movables._packed_rows[movables._first[number] : movables._first[number + 1]].tolist()
+        assert (movables._group_of[of] == number).all()
+        at = group.address
+        for row in of:
+            assert movables._address[row] == at
+            packed.append((at, movables._size[row]))
+            at += movables._size[row]
+        assert at == group.end
+    assert {id(span) for span in movables._groups if span} == {id(span) for span in seen[PACKED]}
+    assert len(packed) == movables.num_packed
+    columns = set(zip(addresses.tolist(), row_sizes.tolist(), strict=True))
+    alone = {(span.address, span.size) for span in live.values() if span.movable}
+    assert len(alone) + len(packed) == len(rows)
+    assert alone | set(packed) == columns
     for state in streams.states.values():
         for size, spans in state.bins.items():
             for span in spans:
@@ -77,13 +106,13 @@ def check_invariants(pool: MemoryPool) -> None:
 
     # Pages and their bytes are counted once, at however many addresses they are mapped.
     if pool.provider.can_remap:
-        assert set(pager.mapped) == mapped
+        pages_at = pages_mapped(pool)
+        assert set(pages_at) == mapped
         held = [*pager.spare, *chain.from_iterable(pager.large_spare)]
-        pages = {*pager.mapped.values(), *held}
-        assert len(pages) == len(set(pager.mapped.values())) + len(held)
-        for first in set(pager.large_at.values()):
-            parts = range(first, first + pager.large_pages * page, page)
-            assert all(at in pager.mapped and pager.large_at[at] == first for at in parts)
+        pages = {*pages_at.values(), *held}
+        assert len(pages) == len(set(pages_at.values())) + len(held)
+        assert pager._large_starts == sorted(pager.large_mapped)
+        assert len(pages_at) == len(pager.mapped) + pager.large_pages * len(pager.large_mapped)
         assert pager.reserved_bytes == len(pages) * page
         check_second_mappings(pool)
     else:
@@ -92,10 +121,10 @@ def check_invariants(pool: MemoryPool) -> None:
     # Totals are consistent.
     spare = pager.num_spare * page
     free = sizes[FREE] + sizes[CACHED] + spare
-    assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
-    assert pool._counters.live_bytes == sizes[LIVE]
+    assert pager.reserved_bytes == sizes[LIVE] + sizes[PACKED] + sizes[PENDING] + free
+    assert pool._counters.live_bytes == sizes[LIVE] + sizes[PACKED]
     assert pool._supply.pending_bytes == sizes[PENDING]
-    assert pool._counters.peak_live_bytes >= sizes[LIVE]
+    assert pool._counters.peak_live_bytes >= sizes[LIVE] + sizes[PACKED]
     limit = pool.config.max_pool_size
     assert limit is None or pager.peak_reserved_bytes <= limit
     assert pager.peak_reserved_bytes >= pager.reserved_bytes
@@ -103,10 +132,26 @@ def check_invariants(pool: MemoryPool) -> None:
     assert used is None or used == pager.reserved_bytes, "the device and the pool disagree"
 
 
+def pages_mapped(pool: MemoryPool) -> dict[int, object]:
+    """All mapped pages by address; those of large pages, too."""
+    pager = pool._pager
+    found: dict[int, object] = dict(pager.mapped)
+    for first, parts in pager.large_mapped.items():
+        found.update(
+            zip(
+                range(first, first + len(parts) * pager.page_bytes, pager.page_bytes),
+                parts,
+                strict=True,
+            )
+        )
+    return found
+
+
 def check_second_mappings(pool: MemoryPool) -> None:
     """Each byte of a page that is mapped several times is in use at exactly one address."""
-    pager, page = pool._pager, pool._pager.page_bytes
-    counts = Counter(pager.mapped.values())
+    page = pool._pager.page_bytes
+    at_address = pages_mapped(pool)
+    counts = Counter(at_address.values())
     used: dict[object, list[tuple[int, int]]] = {
         handle: [] for handle, count in counts.items() if count > 1
     }
@@ -114,9 +159,9 @@ def check_second_mappings(pool: MemoryPool) -> None:
         if span.state in (UNMAPPED, ALIASED):
             continue
         for at in range(span.address // page * page, span.end, page):
-            if pager.mapped[at] in used:
+            if at_address[at] in used:
                 low, high = max(span.address, at), min(span.end, at + page)
-                used[pager.mapped[at]].append((low - at, high - at))
+                used[at_address[at]].append((low - at, high - at))
     for parts in used.values():
         parts.sort()
         assert parts[0][0] == 0

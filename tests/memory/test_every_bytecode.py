@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import cukit.memory
-from cukit.errors import OutOfMemoryError
+from cukit.errors import OutOfMemoryError, PointerError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
 from cukit.memory.snapshot import snapshot
 from cukit.memory.uninterrupted import Uninterrupted
@@ -171,6 +171,14 @@ class Bench:
     def defragment(self) -> None:
         self.pool.defragment()
 
+    def packed_buffers(self) -> None:
+        self.pool.defragment()
+        self.buffers[1].array((4,), np.uint8)
+        with self.buffers[0].pinned() as address:
+            self.pool.owns(address)
+        with contextlib.suppress(PointerError):
+            self.pool.free(address)
+
     def report(self) -> None:
         with self.pool.scope() as statistics:
             snapshot(self.pool)
@@ -207,6 +215,7 @@ class Bench:
         pytest.param("arrays_of_cupy", marks=pytest.mark.slow),
         "buffer",
         pytest.param("defragment", marks=pytest.mark.slow),
+        pytest.param("packed_buffers", marks=pytest.mark.slow),
         pytest.param("report", marks=pytest.mark.slow),
         pytest.param("out_of_memory", marks=pytest.mark.slow),
     ],

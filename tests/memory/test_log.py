@@ -97,6 +97,7 @@ def test_what_real_logs_have(tmp_path: Path) -> None:
 
 
 DAMAGED = {
+    f"3: Size: expected a whole number, got '{'9' * 60}...'": FREE.replace("512", "9" * 5000),
     "3: expected 6 columns, got 5": "7,09:00:00.000002,free,0x7f00,512",
     "3: Thread: expected a whole number, got '-7'": FREE.replace("7,", "-7,", 1),
     "3: Time: expected hours:minutes:seconds.microseconds, got 'noon'": (

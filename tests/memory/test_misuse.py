@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,15 @@ from cukit.memory import (
     HostProvider,
     MemoryPool,
     MemoryPoolConfig,
+    batched_copy,
     default_pool,
     pools_of,
 )
+from cukit.memory.history import History
+from cukit.memory.leaks import live_report, watch_leaks
+from cukit.memory.log import LogWriter, read_log, write_log
+from cukit.memory.snapshot import snapshot, write_snapshot
+from tests.memory.invariants import check_invariants
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,62 @@ def test_wrong_arguments_are_named(call: Any, message: str) -> None:
     with pytest.raises(CukitError, match=message):
         call(pool)
     assert not pool.owns([])  # type: ignore[arg-type]
+
+
+WRONG = [None, 3, -1, 1.5, float("nan"), 1 << 70, True, b"x", [], {}, object(), np.zeros(3)]
+"""Illegal as a path, a pool, a listener or an array's shape; some are illegal as numbers, too."""
+
+
+@pytest.mark.parametrize("value", WRONG, ids=[type(one).__name__ for one in WRONG])
+def test_no_argument_ends_in_a_raw_error(value: Any, tmp_path: Path) -> None:
+    """Every public function of the pool and its tools, with each argument in turn replaced."""
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    address, buffer = pool.allocate(512), pool.allocate_buffer(64)
+    target = tmp_path / "snapshot.json"
+    numbers: list[Any] = [
+        lambda: pool.free(pool.allocate(value)),
+        lambda: pool.allocate_buffer(value).close(),
+        lambda: pool.free(pool.allocate(512, value)),
+        lambda: pool.used_on(address, value),
+        lambda: pool.owns(value),
+        lambda: pool.release_capture(value),
+        lambda: buffer.array(value, "u1"),
+        lambda: buffer.array((4,), value),
+        lambda: MemoryPoolConfig(max_pool_size=value),
+        lambda: MemoryPoolConfig(growth_factor=value),
+        lambda: MemoryPoolConfig(enable_defrag=value),
+        lambda: HostProvider(value),
+        lambda: History(pool, value).close(),
+        lambda: MemoryPool(value, HostProvider(4 << 20)),
+        lambda: snapshot(pool, value),
+        lambda: batched_copy(np.zeros(64, np.uint8), value),
+    ]
+    for call in numbers:
+        with suppress(CukitError):
+            call()
+    others: list[Any] = [
+        lambda: pool.free(value),
+        lambda: pool.used_on(value, 0),
+        lambda: pool.add_listener(value),
+        lambda: pool.remove_listener(value),
+        lambda: MemoryPool(provider=3 if value is None else value),
+        lambda: History(value),
+        lambda: snapshot(value),
+        lambda: write_snapshot(value, pool),
+        lambda: write_snapshot(target, value),
+        lambda: live_report(value),
+        lambda: watch_leaks(value).__enter__(),
+        lambda: LogWriter(value),
+        lambda: write_log(value, []),
+        lambda: read_log(value),
+        lambda: batched_copy(value, [(0, 16, 16)]),
+    ]
+    for call in others:
+        with pytest.raises(CukitError):
+            call()
+    assert not target.exists()
+    assert pool.statistics().num_live == 2
+    check_invariants(pool)
 
 
 def _array(pool: MemoryPool, shape: Any, dtype: Any) -> Any:

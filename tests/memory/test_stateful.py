@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from cukit.errors import OutOfMemoryError, PointerError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
-from tests.memory.invariants import check_invariants
+from tests.memory.invariants import check_invariants, pages_mapped
 from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider, fill, holds
 
 SIZES = st.one_of(
@@ -281,7 +281,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             check_invariants(self.pool)
             if self.provider.can_remap:
-                assert self.provider.page_at == self.pool._pager.mapped
+                assert self.provider.page_at == pages_mapped(self.pool)
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):

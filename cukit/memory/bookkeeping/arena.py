@@ -76,6 +76,10 @@ class Arena:
         self.unmapped[address] = added.first
         return added.first
 
+    def replace_first(self, old: Span, new: Span) -> None:
+        """Makes a span the first of its range in place of another with the same address."""
+        self._ranges[old.address].first = new
+
     def drop_range(self, span: Span) -> None:
         """Removes the range that `span`, unmapped or free, covers alone."""
         assert span.prev is None
@@ -245,8 +249,9 @@ class Arena:
             self.unmapped[cut.next.address] = cut.next
         return cut
 
-    def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> None:
+    def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> tuple[Ints, Ints]:
         """Rebuilds all ranges from these spans; the memory between them is free and merged.
+        Returns the addresses and sizes of the free spans, in address order.
 
         All streams are idle (Streams.mark_all_done), or have only the moves left to do: all free
         memory, including the old places of moved spans, becomes available to every stream.
@@ -290,6 +295,8 @@ class Arena:
             state.index.replace(())
             state.settled = state.done
         self.streams.shared.index.replace(free)
+        holes = np.array([(span.address, span.size) for span in free], np.int64).reshape(-1, 2)
+        return holes[:, 0], holes[:, 1]
 
     # Streams ----------------------------------------------------------------------------------
 

@@ -15,10 +15,11 @@ time of a hundred NumPy calls. So everything per buffer is array code, with few 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +72,14 @@ class Pieces:
 
     def free_beside(self, movable: Ints) -> tuple[Ints, Ints]:
         """`free` with the buffers at these addresses, which need not ascend."""
-        starts = self.begin, self.wall + self.wall_size, movable + self.movable_size
-        ends = self.end, self.wall, movable
+        low = np.concatenate((self.begin, self.wall + self.wall_size, movable + self.movable_size))
+        high = np.concatenate((self.end, self.wall, movable))
         # Sorted, they pair up to the gaps between walls, buffers and borders.
-        low, high = np.sort(np.concatenate(starts)), np.sort(np.concatenate(ends))
-        size = high - low
-        some = size > 0
-        return low[some], size[some]
+        low.sort()
+        high.sort()
+        high -= low
+        some = high.nonzero()[0]
+        return low[some], high[some]
 
     def runs(self) -> tuple[Ints, Ints]:
         """Starts and ends of the stretches between walls."""
@@ -91,11 +93,14 @@ class Pages:
 
     def __init__(self, pieces: Pieces, page_bytes: int) -> None:
         first, last = pieces.begin // page_bytes, -(-pieces.end // page_bytes)
-        if (first[1:] < last[:-1]).any():  # segments need not be page-aligned
-            first[1:] = np.maximum(first[1:], np.maximum.accumulate(last)[:-1])
-        counts = np.maximum(last - first, 0)
-        before = np.cumsum(counts) - counts
-        self.number: Ints = np.repeat(first - before, counts) + np.arange(counts.sum())
+        if len(first) == 1:
+            self.number: Ints = np.arange(first[0], last[0])
+        else:
+            if (first[1:] < last[:-1]).any():  # segments need not be page-aligned
+                first[1:] = np.maximum(first[1:], np.maximum.accumulate(last)[:-1])
+            counts = np.maximum(last - first, 0)
+            before = np.cumsum(counts) - counts
+            self.number = np.repeat(first - before, counts) + np.arange(counts.sum())
         """Address / page_bytes."""
         self.page_bytes = page_bytes
         self._bounds = np.concatenate((self.number, self.number + 1)) * page_bytes
@@ -104,19 +109,18 @@ class Pages:
         """Bytes per page of pieces that are in address order and do not overlap."""
         if not len(address):
             return np.zeros(len(self.number), np.int64)
-        end = address + size
-        total, ends = np.zeros(len(end) + 1, np.int64), np.zeros(len(end) + 1, np.int64)
-        np.cumsum(size, out=total[1:])
-        ends[1:] = end
-        at = np.searchsorted(address, self._bounds)
+        total, ends = np.zeros(len(size) + 1, np.int64), np.zeros(len(size) + 1, np.int64)
+        size.cumsum(out=total[1:])
+        np.add(address, size, out=ends[1:])
+        at = address.searchsorted(self._bounds)
         below = total[at] - np.maximum(ends[at] - self._bounds, 0)
         found: Ints = below[len(self.number) :] - below[: len(self.number)]
         return found
 
     def joined(self, chosen: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Starts and ends of the runs of chosen pages."""
+        """Starts and ends of the runs of chosen pages, of which there is at least one."""
         number = self.number[chosen]
-        breaks = np.flatnonzero(np.diff(number) != 1)
+        breaks = (number[1:] - number[:-1] != 1).nonzero()[0]
         first = np.concatenate((number[:1], number[breaks + 1]))
         last = np.concatenate((number[breaks], number[-1:]))
         return first * self.page_bytes, (last + 1) * self.page_bytes
@@ -126,18 +130,23 @@ class Pages:
 class Plan:
     """New addresses of buffers, and the copies that move them there."""
 
-    moved: Ints = field(default_factory=lambda: _NONE)
-    """Indices of the moved buffers, ascending."""
     source: Ints = field(default_factory=lambda: _NONE)
     target: Ints = field(default_factory=lambda: _NONE)
-    """Old and new addresses."""
+    """Old and new addresses of all buffers."""
     steps: list[Moves] = field(default_factory=list)
     """Batches in order; inside a batch, no destination overlaps a source."""
 
+    @cached_property
+    def moved(self) -> Ints:
+        """Indices of the moved buffers, ascending."""
+        found: Ints = (self.target != self.source).nonzero()[0]
+        return found
+
     @property
     def relocations(self) -> dict[int, int]:
-        """New address by old address."""
-        return dict(zip(self.source.tolist(), self.target.tolist(), strict=True))
+        """New address by old address of the moved buffers."""
+        source, target = self.source[self.moved], self.target[self.moved]
+        return dict(zip(source.tolist(), target.tolist(), strict=True))
 
     @cached_property
     def bytes_moved(self) -> int:
@@ -146,26 +155,27 @@ class Plan:
 
 def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
     """Plans a compaction. `remap`: the pool can remap pages, so free pages need not be adjacent."""
-    if not len(pieces.movable) or not len(pieces.free[0]):
-        return Plan()
-    plan = Plan()
-    target = pieces.movable.copy()
-    sources, stuck = _evacuate(pieces, target, page_bytes, remap=remap)
-    sources = sources[target[sources] != pieces.movable[sources]]
-    if len(sources):
-        step = np.empty((len(sources), 3), np.int64)
-        step[:, 0], step[:, 1] = target[sources], pieces.movable[sources]
-        step[:, 2] = pieces.movable_size[sources]
+    movable = pieces.movable
+    unchanged = Plan(movable, movable)
+    if not len(movable) or not len(pieces.free[0]):
+        return unchanged
+    plan = Plan(movable, movable.copy())
+    found = _evacuate(pieces, plan.target, page_bytes, remap=remap)
+    if len(found.sources):
+        step = np.empty((len(found.sources), 3), np.int64)
+        step[:, 0], step[:, 1] = plan.target[found.sources], movable[found.sources]
+        step[:, 2] = pieces.movable_size[found.sources]
         plan.steps.append(step)
-    if stuck:
-        _slide(pieces, target, plan)
+    if found.stuck:
+        _slide(pieces, plan.target, plan)
     if not plan.steps:
-        return Plan()
-    worth = _worth(*pieces.free_beside(target), page_bytes, remap=remap)
-    if worth <= _worth(*pieces.free, page_bytes, remap=remap):
-        return Plan()
-    plan.moved = np.flatnonzero(target != pieces.movable)
-    plan.source, plan.target = pieces.movable[plan.moved], target[plan.moved]
+        return unchanged
+    before = _worth(*pieces.free, page_bytes, remap=remap)
+    # Evacuated pages are wholly free: usually that decides, without a look at all holes.
+    if found.freed <= before:
+        after = _worth(*pieces.free_beside(plan.target), page_bytes, remap=remap)
+        if after <= before:
+            return unchanged
     return plan
 
 
@@ -178,95 +188,127 @@ def _worth(address: Ints, size: Ints, page_bytes: int, *, remap: bool) -> int:
     return max(best, int(pages[pages > 0].sum()) * page_bytes)
 
 
-def _evacuate(pieces: Pieces, target: Ints, page_bytes: int, *, remap: bool) -> tuple[Ints, bool]:
-    """Sets targets in holes of the kept pages. Returns the buffers that are not on kept pages,
-    largest first, and whether one of them fits no hole."""
+class Evacuation(NamedTuple):
+    """The buffers that leave their pages."""
+
+    sources: Ints
+    """Their indices."""
+    stuck: bool
+    """Whether others have to leave but fit no hole."""
+    freed: int
+    """Bytes of wholly free pages afterwards, if the pages can be remapped; a lower bound."""
+
+
+def _evacuate(pieces: Pieces, target: Ints, page_bytes: int, *, remap: bool) -> Evacuation:
+    """Sets targets in holes of the kept pages for the buffers that are not on kept pages."""
     pages = Pages(pieces, page_bytes)
-    low, high = pages.joined(_pages_kept(pieces, pages, remap=remap))
-    inside = np.searchsorted(low, pieces.movable, "right") - 1
-    end = pieces.movable + pieces.movable_size
-    sources = np.flatnonzero((inside < 0) | (end > high[inside]))
+    kept, freed = _pages_kept(pieces, pages, remap=remap)
+    low, high = pages.joined(kept)
+    movable = pieces.movable
+    inside = low.searchsorted(movable, "right") - 1
+    sources = ((inside < 0) | (movable + pieces.movable_size > high[inside])).nonzero()[0]
     if not len(sources):
-        return sources, False
+        return Evacuation(sources, False, 0)
     sizes = pieces.movable_size[sources]
+    distinct = [(int(sizes[0]), len(sizes))]
     if sizes.min() != sizes.max():
-        order = np.argsort(-sizes, kind="stable")
+        order = (-sizes).argsort(kind="stable")
         sources, sizes = sources[order], sizes[order]
-    starts = np.flatnonzero(np.append(True, sizes[1:] != sizes[:-1]))
-    distinct = list(
-        zip(sizes[starts].tolist(), np.diff(np.append(starts, len(sizes))).tolist(), strict=True)
-    )
+        starts = np.flatnonzero(np.append(True, sizes[1:] != sizes[:-1]))
+        counts = np.diff(np.append(starts, len(sizes)))
+        distinct = list(zip(sizes[starts].tolist(), counts.tolist(), strict=True))
     address, size = _common(*pieces.free, low, high)
-    order = np.argsort(size, kind="stable")
+    order = size.argsort(kind="stable")
     address, size = address[order], size[order]
-    begin, stuck = 0, False
+    placed = 0
+    to = np.empty(len(sources), np.int64)
+    fits = np.ones(len(sources), bool)
     while distinct and distinct[0][1] >= MANY_ALIKE:
         length, count = distinct.pop(0)
-        found, address, size = _take_many(address, size, length, count)
-        target[sources[begin : begin + len(found)]] = found
-        begin += count
-        stuck |= len(found) < count
+        found, holes = _take_many(address, size, length, count)
+        to[placed : placed + len(found)] = found
+        fits[placed + len(found) : placed + count] = False
+        placed += count
+        if distinct:
+            address, size = holes()
     if distinct:
-        holes = list(zip(size.tolist(), address.tolist(), strict=True))
+        rest = list(zip(size.tolist(), address.tolist(), strict=True))
         for length, count in distinct:
-            taken = _take(holes, length, count)
-            target[sources[begin : begin + len(taken)]] = taken
-            begin += count
-            stuck |= len(taken) < count
-    return sources, stuck
+            taken = _take(rest, length, count)
+            to[placed : placed + len(taken)] = taken
+            fits[placed + len(taken) : placed + count] = False
+            placed += count
+    stuck = not fits.all()
+    if stuck:
+        sources, to, freed = sources[fits], to[fits], 0
+    target[sources] = to
+    return Evacuation(sources, stuck, freed)
 
 
 def _common(address: Ints, size: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
     """Addresses and sizes of the intersection of two lists of stretches."""
     end = address + size
-    first = np.searchsorted(high, address, "right")
-    counts = np.maximum(np.searchsorted(low, end) - first, 0)
-    of = np.repeat(np.arange(len(address)), counts)
-    run = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    first = high.searchsorted(address, "right")
+    counts = np.maximum(low.searchsorted(end) - first, 0)
+    of = np.arange(len(address)).repeat(counts)
+    run = np.arange(len(of)) - (counts.cumsum() - counts - first).repeat(counts)
     start = np.maximum(address[of], low[run])
     return start, np.minimum(end[of], high[run]) - start
 
 
-def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> npt.NDArray[np.bool_]:
-    """For each page, whether it stays in use."""
+def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> tuple[npt.NDArray[np.bool_], int]:
+    """For each page, whether it stays in use; and the bytes of the other pages if they can be
+    remapped."""
+    page = pages.page_bytes
     moving = pages.bytes_of(pieces.movable, pieces.movable_size)
-    room = pages.bytes_of(pieces.begin, pieces.end - pieces.begin)
+    if ((pieces.begin | pieces.end) % page).any():
+        room = pages.bytes_of(pieces.begin, pieces.end - pieces.begin)
+    else:
+        room = np.full(len(pages.number), page)
+    whole = room == page
+    needed = pieces.movable_size.sum()
     kept = np.zeros(len(room), bool)
     if not remap:
         room -= pages.bytes_of(pieces.wall, pieces.wall_size)
-        kept |= np.cumsum(room) - room < moving.sum()
-        return kept
+        kept |= room.cumsum() - room < needed
+        return kept, 0
     rank = -moving
     if len(pieces.wall):
         walls = pages.bytes_of(pieces.wall, pieces.wall_size)
         room -= walls
-        rank[walls > 0] -= pages.page_bytes + 1
+        rank[walls > 0] -= page + 1
         kept |= walls > 0
-    order = np.argsort(rank, kind="stable")
+    order = rank.argsort(kind="stable")
     room = room[order]
-    kept[order] |= np.cumsum(room) - room < moving.sum()
-    return kept
+    kept[order] |= room.cumsum() - room < needed
+    return kept, int((whole & ~kept).sum()) * page
 
 
-def _take_many(address: Ints, size: Ints, length: int, count: int) -> tuple[Ints, Ints, Ints]:
-    """`_take` for many blocks of one size: returns their addresses and the remaining holes. Holes
-    are sorted by size, then address."""
-    first = int(np.searchsorted(size, length))
+def _take_many(
+    address: Ints, size: Ints, length: int, count: int
+) -> tuple[Ints, Callable[[], tuple[Ints, Ints]]]:
+    """`_take` for many blocks of one size: returns their addresses, and a function that returns the
+    remaining holes. Holes are sorted by size, then address."""
+    first = int(size.searchsorted(length))
     each = size[first:] // length
-    upto = np.cumsum(each)
-    holes = int(np.searchsorted(upto, count)) + 1  # number of holes needed
+    upto = each.cumsum()
+    holes = int(upto.searchsorted(count)) + 1  # number of holes needed
     each, upto = each[:holes], upto[:holes]
-    number = np.repeat(np.arange(len(each)), each)[:count]
+    number = np.arange(len(each)).repeat(each)[:count]
     within = np.arange(len(number)) - (upto - each)[number]
     found = address[first : first + holes][number] + within * length
-    used = np.bincount(number, minlength=len(each)) * length
-    address, size = address.copy(), size.copy()
-    address[first : first + holes] += used
-    size[first : first + holes] -= used
-    some = np.flatnonzero(size)
-    address, size = address[some], size[some]
-    order = np.lexsort((address, size))
-    return found, address[order], size[order]
+
+    def rest() -> tuple[Ints, Ints]:
+        used = np.bincount(number, minlength=len(each)) * length
+        left_at, left = address.copy(), size.copy()
+        left_at[first : first + holes] += used
+        left[first : first + holes] -= used
+        some = np.flatnonzero(left)
+        left_at, left = left_at[some], left[some]
+        order = np.lexsort((left_at, left))
+        return left_at[order], left[order]
+
+    return found, rest
 
 
 def _take(holes: list[tuple[int, int]], size: int, count: int) -> list[int]:

@@ -1,34 +1,63 @@
-"""The movable buffers in columns, which defragmentation reads as arrays.
+"""The movable buffers in columns, which defragmentation reads and writes as arrays.
 
 A buffer has a row from its creation until it is pinned or freed. Pins are taken under the pool's
 lock but removed without it, so the removal of the last pin is only noted; the buffer gets a row
 again when the rows are next read.
+
+A defragmentation packs all buffers that have a row: a group of adjacent buffers becomes one PACKED
+span, the rows are the only record of the buffers' addresses, and no Python object of a buffer is
+touched. When one of a group is pinned, freed or reported, all get their own spans back (`unpack`).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
 from cukit.memory.bookkeeping.compaction import Ints
-from cukit.memory.bookkeeping.spans import NO_ROW, Holder, Span
+from cukit.memory.bookkeeping.spans import GONE, NO_ROW, PACKED, Holder, Span
+
+MOST_PER_GROUP = 16
+"""Unpacking a group of 16 takes as long as one pin."""
 
 
 class Movables:
-    """All methods but `note` require the pool's lock."""
+    """All methods but `note` and `starts_at` require the pool's lock.
 
-    def __init__(self) -> None:
+    live: the live spans by address. Packed buffers are not in it.
+    replace_first: Arena.replace_first.
+    """
+
+    def __init__(self, live: dict[int, Span], replace_first: Callable[[Span, Span], None]) -> None:
+        self._live = live
+        self._replace_first = replace_first
         self._address, self._size = array("q"), array("q")
-        """By row; an empty row has size 0."""
-        self._spans: list[Span | None] = []
+        """By row; an empty row has address and size 0."""
+        self._holders: list[Holder | None] = []
+        self.num_packed = 0
+        self._groups: list[Span | None] = []
+        """The PACKED spans; None: unpacked. The last is of the rows that were empty."""
+        self._packed_rows = self._first = self._group_of = np.empty(0, np.int64)
+        """The rows that the last defragmentation packed, in address order; where the rows of each
+        group begin in that list; the group by row."""
         self._empty: list[int] = []
         self._unpinned: set[Holder] = set()
         self.note = self._unpinned.add
         """Notes that a buffer may have lost its last pin. Never blocks."""
 
     def __len__(self) -> int:
-        return len(self._spans) - len(self._empty)
+        return len(self._holders) - len(self._empty)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all packed buffers."""
+        return sum(span.size for span in self._groups if span is not None)
+
+    def starts_at(self, address: object) -> bool:
+        """Whether a buffer that has a row starts at the address."""
+        return bool(address) and address in self._address
 
     def add(self, holder: Holder) -> None:
         """Adds a buffer without pins."""
@@ -36,22 +65,22 @@ class Movables:
         if self._empty:
             row = self._empty.pop()
             self._address[row], self._size[row] = span.address, span.size
-            self._spans[row] = span
+            self._holders[row] = holder
         else:
-            row = len(self._spans)
-            self._spans.append(span)
+            row = len(self._holders)
+            self._holders.append(holder)
             self._address.append(span.address)
             self._size.append(span.size)
         holder.row = row
 
     def remove(self, holder: Holder) -> None:
-        """Removes a buffer that is pinned or freed, if it has a row."""
+        """Removes a buffer that is pinned or freed, if it has a row; it is not packed."""
         row = holder.row
         if row == NO_ROW:
             return
         holder.row = NO_ROW
-        self._size[row] = 0
-        self._spans[row] = None
+        self._address[row] = self._size[row] = 0
+        self._holders[row] = None
         self._empty.append(row)
 
     def settle(self) -> None:
@@ -64,25 +93,97 @@ class Movables:
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Row numbers, addresses and sizes, in address order."""
         self.settle()
-        size: Ints = np.array(self._size, np.int64)
-        address: Ints = np.array(self._address, np.int64)
-        rows = np.arange(len(size))
-        if self._empty:
-            rows = np.flatnonzero(size)
-            address, size = address[rows], size[rows]
+        # Views of the columns must not outlive this call: they block `append`.
+        rows = np.frombuffer(self._size, np.int64).nonzero()[0]
+        address: Ints = np.frombuffer(self._address, np.int64)[rows]
+        size: Ints = np.frombuffer(self._size, np.int64)[rows]
         if (address[1:] < address[:-1]).any():
-            order = np.argsort(address)
+            order = address.argsort()
             rows, address, size = rows[order], address[order], size[order]
         return rows, address, size
 
-    def spans(self, rows: Ints) -> list[Span]:
-        """The spans of these rows."""
-        return list(map(self._spans.__getitem__, rows.tolist()))  # type: ignore[arg-type]
+    def holders(self, rows: Ints) -> list[Holder]:
+        """The buffers of these rows."""
+        return list(map(self._holders.__getitem__, rows.tolist()))  # type: ignore[arg-type]
 
-    def move(self, rows: Ints, target: Ints) -> None:
-        """Sets new addresses for the buffers of these rows."""
-        column = self._address
-        for row, span, address in zip(
-            rows.tolist(), self.spans(rows), target.tolist(), strict=True
-        ):
-            column[row] = span.address = address
+    # Packing ----------------------------------------------------------------------------------
+
+    def pack(self, rows: Ints, address: Ints, size: Ints, bounds: list[int]) -> list[Span]:
+        """Packs all buffers; returns the PACKED spans in address order.
+
+        Args:
+            rows: of all buffers.
+            address: of each of them; may be new.
+            size: of each of them.
+            bounds: the addresses of all reservations; no group contains two buffers on both sides
+                of one.
+        """
+        np.frombuffer(self._address, np.int64)[rows] = address
+        order = address.argsort()
+        address = address[order]
+        end = address + size[order]
+        apart = np.ones(len(rows) + 1, bool)
+        np.not_equal(address[1:], end[:-1], out=apart[1:-1])
+        if len(bounds) > 1:
+            apart[:-1] |= np.isin(address, bounds)
+        place = np.arange(len(rows) + 1)
+        # Each run of adjacent buffers is cut into groups.
+        run = np.maximum.accumulate(np.where(apart, place, 0))
+        apart |= (place - run) % MOST_PER_GROUP == 0
+        first = apart.nonzero()[0]
+        low = address[first[:-1]].tolist()
+        high = end[first[1:] - 1].tolist()
+        spans = [Span(at, to - at, PACKED) for at, to in zip(low, high, strict=True)]
+        self._packed_rows, self._first = rows[order], first
+        self._group_of = np.full(len(self._holders), len(spans), np.int64)
+        self._group_of[self._packed_rows] = apart[:-1].cumsum() - 1
+        self._groups = [*spans, None]
+        self.num_packed = len(rows)
+        return spans
+
+    def unpack(self, holder: Holder) -> None:
+        """Gives a buffer its own span, and those in its group theirs, if it is packed."""
+        row = holder.row
+        if self.num_packed and NO_ROW < row < len(self._group_of):
+            self._unpack(int(self._group_of[row]))
+
+    def _unpack(self, number: int) -> None:
+        group = self._groups[number]
+        if group is None:
+            return
+        rows = self._packed_rows[self._first[number] : self._first[number + 1]].tolist()
+        before = group.prev
+        end = group.address
+        for row in rows:
+            holder = self._holders[row]
+            assert holder is not None
+            span = holder.span
+            span.address, span.uses = end, ()
+            end += span.size
+            self._live[span.address] = span
+            span.prev = before
+            if before is not None:
+                before.next = span
+            before = span
+        span.next = group.next
+        if group.next is not None:
+            group.next.prev = span
+        if group.prev is None:
+            self._replace_first(group, self._holders[rows[0]].span)
+        group.prev = group.next = None
+        group.state = GONE
+        self._groups[number] = None
+        self.num_packed -= len(rows)
+
+    def unpack_at(self, address: object) -> None:
+        """Gives the buffer that contains an address its own span."""
+        if not self.num_packed or not isinstance(address, int):
+            return
+        for number, group in enumerate(self._groups):
+            if group is not None and group.address <= address < group.end:
+                self._unpack(number)
+
+    def unpack_all(self) -> None:
+        """Gives every buffer its own span."""
+        for number in range(len(self._groups)) if self.num_packed else ():
+            self._unpack(number)

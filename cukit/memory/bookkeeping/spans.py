@@ -16,14 +16,23 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from cukit.memory.bookkeeping.blocks import Block, BlockState, Frame
 from cukit.memory.bookkeeping.owner_refs import BufferRef, OwnerRef
 
-LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED, GONE = range(7)
+LIVE, CACHED, FREE, PENDING, UNMAPPED, ALIASED, PACKED, GONE = range(8)
 """CACHED: free, in its stream's list of exactly this size, not merged with neighbours.
 FREE: merged with its free neighbours, in the index of its stream.
 ALIASED: bytes of a page that is mapped twice, in use at the page's other address (pool/stitch.py).
+PACKED: several adjacent unpinned buffers, described by Movables.
 GONE: merged into a neighbour; no longer part of any range.
 The other states are those of blocks.py."""
 
-PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped", "unmapped")
+PUBLIC_STATE: tuple[BlockState, ...] = (
+    "live",
+    "free",
+    "free",
+    "pending",
+    "unmapped",
+    "unmapped",
+    "live",
+)
 
 NO_ROW = -1
 
@@ -127,6 +136,8 @@ class Span:
 class Holder:
     """The pool's record of a DeviceBuffer: its span, wherever that is moved, and its pins.
 
+    While the buffer is packed, the span is outdated: it is part of no range (Movables.unpack).
+
     It holds no reference to the pool, which would otherwise never be collected.
     """
 
@@ -228,6 +239,10 @@ class SizeIndex:
             self._lasts[number] = chunk[-1]
         else:
             del self._chunks[number], self._lasts[number]
+
+    def largest(self) -> Span | None:
+        """The largest span, highest address first; not removed."""
+        return self._lasts[-1][2] if self._lasts else None
 
     def best_fit(self, size: int) -> Span | None:
         """The smallest span of at least `size` bytes, lowest address first; not removed."""

@@ -59,6 +59,8 @@ class UsedSpans:
 
     rows: Ints
     """Rows of Movables in address order."""
+    live: list[Span]
+    """Live spans that cannot move."""
     others: list[Span]
     """Spans that cannot move, then unmapped ones, unordered."""
     others_at: Ints
@@ -70,12 +72,15 @@ class UsedSpans:
     def of(
         cls,
         columns: tuple[Ints, Ints, Ints],
-        fixed: list[Span],
+        live: list[Span],
+        idle: list[Span],
         unmapped: list[Span],
         ranges: Sequence[AddressRange],
     ) -> UsedSpans:
-        """`columns`: rows, addresses and sizes from Movables."""
+        """`columns`: rows, addresses and sizes from Movables. `live` and `idle` spans cannot
+        move."""
         rows, movable, movable_size = columns
+        fixed = live + idle
         others = fixed + unmapped
         at = np.fromiter(map(_address, others), np.int64, len(others))
         size = np.fromiter(map(_size, others), np.int64, len(others))
@@ -83,14 +88,14 @@ class UsedSpans:
         if (wall[1:] < wall[:-1]).any():
             order = np.argsort(wall)
             wall, wall_size = wall[order], wall_size[order]
-        start = np.array([part.address for part in ranges], np.int64)
-        end = start + np.array([part.size for part in ranges], np.int64)
-        hole, hole_size = at[len(fixed) :], size[len(fixed) :]
-        begin = np.sort(np.concatenate((start, hole + hole_size)))
-        end = np.sort(np.concatenate((end, hole)))
-        some = end > begin
-        pieces = Pieces(begin[some], end[some], movable, movable_size, wall, wall_size)
-        return cls(rows, others, at, size, pieces)
+        begins = [part.address for part in ranges] + [span.end for span in unmapped]
+        ends = [part.address + part.size for part in ranges] + [span.address for span in unmapped]
+        mapped = [
+            pair for pair in zip(sorted(begins), sorted(ends), strict=True) if pair[0] < pair[1]
+        ]
+        begin, end = np.array(mapped, np.int64).reshape(-1, 2).T
+        pieces = Pieces(begin, end, movable, movable_size, wall, wall_size)
+        return cls(rows, live, others, at, size, pieces)
 
     def holes(self, paging: Paging) -> Holes:
         """The free memory between these spans."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,7 @@ class Defragmenter:
 
     def survey(self) -> Survey:
         """Totals over all spans; takes a visit to each."""
+        self._movables.unpack_all()
         return survey(self._arena, self._used_spans(), self._pager.paging())
 
     def holes(self) -> Holes:
@@ -59,27 +59,30 @@ class Defragmenter:
 
     def _used_spans(self) -> UsedSpans:
         live, movables = self._live, self._movables
-        rows = movables.columns()
+        columns = movables.columns()
         fixed: list[Span] = []
-        if len(live) > len(movables):
-            fixed += [
+        if len(live) > len(movables) - movables.num_packed:
+            fixed = [
                 span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
             ]
-        fixed += [span for span, _ in self._supply.pending]
-        fixed += self._stitcher.aliased()
+        idle = [span for span, _ in self._supply.pending]
+        idle += self._stitcher.aliased()
         for state in self._arena.streams.states.values():
             if state.private:  # a launch of the captured graph uses them again
-                fixed += [*chain.from_iterable(state.bins.values()), *state.index]
-        return UsedSpans.of(rows, fixed, list(self._arena.unmapped.values()), self._arena.ranges())
+                idle += [*chain.from_iterable(state.bins.values()), *state.index]
+        unmapped = list(self._arena.unmapped.values())
+        return UsedSpans.of(columns, fixed, idle, unmapped, self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
         self._supply.synchronize()
-        before, moved = self._compact(stream)
-        self._stitcher.undo()
+        before, after, moved = self._compact(stream)
+        spare = self._pager.num_spare
+        undone = self._stitcher.undo()
         remapped = self._pager.consolidate()
-        after = self._merged_holes()
+        if undone or remapped or spare != self._pager.num_spare:
+            after = self._merged_holes()
         self.count += 1
         self._listeners.emit("defragment", 0, moved, stream)
         return DefragmentReport(
@@ -103,23 +106,21 @@ class Defragmenter:
     def compact(self, stream: Hashable) -> int:
         """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
         self._supply.synchronize()
-        moved = self._compact(stream)[1]
+        _, _, moved = self._compact(stream)
         self._stitcher.undo()
         return moved
 
-    def _compact(self, stream: Hashable) -> tuple[Holes, int]:
-        """Returns the holes before, and the bytes moved. The device is idle before and after; the
-        bookkeeping runs while the copies do."""
+    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int]:
+        """Returns the holes before and after, and the bytes moved. The device is idle before and
+        after; the bookkeeping runs while the copies do."""
         used = self._used_spans()
         plan = plan_compaction(used.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
         if not plan.steps:
-            before = used.holes(self._pager.paging())
-            self._arena.place(*self._layout(used, plan))
-            return before, 0
+            return used.holes(self._pager.paging()), self._commit(used, plan), 0
         event = self._copy(plan, stream)
         try:
             before = used.holes(self._pager.paging())
-            self._commit(used, plan)
+            after = self._commit(used, plan)
             self._provider.synchronize(event)
         except BaseException:
             self._provider.synchronize_device()
@@ -127,7 +128,7 @@ class Defragmenter:
         finally:
             self._provider.discard(event)
         self.bytes_moved += plan.bytes_moved
-        return before, plan.bytes_moved
+        return before, after, plan.bytes_moved
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
         """Enqueues the copies; returns an event recorded after them."""
@@ -144,31 +145,32 @@ class Defragmenter:
             self._provider.synchronize_device()
             raise
 
-    def _commit(self, used: UsedSpans, plan: Plan) -> None:
-        """Records the moves.
+    def _commit(self, used: UsedSpans, plan: Plan) -> Holes:
+        """Records the moves and packs all buffers; returns the holes.
 
         Listeners receive a move as a free at the old address and an allocation at the new one.
         """
-        reported, live = self._listeners.active, self._live
-        rows = used.rows[plan.moved]
-        moved = self._movables.spans(rows)
-        source, target = plan.source.tolist(), plan.target.tolist()
-        for span, address in zip(moved, source, strict=True):
-            del live[address]
-            if span.uses:
-                span.uses = ()
-            if reported:
-                self._listeners.moved_away(span)
-        self._movables.move(rows, plan.target)
-        live.update(zip(target, moved, strict=True))
-        self._arena.place(*self._layout(used, plan))
-        if reported:
-            for span in sorted(moved, key=attrgetter("address")):
-                self._listeners.moved_here(span)
+        bounds = [part.address for part in self._arena.ranges()]
+        packed = self._movables.pack(used.rows, plan.target, used.pieces.movable_size, bounds)
+        live = self._live
+        live.clear()
+        live.update((span.address, span) for span in used.live)
+        if self._listeners.active:
+            self._report(used.rows[plan.moved], plan)
+        at = np.array([span.address for span in packed], np.int64)
+        size = np.array([span.size for span in packed], np.int64)
+        free = self._arena.place(
+            packed + used.others,
+            np.concatenate((at, used.others_at)),
+            np.concatenate((size, used.others_size)),
+        )
+        return measure(*free, self._pager.paging())
 
-    def _layout(self, used: UsedSpans, plan: Plan) -> tuple[list[Span], Ints, Ints]:
-        """All spans that are not free, with their addresses after the moves and their sizes."""
-        spans = self._movables.spans(used.rows) + used.others
-        address = np.concatenate((used.pieces.movable, used.others_at))
-        address[plan.moved] = plan.target
-        return spans, address, np.concatenate((used.pieces.movable_size, used.others_size))
+    def _report(self, rows: Ints, plan: Plan) -> None:
+        """Sends the moves to the listeners."""
+        spans = [holder.span for holder in self._movables.holders(rows)]
+        for span, address in zip(spans, plan.source[plan.moved].tolist(), strict=True):
+            self._listeners.moved_away(span, address)
+        target = plan.target[plan.moved]
+        for number in target.argsort().tolist():
+            self._listeners.moved_here(spans[number], int(target[number]))

@@ -94,14 +94,14 @@ class Listeners:
         if completed:
             span.call_site = ()
 
-    def moved_away(self, span: Span) -> None:
-        """Collects the events of a live span that leaves its address: those of a free."""
+    def moved_away(self, span: Span, address: int) -> None:
+        """Collects the events of a live span that leaves an address: those of a free."""
         for action in ("free", "free_completed"):
-            self.emit(action, span.address, span.size, span.stream, span.call_site)
+            self.emit(action, address, span.size, span.stream, span.call_site)
 
-    def moved_here(self, span: Span) -> None:
-        """Collects the event of a live span at its new address: that of an allocation."""
-        self.emit("alloc", span.address, span.size, span.stream, span.call_site)
+    def moved_here(self, span: Span, address: int) -> None:
+        """Collects the event of a live span at a new address: that of an allocation."""
+        self.emit("alloc", address, span.size, span.stream, span.call_site)
 
     def _note(
         self, action: Action, address: int, size: int, stream: Hashable, site: tuple[Frame, ...]

@@ -140,7 +140,7 @@ class MemoryPool:
         self._pager = Pager(config, provider, self._arena, emit)
         stitcher = Stitcher(provider, self._arena, self._pager, emit)
         self._supply = Supply(provider, self._arena, self._pager, stitcher, self._streams, emit)
-        self._movables = Movables()
+        self._movables = Movables(self._live, self._arena.replace_first)
         self._defragmenter = Defragmenter(
             provider,
             self._arena,
@@ -276,7 +276,8 @@ class MemoryPool:
             try:
                 found = live_spans[address]
             except (KeyError, TypeError):
-                why = self._explain(address)
+                with Uninterrupted():
+                    why = self._explain(address)
                 self._busy = False
                 release()
                 raise PointerError(why) from None
@@ -320,7 +321,7 @@ class MemoryPool:
         """Whether a live allocation of this pool starts at the address."""
         self._drain_if_idle()
         try:
-            return address in self._live
+            return address in self._live or self._movables.starts_at(address)
         except TypeError:  # unhashable, so no address
             return False
 
@@ -369,16 +370,19 @@ class MemoryPool:
                 self._defragmenter.survey(),
                 self._pager,
                 self._totals(),
-                len(self._live),
+                self._num_live(),
                 self.config.max_pool_size,
             )
+
+    def _num_live(self) -> int:
+        return len(self._live) + self._movables.num_packed
 
     def _totals(self) -> tuple[int, ...]:
         counters, defragmenter = self._counters, self._defragmenter
         return (
             counters.allocations,
             counters.hits,
-            counters.allocations - len(self._live),
+            counters.allocations - self._num_live(),
             self._recovery.failures,
             defragmenter.count,
             defragmenter.bytes_moved,
@@ -421,6 +425,7 @@ class MemoryPool:
     def ranges(self) -> list[Range]:
         """All memory that the pool holds, in address order, as one consistent copy."""
         with self._locked():
+            self._movables.unpack_all()
             return self._arena.public_ranges()
 
     def snapshot(self) -> dict[str, Any]:
@@ -456,9 +461,9 @@ class MemoryPool:
     def close(self) -> None:
         """Releases all memory to the device. Raises PointerError while any allocation is live."""
         with self._locked():
-            if self._live:
+            if self._num_live():
                 raise PointerError(
-                    f"{self!r}: close with {len(self._live)} live allocations; free them first"
+                    f"{self!r}: close with {self._num_live()} live allocations; free them first"
                 )
             self.provider.synchronize_device()
             for capture in {key.capture for key in self._states if isinstance(key, CaptureKey)}:
@@ -558,7 +563,8 @@ class MemoryPool:
             cached.append(span)
         self._live.pop(span.address, None)
         span.state, span.owner_ref, span.epoch, state.dirty = CACHED, None, state.epoch, True
-        self._counters.live_bytes = sum(one.size for one in self._live.values())
+        live = sum(one.size for one in self._live.values())
+        self._counters.live_bytes = live + self._movables.packed_bytes
 
     # Slow paths ---------------------------------------------------------------------------------
 
@@ -568,7 +574,12 @@ class MemoryPool:
         return ALIGNMENT
 
     def _span_at(self, address: int) -> Span:
-        span = self._live.get(address)
+        try:
+            if address not in self._live:
+                self._movables.unpack_at(address)
+            span = self._live.get(address)
+        except TypeError:  # unhashable, so no address
+            span = None
         if span is None:
             raise PointerError(self._explain(address))
         return span
@@ -611,6 +622,7 @@ class MemoryPool:
     def _find(self, size: int, state: StreamState) -> Span:
         """A span of `size` bytes, after a miss."""
         if len(self._states) > self._streams.most:
+            self._movables.unpack_all()
             spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
             keys = {state.key, *self._requesting, *(span.stream for span in spans)}
             self._streams.forget_unused(keys)
@@ -796,6 +808,7 @@ class MemoryPool:
             if self._capture_id(self._current_stream()) is not None:
                 holder.pins.append(PERMANENT)
             holder.pins.append(pin)
+            self._movables.unpack(holder)
             self._movables.remove(holder)
             return holder.span.address
 
@@ -816,6 +829,7 @@ class MemoryPool:
         self._drain_if_idle()
 
     def _free_buffer_now(self, holder: Holder) -> None:
+        self._movables.unpack(holder)
         span = holder.span
         span.holder = None
         try:
@@ -833,7 +847,10 @@ class MemoryPool:
         if not isinstance(address, int):
             return f"memory pool: free of {address!r}: expected the address that allocate returned"
         what = f"memory pool: free of {address:#x}"
+        self._movables.unpack_at(address)
         span = self._arena.locate(address)
+        if span is not None and span.state == LIVE and span.address == address:
+            return f"{what}: it belongs to a DeviceBuffer: close that instead"
         if span is not None and span.state == LIVE:
             return (
                 f"{what}: not the start of an allocation; {address - span.address} bytes inside"
@@ -847,6 +864,12 @@ class MemoryPool:
             if other is not self and other._arena.locate(address) is not None:
                 return f"{what}: it belongs to another pool, {other!r}, not to {self!r}"
         return f"{what}: not an address of this pool"
+
+
+def check_pool(op: str, pool: Any) -> None:
+    """Raises ConfigError unless `pool` is a MemoryPool."""
+    if not isinstance(pool, MemoryPool):
+        raise ConfigError(f"{op}: pool must be a MemoryPool, got {pool!r}")
 
 
 def _whole(size: Any) -> int:

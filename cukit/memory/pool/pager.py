@@ -14,7 +14,7 @@ remapped, so a free one is split into single pages before a block takes part of 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -72,13 +72,15 @@ class Pager:
         self.page_bytes = provider.page_bytes
         self._remaps = provider.can_remap
         self.mapped: dict[int, Any] = {}
-        """Mapped pages by address."""
+        """Mapped single pages by address."""
         self.spare: list[Any] = []
         """Single pages that are not mapped."""
         self.large_spare: list[tuple[Any, ...]] = []
         """Large pages that are not mapped: the pages of each."""
-        self.large_at: dict[int, int] = {}
-        """Address of the enclosing large page by the address of each of its pages."""
+        self.large_mapped: dict[int, tuple[Any, ...]] = {}
+        """Mapped large pages by address: the pages of each."""
+        self._large_starts: list[int] = []
+        """Their addresses, ascending."""
         self.large_pages = provider.large_pages if self._remaps else 1
         self.large_from = MANY_LARGE * self.large_pages
         """Requests of this many pages or more get large ones."""
@@ -93,7 +95,7 @@ class Pager:
 
     def paging(self) -> Paging:
         """How memory is mapped, for measuring what remapping can gather."""
-        firsts = np.array(sorted(set(self.large_at.values())), np.int64)
+        firsts = np.array(self._large_starts, np.int64)
         spare = self.num_spare * self.page_bytes
         return Paging(self.page_bytes, spare, self._remaps, self.large_pages, firsts)
 
@@ -177,7 +179,7 @@ class Pager:
         """
         page, step = self.page_bytes, self.large_pages * self.page_bytes
         for at in (start // page * page, (start + size - 1) // page * page):
-            first = self.large_at.get(at)
+            first = self.large_around(at)
             if first is None or (start <= first and first + step <= start + size):
                 continue
             if span.address > first or first + step > span.end or span.stream is not None:
@@ -192,6 +194,14 @@ class Pager:
             place = Place(self.hole_at(first), first, self.large_pages, ())
             span = self._map(place, None, single=True)
         return span
+
+    def large_around(self, address: int) -> int | None:
+        """The address of the mapped large page that contains an address."""
+        number = bisect_right(self._large_starts, address) - 1
+        if number < 0:
+            return None
+        first = self._large_starts[number]
+        return first if address < first + self.large_pages * self.page_bytes else None
 
     def find_addresses(self, pages: int) -> Place | None:
         """Unmapped addresses for `pages` pages, whatever is beside them; reserved if needed."""
@@ -215,7 +225,7 @@ class Pager:
         """
         if not self._remaps:
             return 0
-        largest = max(self._arena.streams.shared.index, key=lambda span: span.size, default=None)
+        largest = self._arena.streams.shared.index.largest()
         if largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))
@@ -276,9 +286,13 @@ class Pager:
             provider.unmap_pages(addresses[0], count)
             self.spare.extend(self.mapped.pop(address) for address in addresses[:count])
             del addresses[:count]
+        for address, pages in self.large_mapped.items():
+            provider.unmap_pages(address, self.large_pages)
+            self.spare.extend(pages)
+        self.large_mapped.clear()
+        self._large_starts.clear()
         self.spare.extend(chain.from_iterable(self.large_spare))
         self.large_spare.clear()
-        self.large_at.clear()
         if self.spare:
             provider.destroy_pages(list(dict.fromkeys(self.spare)))  # aliased pages appear twice
             self.spare.clear()
@@ -376,14 +390,14 @@ class Pager:
         ]
         runs: list[Run] = []
         many = most >= self.large_from
-        for large in (many, not many) if self.large_at else (None,):
+        for large in (many, not many) if self.large_mapped else (None,):
             for span in spans:
                 if most <= 0:
                     break
                 found = list(self._runs(span, most, large))
                 most -= sum(run.pages for run in found)
                 runs += found
-        return self._joined(runs) if self.large_at else runs
+        return self._joined(runs) if self.large_mapped else runs
 
     def _joined(self, runs: Sequence[Run]) -> list[Run]:
         """Joins adjacent runs. Descending: when a run is unmapped, its Span keeps what is below."""
@@ -406,21 +420,21 @@ class Pager:
             if at < end:
                 yield Run(span, at, min(most, (end - at) // page))
             return
-        step = self.large_pages * page
+        step, starts = self.large_pages * page, self._large_starts
+        around = self.large_around(at)
+        if around is not None and around < at:  # its start is in use
+            at = around + step
+        number = bisect_left(starts, at)
         while at < end and most > 0:
-            first = self.large_at.get(at)
-            begin = at
-            if first is not None:
-                at = first + step
-                if large and begin == first and at <= end:
-                    most -= self.large_pages
-                    yield Run(span, begin, self.large_pages)
-                continue
-            while at < end and (at - begin) < most * page and at not in self.large_at:
-                at += page
-            if not large:
-                most -= (at - begin) // page
-                yield Run(span, begin, (at - begin) // page)
+            first = min(starts[number], end) if number < len(starts) else end
+            if not large and first > at:
+                pages = min((first - at) // page, most)
+                most -= pages
+                yield Run(span, at, pages)
+            at, number = first + step, number + 1
+            if large and at <= end:
+                most -= self.large_pages
+                yield Run(span, first, self.large_pages)
 
     # Creating and mapping ---------------------------------------------------------------------
 
@@ -503,21 +517,15 @@ class Pager:
 
     def _add_spare(self, run: Run) -> None:
         """Records the pages of an unmapped run as spare."""
-        page, mapped = self.page_bytes, self.mapped
-        end = run.address + run.pages * page
-        if not self.large_at:
-            self.spare.extend(mapped.pop(at) for at in range(run.address, end, page))
-            return
-        at = run.address
-        while at < end:
-            if at not in self.large_at:
-                self.spare.append(mapped.pop(at))
-                at += page
-                continue
-            addresses = range(at, at + self.large_pages * page, page)
-            self.large_spare.append(tuple(map(mapped.pop, addresses)))
-            deque(map(self.large_at.pop, addresses), maxlen=0)
-            at = addresses.stop
+        page, starts = self.page_bytes, self._large_starts
+        at, end = run.address, run.address + run.pages * page
+        low, high = bisect_left(starts, at), bisect_left(starts, end)
+        for first in starts[low:high]:
+            self.spare.extend(map(self.mapped.pop, range(at, first, page)))
+            self.large_spare.append(self.large_mapped.pop(first))
+            at = first + self.large_pages * page
+        self.spare.extend(map(self.mapped.pop, range(at, end, page)))
+        del starts[low:high]
 
     def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
         """The spare pages to map next, and how many large ones they begin with. `single`: no large
@@ -530,14 +538,18 @@ class Pager:
     def note_mapped(self, address: int, pages: Sequence[Any], large: int) -> None:
         """Records that the pages from `choose` are mapped at `address`."""
         page, step = self.page_bytes, self.large_pages
-        del self.spare[len(self.spare) - (len(pages) - large * step) :]
-        del self.large_spare[len(self.large_spare) - large :]
-        end = address + large * step * page
-        self.mapped.update(
-            zip(range(address, address + len(pages) * page, page), pages, strict=True)
+        single = pages[large * step :]
+        firsts = range(address, address + large * step * page, step * page)
+        self.large_mapped.update(
+            zip(firsts, self.large_spare[len(self.large_spare) - large :], strict=True)
         )
-        for first in range(address, end, step * page):
-            self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
+        at = bisect_left(self._large_starts, address)
+        self._large_starts[at:at] = firsts
+        self.mapped.update(
+            zip(range(firsts.stop, address + len(pages) * page, page), single, strict=True)
+        )
+        del self.spare[len(self.spare) - len(single) :]
+        del self.large_spare[len(self.large_spare) - large :]
 
     def _map(self, place: Place, stream: Hashable, *, single: bool = False) -> Span:
         """Maps spare pages at a place; returns the resulting hole."""

@@ -164,15 +164,15 @@ class Stitcher:
 
     def _edges(self, state: StreamState) -> tuple[list[Edge], list[Edge]]:
         """Free ends and free starts of pages, each sorted by size."""
-        page, large = self._page_bytes, self._pager.large_at
+        page, large = self._page_bytes, self._pager.large_around
         tails, heads = [], []
         for index in (state.index, self._arena.streams.shared.index):
             for span in index.at_least(page // LEAST_EDGES, MOST_EDGES):
                 first, last = -(-span.address // page) * page, span.end // page * page
                 # Part of a large page cannot be mapped a second time.
-                if span.address < first <= span.end and first - page not in large:
+                if span.address < first <= span.end and large(first - page) is None:
                     tails.append(Edge(first - span.address, span.address, span))
-                if span.address <= last < span.end and last not in large:
+                if span.address <= last < span.end and large(last) is None:
                     heads.append(Edge(span.end - last, last, span))
         return sorted(tails, key=_size), sorted(heads, key=_size)
 
@@ -193,8 +193,10 @@ class Stitcher:
             mapped.append(pager.mapped[plan.head.address])
             size += plan.head.size
         self._provider.map_pages(address, mapped)
-        for number, handle in enumerate(mapped):
-            pager.mapped[address + number * page] = handle
+        if plan.tail:
+            pager.mapped[address] = mapped[0]
+        if plan.head:
+            pager.mapped[address + (len(mapped) - 1) * page] = mapped[-1]
         pager.note_mapped(behind, pages, large)
         whole = self._arena.cut_unmapped(pager.hole_at(address), address, len(mapped) * page)
         hole = whole.isolate(start, size)

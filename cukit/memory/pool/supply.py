@@ -89,7 +89,7 @@ class Supply:
         if span is None:
             return None
         start = arena.page_saving_start(span, size) if nearly_full else span.address
-        if self._pager.large_at:
+        if self._pager.large_mapped:
             kept = self._keep_whole(span, start, size, state)
             if kept is None:
                 return self.obtain(size, state, under_pressure=under_pressure)
