@@ -112,5 +112,5 @@ class PreparedPrefill:
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
         if out.size:
-            self._launch(q, *maps, out, lse, *options, pages=pages)
+            self._launch(q, *maps, out, lse, *options, more=pages)
         return (out, lse) if return_lse else out

@@ -328,16 +328,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     };
 
     const auto hide_teacher = [&](Scores& products) {
-      if (visible.unmasked(tile)) return;
       cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
                        settings);
-      cukit::make_finite(products);
     };
 
     // First tile: scores and probabilities.
     issue_scores();
     order.pass();
-    teacher.receive<1>(k_state, hide_teacher);
+    teacher.receive<1>(k_state, visible.unmasked(tile), hide_teacher);
     cukit::wgmma_wait<0>(scores);
     receive_scores();
     teacher.add_cross(scores, visible.unmasked(tile));
@@ -370,7 +368,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       if constexpr (kUpdatesEarly) update_outputs(grown);
       issue_outputs();
       order.pass();
-      teacher.receive<2>(k_state, hide_teacher);
+      teacher.receive<2>(k_state, visible.unmasked(tile), hide_teacher);
       cukit::wgmma_wait<1>(scores);
       receive_scores();
       teacher.add_cross(scores, visible.unmasked(tile));

@@ -61,12 +61,15 @@ class Teacher {
   }
 
   // Waits for the products, after which `Pending` groups of wgmmas were issued, and turns them into
-  // weights. hide(products) sets masked ones to a finite score that has no weight.
+  // weights. unmasked: no key is masked; otherwise hide(products) sets products to -infinity.
   template <int Pending, typename Hide>
-  CUKIT_DEVICE void receive(const KeyState& state, const Hide& hide) {
+  CUKIT_DEVICE void receive(const KeyState& state, bool unmasked, const Hide& hide) {
     cukit::wgmma_wait<Pending>(products_);
     pipeline_.release(state);
-    hide(products_);
+    if (!unmasked) {
+      hide(products_);
+      cukit::make_finite(products_);
+    }
     rows_.add_teacher(products_);
   }
 
@@ -107,7 +110,7 @@ struct Teacher {
   CUKIT_DEVICE void wait(const KeyState&) {}
   CUKIT_DEVICE void multiply(const KeyState&) {}
   template <int Pending, typename Hide>
-  CUKIT_DEVICE void receive(const KeyState&, const Hide&) {}
+  CUKIT_DEVICE void receive(const KeyState&, bool, const Hide&) {}
   template <int N>
   CUKIT_DEVICE void add_cross(const float (&)[N], bool) {}
   CUKIT_DEVICE void skip(const KeyState&) {}
