@@ -183,9 +183,9 @@ class MappedForward:
             value_dim=problem.head_dim_v,
             mask_heads=mask_heads,
             scale_log2=scales_of(q, options)[1],
-            **teacher,
             settings=settings,
             float8=_float8_settings(descales, tiles) if descales else NO_FLOAT8,
+            **teacher,
         )
         launch = self._launches((blocks,), (parameters,))
         plan = values = None

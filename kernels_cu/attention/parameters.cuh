@@ -36,10 +36,10 @@ struct MappedForwardParameters {
   int value_dim;
   int mask_heads;    // BLOCK_SPARSE: of block_mask, 1 or heads_q
   float scale_log2;  // scale * log2(e)
-  int teacher_group;         // TEACHER: query heads that share a teacher's key head
-  float teacher_scale_log2;  // TEACHER: of the teacher's scores
   ScoreSettings settings;
   Float8Settings float8;
+  int teacher_group;         // TEACHER: query heads that share a teacher's key head
+  float teacher_scale_log2;  // TEACHER: of the teacher's scores
 };
 
 // flash_attention_sm90 with PAGED: layout of the cache. Strides over blocks of the cache,
