@@ -159,7 +159,7 @@ class MappedForward:
         arrays: ScoreArrays,
         mask_heads: int = 1,
         descales: tuple[Array | None, ...] | None = None,
-        teacher: Mapping[str, float] = NO_TEACHER,
+        teacher: Mapping[str, float] | None = None,
     ) -> MappedLaunch:
         """The launch for arrays like these, already checked.
 
@@ -185,9 +185,12 @@ class MappedForward:
             scale_log2=scales_of(q, options)[1],
             settings=settings,
             float8=_float8_settings(descales, tiles) if descales else NO_FLOAT8,
-            **teacher,
         )
-        launch = self._launches((blocks,), (parameters,))
+        structs: tuple[Any, ...] = (parameters,)
+        if teacher is not None:
+            of_teacher = parameter_structs(PARAMETERS)["TeacherParameters"].pack(**teacher)
+            structs = (of_teacher, parameters)
+        launch = self._launches((blocks,), structs)
         plan = values = None
         if self._plan_launches is not None:
             size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)

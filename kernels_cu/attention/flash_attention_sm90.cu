@@ -453,6 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const __grid_constant__ cukit::TensorMap k_t,  // [batch, seq_kv, heads_q / teacher_group, ...]
     const float* __restrict__ known_t,             // KlRowArrays, all three
     float* __restrict__ kl, float* __restrict__ lse_t,
+    const __grid_constant__ cukit::TeacherParameters teacher,
 #endif
     const __grid_constant__ cukit::MappedForwardParameters params) {
   __shared__ Pipelines pipelines;
@@ -477,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
           const producer::PagedKeyValues key_values{pipelines, request_state, params.settings};
 #elif TEACHER
           const producer::MappedKeyValues key_values{&k,   &v, params.group, params.group,
-                                                     &k_t, params.teacher_group};
+                                                     &k_t, teacher.teacher_group};
 #else
           const producer::MappedKeyValues key_values{&k, &v, params.group, params.group};
 #endif
@@ -514,12 +515,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         const cukit::Descales descales{};
 #endif
 #if TEACHER
-        const consumer::TeacherArguments teacher{{known_t, nullptr, kl, lse_t, nullptr},
-                                                 params.teacher_scale_log2};
+        const consumer::TeacherArguments teacher_arguments{
+            {known_t, nullptr, kl, lse_t, nullptr}, teacher.teacher_scale_log2};
 #else
-        const consumer::TeacherArguments teacher{};
+        const consumer::TeacherArguments teacher_arguments{};
 #endif
-        consumer::run(pipelines, tiles, results, arguments, descales, teacher, params.settings,
-                      params.scale_log2);
+        consumer::run(pipelines, tiles, results, arguments, descales, teacher_arguments,
+                      params.settings, params.scale_log2);
       });
 }

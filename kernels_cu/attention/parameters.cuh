@@ -38,8 +38,12 @@ struct MappedForwardParameters {
   float scale_log2;  // scale * log2(e)
   ScoreSettings settings;
   Float8Settings float8;
-  int teacher_group;         // TEACHER: query heads that share a teacher's key head
-  float teacher_scale_log2;  // TEACHER: of the teacher's scores
+};
+
+// flash_attention_sm90 with TEACHER
+struct TeacherParameters {
+  int teacher_group;         // query heads that share a teacher's key head
+  float teacher_scale_log2;  // of the teacher's scores
 };
 
 // flash_attention_sm90 with PAGED: layout of the cache. Strides over blocks of the cache,
