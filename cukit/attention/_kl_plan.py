@@ -214,8 +214,8 @@ class AttentionWithKlConfig(WarpgroupForwardConfig):
 
 
 ATTENTION_WITH_KL_TILINGS: dict[int, WarpgroupTiling] = {
-    64: WarpgroupTiling(2, 128),
-    128: WarpgroupTiling(2, 96, query_stages=1),
+    64: WarpgroupTiling(2, 96, num_stages=3),
+    128: WarpgroupTiling(2, 80, query_stages=1),
 }
 """Keyed by the largest of both models' head_dims and that of v."""
 
@@ -242,6 +242,25 @@ def plan_attention_with_kl(
                 known_teacher=known_teacher,
             )
     return None
+
+
+def attention_with_kl_specs(device: Device) -> list[KernelSpec]:
+    """A representative set of variants: two widths with and without a causal mask and the teacher's
+    lse, and with one the other dtype, unequal head_dims, and the other masks."""
+    many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
+    cases = [
+        (replace(many, head_dim=width, causal=causal), width, known)
+        for width in (64, 128)
+        for causal in (False, True)
+        for known in (False, True)
+    ]
+    cases += [
+        (replace(many, head_dim=64, dtype="float16"), 64, False),
+        (replace(many, head_dim=64, value_dim=128), 72, True),
+        (replace(many, window=(256, None), varlen=True), 128, False),
+    ]
+    configs = [plan_attention_with_kl(*case, device) for case in cases]
+    return [config.spec() for config in configs if config is not None]
 
 
 def representative_pairs(

@@ -200,7 +200,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   const int first_index = Block::consumer_group();
   // The index of this warpgroup among the consumers. FP8 and bias variants recompute it: they have
   // no register to hold it throughout the loop.
-  const auto index = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : first_index; };
+  const auto index = [&] {
+    return FLOAT8 || BIAS || TEACHER ? Block::consumer_group() : first_index;
+  };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
@@ -218,7 +220,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   cukit::PartialOutputs<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES>
       partial_outputs(tiles.partial_outputs);
 
-  Teacher teacher(pipelines, tiles, teacher_arguments);
+  Teacher teacher(pipelines, tiles, teacher_arguments, q_first);
   IssueOrder order(first_index);
   // Pipeline states advance in the loop over key tiles (V) and in receive_scores (K and Q); the
   // other lambdas only read them.
@@ -405,10 +407,10 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     if (kPartialOutputs && partial_outputs.any) partial_outputs.add_to(outputs, softmax, factor);
     // FP8 recomputes the row: it has no register to hold it throughout the loop.
     const int result_row =
-        FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
+        FLOAT8 || TEACHER ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(outputs, softmax, factor, descales.values(work.b, work.head / arguments.gqa_group),
            results, work, result_row, settings);
-    teacher.finish(softmax, first_statistic() + row, work.sequence.seq_q - row);
+    teacher.finish(softmax, first_statistic() + result_row, work.sequence.seq_q - result_row);
     part = part_of_next_tile(part);
   }
   order.end();

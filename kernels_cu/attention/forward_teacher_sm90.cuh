@@ -34,11 +34,14 @@ struct TeacherArguments {
 
 class Teacher {
  public:
-  CUKIT_DEVICE Teacher(Pipelines& pipelines, const Tiles& tiles, const TeacherArguments& arguments)
+  // `first`: the uniform descriptor of tiles.q. Descriptors of other tiles, all K-major, differ from
+  // it by a constant, and take no registers.
+  CUKIT_DEVICE Teacher(Pipelines& pipelines, const Tiles& tiles, const TeacherArguments& arguments,
+                       unsigned long long first)
       : pipeline_(pipelines.teacher),
         arguments_(arguments),
-        q_first_(cukit::uniform_descriptor(SecondQueryTile::k_major(tiles.second_q))),
-        k_first_(cukit::uniform_descriptor(TeacherKeyTile::k_major(tiles.teacher))) {}
+        q_first_(first + (tiles.second_q - tiles.q) / 16),
+        k_first_(first + (tiles.teacher - tiles.q) / 16) {}
 
   // Starts 64 queries: their stage, the index of the lane's first row in the arrays of row
   // statistics, and the number of rows from there to the sequence's end.
@@ -105,7 +108,8 @@ class Teacher {
 struct TeacherArguments {};
 
 struct Teacher {
-  CUKIT_DEVICE Teacher(const Pipelines&, const Tiles&, const TeacherArguments&) {}
+  CUKIT_DEVICE Teacher(const Pipelines&, const Tiles&, const TeacherArguments&,
+                       unsigned long long) {}
   CUKIT_DEVICE void start(int, long long, int, float) {}
   CUKIT_DEVICE void wait(const KeyState&) {}
   CUKIT_DEVICE void multiply(const KeyState&) {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cukit
 from cukit.attention import attention_kl, flash_attention
 from cukit.attention.attention_with_kl import attention_with_kl
 from cukit.distill import (
@@ -112,7 +113,7 @@ DIMS = {
 
 
 def check_one_pass(device, arrays, **options):
-    """Compares output, rows and both lse of one pass with float64, the teacher's lse given or not."""
+    """Compares output, rows and both lse with float64, the teacher's lse given or not."""
     q_t, k_t, q_s, k_s, v_s = (x.astype(np.float64) for x in arrays)
     masks = {
         name: value
@@ -166,6 +167,45 @@ def test_one_pass(device, rng, dims, mask):
 def test_one_pass_of_few_and_of_dead_rows(device, rng, lengths):
     arrays = student_and_teacher(rng, (128, 128, 128), lengths, "bfloat16")
     check_one_pass(device, arrays, causal=True, head_map=(1, 0))
+
+
+def test_one_pass_of_strided_arrays(device, rng):
+    """Slices of fused projections, batches, four query heads for one key head, row weights."""
+    teacher = random(rng, (2, 90, 6, 64), "bfloat16")
+    student = random(rng, (2, 90, 6, 64), "bfloat16")
+    arrays = [
+        teacher[:, :, :4], teacher[:, :, 4:], student[:, :, :4], student[:, :, 4:5],
+        student[:, :, 5:],
+    ]  # fmt: skip
+    weights = rng.random((2, 90)).astype(np.float32)
+    weights[0, :5] = 0
+    check_one_pass(device, arrays, row_weights=weights, window_size=(None, 3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_pass_reduces_and_scales(device, rng, reduction):
+    arrays = student_and_teacher(rng, (64, 64, 64), (70, 90), "bfloat16")
+    q_t, k_t, *student = to_device(device, *arrays)
+    options = {"reduction": reduction, "scale_by_temperature_squared": True}
+    if reduction == "mean":
+        options["normalizer"] = 7.0
+    got = distillation_attention(q_t, k_t, None, *student, **options)
+    exact = kl.attention_kl(*(x.astype(np.float64) for x in arrays[:4]), **options)
+    assert float(got.loss) == pytest.approx(float(exact), rel=2e-5)
+
+
+def test_one_pass_needs_a_temperature_of_one_and_narrow_heads(rng):
+    arrays = student_and_teacher(rng, (64, 64, 64), (5, 6), "float32")
+    assert attention_with_kl(*arrays) is None, "the CPU has no such kernel"
+    with cukit.backend("emulator", arch="sm_90"):
+        wide = student_and_teacher(rng, (64, 136, 64), (5, 6), "bfloat16")
+        assert attention_with_kl(*wide) is None
+        narrow = student_and_teacher(rng, (64, 64, 64), (5, 6), "bfloat16")
+        assert attention_with_kl(*narrow) is not None
+        with pytest.raises(ArrayShapeError, match="distillation_attention: lse_t"):
+            attention_with_kl(*narrow, lse_t=np.zeros((1, 2, 4), np.float32))
+    with cukit.backend("emulator", arch="sm_80"):
+        assert attention_with_kl(*narrow) is None
 
 
 def test_one_pass_over_sequences(device, rng):
