@@ -234,8 +234,6 @@ def plan_attention_with_kl(
     widest = max(problem.head_dim, problem.head_dim_v, teacher_dim)
     for most, tiling in ATTENTION_WITH_KL_TILINGS.items():
         if widest <= most:
-            if problem.register_limited and most > BOX_COLUMNS:
-                tiling = replace(tiling, tile_n=64)
             return AttentionWithKlConfig(
                 problem,
                 tiling,

@@ -58,7 +58,7 @@ using TeacherKeyTile = cukit::SharedTile<T, TILE_N, TEACHER_DIM>;
 // four 16-bit consumers it spills two or three words once per tile of queries.
 constexpr bool kBusyProducer = DYNAMIC_SCHEDULE || WINDOW;
 constexpr int kProducerRegisters =
-    PREPARES                                        ? 56
+    PREPARES || (TEACHER && kBusyProducer)          ? 56
     : DISTILL || TEACHER                            ? 40
     : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
     : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
