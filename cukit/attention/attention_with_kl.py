@@ -77,16 +77,14 @@ def attention_with_kl(
 
     Arguments, errors and numerics as of distillation_attention, which uses it.
     """
-    q_t, k_t, q_s, k_s, v_s, *given = adopt(
+    q_t, k_t, q_s, k_s, v_s, weights, ends_q, ends_kv, known = adopt(
         _OP, q_t, k_t, q_s, k_s, v_s, row_weights, cu_seqlens_q, cu_seqlens_kv, lse_t
     )
-    arrays = RowArrays(*given, None)
-    numbers_given = normalizer is None or isinstance(normalizer, numbers.Real)
-    if not numbers_given:
+    arrays = RowArrays(weights, ends_q, ends_kv, known, None)
+    on_host = normalizer is None or isinstance(normalizer, numbers.Real)
+    if not on_host:
         (normalizer,) = adopt(_OP, normalizer)
-    if not runs_kernel(
-        _OP, q_t, k_t, q_s, k_s, v_s, *arrays, None if numbers_given else normalizer
-    ):
+    if not runs_kernel(_OP, q_t, k_t, q_s, k_s, v_s, *arrays, None if on_host else normalizer):
         return None
     options = kl_options(
         _OP, causal, window_size, 1.0, scale_by_temperature_squared, scale_t, scale_s,
@@ -104,9 +102,7 @@ def attention_with_kl(
         check_sequence_ends(_OP, q_s, k_s, student, arrays.scores)
     out, shape = empty(q_s, (*q_s.shape[:-1], v_s.shape[-1])), lse_shape(q_s)
     lse_s, kl = empty(q_s, shape, np.float32), empty(q_s, shape, np.float32)
-    known, lse_t = arrays.lse_t, arrays.lse_t
-    if lse_t is None:
-        lse_t = empty(q_s, shape, np.float32)
+    lse_t = empty(q_s, shape, np.float32) if known is None else known
     launch((q_s, k_s, v_s, out, lse_s), (q_t, k_t), (known, kl, lse_t), arrays)
     return AttentionWithKl(out, reduced(kl, options, arrays, normalizer), lse_t, lse_s)
 
