@@ -108,12 +108,13 @@ class MappedLaunch:
         *options: Array | None,
         block_mask: Array | None = None,
         descales: tuple[Array | None, ...] | None = None,
-        pages: tuple[Array, ...] = (),
+        more: tuple[Any, ...] = (),
     ) -> None:
         """Launches on the current stream.
 
-        options: ScoreArrays. descales: of FP8 inputs. pages: the block table of a paged cache, and
-        the caches themselves where the kernel reads them without TMA.
+        options: ScoreArrays. descales: of FP8 inputs. more: the kernel's further arguments: the
+        block table of a paged cache, and the caches themselves where the kernel reads them without
+        TMA; or those of a teacher.
         """
         pointers = self._nothing
         if pointers is None:
@@ -121,12 +122,12 @@ class MappedLaunch:
             if self._plan is not None:
                 planned = options[-2:] if block_mask is None else (block_mask,)
                 plan = self._plan(q, *planned)
-            pointers = (*options, plan, block_mask, *pages)
+            pointers = (*options, plan, block_mask)
         values = self._v(v)
         if descales is not None:
             prepared = NULL if self._values is None else self._values(q, values, options[-1])
             pointers = (*pointers, prepared, *descales)
-        self._launch(self._q(q), self._k(k), values, out, lse, *pointers)
+        self._launch(self._q(q), self._k(k), values, out, lse, *pointers, *more)
 
 
 class MappedForward:
@@ -158,11 +159,12 @@ class MappedForward:
         arrays: ScoreArrays,
         mask_heads: int = 1,
         descales: tuple[Array | None, ...] | None = None,
+        teacher: Mapping[str, float] | None = None,
     ) -> MappedLaunch:
         """The launch for arrays like these, already checked.
 
         mask_heads: heads of a block mask. descales: of FP8 inputs, each float32 [], [heads_kv],
-        [batch, heads_kv] or None.
+        [batch, heads_kv] or None. teacher: the second model's parameters, for its divergence.
         """
         config = self._config
         problem = config.problem
@@ -184,7 +186,11 @@ class MappedForward:
             settings=settings,
             float8=_float8_settings(descales, tiles) if descales else NO_FLOAT8,
         )
-        launch = self._launches((blocks,), (parameters,))
+        structs: tuple[Any, ...] = (parameters,)
+        if teacher is not None:
+            of_teacher = parameter_structs(PARAMETERS)["TeacherParameters"].pack(**teacher)
+            structs = (of_teacher, parameters)
+        launch = self._launches((blocks,), structs)
         plan = values = None
         if self._plan_launches is not None:
             size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)

@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cukit.attention._flash_plan import kernel_class, query_raster_group
-from cukit.attention._flash_plan_sm90 import items_per_head, sequences_spec
+from cukit.attention._flash_plan_sm90 import (
+    WarpgroupForwardConfig,
+    covers,
+    items_per_head,
+    sequences_spec,
+)
 from cukit.attention._flash_tilings import (
     BOX_COLUMNS,
     ITEM_BYTES,
@@ -182,6 +187,80 @@ def plan_attention_kl(
         raster_group=query_raster_group(problem, tiling, device),
         known=known,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWithKlConfig(WarpgroupForwardConfig):
+    """The configuration of a student's attention that also yields its divergence from a teacher's
+    (flash_attention_sm90.cu, TEACHER)."""
+
+    teacher_dim: int
+    """head_dim of the teacher."""
+    known_teacher: bool
+    """Whether the teacher's lse is known."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        spec, tiling = super().spec(), self.tiling
+        defines: Defines = (
+            ("TEACHER", True),
+            ("TEACHER_DIM", ceil_div(self.teacher_dim, _STEP) * _STEP),
+            ("KNOWN_T", self.known_teacher),
+            ("KNOWN_S", 2),
+        )
+        rows = tiling.query_stages * tiling.tile_m + tiling.num_stages * tiling.tile_n
+        shared = spec.shared_bytes + ITEM_BYTES * _padded_columns(self.teacher_dim) * rows
+        return replace(spec, defines=(*spec.defines, *defines), shared_bytes=shared)
+
+
+ATTENTION_WITH_KL_TILINGS: dict[int, WarpgroupTiling] = {
+    64: WarpgroupTiling(2, 96, num_stages=3),
+    128: WarpgroupTiling(2, 80, query_stages=1),
+}
+"""Keyed by the largest of both models' head_dims and that of v."""
+
+
+def plan_attention_with_kl(
+    problem: AttentionProblem, teacher_dim: int, known_teacher: bool, device: Device
+) -> AttentionWithKlConfig | None:
+    """The configuration of the student's attention with its divergence in one pass; None where
+    class sm90 does not cover it, or heads are too wide: outputs and both models' scores would not
+    fit in the registers.
+
+    problem: the student's attention, without options but masks.
+    """
+    if not covers(problem, device):
+        return None
+    widest = max(problem.head_dim, problem.head_dim_v, teacher_dim)
+    for most, tiling in ATTENTION_WITH_KL_TILINGS.items():
+        if widest <= most:
+            return AttentionWithKlConfig(
+                problem,
+                tiling,
+                device.num_sms,
+                teacher_dim=teacher_dim,
+                known_teacher=known_teacher,
+            )
+    return None
+
+
+def attention_with_kl_specs(device: Device) -> list[KernelSpec]:
+    """A representative set of variants: two widths with and without a causal mask and the teacher's
+    lse, and with one the other dtype, unequal head_dims, and the other masks."""
+    many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
+    cases = [
+        (replace(many, head_dim=width, causal=causal), width, known)
+        for width in (64, 128)
+        for causal in (False, True)
+        for known in (False, True)
+    ]
+    cases += [
+        (replace(many, head_dim=64, dtype="float16"), 64, False),
+        (replace(many, head_dim=64, value_dim=128), 72, True),
+        (replace(many, window=(256, None), varlen=True), 128, False),
+    ]
+    configs = [plan_attention_with_kl(*case, device) for case in cases]
+    return [config.spec() for config in configs if config is not None]
 
 
 def representative_pairs(

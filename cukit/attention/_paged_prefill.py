@@ -134,4 +134,4 @@ class PreparedPrefill:
         # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
-        self._launch(q, *maps, out, lse, *options, pages=pages)
+        self._launch(q, *maps, out, lse, *options, more=pages)

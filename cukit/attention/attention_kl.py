@@ -25,6 +25,7 @@ from cukit.attention._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS
 from cukit.attention._kl_plan import (
     KnownLse,
     WarpgroupKlConfig,
+    attention_with_kl_specs,
     plan_attention_kl,
     plan_attention_kl_sm90,
     representative_pairs,
@@ -313,7 +314,9 @@ def _sweep_specs(device: Device) -> list[KernelSpec]:
                 found += [config.spec(), *(() if plan is None else (plan,))]
         return found
 
-    return [*representative_pairs(specs), sum_spec(), total_spec(False), total_spec(True)]
+    one_pass = attention_with_kl_specs(device)
+    totals = sum_spec(), total_spec(False), total_spec(True)
+    return [*representative_pairs(specs), *one_pass, *totals]
 
 
 register(

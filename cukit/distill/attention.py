@@ -13,6 +13,7 @@ from cukit.attention import (
     flash_attention,
     flash_attention_backward,
 )
+from cukit.attention.attention_with_kl import attention_with_kl
 from cukit.attention.kl_pairs import head_map_of
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_integer
@@ -67,8 +68,9 @@ def distillation_attention(
         out = softmax(scale_s q_s k_s^T) v_s
         loss = KL(softmax(scale_t q_t k_t^T / T) || softmax(scale_s q_s k_s^T / T))
 
-    The student's attention runs first. At T = 1 the divergence reuses its log-sum-exps, and the
-    teacher's if `v_t` or `lse_t` is given, and then takes one exponential per pair.
+    At T = 1 and without `precise`, Hopper computes both in one pass over the student's scores where
+    no head_dim exceeds 128. Otherwise the student's attention runs first, and at T = 1 the
+    divergence reuses its log-sum-exps. The teacher's are reused if `v_t` or `lse_t` is given.
 
     Args:
         q_t: the teacher's queries, [batch, seq_len_q, num_heads_t, head_dim_t].
@@ -96,19 +98,28 @@ def distillation_attention(
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_kv": max_seqlen_kv,
     }
-    out, lse = flash_attention(q_s, k_s, v_s, scale=scale_s, return_lse=True, **masks)
     out_t = None
     shares = temperature == 1
     if v_t is not None:
         out_t, top = flash_attention(q_t, k_t, v_t, scale=scale_t, return_lse=True, **masks)
         if shares and lse_t is None:
             lse_t = _by_student_heads(q_t, q_s, top, head_map)
+    options: dict[str, Any] = {
+        "scale_by_temperature_squared": scale_by_temperature_squared,
+        "scale_t": scale_t, "scale_s": scale_s, "head_map": head_map, "row_weights": row_weights,
+        "lse_t": lse_t, "reduction": reduction, "normalizer": normalizer, **masks,
+    }  # fmt: skip
+    if shares and not precise:
+        both = attention_with_kl(q_t, k_t, q_s, k_s, v_s, **options)
+        if both is not None:
+            return DistillationAttention(
+                both.out, both.loss, out_t, both.lse_s, both.lse_t, both.lse_s
+            )
+    out, lse = flash_attention(q_s, k_s, v_s, scale=scale_s, return_lse=True, **masks)
     loss, lse_t, lse_s = attention_kl(
         q_t, k_t, q_s, k_s,
-        temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared,
-        scale_t=scale_t, scale_s=scale_s, head_map=head_map, row_weights=row_weights,
-        lse_t=lse_t, lse_s=lse if shares else None, reduction=reduction, normalizer=normalizer,
-        precise=precise, return_lse=True, **masks,
+        temperature=temperature, lse_s=lse if shares else None,
+        precise=precise, return_lse=True, **options,
     )  # fmt: skip
     return DistillationAttention(out, loss, out_t, lse, lse_t, lse_s)
 

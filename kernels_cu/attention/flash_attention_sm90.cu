@@ -28,9 +28,12 @@
 //   flash_attention_fp8_values or, with PREPARES, tile by tile by three warps of the producer
 //   warpgroup. The tensor cores accumulate FP8 products with about 14 bits: every KEPT_TILES tiles
 //   a consumer moves its accumulators to partial outputs in shared memory (partial_outputs.cuh).
+// TEACHER: also the divergence of these attention distributions from a teacher's, row by row
+//   (forward_teacher_sm90.cuh), in the same pass over the scores. A consumer issues the teacher's
+//   Q K^T before its own. Scores are not modified: no options but masks and VARLEN.
 // Shared memory, dynamic: Q stages, a tile of 64 queries per consumer | K stages | PREPARES: two
 //   stages of unprepared V | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima per
-//   consumer thread. Tiles are stored in parts of one swizzle's width (shared_tile.cuh); V prepared
+//   consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts of one swizzle's width (shared_tile.cuh); V prepared
 //   for e4m3 as in float8_values.cuh. Static: barriers, and per-stage messages of the producer.
 // Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q
 //   and TILE_N of K and V, parts of 64 columns (FP8: 64 up to 64 columns, else 128), swizzled by
@@ -41,13 +44,15 @@
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
 //   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the
 //   block size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
-//   KEPT_TILES 1.., 0 never. TURNS 0|1.
+//   KEPT_TILES 1.., 0 never. TURNS 0|1. TEACHER, 0 where it is not defined, 0|1, then TEACHER_DIM as
+//   HEAD_DIM, KNOWN_T 0|1, KNOWN_S 2, PRECISE 0 (kl_rows.cuh).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
 #include "attention/forward_pages_sm90.cuh"
 #include "attention/forward_pipelines_sm90.cuh"
 #include "attention/forward_producer_sm90.cuh"
+#include "attention/forward_teacher_sm90.cuh"
 #include "attention/forward_work_sm90.cuh"
 #include "attention/parameters.cuh"
 #include "attention/partial_outputs.cuh"
@@ -190,11 +195,14 @@ constexpr bool kUpdatesEarly = kPartialOutputs && VALUE_DIM < 256;
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
                       const Arguments& arguments, const cukit::Descales& descales,
+                      const TeacherArguments& teacher_arguments,
                       const cukit::ScoreSettings& settings, float scale) {
   const int first_index = Block::consumer_group();
   // The index of this warpgroup among the consumers. FP8 and bias variants recompute it: they have
   // no register to hold it throughout the loop.
-  const auto index = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : first_index; };
+  const auto index = [&] {
+    return FLOAT8 || BIAS || TEACHER ? Block::consumer_group() : first_index;
+  };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
@@ -212,14 +220,17 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   cukit::PartialOutputs<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES>
       partial_outputs(tiles.partial_outputs);
 
+  Teacher teacher(pipelines, tiles, teacher_arguments, q_first);
   IssueOrder order(first_index);
   // Pipeline states advance in the loop over key tiles (V) and in receive_scores (K and Q); the
   // other lambdas only read them.
   const auto issue_scores = [&] {
     const unsigned long long k = k_first + k_state.index * KeyTile::kStage;
+    teacher.wait(k_state);
     pipelines.k.wait(k_state);
     order.wait();
     cukit::wgmma_fence();
+    teacher.multiply(k_state);
     multiply_keys(scores, q, k);
   };
   const auto issue_outputs = [&] {
@@ -252,12 +263,18 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     // Skips masked tiles in the order of the loads: V one tile behind K.
     for (int masked = work.keys.end; masked > visible.end; --masked) {
       order.skip();
+      teacher.skip(k_state);
       pipelines.k.skip(k_state);
       if (masked < work.keys.end) pipelines.v.skip(v_state);
     }
     int tile = visible.end - 1;
     float shrink[2];
-    q = q_first + (q_state.index * CONSUMERS + index()) * QueryTile::kStage;
+    const int q_stage = q_state.index * CONSUMERS + index();
+    q = q_first + q_stage * QueryTile::kStage;
+    const auto first_statistic = [&] {
+      return cukit::row_statistics(work.b, work.head, results.heads_q, work.sequence, settings);
+    };
+    teacher.start(q_stage, first_statistic() + row, work.sequence.seq_q - row, factor);
     // Turns the products of a tile of keys into scores, and masked ones into -infinity.
     const auto apply_options = [&](int first_key, bool unmasked) {
       const cukit::FragmentPlace at{row, first_key + lane_column};
@@ -312,11 +329,18 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       apply_options(first_key, unmasked);
     };
 
+    const auto hide_teacher = [&](Scores& products) {
+      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
+                       settings);
+    };
+
     // First tile: scores and probabilities.
     issue_scores();
     order.pass();
+    teacher.receive<1>(k_state, visible.unmasked(tile), hide_teacher);
     cukit::wgmma_wait<0>(scores);
     receive_scores();
+    teacher.add_cross(scores, visible.unmasked(tile));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       cukit::start_row(softmax.max[half], softmax.sum[half], arguments.arrays, work.head,
@@ -346,8 +370,10 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       if constexpr (kUpdatesEarly) update_outputs(grown);
       issue_outputs();
       order.pass();
+      teacher.receive<2>(k_state, visible.unmasked(tile), hide_teacher);
       cukit::wgmma_wait<1>(scores);
       receive_scores();
+      teacher.add_cross(scores, visible.unmasked(tile));
       grown = update_maxima(softmax, shrink, scores, factor);
       cukit::exponentiate<Operands::kOffset>(softmax, scores, factor);
       const KeyState v_read = v_state;
@@ -374,15 +400,17 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     v_state.advance();
     for (int masked = work.keys.begin; masked < visible.begin; ++masked) {
       order.skip();
+      teacher.skip(k_state);
       pipelines.k.skip(k_state);
       pipelines.v.skip(v_state);
     }
     if (kPartialOutputs && partial_outputs.any) partial_outputs.add_to(outputs, softmax, factor);
     // FP8 recomputes the row: it has no register to hold it throughout the loop.
     const int result_row =
-        FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
+        FLOAT8 || TEACHER ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(outputs, softmax, factor, descales.values(work.b, work.head / arguments.gqa_group),
            results, work, result_row, settings);
+    teacher.finish(softmax, first_statistic() + result_row, work.sequence.seq_q - result_row);
     part = part_of_next_tile(part);
   }
   order.end();
@@ -422,6 +450,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if PAGED
     const __grid_constant__ cukit::PagedKeys keys,
 #endif
+#if TEACHER
+    const __grid_constant__ cukit::TensorMap q_t,  // [batch, seq_q, heads_q, teacher_dim]
+    const __grid_constant__ cukit::TensorMap k_t,  // [batch, seq_kv, heads_q / teacher_group, ...]
+    const float* __restrict__ known_t,             // KlRowArrays, all three
+    float* __restrict__ kl, float* __restrict__ lse_t,
+    const __grid_constant__ cukit::TeacherParameters teacher,
+#endif
     const __grid_constant__ cukit::MappedForwardParameters params) {
   __shared__ Pipelines pipelines;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
@@ -443,10 +478,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #elif PAGED
           RequestState request_state;
           const producer::PagedKeyValues key_values{pipelines, request_state, params.settings};
+#elif TEACHER
+          const producer::MappedKeyValues key_values{&k,   &v, params.group, params.group,
+                                                     &k_t, teacher.teacher_group};
 #else
           const producer::MappedKeyValues key_values{&k, &v, params.group, params.group};
 #endif
+#if TEACHER
+          producer::run(pipelines, tiles, &q, key_values, arguments, params.settings, &q_t);
+#else
           producer::run(pipelines, tiles, &q, key_values, arguments, params.settings);
+#endif
         }
 #if CLEARED
         if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
@@ -474,7 +516,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #else
         const cukit::Descales descales{};
 #endif
-        consumer::run(pipelines, tiles, results, arguments, descales, params.settings,
-                      params.scale_log2);
+#if TEACHER
+        const consumer::TeacherArguments teacher_arguments{
+            {known_t, nullptr, kl, lse_t, nullptr}, teacher.teacher_scale_log2};
+#else
+        const consumer::TeacherArguments teacher_arguments{};
+#endif
+        consumer::run(pipelines, tiles, results, arguments, descales, teacher_arguments,
+                      params.settings, params.scale_log2);
       });
 }

@@ -1,6 +1,7 @@
 // The pipelines of flash_attention_sm90 and attention_kl_sm90, and their shared memory.
 //
 // DISTILL (attention_kl_sm90): V holds the keys of a second model, whose queries are loaded with Q.
+// TEACHER: keys of a second model are loaded with K, its queries with Q.
 //
 // Macros: those of flash_attention_sm90.cu; DISTILL, 0 where it is not defined.
 #pragma once
@@ -21,6 +22,9 @@ using T = cukit::element_t;
 
 #ifndef DISTILL
 #define DISTILL 0
+#endif
+#ifndef TEACHER
+#define TEACHER 0
 #endif
 
 // PAGED: rows per TMA box, within one block of the cache; 0: blocks are copied row by row.
@@ -45,14 +49,17 @@ using KeyTile = Operands::KeyTile;
 using ValueTile = Operands::ValueTile;
 #if DISTILL
 using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_DIM>;
+#elif TEACHER
+using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, TEACHER_DIM>;
+using TeacherKeyTile = cukit::SharedTile<T, TILE_N, TEACHER_DIM>;
 #endif
 
 // A producer with more state gets more registers if the consumers leave enough; next to three or
 // four 16-bit consumers it spills two or three words once per tile of queries.
 constexpr bool kBusyProducer = DYNAMIC_SCHEDULE || WINDOW;
 constexpr int kProducerRegisters =
-    PREPARES                                        ? 56
-    : DISTILL                                       ? 40
+    PREPARES || (TEACHER && kBusyProducer)          ? 56
+    : DISTILL || TEACHER                            ? 40
     : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
     : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
                                                     : 32;
@@ -99,6 +106,9 @@ struct Pipelines {
   cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer: none waits for another's Q
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
+#if TEACHER
+  cukit::Pipeline<STAGES> teacher;  // keys, a stage for each stage of K
+#endif
 #if DYNAMIC_SCHEDULE
   QueryWork work[QUERY_STAGES];  // of each stage of Q
 #endif
@@ -126,6 +136,9 @@ struct Pipelines {
     for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.init(cukit::kWarpgroupWarps);
     k.init(Block::kConsumerWarps);
     v.init(Block::kConsumerWarps, PREPARES ? kPreparers : 1);
+#if TEACHER
+    teacher.init(Block::kConsumerWarps);
+#endif
 #if CLEARED
     loaded.init(1);
 #endif
@@ -153,8 +166,11 @@ struct Tiles {
   unsigned char* raw;
   unsigned char* v;
   unsigned char* partial_outputs;
-#if DISTILL
+#if DISTILL || TEACHER
   unsigned char* second_q;
+#endif
+#if TEACHER
+  unsigned char* teacher;
 #endif
 
   CUKIT_DEVICE explicit Tiles(unsigned char* shared)
@@ -167,8 +183,11 @@ struct Tiles {
     v += kRawStages * RawTile::kBytes;
 #endif
     partial_outputs = v + STAGES * ValueTile::kBytes;
-#if DISTILL
+#if DISTILL || TEACHER
     second_q = partial_outputs;
+#endif
+#if TEACHER
+    teacher = second_q + QUERY_STAGES * CONSUMERS * SecondQueryTile::kBytes;
 #endif
   }
 };

@@ -43,11 +43,17 @@ struct MappedKeyValues {
   const cukit::TensorMap* v;
   int gqa_group;    // query heads that share a key head
   int value_group;  // DISTILL: query heads that share a head of V
+#if TEACHER
+  const cukit::TensorMap* teacher;  // keys
+  int teacher_group;                // query heads that share a teacher's key head
+#endif
 
   struct Place {
     int head, first_row, batch;
 #if DISTILL
     int value_head;
+#elif TEACHER
+    int teacher_head;
 #endif
   };
 
@@ -55,6 +61,9 @@ struct MappedKeyValues {
 #if DISTILL
     return {work.head / gqa_group, work.sequence.first_kv, VARLEN ? 0 : work.b,
             work.head / value_group};
+#elif TEACHER
+    return {work.head / gqa_group, work.sequence.first_kv, VARLEN ? 0 : work.b,
+            work.head / teacher_group};
 #else
     return {work.head / gqa_group, work.sequence.first_kv, VARLEN ? 0 : work.b};
 #endif
@@ -64,6 +73,14 @@ struct MappedKeyValues {
                               int tile) const {
     KeyTile::load(to, k, full, place.head, place.first_row + tile * TILE_N, place.batch);
   }
+
+#if TEACHER
+  CUKIT_DEVICE void load_teacher(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                                 int tile) const {
+    TeacherKeyTile::load(to, teacher, full, place.teacher_head, place.first_row + tile * TILE_N,
+                         place.batch);
+  }
+#endif
 
   CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
                                 int tile) const {
@@ -141,6 +158,12 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #endif
     };
     const auto load_keys = [&](int index) {
+#if TEACHER
+      pipelines.teacher.acquire(k_state);
+      key_values.load_teacher(tiles.teacher + k_state.index * TeacherKeyTile::kBytes,
+                              pipelines.teacher.expect(k_state, TeacherKeyTile::kBytes), place,
+                              index);
+#endif
       pipelines.k.acquire(k_state);
 #if BLOCK_SPARSE
       pipelines.listed[k_state.index] = list[1 + index];
@@ -206,7 +229,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
           const int row =
               work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows;
           const int batch = VARLEN ? 0 : work.b;
-#if DISTILL
+#if DISTILL || TEACHER
           constexpr int kBytes = QueryTile::kBytes + SecondQueryTile::kBytes;
           cukit::Mbarrier* const full = queries.expect(q_state, kBytes);
           SecondQueryTile::load(tiles.second_q + slot * SecondQueryTile::kBytes, second_q, full,

@@ -17,7 +17,8 @@
 // are over the lane's columns. Each tile is summed separately before it is added, which reduces the
 // rounding error of long rows.
 //
-// Macros: KNOWN_T, KNOWN_S 0|1: the lse of teacher, student is given; PRECISE 0|1: needs both.
+// Macros: KNOWN_T, KNOWN_S 0|1: the lse of teacher, student is given; KNOWN_S 2: the student's softmax
+//   is computed elsewhere and passed to take_student(); PRECISE 0|1: needs both.
 #pragma once
 
 #include "common/platform.cuh"
@@ -26,7 +27,7 @@
 
 namespace cukit {
 
-static_assert(!PRECISE || (KNOWN_T && KNOWN_S), "precise terms need both probabilities");
+static_assert(!PRECISE || (KNOWN_T && KNOWN_S == 1), "precise terms need both probabilities");
 
 constexpr float kHidden = -1e30f;
 constexpr float kNoScore = -1e29f;  // the maximum before the first visible key
@@ -43,7 +44,7 @@ CUKIT_DEVICE void make_finite(float (&scores)[N]) {
 // Row arrays: [batch, heads, seq_q]; VARLEN: [heads, total_q].
 struct KlRowArrays {
   const float* known_t;  // KNOWN_T, natural logarithm
-  const float* known_s;  // KNOWN_S
+  const float* known_s;  // KNOWN_S 1
   float* kl;             // or null
   float* lse_t;          // or null
   float* lse_s;          // or null
@@ -51,6 +52,7 @@ struct KlRowArrays {
 
 class KlRows {
  public:
+  KlRows() = default;
   // `first`: index of the lane's first row; rows from `rows_left` on do not exist.
   CUKIT_DEVICE KlRows(const KlRowArrays& arrays, long long first, int rows_left, float scale_t,
                       float scale_s)
@@ -59,7 +61,7 @@ class KlRows {
     for (int half = 0; half < 2; ++half) {
       const bool exists = 8 * half < rows_left;
       teacher_.max[half] = start<KNOWN_T>(arrays.known_t + first + 8 * half, exists);
-      student_.max[half] = start<KNOWN_S>(arrays.known_s + first + 8 * half, exists);
+      student_.max[half] = start<KNOWN_S == 1>(arrays.known_s + first + 8 * half, exists);
       teacher_.sum[half] = student_.sum[half] = cross_t_[half] = cross_s_[half] = 0.0f;
     }
   }
@@ -96,8 +98,9 @@ class KlRows {
     }
   }
 
-  // Adds the student's products times the teacher's weights `e`.
-  template <int N>
+  // Adds the student's products times the teacher's weights `e`. Infinite: -infinity may stand for
+  // kHidden.
+  template <bool Infinite = false, int N>
   CUKIT_DEVICE void add_cross(const float (&e)[N], const float (&s)[N]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -107,7 +110,8 @@ class KlRows {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = 4 * n + 2 * half + i;
-          cross[i] = fmaf(e[at], s[at], cross[i]);
+          const float own = Infinite && s[at] == -infinity() ? kHidden : s[at];
+          cross[i] = fmaf(e[at], own, cross[i]);
         }
       cross_s_[half] += cross[0] + cross[1];
     }
@@ -164,6 +168,9 @@ class KlRows {
     }
   }
 
+  // KNOWN_S 2: the student's maxima and sums, before finish().
+  CUKIT_DEVICE void take_student(const SoftmaxRows& rows) { student_ = rows; }
+
   // Sums over the quads of lanes and stores the rows; `first`, `rows_left` as in the constructor.
   CUKIT_DEVICE void finish(const KlRowArrays& arrays, long long first, int rows_left) const {
 #pragma unroll
@@ -171,7 +178,7 @@ class KlRows {
       const float sum_t = quad_sum(teacher_.sum[half]), sum_s = quad_sum(student_.sum[half]);
       const float cross_t = quad_sum(cross_t_[half]), cross_s = quad_sum(cross_s_[half]);
       const float lse_t = end<KNOWN_T>(teacher_.max[half], sum_t, scale_t_);
-      const float lse_s = end<KNOWN_S>(student_.max[half], sum_s, scale_s_);
+      const float lse_s = end<KNOWN_S == 1>(student_.max[half], sum_s, scale_s_);
       float kl;
       if constexpr (PRECISE) {
         kl = cross_t;

@@ -40,6 +40,12 @@ struct MappedForwardParameters {
   Float8Settings float8;
 };
 
+// flash_attention_sm90 with TEACHER
+struct TeacherParameters {
+  int teacher_group;         // query heads that share a teacher's key head
+  float teacher_scale_log2;  // of the teacher's scores
+};
+
 // flash_attention_sm90 with PAGED: layout of the cache. Strides over blocks of the cache,
 // their rows and heads.
 struct PagedKeys {

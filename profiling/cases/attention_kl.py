@@ -11,7 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cukit.attention import attention_kl, attention_kl_backward
+from cukit.attention import attention_kl, attention_kl_backward, flash_attention
+from cukit.distill import distillation_attention
+from cukit.reference import attention
 from cukit.reference import attention_kl as reference
 from profiling import peers
 from profiling.case import Call, Case, PeerMissing, Workload, itemsize
@@ -34,6 +36,7 @@ def cases(small: bool = False) -> list[Case]:
         ]
         shapes.append(Shape(2, 8192, 32, 8, 128, True))
     found = [forward_case(shape, known) for shape in shapes for known in (True, False)]
+    found += [one_pass_case(shape, known) for shape in shapes for known in (True, False)]
     return found + [backward_case(shape) for shape in shapes]
 
 
@@ -113,6 +116,52 @@ def forward_case(shape: Shape, known: bool) -> Case:
         build=build,
         flops=shape.flops,
         bytes=_elements(shape) * itemsize("bfloat16"),
+        measure_memory=True,
+    )
+
+
+def one_pass_case(shape: Shape, known: bool) -> Case:
+    """The mean divergence together with the student's attention, with or without the teacher's
+    log-sum-exps: distillation_attention beside flash_attention and attention_kl."""
+
+    def build() -> Workload:
+        q_t, k_t, q_s, k_s = arrays = inputs_of(shape)
+        v_s = k_t
+        options: dict[str, Any] = {"causal": shape.causal}
+        if known:
+            options["lse_t"] = attention_kl(*arrays, return_lse=True, causal=shape.causal)[1]
+
+        def ours() -> Any:
+            result = distillation_attention(q_t, k_t, None, q_s, k_s, v_s, **options)
+            return result.out, result.loss
+
+        def separate() -> Any:
+            out, lse = flash_attention(q_s, k_s, v_s, causal=shape.causal, return_lse=True)
+            return out, attention_kl(*arrays, lse_s=lse, **options)
+
+        def expected() -> tuple[Any, Any]:
+            def both(*heads: Any) -> tuple[Any, Any]:
+                rows: Any = reference.attention_kl(
+                    *heads[:4], causal=shape.causal, reduction="none"
+                )
+                out: Any = attention.flash_attention(*heads[2:], causal=shape.causal)
+                return rows.transpose(0, 2, 1)[..., None], out
+
+            rows, out = by_key_head(shape, both, *arrays, v_s)
+            return out, rows.mean()
+
+        return Workload(
+            impls={"cukit": lambda: ours, "cukit-separate": lambda: separate}, expected=expected
+        )
+
+    return Case(
+        family="attention",
+        op="attention_kl",
+        name=f"{shape} with output{' known' if known else ''}",
+        dtype="bfloat16",
+        build=build,
+        flops=3 * shape.flops / 2,
+        bytes=3 * _elements(shape) * itemsize("bfloat16") / 2,
         measure_memory=True,
     )
 

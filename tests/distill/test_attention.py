@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cukit
 from cukit.attention import attention_kl, flash_attention
+from cukit.attention.attention_with_kl import attention_with_kl
 from cukit.distill import (
     AttentionTerm,
     distillation_attention,
@@ -18,7 +20,7 @@ from cukit.errors import ArrayShapeError, ConfigError
 from cukit.models import StateGradients
 from cukit.reference import attention
 from cukit.reference import attention_kl as kl
-from tests.contract import random, to_device, to_host
+from tests.contract import another_order, assert_close, poison_pool, random, to_device, to_host
 from tests.models.small import SMALL, small_model, small_tokens
 
 TEACHER = {"hidden_size": 24, "num_layers": 3, "num_heads_q": 2}
@@ -95,6 +97,155 @@ def test_both_kernels_serve(device, rng):
     for got, wanted in zip(gradients, expected, strict=True):
         error = abs(to_host(got).astype(np.float64) - wanted).max()
         assert error < 2e-2 * abs(wanted).max()
+
+
+MASKS = {
+    "all": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (40, 9)},
+}
+DIMS = {
+    "128": ((128, 128, 128), "bfloat16"),
+    "64": ((64, 64, 64), "float16"),
+    "unequal": ((64, 128, 40), "bfloat16"),
+}
+"""head_dims of the teacher, of the student's keys and of its values; dtype."""
+
+
+def check_one_pass(device, arrays, **options):
+    """Compares output, rows and both lse with float64, the teacher's lse given or not."""
+    q_t, k_t, q_s, k_s, v_s = (x.astype(np.float64) for x in arrays)
+    masks = {
+        name: value
+        for name, value in options.items()
+        if name not in ("head_map", "row_weights", "scale_t", "scale_s")
+    }
+    out, lse = attention.flash_attention(
+        q_s, k_s, v_s, return_lse=True, scale=options.get("scale_s"), **masks
+    )
+    rows, lse_t, lse_s = kl.attention_kl(
+        q_t, k_t, q_s, k_s, reduction="none", return_lse=True, **options
+    )
+    low = attention.flash_attention(*arrays[2:], scale=options.get("scale_s"), **masks)
+    on_device = to_device(device, *arrays)
+    given = {
+        name: to_device(device, value)[0] if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    known = None
+    for _ in range(2):
+        poison_pool(device)
+        if device != "cpu":
+            both = attention_with_kl(*on_device, lse_t=known, reduction="none", **given)
+            assert both is not None, "planned as one pass"
+        q, k, *student = on_device
+        result = distillation_attention(
+            q, k, None, *student, lse_t=known, reduction="none", **given
+        )
+        assert_close("out", result.out, low, out, 1e-2)
+        for name, value, expected in (
+            ("lse", result.lse, lse),
+            ("lse_s", result.lse_s, lse_s),
+            ("lse_t", result.lse_t, lse_t),
+        ):
+            assert_close(name, value, expected, expected, 1e-5)
+        assert_close("rows", result.loss, rows, rows, 1.2e-5)
+        assert (to_host(result.loss) >= 0).all()
+        known = result.lse_t
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", DIMS)
+def test_one_pass(device, rng, dims, mask):
+    lengths = (300, 400) if device == "gpu" else (150, 210)
+    widths, dtype = DIMS[dims]
+    arrays = student_and_teacher(rng, widths, lengths, dtype)
+    check_one_pass(device, arrays, scale_t=0.2, scale_s=0.1, **MASKS[mask])
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (70, 300), (300, 70)])
+def test_one_pass_of_few_and_of_dead_rows(device, rng, lengths):
+    arrays = student_and_teacher(rng, (128, 128, 128), lengths, "bfloat16")
+    check_one_pass(device, arrays, causal=True, head_map=(1, 0))
+
+
+def test_one_pass_of_strided_arrays(device, rng):
+    """Slices of fused projections, batches, four query heads for one key head, row weights."""
+    teacher = random(rng, (2, 90, 6, 64), "bfloat16")
+    student = random(rng, (2, 90, 6, 64), "bfloat16")
+    arrays = [
+        teacher[:, :, :4], teacher[:, :, 4:], student[:, :, :4], student[:, :, 4:5],
+        student[:, :, 5:],
+    ]  # fmt: skip
+    weights = rng.random((2, 90)).astype(np.float32)
+    weights[0, :5] = 0
+    check_one_pass(device, arrays, row_weights=weights, window_size=(None, 3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_pass_reduces_and_scales(device, rng, reduction):
+    arrays = student_and_teacher(rng, (64, 64, 64), (70, 90), "bfloat16")
+    q_t, k_t, *student = to_device(device, *arrays)
+    options = {"reduction": reduction, "scale_by_temperature_squared": True}
+    if reduction == "mean":
+        options["normalizer"] = 7.0
+    got = distillation_attention(q_t, k_t, None, *student, **options)
+    exact = kl.attention_kl(*(x.astype(np.float64) for x in arrays[:4]), **options)
+    assert float(got.loss) == pytest.approx(float(exact), rel=2e-5)
+
+
+def test_one_pass_needs_a_temperature_of_one_and_narrow_heads(rng):
+    arrays = student_and_teacher(rng, (64, 64, 64), (5, 6), "float32")
+    assert attention_with_kl(*arrays) is None, "the CPU has no such kernel"
+    with cukit.backend("emulator", arch="sm_90"):
+        wide = student_and_teacher(rng, (64, 136, 64), (5, 6), "bfloat16")
+        assert attention_with_kl(*wide) is None
+        narrow = student_and_teacher(rng, (64, 64, 64), (5, 6), "bfloat16")
+        assert attention_with_kl(*narrow) is not None
+        with pytest.raises(ArrayShapeError, match="distillation_attention: lse_t"):
+            attention_with_kl(*narrow, lse_t=np.zeros((1, 2, 4), np.float32))
+    with cukit.backend("emulator", arch="sm_80"):
+        assert attention_with_kl(*narrow) is None
+
+
+def test_one_pass_over_sequences(device, rng):
+    ends, ends_kv = (
+        np.array(x, np.int32) for x in ([0, 0, 37, 101, 101, 290], [0, 9, 90, 100, 100, 330])
+    )
+    arrays = student_and_teacher(rng, (64, 64, 64), (290, 330), "bfloat16")
+    check_one_pass(
+        device,
+        [x[0] for x in arrays],
+        causal=True,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends_kv,
+        max_seqlen_q=190,
+        max_seqlen_kv=230,
+    )
+
+
+def student_and_teacher(rng, dims, lengths, dtype):
+    """q_t, k_t of two heads, q_s, k_s, v_s of two that share one key head."""
+    (dim_t, dim_s, dim_v), (seq_q, seq_kv) = dims, lengths
+    return [
+        random(rng, (1, seq, heads, columns), dtype)
+        for seq, heads, columns in (
+            (seq_q, 2, dim_t), (seq_kv, 2, dim_t),
+            (seq_q, 2, dim_s), (seq_kv, 1, dim_s), (seq_kv, 1, dim_v),
+        )
+    ]  # fmt: skip
+
+
+def test_one_pass_runs_agree_to_the_bit(device, rng):
+    arrays = to_device(device, *student_and_teacher(rng, (64, 64, 64), (150, 290), "bfloat16"))
+    q_t, k_t, *student = arrays
+    found = []
+    for repeat in range({"gpu": 5, "emulator": 2, "cpu": 1}[device]):
+        poison_pool(device)
+        with another_order(device, repeat):
+            result = distillation_attention(q_t, k_t, None, *student, causal=True)
+        found.append([to_host(x).tobytes() for x in result if x is not None])
+        assert found[repeat] == found[0]
 
 
 @pytest.mark.parametrize("relation_heads", [None, 1, 4])
