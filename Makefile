@@ -34,6 +34,9 @@ DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
 SITE_STAMP := $(VENV)/.installed-site
 TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-torch)
 
+# Tests start several hundred Python programs. Without cached bytecode, each compiles all of cukit.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One process per core; then the tests marked `gpu` in a single process, so they do not share the GPU.
 # $(1) selects cases by their marks. pytest exits with 5 if $(ARGS) selects no test.
 define run_tests

@@ -19,6 +19,12 @@ pytest_plugins = ("tests.guard", "tests.quick_run")
 os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of compiles would clutter the report
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled kernels in pytest's cache folder, for programs that tests start as well."""
+    if hasattr(config, "cache"):  # unless `-p no:cacheprovider`
+        os.environ.setdefault("CUKIT_CACHE_DIR", str(config.cache.mkdir("cukit-kernels")))
+
+
 def pytest_report_header() -> str:
     """Report once why GPU tests are skipped."""
     return "gpu: " + ("tests run on it" if gpu_available() else "none here, its tests are skipped")
@@ -67,13 +73,11 @@ def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
         pytest.param("gpu", marks=pytest.mark.gpu),
     ]
 )
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device of a test: "cpu" runs the reference, "emulator" and "gpu" the kernel."""
     if request.param != "emulator":
         yield request.param
         return
-    assert request.config.cache is not None
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator"):
         yield "emulator"
 
