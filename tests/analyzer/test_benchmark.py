@@ -33,8 +33,8 @@ def benchmark() -> KernelBenchmark:
 def test_arms_side_by_side(benchmark: KernelBenchmark) -> None:
     xp = array_module()
     x = xp.arange(1000, dtype=xp.float32)
-    arms = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
-    good, bad = benchmark.compare(KEY, arms, lambda: x + x, bytes=8000, flops=1000)
+    impls = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
+    good, bad = benchmark.compare(KEY, impls, lambda: x + x, bytes=8000, flops=1000)
     assert (good["impl"], good["correct"], good["error"]) == ("good", True, 0.0)
     assert (bad["impl"], bad["correct"]) == ("bad", False)
     assert bad["error"] == pytest.approx(0.1, rel=1e-3)
