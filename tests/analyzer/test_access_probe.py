@@ -1,4 +1,4 @@
-"""The access probe: right sums in the emulator, the widths it claims, and its table on a GPU."""
+"""The access probe: sums in the emulator, access widths, and its table on a GPU."""
 
 from __future__ import annotations
 

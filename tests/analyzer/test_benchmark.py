@@ -1,4 +1,4 @@
-"""KernelBenchmark: gates, records, partial files; on whatever this machine runs arrays on."""
+"""KernelBenchmark: checks, records and partial files, on this machine's device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_suite_runs_small_and_right(benchmark: KernelBenchmark) -> None:
 
 
 def test_a_killed_run_leaves_what_it_measured(tmp_path: Path) -> None:
-    """Killed in the middle of the third case, without a chance to tidy up."""
+    """SIGKILL during the third case."""
     path = tmp_path / "results.json"
     script = (
         "import sys, time\n"

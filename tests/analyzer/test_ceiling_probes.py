@@ -1,4 +1,4 @@
-"""The probes behind the ceilings: right results in the emulator, and code as tight as it claims."""
+"""The kernels that measure ceilings: results in the emulator, and instruction counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order and the statistics of timing, on a clock of our own; the real clock on a GPU."""
+"""Order and statistics of timing on a simulated clock, and the clocks of a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cukit.analyzer.timing import (
 
 
 class ScriptedTimer:
-    """Says that every call takes as long as it returns, and writes down who was asked."""
+    """A timer for which a call takes as long as it returns; records the calls."""
 
     name = "script"
 
@@ -46,7 +46,7 @@ def test_arms_take_turns() -> None:
     timer = ScriptedTimer()
     impls: dict[str, Callable[[], object]] = {"short": lambda: 100.0, "long": lambda: 1e6}
     timings = measure(impls, timer, rounds=2, min_samples=2, max_samples=3, pause_s=0)
-    one_round = [100.0] * 4 + [1e6] * 3  # one unseen run before the samples of each call
+    one_round = [100.0] * 4 + [1e6] * 3  # one untimed run before the samples of each call
     assert timer.asked == [100.0, 1e6, *one_round, *one_round]
     assert timings["short"].samples_us == (100.0,) * 6
     assert timings["long"].samples_us == (1e6,) * 4
@@ -93,7 +93,7 @@ def test_the_host_timer_waits_for_the_call() -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
-    """A copy on the device, launched by a host that dawdles."""
+    """A copy on the device, launched by a slow host."""
     import time
 
     import cupy
@@ -114,7 +114,7 @@ def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
 
 @pytest.mark.gpu
 def test_the_clocks_of_a_gpu_agree_on_a_long_kernel() -> None:
-    """300 MB copied: longer than what any clock adds, larger than any L2."""
+    """A copy of 300 MB takes much longer than any clock's overhead, and exceeds any L2."""
     import cupy
 
     source = cupy.zeros(300 << 20, cupy.uint8)

@@ -1,4 +1,4 @@
-"""`cukit bench`: what its arguments choose."""
+"""`cukit bench`: the cases and peers that its arguments select."""
 
 from __future__ import annotations
 
