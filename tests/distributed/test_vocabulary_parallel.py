@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 def head(
     rng: np.random.Generator, dtype: str, *, close: bool = False, rows: int = ROWS
 ) -> tuple[Any, ...]:
-    """hidden, weight, teacher_hidden, teacher_weight, targets; close: of models that agree."""
+    """hidden, weight, teacher_hidden, teacher_weight, targets; close: the models nearly agree."""
     hidden = random(rng, (rows, HIDDEN), dtype)
     weight = random(rng, (VOCAB, HIDDEN), dtype, scale=0.3)
     teacher = random(rng, (rows, TEACHER_HIDDEN), dtype)
