@@ -28,7 +28,7 @@ PLACES = ("device", "place", "anywhere", "gpu", "provider")
 MOST_EMULATED = 1 << 16
 """Largest number of elements of a shape parameter in the emulator."""
 
-MOST_EMULATED_TESTS = 4
+MOST_EMULATED_TESTS = 3
 """Number of tests in a file, in order, that the quick run runs in the emulator as well. Every op
 runs in the emulator in tests/emulator/test_every_op.py, too."""
 

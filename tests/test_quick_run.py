@@ -106,6 +106,7 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
             assert {case[3] for case in cases} == dtypes
     assert {name for name in slow if "grid" not in name} == {
         *(f"test_marked[2-{device}]" for device in ("cpu", "emulator", "gpu")),
+        "test_fourth[emulator]",
         "test_fifth[emulator]",
     }
 

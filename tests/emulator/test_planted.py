@@ -23,7 +23,14 @@ ORDERS = ({"seed": 0}, {"seed": 1, "late": True}, {"seed": 2, "threads": 1})
 FUZZ_SEEDS = range(3, 24)
 
 
-@pytest.mark.parametrize("planted", FOUND, ids=str)
+@pytest.mark.parametrize(
+    "planted",
+    [
+        pytest.param(each, marks=() if index % 2 == 0 else pytest.mark.slow)
+        for index, each in enumerate(FOUND)
+    ],
+    ids=str,
+)
 def test_a_planted_bug_is_reported(planted: Planted):
     errors = [planted.run(True, seed=seed).error for seed in planted.seeds]
     text = next((error for error in errors if error), None)
