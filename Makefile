@@ -2,8 +2,9 @@
 #
 #   make demo     distil a teacher into a student on real text, on the GPU if there is one
 #   make test     the quick tests: every test on a subset of its cases that covers every parameter
-#                 value, in the emulator on one case; GPU tests run if there is a GPU. Eight
-#                 minutes on two cores the first time, when kernels are compiled; fewer later
+#                 value; in the emulator, the first tests of each file, on one case each; GPU tests
+#                 run if there is a GPU. Eight minutes or less on two cores the first time, when
+#                 kernels are compiled; fewer later
 #   make test-all all cases: the quick tests, then the remaining cases
 #   make test TORCH='torch transformers'   include the tests of cukit.torch, skipped by default
 #   make lint     ruff and strict mypy
@@ -33,6 +34,9 @@ TEST_EXTRAS := [test,report,$(or $(GPU_EXTRA),compile)]
 DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
 SITE_STAMP := $(VENV)/.installed-site
 TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-torch)
+
+# Tests start several hundred Python programs. Without cached bytecode, each compiles all of cukit.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One process per core; then the tests marked `gpu` in a single process, so they do not share the GPU.
 # $(1) selects cases by their marks. pytest exits with 5 if $(ARGS) selects no test.

@@ -1,9 +1,9 @@
 """A benchmark: a `Case`, and the `Workload` that it builds on the current machine.
 
-How to add a case ----------------- The cases of a family are in `profiling/cases/<family>.py`; the
-module has one function, `cases(small=False) -> list[Case]`. With `small=True` it returns sizes that
-NumPy finishes in well under a second: the tests run them without a GPU, and `--small` runs them on
-any machine, so errors in a case are found without a GPU.
+The cases of a family are in `profiling/cases/<family>.py`. The module has one function,
+`cases(small=False) -> list[Case]`. With `small=True` it returns sizes that NumPy finishes in well
+under a second: the tests run them without a GPU, and `--small` runs them on any machine, so errors
+in a case are found without a GPU. A case for `rms_norm`:
 
     from functools import partial
 

@@ -19,7 +19,7 @@ LigerFunction = Callable[[], Callable[..., Any]]
 def forward_impls(
     ours: Call, torch_function: TorchFunction, *arrays: Any, liger: LigerFunction | None = None
 ) -> dict[str, Callable[[], Call]]:
-    """Arms that compute `torch_function(*arrays)` without autograd."""
+    """Implementations that compute `torch_function(*arrays)` without autograd."""
     impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: peers.forward(torch_function(peers.torch()), *arrays),
@@ -40,7 +40,7 @@ def backward_impls(
     *constants: Any,
     liger: LigerFunction | None = None,
 ) -> dict[str, Callable[[], Call]]:
-    """Arms that compute the gradients of `inputs` of `torch_function(*inputs, *constants)`."""
+    """Implementations of the gradients of `torch_function(*inputs, *constants)` by `inputs`."""
     impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: peers.backward(

@@ -63,13 +63,13 @@ def torch_gelu(torch: ModuleType) -> Callable[..., Any]:
 
 
 def torch_rope(torch: ModuleType) -> Callable[..., Any]:
-    def turn(x: Any, cos: Any, sin: Any) -> Any:
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
         a, b = x.float().chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
     def function(q: Any, k: Any, cos: Any, sin: Any) -> Any:
         cos, sin = cos[:, None], sin[:, None]
-        return turn(q, cos, sin), turn(k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     return function
 

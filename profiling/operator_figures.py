@@ -1,6 +1,7 @@
-"""Draws the figures of docs/sequence.md: `python -m profiling.operator_figures` (`make tables`).
+"""Draws the figures of docs/graph_memory.md and of docs/moe.md's bank of layers.
 
-Each figure shows results of the ops on small inputs; a test compares the files with the ops.
+Run by `python -m profiling.operator_figures` (`make tables`). Each figure shows results of the ops
+on small inputs; a test compares the files with the ops.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Measured(NamedTuple):
     """Of a step."""
 
 
-class _Arm:
+class _Training:
     def __init__(self, pool: str, phase: str, settings: DistillSettings) -> None:
         import cupy
 
@@ -75,7 +75,7 @@ class _Arm:
 def measure_training() -> Iterator[Measured]:
     """Measure every case on both pools in interleaved runs, alternating which is first."""
     for case, (phase, settings) in CASES.items():
-        impls = {pool: _Arm(pool, phase, settings) for pool in POOLS}
+        impls = {pool: _Training(pool, phase, settings) for pool in POOLS}
         for impl in impls.values():
             impl.run(WARM_UP_STEPS)
         found: dict[str, list[tuple[float, float]]] = {pool: [] for pool in POOLS}

@@ -38,8 +38,8 @@ def times(found: dict[str, Any]) -> str:
     zeros = found["zeros"]
     header = ["kernel", "analyzer", "CUPTI", "ncu", "do_bench"]
     rows = [
-        [row["kernel"], _us(row["analyzer_us"]), _beside(row, "cupti", 0.0)]
-        + [_beside(row, clock, _zero_us(zeros[clock])) for clock in ("ncu", "do_bench")]
+        [row["kernel"], _us(row["analyzer_us"]), _compared(row, "cupti", 0.0)]
+        + [_compared(row, clock, _zero_us(zeros[clock])) for clock in ("ncu", "do_bench")]
         for row in found["times"]
     ]
     own = {
@@ -86,7 +86,7 @@ def _zero_us(zero: dict[str, float] | None) -> float:
     return zero["us"] if zero else 0.0
 
 
-def _beside(row: dict[str, Any], clock: str, zero_us: float) -> str:
+def _compared(row: dict[str, Any], clock: str, zero_us: float) -> str:
     """The kernel's time by a clock, and the difference of the analyzer's time from it."""
     if f"{clock}_us" not in row:
         return ""

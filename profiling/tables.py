@@ -42,6 +42,7 @@ DOCUMENTS = (
     "docs/benchmarks.md",
     "docs/distillation.md",
     "docs/gemm.md",
+    "docs/graph_memory.md",
     "docs/layers.md",
     "docs/moe.md",
     "docs/quantization.md",
@@ -89,6 +90,10 @@ PAGES = {
         "matmul", "matmul_tma", "linear", "linear_backward", "gated_linear",
         "gated_linear_backward", "quantized_linear", "matmul_int8", "matmul_fp8",
     ),
+    "graph_memory": (
+        "retrieve_top_k", "graph_diffusion", "graph_diffusion_backward", "memory_read",
+        "memory_read_backward", "memory_write", "memory_write_backward",
+    ),
     "layers": (
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
         "rope_backward", "gelu", "gelu_backward", "silu_and_mul", "silu_and_mul_backward",
@@ -98,15 +103,13 @@ PAGES = {
         "topk_router", "topk_router_backward", "expert_order", "moe_permute",
         "moe_permute_backward", "moe_unpermute", "moe_unpermute_backward", "moe_ffn",
         "moe_ffn_backward", "grouped_gemm", "grouped_gemm_backward", "grouped_gated_linear",
-        "grouped_gemm_fp8",
+        "grouped_gemm_fp8", "layer_bank", "layer_bank_backward",
     ),
     "quantization": ("encode", "decode"),
     "sampling": ("sample",),
     "sequence": (
         "gated_scan", "gated_scan_backward", "gated_scan_step", "causal_conv",
-        "causal_conv_backward", "causal_conv_step", "retrieve_top_k", "graph_diffusion",
-        "graph_diffusion_backward", "memory_read", "memory_read_backward", "memory_write",
-        "memory_write_backward", "layer_bank", "layer_bank_backward",
+        "causal_conv_backward", "causal_conv_step",
     ),
     "sparse": ("bsr_matmul",),
 }  # fmt: skip

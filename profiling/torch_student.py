@@ -56,7 +56,7 @@ def cukit_loss(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> A
     return ckt.linear_kl_divergence(hidden, weight, teacher, teacher_weight)
 
 
-class Arm:
+class Student:
     """One implementation of the training step."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Arm:
         self.times.append((time.perf_counter() - start) / len(batches))
 
 
-def main(arguments: list[str] | None = None) -> list[Arm]:
+def main(arguments: list[str] | None = None) -> list[Student]:
     """Train every implementation in interleaved runs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tiny", action="store_true", help="a smoke test on the CPU")
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> list[Arm]:
         if options.only and name not in options.only:
             continue
         try:
-            impl = Arm(
+            impl = Student(
                 name, config, state, loss, swaps=swaps, compiled=compiled, device=device,
                 dtype=dtype,
             )  # fmt: skip

@@ -75,12 +75,12 @@ class Bench:
         self.dtype = "bfloat16" if self.on_gpu else "float32"
 
     def say(self, text: str) -> None:
-        """From rank 0."""
+        """Print a line on rank 0."""
         if self.comm.rank == 0:
             print(text, flush=True)
 
     def wait(self) -> None:
-        """For the GPU."""
+        """Wait for the GPU."""
         if self.on_gpu:
             self.xp.cuda.get_current_stream().synchronize()
 
@@ -103,7 +103,7 @@ class Bench:
     def trainer(
         self, comm: Communicator, batch: int, seq_len: int, dtype: str, small: bool, **options: Any
     ) -> Trainer:
-        """Of a student with a teacher."""
+        """Return a trainer of a student with a teacher."""
 
         def model(sizes: dict[str, int], seed: int) -> Transformer:
             heads, hidden = sizes["num_heads"], sizes["hidden_size"]

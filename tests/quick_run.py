@@ -2,9 +2,9 @@
 
 A test of an op is a grid of cases: shapes x dtypes x options, on the CPU, in the emulator and on
 the GPU. The quick run takes a few cases of each grid that together cover every value of every
-parameter; in the emulator, where most cases compile another variant, it takes one of these few. The
-plugin marks the others `slow`. Tests and parameters may also be marked directly. Without `-m` all
-cases run.
+parameter. In the emulator, where most cases compile another variant, it takes one of these few, and
+of each file only the first tests. The plugin marks the others `slow`. Tests and parameters may also
+be marked directly. Without `-m` all cases run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 
 import pytest
 import threadpoolctl
@@ -26,6 +27,10 @@ PLACES = ("device", "place", "anywhere", "gpu", "provider")
 
 MOST_EMULATED = 1 << 16
 """Largest number of elements of a shape parameter in the emulator."""
+
+MOST_EMULATED_TESTS = 3
+"""Number of tests in a file, in order, that the quick run runs in the emulator as well. Every op
+runs in the emulator in tests/emulator/test_every_op.py, too."""
 
 QUICK = "quick: every value of every parameter; all cases: make test-all, or pytest without -m"
 REST = "slow: the cases outside the quick run; quick run: make test, or pytest -m 'not slow'"
@@ -103,11 +108,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test, _, _ = item.nodeid.partition("[")
             where = tuple(item.callspec.params.get(place) for place in PLACES)
             grids[test, where].append(item)
+    emulated_tests: Counter[Path] = Counter()
     for (test, where), grid in grids.items():
         quick = cover([_properties(item) for item in grid])
         if "emulator" in where:
+            path = grid[0].path
+            emulated_tests[path] += 1
             # Chosen by a hash of the name, so that the tests together cover different values.
             quick = {sorted(quick)[zlib.crc32(test.encode()) % len(quick)]}
+            if emulated_tests[path] > MOST_EMULATED_TESTS:
+                quick = set()
         for index, item in enumerate(grid):
             if index not in quick:
                 item.add_marker(pytest.mark.slow)

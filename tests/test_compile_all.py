@@ -117,11 +117,7 @@ def known_spills(variant: Variant) -> int:
         for index, variant in enumerate(VARIANTS)
     ],
 )
-def test_compiles_without_spills(
-    variant: Variant, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert request.config.cache is not None
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+def test_compiles_without_spills(variant: Variant) -> None:
     result = compile_kernel(variant.spec, variant.arch)
     assert facts_of_cubin(result) == facts_of_log(result)
     assert "wgmma.mma_async instructions are serialized" not in result.log

@@ -17,6 +17,9 @@ from tests.quick_run import cover, pytest_report_header
 
 ROOT = Path(__file__).parents[1]
 
+ONLY_NAMED_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Without it pytest imports all of cukit and hypothesis, which takes longer than the tests."""
+
 SUITE = """
 import pytest
 from tests.quick_run import emulated, possible
@@ -37,14 +40,31 @@ def test_grid(device, dtype, shape, bias, mask):
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_marked(device, size):
     pass
+
+@place
+def test_third(device):
+    pass
+
+@place
+def test_fourth(device):
+    pass
+
+@place
+def test_fifth(device):
+    pass
 """
 
 
 def outcomes(path: Path, *arguments: str) -> dict[str, str]:
     """Return the outcome of each selected case of SUITE."""
     path.write_text(SUITE)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.quick_run", "-p", "no:cacheprovider"]
-    settings = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
+    plugins = ["-p", "tests.quick_run", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins]
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "PYTEST_ADDOPTS": "",
+    } | ONLY_NAMED_PLUGINS
     done = subprocess.run(
         [*command, "-c", str(ROOT / "pyproject.toml"), "-v", *arguments, str(path)],
         env=os.environ | settings,
@@ -62,7 +82,7 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
     slow = outcomes(tmp_path / "test_suite.py", "-m", "slow")
     assert {**quick, **slow} == everything
     assert not quick.keys() & slow.keys()
-    assert len(everything) == 3 * 18 + 3 * 2
+    assert len(everything) == 3 * 18 + 3 * 2 + 3 * 3
 
     def grid(of: dict[str, str], device: str) -> set[tuple[str, ...]]:
         """Return the parameters that ran: bias, mask, shape, dtype."""
@@ -84,8 +104,10 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
             assert {case[:2] for case in cases} == pairs
             assert {case[2] for case in cases} == shapes
             assert {case[3] for case in cases} == dtypes
-    assert {name for name in slow if "marked" in name} == {
-        f"test_marked[2-{device}]" for device in ("cpu", "emulator", "gpu")
+    assert {name for name in slow if "grid" not in name} == {
+        *(f"test_marked[2-{device}]" for device in ("cpu", "emulator", "gpu")),
+        "test_fourth[emulator]",
+        "test_fifth[emulator]",
     }
 
 

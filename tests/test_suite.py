@@ -16,6 +16,7 @@ import pytest
 from tests import sanitize
 from tests.conftest import shuffled
 from tests.sanitize import WARM_UP, Finding, Group, errors_of, jobs, show
+from tests.test_quick_run import ONLY_NAMED_PLUGINS
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,7 +113,7 @@ def run_suite(tmp_path: Path) -> Any:
         done = subprocess.run(
             [*command, "-rA", *options, "."],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUKIT_DEVICE": "cpu"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "CUKIT_DEVICE": "cpu"} | ONLY_NAMED_PLUGINS,
             capture_output=True,
             text=True,
         )

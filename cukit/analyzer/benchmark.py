@@ -126,7 +126,7 @@ class KernelBenchmark:
     def compare(
         self,
         key: CaseKey,
-        arms: Mapping[str, Call],
+        impls: Mapping[str, Call],
         expected: Call,
         *,
         flops: float = 0.0,
@@ -138,7 +138,7 @@ class KernelBenchmark:
         on_failure: Failure | None = None,
         views: Mapping[str, Callable[[Any], Any]] | None = None,
     ) -> list[Record]:
-        """Times `arms` (name -> call) in interleaved runs; returns one record each, in order.
+        """Times `impls` (name -> call) in interleaved runs; returns one record each, in order.
 
         key: (family, op, case, dtype), the name of this case in results and comparisons.
         expected: returns the correct result: an array, or several.
@@ -150,19 +150,19 @@ class KernelBenchmark:
         views: by name, the part of an implementation's outputs to compare, if not all of them.
         """
         wanted = expected()
-        viewed = {name: _viewed(call, (views or {}).get(name)) for name, call in arms.items()}
+        viewed = {name: _viewed(call, (views or {}).get(name)) for name, call in impls.items()}
         errors = _errors(viewed, wanted, on_failure)
-        arms = {name: call for name, call in arms.items() if name in errors}
-        for call in arms.values():
+        impls = {name: call for name, call in impls.items() if name in errors}
+        for call in impls.values():
             for _ in range(self._warmup_iters):
                 call()
-        peaks = {n: self._peak(c) for n, c in arms.items() if measure_memory and self.on_gpu}
+        peaks = {n: self._peak(c) for n, c in impls.items() if measure_memory and self.on_gpu}
         options = asdict(self._sampling)
         if pause_s is not None:
             options["pause_s"] = min(pause_s, options["pause_s"])
         timer = self.timers[clock]
-        timings = measure(arms, timer, **options)
-        viewed = {name: viewed[name] for name in arms}
+        timings = measure(impls, timer, **options)
+        viewed = {name: viewed[name] for name in impls}
         for name, error in _errors(viewed, wanted, on_failure).items():
             errors[name] = max(errors[name], error)
         records = []
@@ -176,11 +176,11 @@ class KernelBenchmark:
             record["correct"] = errors[name] <= tolerance
             record["timer"] = timer.name
             if self._others:
-                record["other_us"] = self._other_us(arms[name])
+                record["other_us"] = self._other_us(impls[name])
             if name in peaks:
                 record["peak_bytes"] = peaks[name]
             if self._energy:
-                record |= _joules(arms[name], timing.median_us)
+                record |= _joules(impls[name], timing.median_us)
             records.append(record)
         self._records[key] = records
         if self._file:
@@ -212,10 +212,10 @@ class KernelBenchmark:
         return [record for case in SUITE[name](small) for record in self._run_case(case)]
 
     def _run_case(self, case: SuiteCase) -> list[Record]:
-        arms, expected = case.build()
+        impls, expected = case.build()
         return self.compare(
             case.key,
-            arms,
+            impls,
             expected,
             flops=case.flops,
             bytes=case.bytes,
@@ -243,10 +243,10 @@ def _viewed(call: Call, view: Callable[[Any], Any] | None) -> Call:
     return call if view is None else lambda: view(call())
 
 
-def _errors(arms: Mapping[str, Call], wanted: Any, failure: Failure | None) -> dict[str, float]:
+def _errors(impls: Mapping[str, Call], wanted: Any, failure: Failure | None) -> dict[str, float]:
     """The relative error of every implementation that runs."""
     errors: dict[str, float] = {}
-    for name, call in arms.items():
+    for name, call in impls.items():
         try:
             errors[name] = relative_error(call(), wanted)
         except Exception as error:

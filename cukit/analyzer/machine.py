@@ -121,11 +121,11 @@ def copy_gbps(timer: Timer) -> float:
     cupy = require_cupy("measuring a copy")
     source = _noise(COPY_BYTES // 4)
     target = cupy.empty_like(source)
-    arms = {
+    impls = {
         "memcpy": lambda: cupy.copyto(target, source),
         "kernel": lambda: launch_copy(target, source),
     }
-    fastest_us = min(timing.median_us for timing in measure(arms, timer).values())
+    fastest_us = min(timing.median_us for timing in measure(impls, timer).values())
     return round(2 * COPY_BYTES / fastest_us / 1e3, 1)
 
 

@@ -101,15 +101,17 @@ class ResultsFile:
             return rest
         return rest | values
 
-    def replace(self, case: CaseKey, records: Sequence[Record], *, arms: bool = False) -> None:
+    def replace(
+        self, case: CaseKey, records: Sequence[Record], *, only_measured: bool = False
+    ) -> None:
         """Replaces the records of a case by what this run measured, in place; writes the file.
 
-        arms: replace only the implementations in `records`; else the whole case.
+        only_measured: replace only the implementations in `records`; else the whole case.
         """
         measured = {record["impl"] for record in records}
 
         def old(record: Record) -> bool:
-            return case_key(record) == case and (not arms or record["impl"] in measured)
+            return case_key(record) == case and (not only_measured or record["impl"] in measured)
 
         places = [i for i, record in enumerate(self._records) if case_key(record) == case]
         place = places[0] if places else len(self._records)

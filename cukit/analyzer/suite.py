@@ -19,7 +19,7 @@ from cukit.analyzer.results import CaseKey
 from cukit.analyzer.timing import Call
 from cukit.registry import get_op
 
-Arms = Mapping[str, Call]
+Impls = Mapping[str, Call]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SuiteCase:
     """One case; nothing is allocated before `build` is called."""
 
     key: CaseKey
-    build: Callable[[], tuple[Arms, Call]]
+    build: Callable[[], tuple[Impls, Call]]
     flops: float
     bytes: float
 
@@ -101,7 +101,7 @@ def _case(
 ) -> SuiteCase:
     """A case of `op` on random float16 arrays of `shapes`; its reference is the expected result."""
 
-    def build() -> tuple[Arms, Call]:
+    def build() -> tuple[Impls, Call]:
         rng = np.random.default_rng(20)
         xp = array_module()
         arrays = [

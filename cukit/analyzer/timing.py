@@ -255,7 +255,7 @@ class EnqueueTimer:
 
 
 def measure(
-    arms: Mapping[str, Call],
+    impls: Mapping[str, Call],
     timer: Timer,
     *,
     rounds: int = 2,
@@ -265,19 +265,19 @@ def measure(
     max_samples: int = 40,
     pause_s: float = 0.15,
 ) -> dict[str, Timing]:
-    """Times all of `arms` (name -> call) in interleaved runs.
+    """Times all of `impls` (name -> call) in interleaved runs.
 
     In each of `rounds`, every call pauses for `pause_s`, runs once untimed, and is then sampled for
     about `budget_ms` of its own time: between `min_samples` and `max_samples` samples. Rounds are
     added, up to `max_rounds`, as long as any call is noisy. Calls that are not noisy run in these
     rounds, too, so that all are measured under the same conditions.
     """
-    samplers = {name: timer.prepare(call) for name, call in arms.items()}
+    samplers = {name: timer.prepare(call) for name, call in impls.items()}
     counts: dict[str, int] = {}
     for name, sample_us in samplers.items():
         once_ms = max(sample_us(), 0.1) / 1e3
         counts[name] = max(min_samples, min(max_samples, int(budget_ms / once_ms)))
-    samples: dict[str, list[float]] = {name: [] for name in arms}
+    samples: dict[str, list[float]] = {name: [] for name in impls}
     taken = 0
     while taken < rounds or (
         taken < (max_rounds or rounds) and any(map(is_noisy, samples.values()))

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: the kernels that measure the machine."""
+"""Groups for `tests.sanitize`: kernels that measure the GPU."""
 
 from __future__ import annotations
 

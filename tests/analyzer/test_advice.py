@@ -1,4 +1,4 @@
-"""Each rule on an analysis made for it: what it says, and that it keeps quiet otherwise."""
+"""Each rule, on an analysis that triggers it and on analyses that do not."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_counters_show_uncoalesced_stores() -> None:
 
 
 def test_without_widths_only_what_no_width_explains_is_uncoalesced() -> None:
-    """A traced kernel: 16 sectors a request are what loads of 16 bytes need."""
+    """A traced kernel: loads of 16 bytes need 16 sectors per request."""
     traced = replace(launch(), memory_access=None)
     counters = Counters("ncu", load_sectors_per_request=16.0, store_sectors_per_request=32.0)
     found = by_rule(replace(analysis(traced), counters=counters))

@@ -1,4 +1,4 @@
-"""KernelBenchmark: gates, records, partial files; on whatever this machine runs arrays on."""
+"""KernelBenchmark: checks, records and partial files, on this machine's device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def benchmark() -> KernelBenchmark:
 def test_arms_side_by_side(benchmark: KernelBenchmark) -> None:
     xp = array_module()
     x = xp.arange(1000, dtype=xp.float32)
-    arms = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
-    good, bad = benchmark.compare(KEY, arms, lambda: x + x, bytes=8000, flops=1000)
+    impls = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
+    good, bad = benchmark.compare(KEY, impls, lambda: x + x, bytes=8000, flops=1000)
     assert (good["impl"], good["correct"], good["error"]) == ("good", True, 0.0)
     assert (bad["impl"], bad["correct"]) == ("bad", False)
     assert bad["error"] == pytest.approx(0.1, rel=1e-3)
@@ -86,7 +86,7 @@ def test_the_suite_runs_small_and_right(benchmark: KernelBenchmark) -> None:
 
 
 def test_a_killed_run_leaves_what_it_measured(tmp_path: Path) -> None:
-    """Killed in the middle of the third case, without a chance to tidy up."""
+    """SIGKILL during the third case."""
     path = tmp_path / "results.json"
     script = (
         "import sys, time\n"

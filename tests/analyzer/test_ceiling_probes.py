@@ -1,4 +1,4 @@
-"""The probes behind the ceilings: right results in the emulator, and code as tight as it claims."""
+"""The kernels that measure ceilings: results in the emulator, and instruction counts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,9 @@ from cukit.analyzer.static import inspect
 from cukit.core.device import cupy_module, typical_device
 
 
-@pytest.fixture
-def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert request.config.cache is not None
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
-
-
 @pytest.mark.emulator
 @pytest.mark.parametrize("words", [1, 512, 1024, 2500])
-def test_a_copy_copies_all_and_no_more(words: int, emulated: None) -> None:
+def test_a_copy_copies_all_and_no_more(words: int) -> None:
     source = np.arange(4 * words, dtype=np.float32)
     target = np.full(4 * words + 4, np.nan, np.float32)
     with cukit.backend("emulator"):
@@ -41,7 +35,7 @@ def test_a_copy_copies_all_and_no_more(words: int, emulated: None) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("rounds", [0, 1, 3])
-def test_multiply_adds_are_those_of_numpy(rounds: int, emulated: None) -> None:
+def test_multiply_adds_are_those_of_numpy(rounds: int) -> None:
     out = np.full(2 * FMA_SPEC.threads, np.nan, np.float32)
     with cukit.backend("emulator"):
         flops = launch_fma(out, rounds)

@@ -1,4 +1,4 @@
-"""The layout of CUPTI's records against its header, buffers from a stand-in, and a real trace."""
+"""The layout of CUPTI's records compared with its header, buffers from a stub, and a real trace."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def activity(name: bytes, start: int) -> ActivityKernel:
 
 
 class LibraryStandIn:
-    """Plays CUPTI: hands two records of a kernel and one of something else to the callbacks."""
+    """A stub of CUPTI: passes two kernel records and one other record to the callbacks."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -175,7 +175,7 @@ def test_a_trace_of_this_gpu() -> None:
     assert len(trace.records) == 4
     for record in found:
         assert (record.grid, record.block) == ((1000, 1, 1), (128, 1, 1))
-        # As allotted: a warp gets its registers in units of 8 a thread.
+        # Rounded up: registers are allocated in units of 8 per thread.
         assert record.registers == -(-kernel.num_regs // 8) * 8
         assert record.static_shared_bytes == 512
         assert record.dynamic_shared_bytes == 512

@@ -1,4 +1,4 @@
-"""The analyzer on kernels of a user: without a GPU what the cubin says, with one all the rest."""
+"""The analyzer on user kernels: the facts of the cubin, and measurements on a GPU."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_counters_from_a_file_join_by_name(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """A timer whose samples are known."""
+    """A timer with predefined samples."""
 
     def __init__(self, name: str, median_us: float) -> None:
         self.name, self._median_us = name, median_us
@@ -180,7 +180,7 @@ def refuse(*arguments: object) -> None:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
-    """An analyzer that believes in an H200 whose clocks we wrote, without NVML and CUPTI."""
+    """An analyzer of a simulated H200 with predefined times, without NVML and CUPTI."""
     device = typical_device("sm_90")
     synchronize = SimpleNamespace(Device=lambda: SimpleNamespace(synchronize=lambda: None))
     runtime = SimpleNamespace(CUDARuntimeError=OSError)
@@ -381,7 +381,7 @@ def test_a_compile_error_of_cupy_is_one_of_ours(pretended: KernelAnalyzer) -> No
 
 @pytest.mark.gpu
 def test_a_kernel_that_fails_on_the_gpu_says_so() -> None:
-    """In a process of its own: an illegal access ends the context."""
+    """In a separate process, because an illegal access ends the context."""
     import subprocess
     import sys
 
@@ -397,7 +397,7 @@ def test_a_kernel_that_fails_on_the_gpu_says_so() -> None:
 
 
 class Cooperative(cupy.RawKernel):  # type: ignore[misc]
-    """A kernel as the driver would describe it, were there one."""
+    """A stub of a kernel with the attributes that the driver reports."""
 
     num_regs, shared_size_bytes, local_size_bytes, const_size_bytes = 64, 1024, 8, 16
 

@@ -1,4 +1,4 @@
-"""What is said of the machine: without a GPU only what is known, with one plausible ceilings."""
+"""Facts of the machine: known values without a GPU, plausible measured ceilings with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ncu's CSV in both of its shapes, and what happens where ncu may not read, or is not."""
+"""Both formats of ncu's CSV, and errors if ncu lacks permission or is not installed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_details_page_and_its_units(tmp_path: Path) -> None:
 
 
 def test_sectors_and_requests_make_an_average(tmp_path: Path) -> None:
-    """What a report of `ncu --set full` holds: the sums alone."""
+    """A report of `ncu --set full` has only the sums."""
     lines = ['"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
     for launch, sectors, requests in (("0", 4096, 1024), ("1", 12288, 1024)):
         lines += [

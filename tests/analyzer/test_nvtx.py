@@ -1,4 +1,4 @@
-"""Ranges open and close around ops, whoever imported them, and leave nothing behind."""
+"""Ranges open and close around ops imported in any way, and are removed completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our occupancy arithmetic against NVIDIA's own header, compiled with the host's C++ compiler."""
+"""Occupancy compared with NVIDIA's header, compiled by the host's C++ compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock's own time, on clocks of our own; and that it is plausible on a GPU."""
+"""The overhead of a clock: exact on simulated clocks, plausible on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cukit.analyzer.overhead import EVENT_TICK_US, Overhead, calibration_calls, 
 
 
 class Reading:
-    """A clock that reads what a call says, and something of its own."""
+    """A clock that adds its own overhead to the time that a call returns."""
 
     name = "reading"
 

@@ -1,4 +1,4 @@
-"""Which precision a benchmark computes in, and what a machine can do in it."""
+"""The precision of a benchmark's arithmetic, and the machine's peak rate in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Energy from a GPU whose counter ticks rarely, with a known power; and NVML when there is one."""
+"""Energy of a simulated GPU with constant power and a coarse counter, and of a real one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cukit.errors import CukitError, MissingDependencyError
 
 
 class Bench:
-    """A clock that only calls advance, and a GPU that draws a constant power while they run."""
+    """A clock that advances only during calls, and a GPU with constant power during them."""
 
     def __init__(self, *, call_us: float, watts: float, tick_s: float = 0.05) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Next steps and waves, against plain search and by hand."""
+"""Occupancy steps and waves, compared with a plain search and with values by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_steps_are_the_smallest_that_help(arch: str) -> None:
 
 
 def test_a_kernel_limited_by_registers_by_hand() -> None:
-    """65536 registers, 256 threads of 72: 3 blocks; 64 registers let in the fourth."""
+    """65536 registers, 256 threads with 72 each: 3 blocks; with 64 each a fourth fits."""
     analysis = analyze_occupancy(H200, threads=256, registers=72, shared_bytes=0)
     assert (analysis.blocks_per_sm, analysis.limiter) == (3, "registers")
     step = analysis.next_steps[0]

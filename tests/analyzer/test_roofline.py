@@ -1,4 +1,4 @@
-"""Rooflines by hand, and the peaks that datasheets print."""
+"""Rooflines compared with values by hand, and peaks with datasheets."""
 
 from __future__ import annotations
 

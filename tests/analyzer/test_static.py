@@ -1,4 +1,4 @@
-"""What is said of a compiled kernel, against ptxas' words and kernels whose widths are known."""
+"""Facts of compiled kernels, compared with ptxas' log and with kernels of known access widths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cukit.errors import CompileError, ConfigError
 
 cupy = pytest.importorskip("cupy", reason="compiling needs NVRTC")
 
-# Every one of them decodes by the same table. NVRTC 13 no longer compiles for Volta.
+# One table decodes all of them. NVRTC 13 no longer compiles for Volta.
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 if nvrtc_version() < (13, 0):
     ARCHES = ("sm_70", *ARCHES)
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(192) widths(
 }
 """
 
-# More live values than the 64 registers that a block of 1024 threads leaves to each.
+# More live values than the 64 registers per thread in a block of 1024 threads.
 SPILLING = r"""
 extern "C" __global__ void __launch_bounds__(1024) spilling(float* x, int n) {
   float v[128];
@@ -84,8 +84,8 @@ def test_instructions_are_those_of_the_source(arch: str) -> None:
     assert mix.by_class["global memory"] == 5 + 5 + 1, "loads, stores and the atomic"
     assert mix.by_class["shared memory"] == 2
     assert sum(mix.by_class.values()) == mix.instructions
-    # The meaning of one opcode changed: integer additions are no floating point anywhere. What is
-    # left are constants, which the compiler may load by HFMA2.
+    # One opcode has two meanings: integer additions must not count as floating point. The remaining
+    # ones are constants, which the compiler may load by HFMA2.
     assert mix.by_class.get("floating point", 0) <= 2
     assert not {"tensor core", "local memory", "other"} & set(mix.by_class)
 
@@ -212,7 +212,7 @@ def test_what_is_no_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_a_kernel_of_ours_says_what_ptxas_says(arch: str) -> None:
-    """The log that the compiler left beside the cubin, read by other means than the cubin."""
+    """Compared with the compiler's log, which is stored next to the cubin."""
     from cukit.core.compiler import compile_kernel
     from cukit.registry import get_op
 

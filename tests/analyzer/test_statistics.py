@@ -1,4 +1,4 @@
-"""Intervals and verdicts on synthetic samples whose truth is known."""
+"""Intervals and verdicts for synthetic samples with known true values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cukit.errors import ConfigError
 def kernel_times(
     rng: np.random.Generator, median_us: float, *, rounds: int = 3, count: int = 40
 ) -> list[list[float]]:
-    """Skewed noise of 0.5%, an outlier now and then, and a drift of 0.3% between rounds."""
+    """Skewed noise of 0.5%, occasional outliers, and a drift of 0.3% between rounds."""
     result = []
     for _ in range(rounds):
         drift = 1 + 0.003 * rng.standard_normal()
@@ -40,7 +40,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says(rng: np.random.Genera
 
 
 def test_ranks_of_the_interval_are_those_of_the_tables() -> None:
-    """Ten samples at 95%: ranks 2 and 9 (coverage 97.9%), as every textbook has it."""
+    """Ten samples at 95%: ranks 2 and 9 (coverage 97.9%), as in textbooks."""
     assert median_interval(range(1, 11)) == (2, 9)
     assert median_interval(range(1, 21)) == (6, 15)
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
@@ -103,7 +103,7 @@ def test_exchanging_the_sides_exchanges_the_verdict(
     base = Estimate(base_us, base_us * (1 - base_spread), base_us * (1 + base_spread))
     new = Estimate(new_us, new_us * (1 - new_spread), new_us * (1 + new_spread))
     there, back = compare(base, new), compare(new, base)
-    # Rounding may only matter at the very edge of the tolerance.
+    # Rounding may matter only at the limit of the tolerance.
     edges = (there.low, there.high, back.low, back.high)
     if all(abs(edge - limit) > 1e-9 for edge in edges for limit in (1.02, 1 / 1.02)):
         assert back.verdict is opposite.get(there.verdict, there.verdict)

@@ -1,4 +1,4 @@
-"""The order and the statistics of timing, on a clock of our own; the real clock on a GPU."""
+"""Order and statistics of timing on a simulated clock, and the clocks of a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cukit.analyzer.timing import (
 
 
 class ScriptedTimer:
-    """Says that every call takes as long as it returns, and writes down who was asked."""
+    """A timer for which a call takes as long as it returns; records the calls."""
 
     name = "script"
 
@@ -44,9 +44,9 @@ def test_median_and_spread_are_deaf_to_an_outlier() -> None:
 
 def test_arms_take_turns() -> None:
     timer = ScriptedTimer()
-    arms: dict[str, Callable[[], object]] = {"short": lambda: 100.0, "long": lambda: 1e6}
-    timings = measure(arms, timer, rounds=2, min_samples=2, max_samples=3, pause_s=0)
-    one_round = [100.0] * 4 + [1e6] * 3  # one unseen run before the samples of each arm
+    impls: dict[str, Callable[[], object]] = {"short": lambda: 100.0, "long": lambda: 1e6}
+    timings = measure(impls, timer, rounds=2, min_samples=2, max_samples=3, pause_s=0)
+    one_round = [100.0] * 4 + [1e6] * 3  # one untimed run before the samples of each call
     assert timer.asked == [100.0, 1e6, *one_round, *one_round]
     assert timings["short"].samples_us == (100.0,) * 6
     assert timings["long"].samples_us == (1e6,) * 4
@@ -55,9 +55,9 @@ def test_arms_take_turns() -> None:
 def test_a_budget_bounds_the_samples() -> None:
     timer = ScriptedTimer()
     timings = measure(
-        {"arm": lambda: 1000.0}, timer, rounds=1, budget_ms=10, max_samples=1000, pause_s=0
+        {"work": lambda: 1000.0}, timer, rounds=1, budget_ms=10, max_samples=1000, pause_s=0
     )
-    assert len(timings["arm"].samples_us) == 10
+    assert len(timings["work"].samples_us) == 10
 
 
 def test_noise_asks_for_more_rounds_and_quiet_for_none() -> None:
@@ -72,7 +72,9 @@ def test_noise_asks_for_more_rounds_and_quiet_for_none() -> None:
         pause_s=0,
     )
     assert timings["noisy"].round_sizes == (4,) * 5
-    assert timings["quiet"].round_sizes == (4,) * 5, "all arms see the same machine"
+    assert timings["quiet"].round_sizes == (4,) * 5, (
+        "all calls are measured under the same conditions"
+    )
     alone = measure({"quiet": lambda: 100.0}, ScriptedTimer(), max_rounds=5, pause_s=0)
     assert len(alone["quiet"].round_sizes) == 2
 
@@ -91,7 +93,7 @@ def test_the_host_timer_waits_for_the_call() -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
-    """A copy on the device, launched by a host that dawdles."""
+    """A copy on the device, launched by a slow host."""
     import time
 
     import cupy
@@ -104,15 +106,15 @@ def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
         cupy.copyto(target, source)
 
     timer = GpuTimer()
-    arms = {"plain": lambda: cupy.copyto(target, source), "slow host": slow_host}
-    timings = measure(arms, timer, pause_s=0)
+    impls = {"plain": lambda: cupy.copyto(target, source), "slow host": slow_host}
+    timings = measure(impls, timer, pause_s=0)
     assert timings["plain"].median_us > 20
     assert timings["slow host"].median_us < 1.2 * timings["plain"].median_us
 
 
 @pytest.mark.gpu
 def test_the_clocks_of_a_gpu_agree_on_a_long_kernel() -> None:
-    """300 MB copied: longer than what any clock adds, larger than any L2."""
+    """A copy of 300 MB takes much longer than any clock's overhead, and exceeds any L2."""
     import cupy
 
     source = cupy.zeros(300 << 20, cupy.uint8)

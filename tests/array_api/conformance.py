@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def failures(
     suite: Path, name: str, examples: int = 10, tests: Sequence[str] = ("array_api_tests",)
 ) -> tuple[set[str], int]:
-    """Names of the tests that fail for a namespace of MODULES, and how many ran."""
+    """Names of the tests that fail for a namespace of MODULES, and the number that ran."""
     environment = {
         **os.environ,
         "ARRAY_API_TESTS_MODULE": MODULES[name],
@@ -49,8 +49,8 @@ def failures(
 
 
 def worse_than_numpy(suite: Path, ours: set[str], theirs: set[str]) -> set[str]:
-    """Tests that fail for `ck.xp` and not for NumPy, tried on many more examples for NumPy: which
-    of a function's special cases come up is chance."""
+    """Tests that fail for `ck.xp` and not for NumPy. NumPy runs many more examples, because
+    special cases are drawn at random."""
     worse = ours - theirs
     if worse:
         worse -= failures(suite, "numpy", 500, sorted(worse))[0]

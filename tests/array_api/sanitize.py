@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: the narrow types, there and back."""
+"""Groups for `tests.sanitize`: conversions to narrow types and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops and their references on arrays of a library that has nothing but the array API standard."""
+"""Ops and their references on arrays of a library with only the array API standard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cukit.registry import Op, get_kernel, ops
 from tests.emulator.samples import SAMPLES, run
 
 ON_OTHER_DTYPES = {"gemv", "pack_kv"}
-"""Ops without a dtype that array-api-strict has: it knows neither float16 nor bfloat16."""
+"""Ops that support no dtype of array-api-strict, which lacks float16 and bfloat16."""
 SAMPLED = [op for op in ops() if op.name in SAMPLES and op.name not in ON_OTHER_DTYPES]
 
 

@@ -13,7 +13,7 @@ from tests.contract import BFLOAT16
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request):
-    """Where arrays may live; the emulator's live on the CPU."""
+    """Devices of arrays; those of the emulator are on the CPU."""
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""float8, int8 and int4 arrays: rounding, packing, the way back."""
+"""float8, int8 and int4 arrays: rounding, packing, decoding."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ INTEGER = {"int8": (-128, 127), "int4": (-8, 7)}
 DTYPES = ("float32", "float16", "bfloat16")
 SHAPES = [(1,), (7,), (5, 3), (4, 64), (3, 2, 1001), (2, 0), (0, 4)]
 PER_BLOCK = (1023, 1024, 1025, 2048, 4095, 4097, 9001)
-"""Sizes about what a block converts."""
+"""Sizes near the number of elements that a block converts."""
 
 every_narrow = pytest.mark.parametrize("narrow", NARROW_DTYPES, ids=repr)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def expected_values(x, narrow):
-    """float32 values that `x` is rounded to."""
+    """The float32 values to which `x` is rounded."""
     x = x.astype(np.float32)
     if narrow.integer:
         return np.clip(np.rint(np.nan_to_num(x, nan=0.0)), *INTEGER[narrow.name])
@@ -40,7 +40,7 @@ def expected_values(x, narrow):
 
 
 def ties(narrow):
-    """float32 values on and next to the middle of every two neighbours that have codes."""
+    """float32 values at and next to the midpoints of adjacent representable values."""
     if narrow.integer:
         low, high = INTEGER[narrow.name]
         codes = np.arange(low - 2, high + 3, dtype=np.float32)
@@ -99,7 +99,7 @@ def test_every_number_of_sixteen_bits(device, narrow, dtype):
 @every_dtype
 @every_narrow
 def test_every_code_survives_a_round_trip(device, narrow, dtype):
-    """Also as numbers of 16 bits, which hold every value exactly."""
+    """Also for 16-bit floats, which represent every value exactly."""
     codes = np.arange(256, dtype=np.uint8).view(narrow.storage_dtype)
     array = ck.QuantizedArray(to_device(device, codes)[0], narrow, (256 * 8 // narrow.bits,))
     values = array.decode(dtype)
@@ -176,7 +176,7 @@ def test_indexing_keeps_the_logical_shape(device, rng):
 
 @pytest.mark.parametrize("shape", [(3, 997), (2989,)])
 def test_indices_of_64_bits(device, rng, monkeypatch, shape):
-    """What arrays of 2^32 values need. Shapes that no other test has: launches are remembered."""
+    """Required by arrays of 2^32 values. Shapes of no other test, because launches are cached."""
 
     def wide(*args, **options):
         return replace(plan_narrow(*args, **options), index="uint64")
@@ -189,7 +189,7 @@ def test_indices_of_64_bits(device, rng, monkeypatch, shape):
 
 
 def test_plans():
-    """Sixteen bytes an access wherever arrays begin on them; 64 bits where 32 do not suffice."""
+    """16-byte accesses for aligned arrays; 64-bit indices where 32 bits do not suffice."""
     for entry, narrow, dtype in itertools.product(("encode", "decode"), NARROW_DTYPES, DTYPES):
         kind = dtype_of(dtype)
         config = plan_narrow(entry, narrow, kind, 1, 1 << 20)

@@ -27,7 +27,6 @@ INDEXER_BACKWARD = import_module("cukit.attention.indexer_kl_backward")
 def place(request, monkeypatch) -> Iterator[str]:
     """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" the class that is planned."""
     if request.param == "emulator":
-        monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
         with cukit.backend("emulator", arch="sm_80"):
             yield "emulator"
         return

@@ -15,7 +15,7 @@ from tests.contract import another_order, assert_close, poison_pool, random, to_
 from tests.quick_run import emulated
 
 KL_ATOL = 3e-6
-"""Of a row: log-sum-exps and sums of a few hundred terms in float32."""
+"""Tolerance of a row: log-sum-exps and sums of a few hundred terms in float32."""
 PRECISE_RTOL = 2e-5
 
 HEADS = [((4, 4), (4, 4)), ((4, 2), (4, 1)), ((8, 8), (4, 2)), ((2, 1), (6, 2)), ((6, 3), (6, 2))]

@@ -24,17 +24,15 @@ OUT_ATOL = 2e-2  # for outputs of magnitude 1 in bfloat16, with rounded probabil
 
 
 @pytest.fixture
-def late_emulator(request, monkeypatch) -> Iterator[str]:
+def late_emulator() -> Iterator[str]:
     """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
 
 
 @pytest.fixture
-def emulated_ampere(request, monkeypatch) -> Iterator[str]:
+def emulated_ampere() -> Iterator[str]:
     """An emulated GPU whose kernels support per-score masks only."""
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_80"):
         yield "emulator"
 

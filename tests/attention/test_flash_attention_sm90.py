@@ -15,17 +15,15 @@ from tests.quick_run import emulated
 
 
 @pytest.fixture
-def late_emulator(request, monkeypatch) -> Iterator[str]:
+def late_emulator() -> Iterator[str]:
     """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
 
 
 @pytest.fixture
-def emulated_ampere(request, monkeypatch) -> Iterator[str]:
+def emulated_ampere() -> Iterator[str]:
     """An emulated GPU that has class sm80 only."""
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_80"):
         yield "emulator"
 

@@ -40,9 +40,8 @@ def hopper(device) -> str:
 
 
 @pytest.fixture
-def late_emulator(request, monkeypatch) -> Iterator[str]:
+def late_emulator() -> Iterator[str]:
     """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
 

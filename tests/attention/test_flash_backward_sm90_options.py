@@ -139,9 +139,8 @@ def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_order_of_threads_does_not_matter(request, monkeypatch, rng, head_dim):
+def test_the_order_of_threads_does_not_matter(rng, head_dim):
     """Bitwise equal for every thread order, and with late completion of copies and wgmmas."""
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     arrays, where = sequences_of(rng, ([150, 3, 70], [140, 9, 75]), (2, 1), head_dim)
     options = {"softcap": 2.0, "window_size": (100, 30), **where}
     bits = []

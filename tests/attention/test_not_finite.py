@@ -36,7 +36,6 @@ def anywhere(request, monkeypatch) -> Iterator[str]:
         choose_class(request.param, monkeypatch)
         yield kind
         return
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator", arch=name):
         yield kind
 

@@ -1,4 +1,4 @@
-"""`cukit analyze`: kernels of a script by a trace that we write, kernels by their code for real."""
+"""`cukit analyze`: kernels of a script from a simulated trace, and kernels from their code."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_counters_give_a_trace_its_bandwidth() -> None:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script, on a machine whose GPU is a list of records."""
+    """A script, on a machine whose GPU is simulated by a list of records."""
 
     class Trace:
         def __init__(self) -> None:

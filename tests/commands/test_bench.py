@@ -1,4 +1,4 @@
-"""`cukit bench`: what its arguments choose."""
+"""`cukit bench`: the cases and peers that its arguments select."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def test_peers_by_the_name_of_their_library(monkeypatch: pytest.MonkeyPatch) -> 
     assert run([*small, "--no-peers"]) == 0
     assert chosen == [True, ["torch", "liger"], False]
     some = Runner(peers=["torch"], quick=True)
-    assert [some._wanted(arm) for arm in ("torch-compile", "torch", "liger")] == [True, True, False]
+    assert [some._wanted(name) for name in ("torch-compile", "torch", "liger")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_results_are_exported(tmp_path: Path) -> None:

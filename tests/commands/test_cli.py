@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and one clear line for every mistake."""
+"""The command line: output, exit codes, and a one-line message for every mistake."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_doctor_finds_this_machine_sane(capsys: Capture) -> None:
 
 
 def test_doctor_names_the_command_that_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU whose CuPy is missing: every absent part is broken and has a command."""
+    """A GPU without CuPy: every missing part is reported with the command that installs it."""
 
     def no_cupy(purpose: str) -> None:
         raise ImportError(f"{purpose} needs CuPy")

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line now and then elsewhere, nothing for what is quick."""
+"""Progress: a bar on a terminal, occasional lines elsewhere, nothing for short tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, to be moved by hand."""
+    """A clock that the test advances."""
     now = [0.0]
     monkeypatch.setattr(_console.time, "monotonic", lambda: now[0])
     return now

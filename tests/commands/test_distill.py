@@ -1,4 +1,4 @@
-"""`cukit distill` and `cukit generate` from the outside: results, interruptions, bad input."""
+"""`cukit distill` and `cukit generate` as commands: results, interruptions, bad input."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an unbroken run: others are compared with it, so nobody may write there."""
+    """The folder of an uninterrupted run, to compare with; tests must not write there."""
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
     assert run(["distill", "-o", str(folder), "--text", str(text), *TINY]) == 0
     return folder
 
 
 def model_bytes(folder: Path) -> dict[str, Any]:
-    """Parameters of the three models: their training records hold times, which differ."""
+    """The parameters of the three models, without their training records, whose times differ."""
     contents = {name: files.read_arrays(folder / f"{name}.safetensors")[0] for name in MODELS}
     return {name: {k: v.tobytes() for k, v in arrays.items()} for name, arrays in contents.items()}
 
@@ -104,7 +104,7 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
 def test_quantised_students_are_judged(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the fact too: nothing is trained again."""
+    """Also for an existing run, without training again."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     formats = ("int8", "int4", "fp8")
@@ -118,7 +118,7 @@ def test_quantised_students_are_judged(
     assert tuple(found) == formats
     for name, bound in zip(formats, (0.01, 0.3, 0.05), strict=True):
         assert abs(found[name]["bits_per_byte"] - plain) < bound
-        assert 4 < found[name]["bits_per_weight"] < 13  # rows of 16 weights share a scale
+        assert 4 < found[name]["bits_per_weight"] < 13  # 16 weights of a row share a scale
     assert "quantised" in (folder / "report.html").read_text()
 
 
@@ -213,7 +213,7 @@ def test_resumed_run_is_the_unbroken_run(
     kill_at: tuple[int, int], finished: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Broken off without warning in any phase, between checkpoints or at one."""
+    """Interrupted in any phase, between checkpoints or at one."""
     folder = tmp_path / "run"
     phase, step = MODELS[kill_at[0]], kill_at[1]
 
@@ -258,7 +258,7 @@ LONG = ("--teacher-steps", "150", "--checkpoint-every", "20")
 
 
 def test_a_killed_process_goes_on_where_its_checkpoint_stands(text: Path, tmp_path: Path) -> None:
-    """SIGKILL, the real one: no handler, no flush. The end is that of a run never killed."""
+    """After SIGKILL, a resumed run ends with the results of an uninterrupted run."""
     folder = tmp_path / "killed"
     process = start(folder, text, *LONG)
     wait_for(folder / "checkpoint.safetensors", process)
@@ -287,7 +287,7 @@ def test_ctrl_c_saves_says_so_and_loses_nothing(text: Path, tmp_path: Path) -> N
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refused command prints."""
+    """The one-line error message of a rejected command."""
     capsys.readouterr()
     assert run(arguments) == 2
     captured = capsys.readouterr()
@@ -369,7 +369,7 @@ def test_full_disk(
 
     def full_later(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) > 2:  # settings and one checkpoint still fit
+        if len(calls) > 2:  # room for the settings and one checkpoint
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 

@@ -1,5 +1,6 @@
-"""Every command, interrupted, killed, fed with garbage and run twice at once in one folder: it ends
-in time, with success or with one line and exit code 2 or 130, and leaves no process behind."""
+"""Every command, interrupted, killed, with invalid files, and run twice concurrently in one
+folder. It must end in time, with success or with one line and exit code 2 or 130, and leave no
+process behind."""
 
 from __future__ import annotations
 
@@ -54,12 +55,12 @@ WORKING: Mapping[str, tuple[str, ...]] = {
     "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *LONG),
     "generate": ("generate", "{model}", "--tokens", "1000000", "--device", "cpu"),
 }
-"""A command line of each command; those that can work for seconds do."""
+"""A command line of each command; where possible, one that runs for several seconds."""
 
 SLOW = pytest.mark.slow
 
 SOON = 2.0
-"""Seconds to the end after Ctrl-C: one is meant, and the machine may be busy."""
+"""Seconds to the end after Ctrl-C: the target is one, but the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +102,12 @@ def launch(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
 
 
 def imports_something(process: subprocess.Popen[str]) -> bool:
-    """Whether NumPy is loaded: Python has started, the first quarter of a second is over."""
+    """True once the process has loaded NumPy, a quarter of a second after its start."""
     return "_multiarray_umath" in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def works(process: subprocess.Popen[str]) -> bool:
-    """Whether a command has begun: it starts the thread that watches Ctrl-C."""
+    """True once a command has started the thread that handles Ctrl-C."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return imports_something(process) and "\nThreads:\t1\n" not in status
 
@@ -143,7 +144,7 @@ def test_no_command_is_forgotten() -> None:
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
-    """Sends Ctrl-C; the end is quick and one line, or that of a command that was done already."""
+    """Send Ctrl-C; the command must end quickly with one line, or have completed before."""
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
@@ -225,7 +226,7 @@ GARBAGE: Mapping[str, bytes] = {
 
 
 def places(folder: Path) -> Iterator[Path]:
-    """Garbage in files, and what is no file."""
+    """Paths of invalid files, and of things that are not files."""
     for name, content in GARBAGE.items():
         path = folder / name
         path.write_bytes(content)
@@ -285,8 +286,8 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "bench": ("--list",),
     "list": (),
 }
-"""What the options of TAKERS stand behind. The text is too short to train on: options are checked
-before it is read to the end, or not at all."""
+"""The arguments that precede the options of TAKERS. The text is too short to train on, so an
+option that is not checked early is never checked."""
 
 MANY_CALLS = """
 import io, json, sys
@@ -304,7 +305,7 @@ for arguments in json.load(sys.stdin):
 
 
 def run_all(folder: Path, calls: list[tuple[str, ...]]) -> None:
-    """Many command lines in one process, which starts once."""
+    """Run many command lines in one process."""
     process = subprocess.run(
         [sys.executable, "-c", MANY_CALLS],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""`cukit report` from the outside: what it writes, and one clear line for every mistake."""
+"""`cukit report` as a command: its files, and a one-line message for every mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks name what is wrong; foreign arrays are adopted without a copy."""
+"""Error messages of array checks; arrays of other libraries are used without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArraySha
 
 
 class Tensor:
-    """A foreign array that speaks DLPack, as torch's and JAX's do."""
+    """An array of another library with DLPack, like those of torch and JAX."""
 
     def __init__(self, array):
         self._array = array

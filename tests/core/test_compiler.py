@@ -17,7 +17,7 @@ SPEC = KernelSpec("k.cu", "k", (("N", 3),), threads=32)
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch, kernel_cache) -> Path:
-    """A kernels_cu folder of the test's own: k.cu includes a.cuh, which includes deep/b.cuh."""
+    """A separate kernels_cu folder: k.cu includes a.cuh, which includes deep/b.cuh."""
     root = tmp_path / "kernels"
     (root / "deep").mkdir(parents=True)
     (root / "k.cu").write_text(

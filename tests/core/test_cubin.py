@@ -1,4 +1,4 @@
-"""The cubin reader against what ptxas itself says."""
+"""The cubin reader compared with ptxas' log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches that begin before the kernel ahead of them has ended."""
+"""Launches that start before the preceding kernel has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_structures_lie_as_the_driver_reads_them():
 
 @pytest.mark.gpu
 def test_what_the_first_kernel_writes_is_seen_by_the_second():
-    """Launches on two streams in turn, with work ahead of them on each."""
+    """Alternating launches on two streams, each with preceding work."""
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(0)
     choices = [rng.integers(0, 64, (tokens, 8)).astype(np.int32) for tokens in (5000, 70, 33000)]

@@ -1,4 +1,4 @@
-"""The GPU extra follows the driver."""
+"""The GPU extra is selected by the driver."""
 
 from __future__ import annotations
 

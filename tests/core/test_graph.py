@@ -22,7 +22,7 @@ def test_a_captured_block_replays_on_new_inputs(rng):
         ck.rms_norm(x, weight, out=normed)
         ck.silu_and_mul(normed, out=gated)
 
-    block()  # compiles and plans outside the capture
+    block()  # compile and plan outside the capture
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.wait_event(cupy.cuda.get_current_stream().record())
     with stream:
@@ -48,7 +48,7 @@ def test_attention_replays_without_hidden_state(rng):
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.wait_event(cupy.cuda.get_current_stream().record())
     with stream:
-        # The pool hands out memory by stream: one run leaves the block that the capture reuses.
+        # The pool allocates by stream: one run frees a block that the capture reuses.
         ck.flash_attention(q, k, v, causal=True, out=out)
         stream.begin_capture()
         ck.flash_attention(q, k, v, causal=True, out=out)

@@ -1,4 +1,4 @@
-"""Launch arguments are checked against the cubin, and plans are remembered by description."""
+"""Launch arguments are checked against the cubin, and plans are cached by description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cukit.errors import LaunchError
 
 
 class FakeGpuArray:
-    """Stands for a CuPy array where only its being one matters."""
+    """A stub that passes as a CuPy array."""
 
     __cuda_array_interface__ = None
 
@@ -74,7 +74,7 @@ def test_plans_are_made_once_per_description(monkeypatch):
 
 
 def test_a_spec_with_less_shared_memory_takes_none_from_another(column_sum, monkeypatch):
-    """CuPy gives out one function for a cubin, however often it is asked."""
+    """CuPy returns the same function for every load of a cubin."""
     function = SimpleNamespace(kernel=None, max_dynamic_shared_size_bytes=48 << 10)
     module = SimpleNamespace(get_function=lambda entry: function)
     cupy = SimpleNamespace(RawModule=lambda path: module)
@@ -94,7 +94,7 @@ def test_a_plan_of_nothing_is_remembered_too(monkeypatch):
 
 
 class RecordingKernel:
-    """Stands for a Kernel: remembers what it was asked to check and to launch."""
+    """A stub of a Kernel that records its checks and launches."""
 
     block = (32, 1, 1)
     shared_bytes = 16
@@ -142,7 +142,7 @@ def test_a_plan_is_remembered_by_what_is_said_to_decide(monkeypatch):
 
 
 def test_cupy_still_takes_the_address_of_a_value():
-    """Without it launches work, but slowly: CuPy wraps every value anew (core.kernel.by_value)."""
+    """Otherwise launches work, but slowly: CuPy wraps every value again (core.kernel.by_value)."""
     function = pytest.importorskip("cupy.cuda.function", reason="it is CuPy's class")
     settings = np.arange(3.0).view(np.dtype((np.void, 24)))
     for value in (np.int32(-7), np.int64(1 << 40), np.float32(1.5), settings):

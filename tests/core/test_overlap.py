@@ -1,4 +1,4 @@
-"""What counts as sharing memory."""
+"""Which arrays share memory."""
 
 from __future__ import annotations
 

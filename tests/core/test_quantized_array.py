@@ -1,4 +1,4 @@
-"""QuantizedArray: which scales fit which array, what is refused, and what the values are."""
+"""QuantizedArray: valid combinations of scales and arrays, errors, and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.contract import dtype_of, to_device, to_host
 
 INT2 = NarrowDtype("int2", 2, 1.0, integer=True)
 
-# What the families ask for: shape, axis, group_size, shape of the scales.
+# Combinations used by the op families: shape, axis, group_size, shape of the scales.
 GROUPINGS = {
     "tensor": ((6, 10), None, None, (1, 1)),
     "token": ((6, 10), 1, None, (6, 1)),
@@ -56,7 +56,7 @@ def quantized(shape, *args, dtype=ck.int4, **options):
 
 
 def by_element(shape, block, factors):
-    """The factor of every element, one at a time."""
+    """The scale of every element, computed one by one."""
     full = np.empty(shape, np.float32)
     for index in itertools.product(*map(range, shape)):
         full[index] = factors[tuple(i // size for i, size in zip(index, block, strict=True))]
@@ -120,7 +120,7 @@ def test_scales_of_every_dtype_keep_the_error_below_half_a_step(device, rng, nar
         *to_device(device, x), narrow, scales=to_device(device, scales)[0], axis=1, group_size=32
     )
     full = by_element(x.shape, array.block_shape, scales)
-    # The scale's own rounding may push the largest value beyond the last code.
+    # Rounding of the scale may move the largest value beyond the last code.
     rounding = float(np.finfo(dtype_of("float16")).eps) * 8 if dtype != "float32" else 1e-6
     step = 1.0 if narrow.integer else np.abs(x / full) * 2 ** (-3 if "e4m3" in narrow.name else -2)
     step = np.maximum(step, 2.0**-9)

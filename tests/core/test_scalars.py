@@ -1,4 +1,4 @@
-"""Scalar options: what is taken, and what the message says of the rest."""
+"""Scalar options: accepted values, and messages for all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op has kernels for: one answer, with its reason, for everybody who asks."""
+"""One query reports which kernels an op has for its arguments, and the reason if none."""
 
 from __future__ import annotations
 

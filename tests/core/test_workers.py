@@ -27,7 +27,7 @@ def die(number: int) -> int:
 
 
 def is_deaf(_: int) -> bool:
-    """Whether Ctrl-C is kept from this process."""
+    """True if this process blocks SIGINT."""
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -57,7 +57,7 @@ def test_a_worker_that_is_killed_is_said() -> None:
 
 
 def test_workers_never_see_an_interrupt() -> None:
-    """Not even the first ones of a process, with which Python starts one of its own."""
+    """Including the first workers, with which Python also starts a helper process."""
     lines = (
         "from cukit.core.workers import run_in_workers",
         "from tests.core.test_workers import is_deaf",

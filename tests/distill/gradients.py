@@ -1,4 +1,4 @@
-"""How gradients of losses are judged: they are small numbers, so relative to themselves."""
+"""Checks of gradients of losses, relative to each element, because gradients are small."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.tolerances import FINITE_DIFFERENCE
 RELATIVE = {"float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
 SUBNORMAL = {"float32": 0.0, "float16": 6e-8, "bfloat16": 0.0}
 FLOAT32_ARITHMETIC = 4e-6
-"""Of the probabilities whose difference a gradient is: sums over 1e5 exponentials, and theirs."""
+"""Relative error of the probabilities whose difference is a gradient: sums of 1e5 exponentials."""
 
 
 def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Over the last axis, in float64."""
+    """Softmax over the last axis, in float64."""
     exps = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True).astype(np.float64))
     result: np.ndarray[Any, Any] = exps / exps.sum(-1, keepdims=True)
     return result
@@ -27,7 +27,7 @@ def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def assert_elements_close(
     got: Any, exact: np.ndarray[Any, Any], probabilities: np.ndarray[Any, Any]
 ) -> None:
-    """Every element within its dtype's rounding of the float64 value, however small it is."""
+    """Each element must be within its dtype's rounding of the float64 value, even a tiny one."""
     host = to_host(got)
     dtype = host.dtype.name
     assert host.shape == exact.shape
@@ -46,7 +46,7 @@ def assert_gradient(
     value: np.ndarray[Any, Any],
     rng: np.random.Generator,
 ) -> None:
-    """`gradient(grad_loss, value)` against differences of `loss(value)`, every element of it."""
+    """Compare each element of `gradient(grad_loss, value)` with differences of `loss(value)`."""
     grad_loss = np.asarray(rng.standard_normal(np.shape(loss(value))))
     got = gradient(grad_loss, value)
     expected = np.empty_like(value)

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: rows from one column to more than a cluster of blocks keeps."""
+"""Groups for `tests.sanitize`: rows from one column to more than a cluster can keep."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def divergences() -> None:
 
 
 def options() -> None:
-    """Weights, transforms and padding, and teachers known by samples."""
+    """Weights, transforms and padding, and teachers given by samples."""
     rng = _rng()
     for shape in ROWS[1:]:
         rows, width = shape
@@ -78,7 +78,7 @@ def options() -> None:
 
 
 def linear_losses() -> None:
-    """Whole vectors of 16 bytes: of other rows cuBLAS reads the padding, and uses none of it."""
+    """Rows of whole 16-byte vectors: of other rows cuBLAS reads the padding, without using it."""
     rng = _rng()
     for dtype in ("float32", "bfloat16"):
         arrays = [random(rng, shape, dtype) for shape in ((40, 64), (504, 64), (40, 48), (504, 48))]
@@ -92,7 +92,7 @@ def linear_losses() -> None:
 
 
 def spread_heads() -> None:
-    """Every phase over a part of each row."""
+    """Every phase, on a part of each row."""
     rng = _rng()
     for vocab_size in (37, 1008, 70000):
         shard = distill.VocabularyShard(Mirrored(), vocab_size)

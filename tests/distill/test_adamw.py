@@ -1,4 +1,4 @@
-"""adamw against the paper's equations."""
+"""adamw compared with the paper's equations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = {"lr": 3e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 
 
 
 def textbook(weight, grads, *, lr, beta1, beta2, eps, weight_decay):
-    """Every step written out as in the paper, in float64."""
+    """Every step as written in the paper, in float64."""
     weight, m, v = weight.astype(np.float64), 0.0, 0.0
     for step, grad in enumerate(grads, 1):
         g = grad.astype(np.float64)
@@ -80,7 +80,7 @@ def test_grad_scale_scales_the_gradient(device, rng, on_device):
 
 
 def test_new_gradient_arrays_are_noticed(device, rng):
-    """The table of addresses belongs to the arrays, not to the list."""
+    """The table of addresses is cached by the arrays, not by the list."""
     (param,) = to_device(device, np.zeros(64, np.float32))
     state = AdamWState.for_params([param])
     history = [random(rng, (64,), "float32") for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Trainer.fit: progress, checkpoints, a stop that all processes agree on."""
+"""Trainer.fit: progress, checkpoints, and a stop in all processes at the same step."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_all_rows_ignored(device):
 def test_masked_logits(device, rng, mask):
     logits, targets = random(rng, (4, 33), "float32"), np.array([0, 3, 5, 2])
     logits[:, 10:] = mask
-    logits[3] = mask  # no mass at all: counts for nothing
+    logits[3] = mask  # no mass: not counted
     loss, grad = cross_entropy(
         *to_device(device, logits, targets), reduction="none", return_grad=True
     )
@@ -171,7 +171,7 @@ def test_normalizer_replaces_the_count(device, rng):
 
 @pytest.mark.gpu
 def test_a_smaller_vocabulary_leaves_the_larger_its_shared_memory(rng):
-    """Both run the same cubin, each with the shared memory that its rows take."""
+    """Both run the same cubin, with different shared memory sizes."""
     for vocab_size in (50257, 40000, 50257):
         logits, targets = (
             random(rng, (2, vocab_size), "bfloat16"),

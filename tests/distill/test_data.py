@@ -1,4 +1,4 @@
-"""Text in, tokens out: a split that depends on the text alone, windows on seed and step alone."""
+"""Text data: the split depends only on the text, windows only on seed and step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_standard_library_is_there_without_other_peoples_packages() -> None:
 def test_packages_are_training_text_and_no_judges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without tests, copies of the standard library, long tables and what does not fit."""
+    """Excluded: tests, copies of the standard library, long tables, and text beyond the limit."""
     package = tmp_path / "package"
     for name in ("a", "b", "tests/c", "_vendor/d", "typing_extensions"):
         file = package / f"{name}.py"

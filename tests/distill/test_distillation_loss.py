@@ -1,4 +1,4 @@
-"""distillation_loss: every divergence against its textbook formula, and near convergence."""
+"""distillation_loss: every divergence compared with its textbook formula; near convergence."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ IGNORE = -100
 
 
 def textbook(student, teacher, divergence, beta, temperature=1.0, dtype=np.float64):
-    """[rows], by the formulas of the docstring."""
+    """Losses [rows], by the formulas of the docstring."""
 
     def log_softmax(z):
         z = z.astype(dtype) / temperature
         z = z - z.max(-1, keepdims=True)
         return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
-    beta = dtype(beta)  # so that both shares of a mixture add up to 1
+    beta = dtype(beta)  # the weights of a mixture add up to 1
     log_q, log_p = log_softmax(student), log_softmax(teacher)
     p, q = np.exp(log_p), np.exp(log_q)
 
@@ -68,7 +68,7 @@ def test_the_reference_is_the_textbook_formula(rng, divergence, beta, temperatur
 @pytest.mark.parametrize("scale", [1.0, 0.01])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradient_by_finite_differences(rng, divergence, beta, scale, reduction):
-    """Far from the teacher and near it, with a share of cross-entropy."""
+    """Far from the teacher and near it, with cross-entropy mixed in."""
     teacher = rng.standard_normal((3, 8))
     student = teacher + scale * rng.standard_normal((3, 8))
     options = {
@@ -113,7 +113,7 @@ def test_matches_reference(device, rng, shape, dtype, divergence, beta):
 @pytest.mark.parametrize(("divergence", "beta"), CENTRED[:-1])
 @pytest.mark.parametrize("distance", [1.0, 0.1])
 def test_every_element_of_the_gradient(device, rng, vocab_size, dtype, divergence, beta, distance):
-    """But for the total variation, whose gradient jumps where p = q."""
+    """Except for the total variation, whose gradient is discontinuous at p = q."""
     student = random(rng, (2, vocab_size), dtype, scale=2)
     noise = distance * rng.standard_normal(student.shape)
     teacher = (student.astype(np.float64) + noise).astype(student.dtype)
@@ -124,7 +124,7 @@ def test_every_element_of_the_gradient(device, rng, vocab_size, dtype, divergenc
     poison_pool(device)
     loss, grad = distillation_loss(*placed, **options)
     np.testing.assert_allclose(to_host(loss), exact_loss, rtol=1e-5)
-    # Slopes are about as large as the distance, and those of the gradient's sum cancel.
+    # Slopes are about as large as the distance, and cancel in the gradient's sum.
     sizes = softmax(student) * max(distance, 0.25)
     assert_elements_close(grad, exact, sizes + np.abs(exact))
 
@@ -134,8 +134,8 @@ def test_every_element_of_the_gradient(device, rng, vocab_size, dtype, divergenc
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
 @pytest.mark.parametrize("distance", [1e-1, 1e-2, 1.4e-3])
 def test_is_accurate_near_convergence(device, rng, vocab_size, divergence, beta, distance):
-    """The usual sums have no digit left at a divergence of 1e-6. What remains is the rounding of
-    the logits' differences, relative to their size."""
+    """The usual sums have no correct digit at a divergence of 1e-6. The remaining error is the
+    rounding of the logits' differences, relative to their size."""
     student = random(rng, (2, vocab_size), "float32", scale=2)
     teacher = student + np.float32(distance) * random(rng, student.shape, "float32")
     exact = textbook(student, teacher, divergence, beta, dtype=np.longdouble)
@@ -164,7 +164,7 @@ def test_is_never_negative_and_zero_for_equals(device, rng, divergence, beta):
 @pytest.mark.parametrize("mask", [-np.inf, float(np.finfo(np.float32).min)])
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
 def test_columns_masked_in_both(device, rng, mask, divergence, beta):
-    """A padded vocabulary: as if the columns were not there."""
+    """A padded vocabulary gives the results without the padding."""
     student, teacher = random(rng, (3, 40), "float32"), random(rng, (3, 40), "float32")
     student[:, 11:], teacher[:, 11:] = mask, mask
     options = {"divergence": divergence, "beta": beta, "reduction": "none", "return_grad": True}
@@ -178,7 +178,7 @@ def test_columns_masked_in_both(device, rng, mask, divergence, beta):
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize(("divergence", "beta"), CENTRED)
 def test_columns_masked_in_one(device, divergence, beta):
-    """The reverse KL is infinite where the teacher alone excludes a token; no other is."""
+    """Only the reverse KL is infinite if only the teacher excludes a token."""
     minus = -np.inf
     student = np.array([[0, 0, 0], [0, 0, minus], [minus] * 3, [0, 0, 0]], np.float32)
     teacher = np.array([[0, 0, minus], [0, 0, 0], [0, 0, 0], [minus] * 3], np.float32)
@@ -195,7 +195,7 @@ def test_columns_masked_in_one(device, divergence, beta):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_cross_entropy_in_the_mix(device, rng, reduction, divergence):
-    """One launch gives what two give."""
+    """One launch gives the results of two."""
     student, teacher = random(rng, (6, 50), "float32"), random(rng, (6, 50), "float32")
     targets = np.array([0, 5, IGNORE, 49, 7, 7])
     *placed, ids = to_device(device, student, teacher, targets)

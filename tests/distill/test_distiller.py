@@ -35,7 +35,7 @@ def statistics_of(objective: Objective, tokens: Any, targets: Any, step: int = 0
     "kind", ["alone", "untied", "mixed", "hot", "jsd", "options", "hidden states"]
 )
 def test_whole_loss_by_finite_differences(kind: str, rng: np.random.Generator) -> None:
-    """Against every tensor that is trained, the term's projections included."""
+    """For every trained tensor, including the term's projections."""
     student = small_model(tie_embeddings=kind != "untied")
     teacher = small_model(seed=1, **TEACHER)
     tokens, targets = small_tokens(rng), small_tokens(rng)
@@ -119,7 +119,7 @@ def test_vocabularies_must_agree() -> None:
 
 
 def text_of_words() -> np.ndarray[Any, Any]:
-    """A little language: easy enough to learn in seconds, too rich to guess."""
+    """A small random language that a model learns in seconds."""
     rng = np.random.default_rng(0)
     words = [b"alpha ", b"beta ", b"gamma ", b"delta, ", b"epsilon. "]
     return np.frombuffer(b"".join(words[i] for i in rng.integers(0, 5, 4000)), np.uint8)
@@ -135,7 +135,7 @@ def train(objective: Objective, steps: int, device: str) -> list[float]:
 
 @CPU_AND_GPU
 def test_a_short_distillation_learns(device: str) -> None:
-    """The loss falls, the student comes nearer to its teacher, and the teacher is better."""
+    """The loss falls, the student approaches its teacher, and the teacher is better."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     dtype = "bfloat16" if device == "gpu" else "float32"
 

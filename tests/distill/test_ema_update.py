@@ -1,4 +1,4 @@
-"""ema_update, and the model that it averages."""
+"""ema_update, and averages of a model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_errors_name_the_argument(arguments, error, message):
 
 
 def trainer(dtype: str = "float64", seed: int = 0) -> Trainer:
-    """A student that learns from its own average, and from the text."""
+    """A student trained on its own average and on the text."""
     student = small_model(seed, dtype=dtype)
     average = ExponentialAverage(student, WarmupDecay(0.9))
     objective = Distiller(student, average.model, alpha=0.5)

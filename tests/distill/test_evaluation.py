@@ -1,4 +1,4 @@
-"""The gain of one model beside another, and how sure it is."""
+"""The gain of one model over another, and its confidence interval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def evaluation(bits: np.ndarray) -> Evaluation:
 
 
 def test_the_interval_holds_the_true_gain_as_often_as_it_says(rng: np.random.Generator) -> None:
-    """Windows differ by far more than the two models do: only their pairing finds the gain."""
+    """Windows differ by much more than the two models, so only paired differences show the gain."""
     true, hits, runs = 0.05, 0, 2000
     for _ in range(runs):
         other = rng.normal(2, 1, 12)
@@ -26,7 +26,7 @@ def test_the_interval_holds_the_true_gain_as_often_as_it_says(rng: np.random.Gen
 
 
 def test_the_share_of_a_gap_and_its_interval(rng: np.random.Generator) -> None:
-    """A third of the gap, whatever the windows; the interval holds it as often as it says."""
+    """A true share of a third; the interval contains it as often as stated."""
     held = 0
     for _ in range(400):
         gaps = 0.3 + 0.1 * rng.standard_normal(64)

@@ -64,7 +64,7 @@ def test_matches_reference(device, rng, shape, dtype, options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distance", [1.0, 0.1])
 def test_every_element_of_the_gradient(device, rng, shape, dtype, distance):
-    """Near the teacher, too, where q - p is a small difference."""
+    """Also near the teacher, where q - p is a small difference."""
     student = random(rng, shape, dtype, scale=2)
     teacher = (student.astype(np.float64) + distance * rng.standard_normal(shape)).astype(
         student.dtype
@@ -123,9 +123,8 @@ def test_the_reference_is_the_textbook_formula(rng, temperature):
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_is_accurate_near_convergence(device, rng, vocab_size, distance, rtol, temperature):
-    """1e-5 relative at a divergence of 1e-6: the usual sum has no digit left there.
-
-    What remains is half the square of the error in the masses' ratio, about 1e-13.
+    """1e-5 relative at a divergence of 1e-6, where the usual sum has no correct digit. The
+    remaining error is half the square of the error in the masses' ratio, about 1e-13.
     """
     student = random(rng, (4, vocab_size), "float32", scale=2)
     teacher = student + np.float32(distance) * random(rng, student.shape, "float32")
@@ -139,7 +138,7 @@ def test_is_accurate_near_convergence(device, rng, vocab_size, distance, rtol, t
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_common_offset_costs_no_accuracy(device, rng, dtype):
-    """Teacher = student + 16, but for a step of 1/8 in a few unlikely tokens."""
+    """Teacher = student + 16, except for a difference of 1/8 in a few unlikely tokens."""
     student = np.round(8 * rng.standard_normal((3, 32768))) / 8
     teacher = student + 16
     teacher[:, ::5000] += 0.125
@@ -202,7 +201,7 @@ def test_logits_masked_in_both(device, rng, mask):
 
 
 def test_logits_masked_in_one(device):
-    """The teacher may exclude a token; a student that does so alone is infinitely far."""
+    """The teacher may exclude a token; if only the student does, the divergence is infinite."""
     minus = -np.inf
     student = np.array([[0, 0, 0], [0, 0, minus], [minus] * 3, [0, 0, 0]], np.float32)
     teacher = np.array([[0, 0, minus], [0, 0, 0], [0, 0, 0], [minus] * 3], np.float32)
@@ -250,7 +249,7 @@ def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size):
 
 @pytest.fixture
 def split_as(monkeypatch):
-    """Makes the op split its rows as told."""
+    """Makes the op split its rows in the given way."""
 
     def choose(**choice):
         plan = partial(plan_divergence, **choice)
@@ -280,8 +279,7 @@ def check_split(device, rng, shape, distance):
 @pytest.mark.parametrize("threads", [32, 256, 1024])
 @pytest.mark.parametrize("distance", [0.01, 1.0])
 def test_every_split_of_a_row_agrees(rng, split_as, cluster, cached, threads, distance):
-    """However many blocks share a row, and however much of it they keep: the same within
-    rounding."""
+    """Equal results within rounding for any number of blocks per row and of kept vectors."""
     if cluster > 1 and current_device().compute_capability < (9, 0):
         pytest.skip("clusters came with sm_90")
     split_as(cluster=cluster, cached=cached, threads=threads)
@@ -293,7 +291,7 @@ def test_every_split_of_a_row_agrees(rng, split_as, cluster, cached, threads, di
 @pytest.mark.parametrize("cached", [0, 1, 16])
 @pytest.mark.parametrize("distance", [0.01, 1.0])
 def test_rows_of_which_a_part_is_kept(device, rng, split_as, vocab_size, cluster, cached, distance):
-    """Blocks without a vector, threads that keep none, some or all of theirs, loose elements."""
+    """Blocks without vectors; threads that keep none, some or all; elements outside vectors."""
     if device == "gpu" and cluster > 1 and current_device().compute_capability < (9, 0):
         pytest.skip("clusters came with sm_90")
     split_as(cluster=cluster, cached=cached, threads=32)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the fused head is the unfused one."""
+"""linear_cross_entropy: the fused head equals the unfused one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear_distillation_loss: the fused head is the unfused one, for every option."""
+"""linear_distillation_loss: the fused head equals the unfused one, for every option."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.contract import (
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCAB = 70, 24, 40, 1003
 IGNORE = -100
 FIELDS = ("loss", "soft_loss", "hard_loss", "grad_hidden", "grad_weight")
-"""Of a head without bias."""
+"""Options of a head without bias."""
 
 OPTIONS = [
     {},
@@ -60,7 +60,7 @@ def widen(arrays):
 
 
 def unfused(arrays, device, options):
-    """The same out of matmul, distillation_loss and cross_entropy, with whole logits."""
+    """The same by matmul, distillation_loss and cross_entropy, with all logits in memory."""
     hidden, weight, teacher_hidden, teacher_weight, targets = to_device(device, *arrays)
     options = dict(options)
     soft_weight, hard_weight = options.pop("soft_weight", 1.0), options.pop("hard_weight", 0.0)
@@ -98,7 +98,7 @@ def test_matches_reference_and_the_unfused_ops(device, rng, dtype, options, chun
     again = linear_distillation_loss(*placed, targets=targets, chunk_tokens=chunk_tokens, **options)
     for name, value, repeat, low, expected in zip(FIELDS, got, again, plain, exact, strict=False):
         assert to_host(value).tobytes() == to_host(repeat).tobytes(), name
-        # Gradients are small numbers: the absolute part of the tolerance has to be, too.
+        # Gradients are small, so the absolute part of the tolerance is small too.
         scale = float(np.abs(expected).max())
         assert_close(name, value, low, expected, atol=4 * float(np.finfo(np.float32).eps) + (
             {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype] * scale
@@ -185,9 +185,8 @@ def test_no_tokens(device):
 
 @pytest.mark.gpu
 def test_float16_gradients_survive_many_tokens(rng):
-    """1 / 65536 of a probability would vanish in float16: the products scale, not the logits.
-
-    The weight's gradient is gathered in float32, so that its own dtype does not hide theirs.
+    """1 / 65536 of a probability would vanish in float16: the products are scaled, not the logits.
+    The weight's gradient is accumulated in float32, so that its rounding does not hide such errors.
     """
     arrays = head(rng, "float16")
     *placed, targets = to_device("gpu", *arrays)
@@ -216,7 +215,7 @@ def test_plan_covers_every_token_once(tokens, hidden_size):
 
 
 def test_plan_of_the_large_vocabulary_leaves_room():
-    """BT 4096, H 2304, V 256000 in bfloat16: logits of a chunk, twice, and the gradients."""
+    """BT 4096, H 2304, V 256000 in bfloat16: two chunks of logits, and the gradients."""
     config = plan_linear_loss(4096, 2304)
     logits = 2 * config.chunk_tokens * 256000 * 2
     assert logits + 256000 * 2304 * 2 + 4096 * 2304 * 2 < 3.2 * 2**30

@@ -1,4 +1,5 @@
-"""linear_topk_distillation_loss and linear_sampled_distillation_loss, beside those on logits."""
+"""linear_topk_distillation_loss and linear_sampled_distillation_loss, compared with the losses
+on logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that all losses on logits share: the same on logits, fused with a head, and by hand."""
+"""Options of all losses on logits: on logits, fused with a head, and in the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.quick_run import emulated
 IGNORE = -100
 ROWS, KNOWN = 10, 6
 WIDTH, TEACHER_WIDTH, VOCAB = 61, 65, 53
-"""Columns of student and teacher, and those that count."""
+"""Columns of student and teacher, and vocab_size."""
 
 KINDS = ("cross_entropy", *DIVERGENCES, "renormalise", "bucket", "sampled")
 
@@ -41,7 +41,7 @@ CHOICES = {
 
 
 def sampled_options(count, kinds=KINDS):
-    """Some of the product of all options, each kind of loss about as often."""
+    """A sample of all combinations of options, with about as many of each kind of loss."""
     rng = np.random.default_rng(5)
     found = []
     for index in range(count):
@@ -51,7 +51,7 @@ def sampled_options(count, kinds=KINDS):
     return found
 
 
-# In the emulator each kind once: every case compiles a kernel.
+# In the emulator once per kind, because every case compiles a kernel.
 FEW = emulated(lambda chosen: chosen["index"] < len(KINDS))
 
 
@@ -135,7 +135,7 @@ class Problem:
         return (wide if bias is None else wide + bias.astype(np.float64)).astype(hidden.dtype)
 
     def on_logits(self, device, *, module=distill, wide=False, **extra):
-        """(loss, gradient for the logits)."""
+        """(loss, gradient of the logits)."""
         given = {"student_logits": self.logits()}
         if self.kind == "cross_entropy":
             given = {"logits": self.logits()}
@@ -178,7 +178,7 @@ def test_on_logits(device, kind, chosen):
 @pytest.mark.parametrize(("kind", "chosen"), sampled_options(40))
 @pytest.mark.parametrize("chunk_tokens", [4])
 def test_fused_is_unfused(device, kind, chosen, chunk_tokens):
-    """The loss on the logits of the head, and its gradient through them."""
+    """Compared with the loss on the head's logits, and its gradient through them."""
     problem = Problem(kind, chosen)
     poison_pool(device)
     got = problem.fused(device, chunk_tokens=chunk_tokens)
@@ -220,7 +220,7 @@ def test_gradients_through_scale_and_cap(rng, kind, transform):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
 def test_micro_batches_are_one_batch(device, kind, reduction):
-    """With the whole batch's count, or its weight, as the normalizer."""
+    """The normalizer is the count, or the weight, of the whole batch."""
     chosen = {name: values[-1] for name, values in CHOICES.items()}
     chosen |= {"reduction": reduction, "normalizer": None, "upstream": False}
     problem = Problem(kind, chosen)
@@ -265,7 +265,7 @@ def test_what_padding_holds_does_not_matter(device, kind):
 
 
 def test_padded_vocabularies_of_two_sizes(device, rng):
-    """Rows of 151936 and 152064 tokens: what the tokens that both know give."""
+    """Rows of 151936 and 152064 tokens: the loss over the tokens of both."""
     size, wide = 1519 * 8, 1520 * 8 + 64
     student, teacher = random(rng, (2, size), "bfloat16"), random(rng, (2, wide), "bfloat16")
     options = {"divergence": "jsd", "reduction": "none", "return_grad": True}

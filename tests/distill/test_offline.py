@@ -1,4 +1,4 @@
-"""A teacher on disk: recorded, resumed, read ahead, and distilled from."""
+"""A recorded teacher: recording, resuming, prefetching, and distillation."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_killed_recording_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         again, same = read_arrays(killed / path.name)
         assert description == same
         assert all(array.tobytes() == again[name].tobytes() for name, array in arrays.items())
-    record(killed, steps=5, k=5)  # and a longer run begins a new shard
+    record(killed, steps=5, k=5)  # a longer run begins a new shard
     assert OfflineBatches(killed).num_batches == 10
 
 

@@ -1,4 +1,4 @@
-"""What a run's memory says about itself."""
+"""The memory statistics of a run."""
 
 from __future__ import annotations
 

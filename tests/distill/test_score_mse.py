@@ -1,4 +1,4 @@
-"""attention_score_mse: beside both whole matrices, gradients, errors."""
+"""attention_score_mse: compared with both score matrices, gradients, errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def models_of(rng, lengths, dtype="float64"):
 
 
 def plainly(q_t, k_t, q_s, k_s, heads, causal, weights):
-    """The loss, by way of both matrices."""
+    """The loss, computed from both score matrices."""
 
     def scores(q, k):
         k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)

@@ -1,4 +1,4 @@
-"""Hidden-state distillation: its equation, its gradients, its map."""
+"""Hidden-state distillation: equation, gradients, layer map."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ IGNORE = -100
 
 
 def signal(rng, shape, known, dtype="float32", temperature=1.0):
-    """Student logits, and a teacher's likeliest tokens."""
+    """Student logits, and the teacher's most likely tokens."""
     student, teacher = random(rng, shape, dtype, scale=2), random(rng, shape, "float32", scale=2)
     return student, *teacher_top_k(teacher, known, temperature=temperature)
 
 
 def textbook(student, log_probs, ids, tail, temperature=1.0):
-    """[rows], in float64."""
+    """Losses [rows], in float64."""
     q = softmax(student.astype(np.float64) / temperature)
     p, q = np.exp(log_probs.astype(np.float64)), np.take_along_axis(q, ids.astype(int), -1)
     if tail == "renormalise":
@@ -143,7 +143,7 @@ def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size, tail):
 
 @pytest.mark.gpu
 def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
-    """NaN in its row alone."""
+    """NaN only in its own row."""
     student, log_probs, ids = signal(rng, (3, 60), 5)
     ids[1, 2] = 60
     placed = to_device("gpu", student, log_probs, ids)

@@ -1,4 +1,5 @@
-"""The loop: accumulation is a larger batch, clipping holds, a resumed run is the same run."""
+"""The training loop: accumulation equals a larger batch, clipping works, a resumed run equals an
+uninterrupted one."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def test_accumulation_is_a_larger_batch() -> None:
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:
-    """Adam hides the size of a first gradient, but not the ratio of later ones to it."""
+    """Adam cancels the scale of the first gradient, but not the ratio of later ones to it."""
     updates = []
     for limit in (1e9, 1e-3):
         trainer = make_trainer(max_grad_norm=limit, weight_decay=0.0, lr=1e-3)

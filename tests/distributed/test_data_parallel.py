@@ -1,4 +1,4 @@
-"""Two processes take the steps that one takes with twice the batch."""
+"""Two processes take the same steps as one process with twice the batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps(trainer: Trainer, count: int) -> tuple[list[dict[str, float]], Any]:
 
 
 class SomeIgnored(Windows):
-    """Rows of unlike numbers of targets that count."""
+    """Rows with different numbers of valid targets."""
 
     every_target_counts = False
 
@@ -94,8 +94,8 @@ def test_buckets_cover_everything_from_the_end() -> None:
 
 
 def test_gradients_are_reduced_as_the_backward_pass_goes() -> None:
-    """Every bucket but the last is on its way before the pass has come to the embeddings."""
-    comm = HostCommunicator(Ranks())  # alone, but the reducer need not know
+    """Every bucket except the last is being reduced before the pass reaches the embeddings."""
+    comm = HostCommunicator(Ranks())  # a single process; the reducer works all the same
     trainer = make_trainer(comm, 2)
     gradients = trainer._gradients[0]
     reported: list[str] = []

@@ -1,4 +1,4 @@
-"""Heads spread over processes give the loss and the gradients of the whole head."""
+"""Heads sharded over processes give the loss and the gradients of the whole head."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 def head(
     rng: np.random.Generator, dtype: str, *, close: bool = False, rows: int = ROWS
 ) -> tuple[Any, ...]:
-    """hidden, weight, teacher_hidden, teacher_weight, targets; close: of models that agree."""
+    """hidden, weight, teacher_hidden, teacher_weight, targets; close: the models nearly agree."""
     hidden = random(rng, (rows, HIDDEN), dtype)
     weight = random(rng, (VOCAB, HIDDEN), dtype, scale=0.3)
     teacher = random(rng, (rows, TEACHER_HIDDEN), dtype)
@@ -99,7 +99,7 @@ class ThroughHost:
         import cupy
 
         cupy.cuda.Device(0).use()
-        cupy.cuda.runtime.free(0)  # the thread's context, which launches take for granted
+        cupy.cuda.runtime.free(0)  # the thread's context, which launches require
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.beside, self.join = comm.beside, comm.join
 
@@ -133,7 +133,7 @@ def test_on_the_gpu(rng: np.random.Generator, dtype: str, options: dict[str, Any
 
 
 class OneAtATime:
-    """Kernels in the emulator take turns: it has one set of thread indices."""
+    """Runs one emulated kernel at a time: the emulator has one set of thread indices."""
 
     lock = threading.Lock()
     call = Launch.__call__
@@ -155,7 +155,7 @@ SLOW = [
     pytest.param(options, marks=[] if index in (1, 4) else pytest.mark.slow, id=str(options))
     for index, options in enumerate(OPTIONS)
 ]
-"""Each compiles two or three kernels in the emulator."""
+"""Each of these compiles two or three kernels in the emulator."""
 
 
 @pytest.mark.parametrize("close", [False, True])

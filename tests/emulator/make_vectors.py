@@ -1,4 +1,4 @@
-"""Runs the cases of vectors.py on a GPU and stores what it computes, for CI to compare with.
+"""Runs the cases of vectors.py on a GPU and stores the results, with which CI compares.
 
     python -m tests.emulator.make_vectors
 
@@ -14,7 +14,7 @@ from tests.emulator.vectors import STORED, cases
 
 
 def main() -> None:
-    """Writes vectors.npz."""
+    """Write vectors.npz."""
     import cupy
 
     device = current_device()

@@ -1,9 +1,9 @@
 """Launches kernels on the GPU through the driver: `python planted_launcher.py FOLDER NAME...`.
 
-Nothing but ctypes, so that a process under compute-sanitizer starts at once. FOLDER has, of each
-NAME, NAME.cubin and NAME.pickle: entry, grid, block, dynamic shared bytes, and the arguments as
-bytes: `("array", bytes)`, `("scalar", bytes)` or `("null", b"")`. Prints each name before its
-launch, and `failed CODE` when the driver reports an error, which no later launch survives.
+Uses only ctypes, so that a process under compute-sanitizer starts quickly. FOLDER contains, for
+each NAME, NAME.cubin and NAME.pickle: entry, grid, block, dynamic shared bytes, and the arguments
+as bytes: `("array", bytes)`, `("scalar", bytes)` or `("null", b"")`. Prints each name before its
+launch, and `failed CODE` if the driver reports an error, after which every launch fails.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def main(folder: Path, names: list[str]) -> int:
-    """The exit status: 3 after an error of the driver."""
+    """Launches every kernel; returns the exit status: 3 after a driver error."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: object) -> None:

@@ -1,11 +1,11 @@
-"""What compute-sanitizer says of the planted bugs: `python -m tests.emulator.planted_sanitizer`.
+"""Runs compute-sanitizer on the planted bugs: `python -m tests.emulator.planted_sanitizer`.
 
 Needs a GPU. Compiles both twins of every program and launches them under each tool, a few programs
-in a process.
-Writes planted_sanitizer.json beside this file, from which planted_table.py takes its columns.
-Programs may hang: each process has a time limit, and what it had not come to runs in another one.
-The file is written after every process, so that a run that is cut short leaves what it has found;
-`--resume` runs what is missing in it.
+per process. Writes planted_sanitizer.json to this folder; planted_table.py reads it.
+
+Programs may hang: each process has a time limit, and the programs that it did not reach run in
+another process. The file is written after every process, so an interrupted run keeps its results;
+`--resume` runs the programs that are missing.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ LAUNCHER = Path(__file__).with_name("planted_launcher.py")
 
 ARCH = "sm_90a"
 NOT_FOR_THIS_GPU = ("arch",)
-"""Classes whose mistakes are none on Hopper."""
+"""Classes whose bugs are correct code on Hopper."""
 
 ALONE = ("crashes", "barriers", "endless")
-"""Classes whose broken twins may hang or end the process: one program a process. Kernels that hang
-slow down whatever starts beside them: class by class, in this order."""
+"""Classes whose broken twins may hang or end the process: one program per process. Hanging kernels
+slow down concurrent processes, so these classes run one after another, in this order."""
 
 TOGETHER = 20
-"""Programs of the other classes in a process."""
+"""Programs per process in the other classes."""
 
 
 def name_of(planted: Planted, broken: bool) -> str:
-    """Of the twin's files."""
+    """Name of the twin's files."""
     return f"{planted.kind}-{planted.path.stem}-{int(broken)}"
 
 
 def prepare(folder: Path, job: tuple[Planted, bool]) -> tuple[str, str]:
-    """Writes what the launcher reads. The twin's name, and why it can't be launched, or nothing."""
+    """Writes the launcher's files. Returns the twin's name, and the reason why it cannot run."""
     planted, broken = job
     name = name_of(planted, broken)
     try:
@@ -76,13 +76,14 @@ def prepare(folder: Path, job: tuple[Planted, bool]) -> tuple[str, str]:
 
 
 NO_FINDING = re.compile(r"COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Target application|Internal|This tool")
-"""Lines of a tool's own that are no findings."""
+"""Lines that a tool prints without a finding."""
 
 
 def outcomes_in(text: str, late: bool) -> dict[str, str]:
-    """Of the programs that a process has launched what its tool made of each.
+    """Returns the outcome of each program that a process launched.
 
-    A tool prints what it finds before the next program's launch. `late`: the process was ended.
+    A tool prints its findings before the next program is launched. `late`: the process was killed
+    at its time limit.
     """
     outcomes: dict[str, str] = {}
     for part in re.split(r"^launch ", text, flags=re.MULTILINE)[1:]:
@@ -99,9 +100,9 @@ def outcomes_in(text: str, late: bool) -> dict[str, str]:
 def run(
     sanitizer: str, folder: Path, logs: Path | None, limit_s: float, job: tuple[str, list[str]]
 ) -> dict[str, str]:
-    """Of each program what the tool made of it: "clean", "reported", "failed" or "hangs".
+    """Returns the outcome of each program: "clean", "reported", "failed" or "hangs".
 
-    Nothing of those that two processes had no time to launch.
+    Omits programs that two processes had no time to launch.
     """
     tool, names = job
     attempts = 1
@@ -138,7 +139,7 @@ def run(
 def jobs(
     names: list[str], kinds: set[str], together: int, done: dict[str, dict[str, str]]
 ) -> Iterator[tuple[str, list[str]]]:
-    """A process each, for what is not done."""
+    """Yields the tool and the programs of each process, without programs already done."""
     for tool in TOOLS:
         for broken in ("0", "1"):
             chosen = [
@@ -158,14 +159,14 @@ def save(version: str, outcomes: dict[str, dict[str, str]]) -> None:
 
 
 def found_before(version: str) -> dict[str, dict[str, str]]:
-    """By tool, the outcomes in RESULTS, if they are of this version."""
+    """Returns the outcomes in RESULTS by tool, if they are from this version."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     outcomes = record.get("outcomes", {}) if record.get("version") == version else {}
     return {tool: dict(outcomes.get(tool, {})) for tool in TOOLS}
 
 
 def main() -> int:
-    """Runs everything; the exit status is 0 unless nothing could be compiled."""
+    """Runs everything; the exit status is 1 if no program could be compiled."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=25, help="seconds for a process")

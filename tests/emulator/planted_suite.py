@@ -1,21 +1,22 @@
-"""The suite of planted bugs: small CUDA kernels with a mistake that -DBROKEN=1 plants.
+"""The suite of planted bugs: small CUDA kernels with a bug that -DBROKEN=1 enables.
 
-A file of `planted/<class>/` is plain CUDA C++ with one kernel that is called like the file.
-`BROKEN=0` makes the clean twin of the broken one. Its leading comment says what it is about and, in
-lines `// key: value`, how it is launched and what is expected. Values are Python; `np` and `BROKEN`
-(0 or 1) are known:
+A file in `planted/<class>/` is plain CUDA C++ with one kernel, named like the file. With `BROKEN=0`
+it compiles to the clean twin of the broken kernel. Its leading comment describes the bug and, in
+lines `// key: value`, the launch and the expected outcome. Values are Python expressions that may
+use `np` and `BROKEN` (0 or 1):
 
-    launch   grid=1, block=64, shared=0 (dynamic bytes); what is left out has these values
-    arg      one line an argument, in order: an array, a NumPy scalar or None
+    launch   default: grid=1, block=64, shared=0 (dynamic bytes)
+    arg      one line per argument, in order: an array, a NumPy scalar or None
     options  of the emulator, e.g. arch="sm_80"
-    result   optional: what the clean twin leaves in the last array
-    report   what the error about the broken twin says, a regular expression; every line has to
-             match. Without one there is no broken twin: a legal program that must not be reported.
-    seeds    a number: the mistake depends on the order of threads, and has to be found with one of
-             this many seeds. Without it, the default mode has to find it.
-    missed   why the broken twin is not reported, where it is known not to be
+    result   optional: the last array after the clean twin has run
+    report   a regular expression that the error about the broken twin matches; if there are several
+             lines, it matches all. Without one there is no broken twin: the program is legal and
+             must not be reported.
+    seeds    a number: the bug depends on the order of threads, and must be found with one of that
+             many seeds. By default, the default mode must find it.
+    missed   the reason why the broken twin is not reported, if that is known
 
-The report on a broken twin names file and line of every source line that ends in `// <- reported`.
+The report of a broken twin names file and line of every source line ending in `// <- reported`.
 """
 
 from __future__ import annotations
@@ -58,22 +59,22 @@ class Planted:
 
     @property
     def kind(self) -> str:
-        """The class of mistakes: the folder."""
+        """The class of the bug: the folder's name."""
         return self.path.parent.name
 
     @property
     def reports(self) -> list[str]:
-        """Expressions that the report on the broken twin matches; empty for a legal program."""
+        """Expressions that the report of the broken twin matches; empty for a legal program."""
         return self.declared["report"]
 
     @property
     def seeds(self) -> range:
-        """With one of them the broken twin is reported."""
+        """The broken twin is reported with at least one of these seeds."""
         return range(int(self._one("seeds", "1")))
 
     @property
     def missed(self) -> bool:
-        """Whether the broken twin is known not to be reported."""
+        """True if the broken twin is known not to be reported."""
         return bool(self.declared["missed"])
 
     def lines(self) -> list[int]:
@@ -82,13 +83,13 @@ class Planted:
         return [number for number, line in enumerate(lines, 1) if line.endswith(_MARK)]
 
     def expected(self) -> np.ndarray[Any, Any] | None:
-        """What the clean twin leaves in the last array, where declared."""
+        """The last array after the clean twin has run, if declared."""
         text = self._one("result", "None")
         value = _evaluate(text, 0)
         return None if value is None else np.asarray(value)
 
     def launch(self, broken: bool) -> tuple[KernelSpec, tuple[int, ...], tuple[Any, ...]]:
-        """A twin: the kernel, its grid and its arguments."""
+        """Returns the kernel, the grid and the arguments of a twin."""
         launch = self._keywords("launch", broken)
         grid = launch.get("grid", 1)
         spec = KernelSpec(
@@ -102,7 +103,7 @@ class Planted:
         return spec, grid if isinstance(grid, tuple) else (grid,), args
 
     def run(self, broken: bool, **options: Any) -> Outcome:
-        """Launches a twin in the emulator; `options` come before those of the file."""
+        """Launches a twin in the emulator; `options` override those of the file."""
         spec, grid, args = self.launch(broken)
         try:
             with cukit.backend("emulator", **{**self._keywords("options", broken), **options}):
@@ -125,7 +126,7 @@ def _evaluate(text: str, broken: bool) -> Any:
 
 
 def read(path: Path) -> Planted:
-    """The declaration of a file."""
+    """Reads the declaration of a file."""
     declared: defaultdict[str, list[str]] = defaultdict(list)
     for line in path.read_text().splitlines():
         match = _DECLARATION.fullmatch(line)

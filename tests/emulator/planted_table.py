@@ -1,6 +1,6 @@
 """Recall and false alarms of the suite: `python -m tests.emulator.planted_table`.
 
-Prints the table and writes it into docs/emulator.md, between the marks where it stands.
+Prints the table and writes it into docs/emulator.md, between its markers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "emulator.md"
 TABLE, SANITIZER_TABLE = "planted", "planted_sanitizer"
 
 SEEDS = 8
-"""Orders of threads that clean twins and legal programs run in, every second one in the late mode;
-broken twins that the default mode misses run with them too."""
+"""Number of thread orders in which clean twins and legal programs run, every second one in late
+mode. Broken twins that the default mode misses run in these orders too."""
 
 
 @dataclass
 class Row:
-    """Numbers of one class. alarms: programs without a mistake that any run reports."""
+    """Numbers of one class. alarms: programs without a bug that any run reports."""
 
     pairs: int = 0
     by_default: int = 0
@@ -37,18 +37,18 @@ class Row:
     alarms: int = 0
 
     def add(self, other: Row) -> None:
-        """Sums, number by number."""
+        """The elementwise sum of two rows."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def cells(self, name: str) -> list[str]:
-        """The row of the table."""
+        """The cells of the table's row."""
         found = [f"{self.by_default}", f"{self.with_seeds}"] if self.pairs else ["", ""]
         return [name, str(self.pairs or ""), *found, str(self.clean), str(self.alarms)]
 
 
 def reported(planted: Planted, **options: object) -> bool:
-    """Whether the broken twin is, and for what it is."""
+    """True if the broken twin is reported, and for the right reason."""
     text = planted.run(True, **options).error
     return text is not None and all(re.search(each, text) for each in planted.reports)
 
@@ -81,10 +81,10 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def sanitizer_table() -> str:
-    """What compute-sanitizer reported of the same programs on the GPU.
+    """The findings of compute-sanitizer for the same programs on the GPU, as Markdown.
 
-    Of each tool the broken twins; those that any tool reported or that failed by themselves; and
-    the programs without a mistake that any tool reported.
+    Columns: the broken twins reported by each tool; those that any tool reported or that failed
+    without a tool; programs without a bug that any tool reported.
     """
     record = json.loads(RESULTS.read_text())
     outcomes: dict[str, dict[str, str]] = record["outcomes"]

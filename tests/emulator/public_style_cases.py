@@ -1,4 +1,4 @@
-"""What the kernels of public_style/ are launched with, and what they should compute.
+"""Launches and expected results of the kernels in public_style/.
 
 A function of a file's name yields its cases: kernel, grid, block, arguments, and the expected value
 of each argument that the kernel writes, by its position.
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Case(NamedTuple):
-    """constants: of device variables. rtol: of floats."""
+    """constants: values of device variables. rtol: tolerance for floats."""
 
     entry: str
     grid: tuple[int, ...]
@@ -391,7 +391,7 @@ def libraries() -> Iterator[Case]:
     )
     first = np.full(1, np.uint32(0x6627E8D5))
     args = (none(4, dtype=np.uint32), nan(1), np.uint64(0), np.uint64(0))
-    four = [first[0], 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # of Random123's known answers
+    four = [first[0], 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # from Random123's known answers
     yield Case("philox_numbers", (1,), (1,), args, {0: four})
 
 
@@ -501,5 +501,5 @@ FILES: Mapping[str, Callable[[], Iterator[Case]]] = {
 
 @functools.cache
 def cases(name: str) -> tuple[Case, ...]:
-    """Of one file."""
+    """The cases of one file."""
     return tuple(FILES[name]())

@@ -29,7 +29,7 @@ import cukit
 from cukit.errors import CukitError, EmulatorError
 
 RACES = ("atomicBug", "guardBug", "raceBug", "syncBug")
-"""Of Indigo: the mistakes that are races. `boundsBug` is an access outside an array."""
+"""Bugs of Indigo that are races. `boundsBug` is an access outside an array."""
 
 OPTIONS = {"global_races": True, "patience": 2.0}
 
@@ -43,13 +43,13 @@ class Program(NamedTuple):
 
 
 def scor(folder: Path) -> Iterator[Program]:
-    """Its microbenchmarks."""
+    """The microbenchmarks of ScoR."""
     for path in sorted(folder.glob("*.cu")):
         yield Program(path.stem, "clean" if path.stem.startswith("norace") else "race", path)
 
 
 def run_scor(path: Path, **settings: Any) -> None:
-    """With the grid that the program's own macros have."""
+    """Run a program of ScoR with the grid given by its macros."""
     text = path.read_text()
     grid, block = (int(re.findall(rf"#define {name} +(\d+)", text)[0]) for name in SCOR_EXTENTS)
     data = np.zeros(64, np.uint32)
@@ -60,7 +60,7 @@ SCOR_EXTENTS = ("NBLOCKS", "TPERBLK")
 
 
 def indigo(folder: Path) -> Iterator[Program]:
-    """Its generated codes."""
+    """The generated codes of Indigo."""
     for path in sorted(folder.rglob("*.cu")):
         bugs = [part for part in path.stem.split("_") if part.endswith("Bug")]
         kind = "race" if set(bugs) & set(RACES) else "bounds" if bugs else "clean"
@@ -68,8 +68,8 @@ def indigo(folder: Path) -> Iterator[Program]:
 
 
 def run_indigo(path: Path, seed: int, **settings: Any) -> None:
-    """On a small graph of its own for each seed: a ring with a hub, edges in both directions,
-    neighbours in any order, and a vertex without edges at either end."""
+    """Run a code of Indigo on a small graph per seed: a ring with a hub, edges in both
+    directions, neighbours in any order, and a vertex without edges at either end."""
     vertices = 14
     ring = range(1, vertices - 1)
     edges = {(i, i % (vertices - 2) + 1) for i in ring} | {(1, i) for i in ring[1:]}
@@ -82,7 +82,7 @@ def run_indigo(path: Path, seed: int, **settings: Any) -> None:
         generator.integers(0, high, len(both)).astype(np.int32) for high in (vertices, len(both))
     ]
     for each in data:
-        each[0] = 0  # as Indigo's own program has it
+        each[0] = 0  # as in Indigo's program
     text = re.sub(r'#include "indigo_cuda\.h"', "", path.read_text())
     args = [first, neighbours, *data, np.int32(vertices)]
     launch = {"grid": vertices + 2, "block": 64, "args": args, "seed": seed}
@@ -96,7 +96,7 @@ SUITES: dict[str, tuple[Callable[[Path], Iterator[Program]], Callable[..., None]
 
 
 def judge(suite: str, seeds: int, program: Program) -> str:
-    """What was reported, in its first words; "" if nothing was; "!" and why if it did not run."""
+    """The first words of the report; "" without a report; "!" and the reason if it did not run."""
     for seed in range(seeds):
         try:
             SUITES[suite][1](program.path, seed=seed, **OPTIONS)
@@ -108,7 +108,7 @@ def judge(suite: str, seeds: int, program: Program) -> str:
 
 
 def main() -> int:
-    """Prints what is not as the names say."""
+    """Print the programs whose outcome differs from their names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suite", choices=sorted(SUITES))
     parser.add_argument("folder", type=Path)

@@ -99,7 +99,7 @@ def _attention_backward(rng: Rng) -> Arguments:
 
 
 def _teacher_and_student(rng: Rng) -> tuple[Any, ...]:
-    """Queries and keys of both, in heads of unlike widths and numbers."""
+    """Queries and keys of both, with different head_dims and numbers of heads."""
     return tuple(_rows(rng, (1, 70, 2, 72), (1, 135, 1, 72), (1, 70, 4, 64), (1, 135, 2, 64)))
 
 
@@ -143,7 +143,7 @@ def _indexer_kl_backward(rng: Rng) -> Arguments:
 
 
 def _groups(rng: Rng) -> tuple[Any, ...]:
-    """Rows of three groups, one of them empty, and a matrix for each."""
+    """Rows of three groups, one of them empty, and a matrix per group."""
     x, weights = _rows(rng, (70, 72), (3, 48, 72))
     return x, weights, np.array([0, 66, 66, 70], np.int32)
 
@@ -366,14 +366,14 @@ def _quantized(rng: Rng) -> Any:
 
 
 def _slides(rng: Rng) -> Arguments:
-    """Holes of several sizes are closed, in memory of more than one block."""
+    """Closes gaps of several sizes, in memory of more than one thread block."""
     memory = rng.integers(0, 256, 150_000).astype(np.uint8)
     moves = [(0, 16, 70_000), (70_000, 70_512, 30_000), (100_016, 110_000, 33_024)]
     return (memory, moves), {}
 
 
 def _block_sparse_product(rng: Rng) -> Arguments:
-    """A weight with an empty row of blocks, and rows that are no whole tile."""
+    """A weight with an empty block row, and a partial tile of rows."""
     mask = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
     x, weight = _rows(rng, (40, 48), (48, 48))
     return (x, bsr_from_mask(weight, mask, 16)), {"transpose_b": True}
@@ -574,7 +574,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
 
 
 IN_PLACE = ("adamw", "ema_update", "pack_kv")
-"""Ops whose results are their arguments."""
+"""Ops that write their results to arguments."""
 
 
 def run(
@@ -582,9 +582,9 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Results of the op's sample, or of its reference (in float64 where `wide`), on the host."""
     args, options = SAMPLES[op.name](np.random.default_rng(5))
-    if reference and op.name in ("quantize", "dequantize"):  # on the CPU; the same to the bit
+    if reference and op.name in ("quantize", "dequantize"):  # on the CPU, bitwise equal
         return [array.astype(np.float64) for array in _flat(op.function(*args, **options))]
-    if reference and op.name == "adaptive_depth_backward":  # which goes through the layers itself
+    if reference and op.name == "adaptive_depth_backward":  # which calls the layers itself
         (x, weights, depth, activation), _ = _adaptive_depth(np.random.default_rng(5))
         args = (args[0], x, weights, depth, activation)
     if wide and not any(isinstance(value, QuantizedArray) for value in args):
@@ -606,7 +606,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, np.ndarray):
         return function(value)
     if isinstance(value, QuantizedArray) and function is _widen:
-        return value  # its values are exact in float32
+        return value  # exact in float32
     if isinstance(value, BlockSparseMatrix):
         return value.with_values(function(value.values))
     if isinstance(value, dict):

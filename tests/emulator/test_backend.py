@@ -1,4 +1,4 @@
-"""Choosing the emulator, its options, what it compiles and what it refuses."""
+"""Selecting the emulator, its options, compilation, and errors."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_any_group_of_the_runtimes_sources_may_be_compiled_as_one(tmp_path):
 
 @pytest.mark.emulator
 def test_who_needs_a_kernel_that_is_being_built_waits_for_it(copy_kernel, monkeypatch):
-    build_kernel(copy_kernel, "sm_80", True, False)  # the prelude is there from here on
+    build_kernel(copy_kernel, "sm_80", True, False)  # from here on the prelude is cached
     compiled = []
 
     def run(compiler: Compiler, arguments: list[str], what: str) -> str:
@@ -206,7 +206,8 @@ print(out.sum())
 @pytest.mark.slow
 @pytest.mark.emulator
 def test_a_fresh_cache_shared_by_processes_and_damaged_later(copy_kernel, kernel_cache):
-    """Three processes fill one cache; then every file in it is cut short, and a fourth heals it."""
+    """Three processes fill one cache; then every file in it is truncated, and a fourth process
+    repairs it."""
 
     def use_it() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", FIRST_USE, copy_kernel.source]
@@ -265,7 +266,7 @@ def test_a_thread_that_polls_in_vain_ends_the_launch(tmp_path):
 
 @pytest.mark.emulator
 def test_a_thread_may_poll_for_as_long_as_another_block_computes(tmp_path):
-    """Of that block the polling thread sees nothing meanwhile."""
+    """Meanwhile, the computing block writes nothing that the polling thread could read."""
     (tmp_path / "relay.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void relay(int* flag, unsigned* out) {\n'

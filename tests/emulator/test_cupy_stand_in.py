@@ -1,4 +1,4 @@
-"""CuPy's own kernels without a GPU: emulate_cupy and the pytest plugin."""
+"""CuPy's kernels without a GPU: emulate_cupy and the pytest plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every op's kernels: in the emulator against the reference, on the GPU against the emulator."""
+"""Every op's kernels: the emulator compared with the reference, and the GPU with the emulator."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ AGREEMENT = 4
 SHORT_SUMS = {"matmul_fp8": 2.0**-10}
 
 
-# Results in float32 whose terms were rounded to the element type of the inputs: what decays to the
-# end of a chunk is an operand of tensor cores; derivatives by an indexer's scores wait in memory.
+# float32 results with terms rounded to the dtype of the inputs: terms that decay to the end of a
+# chunk are operands of tensor cores; derivatives by an indexer's scores are stored.
 ROUNDED_TERMS = {
     "gated_scan": "bfloat16",
     "gated_scan_backward": "bfloat16",
@@ -65,7 +65,7 @@ def test_the_emulator_agrees_with_the_reference_whatever_the_order(op: Op, arch:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", KERNEL_OPS[::8], ids=lambda op: op.name)
 def test_all_checks_of_the_compiler_find_nothing(op: Op, arch: str):
-    """Those that other tests leave out, because they take long to compile. Of every eighth op."""
+    """Checks that other tests omit, because they take long to compile; for every eighth op."""
     with cukit.backend("emulator", arch=arch, all_checks=True):
         run(op, here)
 

@@ -1,4 +1,4 @@
-"""What would end or stop the process ends the launch, and what is uninitialised shows."""
+"""Errors that would end or block the process end the launch; uninitialised values are visible."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def launch(source: str, entry: str, threads: int = 32, **options: object) -> np.
 
 
 def launch_here(source: str, entry: str, threads: int = 32) -> np.ndarray:
-    """With the backend that is active."""
+    """Launch with the active backend."""
     x, out = np.ones(64, np.float32), np.zeros(64, np.float32)
     load_kernel(KernelSpec(source, entry, (), threads))((2,), (x, out))
     return out
@@ -87,7 +87,7 @@ def test_launches_of_several_threads_crash_each_for_itself(source):
             results.append("wild pointer" in str(error))
 
     threads = [threading.Thread(target=run, args=(e,)) for e in ("crash", "copy") * 3]
-    with cukit.backend("emulator", checked=False):  # the whole process's: chosen once
+    with cukit.backend("emulator", checked=False):  # per process: chosen once
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_a_launch(source, checked):
 
 @pytest.mark.emulator
 def test_a_launch_that_ctrl_c_is_not_for_goes_on(source):
-    """With a handler of its own, a program decides for itself."""
+    """A program with its own SIGINT handler handles Ctrl-C itself."""
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
     try:

@@ -1,4 +1,4 @@
-"""The emulated instructions against what a GPU computed: vectors.npz, of make_vectors.py."""
+"""Emulated instructions compared with a GPU's results: vectors.npz, written by make_vectors.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.emulator.vectors import STORED, Case, bulk_copy, cases, multicast
 
 CASES = list(cases())
 
-# Single instructions have no reference: the CPU is left out.
+# Single instructions have no reference, so the CPU is omitted.
 kernels_only = pytest.mark.parametrize(
     "device",
     [

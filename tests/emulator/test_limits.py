@@ -1,4 +1,4 @@
-"""Launches that a GPU would refuse."""
+"""Launches that a GPU would reject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables and parameters are found by where they lie, in the debug information of a library."""
+"""Variables and parameters are found by address in the debug information of a library."""
 
 from __future__ import annotations
 

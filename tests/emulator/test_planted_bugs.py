@@ -1,4 +1,4 @@
-"""The emulator reports the cause and the line of planted bugs, and nothing for the fixed twins."""
+"""The emulator reports cause and line of planted bugs, and nothing for the fixed twins."""
 
 from __future__ import annotations
 

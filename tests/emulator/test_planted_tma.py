@@ -1,4 +1,4 @@
-"""The emulator catches mistakes with TMA: its proxy, its mbarriers, boxes outside the tensor."""
+"""The emulator reports misuse of TMA: proxy fences, mbarriers, boxes outside the tensor."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_relaxed_arrival_orders_no_ordinary_reads():
         launch_cluster(2)
 
 
-# Boxes outside the tensor. Two sequences of 12 and 20 rows, one behind the other.
+# Boxes outside the tensor: two consecutive sequences of 12 and 20 rows.
 
 ROWS = np.arange(32 * 16, dtype=np.float32).reshape(32, 1, 16)
 LONGEST = 24
@@ -114,7 +114,7 @@ def read_box(sequences: bool, x: int, z: int, w: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("length", "end"), [(12, 12), (20, 32)])
 def test_boxes_of_a_sequence(length, end):
-    """The last box is partly behind the sequence, where it is zero."""
+    """The last box is partly behind the sequence; that part is zero."""
     for row in range(0, length, 8):
         got = read_box(True, 8, LONGEST - length + row, end)
         expected = np.zeros((8, 8), np.float32)
@@ -125,7 +125,7 @@ def test_boxes_of_a_sequence(length, end):
 
 @pytest.mark.parametrize(("x", "z"), [(16, 0), (-8, 0), (0, LONGEST), (0, 40)])
 def test_a_box_wholly_outside_touches_the_base_of_its_map(x, z):
-    """Which an ordinary map has in its array and one of sequences has not."""
+    """The base is in the array for an ordinary map, but not for a map of sequences."""
     outside_rows = 32 if z else 0
     np.testing.assert_array_equal(read_box(False, x, outside_rows, 0), 0)
     message = (
@@ -139,14 +139,14 @@ def test_a_box_wholly_outside_touches_the_base_of_its_map(x, z):
 
 @pytest.mark.parametrize("x", [1, 6, -2])
 def test_a_box_begins_at_a_multiple_of_16_bytes(x):
-    """Hopper stops with an illegal instruction."""
+    """Hopper raises an illegal-instruction error."""
     message = rf"misaligned: .* begins {4 * x} bytes into the rows of its tensor"
     with pytest.raises(EmulatorError, match=message):
         read_box(False, x, 0, 0)
 
 
 def test_rows_before_the_array():
-    """A sequence of 12 rows at the array's start, read as though it had 16."""
+    """A sequence of 12 rows at the start of the array, read as if it had 16."""
     with pytest.raises(EmulatorError, match="begins 256 bytes before the array of its map"):
         read_box(True, 0, LONGEST - 16, 12)
 

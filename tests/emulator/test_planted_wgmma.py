@@ -1,4 +1,4 @@
-"""The emulator catches mistakes with wgmma: its registers, groups, fences and warpgroups."""
+"""The emulator reports misuse of wgmma: registers, groups, fences and warpgroups."""
 
 from __future__ import annotations
 

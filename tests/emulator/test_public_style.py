@@ -1,5 +1,5 @@
-"""Kernels in the styles of public code run unmodified: they compute what they should, and nothing
-is reported. Fourteen files with host code, headers and libraries of CUDA's, compiled once each."""
+"""Kernels in the styles of public code run unmodified, give the expected results, and are not
+reported. Fourteen files with host code and CUDA's headers and libraries, each compiled once."""
 
 from __future__ import annotations
 

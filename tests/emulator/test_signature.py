@@ -1,4 +1,4 @@
-"""Which arguments a kernel's signature takes."""
+"""Which arguments a kernel's signature accepts."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def test_products(device, rng, swizzle, a_mn, b_mn, staged):
     code, width = SWIZZLES[swizzle]
     a = rng.integers(-2, 3, (ROWS, DEPTH)).astype(np.float16)
     b = rng.integers(-2, 3, (COLUMNS, DEPTH)).astype(np.float16)
-    expected = a.astype(np.float64) @ b.astype(np.float64).T  # exact in float16, too
-    # Transposed operands come with k along their rows.
+    expected = a.astype(np.float64) @ b.astype(np.float64).T  # also exact in float16
+    # Transposed operands have k along their rows.
     placed = to_device(device, *(x.T.copy() if mn else x for x, mn in ((a, a_mn), (b, b_mn))))
     (out,) = to_device(device, np.full((ROWS, COLUMNS), np.nan, np.float16))
     box_columns = (width or CHUNK_BYTES) // ITEM_BYTES

@@ -1,4 +1,4 @@
-"""Small cases of single instructions, with inputs that every machine makes alike.
+"""Small cases of single instructions, with inputs that are equal on every machine.
 
 Values are small integers in every number format, so that sums are exact in any order and results of
 the GPU and of the emulator can be compared to the bit.
@@ -21,9 +21,9 @@ KERNELS = Path(__file__).parent / "kernels"
 STORED = Path(__file__).parent / "vectors.npz"
 
 Place = Callable[[np.ndarray[Any, Any]], Any]
-"""Puts an array where kernels run: on the GPU, or nowhere else for the emulator."""
+"""Copies an array to the GPU; returns it unchanged for the emulator."""
 Arguments = Callable[[Place], tuple[tuple[Any, ...], Any]]
-"""(the kernel's arguments, which array to look at afterwards)."""
+"""(the kernel's arguments, the array with the result)."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Case:
     grid: int = 1
 
     def run(self, place: Place) -> Any:
-        """The result, where `place` put it."""
+        """The result, on the device chosen by `place`."""
         args, result = self.arguments(place)
         load_kernel(self.spec)((self.grid,), args)
         return result
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """All cases."""
     for trans in (0, 1):
         yield _ldmatrix(trans)
         yield _stmatrix(trans)
@@ -178,7 +178,7 @@ _kept: list[Any] = []
 
 
 def _keep(tensor_map: Any, tensor: Any) -> Any:
-    """A tensor map holds an address only: the tensor has to live until the kernel has run."""
+    """A tensor map holds only an address, so the tensor must be kept until the kernel has run."""
     _kept.append(tensor)
     return tensor_map
 

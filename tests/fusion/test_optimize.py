@@ -1,4 +1,4 @@
-"""Functions of arrays in which fused ops take the place of what spells them."""
+"""Functions of arrays in which fused ops replace sequences of operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contract import random, to_device, to_host
 special = ModuleType("scipy.special")
 special.erf = np.vectorize(math.erf, [np.float32])  # type: ignore[attr-defined]
 special.expit = lambda x: 1 / (1 + np.exp(-x))  # type: ignore[attr-defined]
-"""Stands for SciPy's or CuPy's module, which the tests' packages lack."""
+"""Replaces SciPy's or CuPy's module, which is not installed for the tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -363,7 +363,7 @@ def test_ops_of_cukit_are_traced(rng):
 
 
 def test_functions_of_cupy_are_traced(rng):
-    """On the stand-in for CuPy, whose functions are replaced for the time of the trace."""
+    """On the stand-in for CuPy, whose functions are replaced during the trace."""
     with ck.emulate_cupy():
         import cupy
 

@@ -35,7 +35,7 @@ def int8_operand(
 def float8_operand(
     rng: np.random.Generator, rows: int, k: int, *, scales: str | None, scale: float = 1.0
 ) -> QuantizedArray:
-    """Normal numbers as float8 codes [rows, k].
+    """Normally distributed values as float8 codes [rows, k].
 
     scales: None, "tensor", "row", "columns" (of 128 elements of a row, column by column in memory)
         or "blocks" (of 128 x 128).
@@ -59,7 +59,7 @@ def float8_operand(
 
 
 def place(device: str, *arrays: QuantizedArray) -> tuple[QuantizedArray, ...]:
-    """On the "gpu" with the strides that they have, else as they are."""
+    """Copy arrays to the "gpu" with the same strides; return them unchanged for other devices."""
     return tuple(_place(device, array) for array in arrays)
 
 
@@ -79,13 +79,13 @@ def _place(device: str, array: QuantizedArray) -> QuantizedArray:
 
 
 def absolute_product(a: QuantizedArray, b: QuantizedArray) -> np.ndarray[Any, Any]:
-    """|a| |b|^T: what bounds of rounding errors are multiples of."""
+    """|a| |b|^T, to which bounds of rounding errors are proportional."""
     left, right = (np.abs(_dense(array)) for array in (a, b))
     return left @ right.T
 
 
 def _dense(array: QuantizedArray) -> np.ndarray[Any, Any]:
-    """The values in float64, without the op that decodes."""
+    """The values in float64, computed without the op `decode`."""
     codes = array.storage.view(FLOAT8 if array.dtype == float8_e4m3 else np.int8)
     values = codes.astype(np.float64)
     if array.zero_points is not None:

@@ -1,4 +1,4 @@
-"""adaptive_depth: tokens that pass through some of the layers, and the way back."""
+"""adaptive_depth: tokens that pass through some of the layers, and its backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTHS = {
 @pytest.mark.parametrize("activation", [None, "silu"])
 @emulated(
     lambda depth, activation: depth == DEPTHS["mixed"] and activation
-)  # each count is a kernel
+)  # each count compiles a kernel
 def test_matches_reference(device, rng, depth, activation):
     depth = np.array(depth)
     x = random(rng, (len(depth), HIDDEN), "bfloat16")

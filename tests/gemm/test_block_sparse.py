@@ -1,4 +1,4 @@
-"""Block-sparse matrices: construction, what is refused, masks, transposes, and their schedules."""
+"""Block-sparse matrices: construction, errors, masks, transposes, and schedules."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_tiles_are_dealt_evenly(costs, num_blocks):
 
 
 def test_blocks_of_a_random_pattern_end_together(rng):
-    """The last within 2 % of the mean; without exchanges it is 3 %."""
+    """The last ends within 2 % of the mean; without exchanges 3 %."""
     mask = rng.random((128, 128)) < 0.1
     work = matmul_work(BlockPattern.from_mask(mask, 64).indptr, 4096, 64, 512, 132)
     blocks = np.where(work[..., 0] < 0, 0, work[..., 3] - work[..., 2]).sum(axis=1)

@@ -106,7 +106,7 @@ def test_combine_may_write_over_x(device, rng):
 
 
 def test_gradients_of_the_whole_way(rng):
-    """Router, gather, a block that squares, and combine, by finite differences."""
+    """Router, gather, squares, and combine, compared with finite differences."""
     x, logits = rng.standard_normal((2, 6, 3)), rng.standard_normal((2, 6))
     routing = reference.depth_router(logits, 3)
 

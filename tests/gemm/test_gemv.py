@@ -1,4 +1,4 @@
-"""gemv: every layout of few rows or columns, whatever the alignment and the split of the depth."""
+"""gemv: every layout of few rows or columns, with any alignment and split of k."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_number_of_tokens(device, rng, m, transpose_b):
 
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_views_with_gaps(device, rng, transpose_b):
-    """Rows that begin anywhere, and what lies between them is not touched."""
+    """Rows at any offset; memory between them is not changed."""
     a, b = random(rng, (4, 80), "float16"), random(rng, (64, 96), "float16")
     placed_a, placed_b = to_device(device, a, b)
     inner = slice(5, 69) if transpose_b else slice(3, 67)

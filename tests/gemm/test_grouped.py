@@ -1,4 +1,4 @@
-"""Products of groups: any number of rows, both layouts, every tiling, gradients, errors."""
+"""Grouped products: any number of rows, both layouts, every tiling, gradients, errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CAPACITY = 140
 
 
 class Groups:
-    """Rows of groups in one of the layouts, poisoned where they belong to no group."""
+    """Rows of groups in one of the layouts, with NaN in rows of no group."""
 
     def __init__(self, rng, counts, set_aside, k, dtype):
         self.counts = np.array(counts, np.int32)
@@ -55,13 +55,13 @@ class Groups:
         self.x = self.rows(rng, k, dtype)
 
     def rows(self, rng, columns, dtype, scale=1.0):
-        """[..., columns], NaN where no group is."""
+        """Returns [..., columns], with NaN in rows of no group."""
         x = random(rng, (*self.lead, columns), dtype, scale)
         x[~self.used] = np.nan
         return x
 
     def where(self, device):
-        """The argument that says where groups are."""
+        """The argument with the groups' offsets or counts."""
         name, value = (
             ("expert_counts", self.counts) if self.set_aside else ("expert_offsets", self.offsets)
         )
@@ -74,7 +74,8 @@ class Groups:
 
 
 def check(device, groups, function, expected, names):
-    """Runs twice and compares the rows of groups; what `function` returns, and without rows."""
+    """Runs `function` twice and compares the rows of groups with the reference; then without
+    rows."""
     wide, low = expected(np.float64), expected(None)
     bits = None
     for repeat in range(2):
@@ -143,7 +144,7 @@ def test_no_rows(device, num_groups):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @possible(lambda device, counts: device == "gpu" or counts in GROUPS)
 def test_backward_matches_reference(device, rng, counts, set_aside, dtype):
-    """Rows of no group are not a number: they must not enter any sum."""
+    """Rows of no group are NaN: they must not enter any sum."""
     n, k = (136, 72) if counts in GROUPS else (520, 328)
     groups = Groups(rng, (GROUPS | LARGE)[counts], set_aside, k, dtype)
     weights = random(rng, (len(groups.counts), n, k), dtype, scale=n**-0.5)
@@ -212,7 +213,7 @@ TILINGS = [
 
 @pytest.mark.parametrize(("kind", "tiling"), TILINGS)
 def test_every_tiling(device, rng, kind, tiling):
-    """A grid of two blocks walks over all tiles, ragged on every axis. None: tiles of mma.sync."""
+    """A grid of two blocks processes all tiles, ragged on every axis. None: tiles of mma.sync."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     counts, dtype = [150, 0, 1, 77], "bfloat16"
@@ -251,7 +252,7 @@ def test_every_tiling(device, rng, kind, tiling):
 
 @pytest.mark.gpu
 def test_a_graph_may_capture_it(rng):
-    """The offsets of a later replay are those that hold then."""
+    """A replay uses the current contents of the offsets."""
     import cupy
 
     x, weights = to_device(
@@ -329,7 +330,7 @@ def test_other_architectures(rng):
 
 
 def check_ops(device, rng, n, k, set_aside):
-    """All three ops beside the reference."""
+    """Compares all three ops with the reference."""
     dtype = "float16"
     groups = Groups(rng, GROUPS["ragged"], set_aside, k, dtype)
     weights = random(rng, (len(groups.counts), 2 * n, k), dtype, scale=k**-0.5)

@@ -1,4 +1,4 @@
-"""Grouped products of float8 codes with scales of blocks: groups of any size, tilings, errors."""
+"""Grouped products of FP8 codes with block scales: groups of any size, tilings, errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def codes(rng, shape, axis, scales_shape):
 
 
 def placed(device, array):
-    """The same on the device."""
+    """The same array on the device."""
     storage, scales = to_device(device, array.storage, array.scales)
     return replace(array, storage=storage, scales=scales)
 
@@ -58,7 +58,7 @@ def expected(x, weights, groups):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @possible(lambda device, counts: device == "gpu" or counts in GROUPS)
 def test_matches_reference(device, rng, counts, set_aside, dtype):
-    """k ends within a block of scales, n within a tile."""
+    """k is not a multiple of a scale block, n not of a tile."""
     n, k = (136, 208) if counts in GROUPS else (520, 912)
     groups = Groups(rng, (GROUPS | LARGE)[counts], set_aside, 8, "float16")
     x, weights = operands(rng, groups, n, k)
@@ -82,7 +82,7 @@ def test_matches_reference(device, rng, counts, set_aside, dtype):
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling(device, rng, tiling):
-    """A grid of two blocks walks over all tiles; tiles have columns of two blocks of scales."""
+    """A grid of two blocks processes all tiles; tiles span two blocks of scales."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     n, k = 328, 272

@@ -46,8 +46,8 @@ HOPPER = TYPICAL_DEVICES["sm_90"]
 
 transposed = partial(reference.matmul, transpose_b=True)
 
-# One of each kind: wide, of a width that 64 does not divide, two blocks a multiprocessor, split
-# over clusters of each size, also in unlike slices, sharing b, and the transposed of those.
+# One of each kind: wide, a width that is not a multiple of 64, two blocks per SM, split over
+# clusters of each size, also in slices of different widths, sharing b, and transposed.
 TILINGS = [
     Tiling(128, 224),
     Tiling(128, 96),
@@ -64,7 +64,7 @@ TILINGS = [
 ]
 
 OVERLAPPED = [Tiling(128, tile_n, overlapped=True) for tile_n in (160, 192)]
-"""They store nothing but the result."""
+"""Activations that store only the result."""
 
 
 def operands(rng, m, n, k, dtype, *, weights=1):
@@ -108,8 +108,8 @@ def test_gated_linear_matches_reference(device, rng, m, n, k, dtype, activation)
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 296, 136), (136, 72, 520)])
 def test_every_tiling(device, rng, tiling, m, n, k):
-    """A small grid walks over all tiles, ragged on every axis, in groups that do not divide them; a
-    cluster's second block has no rows in the last."""
+    """A small grid processes all tiles, ragged on every axis, in rasterisation groups that do
+    not divide them; in the last tile, a cluster's second block has no rows."""
     if device == "cpu" or tiling.splits > -(-k // 64):
         pytest.skip("a choice of the kernel")
     x, w = operands(rng, m, n, k, "bfloat16")
@@ -166,7 +166,7 @@ def linear_results(x, w, bias, dtype):
     ids=str,
 )
 def test_every_gated_tiling(device, rng, tiling):
-    """Extents that tiles do not divide: what is beyond the gate's columns belongs to up."""
+    """Extents that are not multiples of a tile: columns beyond the gate's belong to up."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     m, n, k = 200, 136, 264
@@ -376,7 +376,7 @@ def test_the_plan(m, n, k, tiling):
     ],
 )
 def test_the_model_ranks_as_measured(m, n, k, faster, slower):
-    """On an H200: more than 3 % lie between the two."""
+    """Measured on an H200: the two differ by more than 3 %."""
     product = Product(m, n, k, "bfloat16")
     assert estimate_us(product, tiling_named(faster), 132) < estimate_us(
         product, tiling_named(slower), 132
@@ -384,7 +384,7 @@ def test_the_model_ranks_as_measured(m, n, k, faster, slower):
 
 
 def tiling_named(name):
-    """The tiling that is printed so."""
+    """The tiling with this printed form."""
     rows, columns = name.split()[0].split("x")
     words = name.split()[1:]
     return Tiling(

@@ -1,4 +1,4 @@
-"""matmul: every layout, dtype and way of accumulating."""
+"""matmul: every layout, dtype and kind of accumulation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_leading_axes_are_rows(device, rng, dtype):
 
 
 def test_transposed_operands_are_summed_over_all_tokens(device, rng):
-    """The gradient of a linear layer's weight, straight from [batch, seq_len, features] arrays."""
+    """The gradient of a linear layer's weight, directly from [batch, seq_len, features] arrays."""
     grad, x = random(rng, (2, 7, 5), "float32"), random(rng, (2, 7, 6), "float32")
     out = matmul(*to_device(device, grad, x), transpose_a=True)
     np.testing.assert_allclose(
@@ -86,7 +86,7 @@ def test_out_dtype_keeps_what_rounding_would_lose(device):
 
 
 def test_sums_are_kept_in_float32(device):
-    """4096 + many ones: a running sum in bfloat16 would stay where it is."""
+    """4096 + many ones: a running sum in bfloat16 would not change."""
     a = np.ones((1, 4096), dtype="float32")
     a[0, 0] = 4096
     x = random(np.random.default_rng(0), (1, 1), "bfloat16").dtype

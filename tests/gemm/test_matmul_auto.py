@@ -1,4 +1,4 @@
-"""matmul(precision=...): plans, sampled errors, and results whatever was chosen."""
+"""matmul(precision=...): plans, sampled errors, and results of every choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ H200 = typical_device("sm_90")
 
 @pytest.fixture(autouse=True)
 def fresh_decisions(tmp_path, monkeypatch):
-    """No decision and no measurement of another test's."""
+    """Start without cached decisions and measured times."""
     monkeypatch.setattr(measured_times, "cache_folder", lambda: tmp_path)
     measured_times.forget()
     forget_decisions()
@@ -41,7 +41,7 @@ def linear(m, n, k, dtype="bfloat16", **options):
 
 
 def test_short_products_of_few_tokens_go_to_gemv():
-    """Where it was measured to be ahead of cuBLAS on an H200."""
+    """These shapes were measured: gemv is faster than cuBLAS on an H200."""
     for tokens in (1, 8, 16):
         assert best(linear(tokens, 1024, 8192)).kernel == "gemv"
         assert best(MatmulProblem(4096, tokens, 1024, "bfloat16", "bfloat16")).kernel != "cublas"
@@ -151,7 +151,7 @@ def test_an_out_with_gaps_is_left_to_kernels_that_write_it(device, rng):
      (0.1, "float8_e4m3")],
 )  # fmt: skip
 def test_the_coarsest_arithmetic_within_rtol(rng, rtol, expected):
-    """In the emulator, whose device is an H200: plans only, at a size where it matters."""
+    """Plans only, for the emulator's H200, at a size where a coarser arithmetic is faster."""
     a = np.broadcast_to(random(rng, (1, 512), "float32"), (4096, 512)).copy()
     b = random(rng, (4096, 512), "float32")
     with ck.backend("emulator", arch="sm_90"):
@@ -162,7 +162,7 @@ def test_the_coarsest_arithmetic_within_rtol(rng, rtol, expected):
 
 
 def test_a_product_in_a_coarser_arithmetic_stays_within_rtol(device, rng):
-    """By name: the arithmetic is the asked one on every device with kernels."""
+    """Named precisions: every device with kernels uses the requested arithmetic."""
     a, b = random(rng, (5, 64), "float32"), random(rng, (48, 64), "float32")
     exact = a.astype(np.float64) @ b.T.astype(np.float64)
     precisions = [("bfloat16", 8e-3), ("tf32", 2e-3), ("float32", 1e-6)]
@@ -210,7 +210,7 @@ def test_a_decision_is_made_once(monkeypatch, rng, caplog):
     with ck.backend("emulator"), caplog.at_level(logging.DEBUG, "cukit.gemm"):
         for _ in range(3):
             ck.matmul(a, b, precision="auto", rtol=1e-6)
-    assert len(calls) <= 2  # one for each coarser arithmetic
+    assert len(calls) <= 2  # one per coarser arithmetic
     assert len(caplog.records) == 1
     assert "cublas in float32" in caplog.text
 
@@ -236,7 +236,7 @@ def test_tuning_measures_every_candidate(rng):
 
 
 class Strict:
-    """An array of a library of which only what the standard demands of a product is known."""
+    """An array with only the parts of the array API standard that a product requires."""
 
     def __init__(self, array):
         self._array = np.asarray(array)
@@ -258,7 +258,7 @@ class Strict:
 
 @pytest.mark.parametrize("library", ["stand-in", "array_api_strict"])
 def test_arrays_of_the_standard(rng, library):
-    """They are multiplied by their own library."""
+    """Arrays of other libraries are multiplied by their own library."""
     if library == "stand-in":
         xp = Strict(0).__array_namespace__()
     else:

@@ -1,4 +1,4 @@
-"""tree_matmul: pairwise sums, Strassen's seven products, and how far both are from the truth."""
+"""tree_matmul: pairwise sums, Strassen's seven products, and the errors of both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_float64_keeps_its_digits(rng):
 
 
 def test_the_tree_is_more_accurate_than_one_accumulator():
-    """A million equal terms, one after another and in a tree of single products."""
+    """A million equal terms, summed one after another and in a tree of single products."""
     k = 1 << 20
     terms = np.full((1, k), 0.1, np.float32)
     exact = k * float(np.float32(0.1)) ** 2

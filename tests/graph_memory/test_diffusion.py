@@ -1,4 +1,4 @@
-"""graph_diffusion: against dense powers of T, what it conserves, any slices, gradients."""
+"""graph_diffusion: compared with dense powers of T, invariants, column slices, gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [(1, 8), (37, 24), (70, 129), (200, 64)]  # nodes, dim
 
 
 def graph(rng, num_nodes, most=12, normalised=True, dtype=np.float32):
-    """Rows of any degree, 0 and more than a warp's among them."""
+    """Rows of various degrees, including 0 and more than the lanes of a warp."""
     degrees = rng.integers(0, min(most, num_nodes) + 1, num_nodes)
     degrees[num_nodes // 2] = min(num_nodes, 45)
     offsets = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int32)
@@ -39,7 +39,7 @@ def dense(transition, num_nodes):
 
 
 def call(function, transition_of, **options):
-    """`function` with its transition as three arrays behind the others."""
+    """Call `function` with its transition as three arrays after the others."""
 
     def run(*arrays):
         *first, offsets, columns, values = arrays
@@ -84,7 +84,7 @@ def test_heat_is_its_series(rng):
 
 @pytest.mark.parametrize("method", ["pagerank", "heat"])
 def test_what_is_conserved(device, rng, method):
-    """Rows that add up to 1 keep a constant, columns that do keep the sum over the nodes."""
+    """If rows of T sum to 1, constants are preserved; if columns do, the sum over the nodes is."""
     degrees = 8
     offsets = np.arange(51, dtype=np.int32) * degrees
     columns = np.stack([rng.permutation(50) for _ in range(degrees)], axis=1).astype(np.int32)
@@ -120,7 +120,7 @@ def test_slices_do_not_change_bits(device, rng, monkeypatch):
 
 
 def test_nan_stays_with_its_neighbours(device, rng):
-    """Rows without edges to a node of NaN are not touched by it, those of degree 0 neither."""
+    """Rows without edges to a NaN node are unaffected, as are rows of degree 0."""
     offsets = np.array([0, 1, 1, 3], np.int32)
     transition = Transition(offsets, np.array([2, 1, 2], np.int32), np.ones(3, np.float32))
     memory = random(rng, (3, 16), "float32")

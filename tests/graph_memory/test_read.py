@@ -1,4 +1,4 @@
-"""memory_read: against softmax attention, whatever the shares of the memory, and its gradients."""
+"""memory_read: compared with softmax attention, for any split of the memory; gradients."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gradients_are_differences(rng):
 
 
 def test_what_is_read_lies_between_the_rows(rng):
-    """Weights add up to 1; a sharp query reads the row that it is."""
+    """Weights add up to 1; a query equal to a row, with a large scale, reads that row."""
     memory = rng.standard_normal((20, 5))
     out = memory_read(rng.standard_normal((7, 5)), memory)
     assert (out <= memory.max(axis=0)).all()

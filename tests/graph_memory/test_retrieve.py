@@ -1,4 +1,4 @@
-"""retrieve_top_k: against a sort of all scores; ties, ragged sizes, worst orders, scores of NaN."""
+"""retrieve_top_k: compared with a sort of all scores; ties, ragged sizes, worst orders, NaN."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ LARGE = [
     Size(300, 70_001, 96, 256),
 ]
 SCORE = {"float16": 2e-6, "bfloat16": 2e-6}
-"""Of the largest score: sums of exact products in another order."""
+"""Relative to the largest score: sums of exact products in another order."""
 
 
 def run(device, queries, memory, k):
-    """What two runs that agree to the bit return."""
+    """Run twice, check that the results are bitwise equal, and return them."""
     placed = to_device(device, queries, memory)
     runs = []
     for repeat in range(2):
@@ -55,7 +55,7 @@ def run(device, queries, memory, k):
 
 
 def check(device, queries, memory, k):
-    """Scores are those of the rows named, and no row that is left out has a higher one."""
+    """Scores are those of the returned rows, and no other row has a higher score."""
     scores, indices = run(device, queries, memory, k)
     assert scores.dtype == np.float32
     assert indices.dtype == np.int32
@@ -86,7 +86,7 @@ def test_no_better_row_is_left_out(device, rng, size, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("order", ["rising", "falling", "equal", "few"])
 def test_small_integers_are_exact_and_ties_go_to_the_lowest_index(device, rng, dtype, order):
-    """Also where every row is better than all before it."""
+    """Also if every row is better than all rows before it."""
     num_rows, dim, k = 500, 16, 40
     queries = np.eye(5, dim).astype(dtype_of(dtype))
     column = {
@@ -181,12 +181,12 @@ def test_the_plan(arch):
 
 
 def test_parts_of_a_row_are_joined(device, rng, monkeypatch):
-    """In several steps, as for tens of millions of rows."""
+    """Parts are merged in several steps, as for tens of millions of rows."""
     if device == "cpu":
         pytest.skip("a rule of the kernel")
     from cukit.graph_memory import retrieve
 
-    parts = iter((8, 2, 1, 1))  # of the maxima, twice of what is left, of the scores
+    parts = iter((8, 2, 1, 1))  # of the maxima, twice of the remaining ones, of the scores
     monkeypatch.setattr(
         retrieve, "plan_select", lambda *_: retrieve.SelectConfig(256, 4096, next(parts))
     )

@@ -1,4 +1,4 @@
-"""Transitions from adjacency and similarity, and the memory that is made of all."""
+"""Transitions from adjacency and similarity, and GraphDiffusionMemory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_similarity(device, rng, normalize, self_loops):
 
 
 def test_gradients_go_through_the_graph_of_the_memory(rng):
-    """Diffusion over the memory's own graph: neighbours are constants, their weights are not."""
+    """Diffusion over the memory's own graph: neighbours are constant, edge weights are not."""
     options = {"steps": 3, "restart": 0.2}
 
     def forward(memory):

@@ -1,4 +1,4 @@
-"""memory_write: any order gives the same bits, what is conserved, gradients."""
+"""memory_write: bitwise independence of order, invariants, gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_order_of_writes_changes_no_bits(device, rng, dtype):
 
 
 def test_what_all_have_in_common_is_kept(device, rng):
-    """Weights add up to 1: a constant memory and constant values stay that constant."""
+    """Weights add up to 1: constant values written to a constant memory do not change it."""
     _, indices, _, gates = writes(rng, (8, 40, 16), "float32")
     memory, values = np.full((8, 16), 3.0, np.float32), np.full((40, 16), 3.0, np.float32)
     out = to_host(memory_write(*to_device(device, memory, indices, values, gates)))

@@ -1,4 +1,4 @@
-"""embedding and its backward, and the sort of ids below it."""
+"""embedding and its backward, and the sort of ids that it uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.contract import (
 
 
 def ids_of(rng, kind, num_tokens, num_embeddings):
-    """Token ids: all alike, one after the other, evenly drawn, or as skewed as text."""
+    """Token ids: all equal, ascending, uniformly distributed, or as skewed as text."""
     if kind == "equal":
         return np.full(num_tokens, num_embeddings - 1)
     if kind == "rising":
@@ -108,7 +108,7 @@ def test_sort_is_stable_and_complete(rng, num_tokens, num_keys, kind):
 
 @pytest.mark.gpu
 def test_ids_outside_the_table(rng):
-    """They give rows of NaN, and no gradient, even where that of their rows is not a number."""
+    """They give rows of NaN and no gradient, even if the gradient of their rows is NaN."""
     ids = np.array([3, -1, 0, 4, 3], np.int64)
     weight, grad_out = random(rng, (4, 24), "float16"), random(rng, (5, 24), "float32")
     grad_out[[1, 3]] = np.nan

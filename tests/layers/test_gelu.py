@@ -50,7 +50,7 @@ def test_backward_matches_reference(device, rng, shape, dtype, approximate):
 @pytest.mark.parametrize("approximate", APPROXIMATE)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_tail_keeps_its_digits(device, dtype, approximate):
-    """Far below zero the result is tiny, and still right to the last place or so."""
+    """Far below zero the result is tiny, but accurate to about the last place."""
     x = np.linspace(-12, 12, 4001).astype(dtype_of(dtype))
     (placed,) = to_device(device, x)
     got = to_host(gelu(placed, approximate=approximate)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""gelu_and_mul and its backward; test_silu_and_mul covers what gated activations share."""
+"""gelu_and_mul and its backward; test_silu_and_mul covers the code shared by gated activations."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_slices_of_a_fused_projection(device, rng, inplace, offset):
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_out_may_be_parts_of_one_array(device, rng, rotary_dim):
-    """As the gradients of a fused projection are wanted: side by side, here with room for v."""
+    """Gradients of a fused projection are adjacent parts of one array, here with space for v."""
     batch, seq_len, heads_q, heads_k, head_dim = 2, 5, 4, 2, 8
     q = random(rng, (batch, seq_len, heads_q, head_dim), "bfloat16")
     k = random(rng, (batch, seq_len, heads_k, head_dim), "bfloat16")

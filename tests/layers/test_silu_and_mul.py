@@ -1,4 +1,4 @@
-"""silu_and_mul and its backward, and what all gated activations share."""
+"""silu_and_mul and its backward, and the code shared by all gated activations."""
 
 from __future__ import annotations
 

@@ -257,8 +257,7 @@ CHUNK = 1 << 12
 
 
 @pytest.fixture
-def emulated(tmp_path, monkeypatch, request) -> Iterator[None]:
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+def emulated() -> Iterator[None]:
     with cukit.backend("emulator"):
         yield
 

@@ -18,7 +18,7 @@ BELOW: dict[str, set[str]] = {
     "bookkeeping": {"batched_copy", "providers"},
     "pool": {"batched_copy", "bookkeeping", "providers", "uninterrupted"},
 }
-"""What each of these may import; the tools beside them may import any."""
+"""What each of these may import; the tools next to them may import all."""
 
 
 def _name(path: Path) -> str:

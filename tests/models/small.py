@@ -1,4 +1,4 @@
-"""Models small enough to check every number of."""
+"""Models small enough to check every number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from cukit.models import Transformer, TransformerConfig
 
 CPU_AND_GPU = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-"""For whole models: op by op, the emulator has seen it all already."""
+"""Devices for whole models: the tests of the ops cover the emulator."""
 
 SMALL = TransformerConfig(
     vocab_size=23,
@@ -27,7 +27,7 @@ SMALL = TransformerConfig(
 
 
 def small_model(seed: int = 0, xp: Any = np, **changes: Any) -> Transformer:
-    """A fresh model whose norm weights are not all one, so that no gradient hides behind them."""
+    """A new model whose norm weights are not all one, so that their gradients are tested."""
     model = Transformer.initialise(replace(SMALL, **changes), seed=seed, xp=xp)
     rng = np.random.default_rng(seed + 100)
     for array in model.parameters.values():

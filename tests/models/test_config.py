@@ -1,4 +1,4 @@
-"""Sizes that cannot be are refused by name; sizes that can determine every shape."""
+"""Invalid sizes are rejected by name; valid sizes determine every shape."""
 
 from __future__ import annotations
 

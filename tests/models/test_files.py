@@ -1,4 +1,4 @@
-"""Models on disk: what is written is read back, what is damaged is refused."""
+"""Model files: round trips, and errors for damaged files."""
 
 from __future__ import annotations
 

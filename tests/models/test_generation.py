@@ -1,4 +1,4 @@
-"""Generation over the cache is generation over the whole text."""
+"""Generation with a cache equals generation from the whole text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_text_longer_than_the_model_goes_on() -> None:
     model = small_model()
     tokens = generate(model, list(range(20)), 30, temperature=0)
     assert len(tokens) == 30
-    # A long prompt keeps its end.
+    # Only the end of a long prompt is kept.
     assert generate(model, list(range(20)), 1, temperature=0)[0] == tokens[0]
 
 

@@ -1,4 +1,4 @@
-"""MetaAttention: against sums written out, differences, causality, steps."""
+"""MetaAttention: compared with explicit sums and differences; causality, steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layer(device, dtype, config=CONFIG):
 
 
 def test_gradients_are_differences(rng):
-    """Of x and of every parameter, along random directions."""
+    """Gradients of x and of every parameter, along random directions."""
     model = layer("cpu", np.float64)
     x, grad_y = rng.standard_normal((2, 2, 21, CONFIG.hidden))
     _, kept = model.forward(x)
@@ -65,7 +65,7 @@ def test_no_token_sees_later_ones(rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_steps_are_the_forward(device, rng, dtype):
-    """On kernels too; longer than the filter."""
+    """With kernels too; more steps than filter taps."""
     x = random(rng, (2, 14, CONFIG.hidden), dtype)
     model = layer(device, x.dtype)
     whole = to_host(model.forward(*to_device(device, x))[0]).astype(np.float32)
@@ -81,7 +81,7 @@ def test_steps_are_the_forward(device, rng, dtype):
 
 @pytest.fixture
 def problem(rng):
-    """x, grad_y, and gradients in float64, before `device` chooses what runs the ops."""
+    """x, grad_y, and float64 gradients, computed before `device` selects the backend."""
     x, grad_y = (random(rng, (1, 70, CONFIG.hidden), "float16") for _ in range(2))
     parameters = layer("cpu", np.float16).parameters.items()
     exact = MetaAttention(CONFIG, {name: p.astype(np.float64) for name, p in parameters})

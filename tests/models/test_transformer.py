@@ -1,4 +1,4 @@
-"""The model against finite differences, against itself and against causality."""
+"""The model: finite differences, consistency, causality."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contract import to_host
 from tests.models.small import small_model, small_tokens
 from tests.tolerances import FINITE_DIFFERENCE
 
-STEP = 1e-5  # of the central differences: their own error is near 1e-10 here
+STEP = 1e-5  # of the central differences, whose own error is near 1e-10 here
 
 
 def gradients_of(
@@ -45,7 +45,7 @@ def loss_of(model: Transformer, tokens: Any, targets: Any) -> float:
 def assert_gradients_match(
     model: Transformer, gradients: Any, loss: Callable[[], float], rng: np.random.Generator
 ) -> None:
-    """Every parameter tensor, along random directions that any wrong element would spoil."""
+    """Every parameter tensor, along random directions, to which every element contributes."""
     for name, array in model.parameters.items():
         for _ in range(2):
             direction = rng.standard_normal(array.shape)
@@ -150,7 +150,7 @@ def test_backward_needs_what_forward_kept(rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gpu_agrees_with_cpu(dtype: str, rng: np.random.Generator) -> None:
-    """The same low-precision parameters: in NumPy's float64, and through the kernels."""
+    """The same low-precision parameters: in float64 on the CPU, and with kernels."""
     import cupy
 
     sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "num_heads_q": 2,

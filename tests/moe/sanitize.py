@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: routing by one block and by several, rows of every alignment."""
+"""Groups for `tests.sanitize`: routing by one block and by several, rows with any alignment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moe_ffn: against a loop over tokens, with and without a capacity, and its gradients."""
+"""moe_ffn: compared with a loop over tokens, with and without a capacity; gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def widen(values):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_matches_reference(device, rng, dtype, capacity):
-    """Rows of no expert differ: they are compared through what is made of them."""
+    """Rows of no expert may differ, so results computed from the rows are compared instead."""
     x, logits, gate_up, down, grad = make(rng, dtype)
     routing = routing_reference.topk_router(logits, TOP_K, capacity=capacity)
     if capacity is not None:

@@ -14,8 +14,8 @@ from tests.contract import another_order, to_device, to_host
 from tests.quick_run import possible
 
 
-# num_tokens, top_k, num_experts: one token, chunks that end in the middle, experts that nobody
-# chose, more experts than threads of a block, chunks of several rounds.
+# num_tokens, top_k, num_experts: one token, partial chunks, experts that no token chose, more
+# experts than threads of a block, chunks of several rounds.
 @dataclass(frozen=True)
 class Size:
     num_tokens: int
@@ -35,7 +35,7 @@ KINDS = ["uniform", "one", "outside"]
 
 
 def choices(rng, kind, size):
-    """Expert ids: evenly drawn, all alike, or some outside the experts."""
+    """Expert ids: uniformly distributed, all equal, or some out of range."""
     num_tokens, top_k, num_experts = astuple(size)
     if kind == "one":
         return np.full((num_tokens, top_k), num_experts - 1, np.int32)
@@ -44,7 +44,7 @@ def choices(rng, kind, size):
 
 
 def check_order(order, ids, num_experts, capacity):
-    """What the definition says, choice by choice."""
+    """Compare with the definition, choice by choice."""
     rows, counts, offsets = map(to_host, order)
     expected = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
     np.testing.assert_array_equal(counts, expected)

@@ -50,7 +50,7 @@ LARGE = [Size(512, 7168, 8)]
 
 
 def order_of(rng, num_tokens, top_k, capacity=None, num_experts=5):
-    """Rows of random choices, and how many rows there are."""
+    """Rows of random choices, and the number of rows."""
     experts = rng.integers(0, num_experts, (num_tokens, top_k)).astype(np.int32)
     rows = reference.expert_order(experts, num_experts, capacity=capacity).rows
     return rows, rows.size if capacity is None else num_experts * capacity
@@ -125,7 +125,7 @@ def test_unpermute_backward_matches_reference(device, rng, size, dtype, capacity
 
 
 def test_rows_of_dropped_choices_are_never_read(device, rng):
-    """A choice without a row contributes nothing, even where its weight is not a number."""
+    """A choice without a row contributes nothing, even if its weight is NaN."""
     rows = np.array([[0, -1], [-1, -1]], np.int32)
     y, weights = np.ones((1, 16), np.float32), np.array([[2, np.nan], [np.nan, 1]], np.float32)
     with another_order(device, 0):

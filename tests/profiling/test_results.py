@@ -90,7 +90,7 @@ def test_implementations_measured_separately_keep_each_other(tmp_path: Path) -> 
     peer = ours | {"impl": "rmm"}
     put(ResultsFile(path, environment("aaa")), ours, peer)
     again = ours | {"median_us": 2.0}
-    ResultsFile(path, environment("bbb")).replace(case_key(ours), [again], arms=True)
+    ResultsFile(path, environment("bbb")).replace(case_key(ours), [again], only_measured=True)
     first, second = read(path)["records"]
     assert first == again
     assert (second["impl"], second["commit"]) == ("rmm", "aaa")

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: every granularity and format, there and back."""
+"""Groups for `tests.sanitize`: every granularity and format, quantised and dequantised."""
 
 from __future__ import annotations
 

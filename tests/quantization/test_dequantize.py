@@ -1,4 +1,4 @@
-"""dequantize: what test_quantize.py, which takes every array there and back, leaves open."""
+"""dequantize: cases that the round trips in test_quantize.py do not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised arrays on disk, and what a report says about them."""
+"""Files of quantised arrays, and reports on them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.contract import (
 
 FORMATS = (ck.int8, ck.int4, ck.float8_e4m3, ck.float8_e5m2)
 
-# Shape, axis and group_size of every way through the kernels.
+# Shape, axis and group_size of every path through the kernels.
 GRANULARITIES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "rows of a warp": ((9, 96), {}),
     "rows of a block": ((3, 2056), {}),
@@ -61,7 +61,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def expected(x, dtype, shape_options, options):
-    """What the reference makes of it: codes, scales, zero points."""
+    """The reference's codes, scales and zero points."""
     block = block_shape(x.shape, shape_options.get("axis", -1), shape_options.get("group_size"))
     scale_dtype = options.get("scale_dtype", np.float32)
     scale_dtype = dtype_of(scale_dtype) if isinstance(scale_dtype, str) else scale_dtype
@@ -78,7 +78,7 @@ def assert_same(name, got, want):
 
 
 def values(rng, shape, dtype="bfloat16"):
-    """Blocks of all sizes of numbers, some of them zero."""
+    """Blocks of values of all magnitudes, some of them zero."""
     x = rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 3, (*shape[:-1], 1))
     x[..., : shape[-1] // 5] *= 0.01
     x.reshape(-1, shape[-1])[-1] = 0
@@ -127,7 +127,8 @@ def test_every_dtype(device, rng, width, dtype, scale_dtype):
 @pytest.mark.parametrize("width", [64, 2056, 37])
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_searched_clips_never_lose_to_the_whole_range(device, rng, width, zero_points):
-    """Sums are rounded in another order than the reference's, so that ties may end otherwise."""
+    """Sums are rounded in another order than in the reference, so ties may be broken
+    differently."""
     x = random(rng, (8, width), "bfloat16")
     x[0] = 0
     options = {"group_size": 128, "zero_points": zero_points}
@@ -213,7 +214,7 @@ def test_scales_of_powers_of_two(device, rng):
 
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 300), (8, 128), (1, 640)])
 def test_scales_by_column(device, rng, shape):
-    """A view of [groups, rows padded to 4]: what TMA can load."""
+    """A view of [groups, rows padded to 4], which TMA can load."""
     x = values(rng, shape)
     poison_pool(device)
     array = ck.quantize(
@@ -268,7 +269,7 @@ def test_quantize_and_encode_agree(device, rng):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=repr)
 def test_codes_survive_a_round_trip(device, rng, dtype):
-    """Values that are multiples of their scale come back as they are."""
+    """Values that are multiples of their scale are preserved exactly."""
     x = values(rng, (20, 128))
     array = ck.quantize(*to_device(device, x), dtype, group_size=32)
     again = ck.quantize(array.decode(), dtype, group_size=32)

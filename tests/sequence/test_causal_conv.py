@@ -1,4 +1,4 @@
-"""causal_conv: against the sum written out, differences, calls that continue calls."""
+"""causal_conv: compared with the explicit sum and differences; calls that continue calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thin calls: scans, sorts, reductions and histograms against NumPy's own."""
+"""Scans, sorts, reductions and histograms, compared with NumPy."""
 
 from __future__ import annotations
 

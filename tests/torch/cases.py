@@ -1,4 +1,4 @@
-"""One small call of every differentiable operator of the bridge: function, gradients, constants."""
+"""A small call of every differentiable operator of the bridge: function, inputs, constants."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ VOCAB, ROWS = 40, 6
 
 @dataclass(frozen=True)
 class Case:
-    """operator: of the table. inputs: shapes of what gets gradients. constants: of the others, or
-    what makes them. call: takes both. dtypes: that its kernel has."""
+    """operator: the name in the table. inputs: shapes of the differentiable inputs. constants:
+    shapes of the others, or functions that create them. call: takes both. dtypes: those of the
+    kernel."""
 
     operator: str
     call: Callable[..., Any]
@@ -34,7 +35,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(shape: Shape) -> Tensor:
-            # Of bfloat16, so that every dtype starts from the same numbers.
+            # Rounded to bfloat16, so that every dtype starts from the same numbers.
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
             return values.to(torch.bfloat16).to(device=device, dtype=dtype)
 

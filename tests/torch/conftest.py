@@ -1,4 +1,4 @@
-"""Tests run side by side, a process for each core: threads of torch would wait for one another."""
+"""Tests run in one process per core, so torch is limited to one thread."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from cukit.errors import ConfigError  # noqa: E402
 
 
 class Student(nn.Module):
-    """A block of every kind and a fused loss."""
+    """A model with every kind of block and a fused loss."""
 
     def __init__(self, hidden: int = 32, heads: int = 2, vocab: int = 48) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_inductor() -> None:
 
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph() -> None:
-    """Captured once, replayed with new inputs: the same losses and weights as without."""
+    """Captured once and replayed with new inputs: the losses and weights of eager steps."""
     torch.manual_seed(0)
     plain = Student().to("cuda", torch.bfloat16)
     graphed = copy.deepcopy(plain)
@@ -151,7 +151,7 @@ def test_a_training_step_in_a_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_work_is_ordered_on_torchs_current_stream() -> None:
-    """A long chain on a side stream: an op on another stream would read what is not there yet."""
+    """A long chain on a side stream: an op on another stream would read data too early."""
     x = torch.randn(4096, 4096, device="cuda")
     weight = torch.ones(4096, device="cuda")
     want = ckt.rms_norm(x * 3 + 1, weight)
@@ -181,7 +181,7 @@ def test_results_live_in_torchs_memory() -> None:
     before = torch.cuda.memory_allocated()
     y = ckt.gelu(x)
     assert torch.cuda.memory_allocated() - before == y.nbytes
-    y.record_stream(torch.cuda.Stream())  # refused for memory that torch does not own
+    y.record_stream(torch.cuda.Stream())  # rejected for memory that torch does not own
     del y
     assert torch.cuda.memory_allocated() == before
 

@@ -1,4 +1,4 @@
-"""docs/torch.md runs, and names what there is."""
+"""docs/torch.md: its code runs, and the names in it exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses on tensors: those of arrays, option by option."""
+"""Losses on tensors, compared with those on arrays for every option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cukit.torch._table import HEAD_LOSSES, LOSSES, NOT_OPTIONS  # noqa: E402
 ALL = [*LOSSES, *HEAD_LOSSES]
 by_name = pytest.mark.parametrize("loss", ALL, ids=lambda each: each.name)
 
-# A value of each option, of the losses that have it.
+# A value of each option, for the losses that have it.
 VALUES = {
     "ignore_index": 3, "reduction": "sum", "normalizer": 7.0, "temperature": 1.7,
     "scale_by_temperature_squared": True, "divergence": "reverse_kl", "beta": 0.3,
@@ -33,7 +33,7 @@ TOGETHER = {
 
 
 def arrays(loss) -> tuple[list[np.ndarray], np.ndarray]:
-    """What the loss takes beside targets, and targets."""
+    """The arguments of the loss, and targets."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 9, 5)
     targets[targets == 8] = 0  # VALUES cuts the vocabulary

@@ -1,4 +1,4 @@
-"""Operators of the bridge: gradients, agreement of devices, layouts, what torch.library asks."""
+"""Operators of the bridge: gradients, agreement of devices, layouts, checks of torch.library."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Array = Any
 
 every_case = pytest.mark.parametrize("name", CASES)
 
-# Relative to the largest element: two roundings of the dtype, and of sums in between.
+# Relative to the largest element: two roundings to the dtype, and those of sums in between.
 TOLERANCE = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 6e-2}
 EMULATED = ("rms_norm", "add_rms_norm", "silu_and_mul", "rope", "kl_divergence", "flash_attention")
 
 
 @pytest.fixture
 def place(device: str) -> str:
-    """Where a test's tensors live: the emulator works on those of the CPU."""
+    """The device of a test's tensors; the emulator uses CPU tensors."""
     return "cuda" if device == "gpu" else "cpu"
 
 
@@ -81,7 +81,7 @@ def test_every_device_agrees_with_float64(name: str, dtype: str, device: str, pl
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "float32" in case.dtypes])
 @pytest.mark.parametrize("fast", [True, False])
 def test_gradients_by_finite_differences_in_float32(name: str, fast: bool) -> None:
-    """Steps of a hundredth: truncation and the rounding of float32 meet near a thousandth."""
+    """Steps of 0.01: truncation error and float32 rounding are both about 1e-3."""
     case = CASES[name]
     inputs, constants = case.make(torch.float32, "cuda")
     assert torch.autograd.gradcheck(
@@ -146,7 +146,7 @@ def test_attention_takes_any_layout(layout: str, device: str, place: str) -> Non
     out, want = (ckt.flash_attention(*each, causal=True) for each in (views, dense))
     assert out.is_contiguous()
     torch.testing.assert_close(out, want)
-    out.sum().backward()  # the gradient of a sum is an expanded number
+    out.sum().backward()  # the gradient of a sum is an expanded scalar
     want.backward(torch.ones_like(want))
     for one, other in zip(views, dense, strict=True):
         torch.testing.assert_close(one.grad, other.grad)

@@ -1,4 +1,4 @@
-"""optimize: what it swaps, verifies, reports and restores."""
+"""optimize: swaps, verification, report, restoring."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_is_off_by_one_argument() -> None:
 
 
 class OddRMSNorm(nn.Module):
-    """Has the name and the attributes, but not the formula."""
+    """Has the name and the attributes of RMSNorm, but another formula."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ from torch import nn  # noqa: E402
 import cukit.torch as ckt  # noqa: E402
 from cukit.errors import ConfigError  # noqa: E402
 
-# Of the largest output, for normal weights: half a step of 127 or of 7, and sums of 200 products.
+# Relative to the largest output, for normal weights: half a step of 127 or 7, and sums of 200
+# products.
 ERROR = {8: 0.02, 4: 0.15}
 
 

@@ -121,7 +121,7 @@ def test_a_mask_of_numbers_is_added() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_same_logits_on_the_gpu(family: str, padded: bool) -> None:
-    """In bfloat16, both judged against float32."""
+    """In bfloat16, both compared with float32."""
     model, tokens = small_model(family).cuda(), ids(length=40).cuda()
     visible = torch.ones_like(tokens, dtype=torch.bool)
     if padded:

@@ -1,4 +1,4 @@
-"""Reading a page the way a reader's tools do: cells, drawings, addresses."""
+"""Parses report pages: tables, SVG drawings and links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass
 class Page(HTMLParser):
-    """Tables as lists of rows of (text, number behind it), and every tag and attribute."""
+    """The tables of a page as rows of (text, sort value), and its tags and attributes."""
 
     markup: str
     tables: list[list[list[tuple[str, float | None]]]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Page(HTMLParser):
             self._text = None
 
     def rows(self, *beginning: str) -> list[list[tuple[str, float | None]]]:
-        """Rows of any table whose first cells read like this."""
+        """Rows of all tables that start with these cells."""
         return [
             row
             for table in self.tables
@@ -64,26 +64,26 @@ class Page(HTMLParser):
         ]
 
     def numbers(self, *beginning: str) -> list[float]:
-        """The numbers behind the cells of the only such row."""
+        """Sort values of the only row that starts with these cells."""
         (row,) = self.rows(*beginning)
         return [value for _, value in row if value is not None]
 
 
 def drawings(markup: str) -> list[ElementTree.Element]:
-    """Every SVG of a page, parsed as XML: a malformed one raises."""
+    """Every SVG of a page, parsed as XML; raises if one is malformed."""
     return [ElementTree.fromstring(part) for part in re.findall(r"<svg.*?</svg>", markup, re.S)]
 
 
 def all_text(drawing: ElementTree.Element) -> list[str]:
-    """What is written in a drawing, tips left out."""
+    """The text of a drawing, without tooltips."""
     return ["".join(node.itertext()) for node in drawing.iter(f"{SVG}text")]
 
 
 def extents(drawing: ElementTree.Element) -> Iterator[tuple[float, float]]:
-    """From where to where each line of text reaches, as wide as the figures take it to be."""
+    """Start and end of each line of text, with the widths that the figures assume."""
     for node in drawing.iter(f"{SVG}text"):
         if "x" not in node.attrib:
-            continue  # turned along a line
+            continue  # rotated text
         large = {"label", "title"} & set(node.get("class", "").split())
         width = svg.text_width("".join(node.itertext()), 12.5 if large else svg.TICK_SIZE)
         shift = {"end": 1.0, "middle": 0.5}.get(node.get("text-anchor", ""), 0.0)

@@ -1,4 +1,4 @@
-"""The page in a real browser: a clean console, nothing wider than a phone, tables that work."""
+"""The page in a browser: no console errors, nothing wider than a phone, working tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ parent.postMessage({
 }, "*");
 </script>
 """
-"""Looks around in the page and tells the frame around it."""
+"""A script that inspects the page and reports to the frame around it."""
 
 FRAME = """<!doctype html>
 <script>
@@ -79,12 +79,12 @@ addEventListener("message", (event) => {
 </script>
 <body><iframe src="report.html" style="width: {width}px; height: 900px; border: 0"></iframe>
 """
-"""A window cannot be as narrow as a phone; a frame in it can."""
+"""A page with a frame as narrow as a phone, which a browser window cannot be."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a page of everything lies, with the probe at its end."""
+    """A folder with a page of all sections, which ends in the probe."""
     report = generate_report(
         [
             samples.analysis(),

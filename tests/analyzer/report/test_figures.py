@@ -1,4 +1,4 @@
-"""Figures by themselves: where values land, and how numbers are written."""
+"""Figures: positions of values, and formats of numbers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_each_precision_has_its_own_roof() -> None:
     drawing = ElementTree.fromstring(figure.draw(svg.WIDE))
     dots = [dot.attrib["class"].split()[0] for dot in drawing.iter(f"{SVG}circle")]
     assert sorted(dots) == ["colour-0", "colour-0", "colour-2", "colour-2", "colour-3"]
-    # Nothing of 8 bits stands above a roof: the datasheet's 1979 is theirs, and not bfloat16's 740.
+    # No roof for 8-bit types: the datasheet's 1979 is theirs; bfloat16 has 740.
     assert {"740", "989", "1,979"} <= set(all_text(drawing))
 
 

@@ -1,4 +1,4 @@
-"""The chapter on compiled kernels: its table can be searched, its tiles lead there."""
+"""The section on compiled kernels: a searchable table, and tiles that link to it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_tile_without_rows_leads_nowhere() -> None:
 def test_rows_know_their_op_their_faults_and_their_details() -> None:
     _, index = table_of(kernel_section(samples.kernels()))
     lean, fat = index.entries
-    # Records of older versions name no op: their kernel stands for it.
+    # Records of older versions have no op: the kernel's name is used instead.
     assert lean.facets == ("rms_norm", "layers", "rms_norm", "sm_90a", "threads")
     assert fat.facets == ("rms_norm_backward", "layers", "rms_norm", "sm_90a", "registers")
     assert lean.flags == ()

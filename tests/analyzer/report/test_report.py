@@ -1,4 +1,4 @@
-"""The report as a whole: what is read, what the page holds, what each form says of the data."""
+"""The whole report: its inputs, the page, and the contents of each output format."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_pool_is_drawn_and_its_holders_named(page: Page) -> None:
 
 
 def test_a_snapshot_of_a_pool_makes_a_chapter(tmp_path: Path) -> None:
-    """As a user would: a pool that works, its snapshot in a file, the file in a report."""
+    """From a pool in use to a snapshot file to a section of the report."""
     from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
     from cukit.memory.history import History
     from cukit.memory.snapshot import write_snapshot

@@ -1,4 +1,4 @@
-"""Traces: what a viewer gets, and that it never gets too much."""
+"""Traces: the viewer's contents, and their size limit."""
 
 from __future__ import annotations
 

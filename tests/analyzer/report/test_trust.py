@@ -1,4 +1,4 @@
-"""What files of others hold reaches neither a terminal nor a page as anything but text."""
+"""Text from untrusted files reaches terminals and pages only as plain text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HOSTILE = (
     "\x1b[2J\x1b]0;title\x07\x9b31m\x00\r\u202e[red][/][bold"
     "</script></style>--><img src=x onerror=alert(1)>\"'&{{7*7}}{%"
 )
-"""Clears the screen, names the window, turns letters around; markup of rich, HTML, SVG, Jinja."""
+"""Escape codes, a right-to-left override, and markup of rich, HTML, SVG and Jinja."""
 
 Capture = pytest.CaptureFixture[str]
 
 
 def is_plain(text: str) -> bool:
-    """Without control characters and those that only steer how others are shown."""
+    """True without control characters and invisible formatting characters."""
     return all(unicodedata.category(c) not in ("Cc", "Cf", "Cs") or c in "\n\t" for c in text)
 
 
@@ -46,7 +46,7 @@ def documents() -> dict[str, Any]:
 
 
 def names_of_texts(content: Any, name: str = "") -> Iterator[str]:
-    """Names of all fields that hold text, at any depth; a mapping's own keys as "(keys of ...)"."""
+    """Names of all text fields, at any depth; keys of a mapping as "(keys of ...)"."""
     if isinstance(content, str):
         yield name
     elif isinstance(content, dict):
@@ -58,7 +58,7 @@ def names_of_texts(content: Any, name: str = "") -> Iterator[str]:
 
 
 def poisoned(content: Any, field: str, name: str = "") -> Any:
-    """The same with something hostile at the end of every text called `field`."""
+    """A copy with hostile text appended to every text field called `field`."""
     if isinstance(content, str):
         return content + HOSTILE if name == field else content
     if isinstance(content, dict):
@@ -69,7 +69,7 @@ def poisoned(content: Any, field: str, name: str = "") -> Any:
 
 
 MEANINGFUL = ("arch", "state")
-"""Texts that mean something: others than the known ones are damage."""
+"""Text fields with a fixed set of values; any other value is an error."""
 
 
 @pytest.mark.parametrize("kind", sorted(documents()))
