@@ -312,13 +312,14 @@ def check_scan(
 
 def check_decays(op: str, log_decay: Array, shape: tuple[int, ...], state_dim: int) -> None:
     """Raises ArrayError unless the decays are one per head, or one per head and channel."""
+    check_array(op, "log_decay", log_decay, dtypes=(float32, float64))
     if log_decay.ndim not in (len(shape), len(shape) + 1):
         raise ArrayShapeError(
             f"{op}: log_decay must have {len(shape)} axes (a decay per head) or {len(shape) + 1} "
             f"(a decay per channel of the state), got shape {log_decay.shape}"
         )
     whole = shape if log_decay.ndim == len(shape) else (*shape, state_dim)
-    check_array(op, "log_decay", log_decay, dtypes=(float32, float64), shape=whole)
+    check_array(op, "log_decay", log_decay, shape=whole)
 
 
 def check_groups(op: str, num_heads: int, num_groups: int) -> None:
