@@ -91,6 +91,7 @@ def test_no_argument_ends_in_a_raw_error(value: Any, tmp_path: Path) -> None:
     pool = MemoryPool(provider=HostProvider(4 << 20))
     address, buffer = pool.allocate(512), pool.allocate_buffer(64)
     target = tmp_path / "snapshot.json"
+    no_provider: Any = 3 if value is None else value
     numbers: list[Any] = [
         lambda: pool.free(pool.allocate(value)),
         lambda: pool.allocate_buffer(value).close(),
@@ -117,7 +118,7 @@ def test_no_argument_ends_in_a_raw_error(value: Any, tmp_path: Path) -> None:
         lambda: pool.used_on(value, 0),
         lambda: pool.add_listener(value),
         lambda: pool.remove_listener(value),
-        lambda: MemoryPool(provider=3 if value is None else value),
+        lambda: MemoryPool(provider=no_provider),
         lambda: History(value),
         lambda: snapshot(value),
         lambda: write_snapshot(value, pool),
