@@ -169,9 +169,10 @@ def plan_paged_attention(
     width = next(each for each in widths if each >= head_dim)
     step = group_rows or _STEP_BYTES // (1 if codes else 2)
     # A second query tile would need too many registers with the scores of 64 keys (int4).
-    most_tiles = 1 if narrowest else 2 if width > 128 else 4
+    # Packed 8-bit codes: more tiles, or three thread blocks per SM with two tiles, would spill.
+    most_tiles = 1 if narrowest else 2 if width > 128 or (codes and packed) else 4
     query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
-    three = codes and not narrowest and query_tiles < 4
+    three = codes and not narrowest and query_tiles < (2 if packed else 4)
     blocks = 1 if width > 128 else 3 if three else 2
     stage_bytes = _stage_bytes(width, codes, step, recent=recent)
     places = _RECENT_STEP if narrowest else step

@@ -214,8 +214,7 @@ def append(codes: Any) -> None:
 
 
 def prefill(head_dim: int, block_size: int, **options: Any) -> None:
-    """Prompts, a chunk, decode steps and empty requests on the Hopper forward and the decode
-    kernel."""
+    """Prompts, a chunk, decode steps and empty requests, on both kernels of mixed batches."""
     rng = _rng()
     counts = [150, 70, 0, 1, 1, 6, 0, 2]
     lengths = np.array([150, 300, 20, 210, 1, 80, 0, 33], np.int32)

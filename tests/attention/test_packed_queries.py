@@ -11,6 +11,8 @@ import pytest
 
 import cukit as ck
 from cukit.attention import _paged_gather, paged
+from cukit.attention._arguments import score_options
+from cukit.attention._paged_plan import plan_paged_attention
 from cukit.attention._paged_prefill import PreparedPrefill
 from cukit.attention._paged_prefill_plan import short_queries
 from cukit.attention._problem import AttentionProblem
@@ -57,7 +59,7 @@ def decode(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_any_numbers_of_queries(
     decode: str, dtype: Any, block_size: int, heads_q: int, heads_kv: int, head_dim: int
 ) -> None:
-    shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim}
+    shape: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim}
     cache, ends = packed(block_size=block_size, dtype=dtype, **shape)
     cache.check(decode, cu_seqlens_q=ends)
 
@@ -88,10 +90,10 @@ def test_few_or_one(decode: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
 def test_a_few_thread_blocks(decode: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares that begin and end inside problems, and pass over requests without queries."""
-    plan = paged.plan_paged_attention
-    few = {"num_blocks": num_blocks, "team": 1}
     monkeypatch.setattr(
-        paged, "plan_paged_attention", lambda *a, **k: replace(plan(*a, **k), **few)
+        paged,
+        "plan_paged_attention",
+        lambda *a, **k: replace(plan_paged_attention(*a, **k), num_blocks=num_blocks, team=1),
     )
     cache, ends = packed()
     cache.check(decode, cu_seqlens_q=ends)
@@ -125,11 +127,10 @@ def test_quantised_caches(device: str, codes: str) -> None:
                 blocks, rows = cache.table[b, keys // 128], keys % 128
                 for name, ring in zip("kv", rings, strict=True):
                     getattr(cache, name)[blocks, rows] = ring[b, keys % 64].astype(np.float64)
-            given["recent"] = ck.RecentKV(
-                *map(xp.asarray, rings),
-                xp.arange(10, dtype=xp.int32),
-                xp.asarray(np.asarray(LENGTHS, np.int32) - newest),
-            )
+            ring_k, ring_v = map(xp.asarray, rings)
+            first = xp.asarray(np.asarray(LENGTHS, np.int32) - newest)
+            numbers = xp.arange(10, dtype=xp.int32)
+            given["recent"] = ck.RecentKV(ring_k, ring_v, numbers, first)
     else:
         kind = {"int8": ck.int8, "float8_e4m3": ck.float8_e4m3}[codes]
         factor = 30.0 if codes == "int8" else 1.0
@@ -145,7 +146,8 @@ def test_quantised_caches(device: str, codes: str) -> None:
     cache.q = (cache.q / 4).astype(float16)
     want, want_lse = cache.expected(cu_seqlens_q=ends)
     q, table, lengths = (xp.asarray(a) for a in (cache.q, cache.table, cache.lengths))
-    out, lse = ck.paged_attention(q, *caches, table, lengths, return_lse=True, **given)
+    k, v = caches
+    out, lse = ck.paged_attention(q, k, v, table, lengths, return_lse=True, **given)
     host = np.asarray if xp is np else xp.asnumpy
     got = host(out).astype(np.float64)
     assert np.isfinite(got).all()
@@ -173,7 +175,7 @@ def test_which_kernels_a_mixed_batch_takes() -> None:
         arrays = [xp.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
         ends = xp.asarray(ends)
         both = paged._prepare(
-            "", paged.score_options("x", True, None, None, None, None, None), False,
+            "", score_options("x", True, None, None, None, None, None), False,
             *arrays[:3], None, None, *arrays[3:], None, None, ends, *[None] * 6,
         )  # fmt: skip
         assert isinstance(both, paged.PreparedPaged)
