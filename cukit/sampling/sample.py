@@ -148,8 +148,7 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    few = _needs_few(options, top_n)
-    prepared = _prepare(logits, history, few)
+    prepared = _prepare(logits, history, _may_list(options, top_n))
     counts = NULL
     if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
@@ -190,6 +189,7 @@ def pack_options(
         num_rows=num_rows,
         vocab_size=vocab_size,
         iterations=config.iterations,
+        capacity=config.capacity,
         logprobs=int(logprobs is not None),
         top_n=logprobs or 0,
         rows_per_request=rows_per_request,
@@ -209,16 +209,19 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
-def _needs_few(options: RequestOptions, top_n: int) -> bool:
-    """Whether rows need at most their first MOST_BEST tokens, as far as the host can tell; the
-    kernel reads rows that need more a second time."""
+def _may_list(options: RequestOptions, top_n: int) -> bool:
+    """Whether rows may need a list of candidates, as far as the host can tell: truncation other
+    than by a top_k up to MOST_BEST, or more listed tokens."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
-    listed = not options.is_number("top_k") or 0 < options.number("top_k") <= MOST_BEST
-    return (greedy or listed) and top_n <= MOST_BEST
+    if greedy or (options.is_number("top_k") and 0 < options.number("top_k") <= MOST_BEST):
+        return top_n > MOST_BEST
+    numbers = all(options.is_number(name) for name in ("temperature", "top_k", "top_p", "min_p"))
+    truncates = options.number("top_k") > 0 or options.number("top_p") < 1
+    return top_n > 0 or not numbers or truncates or options.number("min_p") > 0
 
 
 @launch_plan
-def _prepare(logits: Array, history: Array | None, few: bool) -> _Prepared:
+def _prepare(logits: Array, history: Array | None, lists: bool) -> _Prepared:
     batch, vocab_size = logits.shape
     config = plan_sample(
         batch,
@@ -227,7 +230,7 @@ def _prepare(logits: Array, history: Array | None, few: bool) -> _Prepared:
         access_width(vocab_size, logits),
         current_device(),
         penalized=history is not None,
-        few=few,
+        lists=lists,
     )
     launch = Launch(load_kernel(config.spec()), (batch * config.cluster,))
     if history is None:
@@ -286,20 +289,15 @@ def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = [
-        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized, few=few)
-        for rows, vocab, dtype, vec, penalized, few in (
-            (1, 128256, "float32", 4, False, False),
-            (1, 128256, "float32", 4, False, True),
-            (64, 128256, "float32", 4, False, True),
-            (256, 128256, "float32", 4, False, False),
-            (256, 128256, "float32", 4, False, True),
-            (256, 128256, "float32", 4, True, False),
-            (64, 151936, "bfloat16", 8, False, False),
-            (256, 128256, "bfloat16", 8, False, True),
-            (256, 50257, "float16", 1, False, False),
-            (4, 512, "float32", 4, False, False),
-            (4, 1 << 20, "bfloat16", 8, True, False),
-            (4, 1 << 20, "float32", 4, False, True),
+        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized)
+        for rows, vocab, dtype, vec, penalized in (
+            (1, 128256, "float32", 4, False),
+            (256, 128256, "float32", 4, False),
+            (256, 128256, "float32", 4, True),
+            (64, 151936, "bfloat16", 8, False),
+            (256, 50257, "float16", 1, False),
+            (4, 512, "float32", 4, False),
+            (4, 1 << 20, "bfloat16", 8, True),
         )
     ]
     return [*(config.spec() for config in rows), _count_spec()]

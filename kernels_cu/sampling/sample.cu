@@ -7,31 +7,40 @@
 //
 // Equal logits rank by token id, lowest first; temperature 0 is top_k = 1. Weights are summed as
 // integers, so a seed yields the same token however rows are distributed over threads, blocks or GPUs. Weights
-// have 24 significant bits and a resolution of 2^-42 of the largest. Random numbers: common/philox.cuh.
+// have 24 significant bits and a resolution of 2^-42 of the largest. Without truncation, and for the total weight
+// that log-probabilities and a top_p without top_k refer to, weights are computed per atom of 1024 tokens, relative
+// to the atom's largest logit (AtomSum in row.cuh). Random numbers: common/philox.cuh.
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
-// Mapping: one cluster per row (row.cuh). A resident row is read from global memory once. If top_k and top_n
-//   are at most 128, one pass over the row finds these tokens (best.cuh); a top_k up to 512 is drawn from block
-//   0's sorted list (select.cuh). Otherwise select.cuh finds the cut, and all threads sum the kept weights.
-// Shared memory, dynamic: kWorkspaceBytes + the larger of RESIDENT * 4 * iterations * THREADS * VEC bytes and
-//   STREAMED * 8 * ceil(ceil(atoms / CLUSTER) / warps) * THREADS bytes.
+// Mapping: STREAMED: one block per row, which it reads once if possible: for no more than 128 tokens by best.cuh,
+//   without truncation by atoms.cuh, otherwise by candidates.cuh. If the row must be read again, and without
+//   STREAMED, select.cuh finds the cut, and all threads sum the kept weights; without STREAMED one cluster per row
+//   keeps it in shared memory if it fits.
+// Shared memory, dynamic: kWorkspaceBytes + 16 bytes per atom of the block + RESIDENT * 4 * iterations * THREADS * VEC
+//   bytes or, with STREAMED, 8 * capacity bytes.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
-//   PENALIZED 0|1; VERIFY 0|1: verify drafts; ATOM: row.cuh; STREAMED 0|1: with best.cuh; BLOCKS_PER_SM.
-//   Minimum architecture: sm_80.
+//   PENALIZED 0|1; VERIFY 0|1: verify drafts; ATOM: row.cuh; STREAMED 0|1: needs CLUSTER 1, RESIDENT 0, VERIFY 0;
+//   BLOCKS_PER_SM. Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
 #include "common/philox.cuh"
 #include "sampling/best.cuh"
+#include "sampling/candidates.cuh"
+
+static_assert(!STREAMED || (CLUSTER == 1 && !RESIDENT && !VERIFY), "a block streams a row");
 
 namespace {
 
+using cukit::Atoms;
 using cukit::By;
+using cukit::Candidates;
 using cukit::Cut;
 using cukit::Row;
 using cukit::SampleParameters;
 using cukit::Scaled;
 using cukit::Selection;
+using cukit::Streamed;
 using cukit::Team;
 using cukit::uint64;
 using cukit::Workspace;
@@ -101,7 +110,7 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
 // order of token id. Block 0 only. weights: shared memory for `ranked` values.
 template <typename Winner>
 CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* scans,
-                                 const Selection& selection, const Draw& draw, int ranked,
+                                 float largest, float slope, const Draw& draw, int ranked,
                                  const Winner& winner) {
   constexpr int kPer = cukit::kMost / THREADS;
   uint64 own[kPer], sum = 0, total;
@@ -110,7 +119,7 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
     const int at = threadIdx.x * kPer + j;
     own[j] = 0;
     if (at < ranked && list[at] != cukit::kNoRank) {
-      own[j] = selection.scaled(cukit::logit_of(static_cast<unsigned>(list[at] >> 32))).weight();
+      own[j] = Scaled(largest - cukit::logit_of(static_cast<unsigned>(list[at] >> 32)), slope).weight();
     }
     sum += own[j];
   }
@@ -195,7 +204,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     const __grid_constant__ SampleParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   Workspace& space = *reinterpret_cast<Workspace*>(memory);
-  float* values = reinterpret_cast<float*>(memory + cukit::kWorkspaceBytes);
+  auto* sums = reinterpret_cast<cukit::AtomSum*>(memory + cukit::kWorkspaceBytes);
+  void* values = sums + Atoms::share_of(p.vocab_size);
   for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
   if (threadIdx.x == 0) space.cursor = 0;
 
@@ -235,106 +245,152 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                  option(presence, request, p.presence_penalty),
                  option(frequency, request, p.frequency_penalty)};
   }
-  Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, values, team.rank(), p);
-  // False for a row with a NaN or +infinity, or of -infinity only, as its smallest key indicates.
-  const auto drawable = [&](unsigned least) {
-    return valid && least > cukit::descending_key(cukit::infinity()) &&
-           least < cukit::descending_key(-cukit::infinity());
-  };
+  Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, static_cast<float*>(values),
+          team.rank(), p);
+  Atoms atoms(team, row, sums);
+  const bool truncates = most > 0 || part < 1.0f || least_part > 0.0f;
+  const bool drafting = VERIFY && turn < p.rows_per_request - 1;
+  const bool weighs = p.logprobs || (truncates ? most == 0 && part < 1.0f : !drafting);
   const bool short_list = !VERIFY && most > 0 && most <= kListed;
   const int want = max(short_list ? most : 0, p.top_n);
 
-  if constexpr (STREAMED) {
-    if (short_list && want <= cukit::kMostBest && valid) {
-      cukit::Best best(team, row, space, reinterpret_cast<cukit::Part*>(values));
-      const Team::Gathered all = best.collect(want, p.logprobs != 0, slope);
-      if (!drawable(all.least)) {
-        if (team.leads()) refuse(results_of_row(), p);
-        return;
-      }
-      if (!all.failed && all.count >= static_cast<unsigned>(p.top_n)) {
-        const float largest = cukit::logit_of(all.least);
-        const Selection selection(team, row, space, largest, slope);
-        const uint64 weights = p.logprobs ? best.total(largest, slope) : 0;
-        if (!team.leads()) return;
-        const auto logprob_of = [&](float x) {
-          return -((largest - x) * slope) * cukit::kLn2 - log_of(weights);
-        };
-        const uint64* list = best.merged(want);
-        const Results results = results_of_row();
-        list_best(list, results, p, logprob_of);
-        uint64* scratch = CLUSTER > 1 ? space.list : reinterpret_cast<uint64*>(space.bins[0]);
-        draw_from_list(list, scratch, space.scans, selection, draw_of_row(), most,
-                       [&](float x, int token) {
-                         *results.token = token;
-                         if (p.logprobs) *results.logprob = logprob_of(x);
-                       });
-        return;
-      }
-      __syncthreads();
-      for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
-      if (threadIdx.x == 0) space.cursor = 0;
-      team.sync();
-    } else {
-      team.wait_for_start();
+  float largest = 0.0f;
+  Team::Sum all{};  // of the atoms' weights, if `weighs`
+  // Sets `largest` and `all`; false for an invalid row.
+  const auto start = [&](unsigned least) {
+    // A NaN or +infinity has a smaller key than any finite logit; -infinity has the largest.
+    if (least <= cukit::descending_key(cukit::infinity()) ||
+        least >= cukit::descending_key(-cukit::infinity()) || !valid) {
+      if (team.leads()) refuse(results_of_row(), p);
+      return false;
     }
-  } else {
-    team.wait_for_start();
-  }
-
-  const unsigned own = row.read();
-  const unsigned least = team.least(own);
-  if (!drawable(least)) {
-    if (team.leads()) refuse(results_of_row(), p);
-    return;
-  }
-  const float largest = cukit::logit_of(least);
-  Selection selection(team, row, space, largest, slope);
-
-  // Log-probabilities are normalised over the whole vocabulary.
-  uint64 all_weights = 0;
-  if (p.logprobs) {
-    const int warp = static_cast<int>(threadIdx.x) / cukit::kWarpSize;
-    const int first = team.rank() * cukit::kWarps + warp;
-    all_weights =
-        team.sum(row.weigh_atoms(first, CLUSTER * cukit::kWarps, largest, slope)).total;
-  }
-  const auto logprob_of = [&](float x) {
-    return -((largest - x) * slope) * cukit::kLn2 - log_of(all_weights);
+    largest = cukit::logit_of(least);
+    return true;
   };
-  const Results results = results_of_row();
-  const Draw draw = draw_of_row();
+  // Log-probabilities are normalised over the whole vocabulary.
+  const auto logprob_of = [&](float x) {
+    return -((largest - x) * slope) * cukit::kLn2 - log_of(all.total);
+  };
   const auto drawn = [&](float x, int token) {
+    const Results results = results_of_row();
     *results.token = token;
     if (p.logprobs) *results.logprob = logprob_of(x);
   };
-
-  if (want > 0) {
+  // Draws from the sorted list of the first `most` tokens.
+  const auto draw_listed = [&](uint64* scratch) {
+    draw_from_list(space.list, scratch, space.scans, largest, slope, draw_of_row(), most, drawn);
+  };
+  // Writes the most likely tokens, and draws if `most` of them suffice, which is returned. own: the smallest key of
+  // this thread's logits.
+  const auto list_tokens = [&](auto& selection, unsigned own) {
+    if (want == 0) return false;
     int count = selection.collect_best(want, own);
     if (count > cukit::kMost) {
-      const Cut cut = selection.cut<By::Count>(want, 0.0f, Cut());
-      count = selection.collect(cut);
+      bool exceeded;
+      count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
     }
     if (team.leads()) {
       cukit::sort_list(space.list, count);
-      list_best(space.list, results, p, logprob_of);
+      list_best(space.list, results_of_row(), p, logprob_of);
+      if (short_list) draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
     }
-    if (short_list) {
-      if (!team.leads()) return;
-      draw_from_list(space.list, reinterpret_cast<uint64*>(space.bins[0]), space.scans, selection,
-                     draw, most, drawn);
-      return;
+    return short_list;
+  };
+  // The last token that top_k and top_p keep. exceeded: all tokens weigh less than top_p demands.
+  const auto cut_of = [&](auto& selection, bool& exceeded) {
+    Cut cut;
+    exceeded = false;
+    if (most > 0) cut = selection.template cut<By::Count>(most, -1.0f, cut, exceeded);
+    if (part < 1.0f) {
+      const uint64 target = cukit::part_of(all.total, part);
+      cut = selection.template cut<By::Weight>(target, most > 0 ? part : -1.0f, cut, exceeded);
+    }
+    return cut;
+  };
+  const uint64 least_weight = draw_of_row().least_weight;
+  const auto weight_within = [&](const Cut& cut, float x, int column) -> uint64 {
+    if (!cut.keeps(x, column)) return 0;
+    const uint64 weight = Scaled(largest - x, slope).weight();
+    return weight >= least_weight ? weight : 0;
+  };
+  const auto draw_atom = [&] {
+    const uint64 place = __umul64hi(draw_of_row().uniform(kDraw), all.total);
+    atoms.draw(all, place, largest, slope, drawn);
+  };
+
+  unsigned own;  // smallest key of this thread's logits
+  if constexpr (STREAMED) {
+    if (short_list && want <= cukit::kMostBest) {
+      cukit::Best best(team, row, space, atoms);
+      const Streamed pass = best.collect(want, weighs, slope);
+      own = pass.own;
+      if (!start(pass.least)) return;
+      if (weighs) all = atoms.total(largest, slope);
+      if (!pass.failed && pass.count >= static_cast<unsigned>(p.top_n)) {
+        list_best(space.list, results_of_row(), p, logprob_of);
+        draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
+        return;
+      }
+    } else {
+      const bool lists = truncates || want > 0;
+      const cukit::List list(static_cast<uint64*>(values), &space.cursor, p.capacity);
+      Candidates candidates(team, row, space, atoms, list);
+      const Streamed pass = candidates.collect({max(most, want), part, least_part},
+                                               lists ? p.capacity : 0, weighs, slope);
+      own = pass.own;
+      if (!start(pass.least)) return;
+      if (weighs) all = atoms.total(largest, slope);
+      if (!lists) {
+        draw_atom();
+        return;
+      }
+      const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
+      if (!pass.failed && pass.count >= static_cast<unsigned>(needed)) {
+        __syncthreads();
+        if (threadIdx.x == 0) space.cursor = 0;  // of the workspace's list from here on
+        candidates.close(pass.count);
+        Selection<Candidates> selection(team, candidates, space, largest, slope);
+        if (list_tokens(selection, own)) return;
+        if (!truncates) {
+          draw_atom();
+          return;
+        }
+        bool exceeded;
+        const Cut cut = cut_of(selection, exceeded);
+        if (most > 0 || (part < 1.0f && !exceeded) ||
+            candidates.covers(least_weight, largest, slope)) {
+          candidates.draw(
+              draw_of_row().uniform(kDraw),
+              [&](float x, int token) { return weight_within(cut, x, token); }, drawn);
+          return;
+        }
+      }
+    }
+    __syncthreads();
+    for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
+    if (threadIdx.x == 0) space.cursor = 0;
+    __syncthreads();
+  } else {
+    team.wait_for_start();
+    own = row.read();
+    if (!start(team.least(own))) return;
+    if (weighs) {
+      atoms.weigh_all(slope);
+      all = atoms.total(largest, slope);
     }
   }
 
-  Cut cut;
-  if (most > 0) cut = selection.cut<By::Count>(most, 0.0f, cut);
-  if (draw.top_p < 1.0f) cut = selection.cut<By::Weight>(0, draw.top_p, cut);
-  const auto weight_of = [&](float x, int column) -> uint64 {
-    if (!cut.keeps(x, column)) return 0;
-    const uint64 weight = selection.scaled(x).weight();
-    return weight >= draw.least_weight ? weight : 0;
-  };
+  Selection<Row> selection(team, row, space, largest, slope);
+  if (list_tokens(selection, own)) return;
+  if (!truncates && !drafting) {
+    draw_atom();
+    return;
+  }
+  bool exceeded;
+  const Cut cut = cut_of(selection, exceeded);
+  const Results results = results_of_row();
+  const Draw draw = draw_of_row();
+  const auto weight_of = [&](float x, int column) { return weight_within(cut, x, column); };
   const auto sum_of = [&](const auto& weigh) {
     uint64 sum = 0;
     row.each([&](float x, int column) { sum += weigh(x, column); });
@@ -345,7 +401,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   unsigned stream = kDraw;
   if constexpr (VERIFY) {
     const int num_drafts = p.rows_per_request - 1;
-    if (turn < num_drafts) {
+    if (drafting) {
       const long long at = static_cast<long long>(request) * num_drafts + turn;
       const int draft = drafts[at];
       const bool exists = draft >= 0 && draft < p.vocab_size;
