@@ -55,14 +55,13 @@ class SampleConfig:
     resident: bool
     """The row is kept in shared memory, for repeated reads."""
     penalized: bool
-    verify: bool
     atom: int
     """Accesses per lane in an atom. The number of tokens of an atom depends on the vocabulary size
     only, hence so do the sums."""
     atoms: int
     """Atoms per block."""
-    streamed: bool
-    """One block reads each row, once if possible."""
+    draws: str
+    """What rows may need: "Few" tokens, "All" (no truncation), "Any" or "Drafts" (verified)."""
     capacity: int
     """Tokens that fit in a list of candidates; 0 without a list."""
 
@@ -75,7 +74,7 @@ class SampleConfig:
     @property
     def blocks_per_sm(self) -> int:
         """Blocks per SM for which registers are limited."""
-        full_sm = not (self.penalized or self.verify) and self.threads > _SMALL_BLOCK
+        full_sm = not self.penalized and self.draws != "Drafts" and self.threads > _SMALL_BLOCK
         return max(_FULL_BLOCK // self.threads, 1) if full_sm else 1
 
     def spec(self) -> KernelSpec:
@@ -87,9 +86,8 @@ class SampleConfig:
             ("CLUSTER", self.cluster),
             ("RESIDENT", self.resident),
             ("PENALIZED", self.penalized),
-            ("VERIFY", self.verify),
             ("ATOM", self.atom),
-            ("STREAMED", self.streamed),
+            ("DRAWS", self.draws),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
         )
         source = "sampling/sample.cu"
@@ -105,8 +103,7 @@ def plan_sample(
     device: Device,
     *,
     penalized: bool = False,
-    verify: bool = False,
-    lists: bool = True,
+    draws: str = "Any",
 ) -> SampleConfig:
     """The launch configuration.
 
@@ -117,8 +114,9 @@ def plan_sample(
     and more if there are too few rows to fill the GPU; by one block per row before Hopper.
 
     vec: logits per access, a divisor of `vocab_size`.
-    lists: rows may need a list of candidates: truncation other than by a top_k up to MOST_BEST.
+    draws: as in SampleConfig.
     """
+    verify = draws == "Drafts"
     cluster = 1
     while (
         verify
@@ -143,16 +141,17 @@ def plan_sample(
         iterations,
         verify,
         penalized,
-        verify,
         atom=tokens // (_WARP * vec),
         atoms=-(-(-(-vocab_size // tokens)) // cluster),
-        streamed=not verify,
+        draws=draws,
         capacity=0,
     )
     if verify:
         fits = config.shared_bytes <= device.shared_bytes_per_block
         return config if fits else replace(config, resident=False)
-    return replace(config, capacity=_capacity(config, vocab_size, device)) if lists else config
+    if draws != "Any":
+        return config
+    return replace(config, capacity=_capacity(config, vocab_size, device))
 
 
 def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:

@@ -148,7 +148,7 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    prepared = _prepare(logits, history, _may_list(options, top_n))
+    prepared = _prepare(logits, history, _draws(options, top_n))
     counts = NULL
     if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
@@ -209,19 +209,20 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
-def _may_list(options: RequestOptions, top_n: int) -> bool:
-    """Whether rows may need a list of candidates, as far as the host can tell: truncation other
-    than by a top_k up to MOST_BEST, or more listed tokens."""
+def _draws(options: RequestOptions, top_n: int) -> str:
+    """What the rows may need, as far as the host can tell: `draws` of SampleConfig."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
-    if greedy or (options.is_number("top_k") and 0 < options.number("top_k") <= MOST_BEST):
-        return top_n > MOST_BEST
-    numbers = all(options.is_number(name) for name in ("temperature", "top_k", "top_p", "min_p"))
-    truncates = options.number("top_k") > 0 or options.number("top_p") < 1
-    return top_n > 0 or not numbers or truncates or options.number("min_p") > 0
+    short = options.is_number("top_k") and 0 < options.number("top_k") <= MOST_BEST
+    if (greedy or short) and top_n <= MOST_BEST:
+        return "Few"
+    if top_n or not all(map(options.is_number, ("temperature", "top_k", "top_p", "min_p"))):
+        return "Any"
+    truncates = options.number("top_k") or options.number("top_p") < 1 or options.number("min_p")
+    return "Any" if truncates or options.number("temperature") == 0 else "All"
 
 
 @launch_plan
-def _prepare(logits: Array, history: Array | None, lists: bool) -> _Prepared:
+def _prepare(logits: Array, history: Array | None, draws: str) -> _Prepared:
     batch, vocab_size = logits.shape
     config = plan_sample(
         batch,
@@ -230,7 +231,7 @@ def _prepare(logits: Array, history: Array | None, lists: bool) -> _Prepared:
         access_width(vocab_size, logits),
         current_device(),
         penalized=history is not None,
-        lists=lists,
+        draws=draws,
     )
     launch = Launch(load_kernel(config.spec()), (batch * config.cluster,))
     if history is None:
@@ -289,15 +290,18 @@ def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = [
-        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized)
-        for rows, vocab, dtype, vec, penalized in (
-            (1, 128256, "float32", 4, False),
-            (256, 128256, "float32", 4, False),
-            (256, 128256, "float32", 4, True),
-            (64, 151936, "bfloat16", 8, False),
-            (256, 50257, "float16", 1, False),
-            (4, 512, "float32", 4, False),
-            (4, 1 << 20, "bfloat16", 8, True),
+        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized, draws=draws)
+        for rows, vocab, dtype, vec, penalized, draws in (
+            (1, 128256, "float32", 4, False, "Few"),
+            (256, 128256, "float32", 4, False, "Few"),
+            (256, 128256, "float32", 4, False, "All"),
+            (256, 128256, "float32", 4, False, "Any"),
+            (256, 128256, "float32", 4, True, "Any"),
+            (64, 151936, "bfloat16", 8, False, "Few"),
+            (64, 151936, "bfloat16", 8, False, "Any"),
+            (256, 50257, "float16", 1, False, "All"),
+            (4, 512, "float32", 4, False, "Any"),
+            (4, 1 << 20, "bfloat16", 8, True, "Any"),
         )
     ]
     return [*(config.spec() for config in rows), _count_spec()]

@@ -27,17 +27,14 @@ class Candidates {
   CUKIT_DEVICE Candidates(Team& team, const Row& row, Workspace& space, Atoms& atoms, const List& list)
       : team_(team), row_(row), space_(space), atoms_(atoms), list_(list) {}
 
-  // Lists tokens if `capacity` is not 0. weigh: also store the atoms' sums.
+  // weigh: also store the atoms' sums.
   CUKIT_DEVICE Streamed collect(const Demand& demand, int capacity, bool weigh, float slope) {
     float largest = -infinity();
-    limit_ = infinity();
     atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most) {
       largest = max_nan(largest, most);
       if (weigh && atom >= 0) atoms_.weigh(atom, vectors, first, most, slope);
-      if (capacity > 0) {
-        if (i == 0) limit_ = bound(vectors, first, most, demand, capacity, slope);
-        if (most >= limit_) list_.append(row_, vectors, first, limit_);
-      }
+      if (i == 0) limit_ = bound(vectors, first, most, demand, capacity, slope);
+      if (most >= limit_) list_.append(row_, vectors, first, limit_);
     });
     const unsigned own = descending_key(largest + 0.0f);
     const unsigned least = team_.least(own);

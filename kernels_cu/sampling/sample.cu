@@ -13,24 +13,28 @@
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
-// Mapping: STREAMED: one block per row, which it reads once if possible: for no more than 128 tokens by best.cuh,
-//   without truncation by atoms.cuh, otherwise by candidates.cuh. If the row must be read again, and without
-//   STREAMED, select.cuh finds the cut, and all threads sum the kept weights; without STREAMED one cluster per row
-//   keeps it in shared memory if it fits.
+// Mapping, by DRAWS, which tells what the rows may need:
+//   Few, no more than 128 tokens; All, no truncation; Any: one block per row, which it reads once if possible, by
+//     best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several times.
+//   Drafts: verifies drafts; one cluster per row, which keeps it in shared memory if it fits. select.cuh finds the
+//     cut, and all threads sum the kept weights.
 // Shared memory, dynamic: kWorkspaceBytes + 16 bytes per atom of the block + RESIDENT * 4 * iterations * THREADS * VEC
-//   bytes or, with STREAMED, 8 * capacity bytes.
+//   bytes + 8 * capacity bytes.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
-//   PENALIZED 0|1; VERIFY 0|1: verify drafts; ATOM: row.cuh; STREAMED 0|1: needs CLUSTER 1, RESIDENT 0, VERIFY 0;
-//   BLOCKS_PER_SM. Minimum architecture: sm_80.
+//   PENALIZED 0|1; DRAWS Few|All|Any: needs CLUSTER 1, RESIDENT 0; DRAWS Drafts; ATOM: row.cuh; BLOCKS_PER_SM.
+//   Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
 #include "common/philox.cuh"
 #include "sampling/best.cuh"
 #include "sampling/candidates.cuh"
 
-static_assert(!STREAMED || (CLUSTER == 1 && !RESIDENT && !VERIFY), "a block streams a row");
-
 namespace {
+
+enum class Draws { Few, All, Any, Drafts };
+constexpr Draws kDraws = Draws::DRAWS;
+constexpr bool kVerify = kDraws == Draws::Drafts;
+static_assert(kVerify || (CLUSTER == 1 && !RESIDENT), "a block streams a row");
 
 using cukit::Atoms;
 using cukit::By;
@@ -71,7 +75,7 @@ struct Results {
   float* logprob;        // with p.logprobs
   int* top_tokens;       // [top_n]
   float* top_logprobs;   // [top_n]
-  int* accepted;         // with VERIFY
+  int* accepted;         // with Drafts
 };
 
 CUKIT_DEVICE float log_of(uint64 weights) {
@@ -172,7 +176,7 @@ CUKIT_DEVICE void refuse(const Results& results, const SampleParameters& p) {
   if (threadIdx.x == 0) {
     *results.token = -1;
     if (p.logprobs) *results.logprob = __uint_as_float(kNan);
-    if (VERIFY) *results.accepted = -1;
+    if (kVerify) *results.accepted = -1;
   }
   for (int i = threadIdx.x; i < p.top_n; i += THREADS) {
     results.top_tokens[i] = -1;
@@ -194,13 +198,13 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     const float* __restrict__ frequency,
     const long long* __restrict__ seed,
     const long long* __restrict__ step,
-    const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with VERIFY
+    const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with Drafts
     const float* __restrict__ draft_probs,  // [requests, rows_per_request - 1, vocab_size] or null
     int* tokens,                            // [num_rows]; -1: invalid row
     float* logprobs,                        // [num_rows]
     int* top_tokens,                        // [num_rows, top_n]
     float* top_logprobs,                    // [num_rows, top_n]
-    int* accepted,                          // [num_rows], with VERIFY: 1, 0, or -1: invalid row
+    int* accepted,                          // [num_rows], with Drafts: 1, 0, or -1: invalid row
     const __grid_constant__ SampleParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   Workspace& space = *reinterpret_cast<Workspace*>(memory);
@@ -249,9 +253,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           team.rank(), p);
   Atoms atoms(team, row, sums);
   const bool truncates = most > 0 || part < 1.0f || least_part > 0.0f;
-  const bool drafting = VERIFY && turn < p.rows_per_request - 1;
+  const bool drafting = kVerify && turn < p.rows_per_request - 1;
   const bool weighs = p.logprobs || (truncates ? most == 0 && part < 1.0f : !drafting);
-  const bool short_list = !VERIFY && most > 0 && most <= kListed;
+  const bool short_list = !kVerify && most > 0 && most <= kListed;
   const int want = max(short_list ? most : 0, p.top_n);
 
   float largest = 0.0f;
@@ -319,8 +323,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   };
 
   unsigned own;  // smallest key of this thread's logits
-  if constexpr (STREAMED) {
-    if (short_list && want <= cukit::kMostBest) {
+  if constexpr (!kVerify) {
+    if (kDraws != Draws::All && short_list && want <= cukit::kMostBest) {
       cukit::Best best(team, row, space, atoms);
       const Streamed pass = best.collect(want, weighs, slope);
       own = pass.own;
@@ -331,19 +335,24 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
         return;
       }
-    } else {
-      const bool lists = truncates || want > 0;
+    } else if (kDraws == Draws::All || !(truncates || want > 0)) {
+      float most_likely = -cukit::infinity();
+      atoms.each<true>([&](int, int atom, const Row::Atom& vectors, int first, float top) {
+        most_likely = cukit::max_nan(most_likely, top);
+        if (atom >= 0) atoms.weigh(atom, vectors, first, top, slope);
+      });
+      if (!start(team.least(cukit::descending_key(most_likely + 0.0f)))) return;
+      all = atoms.total(largest, slope);
+      draw_atom();
+      return;
+    } else if constexpr (kDraws == Draws::Any) {
       const cukit::List list(static_cast<uint64*>(values), &space.cursor, p.capacity);
       Candidates candidates(team, row, space, atoms, list);
-      const Streamed pass = candidates.collect({max(most, want), part, least_part},
-                                               lists ? p.capacity : 0, weighs, slope);
+      const Streamed pass =
+          candidates.collect({max(most, want), part, least_part}, p.capacity, weighs, slope);
       own = pass.own;
       if (!start(pass.least)) return;
       if (weighs) all = atoms.total(largest, slope);
-      if (!lists) {
-        draw_atom();
-        return;
-      }
       const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
       if (!pass.failed && pass.count >= static_cast<unsigned>(needed)) {
         __syncthreads();
@@ -399,7 +408,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const Team::Sum kept = sum_of(weight_of);
 
   unsigned stream = kDraw;
-  if constexpr (VERIFY) {
+  if constexpr (kVerify) {
     const int num_drafts = p.rows_per_request - 1;
     if (drafting) {
       const long long at = static_cast<long long>(request) * num_drafts + turn;

@@ -390,10 +390,14 @@ def test_an_empty_batch(device):
     ],
 )
 def test_the_plan(rows, vocab_size, cluster, threads, resident):
-    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"])
+    config = plan_sample(
+        rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws="Drafts"
+    )
     assert (config.cluster, config.threads, config.resident) == (cluster, threads, resident)
     assert config.cluster * config.threads * config.vec * config.iterations >= vocab_size
-    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"])
+    single = plan_sample(
+        rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws="Drafts"
+    )
     assert single.cluster == 1
 
 
