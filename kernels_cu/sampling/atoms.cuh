@@ -60,6 +60,12 @@ class Atoms {
     });
   }
 
+  // Replaces the sum of an atom, which total() and draw() no longer need, by another.
+  CUKIT_DEVICE void replace(int atom, uint64 sum) {
+    if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_].sum = sum;
+  }
+  CUKIT_DEVICE uint64 replaced(int atom) const { return sums_[atom - begin_].sum; }
+
   // The weight of the row, once all atoms are weighed.
   CUKIT_DEVICE Team::Sum total(float largest, float slope) {
     __syncthreads();

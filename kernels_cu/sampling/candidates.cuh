@@ -3,7 +3,8 @@
 //
 // The first round samples logits all over the row. A histogram of the sample yields the threshold: as high as the
 // options permit with a margin, but so low at most that the list is expected to hold its tokens. Whether the
-// listed tokens suffice is decided exactly afterwards; if they do not, the row is read again.
+// listed tokens suffice is decided exactly afterwards. If they weigh less than top_p demands, a second pass sums the
+// weights of the tokens above an interval that should contain the last kept token, and lists those within it.
 #pragma once
 
 #include "common/platform.cuh"
@@ -63,49 +64,86 @@ class Candidates {
   }
   CUKIT_DEVICE int columns() const { return row_.columns(); }
 
-  // Draws from the listed tokens in order of token id, with weights weight_of(logit, token): the sums of each atom's
-  // tokens select an atom, whose tokens are then sorted by id.
+  // The second pass: false if the prefix sum of the weights does not reach `target` among the tokens that it lists;
+  // otherwise `target` is what remains of it there. total: of all weights. The first list must be complete.
+  CUKIT_DEVICE bool narrow(uint64& target, uint64 total, float largest, float slope, int capacity) {
+    uint64 own = 0;
+    each([&](float x, int) { own += Scaled(largest - x, slope).weight(); });
+    const uint64 listed = team_.sum(own).total;
+    if (listed >= total || target <= listed) return false;
+    const float part = static_cast<float>(target - listed) / static_cast<float>(total - listed);
+    list_.clear();
+    float lower = 0.0f;
+    own = 0;
+    atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most) {
+      if (i == 0) interval(vectors, first, most, largest, slope, part, capacity, lower, upper_);
+      uint64 above = 0;
+#pragma unroll
+      for (int u = 0; u < ATOM; ++u) {
+        float x[VEC];
+        row_.values_of(x, vectors, u, first);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          if (most > -infinity() && x[j] >= upper_) above += Scaled(largest - x[j], slope).weight();
+        }
+      }
+      own += above;
+      if (atom >= 0) atoms_.replace(atom, warp_sum(above));
+      if (most >= lower) list_.append(row_, vectors, first, lower, upper_);
+    });
+    const Team::Sum above = team_.sum(own);
+    count_ = list_.size();
+    __syncthreads();
+    list_.clear();
+    if (count_ > static_cast<unsigned>(capacity) || above.total >= target) return false;
+    target -= above.total;
+    return true;
+  }
+
+  // Whether all tokens above the list of the second pass have a weight of at least `least_weight`.
+  CUKIT_DEVICE bool exceeds(uint64 least_weight, float largest, float slope) const {
+    const float weight = exp2f((upper_ - largest) * slope) * 0.999f;
+    return weight * static_cast<float>(1ull << kScale) > static_cast<float>(least_weight);
+  }
+
+  // Draws in order of token id, with weights weight_of(logit, token), which are 0 for tokens below the list: the sums
+  // of the atoms' weights select an atom, which is read again.
   template <typename WeightOf, typename Winner>
   CUKIT_DEVICE void draw(uint64 uniform, const WeightOf& weight_of, const Winner& winner) {
-    static_assert(kAtomTokens <= kMost, "the tokens of an atom fit in the workspace's list");
     each([&](float x, int token) {
       const uint64 weight = weight_of(x, token);
       if (weight == 0) return;
       atomicAdd(&space_.bins[0][token / kAtomTokens], static_cast<unsigned>(weight) & kLowMask);
       atomicAdd(&space_.bins[1][token / kAtomTokens], static_cast<unsigned>(weight >> kHalf));
     });
-    for (int i = threadIdx.x; i < kMost; i += THREADS) space_.list[i] = 0;
     __syncthreads();
-    unsigned message[kMessage] = {};
-    uint64 own[kBins / THREADS], total;
+    uint64 sums[kBins / THREADS], total;
 #pragma unroll
     for (int j = 0; j < kBins / THREADS; ++j) {
       const int atom = threadIdx.x * (kBins / THREADS) + j;
-      own[j] = (static_cast<uint64>(space_.bins[1][atom]) << kHalf) + space_.bins[0][atom];
+      sums[j] = (static_cast<uint64>(space_.bins[1][atom]) << kHalf) + space_.bins[0][atom];
+      if (upper_ < infinity() && atom < Atoms::share_of(columns())) sums[j] += atoms_.replaced(atom);
     }
-    uint64 before = prefix(own, total);
-    const uint64 place = __umul64hi(uniform, total);
-    const bool sends = find(own, before, place, [&](int j, uint64 left) {
+    uint64 before = prefix(sums, total);
+    unsigned message[kMessage] = {};
+    const bool sends = find(sums, before, __umul64hi(uniform, total), [&](int j, uint64 left) {
       message[0] = threadIdx.x * (kBins / THREADS) + j;
       message[1] = static_cast<unsigned>(left);
       message[2] = static_cast<unsigned>(left >> 32);
     });
     team_.broadcast(message, sends);
-    const int atom = static_cast<int>(message[0]);
-    each([&](float x, int token) {
-      if (token / kAtomTokens == atom) space_.list[token % kAtomTokens] = weight_of(x, token);
-    });
-    __syncthreads();
-    uint64 weights[kMost / THREADS];
+    constexpr int kPer = (kAtomTokens + THREADS - 1) / THREADS;
+    const int offset = static_cast<int>(threadIdx.x) * kPer;
+    const int first = static_cast<int>(message[0]) * kAtomTokens + offset;
+    uint64 weights[kPer];
 #pragma unroll
-    for (int j = 0; j < kMost / THREADS; ++j) {
-      weights[j] = space_.list[threadIdx.x * (kMost / THREADS) + j];
+    for (int j = 0; j < kPer; ++j) {
+      const bool exists = offset + j < kAtomTokens && first + j < columns();
+      weights[j] = exists ? weight_of(row_.at(first + j), first + j) : 0;
     }
     before = prefix(weights, total);
-    find(weights, before, static_cast<uint64>(message[2]) << 32 | message[1], [&](int j, uint64) {
-      const int token = atom * kAtomTokens + threadIdx.x * (kMost / THREADS) + j;
-      winner(row_.at(token), token);
-    });
+    find(weights, before, static_cast<uint64>(message[2]) << 32 | message[1],
+         [&](int j, uint64) { winner(row_.at(first + j), first + j); });
   }
 
  private:
@@ -116,6 +154,13 @@ class Candidates {
   // Vectors of a lane's first atom in the sample: 8 logits, so that a block of 512 threads samples 4096.
   static constexpr int kSampled = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VEC : ATOM;
   static constexpr float kPerOctave = 32.0f;
+
+  // The number of tokens for which a token of the sample stands.
+  CUKIT_DEVICE float tokens_per_sample() const {
+    const int atoms = Atoms::share_of(columns());
+    const int sampled = min(kWarps, (atoms + atoms_.rounds() - 1) / atoms_.rounds());
+    return static_cast<float>(columns()) / static_cast<float>(sampled * (kSampled * kWarpSize * VEC));
+  }
 
   template <int N>
   CUKIT_DEVICE uint64 prefix(const uint64 (&own)[N], uint64& total) {
@@ -140,11 +185,11 @@ class Candidates {
     return here;
   }
 
-  // The threshold, from a sample: this lane's first vectors of an atom. Contains barriers.
-  CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float most, const Demand& demand,
-                           int capacity, float slope) {
-    const float largest = logit_of(team_.least(descending_key(most + 0.0f)));
-    if (!(largest > -infinity() && largest < infinity())) return kLowest;
+  // Counts, in bins by distance from `largest`, the sampled tokens below `limit`: this lane's first vectors of an
+  // atom. Returns the counts of this thread's bins, and clears them.
+  template <int N>
+  CUKIT_DEVICE void sample(uint64 (&counts)[N], const Row::Atom& vectors, int first, float most,
+                           float largest, float slope, float limit) {
 #pragma unroll
     for (int u = 0; u < kSampled; ++u) {
       float x[VEC];
@@ -152,28 +197,40 @@ class Candidates {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const float at = fminf((largest - x[j]) * slope * kPerOctave, kBins - 1);
-        if (row_.column_of(first, u) + j < row_.columns() && most > -infinity()) {
+        if (row_.column_of(first, u) + j < columns() && most > -infinity() && x[j] < limit) {
           atomicAdd(&space_.bins[0][static_cast<unsigned>(at)], 1u);
         }
       }
     }
-    if (threadIdx.x == 0) space_.limit = 0;
     __syncthreads();
-    constexpr int kPer = kBins / THREADS;
-    constexpr float kUnit = 1 << 30;
-    uint64 counts[kPer], weights[kPer], sampled, weight;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int b = threadIdx.x * kPer + j;
-      counts[j] = space_.bins[0][b];
-      space_.bins[0][b] = 0;
-      weights[j] = static_cast<uint64>(static_cast<float>(counts[j]) * exp2f(static_cast<float>(-b) / kPerOctave) * kUnit);
+    for (int j = 0; j < N; ++j) {
+      counts[j] = space_.bins[0][threadIdx.x * N + j];
+      space_.bins[0][threadIdx.x * N + j] = 0;
     }
+  }
+
+  // The weight of the tokens of a bin, in units of 2^-30.
+  CUKIT_DEVICE static uint64 weight_of_bin(uint64 count, int bin) {
+    return static_cast<uint64>(static_cast<float>(count) * exp2f(30.0f - static_cast<float>(bin) / kPerOctave));
+  }
+
+  // The threshold, from a sample. Contains barriers.
+  CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float most, const Demand& demand,
+                           int capacity, float slope) {
+    const float largest = logit_of(team_.least(descending_key(most + 0.0f)));
+    if (!(largest > -infinity() && largest < infinity())) return kLowest;
+    if (threadIdx.x == 0) space_.limit = 0;
+    constexpr int kPer = kBins / THREADS;
+    uint64 counts[kPer], weights[kPer], sampled, weight;
+    sample(counts, vectors, first, most, largest, slope, infinity());
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
     uint64 upto = prefix(counts, sampled);
     uint64 above = prefix(weights, weight);
     // The sample stands for `ratio` times as many tokens. A bin is listed if the bins above it do not suffice and
     // the tokens down to it fit in the list.
-    const float ratio = static_cast<float>(row_.columns()) / static_cast<float>(sampled);
+    const float ratio = tokens_per_sample();
     const float expected = static_cast<float>(demand.count) / ratio;
     const float enough = demand.count > 0 ? expected + 5.0f * sqrtf(expected) + 8.0f : 0.0f;
     const float room = 0.7f * static_cast<float>(capacity) / ratio;
@@ -196,13 +253,58 @@ class Candidates {
     return largest - static_cast<float>(space_.limit + 1) / kPerOctave / slope;
   }
 
+  // An interval [lower, upper) of logits below limit_ that should contain the last kept token: from a sample, around
+  // the bin at which the prefix sum of the weights reaches `part`. Contains barriers.
+  CUKIT_DEVICE void interval(const Row::Atom& vectors, int first, float most, float largest, float slope,
+                             float part, int capacity, float& lower, float& upper) {
+    constexpr int kPer = kBins / THREADS;
+    unsigned& centre = space_.limit;
+    unsigned& nearest = space_.groups[0];
+    unsigned& farthest = space_.groups[1];
+    if (threadIdx.x == 0) centre = farthest = 0, nearest = kBins;
+    uint64 counts[kPer], weights[kPer], sampled, weight;
+    sample(counts, vectors, first, most, largest, slope, limit_);
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
+    const uint64 before = prefix(counts, sampled);
+    const uint64 above = prefix(weights, weight);
+    const auto place = static_cast<uint64>(static_cast<float>(weight) * part);
+    uint64 upto = before;
+    uint64 heavier = above;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      upto += counts[j];
+      heavier += weights[j];
+      if (heavier <= place) atomicMax(&centre, static_cast<unsigned>(upto));
+    }
+    __syncthreads();
+    const float ratio = tokens_per_sample();
+    const float half = 0.35f * static_cast<float>(capacity) / ratio;
+    upto = before;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      const float from = static_cast<float>(upto) - static_cast<float>(centre);
+      upto += counts[j];
+      const float to = static_cast<float>(upto) - static_cast<float>(centre);
+      if (to >= -half && from <= half) {
+        atomicMin(&nearest, threadIdx.x * kPer + j);
+        atomicMax(&farthest, threadIdx.x * kPer + j);
+      }
+    }
+    __syncthreads();
+    const auto edge = [&](unsigned bin) { return largest - static_cast<float>(bin) / kPerOctave / slope; };
+    upper = fminf(edge(nearest), limit_);
+    lower = farthest == kBins - 1 ? kLowest : edge(farthest + 1);
+  }
+
   Team& team_;
   const Row& row_;
   Workspace& space_;
   Atoms& atoms_;
   List list_;
   unsigned count_ = 0;
-  float limit_ = 0.0f;
+  float limit_ = 0.0f;         // listed: logits of at least limit_
+  float upper_ = infinity();   // after narrow(): listed logits are below upper_
 };
 
 }  // namespace cukit

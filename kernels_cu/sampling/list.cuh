@@ -22,16 +22,17 @@ class List {
     if (threadIdx.x == 0) *cursor_ = 0;
   }
 
-  // Appends the tokens of an atom that reach the limit. Few do, so a rolled loop reloads them: unrolled code
+  // Appends the tokens of an atom with logits of at least `limit` and below `upper`. Few are, so a rolled loop reloads them: unrolled code
   // would cost instruction fetches.
-  CUKIT_DEVICE void append(const Row& row, const Row::Atom& vectors, int first, float limit) const {
+  CUKIT_DEVICE void append(const Row& row, const Row::Atom& vectors, int first, float limit,
+                           float upper = infinity()) const {
     unsigned reaching = 0;
 #pragma unroll
     for (int u = 0; u < ATOM; ++u) {
       float x[VEC];
       row.values_of(x, vectors, u, first);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) reaching |= x[j] >= limit ? 1u << (u * VEC + j) : 0u;
+      for (int j = 0; j < VEC; ++j) reaching |= x[j] >= limit && x[j] < upper ? 1u << (u * VEC + j) : 0u;
     }
     if (reaching == 0) return;
     unsigned at = atomicAdd(cursor_, static_cast<unsigned>(__popc(reaching)));

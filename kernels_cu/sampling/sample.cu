@@ -301,12 +301,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     return short_list;
   };
   // The last token that top_k and top_p keep. exceeded: all tokens weigh less than top_p demands.
-  const auto cut_of = [&](auto& selection, bool& exceeded) {
+  // target: the weight that top_p demands without top_k.
+  const auto cut_of = [&](auto& selection, uint64 target, bool& exceeded) {
     Cut cut;
     exceeded = false;
     if (most > 0) cut = selection.template cut<By::Count>(most, -1.0f, cut, exceeded);
     if (part < 1.0f) {
-      const uint64 target = cukit::part_of(all.total, part);
       cut = selection.template cut<By::Weight>(target, most > 0 ? part : -1.0f, cut, exceeded);
     }
     return cut;
@@ -364,10 +364,16 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           draw_atom();
           return;
         }
+        uint64 target = cukit::part_of(all.total, part);
         bool exceeded;
-        const Cut cut = cut_of(selection, exceeded);
-        if (most > 0 || (part < 1.0f && !exceeded) ||
-            candidates.covers(least_weight, largest, slope)) {
+        Cut cut = cut_of(selection, target, exceeded);
+        bool suffices = most > 0 || (part < 1.0f && !exceeded) ||
+                        candidates.covers(least_weight, largest, slope);
+        if (!suffices && exceeded && candidates.narrow(target, all.total, largest, slope, p.capacity)) {
+          cut = cut_of(selection, target, exceeded);
+          suffices = !exceeded && candidates.exceeds(least_weight, largest, slope);
+        }
+        if (suffices) {
           candidates.draw(
               draw_of_row().uniform(kDraw),
               [&](float x, int token) { return weight_within(cut, x, token); }, drawn);
@@ -396,7 +402,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     return;
   }
   bool exceeded;
-  const Cut cut = cut_of(selection, exceeded);
+  const Cut cut = cut_of(selection, cukit::part_of(all.total, part), exceeded);
   const Results results = results_of_row();
   const Draw draw = draw_of_row();
   const auto weight_of = [&](float x, int column) { return weight_within(cut, x, column); };
