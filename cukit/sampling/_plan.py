@@ -133,6 +133,7 @@ def plan_sample(
         threads = _FULL_BLOCK if full else _SHARED_BLOCK
     iterations = -(-vocab_size // (cluster * threads * vec))
     tokens = _SMALL_ATOM_TOKENS if vocab_size < _SMALL_VOCABULARY else _ATOM_TOKENS
+    num_atoms = -(-vocab_size // tokens)
     config = SampleConfig(
         dtype,
         vec,
@@ -142,7 +143,7 @@ def plan_sample(
         verify,
         penalized,
         atom=tokens // (_WARP * vec),
-        atoms=-(-(-(-vocab_size // tokens)) // cluster),
+        atoms=-(-num_atoms // cluster),
         draws=draws,
         capacity=0,
     )

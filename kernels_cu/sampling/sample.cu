@@ -397,6 +397,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
 
   Selection<Row> selection(team, row, space, largest, slope);
   if (list_tokens(selection, own)) return;
+  if (kVerify && !drafting && team.leads() && threadIdx.x == 0) *results_of_row().accepted = 0;
   if (!truncates && !drafting) {
     draw_atom();
     return;
@@ -449,8 +450,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         find_token(row, left, __umul64hi(uniform_bits, left.total), excess, drawn);
         return;
       }
-    } else if (team.leads() && threadIdx.x == 0) {
-      *results.accepted = 0;
     }
   }
   const uint64 uniform = draw.uniform(stream);
