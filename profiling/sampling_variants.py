@@ -104,7 +104,7 @@ def _with_threads(ours: Call, threads: int) -> Call:
     drawing = module.RequestOptions("sample", {**options, "seed": 0})
     with mock.patch.object(module, "plan_sample", plan):
         module._prepare.forget()
-        prepared = module._prepare(logits, None, module._draws(drawing, 0))
+        prepared = module._prepare(logits, None, module._draws(drawing, logits.shape[1], 0))
         module._prepare.forget()
 
     def call() -> Any:

@@ -148,7 +148,7 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    prepared = _prepare(logits, history, _draws(options, top_n))
+    prepared = _prepare(logits, history, _draws(options, vocab_size, top_n))
     counts = NULL
     if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
@@ -209,15 +209,16 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
-def _draws(options: RequestOptions, top_n: int) -> str:
+def _draws(options: RequestOptions, vocab_size: int, top_n: int) -> str:
     """What the rows may need, as far as the host can tell: `draws` of SampleConfig."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
-    short = options.is_number("top_k") and 0 < options.number("top_k") <= MOST_BEST
+    top_k = options.number("top_k") if options.number("top_k") < vocab_size else 0
+    short = options.is_number("top_k") and 0 < top_k <= MOST_BEST
     if (greedy or short) and top_n <= MOST_BEST:
         return "Few"
     if top_n or not all(map(options.is_number, ("temperature", "top_k", "top_p", "min_p"))):
         return "Any"
-    truncates = options.number("top_k") or options.number("top_p") < 1 or options.number("min_p")
+    truncates = top_k or options.number("top_p") < 1 or options.number("min_p")
     return "Any" if truncates or options.number("temperature") == 0 else "All"
 
 

@@ -259,8 +259,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const int want = max(short_list ? most : 0, p.top_n);
 
   float largest = 0.0f;
-  Team::Sum all{};  // of the atoms' weights, if `weighs`
-  // Sets `largest` and `all`; false for an invalid row.
+  uint64 all = 0;  // the weight of the row, if `weighs`
+  // Sets `largest`; false for an invalid row.
   const auto start = [&](unsigned least) {
     // A NaN or +infinity has a smaller key than any finite logit; -infinity has the largest.
     if (least <= cukit::descending_key(cukit::infinity()) ||
@@ -273,7 +273,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   };
   // Log-probabilities are normalised over the whole vocabulary.
   const auto logprob_of = [&](float x) {
-    return -((largest - x) * slope) * cukit::kLn2 - log_of(all.total);
+    return -((largest - x) * slope) * cukit::kLn2 - log_of(all);
   };
   const auto drawn = [&](float x, int token) {
     const Results results = results_of_row();
@@ -311,15 +311,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     }
     return cut;
   };
-  const uint64 least_weight = draw_of_row().least_weight;
-  const auto weight_within = [&](const Cut& cut, float x, int column) -> uint64 {
+  const auto weight_within = [&](const Cut& cut, uint64 least_weight, float x, int column) -> uint64 {
     if (!cut.keeps(x, column)) return 0;
     const uint64 weight = Scaled(largest - x, slope).weight();
     return weight >= least_weight ? weight : 0;
   };
   const auto draw_atom = [&] {
-    const uint64 place = __umul64hi(draw_of_row().uniform(kDraw), all.total);
-    atoms.draw(all, place, largest, slope, drawn);
+    const Team::Sum sum = atoms.total(largest, slope);
+    all = sum.total;
+    atoms.draw(sum, __umul64hi(draw_of_row().uniform(kDraw), sum.total), largest, slope, drawn);
   };
 
   unsigned own;  // smallest key of this thread's logits
@@ -329,7 +329,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       const Streamed pass = best.collect(want, weighs, slope);
       own = pass.own;
       if (!start(pass.least)) return;
-      if (weighs) all = atoms.total(largest, slope);
+      if (weighs) all = atoms.total(largest, slope).total;
       if (!pass.failed && pass.count >= static_cast<unsigned>(p.top_n)) {
         list_best(space.list, results_of_row(), p, logprob_of);
         draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
@@ -342,7 +342,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         if (atom >= 0) atoms.weigh(atom, vectors, first, top, slope);
       });
       if (!start(team.least(cukit::descending_key(most_likely + 0.0f)))) return;
-      all = atoms.total(largest, slope);
       draw_atom();
       return;
     } else if constexpr (kDraws == Draws::Any) {
@@ -352,7 +351,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           candidates.collect({max(most, want), part, least_part}, p.capacity, weighs, slope);
       own = pass.own;
       if (!start(pass.least)) return;
-      if (weighs) all = atoms.total(largest, slope);
+      if (weighs) all = atoms.total(largest, slope).total;
       const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
       if (!pass.failed && pass.count >= static_cast<unsigned>(needed)) {
         __syncthreads();
@@ -364,19 +363,22 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           draw_atom();
           return;
         }
-        uint64 target = cukit::part_of(all.total, part);
+        uint64 target = cukit::part_of(all, part);
         bool exceeded;
         Cut cut = cut_of(selection, target, exceeded);
+        const uint64 least_weight = draw_of_row().least_weight;
         bool suffices = most > 0 || (part < 1.0f && !exceeded) ||
                         candidates.covers(least_weight, largest, slope);
-        if (!suffices && exceeded && candidates.narrow(target, all.total, largest, slope, p.capacity)) {
-          cut = cut_of(selection, target, exceeded);
+        if (!suffices && exceeded && candidates.narrow(target, all, largest, slope, p.capacity)) {
+          Selection<Candidates> narrowed(team, candidates, space, largest, slope);
+          cut = cut_of(narrowed, target, exceeded);
           suffices = !exceeded && candidates.exceeds(least_weight, largest, slope);
         }
         if (suffices) {
           candidates.draw(
               draw_of_row().uniform(kDraw),
-              [&](float x, int token) { return weight_within(cut, x, token); }, drawn);
+              [&](float x, int token) { return weight_within(cut, least_weight, x, token); },
+              drawn);
           return;
         }
       }
@@ -391,7 +393,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     if (!start(team.least(own))) return;
     if (weighs) {
       atoms.weigh_all(slope);
-      all = atoms.total(largest, slope);
+      all = atoms.total(largest, slope).total;
     }
   }
 
@@ -403,10 +405,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     return;
   }
   bool exceeded;
-  const Cut cut = cut_of(selection, cukit::part_of(all.total, part), exceeded);
+  const Cut cut = cut_of(selection, cukit::part_of(all, part), exceeded);
   const Results results = results_of_row();
   const Draw draw = draw_of_row();
-  const auto weight_of = [&](float x, int column) { return weight_within(cut, x, column); };
+  const auto weight_of = [&](float x, int column) { return weight_within(cut, draw.least_weight, x, column); };
   const auto sum_of = [&](const auto& weigh) {
     uint64 sum = 0;
     row.each([&](float x, int column) { sum += weigh(x, column); });

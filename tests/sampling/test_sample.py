@@ -446,12 +446,12 @@ def test_an_empty_batch(device):
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "cluster", "threads", "resident"),
     [
-        (1, 128256, 8, 1024, True),
+        (1, 128256, 8, 512, True),
         (64, 128256, 8, 512, True),
         (256, 128256, 8, 512, True),
         (256, 32000, 2, 512, True),
         (1, 500, 1, 128, True),
-        (1, 1 << 20, 8, 1024, False),
+        (1, 1 << 20, 8, 512, False),
     ],
 )
 def test_the_plan(rows, vocab_size, cluster, threads, resident):
