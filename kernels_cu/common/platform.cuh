@@ -2,7 +2,6 @@
 // file may depend on the compiler.
 //
 // CUKIT_DEVICE                       qualifiers of a small device function
-// CUKIT_CALLED                       qualifiers of a large one whose registers are allocated apart
 // CUKIT_DYNAMIC_SHARED(type, name)   `type* name` = the block's dynamic shared memory, 1024-byte
 //                                    aligned (the largest alignment that a TMA swizzle requires)
 // CUKIT_OFFSET(type, field)          bytes of a struct before a field, a constant
@@ -30,7 +29,6 @@
 #endif
 
 #define CUKIT_DEVICE __device__ __forceinline__
-#define CUKIT_CALLED __device__ __noinline__
 
 namespace cukit {
 

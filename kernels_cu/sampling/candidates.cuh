@@ -66,7 +66,7 @@ class Candidates {
 
   // The second pass: false if the prefix sum of the weights does not reach `target` among the tokens that it lists;
   // otherwise `target` is what remains of it there. total: of all weights. The first list must be complete.
-  CUKIT_CALLED bool narrow(uint64& target, uint64 total, float largest, float slope, int capacity) {
+  CUKIT_DEVICE bool narrow(uint64& target, uint64 total, float largest, float slope, int capacity) {
     uint64 own = 0;
     each([&](float x, int) { own += Scaled(largest - x, slope).weight(); });
     const uint64 listed = team_.sum(own).total;
@@ -109,7 +109,7 @@ class Candidates {
   // Draws in order of token id, with weights weight_of(logit, token), which are 0 for tokens below the list: the sums
   // of the atoms' weights select an atom, which is read again.
   template <typename WeightOf, typename Winner>
-  CUKIT_CALLED void draw(uint64 uniform, const WeightOf& weight_of, const Winner& winner) {
+  CUKIT_DEVICE void draw(uint64 uniform, const WeightOf& weight_of, const Winner& winner) {
     each([&](float x, int token) {
       const uint64 weight = weight_of(x, token);
       if (weight == 0) return;

@@ -370,8 +370,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         bool suffices = most > 0 || (part < 1.0f && !exceeded) ||
                         candidates.covers(least_weight, largest, slope);
         if (!suffices && exceeded && candidates.narrow(target, all, largest, slope, p.capacity)) {
-          Selection<Candidates> narrowed(team, candidates, space, largest, slope);
-          cut = cut_of(narrowed, target, exceeded);
+          cut = cut_of(selection, target, exceeded);
           suffices = !exceeded && candidates.exceeds(least_weight, largest, slope);
         }
         if (suffices) {

@@ -80,9 +80,7 @@ CUKIT_DEVICE void sort_list(uint64* list, int count) {
   }
 }
 
-// Source: calls body(logit, token) for each of this thread's tokens in each(body); columns(). It is copied.
-// The functions that pass over the tokens are called, on a copy of this object in registers: inlined, they would take
-// registers from the loops that stream rows.
+// Source: calls body(logit, token) for each of this thread's tokens in each(body); columns().
 template <typename Source>
 class Selection {
  public:
@@ -93,27 +91,7 @@ class Selection {
 
   // Collects at least the first `want` tokens in block 0's list, unsorted; returns their number, which may
   // exceed the list's capacity. `own` is the key of this thread's largest logit.
-  CUKIT_CALLED int collect_best(int want, unsigned own) {
-    return Selection(*this).collect_best_of(want, own);
-  }
-
-  // Collects the tokens that `cut` keeps, at most kMost of them; returns their number.
-  CUKIT_CALLED int collect(const Cut& cut) {
-    return Selection(*this).collect_kept(cut);
-  }
-
-  // By::Count: the cut after `target` tokens. By::Weight: the cut after the fewest tokens whose weight is at
-  // least `target` or, if `part` is not negative, `part` of the weight of all tokens that `within` keeps.
-  // `within` if they are fewer, which sets `exceeded`.
-  template <By by>
-  CUKIT_CALLED Cut cut(uint64 target, float part, const Cut& within, bool& exceeded) {
-    return Selection(*this).template find_cut<by>(target, part, within, exceeded);
-  }
-
- private:
-  static constexpr int kRankBits = 32 + kVocabularyBits;
-
-  CUKIT_DEVICE int collect_best_of(int want, unsigned own) {
+  CUKIT_DEVICE int collect_best(int want, unsigned own) {
     // If `want` threads have their largest logit above a bin's lower edge, so have `want` tokens.
     atomicAdd(&space_.bins[0][count_bin(largest_ - logit_of(own))], 1u);
     const Found found = find<By::Count>(static_cast<uint64>(want), 0.0f, -1);
@@ -126,15 +104,19 @@ class Selection {
     return static_cast<int>(sum.count);
   }
 
-  CUKIT_DEVICE int collect_kept(const Cut& cut) {
+  // Collects the tokens that `cut` keeps, at most kMost of them; returns their number.
+  CUKIT_DEVICE int collect(const Cut& cut) {
     const unsigned mine = append([&](float x, int column) { return cut.keeps(x, column); });
     const Team::Sum sum = team_.sum(0, mine);
     if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
     return static_cast<int>(sum.count);
   }
 
+  // By::Count: the cut after `target` tokens. By::Weight: the cut after the fewest tokens whose weight is at
+  // least `target` or, if `part` is not negative, `part` of the weight of all tokens that `within` keeps.
+  // `within` if they are fewer, which sets `exceeded`.
   template <By by>
-  CUKIT_DEVICE Cut find_cut(uint64 target, float part, const Cut within, bool& exceeded) {
+  CUKIT_DEVICE Cut cut(uint64 target, float part, const Cut& within, bool& exceeded) {
     uint64 prefix = 0;     // of the remaining sort keys
     int prefix_shift = kRankBits;
     unsigned bin = 0;      // chosen in the first round
@@ -190,6 +172,9 @@ class Selection {
       }
     }
   }
+
+ private:
+  static constexpr int kRankBits = 32 + kVocabularyBits;
 
   struct Found {
     unsigned bin;
@@ -348,7 +333,7 @@ class Selection {
   }
 
   Team& team_;
-  Source source_;
+  const Source& source_;
   Workspace& space_;
   float largest_, slope_;
 };

@@ -6,7 +6,6 @@
 #define __device__
 #define __global__ __attribute__((noinline))  // keeps its frame in reports and debuggers
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #define __builtin_align__(n) __align__(n)
 #define __device_builtin__
