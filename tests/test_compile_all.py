@@ -94,11 +94,11 @@ def known_spills(variant: Variant) -> int:
     - Products with quantised weights on Hopper: values for the epilogue are spilled during the main
       loop of tiles with 128 tokens and more; the main loop itself has no spills.
     - Gradients of an indexer's queries with a head_dim of 256: a thread has 128 accumulators.
-    - Sampling with 64 registers per thread: what is needed once a row has been read is spilled until
-      then, and the passes for rows that must be read again spill. The loop that streams a row for
-      few tokens or without truncation loads at most two spilled values for every 1024 logits that
-      a warp reads. Calling these passes as functions instead would avoid the spills, but turns
-      accesses to global and shared memory into generic ones.
+    - Sampling with 64 registers per thread: values that are needed once a row has been read are
+      spilled until then, and the passes over rows that must be read again spill. The loop that
+      streams a row for few tokens or without truncation loads at most two spilled values for every
+      1024 logits that a warp reads. Calling these passes as functions would avoid the spills, but
+      would turn accesses to global and shared memory into generic ones.
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128

@@ -61,7 +61,7 @@ def _expected(
     config: MetaAttentionConfig, parameters: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
     """`run(module)` of a float32 module whose ops are the references."""
-    references = {name: registry.get_op(name).reference for name in OPS}
+    references: dict[str, Any] = {name: registry.get_op(name).reference for name in OPS}
     wide = {name: array.astype(np.float32) for name, array in parameters.items()}
     with mock.patch.multiple(meta_attention, **references):
         return run(MetaAttention(config, wide))
