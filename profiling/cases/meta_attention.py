@@ -35,7 +35,8 @@ OPS = (
 def cases(small: bool = False) -> list[Case]:
     """[sequences, tokens] of a layer, and a step with a full cache of that many tokens."""
     config = MetaAttentionConfig(hidden=2048, num_heads=32, state_dim=64)
-    shapes, steps = ((2, 4096), (8, 1024)), ((64, 4096),)
+    shapes: tuple[tuple[int, int], ...] = ((2, 4096), (8, 1024))
+    steps = ((64, 4096),)
     if small:
         config = MetaAttentionConfig(hidden=32, num_heads=2, state_dim=16, filter_length=9)
         shapes, steps = ((2, 20),), ((2, 6),)
