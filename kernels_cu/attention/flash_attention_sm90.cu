@@ -33,8 +33,9 @@
 //   Q K^T before its own. Scores are not modified: no options but masks and VARLEN.
 // Shared memory, dynamic: Q stages, a tile of 64 queries per consumer | K stages | PREPARES: two
 //   stages of unprepared V | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima per
-//   consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts of one swizzle's width (shared_tile.cuh); V prepared
-//   for e4m3 as in float8_values.cuh. Static: barriers, and per-stage messages of the producer.
+//   consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts of one
+//   swizzle's width (shared_tile.cuh); V prepared for e4m3 as in float8_values.cuh. Static:
+//   barriers, and per-stage messages of the producer.
 // Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q
 //   and TILE_N of K and V, parts of 64 columns (FP8: 64 up to 64 columns, else 128), swizzled by
 //   their width in bytes; rows and columns outside the tensor read as zero.

@@ -17,8 +17,8 @@
 // are over the lane's columns. Each tile is summed separately before it is added, which reduces the
 // rounding error of long rows.
 //
-// Macros: KNOWN_T, KNOWN_S 0|1: the lse of teacher, student is given; KNOWN_S 2: the student's softmax
-//   is computed elsewhere and passed to take_student(); PRECISE 0|1: needs both.
+// Macros: KNOWN_T, KNOWN_S 0|1: the lse of teacher, student is given; KNOWN_S 2: the student's
+//   softmax is computed elsewhere and passed to take_student(); PRECISE 0|1: needs both.
 #pragma once
 
 #include "common/platform.cuh"
