@@ -3,8 +3,8 @@
 #   make demo     distil a teacher into a student on real text, on the GPU if there is one
 #   make test     the quick tests: every test on a subset of its cases that covers every parameter
 #                 value; in the emulator, the first tests of each file, on one case each; GPU tests
-#                 run if there is a GPU. Eight minutes or less on two cores the first time, when
-#                 kernels are compiled; fewer later
+#                 run if there is a GPU. Six minutes on two cores the first time, installation and
+#                 compilation of the kernels included; fewer later
 #   make test-all all cases: the quick tests, then the remaining cases
 #   make test TORCH='torch transformers'   include the tests of cukit.torch, skipped by default
 #   make lint     ruff and strict mypy
