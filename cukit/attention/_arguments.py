@@ -409,15 +409,6 @@ def score_shape(
     return batch, q.shape[1], options.max_seqlen_q or 0, options.max_seqlen_kv or 0
 
 
-def check_aligned(op: str, **arrays: Array) -> None:
-    """Checks the addresses of contiguous arrays, which kernels access 16 bytes at a time."""
-    for name, array in arrays.items():
-        if address_of(array) % ACCESS_BYTES:
-            raise ArrayLayoutError(
-                f"{op}: {name} must be {ACCESS_BYTES}-byte aligned on the GPU; copy it"
-            )
-
-
 def check_kernel_layout(op: str, **arrays: Array | None) -> None:
     """Checks what the kernels require beyond the reference: dtype, head_dim, 16-byte alignment."""
     for name, array in arrays.items():

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cukit.attention._arguments import PARAMETERS, ScoreOptions, strides_of
-from cukit.attention._paged_arguments import PagedArrays, PagedScratch
-from cukit.attention._paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention._paged_arguments import PagedArrays
+from cukit.attention._paged_prefill import (
+    PreparedForward,
+    PreparedPrefill,
+    problem_of_pages,
+    serves,
+)
 from cukit.attention._paged_prefill_plan import (
     GatherConfig,
     plan_gather,
@@ -40,7 +43,7 @@ def prepare_prefill(
     options: ScoreOptions,
     *,
     batch_invariant: bool,
-) -> tuple[PreparedPrefill | PreparedGather | None, int]:
+) -> tuple[PreparedForward | None, int]:
     """The launches of a call on the Hopper forward, or None, and the largest number of queries of
     the requests that are left for the decode kernel."""
     problem = problem_of_pages(arrays, codes, options)
@@ -122,18 +125,16 @@ class _Copy:
         return PagedArrays(q, k, v, None, None, blocks, seq_lens, sinks, out, cu_seqlens_q)
 
 
-class PreparedGather:
-    """A planned call, for arrays of the same shapes, strides and dtypes."""
+class PreparedGather(PreparedForward):
+    """A planned call through a copy of the cache."""
 
-    __slots__ = ("_copies", "_lse_shape", "_shape")
+    __slots__ = ("_copies",)
 
     def __init__(
         self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
     ) -> None:
         problem = config.problem
-        *rows, heads_q, _ = arrays.q.shape
-        self._shape = (*rows, heads_q, problem.head_dim_v)
-        self._lse_shape = (*rows[:-1], heads_q, rows[-1])
+        super().__init__(arrays.q.shape, problem.head_dim_v)
         _, block_size, heads, _ = arrays.k_cache.shape
         keys = arrays.block_table.shape[1] * block_size
         width = problem.head_dim + problem.head_dim_v
@@ -148,16 +149,6 @@ class PreparedGather:
             if part.batch not in planned:
                 planned[part.batch] = _Copy(config, options, part, least_queries)
             self._copies.append((requests, planned[part.batch]))
-
-    def __call__(
-        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
-    ) -> Array | tuple[Array, Array]:
-        """Launches the kernels. scratch: unused."""
-        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
-        lse = empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
-        if out.size:
-            self.launch(arrays, out, lse)
-        return (out, lse) if return_lse else out
 
     def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels; `out` is not empty."""

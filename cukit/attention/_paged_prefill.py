@@ -57,10 +57,36 @@ def serves(
     return fits and prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
 
 
-class PreparedPrefill:
+class PreparedForward:
     """A planned call of the Hopper forward, for arrays of the same shapes, strides and dtypes."""
 
-    __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
+    __slots__ = ("_lse_shape", "_shape")
+
+    def __init__(self, queries: tuple[int, ...], value_dim: int) -> None:
+        """queries: the shape of q."""
+        *rows, heads_q, _ = queries
+        self._shape = (*rows, heads_q, value_dim)
+        self._lse_shape = (*rows[:-1], heads_q, rows[-1])
+
+    def __call__(
+        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
+    ) -> Array | tuple[Array, Array]:
+        """Launches the kernels. scratch: unused."""
+        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
+        lse = empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
+        if out.size:
+            self.launch(arrays, out, lse)
+        return (out, lse) if return_lse else out
+
+    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+        """Launches the kernels; `out` is not empty. lse: an array or NULL."""
+        raise NotImplementedError
+
+
+class PreparedPrefill(PreparedForward):
+    """A planned call that reads the cache itself."""
+
+    __slots__ = ("_boxes", "_launch")
 
     def __init__(
         self,
@@ -82,8 +108,7 @@ class PreparedPrefill:
         seq_q = 0 if cu_seqlens_q is not None else problem.seq_len_q
         batch, heads_q = problem.batch, problem.num_heads_q
         *rows, _, _ = q.shape
-        self._shape = (*q.shape[:-1], value_dim)
-        self._lse_shape = (*rows[:-1], heads_q, rows[-1])
+        super().__init__(q.shape, value_dim)
         self._boxes = config.page_rows > 0
         structs = parameter_structs(PARAMETERS)
         keys = structs["PagedKeys"].pack(
@@ -116,16 +141,6 @@ class PreparedPrefill:
         self._launch = MappedLaunch(
             launch, encoders, Prologue(plan, config.plan_size()), None, None
         )
-
-    def __call__(
-        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
-    ) -> Array | tuple[Array, Array]:
-        """Launches the kernels. scratch: unused."""
-        out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
-        lse = empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
-        if out.size:
-            self.launch(arrays, out, lse)
-        return (out, lse) if return_lse else out
 
     def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels; `out` is not empty."""

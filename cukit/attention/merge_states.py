@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from cukit.attention._arguments import check_aligned
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
     adopt,
+    check_addresses,
     check_array,
     check_same_dtype,
     empty,
@@ -63,7 +63,6 @@ def merge_attention_states(
         _check(*arrays, contiguous=False)
         return reference.merge_attention_states(*arrays)
     launch = _prepare(*arrays)
-    check_aligned(_OP, out_a=out_a, out_b=out_b)
     out, lse = empty(out_a, out_a.shape), empty(lse_a, lse_a.shape)
     if out.size:
         launch(*arrays, out, lse)
@@ -104,6 +103,7 @@ def _check(
 def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, shared: int = 1) -> Launch:
     _check(out_a, lse_a, out_b, lse_b, shared=shared)
     check_array(_OP, "out_a", out_a, dtypes=KERNEL_DTYPES[1:])
+    check_addresses(_OP, out_a=out_a, out_b=out_b)
     _, seq, heads, head_dim = out_a.shape
     if head_dim % _VEC:
         raise ArrayShapeError(

@@ -10,7 +10,6 @@ import numpy as np
 from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
-    check_aligned,
     scales_of,
     score_options,
     score_settings,
@@ -24,6 +23,7 @@ from cukit.core.arrays import (
     Array,
     adopt,
     bfloat16,
+    check_addresses,
     check_array,
     check_same_dtype,
     empty,
@@ -347,8 +347,6 @@ class PreparedMla(NamedTuple):
         """Launches both kernels."""
         if out is None:
             out = empty(q, self.shape)
-        else:
-            check_aligned(_OP, out=out)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
             partial = empty(q, (self.scratch_floats,), np.float32)
@@ -367,6 +365,9 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     check_array(_OP, "q", q, dtypes=(bfloat16,) if coded else _KERNEL_DTYPES)
     if out is not None:
         check_array(_OP, "out", out)
+    check_addresses(_OP, out=out)
+    if q.size:
+        check_addresses(_OP, q=q, kv_cache=kv_cache)
     batch, seq_q, heads, width = q.shape
     if (width, latent_dim, kv_cache.shape[1]) != (_WIDTH, LATENT_DIM, BLOCK_SIZE):
         raise ArrayShapeError(
@@ -419,13 +420,11 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
 
 def _query_map(q: Array) -> Any:
     """Boxes of 64 rows (queries times heads), zero-filled after the last row of a request."""
-    check_aligned(_OP, q=q)
     return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _QUERY_BOX)
 
 
 def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:
     """Boxes of the tokens of a cache block."""
-    check_aligned(_OP, kv_cache=kv_cache)
     return encode_tensor_map(kv_cache[:, :, 0], box)
 
 

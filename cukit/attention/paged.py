@@ -25,14 +25,14 @@ from cukit.attention._paged_arguments import (
     check_layout,
     is_checked,
 )
-from cukit.attention._paged_gather import PreparedGather, prepare_prefill
+from cukit.attention._paged_gather import prepare_prefill
 from cukit.attention._paged_plan import (
     CODE_HEAD_DIMS,
     GROUP_HEAD_DIMS,
     HEAD_DIMS,
     plan_paged_attention,
 )
-from cukit.attention._paged_prefill import PreparedPrefill
+from cukit.attention._paged_prefill import PreparedForward
 from cukit.attention._paged_prefill_plan import prefill_specs
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import (
@@ -274,7 +274,7 @@ class PreparedPaged(NamedTuple):
     coded: bool
     packed: bool
     launch: Launch
-    prefill: PreparedPrefill | PreparedGather | None  # of requests with many packed queries
+    prefill: PreparedForward | None  # of requests with many packed queries
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
@@ -308,7 +308,7 @@ class PreparedPaged(NamedTuple):
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
-) -> PreparedPaged | PreparedPrefill | PreparedGather:
+) -> PreparedPaged | PreparedForward:
     """Checks and plans a call, and loads its kernel."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
