@@ -192,7 +192,7 @@ CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, float top, 
 
   float shrink_unit = 1.0f;
   if constexpr (F::kCode != 0) {
-    top = max_over_keys(top);
+    top = CODE == 3 ? max_over_quad(top) : max_over_keys(top);
     if (top > sums.unit) {
       top = unit_of(top);
       shrink_unit = __fdividef(sums.unit, top);

@@ -37,10 +37,17 @@ struct Sums {
   }
 };
 
-// Reductions over the lanes that hold the same rows.
+// Reductions over the lanes that hold the same rows, or over neighbouring four.
 CUKIT_DEVICE float max_over_keys(float value) {
 #pragma unroll
   for (int offset = 4; offset < kWarpSize; offset *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  return value;
+}
+CUKIT_DEVICE float max_over_quad(float value) {
+#pragma unroll
+  for (int offset = 1; offset < 4; offset *= 2) {
     value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
   }
   return value;
