@@ -84,13 +84,13 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
 #if CODE == 3
 // int4: scales and zero points of values, as pairs of keys 16 m + 8 half + 2 (lane % 4) on.
 struct ValueFactors {
-  unsigned scales[CacheForm::kKeyTiles][2];
-  unsigned zeros[CacheForm::kKeyTiles][2];
+  unsigned scales[PartForm::kKeyTiles][2];
+  unsigned zeros[PartForm::kKeyTiles][2];
 
   CUKIT_DEVICE explicit ValueFactors(const unsigned char* from) {
     const unsigned* pairs = reinterpret_cast<const unsigned*>(from) + threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
       scales[i / 2][i % 2] = pairs[4 * i];
       zeros[i / 2][i % 2] = pairs[4 * i + kStep / 2];
     }
@@ -99,7 +99,7 @@ struct ValueFactors {
   // Zeroes the factors beyond the last key, since 0 times the memory there may be NaN.
   CUKIT_DEVICE void hide(int first_key, int end) {
 #pragma unroll
-    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
       const int left = end - (first_key + 8 * i + threadIdx.x % 4 * 2);
       const unsigned seen = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
       scales[i / 2][i % 2] &= seen;
@@ -111,7 +111,7 @@ struct ValueFactors {
   CUKIT_DEVICE float top() const {
     unsigned most = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
       most = cukit::max_packed<__half>(most, scales[i / 2][i % 2] & 0x7fff7fffu);
     }
     float pair[2];
@@ -262,10 +262,10 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned c
 
 #if CODE == 3
 // The same for int4. Scales multiply the operands: P is at most 2^kLazyGrowth.
-CUKIT_DEVICE void add_group(Sums& sums, const Scores<CacheForm>& scores,
+CUKIT_DEVICE void add_group(Sums& sums, const Scores<PartForm>& scores,
                             const unsigned char* values, const ValueFactors& factors,
                             float factor) {
-  using F = CacheForm;
+  using F = PartForm;
   update_maxima<F>(sums, scores, factors.top(), factor);
   Probabilities<F> p;
   exponentiate<F>(p, sums, scores, factor, [](int, int) { return 1.0f; });
@@ -396,16 +396,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       const int first_key = tile * kTile + warp * kStep;
       const bool masked = cukit::kScoresModified || first_key < visible_begin ||
                           first_key + kStep > (RECENT ? min(visible_end, end) : visible_end);
-      Scores<F> scores;
 #if CODE == 3
-      multiply_group(scores, queries, keys, factors);
-      ValueFactors value_factors(factors + kKeyScaleBytes);
-      if (masked) {
-        apply_options<F>(scores, first_key, rows, seq_kv, end, params);
-        value_factors.hide(first_key, end);
+      const GroupQueries group(queries, factors);
+#pragma unroll 1  // the body is long
+      for (int part = 0; part < kStep / PART; ++part) {
+        using P = PartForm;
+        const int first = first_key + part * PART;
+        Scores<P> scores;
+        group.multiply(scores, keys + part * P::kPartBytes);
+        ValueFactors value_factors(factors + kKeyScaleBytes + part * PART * 2);
+        if (masked) {
+          apply_options<P>(scores, first, rows, seq_kv, end, params);
+          value_factors.hide(first, end);
+        }
+        add_group(sums, scores, keys + kPartBytes + part * P::kPartBytes, value_factors, factor);
       }
-      add_group(sums, scores, keys + kPartBytes, value_factors, factor);
 #else
+      Scores<F> scores;
       Scales<F> value_scales;
       multiply_keys<F>(scores, queries, keys);
       if constexpr (CODE != 0) {

@@ -171,7 +171,7 @@ class Queries {
 
  private:
   static constexpr int kPairs = QUERY_TILES * kDimSteps;
-  static constexpr bool kHeld = F::kCode == CODE && kPairs <= 16;
+  static constexpr bool kHeld = F::kCode == CODE && CODE != 3 && kPairs <= 16;
 
   const uint2* tile_;
   uint2 held_[kHeld ? kPairs : 1];
@@ -193,84 +193,98 @@ CUKIT_DEVICE unsigned offset_of_zeros(unsigned zeros) {
   return as_word(__hsub2(__float2half2_rn(-8.0f), as_half2(zeros)));
 }
 
-// int4: scores = K Q^T of a warp's keys, which are one group. `factors`: HEAD_DIM scales, then as
-// many zero points. The scales multiply the queries; the bias of the codes (rows 0 to 7 of an
-// operand) and the zero points (rows 8 to 15) have products of their own, added at the end.
-CUKIT_DEVICE void multiply_group(Scores<CacheForm>& scores, const Queries<CacheForm>& queries,
-                                 const unsigned char* keys, const unsigned char* factors) {
-  using F = CacheForm;
-  const int lane = threadIdx.x % kWarpSize;
-  const uint4* chunks = reinterpret_cast<const uint4*>(factors);
-  constexpr unsigned kMinus1024 = 0xe400e400u;
-  constexpr unsigned kMinus64 = 0xd400d400u;
-  float start[QUERY_TILES][4] = {};
-  clear(scores);
+// int4: the queries for one group of keys, multiplied by the scales of its columns.
+class GroupQueries {
+ public:
+  // `factors`: HEAD_DIM scales, then as many zero points. The bias of the codes (rows 0 to 7 of an
+  // operand) and the zero points (rows 8 to 15) have products of their own.
+  CUKIT_DEVICE GroupQueries(const Queries<CacheForm>& queries, const unsigned char* factors) {
+    const int t = threadIdx.x % kWarpSize % 4;
+    const uint4* chunks = reinterpret_cast<const uint4*>(factors);
+    constexpr unsigned kMinus64 = 0xd400d400u;
+    constexpr int kChains = 2;  // of dependent products
+    float sums[kChains][QUERY_TILES][4] = {};
 #pragma unroll
-  for (int load = 0; load < F::kTileColumns / 32; ++load) {
-    uint4 codes[F::kKeyTiles][2];  // of keys lane / 4 and lane / 4 + 8
-#pragma unroll
-    for (int m = 0; m < F::kKeyTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * m + 8 * half + lane / 4;
-        const unsigned at = Swizzle<F::kTileColumns>::offset(row, chunk_of_lane(lane % 4, load));
-        codes[m][half] = *reinterpret_cast<const uint4*>(keys + at);
-      }
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {  // eight columns
-      const int at = 4 * chunk_of_lane(lane % 4, load) + word;
+    for (int step = 0; step < kDimSteps; step += 2) {  // eight columns, one word of codes
+      const int at = 4 * chunk_of_lane(t, step / 8) + step % 8 / 2;
       unsigned scales[4];
       unsigned zeros[4];
       by_pair(scales, chunks[at]);
       by_pair(zeros, chunks[HEAD_DIM / 8 + at]);
-      uint2 q[QUERY_TILES][2];
-#pragma unroll
-      for (int n = 0; n < QUERY_TILES; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          q[n][i] = queries(n, 2 * (4 * load + word) + i);
-          q[n][i].x = as_word(__hmul2(as_half2(q[n][i].x), as_half2(scales[2 * i])));
-          q[n][i].y = as_word(__hmul2(as_half2(q[n][i].y), as_half2(scales[2 * i + 1])));
-        }
-#pragma unroll
-      for (int m = 0; m < F::kKeyTiles; ++m) {
-        unsigned upper[4];
-        unsigned lower[4];
-        spread_codes<false>(upper, reinterpret_cast<const unsigned*>(&codes[m][0])[word]);
-        spread_codes<false>(lower, reinterpret_cast<const unsigned*>(&codes[m][1])[word]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned a[4] = {upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1]};
-#pragma unroll
-          for (int n = 0; n < QUERY_TILES; ++n) {
-            mma_16x8x16<__half>(scores[m][n], a, q[n][i].x, q[n][i].y);
-          }
-        }
-      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const unsigned a[4] = {kMinus1024, offset_of_zeros(zeros[2 * i]), kMinus64,
+        const unsigned a[4] = {kMinusBias, offset_of_zeros(zeros[2 * i]), kMinus64,
                                offset_of_zeros(zeros[2 * i + 1])};
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {
-          const unsigned whole =
-              as_word(__hmul2(as_half2(q[n][i].y), __float2half2_rn(16.0f)));
-          mma_16x8x16<__half>(start[n], a, q[n][i].x, whole);
+          uint2 q = queries(n, step + i);
+          q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[2 * i])));
+          q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[2 * i + 1])));
+          scaled_[n][step + i] = q;
+          q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
+          mma_16x8x16<__half>(sums[i][n], a, q.x, q.y);
         }
       }
     }
-  }
-#pragma unroll
-  for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] += start[n][i % 2] + start[n][2 + i % 2];
-}
+      for (int i = 0; i < 2; ++i) {
+        start_[n][i] = (sums[0][n][i] + sums[1][n][i]) + (sums[0][n][2 + i] + sums[1][n][2 + i]);
+      }
+  }
+
+  // scores = K Q^T of PART keys of the group.
+  CUKIT_DEVICE void multiply(Scores<PartForm>& scores, const unsigned char* keys) const {
+    using F = PartForm;
+    const int lane = threadIdx.x % kWarpSize;
+    clear(scores);
+#pragma unroll
+    for (int load = 0; load < F::kTileColumns / 32; ++load) {
+      unsigned codes[F::kKeyTiles][2][4];  // of keys lane / 4 and lane / 4 + 8
+#pragma unroll
+      for (int m = 0; m < F::kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * m + 8 * half + lane / 4;
+          const unsigned at = Swizzle<F::kTileColumns>::offset(row, chunk_of_lane(lane % 4, load));
+          *reinterpret_cast<uint4*>(codes[m][half]) = *reinterpret_cast<const uint4*>(keys + at);
+        }
+#pragma unroll
+      for (int word = 0; word < 4; ++word)
+#pragma unroll
+        for (int m = 0; m < F::kKeyTiles; ++m) {
+          unsigned upper[4];
+          unsigned lower[4];
+          spread_codes<false>(upper, codes[m][0][word]);
+          spread_codes<false>(lower, codes[m][1][word]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const unsigned a[4] = {upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1]};
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; ++n) {
+              const uint2 q = scaled_[n][2 * (4 * load + word) + i];
+              mma_16x8x16<__half>(scores[m][n], a, q.x, q.y);
+            }
+          }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < F::kKeyTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] += start_[n][i % 2];
+  }
+
+ private:
+  uint2 scaled_[QUERY_TILES][kDimSteps];
+  float start_[QUERY_TILES][2];  // added to the scores of all keys
+};
 
 #endif  // CODE == 3
 
-// scores = K Q^T of a warp's keys; int4: multiply_group.
+// scores = K Q^T of a warp's keys; int4: GroupQueries.
 template <typename F>
 CUKIT_DEVICE void multiply_keys(Scores<F>& scores, const Queries<F>& queries,
                                 const unsigned char* keys) {
@@ -354,13 +368,13 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
 }
 
 #if CODE == 3
-// int4: out += V^T P^T of a warp's keys; `zeros`: pairs of their zero points, of keys 16 m + 8 half
+// int4: out += V^T P^T of PART keys; `zeros`: pairs of their zero points, of keys 16 m + 8 half
 // + 2 (lane % 4) on. The bias of the codes and the zero points, which add the same to all columns,
 // are the initial accumulators of each step: `out` then holds no large sums that cancel.
-CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<CacheForm>& p,
-                                        const unsigned (&zeros)[CacheForm::kKeyTiles][2],
+CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<PartForm>& p,
+                                        const unsigned (&zeros)[PartForm::kKeyTiles][2],
                                         const unsigned char* values) {
-  using F = CacheForm;
+  using F = PartForm;
   float start[QUERY_TILES][4] = {};
 #pragma unroll
   for (int m = 0; m < F::kKeyTiles; ++m) {
