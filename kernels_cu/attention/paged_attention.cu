@@ -21,8 +21,9 @@
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
 //   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
 //   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
-//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PACKED 0|1, without UNIT_TILES; CAUSAL, WINDOW, SOFTCAP,
-//   SINKS of score_options.cuh.
+//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PART 16|32|64 keys of a step processed at once, int4;
+//   FETCH_BYTES of L2 prefetches 0|64|128|256; PACKED 0|1, without UNIT_TILES; CAUSAL, WINDOW,
+//   SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order depends on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.

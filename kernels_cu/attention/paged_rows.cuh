@@ -3,6 +3,9 @@
 // Macros: those of paged_attention.cu.
 #pragma once
 
+#ifndef FETCH_BYTES
+#define FETCH_BYTES 0
+#endif
 #ifndef PART
 #define PART STEP
 #endif
