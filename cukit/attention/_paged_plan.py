@@ -42,6 +42,8 @@ class PagedConfig:
     team: thread blocks that process neighbouring heads of the same keys.
     recent: whether the newest keys are in ring buffers, in 16 bits.
     packed: whether each request has a number of queries of its own.
+    part: int4: keys of a step that are processed at once; 0: all.
+    fetch_bytes: L2 prefetch size of the copies of keys and values: 0, 64, 128 or 256.
     """
 
     dtype: str
@@ -64,6 +66,8 @@ class PagedConfig:
     sinks: bool
     recent: bool = False
     packed: bool = False
+    part: int = 0
+    fetch_bytes: int = 0
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -87,6 +91,8 @@ class PagedConfig:
             ("SINKS", int(self.sinks)),
             *((("RECENT", 1),) if self.recent else ()),
             *((("PACKED", 1),) if self.packed else ()),
+            *((("PART", self.part),) if self.part else ()),
+            *((("FETCH_BYTES", self.fetch_bytes),) if self.fetch_bytes else ()),
         )
         stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
         stages = self.warps * self.stages * stage

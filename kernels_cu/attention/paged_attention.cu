@@ -21,8 +21,9 @@
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
 //   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
 //   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
-//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PACKED 0|1, without UNIT_TILES; CAUSAL, WINDOW, SOFTCAP,
-//   SINKS of score_options.cuh.
+//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PART 16|32|64 keys of a step processed at once, int4;
+//   FETCH_BYTES of L2 prefetches 0|64|128|256; PACKED 0|1, without UNIT_TILES; CAUSAL, WINDOW,
+//   SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order depends on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -30,6 +31,7 @@
 #include "attention/paged_operands.cuh"
 #include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/min_max_packed.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/softmax/online_softmax.cuh"
 #include "common/tile.cuh"
@@ -80,31 +82,55 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
   }
 }
 
-// int4: scales of values, and the offset that each key adds to all columns of an output: the value
-// of code -8, since the products use code + 8.
-CUKIT_DEVICE void load_value_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets,
-                                     const unsigned char* from) {
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  const __half* factors = reinterpret_cast<const __half*>(from);
-#pragma unroll
-  for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
-    const float scale = __half2float(factors[8 * i + lane / 4]);
-    const float zero = __half2float(factors[kStep + 8 * i + lane / 4]);
-    scales[i / 2][i % 2] = scale;
-    offsets[i / 2][i % 2] = -(zero + 8.0f) * scale;
-  }
-}
+#if CODE == 3
+// int4: scales and zero points of values, as pairs of keys 16 m + 8 half + 2 (lane % 4) on.
+struct ValueFactors {
+  unsigned scales[PartForm::kKeyTiles][2];
+  unsigned zeros[PartForm::kKeyTiles][2];
 
-// int4: zeroes the factors beyond the last key, since 0 times the memory there may be NaN.
-CUKIT_DEVICE void hide_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets, int first_key,
-                               int end) {
-  const int lane = threadIdx.x % cukit::kWarpSize;
+  CUKIT_DEVICE explicit ValueFactors(const unsigned char* from) {
+    const unsigned* pairs = reinterpret_cast<const unsigned*>(from) + threadIdx.x % 4;
 #pragma unroll
-  for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
-    if (first_key + 8 * i + lane / 4 >= end) {
-      scales[i / 2][i % 2] = offsets[i / 2][i % 2] = 0.0f;
+    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
+      scales[i / 2][i % 2] = pairs[4 * i];
+      zeros[i / 2][i % 2] = pairs[4 * i + kStep / 2];
     }
   }
+
+  // Zeroes the factors beyond the last key, since 0 times the memory there may be NaN.
+  CUKIT_DEVICE void hide(int first_key, int end) {
+#pragma unroll
+    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
+      const int left = end - (first_key + 8 * i + threadIdx.x % 4 * 2);
+      const unsigned seen = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+      scales[i / 2][i % 2] &= seen;
+      zeros[i / 2][i % 2] &= seen;
+    }
+  }
+
+  // The largest magnitude of a lane's scales.
+  CUKIT_DEVICE float top() const {
+    unsigned most = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
+      most = cukit::max_packed<__half>(most, scales[i / 2][i % 2] & 0x7fff7fffu);
+    }
+    float pair[2];
+    cukit::unpack<__half>(pair, most);
+    return fmaxf(pair[0], pair[1]);
+  }
+};
+#endif
+
+// The largest magnitude of a lane's scales.
+template <typename F>
+CUKIT_DEVICE float top_scale(const Scales<F>& scales) {
+  float top = 0.0f;
+  if constexpr (F::kCode != 0) {
+#pragma unroll
+    for (int i = 0; i < 2 * F::kKeyTiles; ++i) top = fmaxf(top, fabsf(scales[i / 2][i % 2]));
+  }
+  return top;
 }
 
 // Applies the score options. Masked scores, and those from key `end` on, become -infinity.
@@ -134,11 +160,19 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
     }
 }
 
+// The unit of scales up to `top`. int4: a power of two, and so is its inverse in float16.
+CUKIT_DEVICE float unit_of(float top) {
+  if constexpr (CODE == 3) {
+    constexpr float kLeast = 1.0f / 32768;
+    return fmaxf(kLeast, __uint_as_float(__float_as_uint(top) & 0x7f800000u));
+  }
+  return top;
+}
+
 // Updates maxima that have grown and, with CODE, the unit of the values' scales: P times a scale in
-// this unit fits float16 for any scales. Most steps update nothing.
+// this unit fits float16 for any scales. Most steps update nothing. `top`: the lane's largest scale.
 template <typename F>
-CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, const Scales<F>& value_scales,
-                        float factor) {
+CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, float top, float factor) {
   constexpr float kUnitGrowth = 16.0f;
   float seen[QUERY_TILES][2];
   bool grown = false;
@@ -154,18 +188,14 @@ CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, const Scale
       // If both are -infinity the difference is NaN, and the comparison false.
       grown |= (seen[n][i] - sums.max[n][i]) * factor > cukit::kLazyGrowth;
     }
-  float top = 0.0f;
-  if constexpr (F::kCode != 0) {
-#pragma unroll
-    for (int i = 0; i < 2 * F::kKeyTiles; ++i) top = fmaxf(top, fabsf(value_scales[i / 2][i % 2]));
-    grown |= top > kUnitGrowth * sums.unit;
-  }
+  if constexpr (F::kCode != 0) grown |= top > kUnitGrowth * sums.unit;
   if (!__any_sync(cukit::kFullMask, grown)) return;
 
   float shrink_unit = 1.0f;
   if constexpr (F::kCode != 0) {
-    top = max_over_keys(top);
+    top = CODE == 3 ? max_over_quad(top) : max_over_keys(top);
     if (top > sums.unit) {
+      top = unit_of(top);
       shrink_unit = __fdividef(sums.unit, top);
       sums.unit = top;
       sums.inverse = 1.0f / top;
@@ -180,7 +210,6 @@ CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, const Scale
       const float shrink = exp2f((sums.max[n][i] - base) * factor);
       sums.max[n][i] = updated;
       sums.sum[n][i] *= shrink;
-      if constexpr (CODE == 3) sums.added[n][i] *= shrink;
 #pragma unroll
       for (int c = 0; c < kDimSteps; ++c)
 #pragma unroll
@@ -191,13 +220,11 @@ CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, const Scale
     }
 }
 
-// Adds a warp's keys of a step. value_scales: for codes; value_offsets: for int4.
-template <typename F>
-CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned char* values,
-                           const Scales<F>& value_scales, const Scales<F>& value_offsets,
-                           float factor) {
-  update_maxima<F>(sums, scores, value_scales, factor);
-  Probabilities<F> p;
+// P of a step's scores, as operands: transposed, times `scale(m, half)` for keys 16 m + 8 half +
+// lane / 4. Adds the weights to the sums.
+template <typename F, typename Scale>
+CUKIT_DEVICE void exponentiate(Probabilities<F>& p, Sums& sums, const Scores<F>& scores,
+                               float factor, Scale scale) {
 #pragma unroll
   for (int n = 0; n < QUERY_TILES; ++n) {
     float shift[2];
@@ -214,15 +241,49 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned c
         for (int i = 0; i < 2; ++i) {
           weights[i] = exp2f(fmaf(scores[m][n][2 * half + i], factor, shift[i]));
           sums.sum[n][i] += weights[i];
-          if constexpr (F::kCode == 3) sums.added[n][i] += weights[i] * value_offsets[m][half];
-          if constexpr (F::kCode != 0) weights[i] *= value_scales[m][half] * sums.inverse;
+          weights[i] *= scale(m, half);
         }
         const unsigned pair = cukit::pack<typename F::product_t>(weights[0], weights[1]);
         p[m][n][half] = cukit::transpose_8x8(pair);
       }
   }
+}
+
+// Adds a warp's keys of a step; 8-bit codes: with the scales of the values.
+template <typename F>
+CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned char* values,
+                           const Scales<F>& value_scales, float factor) {
+  update_maxima<F>(sums, scores, top_scale<F>(value_scales), factor);
+  Probabilities<F> p;
+  exponentiate<F>(p, sums, scores, factor, [&](int m, int half) {
+    return F::kCode == 0 ? 1.0f : value_scales[m][half] * sums.inverse;
+  });
   multiply_values<F>(F::kCode == CODE ? sums.out : sums.recent, p, values);
 }
+
+#if CODE == 3
+// The same for int4. Scales multiply the operands: P is at most 2^kLazyGrowth.
+CUKIT_DEVICE void add_group(Sums& sums, const Scores<PartForm>& scores,
+                            const unsigned char* values, const ValueFactors& factors,
+                            float factor) {
+  using F = PartForm;
+  update_maxima<F>(sums, scores, factors.top(), factor);
+  Probabilities<F> p;
+  exponentiate<F>(p, sums, scores, factor, [](int, int) { return 1.0f; });
+  const __half2 inverse = __float2half2_rn(sums.inverse);
+#pragma unroll
+  for (int m = 0; m < F::kKeyTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const __half2 scale = __hmul2(as_half2(factors.scales[m][half]), inverse);
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n) {
+        p[m][n][half] = as_word(__hmul2(as_half2(p[m][n][half]), scale));
+      }
+    }
+  multiply_group_values(sums.out, p, factors.zeros, values);
+}
+#endif
 
 // Adds a warp's keys of a tile of recent keys.
 CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
@@ -236,7 +297,7 @@ CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
   if (cukit::kScoresModified || !all_visible) {
     apply_options<F>(scores, first_key, rows, seq_kv, seq_kv, params);
   }
-  add_keys<F>(sums, scores, keys + kPartBytes, none, none, factor);
+  add_keys<F>(sums, scores, keys + kPartBytes, none, factor);
 }
 
 }  // namespace
@@ -334,16 +395,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       const int end = RECENT ? piece.place.request.cached : seq_kv;
       const unsigned char* factors = keys + 2 * kPartBytes;
       const int first_key = tile * kTile + warp * kStep;
+      const bool masked = cukit::kScoresModified || first_key < visible_begin ||
+                          first_key + kStep > (RECENT ? min(visible_end, end) : visible_end);
+#if CODE == 3
+      const GroupQueries group(queries, factors);
+#pragma unroll 1  // the body is long
+      for (int part = 0; part < kStep / PART; ++part) {
+        using P = PartForm;
+        const int first = first_key + part * PART;
+        Scores<P> scores;
+        group.multiply(scores, keys + part * P::kPartBytes);
+        ValueFactors value_factors(factors + kKeyScaleBytes + part * PART * 2);
+        if (masked) {
+          apply_options<P>(scores, first, rows, seq_kv, end, params);
+          value_factors.hide(first, end);
+        }
+        add_group(sums, scores, keys + kPartBytes + part * P::kPartBytes, value_factors, factor);
+      }
+#else
       Scores<F> scores;
       Scales<F> value_scales;
-      Scales<F> value_offsets;
-      if constexpr (CODE == 3) {
-        multiply_keys<F>(scores, GroupQueries(queries, factors), keys);
-        load_value_factors(value_scales, value_offsets, factors + kKeyScaleBytes);
-      } else {
-        multiply_keys<F>(scores, queries, keys);
-      }
-      if constexpr (CODE == 1 || CODE == 2) {
+      multiply_keys<F>(scores, queries, keys);
+      if constexpr (CODE != 0) {
         Scales<F> key_scales;
         load_scales(key_scales, factors);
         load_scales(value_scales, factors + kKeyScaleBytes);
@@ -354,12 +427,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 #pragma unroll
             for (int i = 0; i < 4; ++i) scores[m][n][i] *= key_scales[m][i / 2];
       }
-      if (cukit::kScoresModified || first_key < visible_begin ||
-          first_key + kStep > (RECENT ? min(visible_end, end) : visible_end)) {
-        apply_options<F>(scores, first_key, rows, seq_kv, end, params);
-        if constexpr (CODE == 3) hide_factors(value_scales, value_offsets, first_key, end);
-      }
-      add_keys<F>(sums, scores, keys + kPartBytes, value_scales, value_offsets, factor);
+      if (masked) apply_options<F>(scores, first_key, rows, seq_kv, end, params);
+      add_keys<F>(sums, scores, keys + kPartBytes, value_scales, factor);
+#endif
     }
 
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;

@@ -216,8 +216,8 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < Copy::kCopies; ++i) {
       const Copy copy(i);
-      cp_async_16(keys + copy.to, k_valid ? k : arrays.k, k_valid);
-      cp_async_16(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
+      cp_async_16_fetch<FETCH_BYTES>(keys + copy.to, k_valid ? k : arrays.k, k_valid);
+      cp_async_16_fetch<FETCH_BYTES>(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
       k += kRowsAtOnce * params.k.row;
       v += kRowsAtOnce * params.v.row;
     }
@@ -236,8 +236,9 @@ class Loader {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const Copy copy(first + i);
-        cp_async_16(keys + copy.to, from[i].k + copy.chunk * kElements);
-        cp_async_16(keys + copy.to + kPartBytes, from[i].v + copy.chunk * kElements);
+        cp_async_16_fetch<FETCH_BYTES>(keys + copy.to, from[i].k + copy.chunk * kElements);
+        cp_async_16_fetch<FETCH_BYTES>(keys + copy.to + kPartBytes,
+                                       from[i].v + copy.chunk * kElements);
       }
     }
   }

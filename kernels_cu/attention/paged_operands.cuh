@@ -171,47 +171,58 @@ class Queries {
 
  private:
   static constexpr int kPairs = QUERY_TILES * kDimSteps;
-  static constexpr bool kHeld = F::kCode == CODE && kPairs <= 16;
+  static constexpr bool kHeld = F::kCode == CODE && CODE != 3 && kPairs <= 16;
 
   const uint2* tile_;
   uint2 held_[kHeld ? kPairs : 1];
   float start_[QUERY_TILES][2];
 };
 
+#if CODE == 3
+
+// Reorders eight float16 into pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+CUKIT_DEVICE void by_pair(unsigned (&pairs)[4], const uint4& from) {
+  pairs[0] = permute_bytes(from.x, from.z, 0x5410);
+  pairs[1] = permute_bytes(from.x, from.z, 0x7632);
+  pairs[2] = permute_bytes(from.y, from.w, 0x5410);
+  pairs[3] = permute_bytes(from.y, from.w, 0x7632);
+}
+
+// Pairs of -8 minus zero points.
+CUKIT_DEVICE unsigned offset_of_zeros(unsigned zeros) {
+  return as_word(__hsub2(__float2half2_rn(-8.0f), as_half2(zeros)));
+}
+
 // int4: the queries for one group of keys, multiplied by the scales of its columns.
 class GroupQueries {
  public:
-  // `factors`: HEAD_DIM scales, then as many zero points.
+  // `factors`: HEAD_DIM scales, then as many zero points. The bias of the codes (rows 0 to 7 of an
+  // operand) and the zero points (rows 8 to 15) have products of their own.
   CUKIT_DEVICE GroupQueries(const Queries<CacheForm>& queries, const unsigned char* factors) {
     const int t = threadIdx.x % kWarpSize % 4;
     const uint4* chunks = reinterpret_cast<const uint4*>(factors);
-    // Independent chains of dependent mma instructions, to hide their latency.
-    constexpr int kChains = 4;
+    constexpr unsigned kMinus64 = 0xd400d400u;
+    constexpr int kChains = 2;  // of dependent products
     float sums[kChains][QUERY_TILES][4] = {};
 #pragma unroll
-    for (int step = 0; step < kDimSteps; step += 2) {
-      // Eight columns, one word of codes.
+    for (int step = 0; step < kDimSteps; step += 2) {  // eight columns, one word of codes
       const int at = 4 * chunk_of_lane(t, step / 8) + step % 8 / 2;
       unsigned scales[4];
       unsigned zeros[4];
       by_pair(scales, chunks[at]);
       by_pair(zeros, chunks[HEAD_DIM / 8 + at]);
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const __half2 eight = __float2half2_rn(-8.0f);
-        const unsigned low = as_word(__hsub2(eight, as_half2(zeros[i])));
-        const unsigned high = as_word(__hsub2(eight, as_half2(zeros[i + 1])));
-        const unsigned offsets[4] = {low, low, high, high};
+      for (int i = 0; i < 2; ++i) {
+        const unsigned a[4] = {kMinusBias, offset_of_zeros(zeros[2 * i]), kMinus64,
+                               offset_of_zeros(zeros[2 * i + 1])};
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {
-          uint2 q = queries(n, step + i / 2);
-          q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[i])));
-          q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[i + 1])));
-          scaled_[n][step + i / 2] = q;
-          subtract_bias(sums[i][n], q);
-          // Zero points are added once.
+          uint2 q = queries(n, step + i);
+          q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[2 * i])));
+          q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[2 * i + 1])));
+          scaled_[n][step + i] = q;
           q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
-          mma_16x8x16<__half>(sums[i + 1][n], offsets, q.x, q.y);
+          mma_16x8x16<__half>(sums[i][n], a, q.x, q.y);
         }
       }
     }
@@ -219,32 +230,63 @@ class GroupQueries {
     for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        start_[n][i] = (sums[0][n][i] + sums[2][n][i]) + (sums[1][n][i] + sums[3][n][i]);
+        start_[n][i] = (sums[0][n][i] + sums[1][n][i]) + (sums[0][n][2 + i] + sums[1][n][2 + i]);
       }
   }
 
-  CUKIT_DEVICE uint2 operator()(int n, int step) const { return scaled_[n][step]; }
-
-  CUKIT_DEVICE void begin(Scores<CacheForm>& scores) const {
-    begin_scores<CacheForm>(scores, start_);
+  // scores = K Q^T of PART keys of the group.
+  CUKIT_DEVICE void multiply(Scores<PartForm>& scores, const unsigned char* keys) const {
+    using F = PartForm;
+    const int lane = threadIdx.x % kWarpSize;
+    clear(scores);
+#pragma unroll
+    for (int load = 0; load < F::kTileColumns / 32; ++load) {
+      unsigned codes[F::kKeyTiles][2][4];  // of keys lane / 4 and lane / 4 + 8
+#pragma unroll
+      for (int m = 0; m < F::kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * m + 8 * half + lane / 4;
+          const unsigned at = Swizzle<F::kTileColumns>::offset(row, chunk_of_lane(lane % 4, load));
+          *reinterpret_cast<uint4*>(codes[m][half]) = *reinterpret_cast<const uint4*>(keys + at);
+        }
+#pragma unroll
+      for (int word = 0; word < 4; ++word)
+#pragma unroll
+        for (int m = 0; m < F::kKeyTiles; ++m) {
+          unsigned upper[4];
+          unsigned lower[4];
+          spread_codes<false>(upper, codes[m][0][word]);
+          spread_codes<false>(lower, codes[m][1][word]);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const unsigned a[4] = {upper[2 * i], lower[2 * i], upper[2 * i + 1], lower[2 * i + 1]};
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; ++n) {
+              const uint2 q = scaled_[n][2 * (4 * load + word) + i];
+              mma_16x8x16<__half>(scores[m][n], a, q.x, q.y);
+            }
+          }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < F::kKeyTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] += start_[n][i % 2];
   }
 
  private:
-  // Reorders eight float16 into pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
-  CUKIT_DEVICE static void by_pair(unsigned (&pairs)[4], const uint4& from) {
-    pairs[0] = permute_bytes(from.x, from.z, 0x5410);
-    pairs[1] = permute_bytes(from.x, from.z, 0x7632);
-    pairs[2] = permute_bytes(from.y, from.w, 0x5410);
-    pairs[3] = permute_bytes(from.y, from.w, 0x7632);
-  }
-
   uint2 scaled_[QUERY_TILES][kDimSteps];
-  float start_[QUERY_TILES][2];
+  float start_[QUERY_TILES][2];  // added to the scores of all keys
 };
 
-// scores = K Q^T of a warp's keys. AnyQueries: Queries or GroupQueries.
-template <typename F, typename AnyQueries>
-CUKIT_DEVICE void multiply_keys(Scores<F>& scores, const AnyQueries& queries,
+#endif  // CODE == 3
+
+// scores = K Q^T of a warp's keys; int4: GroupQueries.
+template <typename F>
+CUKIT_DEVICE void multiply_keys(Scores<F>& scores, const Queries<F>& queries,
                                 const unsigned char* keys) {
   queries.begin(scores);
   if constexpr (F::kCode == 0) {
@@ -280,15 +322,11 @@ CUKIT_DEVICE void multiply_keys(Scores<F>& scores, const AnyQueries& queries,
           unsigned lower[kPairsOfWord];
           spread_codes<false>(upper, codes[0][word]);
           spread_codes<false>(lower, codes[1][word]);
+          const unsigned a[4] = {upper[0], lower[0], upper[1], lower[1]};
 #pragma unroll
-          for (int i = 0; i < kPairsOfWord; i += 2) {
-            const unsigned a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
-            const int step = (4 * load + word) * (kPairsOfWord / 2) + i / 2;
-#pragma unroll
-            for (int n = 0; n < QUERY_TILES; ++n) {
-              const uint2 q = queries(n, step);
-              mma_16x8x16<typename F::product_t>(scores[m][n], a, q.x, q.y);
-            }
+          for (int n = 0; n < QUERY_TILES; ++n) {
+            const uint2 q = queries(n, 4 * load + word);
+            mma_16x8x16<typename F::product_t>(scores[m][n], a, q.x, q.y);
           }
         }
       }
@@ -329,12 +367,70 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
     }
 }
 
+#if CODE == 3
+// int4: out += V^T P^T of PART keys; `zeros`: pairs of their zero points, of keys 16 m + 8 half
+// + 2 (lane % 4) on. The bias of the codes and the zero points, which add the same to all columns,
+// are the initial accumulators of each step: `out` then holds no large sums that cancel.
+CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<PartForm>& p,
+                                        const unsigned (&zeros)[PartForm::kKeyTiles][2],
+                                        const unsigned char* values) {
+  using F = PartForm;
+  float start[QUERY_TILES][4] = {};
+#pragma unroll
+  for (int m = 0; m < F::kKeyTiles; ++m) {
+    const unsigned a[4] = {kMinusBias, offset_of_zeros(zeros[m][0]), kMinusBias,
+                           offset_of_zeros(zeros[m][1])};
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n) {
+      mma_16x8x16<__half>(start[n], a, p[m][n][0], p[m][n][1]);
+    }
+  }
+  const LeftKM<F::kTileColumns> operand(shared_address(values), 0, 0);
+#pragma unroll
+  for (int column = 0; column < F::kTileColumns; column += 16) {
+    float sums[4][QUERY_TILES][4];
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile)
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[tile][n][i] = fmaf(start[n][2 + i % 2], tile % 2 ? 16.0f : 1.0f, start[n][i % 2]);
+        }
+#pragma unroll
+    for (int m = 0; m < F::kKeyTiles; ++m) {
+      unsigned loaded[4];
+      operand(loaded, 16 * m, column);
+      unsigned a[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        unsigned pairs[4];
+        spread_codes<true>(pairs, loaded[i]);
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) a[tile][i] = pairs[tile];
+      }
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile)
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) {
+          mma_16x8x16<__half>(sums[tile][n], a[tile], p[m][n][0], p[m][n][1]);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile)
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[column / 4 + tile][n][i] += sums[tile][n][i];
+  }
+}
+#endif
+
 // Stores a lane's outputs of eight rows to their columns of HEAD_DIM. `pitch`: floats between rows;
-// `factors`, `added`: applied to all columns, for the lane's two rows. Adds: accumulates to `to`;
-// 16-bit forms only.
+// `factors`: of the lane's two rows. Adds: accumulates to `to`; 16-bit forms only.
 template <typename F, bool Adds = false>
 CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int n,
-                                const float (&factors)[2], const float (&added)[2]) {
+                                const float (&factors)[2]) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -353,10 +449,8 @@ CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int 
 #pragma unroll
         for (int c = 0; c < kDimSteps; c += 4) {
           *reinterpret_cast<float4*>(row + 16 * c + 4 * (8 * half + lane / 4)) =
-              make_float4(fmaf(out[c][n][e], factors[i], added[i]),
-                          fmaf(out[c + 1][n][e], sixteenth, added[i]),
-                          fmaf(out[c + 2][n][e], factors[i], added[i]),
-                          fmaf(out[c + 3][n][e], sixteenth, added[i]));
+              make_float4(out[c][n][e] * factors[i], out[c + 1][n][e] * sixteenth,
+                          out[c + 2][n][e] * factors[i], out[c + 3][n][e] * sixteenth);
         }
       } else {
 #pragma unroll

@@ -19,9 +19,8 @@ struct Sums {
   Outputs out;
   float max[QUERY_TILES][2];
   float sum[QUERY_TILES][2];  // over this lane's keys; lanes of equal lane % 4 are summed at the end
-  float unit;     // CODE: factor of `out`, the largest value scale so far
+  float unit;     // CODE: factor of `out`, the largest value scale so far; int4: a power of two
   float inverse;  // of unit, or 0
-  float added[QUERY_TILES][2];  // int4: contribution of zero points, the same for all columns
   Outputs recent;  // RECENT: outputs of recent keys, in another column order; unit 1
 
   CUKIT_DEVICE void clear() {
@@ -33,16 +32,22 @@ struct Sums {
       for (int i = 0; i < 2; ++i) {
         max[n][i] = -infinity();
         sum[n][i] = 0.0f;
-        added[n][i] = 0.0f;
       }
     unit = inverse = 0.0f;
   }
 };
 
-// Reductions over the lanes that hold the same rows.
+// Reductions over the lanes that hold the same rows, or over neighbouring four.
 CUKIT_DEVICE float max_over_keys(float value) {
 #pragma unroll
   for (int offset = 4; offset < kWarpSize; offset *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  return value;
+}
+CUKIT_DEVICE float max_over_quad(float value) {
+#pragma unroll
+  for (int offset = 1; offset < 4; offset *= 2) {
     value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
   }
   return value;
@@ -133,7 +138,6 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool complete, long 
     if (first >= rows.count) break;
     float shrink[2];  // factor of this warp's outputs, for this lane's rows
     float weights[2];
-    float added[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int number = first + lane % 4 * 2 + i;
@@ -143,13 +147,12 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool complete, long 
       const float own = statistics[warp][number].max;
       weights[i] = own == -infinity() ? 0.0f : exp2f(own - top);
       shrink[i] = weights[i] * (CODE ? sums.unit : 1.0f);
-      if constexpr (CODE == 3) added[i] = weights[i] * sum_over_keys(sums.added[n][i]);
     }
     float* own_rows = merge_row(merge, warp, 0);
-    store_columns<CacheForm>(own_rows, kMergePitch, sums.out, n, shrink, added);
+    store_columns<CacheForm>(own_rows, kMergePitch, sums.out, n, shrink);
     if constexpr (RECENT) {
       __syncwarp();
-      store_columns<RecentForm, true>(own_rows, kMergePitch, sums.recent, n, weights, added);
+      store_columns<RecentForm, true>(own_rows, kMergePitch, sums.recent, n, weights);
     }
     __syncthreads();
     for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
