@@ -299,7 +299,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 
 
 def test_which_kernel_a_call_takes() -> None:
-    def prefers(batch: int, seq_q: int, heads: tuple[int, int] = (32, 8), **options: bool) -> bool:
+    def prefers(batch: int, seq_q: int, heads: tuple[int, int] = (32, 8), **options: Any) -> bool:
         problem = replace(
             PROBLEM, batch=batch, seq_len_q=seq_q, num_heads_q=heads[0], num_heads_kv=heads[1]
         )
@@ -310,6 +310,9 @@ def test_which_kernel_a_call_takes() -> None:
     assert prefers(2, 8192)
     assert prefers(4, 1024)
     assert prefers(64, 64)
+    assert prefers(64, 64, codes="int8")
+    assert prefers(64, 64, codes="int4")
+    assert not prefers(64, 16, codes="float8_e4m3")
     assert not prefers(64, 1)
     assert not prefers(64, 8)
     assert not prefers(1, 32), "32 tiles leave most SMs idle"
@@ -328,6 +331,8 @@ def test_which_caches_are_copied() -> None:
 
     assert prefers(8, 2048, 1)
     assert prefers(2, 8192, 7)
+    assert prefers(64, 64, 1)
+    assert not prefers(4, 128, 1), "as long as the launch"
     assert prefers(64, 1, 16, "int8")
     assert prefers(1, 8 * 2048 * 8, 1, varlen=True)
     assert not prefers(8, 2048, 128), "blocks are whole tiles"
