@@ -503,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
           const fetcher::Cache k_rows{&k, nullptr, keys.k, keys.head_dim};
           const fetcher::Cache v_rows{&v, nullptr, keys.v, params.value_dim};
 #endif
-          fetcher::run(pipelines, k_rows, v_rows, block_table, keys, params.group);
+          fetcher::run(pipelines, tiles, k_rows, v_rows, block_table, keys, params.group);
         }
 #endif
 #if PREPARES

@@ -1,6 +1,6 @@
 // Loads keys and values of flash_attention_sm90 from the blocks of a paged cache. The producer
-// thread requests tiles; other warps of its warpgroup look up the blocks and load them, in boxes of
-// PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
+// thread requests tiles; other warps of its warpgroup look up the blocks, wait for the stage and load
+// it, in boxes of PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -30,40 +30,24 @@ struct PagedKeyValues {
   RequestState& state;
   const cukit::ScoreSettings& settings;
 
-  struct Place {
-    const QueryWork& work;
-  };
-
-  CUKIT_DEVICE Place place(const QueryWork& work) const { return {work}; }
-
-  // The first key visible to a tile of queries.
-  CUKIT_DEVICE int first_key(const QueryWork& work) const {
+  // The fetcher waits until the consumers have released the stage. At most kFetchers requests are
+  // under way and no three in a row are of the same kind, so the stage's contents before the last
+  // have been released: the phase that the fetcher waits for is not ambiguous.
+  CUKIT_DEVICE void request(const KeyState& stage, const QueryWork& work, int tile,
+                            bool of_keys) const {
     const int seq_kv = work.sequence.seq_kv;
     const int causal_offset = seq_kv - work.sequence.seq_q;
-    return max(0, cukit::visible_keys(work.first_row, causal_offset, seq_kv, settings).begin);
+    const int first_visible =
+        cukit::visible_keys(work.first_row, causal_offset, seq_kv, settings).begin;
+    send({stage, work.b, work.head, max(0, first_visible), seq_kv, tile, of_keys});
   }
 
-  CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,
-                              int tile) const {
-    load(to, full, place.work, tile, true);
-  }
-
-  CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
-                                int tile) const {
-    load(to, full, place.work, tile, false);
-  }
-
-  // Sends each fetcher warp a request with `to` null, which ends it.
+  // Sends each fetcher warp a request that ends it.
   CUKIT_DEVICE void end() const {
-    for (int warp = 0; warp < kFetchers; ++warp) send({});
+    for (int warp = 0; warp < kFetchers; ++warp) send({{}, 0, 0, 0, 0, -1, false});
   }
 
  private:
-  CUKIT_DEVICE void load(unsigned char* to, cukit::Mbarrier* full, const QueryWork& work, int tile,
-                         bool of_keys) const {
-    send({to, full, work.b, work.head, first_key(work), work.sequence.seq_kv, tile, of_keys});
-  }
-
   CUKIT_DEVICE void send(const FetchRequest& request) const {
     pipelines.requests.acquire(state);
     pipelines.request[state.index] = request;
@@ -116,33 +100,36 @@ struct Box {
 
 // A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`:
 // the box of the tile below, looked up one request ahead: tiles are requested in descending order.
-template <typename Tile>
+// `acquire` waits for the stage and returns the barrier that the copies complete at.
+template <typename Tile, typename Acquire>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
-                        int head, Box& next) {
+                        int head, unsigned char* stages, Box& next, const Acquire& acquire) {
   if (next.b != request.b || next.tile != request.tile) next = Box(request, request.tile, blocks);
-  const Box box = next;
-  next = Box(request, request.tile - 1, blocks);
+  cukit::Mbarrier* const full = acquire(Tile::kBytes);
   const int lane = threadIdx.x % cukit::kWarpSize;
   if (lane < kBoxes) {
-    unsigned char* const to = request.to + lane * (PAGE_ROWS * Tile::kRowBytes);
+    unsigned char* const to =
+        stages + request.stage.index * Tile::kBytes + lane * (PAGE_ROWS * Tile::kRowBytes);
 #pragma unroll
     for (int part = 0; part < Tile::kParts; ++part) {
-      cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, request.full,
-                         part * Tile::kPartColumns, head, box.row, box.block);
+      cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, full, part * Tile::kPartColumns,
+                         head, next.row, next.block);
     }
   }
+  next = Box(request, request.tile - 1, blocks);
 }
 #else
 struct Box {};
 
 // Zero-fills rows without a visible key.
-template <typename Tile>
+template <typename Tile, typename Acquire>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
-                        int head, Box&) {
+                        int head, unsigned char* stages, Box&, const Acquire& acquire) {
   constexpr int kChunks = Tile::kParts * Tile::kRowBytes / 16;  // of a row
   constexpr int kColumns = 16 / static_cast<int>(sizeof(T));    // of a chunk
   const int lane = threadIdx.x % cukit::kWarpSize;
-  const unsigned to = cukit::shared_address(request.to);
+  const unsigned to = cukit::shared_address(stages + request.stage.index * Tile::kBytes);
+  cukit::Mbarrier* const full = acquire(0);
 #pragma unroll 1
   for (int first = 0; first < TILE_N; first += cukit::kWarpSize) {
     // Each lane looks up one row for all lanes that copy parts of it.
@@ -168,29 +155,52 @@ CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const B
   cukit::cp_async_wait<0>();
   cukit::fence_proxy_async();
   __syncwarp();
-  if (lane == 0) cukit::mbarrier_arrive(request.full);
+  if (lane == 0) cukit::mbarrier_arrive(full);
 }
 #endif
 
 // One of the last kFetchers warps of the producer warpgroup.
-CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, const int* block_table,
-                      const cukit::PagedKeys& keys, int gqa_group) {
+CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Cache& k, const Cache& v,
+                      const int* block_table, const cukit::PagedKeys& keys, int gqa_group) {
   Box next;
   // Warp i of the fetchers takes every kFetchers-th request: its stage stays i.
   RequestState state;
   state.index = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) -
                 (cukit::kWarpgroupWarps - kFetchers);
+  const bool first_lane = threadIdx.x % cukit::kWarpSize == 0;
   for (;; state.phase ^= 1) {
     pipelines.requests.wait(state);
     __syncwarp();
     const FetchRequest& request = pipelines.request[state.index];
-    if (request.to == nullptr) return;
+    if (request.tile < 0) return;
+    const KeyState stage = request.stage;
     const Blocks blocks{block_table + static_cast<long long>(request.b) * keys.table_row,
                         keys.block_size};
+    const int head = request.head / gqa_group;
     if (request.of_keys) {
-      fetch<KeyTile>(request, k, blocks, request.head / gqa_group, next);
+      fetch<KeyTile>(request, k, blocks, head, tiles.k, next, [&](int bytes) {
+        pipelines.k.acquire(stage);
+        if (bytes > 0 && first_lane) pipelines.k.expect(stage, bytes);
+        __syncwarp();
+        return &pipelines.k.full.stage[stage.index];
+      });
     } else {
-      fetch<ValueTile>(request, v, blocks, request.head / gqa_group, next);
+      fetch<ValueTile>(request, v, blocks, head, tiles.v, next, [&](int bytes) {
+        pipelines.v.acquire(stage);
+#if CLEARED
+        if (first_lane) {
+          pipelines.rows[stage.index] = min(TILE_N, request.end - request.tile * TILE_N);
+#if WINDOW
+          pipelines.masked_rows[stage.index] = request.first_key - request.tile * TILE_N;
+#endif
+          pipelines.loaded.expect(stage, bytes);
+        }
+        __syncwarp();
+        return &pipelines.loaded.stage[stage.index];
+#else
+        return &pipelines.v.full.stage[stage.index];
+#endif
+      });
     }
     __syncwarp();  // all lanes have read the request before one of them releases it
     pipelines.requests.release(state);

@@ -87,11 +87,10 @@ using RequestState = cukit::PipelineState<kFetchers>;
 
 // A tile of K or V to load.
 struct FetchRequest {
-  unsigned char* to;      // null: no further requests
-  cukit::Mbarrier* full;  // completed by the copies
-  int b, head;            // of the queries
-  int first_key, end;     // keys outside [first_key, end) are not read
-  int tile;
+  KeyState stage;
+  int b, head;         // of the queries
+  int first_key, end;  // keys outside [first_key, end) are not read
+  int tile;            // below 0: no further requests
   bool of_keys;
 };
 #endif

@@ -21,7 +21,8 @@ namespace producer {
 
 // ---- Key-value sources ----
 //
-// A source loads the tiles of K and V of a sequence. Its interface:
+// A source loads the tiles of K and V of a sequence; forward_pages_sm90.cuh requests them from other
+// warps instead. Its interface:
 //   Place                             the location of a sequence and key head
 //   place(work)                       computed once for each tile of queries
 //   load_keys(to, full, place, tile)  one thread: issues the loads of a tile of keys to a KeyTile
@@ -145,7 +146,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   cukit::QueryTileScheduler<kTileM, TILE_N> scheduler(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   while (scheduler.next(work)) {
+#if !PAGED
     const typename KeyValues::Place place = key_values.place(work);
+#endif
 #if BLOCK_SPARSE
     const int* list = arguments.blocks.list<kTileM, TILE_N>(work.head, work.first_row / kTileM);
     work.keys = {0, *list, 0, 0};
@@ -158,6 +161,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #endif
     };
     const auto load_keys = [&](int index) {
+#if PAGED
+      key_values.request(k_state, work, index, true);
+#else
 #if TEACHER
       pipelines.teacher.acquire(k_state);
       key_values.load_teacher(tiles.teacher + k_state.index * TeacherKeyTile::kBytes,
@@ -169,15 +175,15 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       pipelines.listed[k_state.index] = list[1 + index];
 #endif
       const int tile = tile_of(index);
-#if ROW_BY_ROW
-      cukit::Mbarrier* const full = &pipelines.k.full.stage[k_state.index];
-#else
       cukit::Mbarrier* const full = pipelines.k.expect(k_state, KeyTile::kBytes);
-#endif
       key_values.load_keys(tiles.k + k_state.index * KeyTile::kBytes, full, place, tile);
+#endif
       k_state.advance();
     };
     const auto load_values = [&](int index) {
+#if PAGED
+      key_values.request(v_state, work, index, false);
+#else
 #if PREPARES
       pipelines.raw.acquire(v_state);
 #else
@@ -186,9 +192,6 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       const int tile = tile_of(index);
 #if PREPARES || CLEARED
       pipelines.rows[v_state.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
-#if PAGED && WINDOW
-      pipelines.masked_rows[v_state.index] = key_values.first_key(work) - tile * TILE_N;
-#endif
 #endif
 #if PREPARES
       cukit::Mbarrier* const full = pipelines.raw.expect(v_state, RawTile::kBytes);
@@ -196,14 +199,13 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #else
 #if CLEARED
       cukit::Mbarrier* const full = pipelines.loaded.expect(v_state, ValueTile::kBytes);
-#elif ROW_BY_ROW
-      cukit::Mbarrier* const full = &pipelines.v.full.stage[v_state.index];
 #else
       cukit::Mbarrier* const full = pipelines.v.expect(v_state, ValueTile::kBytes);
 #endif
       unsigned char* const to = tiles.v + v_state.index * ValueTile::kBytes;
 #endif
       key_values.load_values(to, full, place, tile);
+#endif
       v_state.advance();
     };
     const int last = work.keys.end - 1;
@@ -251,6 +253,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   pipelines.announce(q_state, QueryWork{});
   for (cukit::Pipeline<QUERY_STAGES>& queries : pipelines.q) queries.commit(q_state);
 #endif
+#if PAGED
+  key_values.end();  // before the wait for a stage of V that the fetchers may have yet to fill
+#endif
 #if PREPARES
   pipelines.raw.acquire(v_state);
   pipelines.rows[v_state.index] = -1;
@@ -259,9 +264,6 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   pipelines.v.acquire(v_state);
   pipelines.rows[v_state.index] = -1;
   pipelines.loaded.arrive(v_state);
-#endif
-#if PAGED
-  key_values.end();
 #endif
 }
 
