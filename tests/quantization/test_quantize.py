@@ -14,7 +14,7 @@ from cukit.core.kernel import KernelSpec
 from cukit.core.quantized_array import block_shape
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.quantization._matrices import matrices_of
-from cukit.quantization.plan import Rounding, plan_quantize
+from cukit.quantization._quantize_plan import Rounding, plan_quantize
 from cukit.reference import quantize as reference
 from tests.contract import (
     DTYPES,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.errors import ArrayError, ArrayShapeError
-from cukit.gemm import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
+from cukit.moe import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.reference import depth as reference
 from tests.contract import check_against_reference, check_gradient, random, to_device
 from tests.quick_run import emulated
