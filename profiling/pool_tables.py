@@ -77,8 +77,8 @@ def _verdict(records: Sequence[Record]) -> str:
         for pool in replayed_on(records)
     ]
     return (
-        f"Allocation logs completed under a limit 5% above peak live memory, of {len(tight)}: "
-        f"{'; '.join(parts)}.\n"
+        f"Allocation logs, of {len(tight)}, that complete with memory limited to 5% above their peak "
+        f"of live memory: {'; '.join(parts)}.\n"
     )
 
 

@@ -241,7 +241,7 @@ GOOD = {"logits": np.ones((2, 4), np.float32), "targets": np.array([0, 1])}
         ({"logits": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "logits must be C-contig"),
         ({"targets": np.array([0])}, ArrayShapeError, r"targets must have shape \(2\)"),
         ({"targets": np.array([0.0, 1.0])}, ArrayDtypeError, "targets must be int32, int64"),
-        ({"targets": np.array([0, 4])}, ArrayError, r"targets must lie in 0\.\.3 .*got 4"),
+        ({"targets": np.array([0, 4])}, ArrayError, r"targets must be in 0\.\.3 .*got 4"),
         ({"reduction": "average"}, ConfigError, "reduction must be one of"),
         ({"normalizer": 3, "reduction": "sum"}, ConfigError, "normalizer needs"),
         ({"normalizer": 0}, ConfigError, "normalizer must be above 0"),

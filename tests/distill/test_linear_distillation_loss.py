@@ -241,7 +241,7 @@ GOOD = {
             "vocabularies must be the same",
         ),
         ({"targets": np.array([0, 1])}, ArrayShapeError, "targets must have shape"),
-        ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must lie in"),
+        ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must be in"),
         ({"hard_weight": 1.0}, ConfigError, "hard_weight=1.0 needs targets"),
         ({"temperature": -1.0}, ConfigError, "temperature must be"),
         ({"chunk_tokens": 0}, ConfigError, "chunk_tokens must be an integer of 1 or more"),

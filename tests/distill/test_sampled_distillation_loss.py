@@ -153,7 +153,7 @@ def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
         (
             {"sample_ids": np.array([[0], [4]], np.int32)},
             ArrayError,
-            r"sample_ids must lie in 0\.\.3",
+            r"sample_ids must be in 0\.\.3",
         ),
         ({"sample_ids": np.zeros((2, 1))}, ArrayDtypeError, "sample_ids must be int32"),
         (
