@@ -77,8 +77,8 @@ def _verdict(records: Sequence[Record]) -> str:
         for pool in replayed_on(records)
     ]
     return (
-        f"Allocation logs, of {len(tight)}, that complete with memory limited to 5% above their peak "
-        f"of live memory: {'; '.join(parts)}.\n"
+        f"Of {len(tight)} allocation logs, replayed with a limit 5% above peak live memory, these "
+        f"complete: {'; '.join(parts)}.\n"
     )
 
 
