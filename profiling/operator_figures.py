@@ -266,7 +266,7 @@ def draw_attention() -> str:
     v = np.eye(length, dtype=np.float32)[None, :, None]  # the outputs are the probabilities
     mask = rng.random((tiles // 2, tiles // 2)) < 0.4
     np.fill_diagonal(mask, True)
-    panels = [
+    panels: list[tuple[str, Any]] = [
         ("causal=True", ck.flash_attention(q, k, v, causal=True)),
         ("window_size=(70, 0)", ck.flash_attention(q, k, v, window_size=(70, 0))),
         (
