@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cukit import gemm, moe
 from cukit.errors import ArrayError, ArrayShapeError
 from cukit.moe import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.reference import depth as reference
@@ -93,3 +94,10 @@ def test_errors_name_the_argument():
         adaptive_depth(x, weights[..., :3].copy(), depth)
     with pytest.raises(ArrayShapeError, match="depth must have shape"):
         adaptive_depth(x, weights, depth[:2])
+
+
+def test_former_names_in_gemm_still_work():
+    for name in gemm._MOVED:
+        assert getattr(gemm, name) is getattr(moe, name)
+    with pytest.raises(AttributeError, match="depth_scatter"):
+        gemm.depth_scatter  # noqa: B018
