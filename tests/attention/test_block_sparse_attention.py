@@ -86,7 +86,7 @@ def test_blocks_that_do_not_fill_tiles(device, rng, size, causal):
 
 
 @pytest.mark.emulator
-def test_whatever_finishes_late(late_emulator, rng):
+def test_late_completion(late_emulator, rng):
     size = (128, 64)
     check(late_emulator, inputs_of(rng, (300, 520), (2, 1), 128, size, 0.4), size, causal=True)
 

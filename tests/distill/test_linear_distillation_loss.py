@@ -132,7 +132,7 @@ def test_gradients_by_finite_differences(rng, options):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 70, 1000])
-def test_chunks_change_nothing_but_rounding(device, rng, chunk_tokens):
+def test_chunks_change_only_rounding(device, rng, chunk_tokens):
     *placed, targets = to_device(device, *head(rng, "float32"))
     options = {"targets": targets, "temperature": 2.0, "hard_weight": 0.5}
     whole = linear_distillation_loss(*placed, **options)

@@ -113,7 +113,7 @@ def test_samples_estimate_the_divergence(rng):
     np.testing.assert_allclose(sums[1], exact, atol=0.02)
 
 
-def test_samples_of_weight_zero_are_not_looked_at(device, rng):
+def test_samples_of_weight_zero_are_not_read(device, rng):
     student = random(rng, (3, 40), "float32")
     ids = np.array([[1, 5, -1], [2, 2, 99], [0, 39, -7]], np.int32)
     weights = np.array([[0.5, 0.5, 0], [0.25, 0.5, 0], [1, 2, 0]], np.float32)

@@ -61,7 +61,7 @@ def test_gather_broadcast_exchange_and_empty_arrays() -> None:
         assert result == ([0, 1, 2], 3.0, [0, 10, 20], [b"", b"x", b"xx"])
 
 
-def test_ranks_at_different_collectives_are_told() -> None:
+def test_ranks_in_different_collectives_are_reported() -> None:
     def work(comm: HostCommunicator) -> None:
         comm.all_reduce(np.zeros(2 + comm.rank, np.float32))
 
@@ -78,7 +78,7 @@ def test_a_rank_that_ends_is_noticed() -> None:
         run_ranks(2, work)
 
 
-def test_strangers_and_taken_ports_do_no_harm() -> None:
+def test_foreign_connections_and_used_ports_are_harmless() -> None:
     port = free_port()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))

@@ -131,7 +131,7 @@ def test_masks():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 9))
-def test_tiles_are_dealt_evenly(costs, num_blocks):
+def test_tiles_are_distributed_evenly(costs, num_blocks):
     items = np.repeat(np.arange(len(costs), dtype=np.int32)[:, None], 4, axis=1)
     work = assign_tiles(items, np.array(costs, int), num_blocks)
     assert (work[:, -1] == -1).all()

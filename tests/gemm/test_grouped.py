@@ -10,7 +10,8 @@ import pytest
 import cukit
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
-from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward, grouped_plan
+from cukit.gemm import _grouped_plan as grouped_plan
+from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
 from cukit.gemm._grouped_launch import GroupedSm80, GroupedSm90
 from cukit.gemm._grouped_plan import GroupedProblem, Layout, plan_grouped_sm80
 from cukit.gemm._linear_plan import Product
@@ -306,7 +307,7 @@ def test_errors_name_the_argument(arguments, error, message):
         grouped_gemm(**call)
 
 
-def test_the_kernel_s_rules_are_named(device):
+def test_limits_of_the_kernel_are_named(device):
     if device == "cpu":
         pytest.skip("rules of the kernel")
     x, weights, offsets = to_device(

@@ -116,7 +116,7 @@ def test_every_number_of_rows(rng):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_more_elements_than_32_bits_count(rng):
+def test_more_elements_than_fit_in_32_bits(rng):
     m, n, k = 66000, 33000, 16
     a, b = (int8_operand(rng, rows, k, scales=None) for rows in (m, n))
     out = matmul_int8(*place("gpu", a, b))

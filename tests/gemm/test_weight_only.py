@@ -239,7 +239,7 @@ def test_every_number_of_tokens(rng, form):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_more_codes_than_32_bits_count(rng):
+def test_more_codes_than_fit_in_32_bits(rng):
     """2^31 codes and more of a weight, and as many results."""
     import cupy
 
@@ -282,7 +282,7 @@ def test_packing_on_the_gpu_is_the_same(rng, form):
     np.testing.assert_array_equal(to_host(theirs.blocks), ours.blocks)
 
 
-def test_numbers_that_are_not_finite_stay_in_their_rows(device, rng):
+def test_nonfinite_values_stay_in_their_rows(device, rng):
     weight = quantized(rng, 40, 136, "int4 g128")
     x = random(rng, (4, 136), "float16")
     x[1, 5], x[2, 130] = np.nan, np.inf
@@ -345,7 +345,7 @@ def plain(k=128, **fields):
         (plain(), {"x_dtype": ck.int8}, ConfigError, "x_dtype must be None or"),
     ],
 )
-def test_what_cannot_be_packed(weight, options, error, message):
+def test_weights_that_cannot_be_packed(weight, options, error, message):
     with pytest.raises(error, match=f"pack_weight: .*{message}"):
         pack_weight(weight, **options)
 

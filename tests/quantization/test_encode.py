@@ -131,7 +131,7 @@ def test_ragged_shapes(device, rng, narrow, dtype, shape):
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @every_dtype
 @every_narrow
-def test_arrays_that_begin_anywhere(device, rng, narrow, dtype, offset):
+def test_unaligned_arrays(device, rng, narrow, dtype, offset):
     """Values and codes `offset` elements after a multiple of 16 bytes."""
     x = (rng.standard_normal(5000) * 4).astype(dtype_of(dtype))
     (placed,) = to_device(device, x)
