@@ -8,7 +8,7 @@
 
 from typing import Any
 
-from cukit import _start
+from cukit import _start, gemm
 from cukit.array_api import (
     NarrowArray,
     NarrowDtype,
@@ -390,6 +390,13 @@ __all__ = [
 ]
 
 activate_from_environment()
+
+# Former places of ops that moved to `cukit.moe`.
+for _op in (
+    adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask, depth_combine,
+    depth_combine_backward, depth_gather, depth_router, depth_router_backward,
+):  # fmt: skip
+    setattr(gemm, _op.__name__, _op)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,9 +6,6 @@ in one module. `matmul_fp8` and `matmul_int8` share `_matmul_8bit_plan` and `_ma
 Modules that begin with an underscore are helpers of this package.
 """
 
-from importlib import import_module
-from typing import Any
-
 from cukit.gemm._matmul_decision import MatmulPlan, forget_decisions
 from cukit.gemm.block_sparse import (
     BlockPattern,
@@ -58,21 +55,3 @@ __all__ = [
     "tree_matmul",
     "tune_matmul",
 ]
-
-_MOVED = {
-    "adaptive_depth",
-    "adaptive_depth_backward",
-    "create_adaptive_depth_mask",
-    "depth_combine",
-    "depth_combine_backward",
-    "depth_gather",
-    "depth_router",
-    "depth_router_backward",
-}
-"""Ops that are now in `cukit.moe`; code that imports them from here keeps working."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        return getattr(import_module("cukit.moe"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,7 +97,5 @@ def test_errors_name_the_argument():
 
 
 def test_former_names_in_gemm_still_work():
-    for name in gemm._MOVED:
-        assert getattr(gemm, name) is getattr(moe, name)
-    with pytest.raises(AttributeError, match="depth_scatter"):
-        gemm.depth_scatter  # noqa: B018
+    assert gemm.adaptive_depth is adaptive_depth
+    assert gemm.depth_router is moe.depth_router
