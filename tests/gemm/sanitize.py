@@ -22,9 +22,9 @@ from cukit.gemm import (
     matmul_fp8,
     matmul_int8,
     pack_weight,
-    plan_8bit,
     quantized_linear,
 )
+from cukit.gemm import _matmul_8bit_plan as plan_8bit
 from cukit.gemm._bsr_plan import TILINGS as SPARSE_TILINGS
 from cukit.gemm._linear_launch import LinearSm90
 from cukit.gemm._linear_plan import Product, configure
