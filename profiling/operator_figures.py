@@ -67,7 +67,7 @@ def draw_retrieval() -> str:
             MARGIN, 54.0, "detail",
         ),
         svg.text(
-            f"The {k} best rows (blue) lie in the {k} groups with the highest maxima (shaded), "
+            f"The {k} best rows (blue) are in the {k} groups with the highest maxima (shaded), "
             "which are scored again.",
             MARGIN, 70.0, "detail",
         ),

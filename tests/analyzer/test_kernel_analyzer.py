@@ -329,7 +329,7 @@ NOT_CHARGED_US = 1.2
 """About half of what a pair of events adds on an H200: 2.46 to 2.50 us in 16 calibrations. In as
 many analyses of one process the time by events, less that, lay between 0.12 us below and 0.08 us
 above CUPTI's; the worst that other processes have shown is 0.46 us. A kernel that is charged for
-the events lies 2.5 us above, give or take as much: the bound has 0.7 us to spare on either side."""
+the events is 2.5 us higher, with a similar spread: the bound leaves 0.7 us on either side."""
 
 
 @pytest.mark.gpu

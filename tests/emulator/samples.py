@@ -1,7 +1,7 @@
 """One call of every op that has kernels, small enough for the emulator.
 
 A sample is a function of a random generator that returns the op's arguments as NumPy arrays.
-Results come back as a flat list of arrays, so that every op can be judged alike.
+Results come back as a flat list of arrays, so that every op can be checked alike.
 """
 
 from __future__ import annotations

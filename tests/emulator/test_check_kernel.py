@@ -44,7 +44,7 @@ def test_variables_are_set_and_returned() -> None:
     for _ in range(2):
         check("mine::scale", X, y, 6, constants=constants)
     np.testing.assert_array_equal(y, 3 * X)
-    assert launches[0] == 2, "its value comes back, and goes in again"
+    assert launches[0] == 2, "its value is returned, and passed to the next launch"
     fresh = np.zeros(1, np.int32)
     check("mine::scale", X, y, 6, constants={"launches": fresh})
     assert fresh[0] == 1, "every call has variables of its own"

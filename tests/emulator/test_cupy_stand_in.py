@@ -37,7 +37,7 @@ def emulated_cupy() -> Iterator[Any]:
 def test_raw_kernels(cp: Any) -> None:
     a = cp.arange(100, dtype=cp.float32)
     out = cp.empty(100, cp.float32)
-    assert bool(cp.isnan(out).all()), "what nobody writes is seen"
+    assert bool(cp.isnan(out).all()), "unwritten elements are NaN"
     add = cp.RawKernel(ADD, "add")
     add((4,), (32,), (a, 2 * a, out, a.size))
     assert (out == 3 * a).all()
