@@ -78,7 +78,7 @@ def test_the_small_suite_runs_and_is_correct(benchmark: KernelBenchmark) -> None
     assert all(record["correct"] for record in results["records"])
     assert {record["op"] for record in results["records"]} == set(SUITE)
     for name in SUITE:
-        assert hasattr(benchmark, f"benchmark_{name}"), "every family has a method of its own"
+        assert hasattr(benchmark, f"benchmark_{name}"), "every family has its own method"
     (matmul,) = benchmark.benchmark_matmul(small=True)
     assert matmul["case"] == "48x32x64"
     keys = [case.key for cases in SUITE.values() for case in cases(False)]

@@ -169,7 +169,7 @@ def test_lists_name_every_visible_tile_once(device, rng):
         count, *entries = lists[head, tile]
         wanted = [2 * i + (not part.all()) for i, part in enumerate(parts) if part.any()]
         if not wanted:
-            assert (count, entries[0]) == (1, 1), "one tile, all of it hidden"
+            assert (count, entries[0]) == (1, 1), "one tile, fully masked"
             continue
         # A tile that the causal mask hides completely may be listed, as a partially masked one.
         listed = entries[:count]

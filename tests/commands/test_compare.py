@@ -144,7 +144,7 @@ def test_analyses_compare_too() -> None:
     unsure = analysis(10.6)
     unsure["analyses"][0]["cold"] |= {"overhead_us": 2.4, "overhead_uncertainty_us": 0.4}
     (case,) = compare_results(analysis(10.0), unsure).cases
-    assert case.difference.verdict is Verdict.UNCERTAIN, "the clock's zero is not that sure"
+    assert case.difference.verdict is Verdict.UNCERTAIN, "the origin of the clock is less precise"
 
 
 @pytest.mark.parametrize(

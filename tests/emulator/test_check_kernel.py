@@ -47,7 +47,7 @@ def test_variables_are_set_and_returned() -> None:
     assert launches[0] == 2, "its value is returned, and passed to the next launch"
     fresh = np.zeros(1, np.int32)
     check("mine::scale", X, y, 6, constants={"launches": fresh})
-    assert fresh[0] == 1, "every call has variables of its own"
+    assert fresh[0] == 1, "every call has its own variables"
 
 
 @emulator

@@ -49,7 +49,7 @@ def test_guesses_for_compare_and_swap_are_reported_on_request(name: str):
 
 @pytest.mark.parametrize("planted", MISSED, ids=str)
 def test_documented_misses_are_missed(planted: Planted):
-    assert planted.run(True).error is None, "it is found by now: its line `missed` has to go"
+    assert planted.run(True).error is None, "now detected: remove its `missed` line"
 
 
 def check_clean(planted: Planted, **options: object) -> None:

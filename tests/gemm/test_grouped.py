@@ -110,9 +110,7 @@ def test_matches_reference(device, rng, counts, set_aside, dtype, transposed):
         y = grouped_gemm(placed_x, placed_weights, **where, transpose_weights=transposed, out=out)
         assert y is out
         if device != "cpu":
-            assert np.isnan(to_host(y)[~groups.used].astype(np.float32)).all(), (
-                "outside all groups"
-            )
+            assert np.isnan(to_host(y)[~groups.used].astype(np.float32)).all(), "outside all groups"
         return (y,)
 
     def expected(wide):

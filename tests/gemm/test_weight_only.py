@@ -406,7 +406,7 @@ def test_plans_fit_the_device(arch, weight):
 
 
 def test_few_tokens_keep_all_multiprocessors_busy():
-    """Two blocks a tile where tiles are half as many as multiprocessors, else shares of tiles."""
+    """Two blocks per tile if there are at most half as many tiles as SMs, otherwise stream-K."""
     for tokens in (16, 64, 128):
         config = plan_weight_only(tokens, SQUARE, "bfloat16", HOPPER)
         assert config.tiling.splits == 2

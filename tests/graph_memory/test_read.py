@@ -67,7 +67,7 @@ def test_gradients_are_differences(rng):
 
 
 def test_reads_are_convex_combinations_of_rows(rng):
-    """Weights add up to 1; a query equal to a row, with a large scale, reads that row."""
+    """Weights sum to 1; a query equal to a row, with a large scale, reads that row."""
     memory = rng.standard_normal((20, 5))
     out = memory_read(rng.standard_normal((7, 5)), memory)
     assert (out <= memory.max(axis=0)).all()

@@ -62,7 +62,7 @@ def test_the_order_of_writes_changes_no_bits(device, rng, dtype):
 
 
 def test_common_offsets_are_kept(device, rng):
-    """Weights add up to 1: constant values written to a constant memory do not change it."""
+    """Weights sum to 1: constant values written to a constant memory do not change it."""
     _, indices, _, gates = writes(rng, (8, 40, 16), "float32")
     memory, values = np.full((8, 16), 3.0, np.float32), np.full((40, 16), 3.0, np.float32)
     out = to_host(memory_write(*to_device(device, memory, indices, values, gates)))

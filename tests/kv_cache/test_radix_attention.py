@@ -299,7 +299,7 @@ def test_steps_must_alternate() -> None:
     with pytest.raises(ConfigError, match="3 tokens per request, got 1"):
         attention.advance(1)
     attention.free("a")
-    assert cache.statistics().cached_blocks == 0, "what was never written is not kept"
+    assert cache.statistics().cached_blocks == 0, "unwritten tokens are not kept"
     served.add("a", [1, 2, 3, 4, 5])
     served.add("b", [2, 3])
     attention.append(["a", "b"], [7, 7])

@@ -121,7 +121,7 @@ def test_ties_go_to_the_lowest_expert(device):
 
 
 def test_undefined_rows_have_valid_experts(device):
-    """Their weights are NaN where the softmax is; other rows do not notice."""
+    """Their weights are NaN where the softmax is; other rows are unaffected."""
     logits = np.zeros((5, 6), np.float32)
     logits[0, 2], logits[1, :5], logits[2], logits[3, 1] = np.nan, np.nan, -np.inf, np.inf
     routing = topk_router(*to_device(device, logits), 2)

@@ -74,7 +74,7 @@ def test_labels_of_ceilings_do_not_overlap(measured: float, datasheet: float, wi
         if t.text in ("measured", "datasheet")
     ]
     assert len(places) == 2
-    assert abs(places[0] - places[1]) >= 12, "a line of text is about so high"
+    assert abs(places[0] - places[1]) >= 12, "approximate height of a line of text"
 
 
 def test_attributes_and_text_are_escaped() -> None:
