@@ -8,7 +8,7 @@
 
 from typing import Any
 
-from cukit import _start
+from cukit import _start, gemm
 from cukit.array_api import (
     NarrowArray,
     NarrowDtype,
@@ -100,17 +100,9 @@ from cukit.gemm import (
     BlockSparseMatrix,
     MatmulPlan,
     PackedWeight,
-    adaptive_depth,
-    adaptive_depth_backward,
     bsr_from_mask,
     bsr_matmul,
-    create_adaptive_depth_mask,
     create_sparse_mask,
-    depth_combine,
-    depth_combine_backward,
-    depth_gather,
-    depth_router,
-    depth_router_backward,
     explain_matmul,
     gated_linear,
     gated_linear_backward,
@@ -168,7 +160,15 @@ from cukit.memory import (
 )
 from cukit.moe import (
     LayerBank,
+    adaptive_depth,
+    adaptive_depth_backward,
     balance_experts,
+    create_adaptive_depth_mask,
+    depth_combine,
+    depth_combine_backward,
+    depth_gather,
+    depth_router,
+    depth_router_backward,
     expert_order,
     layer_bank,
     layer_bank_backward,
@@ -390,6 +390,13 @@ __all__ = [
 ]
 
 activate_from_environment()
+
+# Former places of ops that moved to `cukit.moe`.
+for _op in (
+    adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask, depth_combine,
+    depth_combine_backward, depth_gather, depth_router, depth_router_backward,
+):  # fmt: skip
+    setattr(gemm, _op.__name__, _op)
 
 
 def __getattr__(name: str) -> Any:

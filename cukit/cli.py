@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     code = 0
     try:
         _check_values(arguments)
-        # Not `app()`, which turns interrupts and broken pipes into exits of its own.
+        # Not `app()`, which has its own exit codes for interrupts and broken pipes.
         command = typer.main.get_command(app)
         try:
             with command.make_context("cukit", list(arguments) or ["--help"]) as context:
@@ -131,17 +131,17 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
-    # A shell may have closed them (`>&-`): discard what is written.
+    # None if the shell closed them (`>&-`): discard all output.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # print results on terminals without UTF-8, too
+        sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8
     with interruptible():
         code = run(sys.argv[1:])
         try:
             sys.stdout.flush()
-        except OSError:  # already reported; a normal exit would report it again
+        except OSError:  # already reported; a normal exit would report it twice
             os._exit(code)
         if code == INTERRUPTED:
-            os._exit(code)  # do not wait for threads that still run
+            os._exit(code)  # do not wait for running threads
     sys.exit(code)

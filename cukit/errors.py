@@ -56,7 +56,7 @@ class UnsupportedDeviceError(CukitError):
 
 
 class MissingDependencyError(CukitError, ImportError):
-    """A package or shared library is missing. The message tells how to install it."""
+    """A package or shared library is missing. The message says how to install it."""
 
 
 class CompileError(CukitError):

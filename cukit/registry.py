@@ -46,8 +46,8 @@ class Op:
 
 
 FAMILIES = (
-    "array_api", "quantization", "layers", "attention", "gemm", "moe", "sampling", "sequence",
-    "graph_memory", "distill", "memory",
+    "quantization", "layers", "attention", "gemm", "moe", "sampling", "sequence", "graph_memory",
+    "distill", "memory",
 )  # fmt: skip
 
 _OPS: dict[str, Op] = {}

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/graph_memory.md and of docs/moe.md's bank of layers.
+"""Draws the figures that explain an op on the pages of docs/.
 
 Run by `python -m profiling.operator_figures` (`make tables`). Each figure shows results of the ops
 on small inputs; a test compares the files with the ops.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+import cukit as ck
 from cukit.analyzer.report import svg
+from cukit.core.device import typical_device
+from cukit.gemm._linear_plan import Product, Sm90Config, plan_linear
 from cukit.graph_memory import Transition, graph_diffusion, memory_write, retrieve_top_k
 from cukit.moe import layer_bank, topk_router
+from cukit.reference.sampling import kept_tokens
 from profiling.tables import ROOT
 
 WIDTH, MARGIN = 720.0, 24.0
@@ -62,7 +67,7 @@ def draw_retrieval() -> str:
             MARGIN, 54.0, "detail",
         ),
         svg.text(
-            f"The {k} best rows (blue) lie in the {k} groups with the highest maxima (shaded), "
+            f"The {k} best rows (blue) are in the {k} groups with the highest maxima (shaded), "
             "which are scored again.",
             MARGIN, 70.0, "detail",
         ),
@@ -230,7 +235,417 @@ def draw_bank() -> str:
     )
 
 
+def outline(x: float, y: float, width: float, height: float) -> str:
+    """A rectangle that is not filled."""
+    path = f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
+    return svg.element("path", d=path, class_="roof", fill="none")
+
+
+def curve(points: list[tuple[float, float]], colour: int, *, dashed: bool = False) -> str:
+    """A line through points."""
+    return svg.element(
+        "path",
+        d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points),
+        class_=svg.colour(colour),
+        style="fill: none; stroke-width: 2",
+        stroke_dasharray="4 3" if dashed else None,
+    )
+
+
+def lines_of(*lines: str) -> list[str]:
+    """The explanation under the title."""
+    return [svg.text(line, MARGIN, 54.0 + 16 * i, "detail") for i, line in enumerate(lines)]
+
+
+def draw_attention() -> str:
+    """Tiles of the score matrix under three masks: skipped, partially masked, unmasked."""
+    tile, tiles, cell = 16, 12, 16.0
+    length = tile * tiles
+    rng = np.random.default_rng(3)
+    q, k = rng.standard_normal((2, 1, length, 1, 16)).astype(np.float32)
+    v = np.eye(length, dtype=np.float32)[None, :, None]  # the outputs are the probabilities
+    mask = rng.random((tiles // 2, tiles // 2)) < 0.4
+    np.fill_diagonal(mask, True)
+    panels: list[tuple[str, Any]] = [
+        ("causal=True", ck.flash_attention(q, k, v, causal=True)),
+        ("window_size=(70, 0)", ck.flash_attention(q, k, v, window_size=(70, 0))),
+        (
+            "block_mask, causal=True",
+            ck.block_sparse_attention(q, k, v, mask, block_size=2 * tile, causal=True),
+        ),
+    ]
+    parts = lines_of(
+        f"{length} queries (rows) and keys (columns) in tiles of {tile} x {tile}. Empty tiles are "
+        "fully masked and skipped.",
+        "Light tiles are partially masked: the mask is applied score by score. Dark tiles need no "
+        "mask.",
+    )
+    for number, (name, out) in enumerate(panels):
+        left, top = MARGIN + number * 240.0, 88.0
+        visible = (out[0, :, 0] > 0).reshape(tiles, tile, tiles, tile).mean(axis=(1, 3))
+        for (i, j), share in np.ndenumerate(visible):
+            x, y = left + j * cell, top + i * cell
+            opacity = 0.0 if share == 0 else 0.85 if share == 1 else 0.35
+            parts.append(bar(x + 1, y + 1, cell - 2, cell - 2, svg.colour(1), 0.12))
+            if opacity:
+                parts.append(bar(x + 1, y + 1, cell - 2, cell - 2, svg.colour(0), opacity))
+        read = f"{np.count_nonzero(visible)} of {tiles * tiles} tiles"
+        middle = left + tiles * cell / 2
+        parts.append(svg.text(name, middle, top + tiles * cell + 18, "tick strong", "middle"))
+        parts.append(svg.text(read, middle, top + tiles * cell + 34, "tick", "middle"))
+    return page(338.0, "flash_attention: tiles of the score matrix", parts)
+
+
+def draw_gemm() -> str:
+    """The order in which a persistent kernel computes the tiles of a product."""
+    m, n, k = 4096, 8192, 4096
+    config = plan_linear(Product(m, n, k, "bfloat16"), True, typical_device("sm_90"))
+    assert isinstance(config, Sm90Config)
+    tiling, blocks = config.tiling, config.num_blocks
+    tiles_m, tiles_n = -(-m // tiling.tile_m), -(-n // tiling.tile_n)
+    width, height = 640.0 / tiles_n, 6.5
+    left, top = MARGIN, 100.0
+    parts = lines_of(
+        f"linear, {m} x {k} by {n} x {k} in bfloat16 on an H100: {tiles_m * tiles_n} tiles of "
+        f"{tiling.tile_m} x {tiling.tile_n}, computed by {blocks} thread blocks.",
+        f"Tiles of one colour are computed at the same time. In rasterisation groups of "
+        f"{config.group} tile rows (framed), they share few rows of x",
+        "and few columns of w, which stay in L2.",
+    )
+    for tile in range(tiles_m * tiles_n):
+        first = tile // (config.group * tiles_n) * config.group
+        rows = min(config.group, tiles_m - first)
+        within = tile - first * tiles_n
+        x, y = left + within // rows * width, top + (first + within % rows) * height
+        parts.append(bar(x + 0.5, y + 0.5, width - 1, height - 1, svg.colour(tile // blocks), 0.8))
+    for first in range(0, tiles_m, config.group):
+        rows = min(config.group, tiles_m - first)
+        parts.append(outline(left, top + first * height, 640.0, rows * height))
+    bottom = top + tiles_m * height
+    for wave in range(-(-tiles_m * tiles_n // blocks)):
+        x = left + wave * 90
+        parts.append(bar(x, bottom + 12, 11, 11, svg.colour(wave), 0.8))
+        parts.append(svg.text(f"wave {wave}", x + 16, bottom + 22, "tick"))
+    return page(bottom + 38, "linear: rasterisation order of the output tiles", parts)
+
+
+def draw_quantization() -> str:
+    """The scales of one matrix for each granularity."""
+    size, cell = 8, 15.0
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((size, size)).astype(np.float32)
+    x *= np.exp(0.7 * rng.standard_normal((size, 1)) + 0.7 * rng.standard_normal(size))
+    x = x.astype(np.float32)
+    panels: list[tuple[str, dict[str, object]]] = [
+        ("axis=None", {"axis": None}),
+        ("rows: the default", {}),
+        ("axis=-2", {"axis": -2}),
+        ("group_size=4", {"group_size": 4}),
+        ("axis=(-2, -1), group_size=4", {"axis": (-2, -1), "group_size": 4}),
+    ]
+    parts = lines_of(
+        "One scale per frame; darker scales are larger. The error of a value is at most half of "
+        "its scale,",
+        "so smaller blocks keep an outlier from widening the steps of other values.",
+    )
+    for number, (name, options) in enumerate(panels):
+        left, top = MARGIN + number * 138.0, 88.0
+        array = ck.quantize(x, ck.int8, **options)  # type: ignore[arg-type]
+        assert array.scales is not None
+        rows, cols = (size // n for n in array.scales.shape)
+        error = np.abs(array.decode() - x).mean() / np.abs(x).mean()
+        share = np.log(array.scales / 0.002) / np.log(30.0)
+        for (i, j), dark in np.ndenumerate(share):
+            place = (left + j * cols * cell, top + i * rows * cell, cols * cell, rows * cell)
+            parts.append(bar(*place, svg.colour(0), float(np.clip(dark, 0.08, 1.0))))
+            parts.append(outline(*place))
+        count, middle = array.scales.size, left + size * cell / 2
+        base = top + size * cell
+        parts.append(svg.text(name, middle, base + 18, "small", "middle"))
+        parts.append(
+            svg.text(f"{count} scale{'s' * (count > 1)}", middle, base + 34, "tick", "middle")
+        )
+        parts.append(svg.text(f"error {error:.2%}", middle, base + 49, "tick", "middle"))
+    return page(274.0, "quantize: int8 codes of one 8 x 8 matrix", parts)
+
+
+def draw_sampling() -> str:
+    """The tokens that each option keeps, and the frequencies of drawn tokens."""
+    count = 24
+    logits = np.sort(2.0 * np.random.default_rng(11).standard_normal(count))[::-1].copy()
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    options: list[tuple[str, dict[str, float]]] = [
+        ("top_k = 6", {"top_k": 6}),
+        ("top_p = 0.9", {"top_p": 0.9}),
+        ("min_p = 0.1", {"min_p": 0.1}),
+    ]
+    draws = 20000
+    rows = np.broadcast_to(logits.astype(np.float32), (draws, count)).copy()
+    drawn = ck.sample(rows, top_p=0.9, seed=np.arange(draws)).tokens
+    frequency = np.bincount(drawn, minlength=count) / draws
+    left, top, base = MARGIN + 90, 92.0, 216.0
+    step = (WIDTH - MARGIN - left) / count
+    up = svg.Scale(0.0, float(frequency.max()), base, top)
+    parts = lines_of(
+        f"Probabilities of {count} tokens, sorted (bars), and the tokens that three options keep "
+        "(rows below).",
+        f"Dots: frequencies in {draws} draws with top_p = 0.9. They follow the renormalised "
+        "probabilities of the kept tokens.",
+    )
+    for i in range(count):
+        x = left + i * step
+        parts.append(bar(x + 2, up(float(p[i])), step - 4, base - up(float(p[i])), svg.colour(1)))
+        parts.append(
+            svg.element(
+                "circle", cx=x + step / 2, cy=up(float(frequency[i])), r=3.5, class_=svg.colour(2)
+            )
+        )
+    for number, (name, option) in enumerate(options):
+        y = base + 12 + 20 * number
+        parts.append(svg.text(name, left - 10, y + 11, "tick", "end"))
+        kept = kept_tokens(logits[None], **option)[0]
+        for i in range(count):
+            opacity = 0.85 if kept[i] else 0.1
+            parts.append(bar(left + i * step + 2, y, step - 4, 14, svg.colour(0), opacity))
+    return page(base + 86, "sample: truncation of a distribution", parts)
+
+
+def draw_scan() -> str:
+    """The weight of each input in each output of a scan, and its two ways into the output."""
+    tokens, chunk, cell = 32, 8, 8.5
+    rng = np.random.default_rng(2)
+    log_decay = -np.abs(0.25 * rng.standard_normal((1, tokens, 1))).astype(np.float32)
+    log_decay[0, 13] = -3.0
+    x = np.eye(tokens, dtype=np.float32)[None, :, None]  # the outputs are the weights
+    ones = np.ones((1, tokens, 1, 1), np.float32)
+    weights = ck.gated_scan(x, ones, ones, log_decay).y[0, :, 0]
+    left, top = MARGIN + 30, 104.0
+    parts = lines_of(
+        f"Weight exp(l_{{j+1}} + ... + l_i) of input j (column) in output i (row), {tokens} tokens "
+        f"in chunks of {chunk}. Token 13 decays strongly.",
+        "Blue: within a chunk, a masked matrix product, as in attention. Amber: inputs of earlier "
+        "chunks, which reach the output",
+        "through the state at the start of the chunk. A chunk reads only its own tokens and one "
+        "state.",
+    )
+    for i in range(tokens):
+        for j in range(i + 1):
+            same = i // chunk == j // chunk
+            place = (left + j * cell + 0.5, top + i * cell + 0.5, cell - 1, cell - 1)
+            opacity = max(0.04, float(weights[i, j]))
+            parts.append(bar(*place, svg.colour(0 if same else 2), opacity))
+    for number in range(tokens // chunk):
+        at = number * chunk * cell
+        parts.append(outline(left + at, top + at, chunk * cell, chunk * cell))
+        y = top + at + chunk * cell / 2 + 4
+        parts.append(svg.text(f"chunk {number}", left - 6, y, "small", "end"))
+    x_state = left + tokens * cell + 60
+    for number in range(tokens // chunk):
+        y = top + number * chunk * cell
+        parts.append(bar(x_state, y + 14, 110, 40, svg.colour(0), 0.3))
+        parts.append(svg.text(f"chunk {number}", x_state + 55, y + 38, "label", "middle"))
+        parts.append(bar(x_state + 170, y + 14, 110, 40, svg.colour(2), 0.3))
+        parts.append(svg.text(f"h after chunk {number}", x_state + 225, y + 38, "tick", "middle"))
+        parts.append(svg.line(x_state + 112, y + 34, x_state + 168, y + 34, "axis"))
+        if number:
+            parts.append(svg.line(x_state + 225, y - 14, x_state + 225, y + 14, "axis"))
+            parts.append(svg.line(x_state + 190, y - 14, x_state + 92, y + 14, "axis"))
+    return page(top + tokens * cell + 20, "gated_scan: chunks and states", parts)
+
+
+def draw_sparse() -> str:
+    """A block-sparse matrix and the arrays that store it."""
+    side, cell = 8, 22.0
+    mask = np.random.default_rng(5).random((side, side)) < 0.28
+    mask[4] = False
+    pattern = ck.BlockPattern.from_mask(mask, 16)
+    left, top = MARGIN + 10, 84.0
+    parts = lines_of(
+        f"A matrix of {16 * side} x {16 * side} with {len(pattern.indices)} nonzero blocks of "
+        "16 x 16, and its BSR arrays. The number in a block is",
+        "its index in `indices` and `values`. Block row r has the blocks indptr[r] to "
+        "indptr[r + 1] - 1; row 4 has none.",
+    )
+    for i, j in np.ndindex(side, side):
+        place = (left + j * cell + 1, top + i * cell + 1, cell - 2, cell - 2)
+        parts.append(bar(*place, svg.colour(1), 0.12))
+    for row in range(side):
+        for block in range(pattern.indptr[row], pattern.indptr[row + 1]):
+            x, y = left + pattern.indices[block] * cell, top + row * cell
+            parts.append(bar(x + 1, y + 1, cell - 2, cell - 2, svg.colour(row), 0.6))
+            parts.append(svg.text(str(block), x + cell / 2, y + 15, "tick strong", "middle"))
+    column = left + side * cell + 110
+    rows = [("indptr", pattern.indptr), ("indices", pattern.indices)]
+    owner = np.repeat(np.arange(side), np.diff(pattern.indptr))
+    for number, (name, values) in enumerate(rows):
+        y = top + 14 + 60 * number
+        parts.append(svg.text(name, column - 10, y + 16, "tick strong", "end"))
+        for i, value in enumerate(values):
+            x = column + i * 20.0
+            opacity = 0.6 if number else 0.15
+            class_ = svg.colour(int(owner[i])) if number else svg.colour(1)
+            parts.append(bar(x + 1, y, 18, 24, class_, opacity))
+            parts.append(svg.text(str(value), x + 10, y + 16, "tick strong", "middle"))
+    y = top + 134
+    parts.append(svg.text("values", column - 10, y + 16, "tick strong", "end"))
+    for i in range(len(pattern.indices)):
+        parts.append(bar(column + i * 20.0 + 1, y, 18, 24, svg.colour(int(owner[i])), 0.6))
+    parts.append(svg.text(f"[{len(pattern.indices)}, 16, 16]", column, y + 40, "tick"))
+    return page(top + side * cell + 20, "BlockSparseMatrix: blocks and BSR arrays", parts)
+
+
+def draw_kv_cache() -> str:
+    """Block tables of requests with a common prefix, of a fork, and the blocks of the slab."""
+    block_size, cell = 4, 44.0
+    cache = ck.KVCacheManager(num_blocks=12, block_size=block_size, num_heads_kv=1, head_dim=8)
+    prompt = list(range(8))
+    cache.allocate("a", [*prompt, 20, 21])
+    cache.publish("a")
+    found = cache.allocate("b", [*prompt, 30, 31, 32, 33, 34])
+    cache.publish("b")
+    cache.fork("b", "c")
+    cache.append_each(["b", "c"], [40, 41])
+    requests = ["a", "b", "c"]
+    tables, lengths = cache.block_table(requests)
+    parts = lines_of(
+        f"Blocks of {block_size} tokens. Request b has the first {found} tokens of a in common and "
+        "reads the same blocks (frames mark shared blocks).",
+        "c is a fork of b. Both then append a token to a partially filled block, so one of them "
+        "first gets a copy of it.",
+    )
+    left, top = MARGIN + 80, 84.0
+    for number, (request, table, length) in enumerate(zip(requests, tables, lengths, strict=True)):
+        y = top + number * 34.0
+        parts.append(svg.text(f"request {request}", left - 12, y + 17, "tick", "end"))
+        for i in range(-(-int(length) // block_size)):
+            block = int(table[i])
+            x = left + i * (cell + 4)
+            filled = min(block_size, int(length) - i * block_size) / block_size
+            parts.append(bar(x, y, cell, 26, svg.colour(1), 0.15))
+            parts.append(bar(x, y, cell * filled, 26, svg.colour(block), 0.6))
+            parts.append(svg.text(str(block), x + cell / 2, y + 17, "tick strong", "middle"))
+            holders = sum(
+                block in tables[r][: -(-int(n) // block_size)] for r, n in enumerate(lengths)
+            )
+            if holders > 1:
+                parts.append(outline(x, y, cell, 26))
+        words = f"{length} tokens"
+        parts.append(svg.text(words, left + 5 * (cell + 4), y + 17, "tick"))
+    y = top + 3 * 34.0 + 18
+    parts.append(svg.text("slab", left - 12, y + 17, "tick", "end"))
+    used = {int(b) for t, n in zip(tables, lengths, strict=True) for b in t[: -(-int(n) // 4)]}
+    for block in range(12):
+        x = left + block * (cell + 4)
+        parts.append(bar(x, y, cell, 26, svg.colour(block), 0.6 if block in used else 0.08))
+        parts.append(svg.text(str(block), x + cell / 2, y + 17, "tick strong", "middle"))
+        state = cache.block(block)
+        words = f"{state.references} ref." if state.references else "free"
+        parts.append(svg.text(words, x + cell / 2, y + 42, "small", "middle"))
+    for request in requests:
+        cache.free(request)
+    return page(y + 60, "KVCacheManager: block tables share blocks", parts)
+
+
+def draw_temperature() -> str:
+    """Teacher and student distributions at three temperatures, with the gradient of the KL."""
+    count = 14
+    rng = np.random.default_rng(8)
+    teacher = np.sort(2.5 * rng.standard_normal(count))[::-1].copy()
+    student = (0.6 * teacher + rng.standard_normal(count)).astype(np.float64)
+    panel, base, zero = 224.0, 200.0, 246.0
+    parts = lines_of(
+        "softmax(logits / T) of teacher (blue) and student (grey) for one token, and the gradient "
+        "of the loss with respect to",
+        "the student's logits (amber). A higher T raises the weight of unlikely tokens; the factor "
+        "T^2 keeps the gradient's scale.",
+    )
+
+    def softmax(z: Any, temperature: float) -> Any:
+        p = np.exp((z - z.max()) / temperature)
+        return p / p.sum()
+
+    for number, temperature in enumerate((1.0, 2.0, 4.0)):
+        left = MARGIN + number * panel
+        _, grad = ck.distillation_loss(
+            student[None], teacher[None], temperature=temperature,
+            scale_by_temperature_squared=True, return_grad=True,
+        )  # fmt: skip
+        gradient = grad[0]
+        step = (panel - 16) / count
+        for i in range(count):
+            x = left + i * step
+            for offset, logits, colour in ((0.0, teacher, 0), (step / 2 - 1, student, 1)):
+                height = 260.0 * float(softmax(logits, temperature)[i])
+                place = (x + offset, base - height, step / 2 - 1, height)
+                parts.append(bar(*place, svg.colour(colour), 0.85))
+            height = 130.0 * float(gradient[i])
+            y = zero - max(height, 0.0)
+            parts.append(bar(x, y, step - 2, abs(height), svg.colour(2), 0.85))
+        parts.append(svg.line(left, base, left + panel - 18, base, "axis"))
+        parts.append(svg.line(left, zero, left + panel - 18, zero, "axis"))
+        middle = left + panel / 2 - 8
+        parts.append(svg.text(f"T = {temperature:g}", middle, 296.0, "tick strong", "middle"))
+    return page(310.0, "distillation_loss: temperature", parts)
+
+
+def draw_layers() -> str:
+    """Activations with their derivatives, and the cosines that rope applies."""
+    x = np.linspace(-4, 3, 141)
+    ones = np.ones_like(x)
+    left, right, top, base = MARGIN + 24, 340.0, 88.0, 250.0
+    across, up = svg.Scale(-4.0, 3.0, left, right), svg.Scale(-0.5, 3.0, base, top)
+    gated = ck.silu_and_mul(np.stack([x, ones], axis=1))[:, 0]
+    grad_gated = ck.silu_and_mul_backward(ones[:, None], np.stack([x, ones], axis=1))[:, 0]
+    curves = [
+        ("silu", gated, grad_gated),
+        ("gelu", ck.gelu(x), ck.gelu_backward(ones, x)),
+    ]
+    parts = lines_of(
+        "Left: activations and their derivatives (dashed). Right: rope rotates a pair (1, 0); the "
+        "cosine of its angle,",
+        "for each position and pair: blue positive, amber negative.",
+    )
+    for value in (0.0, 1.0, 2.0, 3.0):
+        parts.append(svg.line(left, up(value), right, up(value), "grid"))
+        parts.append(svg.text(f"{value:g}", left - 8, up(value) + 4, "tick", "end"))
+    for value in (-4, -2, 0, 2):
+        parts.append(svg.text(f"{value}", across(value), base + 16, "tick", "middle"))
+    for number, (name, y, slope) in enumerate(curves):
+        series = 2 * number
+        for values, dashed in ((y, False), (slope, True)):
+            points = [(across(float(a)), up(float(b))) for a, b in zip(x, values, strict=True)]
+            parts.append(curve(points, series, dashed=dashed))
+        parts.append(bar(left + 14 + 70 * number, top + 8, 11, 11, svg.colour(series)))
+        parts.append(svg.text(name, left + 30 + 70 * number, top + 18, "tick"))
+    positions, pairs, cell = 28, 16, 10.0
+    angles = np.arange(positions)[:, None] / 10000 ** (np.arange(pairs) / pairs)
+    unit = np.zeros((1, positions, 1, 2 * pairs))
+    unit[..., :pairs] = 1
+    turned, _ = ck.rope(unit, unit, np.cos(angles), np.sin(angles))
+    column = 410.0
+    for (position, pair), cosine in np.ndenumerate(turned[0, :, 0, :pairs]):
+        place = (column + position * cell, top + pair * cell, cell - 1, cell - 1)
+        colour = svg.colour(0 if cosine >= 0 else 2)
+        parts.append(bar(*place, colour, max(0.04, abs(float(cosine)))))
+    middle = column + positions * cell / 2
+    low = top + pairs * cell
+    parts.append(svg.text("positions 0 to 27", middle, low + 16, "tick", "middle"))
+    parts.append(svg.text("pair 0", column - 8, top + 9, "tick", "end"))
+    parts.append(svg.text(f"pair {pairs - 1}", column - 8, low - 2, "tick", "end"))
+    return page(280.0, "gelu, silu_and_mul, rope", parts)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "attention_tiles.svg": draw_attention,
+    "distillation_temperature.svg": draw_temperature,
+    "gated_scan.svg": draw_scan,
+    "kv_cache_blocks.svg": draw_kv_cache,
+    "layers.svg": draw_layers,
+    "linear_tiles.svg": draw_gemm,
+    "quantization_scales.svg": draw_quantization,
+    "sampling_options.svg": draw_sampling,
+    "sparse_blocks.svg": draw_sparse,
     "retrieval.svg": draw_retrieval,
     "graph_diffusion.svg": draw_diffusion,
     "memory_write.svg": draw_write,

@@ -77,8 +77,8 @@ def _verdict(records: Sequence[Record]) -> str:
         for pool in replayed_on(records)
     ]
     return (
-        f"Allocation logs completed under a limit 5% above peak live memory, of {len(tight)}: "
-        f"{'; '.join(parts)}.\n"
+        f"Of {len(tight)} allocation logs, replayed with a limit 5% above peak live memory, these "
+        f"complete: {'; '.join(parts)}.\n"
     )
 
 

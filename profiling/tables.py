@@ -43,6 +43,7 @@ DOCUMENTS = (
     "docs/distillation.md",
     "docs/gemm.md",
     "docs/graph_memory.md",
+    "docs/kv_cache.md",
     "docs/layers.md",
     "docs/moe.md",
     "docs/quantization.md",
@@ -94,6 +95,7 @@ PAGES = {
         "retrieve_top_k", "graph_diffusion", "graph_diffusion_backward", "memory_read",
         "memory_read_backward", "memory_write", "memory_write_backward",
     ),
+    "kv_cache": ("paged_attention", "cascade_attention", "merge_attention_states"),
     "layers": (
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
         "rope_backward", "gelu", "gelu_backward", "silu_and_mul", "silu_and_mul_backward",

@@ -146,7 +146,7 @@ def check_against_reference(
             assert again.tobytes() == before.tobytes(), f"{name}: run {repeat} is not bitwise equal"
     for original, array in zip(inputs, placed, strict=True):
         if isinstance(original, np.ndarray):
-            assert to_host(array).tobytes() == original.tobytes(), "an input was changed"
+            assert to_host(array).tobytes() == original.tobytes(), "an input was modified"
 
 
 def check_gradient(

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import pytest
 
 FAMILIES = (
-    "layers", "distill", "gemm", "moe", "array_api", "quantization", "memory", "analyzer",
+    "layers", "distill", "gemm", "moe", "quantization", "memory", "analyzer",
     "attention", "sampling", "sequence", "graph_memory",
 )  # fmt: skip
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")

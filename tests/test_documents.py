@@ -41,7 +41,7 @@ def assert_alike(printed: str, promised: str) -> None:
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_readmes_examples_print_what_they_promise(code: str, tmp_path: Path) -> None:
+def test_the_readmes_examples_print_their_comments(code: str, tmp_path: Path) -> None:
     """Each example runs in a separate process, on the CPU, from another folder."""
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -66,7 +66,7 @@ CHECKS = (ROOT / "docs" / "check_your_kernel.md").read_text()
 
 
 @pytest.mark.emulator
-def test_checks_of_your_kernel_print_what_they_promise(tmp_path: Path) -> None:
+def test_checks_of_your_kernel_print_the_documented_output(tmp_path: Path) -> None:
     """Write the page's sources to files, and run its commands and programs in their folder."""
     for name, source in re.findall(r"```cuda\n// (\S+)\n(.*?)```", CHECKS, re.DOTALL):
         (tmp_path / name).write_text(f"// {name}\n{source}")
@@ -104,7 +104,7 @@ def test_paths_in_the_text_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-def test_the_map_of_the_house_is_complete() -> None:
+def test_the_layout_section_is_complete() -> None:
     block = re.search(r"## Layout\n\n```\n(.*?)```", README, re.DOTALL)
     assert block is not None
     inside = set(re.findall(r"^  ([\w.]+)/?", block[1], re.MULTILINE))
@@ -138,7 +138,7 @@ def test_the_commands_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_tables_hold_what_was_measured(name: str) -> None:
+def test_tables_match_the_results(name: str) -> None:
     text = (ROOT / name).read_text()
     assert MARKS.search(text), f"{name} has no table"
     assert update(text, read(PUBLISHED)) == text, "run `make tables`"

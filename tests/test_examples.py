@@ -99,7 +99,7 @@ def program(page: str) -> str:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page not in TESTED_ELSEWHERE | NEED_A_GPU]
 )
-def test_examples_run_and_print_what_they_promise(page: str, tmp_path: Path) -> None:
+def test_examples_run_and_print_their_comments(page: str, tmp_path: Path) -> None:
     if page in NEED_TORCH and importlib.util.find_spec("torch") is None:
         pytest.skip("PyTorch is an extra: pip install 'cukit[torch]'")
     result = subprocess.run(

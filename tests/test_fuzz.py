@@ -427,7 +427,9 @@ CREATION: dict[str, tuple[dict[str, Any], ...]] = {
 @pytest.mark.parametrize(
     ("name", "arguments"), [(name, each) for name, calls in CREATION.items() for each in calls]
 )
-def test_what_makes_arrays_refuses_by_name(name: str, arguments: dict[str, Any]) -> None:
+def test_creation_functions_reject_bad_arguments_by_name(
+    name: str, arguments: dict[str, Any]
+) -> None:
     with pytest.raises(CukitError):
         getattr(cukit, name)(**arguments)
 
@@ -445,14 +447,14 @@ def test_functions_refuse_or_work(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
-def test_references_refuse_every_argument_or_work(op: Op) -> None:
+def test_references_reject_or_work_with_every_argument(op: Op) -> None:
     try_wrong_inputs(op, all_calls(op))
     try_wrong_inputs(op, calls(op, 300))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_refuse_every_argument_or_work(name: str) -> None:
+def test_functions_reject_or_work_with_every_argument(name: str) -> None:
     function = Function(name, getattr(cukit, name))
     try_wrong_inputs(function, all_calls(function))
     try_wrong_inputs(function, calls(function, 300))
@@ -461,7 +463,7 @@ def test_functions_refuse_every_argument_or_work(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.emulator
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
-def test_kernels_refuse_or_work(op: Op) -> None:
+def test_kernels_reject_or_work(op: Op) -> None:
     with cukit.backend("emulator"):
         try_wrong_inputs(op, calls(op, 30))
         try_wrong_inputs(op, calls_without(op))

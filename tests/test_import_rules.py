@@ -96,7 +96,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
-def test_a_module_imports_only_what_stands_below_it(path: Path) -> None:
+def test_a_module_imports_only_lower_layers(path: Path) -> None:
     own = room(path)
     assert own in MAY_IMPORT, f"{name(path)}: add its permitted imports to MAY_IMPORT"
     family = path.relative_to(PACKAGE).parts[0]
@@ -127,7 +127,7 @@ def test_modules_do_not_import_one_another_in_cycles() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
-def test_the_package_never_needs_what_is_optional(path: Path) -> None:
+def test_optional_packages_are_never_required(path: Path) -> None:
     """CuPy, torch and other optional packages are imported inside functions. Exception: torch in
     `cukit.torch`, which no other module imports."""
     optional = {"cupy", "cupyx", "cupy_backends", "cuda", "torch", "jinja2", "matplotlib", "pynvml"}

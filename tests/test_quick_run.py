@@ -134,7 +134,7 @@ def test_few_cases_cover_a_grid_and_mix_its_values() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 12), max_size=5, unique=True), max_size=40))
-def test_a_cover_has_every_property_and_no_case_for_nothing(cases: list[list[int]]) -> None:
+def test_a_cover_has_every_property_and_no_redundant_case(cases: list[list[int]]) -> None:
     chosen = cover(cases)
     properties = {each for case in cases for each in case}
     assert {each for index in chosen for each in cases[index]} == properties

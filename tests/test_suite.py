@@ -218,7 +218,7 @@ def test_what_the_tools_count(text: str, errors: str) -> None:
         (WARM_UP, 1, "an error", False),
     ],
 )
-def test_a_finding_is_shown_and_judged(capsys: Any, tool, status, errors, clean) -> None:
+def test_a_finding_is_shown_and_classified(capsys: Any, tool, status, errors, clean) -> None:
     assert show(Finding(tool, "layers norms", status, errors, 3.2)) is clean
     line = capsys.readouterr().out
     assert line.startswith(f"{tool:10} layers norms")

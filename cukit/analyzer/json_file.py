@@ -1,4 +1,4 @@
-"""Reads JSON files that may be damaged or foreign; accepts finite numbers only."""
+"""Reads JSON files that may be damaged or have another format; accepts finite numbers only."""
 
 from __future__ import annotations
 

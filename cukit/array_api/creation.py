@@ -13,7 +13,6 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from cukit.array_api.narrow import encode
 from cukit.core import backend
 from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
@@ -29,6 +28,7 @@ from cukit.errors import (
     OutOfMemoryError,
     UnsupportedDeviceError,
 )
+from cukit.quantization.encode import encode
 
 DeviceName = Literal["cpu", "gpu"]
 Shape = int | Sequence[int]

@@ -77,7 +77,7 @@ class AttentionProblem:
 
     @property
     def distills(self) -> bool:
-        """Whether v and grad_out stand for the keys and queries of a teacher."""
+        """Whether v and grad_out are the keys and queries of a teacher."""
         return self.teacher_group is not None
 
     @property

@@ -58,7 +58,7 @@ def check(
         str, typer.Option(help="Architecture whose instructions are available.")
     ] = "sm_90",
     seed: Annotated[
-        int, typer.Option(help="0 runs threads in order; another seed, in another order.")
+        int, typer.Option(help="0 runs threads in order; other seeds, in a random order.")
     ] = 0,
     late: Annotated[
         bool, typer.Option("--late", help="Finish asynchronous copies as late as possible.")

@@ -158,7 +158,7 @@ class RowOptions(NamedTuple):
             bad = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
             if bad.any():
                 raise ArrayError(
-                    f"{op}: targets must lie in 0..{classes - 1} or be ignore_index "
+                    f"{op}: targets must be in 0..{classes - 1} or be ignore_index "
                     f"({self.ignore_index}), got {targets[bad].flat[0]}"
                 )
         if self.token_weights is not None:

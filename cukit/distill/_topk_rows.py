@@ -91,7 +91,7 @@ class KnownTokens(NamedTuple):
                 wrong &= self.weights != 0
             if wrong.any():
                 raise ArrayError(
-                    f"{op}: {name} must lie in 0..{vocab_size - 1}, got {tokens[wrong][0]}"
+                    f"{op}: {name} must be in 0..{vocab_size - 1}, got {tokens[wrong][0]}"
                 )
 
 

@@ -172,7 +172,7 @@ class Distiller:
         alpha, temperature = self.alpha(step), self.temperature(step)
         if not 0 <= alpha <= 1 or temperature <= 0:
             raise ConfigError(
-                f"step {step}: alpha must lie in 0..1 and temperature above 0, "
+                f"step {step}: alpha must be in 0..1 and temperature above 0, "
                 f"got {alpha} and {temperature}"
             )
         student = self.model

@@ -49,7 +49,7 @@ class ExponentialAverage:
         splits them. step: from 0."""
         decay = self.decay(step)
         if not 0 <= decay <= 1:
-            raise ConfigError(f"step {step}: decay must lie in 0..1, got {decay}")
+            raise ConfigError(f"step {step}: decay must be in 0..1, got {decay}")
         averages = [each for each in self._average.groups() if each.size]
         copies = [each for each in self.model.parameters.groups() if each.size]
         ema_update(

@@ -261,7 +261,7 @@ def check_operation(name: str, array: Array, op: str = "sum") -> None:
 def check_root(ranks: Any, root: int) -> None:
     """Raises ArrayError unless `root` is one of the ranks."""
     if not 0 <= root < ranks.size:
-        raise ArrayError(f"broadcast: root must lie in 0..{ranks.size - 1}, got {root}")
+        raise ArrayError(f"broadcast: root must be in 0..{ranks.size - 1}, got {root}")
 
 
 def _tag(name: str, array: Array, *more: str) -> bytes:

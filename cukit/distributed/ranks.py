@@ -40,13 +40,11 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ConfigError(
-                f"Ranks: rank must lie in 0..size - 1, got {self.rank} of {self.size}"
-            )
+            raise ConfigError(f"Ranks: rank must be in 0..size - 1, got {self.rank} of {self.size}")
         if self.local_rank < 0:
             raise ConfigError(f"Ranks: local_rank must be 0 or more, got {self.local_rank}")
         if not 0 < self.port < 65536:
-            raise ConfigError(f"Ranks: port must lie in 1..65535, got {self.port}")
+            raise ConfigError(f"Ranks: port must be in 1..65535, got {self.port}")
 
 
 def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Ranks:

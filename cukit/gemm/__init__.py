@@ -1,13 +1,12 @@
 """Matrix products.
 
-An op is read in three steps: its module checks the arguments, `*_plan` chooses tiles (pure,
-printable, no GPU needed), and `*_launch` prepares the kernel's arguments. Small ops do all three
-in one module. The 8-bit products share `plan_8bit` and `launch_8bit`. Modules that begin with an
-underscore are helpers.
+An op is read in three steps: its module checks the arguments, `_*_plan` chooses tiles (pure,
+printable, no GPU needed), and `_*_launch` prepares the kernel's arguments. Small ops do all three
+in one module. `matmul_fp8` and `matmul_int8` share `_matmul_8bit_plan` and `_matmul_8bit_launch`.
+Modules that begin with an underscore are helpers of this package.
 """
 
 from cukit.gemm._matmul_decision import MatmulPlan, forget_decisions
-from cukit.gemm.adaptive import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.gemm.block_sparse import (
     BlockPattern,
     BlockSparseMatrix,
@@ -15,13 +14,6 @@ from cukit.gemm.block_sparse import (
     create_sparse_mask,
 )
 from cukit.gemm.bsr import bsr_matmul
-from cukit.gemm.depth_routing import (
-    depth_combine,
-    depth_combine_backward,
-    depth_gather,
-    depth_router,
-    depth_router_backward,
-)
 from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.gemv import gemv
 from cukit.gemm.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
@@ -40,17 +32,9 @@ __all__ = [
     "BlockSparseMatrix",
     "MatmulPlan",
     "PackedWeight",
-    "adaptive_depth",
-    "adaptive_depth_backward",
     "bsr_from_mask",
     "bsr_matmul",
-    "create_adaptive_depth_mask",
     "create_sparse_mask",
-    "depth_combine",
-    "depth_combine_backward",
-    "depth_gather",
-    "depth_router",
-    "depth_router_backward",
     "explain_matmul",
     "forget_decisions",
     "gated_linear",

@@ -15,10 +15,10 @@ from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.gemm._dense import CheckedProduct, carry_out, plan_product
+from cukit.gemm._linear_launch import prepare_linear
+from cukit.gemm._linear_plan import HOPPER, Product, Sm90Config, estimate_us, plan_linear
 from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.gemv import MOST_TOKENS, prepare_gemv
-from cukit.gemm.linear_launch import prepare_linear
-from cukit.gemm.linear_plan import HOPPER, Product, Sm90Config, estimate_us, plan_linear
 
 FLOAT8 = float8_e4m3.name
 PRECISIONS: Mapping[str, tuple[str, ...]] = {

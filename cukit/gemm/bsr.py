@@ -24,10 +24,8 @@ from cukit.core.kernel import KernelSpec
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag
 from cukit.errors import ArrayShapeError, ConfigError
-from cukit.gemm._bsr_schedule import group_rows
-from cukit.gemm.block_sparse import BLOCK_SIZES, BlockPattern, BlockSparseMatrix
-from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
-from cukit.gemm.bsr_plan import (
+from cukit.gemm._bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
+from cukit.gemm._bsr_plan import (
     SAMPLED_TILINGS,
     SLOTS_SM90,
     TILINGS,
@@ -38,6 +36,8 @@ from cukit.gemm.bsr_plan import (
     plan_bsr_sampled,
     prefers_dense,
 )
+from cukit.gemm._bsr_schedule import group_rows
+from cukit.gemm.block_sparse import BLOCK_SIZES, BlockPattern, BlockSparseMatrix
 from cukit.gemm.matmul import matmul
 from cukit.reference import bsr as reference
 from cukit.registry import register

@@ -13,7 +13,8 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.core.support import Support
 from cukit.errors import ConfigError
-from cukit.gemm._operands_8bit import (
+from cukit.gemm._matmul_8bit_launch import Prepared8Bit, prepare_8bit
+from cukit.gemm._matmul_8bit_operands import (
     OUT_DTYPES,
     Checked,
     both_operands,
@@ -22,8 +23,7 @@ from cukit.gemm._operands_8bit import (
     parts_of,
     row_stride,
 )
-from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
-from cukit.gemm.plan_8bit import TILE_K, Product8Bit, specs
+from cukit.gemm._matmul_8bit_plan import TILE_K, Product8Bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
 

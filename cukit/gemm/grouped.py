@@ -24,10 +24,10 @@ from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ArrayShapeError, ConfigError
-from cukit.gemm import grouped_plan
-from cukit.gemm.grouped_launch import GroupedSm80, GroupedSm90, prepare_grouped
-from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedProblem, Layout, plan_grouped_sm80
-from cukit.gemm.linear_plan import HOPPER, Product
+from cukit.gemm import _grouped_plan as grouped_plan
+from cukit.gemm._grouped_launch import GroupedSm80, GroupedSm90, prepare_grouped
+from cukit.gemm._grouped_plan import MOST_GROUPS, GroupedProblem, Layout, plan_grouped_sm80
+from cukit.gemm._linear_plan import HOPPER, Product
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 

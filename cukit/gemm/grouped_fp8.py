@@ -30,14 +30,14 @@ from cukit.core.scalars import check_dtype
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
-from cukit.gemm._operands_8bit import both_operands, parts_of
+from cukit.gemm._grouped_launch import GROUPED_PARAMETERS, encode_groups, encode_matrices
+from cukit.gemm._grouped_plan import MOST_GROUPS, STATIC_BYTES, Layout, most_groups
+from cukit.gemm._matmul_8bit_launch import scale_columns
+from cukit.gemm._matmul_8bit_operands import both_operands, parts_of
+from cukit.gemm._matmul_8bit_plan import TILE_K, Tiling8Bit, partials_of, scale_bytes
 from cukit.gemm.grouped import (
     layout_of,
 )
-from cukit.gemm.grouped_launch import GROUPED_PARAMETERS, encode_groups, encode_matrices
-from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES, Layout, most_groups
-from cukit.gemm.launch_8bit import scale_columns
-from cukit.gemm.plan_8bit import TILE_K, Tiling8Bit, partials_of, scale_bytes
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 

@@ -20,8 +20,8 @@ from cukit.core.kernel import launch_plan
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ArrayError, ArrayShapeError
-from cukit.gemm.linear_launch import linear_specs, prepare_linear
-from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
+from cukit.gemm._linear_launch import linear_specs, prepare_linear
+from cukit.gemm._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.reference import gemm as reference
 from cukit.registry import register
 

@@ -20,9 +20,9 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ConfigError
+from cukit.gemm._linear_launch import prepare_linear, product_specs
+from cukit.gemm._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.gemm.linear import KERNEL_DTYPES, check_weight
-from cukit.gemm.linear_launch import prepare_linear, product_specs
-from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.reference import gemm as reference
 from cukit.registry import register
 

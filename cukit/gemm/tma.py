@@ -14,8 +14,8 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 from cukit.core.overlap import check_overlap
 from cukit.core.support import Support
+from cukit.gemm._linear_plan import CLUSTER_TILING, HOPPER, Product, configure
 from cukit.gemm.linear import linear
-from cukit.gemm.linear_plan import CLUSTER_TILING, HOPPER, Product, configure
 from cukit.reference import gemm as reference
 from cukit.registry import register
 

@@ -31,8 +31,8 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_dtype
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
+from cukit.gemm._weight_only_plan import WeightOnlyConfig, plan_weight_only
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
-from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
 from cukit.reference import weight_only as reference
 from cukit.registry import register
 

@@ -51,7 +51,7 @@ def generate(
     if not prompt:
         raise ConfigError("prompt: expected at least one token")
     if not all(0 <= token < config.vocab_size for token in prompt):
-        raise ConfigError(f"prompt: tokens must lie in 0..{config.vocab_size - 1}")
+        raise ConfigError(f"prompt: tokens must be in 0..{config.vocab_size - 1}")
     if not 0 <= num_tokens <= MOST_TOKENS:
         raise ConfigError(f"num_tokens: expected 0 to {MOST_TOKENS}, got {num_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):

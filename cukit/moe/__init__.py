@@ -1,6 +1,19 @@
-"""Mixture of experts: routing, expert order, and layers of experts."""
+"""Mixture of experts and of depths: ops that choose the layers that each token passes through."""
 
+from cukit.moe.adaptive_depth import (
+    DepthStates,
+    adaptive_depth,
+    adaptive_depth_backward,
+    create_adaptive_depth_mask,
+)
 from cukit.moe.balance import ExpertPlacement, balance_experts
+from cukit.moe.depth_routing import (
+    depth_combine,
+    depth_combine_backward,
+    depth_gather,
+    depth_router,
+    depth_router_backward,
+)
 from cukit.moe.ffn import moe_ffn, moe_ffn_backward
 from cukit.moe.layer_bank import LayerBank, layer_bank, layer_bank_backward
 from cukit.moe.order import expert_order
@@ -11,6 +24,7 @@ from cukit.moe.permute import (
     moe_unpermute_backward,
 )
 from cukit.moe.router import topk_router, topk_router_backward
+from cukit.reference.depth import DepthRouting
 from cukit.reference.layer_bank import BankActivations, BankGradients
 from cukit.reference.moe import ExpertOrder, Routing
 from cukit.reference.moe_ffn import ExpertActivations, ExpertGradients
@@ -18,13 +32,23 @@ from cukit.reference.moe_ffn import ExpertActivations, ExpertGradients
 __all__ = [
     "BankActivations",
     "BankGradients",
+    "DepthRouting",
+    "DepthStates",
     "ExpertActivations",
     "ExpertGradients",
     "ExpertOrder",
     "ExpertPlacement",
     "LayerBank",
     "Routing",
+    "adaptive_depth",
+    "adaptive_depth_backward",
     "balance_experts",
+    "create_adaptive_depth_mask",
+    "depth_combine",
+    "depth_combine_backward",
+    "depth_gather",
+    "depth_router",
+    "depth_router_backward",
     "expert_order",
     "layer_bank",
     "layer_bank_backward",

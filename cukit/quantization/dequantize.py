@@ -34,7 +34,7 @@ from cukit.core.quantized_array import QuantizedArray, install_conversions
 from cukit.core.scalars import check_dtype
 from cukit.errors import ArrayError
 from cukit.quantization._matrices import Matrices, matrices_of, scale_strides
-from cukit.quantization.plan import FORMATS
+from cukit.quantization._quantize_plan import FORMATS
 from cukit.reference import narrow as narrow_reference
 from cukit.reference import quantize as reference
 from cukit.registry import register
@@ -168,7 +168,7 @@ class DequantizeConfig:
             ("THREADS", _THREADS),
             ("ITEMS", _ITEMS),
         )
-        return KernelSpec("quantization/scaled_codes.cu", self.entry, defines, _THREADS)
+        return KernelSpec("quantization/dequantize.cu", self.entry, defines, _THREADS)
 
 
 def plan_dequantize(

@@ -27,7 +27,12 @@ from cukit.core.quantized_array import SCALE_DTYPES, Axis, GroupSize, QuantizedA
 from cukit.core.scalars import check_choice, check_dtype, check_flag
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.quantization._matrices import PARAMETERS, Matrices, matrices_of, scale_strides
-from cukit.quantization.plan import CLIP_CANDIDATES, QuantizeConfig, Rounding, plan_quantize
+from cukit.quantization._quantize_plan import (
+    CLIP_CANDIDATES,
+    QuantizeConfig,
+    Rounding,
+    plan_quantize,
+)
 from cukit.reference import quantize as reference
 from cukit.registry import register
 

@@ -118,6 +118,11 @@ CUKIT_DEVICE bool update_maxima(cukit::SoftmaxRows& softmax, float (&shrink)[2],
                                                                    Operands::kGrowth);
 }
 
+struct KeyPlace {
+  int first;      // key of the tile
+  bool unmasked;  // no key is masked for any query of the consumer
+};
+
 // ---- Results ----
 
 // Where the results go.
@@ -223,8 +228,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
   Teacher teacher(pipelines, tiles, teacher_arguments, q_first);
   IssueOrder order(first_index);
-  // Pipeline states advance in the loop over key tiles (V) and in receive_scores (K and Q); the
-  // other lambdas only read them.
+  // Pipeline states advance in release_keys (K and Q) and in the loop over key tiles (V); the other
+  // lambdas only read them.
   const auto issue_scores = [&] {
     const unsigned long long k = k_first + k_state.index * KeyTile::kStage;
     teacher.wait(k_state);
@@ -277,9 +282,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     };
     teacher.start(q_stage, first_statistic() + row, work.sequence.seq_q - row, factor);
     // Turns the products of a tile of keys into scores, and masked ones into -infinity.
-    const auto apply_options = [&](int first_key, bool unmasked) {
-      const cukit::FragmentPlace at{row, first_key + lane_column};
-      const bool partial = first_key + TILE_N > seq_kv;  // fewer than TILE_N keys
+    const auto apply_options = [&](const KeyPlace& keys) {
+      const cukit::FragmentPlace at{row, keys.first + lane_column};
+      const bool partial = keys.first + TILE_N > seq_kv;  // fewer than TILE_N keys
       if constexpr (cukit::kScoresModified) {
         if (BIAS && (partial || !bias_aligned)) {
           cukit::modify_scores<true>(scores, at, head, scale_log2, score_settings);
@@ -295,7 +300,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
           return head.hidden(cukit::visible_keys(i, causal_offset, head.seq_kv, settings), i, j,
                              settings);
         });
-      } else if (!unmasked) {
+      } else if (!keys.unmasked) {
         if constexpr (MASK) {
           cukit::hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
         }
@@ -310,16 +315,15 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #endif
       }
     };
-    // Called once Q K^T of `tile` has completed: releases and advances K, and after the last tile
-    // Q; then turns the products into scores.
-    const auto receive_scores = [&] {
-      int first_key = tile * TILE_N;
-      bool unmasked = visible.unmasked(tile);
+    // Called once Q K^T of `tile` has completed: releases its stage of K, and after the last tile that
+    // of Q. Returns the place of the tile, which BLOCK_SPARSE reads from the stage.
+    const auto release_keys = [&] {
+      KeyPlace place{tile * TILE_N, visible.unmasked(tile)};
 #if BLOCK_SPARSE
       const int listed = cukit::warp_uniform(pipelines.listed[k_state.index]);
       __syncwarp();  // all lanes have read `listed` before one of them releases the stage
-      first_key = listed / 2 * TILE_N;
-      unmasked = listed % 2 == 0;
+      place.first = listed / 2 * TILE_N;
+      place.unmasked = listed % 2 == 0;
 #endif
       pipelines.k.release(k_state);
       k_state.advance();
@@ -327,7 +331,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
         pipelines.q[index()].release(q_state);
         q_state.advance();
       }
-      apply_options(first_key, unmasked);
+      return place;
     };
 
     const auto hide_teacher = [&](Scores& products) {
@@ -340,7 +344,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     order.pass();
     teacher.receive<1>(k_state, visible.unmasked(tile), hide_teacher);
     cukit::wgmma_wait<0>(scores);
-    receive_scores();
+    apply_options(release_keys());
     teacher.add_cross(scores, visible.unmasked(tile));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -373,7 +377,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       order.pass();
       teacher.receive<2>(k_state, visible.unmasked(tile), hide_teacher);
       cukit::wgmma_wait<1>(scores);
-      receive_scores();
+      apply_options(release_keys());
       teacher.add_cross(scores, visible.unmasked(tile));
       grown = update_maxima(softmax, shrink, scores, factor);
       cukit::exponentiate<Operands::kOffset>(softmax, scores, factor);

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from cukit.array_api import QuantizedArray, float8_e4m3
-from cukit.array_api.narrow import encode
 from cukit.attention import flash_attention
+from cukit.quantization.encode import encode
 from cukit.reference import attention as reference
 from profiling.case import Call, Case, Workload
 from profiling.cases.attention import Shape, by_key_head

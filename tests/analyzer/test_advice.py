@@ -67,7 +67,7 @@ def point(fraction: float) -> RooflinePoint:
     return RooflinePoint("fp32", 0.1, "memory", "measured", 4000.0, None, 90.0, fraction)
 
 
-def test_who_copies_tiles_by_tma_needs_neither_warps_nor_wide_loads() -> None:
+def test_tma_kernels_get_no_advice_on_warps_or_wide_loads() -> None:
     narrow = (AccessWidth("load", 32, 4),)
     one = launch(registers=255, threads=384)
     by_hand = replace(one, memory_access=MemoryAccess("decoded", narrow, 0))
@@ -82,7 +82,7 @@ def test_asynchronous_copies_are_loads_too() -> None:
     assert "narrow loads" not in by_rule(analysis(one))
 
 
-def test_a_kernel_without_faults_hears_nothing() -> None:
+def test_a_kernel_without_faults_gets_no_advice() -> None:
     assert by_rule(analysis()) == {}
 
 
@@ -100,7 +100,7 @@ def test_faults_of_a_launch(one: LaunchAnalysis, rule: str, gain: str) -> None:
     assert by_rule(analysis(one))[rule].expected_gain.startswith(gain)
 
 
-def test_a_kernel_at_its_roof_is_left_alone() -> None:
+def test_a_kernel_at_its_roof_gets_no_advice() -> None:
     narrow = replace(
         launch(registers=200, blocks=132),
         memory_access=MemoryAccess("decoded", (AccessWidth("load", 32, 4),), 0),
@@ -128,7 +128,7 @@ def test_short_calls_are_for_graphs() -> None:
     assert "4.0 us (graph replay)" in by_rule(analysis(median_us=4.0))["launch bound"].evidence
 
 
-def test_a_throttled_card_is_said() -> None:
+def test_a_throttled_gpu_is_reported() -> None:
     held = Conditions(1500.0, 1980.0, None, None, 700.0, ("software power cap",))
     found = by_rule(replace(analysis(), conditions=held))["throttled"]
     assert found.expected_gain.startswith("at most 1.32x")
@@ -154,7 +154,7 @@ def test_counters_show_uncoalesced_stores() -> None:
     assert found.expected_gain.startswith("at most 8.0x")
 
 
-def test_without_widths_only_what_no_width_explains_is_uncoalesced() -> None:
+def test_without_widths_only_certain_cases_are_uncoalesced() -> None:
     """A traced kernel: loads of 16 bytes need 16 sectors per request."""
     traced = replace(launch(), memory_access=None)
     counters = Counters("ncu", load_sectors_per_request=16.0, store_sectors_per_request=32.0)

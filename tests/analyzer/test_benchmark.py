@@ -30,7 +30,7 @@ def benchmark() -> KernelBenchmark:
     return KernelBenchmark(sampling=QUICK, environment=CPU)
 
 
-def test_arms_side_by_side(benchmark: KernelBenchmark) -> None:
+def test_implementations_side_by_side(benchmark: KernelBenchmark) -> None:
     xp = array_module()
     x = xp.arange(1000, dtype=xp.float32)
     impls = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
@@ -45,7 +45,7 @@ def test_arms_side_by_side(benchmark: KernelBenchmark) -> None:
     assert benchmark.results["records"] == [good, bad]
 
 
-def test_what_raises_is_named_or_comes_out(benchmark: KernelBenchmark) -> None:
+def test_exceptions_are_reported_or_propagate(benchmark: KernelBenchmark) -> None:
     def fail() -> None:
         raise RuntimeError("out of luck")
 
@@ -63,7 +63,7 @@ def test_what_raises_is_named_or_comes_out(benchmark: KernelBenchmark) -> None:
         benchmark.compare(KEY, {"broken": fail}, lambda: xp.ones(3))
 
 
-def test_warm_up_and_samples_are_as_many_as_asked() -> None:
+def test_warm_up_and_sample_counts_are_respected() -> None:
     xp = array_module()
     benchmark = KernelBenchmark(warmup_iters=7, benchmark_iters=30, environment=CPU)
     (record,) = benchmark.compare(KEY, {"good": lambda: xp.ones(3)}, lambda: xp.ones(3))
@@ -73,19 +73,19 @@ def test_warm_up_and_samples_are_as_many_as_asked() -> None:
             KernelBenchmark(environment=CPU, **arguments)  # type: ignore[arg-type]
 
 
-def test_the_suite_runs_small_and_right(benchmark: KernelBenchmark) -> None:
+def test_the_small_suite_runs_and_is_correct(benchmark: KernelBenchmark) -> None:
     results = benchmark.run_full_suite(small=True)
     assert all(record["correct"] for record in results["records"])
     assert {record["op"] for record in results["records"]} == set(SUITE)
     for name in SUITE:
-        assert hasattr(benchmark, f"benchmark_{name}"), "every family has a method of its own"
+        assert hasattr(benchmark, f"benchmark_{name}"), "every family has its own method"
     (matmul,) = benchmark.benchmark_matmul(small=True)
     assert matmul["case"] == "48x32x64"
     keys = [case.key for cases in SUITE.values() for case in cases(False)]
     assert len(keys) == len(set(keys))
 
 
-def test_a_killed_run_leaves_what_it_measured(tmp_path: Path) -> None:
+def test_a_killed_run_keeps_its_measurements(tmp_path: Path) -> None:
     """SIGKILL during the third case."""
     path = tmp_path / "results.json"
     script = (

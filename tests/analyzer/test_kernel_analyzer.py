@@ -80,7 +80,7 @@ def test_a_function_cannot_be_analysed_without_running(static: KernelAnalyzer) -
         static.analyze(sum, grid=1)
 
 
-def test_broken_kernels_say_what_is_wrong(static: KernelAnalyzer) -> None:
+def test_broken_kernels_report_their_error(static: KernelAnalyzer) -> None:
     broken = cupy.RawKernel(SAXPY.replace("a * x[i]", "a * z[i]"), "saxpy")
     with pytest.raises(CompileError, match='"z" is undefined'):
         static.analyze(broken, 1, 256)
@@ -118,7 +118,7 @@ def test_advice_names_evidence_and_gain(static: KernelAnalyzer) -> None:
     )
 
 
-def test_a_report_travels_as_json(static: KernelAnalyzer, tmp_path: Path) -> None:
+def test_a_report_survives_a_json_round_trip(static: KernelAnalyzer, tmp_path: Path) -> None:
     static.analyze(cupy.RawKernel(SAXPY, "saxpy"), (1000,), (256,), bytes=12e6)
     report = static.report()
     text = to_json(report)
@@ -135,7 +135,7 @@ def test_a_report_travels_as_json(static: KernelAnalyzer, tmp_path: Path) -> Non
         from_json("[1, 2]")
 
 
-def test_counters_from_a_file_join_by_name(tmp_path: Path) -> None:
+def test_counters_from_a_file_are_matched_by_name(tmp_path: Path) -> None:
     path = tmp_path / "counters.csv"
     path.write_text(
         '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
@@ -204,7 +204,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
     return KernelAnalyzer()
 
 
-def test_a_call_that_runs_is_timed_and_placed(pretended: KernelAnalyzer) -> None:
+def test_a_launched_call_is_timed_and_placed_on_the_roofline(pretended: KernelAnalyzer) -> None:
     calls = []
     analysis = pretended.analyze(lambda x: calls.append(x), args=(3,), bytes=48e6, name="mine")
     assert set(calls) == {3}
@@ -268,7 +268,7 @@ def test_what_a_call_launches_is_traced(
     assert len(flushed) == 21
 
 
-def test_what_cannot_be_captured_is_warm_by_events(
+def test_calls_that_cannot_be_captured_are_timed_by_events(
     pretended: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -329,11 +329,11 @@ NOT_CHARGED_US = 1.2
 """About half of what a pair of events adds on an H200: 2.46 to 2.50 us in 16 calibrations. In as
 many analyses of one process the time by events, less that, lay between 0.12 us below and 0.08 us
 above CUPTI's; the worst that other processes have shown is 0.46 us. A kernel that is charged for
-the events lies 2.5 us above, give or take as much: the bound has 0.7 us to spare on either side."""
+the events is 2.5 us higher, with a similar spread: the bound leaves 0.7 us on either side."""
 
 
 @pytest.mark.gpu
-def test_a_short_kernel_on_the_gpu_is_not_charged_for_the_events(analyzer: KernelAnalyzer) -> None:
+def test_short_kernels_are_corrected_for_event_overhead(analyzer: KernelAnalyzer) -> None:
     n = 1 << 18
     x, y = (cupy.ones(n, cupy.float32) for _ in range(2))
     args = (cupy.float32(0), x, y, cupy.int32(n))
@@ -380,7 +380,7 @@ def test_a_compile_error_of_cupy_is_one_of_ours(pretended: KernelAnalyzer) -> No
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_fails_on_the_gpu_says_so() -> None:
+def test_a_kernel_that_fails_on_the_gpu_is_reported() -> None:
     """In a separate process, because an illegal access ends the context."""
     import subprocess
     import sys
@@ -402,7 +402,7 @@ class Cooperative(cupy.RawKernel):  # type: ignore[misc]
     num_regs, shared_size_bytes, local_size_bytes, const_size_bytes = 64, 1024, 8, 16
 
 
-def test_what_cannot_be_compiled_again_is_described_by_the_driver(
+def test_kernels_without_source_are_described_by_the_driver(
     pretended: KernelAnalyzer, static: KernelAnalyzer
 ) -> None:
     kernel = Cooperative(SAXPY, "saxpy", enable_cooperative_groups=True)

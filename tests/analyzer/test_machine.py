@@ -12,7 +12,7 @@ from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.core.device import current_device, gpu_available
 
 
-def test_packages_that_are_here() -> None:
+def test_versions_of_installed_packages() -> None:
     versions = package_versions(("numpy", "no-such-package-anywhere"))
     assert set(versions) == {"python", "numpy"}
     assert re.match(r"\d+\.\d+", versions["numpy"])

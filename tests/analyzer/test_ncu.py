@@ -90,7 +90,9 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_ncu_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ncu_without_permission_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = "ERR_NVGPUCTRPERM - The user does not have permission"
     fake = script(tmp_path, f"echo '==ERROR== {words}' > $log; exit 1")
     monkeypatch.setattr(ncu, "_find_ncu", lambda: fake)

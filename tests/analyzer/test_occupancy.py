@@ -134,7 +134,7 @@ def test_a_launch_that_cannot_run_has_no_blocks() -> None:
 @pytest.mark.parametrize(
     ("threads", "registers", "shared_bytes"), [(0, 32, 0), (32, -1, 0), (32, 32, -1)]
 )
-def test_nonsense_is_refused(threads: int, registers: int, shared_bytes: int) -> None:
+def test_invalid_arguments_are_rejected(threads: int, registers: int, shared_bytes: int) -> None:
     with pytest.raises(ConfigError, match="occupancy"):
         occupancy(
             typical_device("sm_80"), threads=threads, registers=registers, shared_bytes=shared_bytes

@@ -43,7 +43,7 @@ def test_measured_ceilings_come_before_the_datasheet() -> None:
     assert peaks(more)["fp32"][0] == Peak(60.0, measured=True)
 
 
-def test_a_gpu_without_a_datasheet_has_only_what_was_measured() -> None:
+def test_an_unknown_gpu_has_only_measured_peaks() -> None:
     assert on_paper_of("NVIDIA Something").datasheet_gbps is None
     assert set(peaks({**H200, "gpu": "NVIDIA Something"})) == {"fp16/bf16"}
     assert peaks({}) == {}

@@ -68,7 +68,7 @@ def test_energy_of_a_call_of_known_power(call_us: float) -> None:
     assert conditions.throttle_reasons == ("software power cap",)
 
 
-def test_a_counter_that_stands_still_gives_none() -> None:
+def test_a_counter_that_does_not_change_gives_none() -> None:
     bench = Bench(call_us=100.0, watts=500.0, tick_s=float("inf"))
     energy, conditions = measure_energy(
         bench.call,
@@ -108,7 +108,7 @@ def test_the_device_is_kept_one_batch_behind(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_reasons_in_words() -> None:
+def test_reasons_are_described() -> None:
     assert throttle_reasons(0) == ()
     assert throttle_reasons(0x1) == ()
     assert throttle_reasons(0x28) == ("hardware slowdown", "software thermal slowdown")
@@ -121,7 +121,7 @@ def test_without_nvml_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         Gpu()
 
 
-def test_what_nvml_refuses_is_an_error_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_nvml_queries_are_an_error_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = pytest.importorskip("cupy")
 
     class NVMLError(Exception):

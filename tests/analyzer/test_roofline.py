@@ -37,14 +37,14 @@ def test_a_compute_bound_kernel_by_hand() -> None:
     assert point.attainable_us == pytest.approx(10.0)
 
 
-def test_bytes_alone_need_no_compute_roof() -> None:
+def test_bytes_without_flops_need_no_compute_roof() -> None:
     work = throughput(bytes_moved=9e5, flops=None, median_us=2.0)
     by_roof = {point.roof: point for point in roofline(work, MACHINE, median_us=2.0)}
     assert by_roof["measured"].fraction == pytest.approx(0.5)
     assert by_roof["measured"].compute_tflops is None
 
 
-def test_no_declared_work_is_no_point() -> None:
+def test_without_declared_work_there_is_no_point() -> None:
     nothing = throughput(bytes_moved=None, flops=None, median_us=2.0)
     assert (nothing.gbps, nothing.tflops) == (None, None)
     assert roofline(nothing, MACHINE, median_us=2.0) == ()
@@ -71,14 +71,14 @@ def test_peaks_are_those_of_the_datasheets(arch: str, name: str, pipe: str, tflo
     assert ceilings(device).datasheet_tflops[pipe] == pytest.approx(tflops, rel=0.01)
 
 
-def test_the_longest_name_decides() -> None:
+def test_the_longest_matching_name_is_used() -> None:
     large, small = datasheet("NVIDIA A100-SXM4-80GB"), datasheet("NVIDIA A100-SXM4-40GB")
     assert large is not None
     assert small is not None
     assert (large.gbps, small.gbps) == (2039, 1555)
 
 
-def test_an_unknown_card_promises_nothing() -> None:
+def test_an_unknown_gpu_has_no_datasheet_peaks() -> None:
     device = dataclasses.replace(typical_device("sm_90"), name="NVIDIA Something New")
     unknown = ceilings(device, memory_gbps=1234.0)
     assert unknown.datasheet_gbps == 1234.0

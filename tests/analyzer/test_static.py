@@ -91,7 +91,7 @@ def test_instructions_are_those_of_the_source(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch >= "sm_80" or len(arch) > 5])
-def test_arithmetic_is_told_apart(arch: str) -> None:
+def test_arithmetic_instructions_are_classified(arch: str) -> None:
     code = r"""
 extern "C" __global__ void f(float* x, double* y, const unsigned* a) {
   float c[4] = {};
@@ -178,7 +178,7 @@ def test_a_template_is_found_by_its_expression() -> None:
         inspect(module, "sm_80")
 
 
-def test_a_cubin_is_read_without_a_word_on_spills(tmp_path: Path) -> None:
+def test_a_cubin_is_read_without_spill_information(tmp_path: Path) -> None:
     from cukit.core.compiler import KernelSpec, compile_kernel
 
     spec = KernelSpec("analyzer/spin.cu", "spin", (), 1)
@@ -205,13 +205,13 @@ def test_an_entry_that_is_not_there_is_named() -> None:
         inspect(KernelSource("g", WIDTHS), "sm_80")
 
 
-def test_what_is_no_kernel_is_refused() -> None:
+def test_values_that_are_not_kernels_are_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a RawKernel"):
         kernel_source(42)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
-def test_a_kernel_of_ours_says_what_ptxas_says(arch: str) -> None:
+def test_resources_of_our_kernels_match_ptxas(arch: str) -> None:
     """Compared with the compiler's log, which is stored next to the cubin."""
     from cukit.core.compiler import compile_kernel
     from cukit.registry import get_op

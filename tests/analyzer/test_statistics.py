@@ -32,7 +32,7 @@ def kernel_times(
     return result
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says(rng: np.random.Generator) -> None:
+def test_the_interval_has_its_nominal_coverage(rng: np.random.Generator) -> None:
     for count in (8, 20, 75):
         samples = rng.exponential(size=(4000, count))
         held = [low <= np.log(2) <= high for low, high in map(median_interval, samples)]
@@ -54,7 +54,7 @@ def test_the_interval_brackets_the_sample_median(samples: list[float]) -> None:
     assert high >= np.median(samples) * (1 - 1e-12)
 
 
-def test_a_summary_says_what_was_sampled() -> None:
+def test_a_summary_reports_the_number_of_samples() -> None:
     times = summarize([10.0, 11.0, 12.0, 13.0, 1000.0], timer="events", cache="cold")
     assert (times.median_us, times.iqr_us, times.min_us, times.max_us) == (12.0, 2.0, 10.0, 1000.0)
     assert times.samples == 5
@@ -65,7 +65,7 @@ def test_a_summary_says_what_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("repeat", range(20))
-def test_two_runs_of_the_same_are_never_called_different(repeat: int) -> None:
+def test_two_runs_of_the_same_code_never_differ(repeat: int) -> None:
     rng = np.random.default_rng(repeat)
     for median_us in (3.0, 40.0, 900.0):
         base, new = (estimate(kernel_times(rng, median_us)) for _ in range(2))
@@ -90,13 +90,13 @@ def test_quiet_runs_are_called_the_same() -> None:
     assert verdicts.count(Verdict.SAME) >= 45
 
 
-def test_noise_makes_uncertain() -> None:
+def test_noisy_measurements_are_called_uncertain() -> None:
     wide = Estimate(100.0, 90.0, 115.0)
     assert compare(wide, Estimate(105.0, 104.0, 106.0)).verdict is Verdict.UNCERTAIN
 
 
 @given(st.floats(1, 1e5), st.floats(1, 1e5), st.floats(0, 0.2), st.floats(0, 0.2))
-def test_exchanging_the_sides_exchanges_the_verdict(
+def test_swapping_the_sides_swaps_the_verdict(
     base_us: float, new_us: float, base_spread: float, new_spread: float
 ) -> None:
     opposite = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
@@ -109,7 +109,7 @@ def test_exchanging_the_sides_exchanges_the_verdict(
         assert back.verdict is opposite.get(there.verdict, there.verdict)
 
 
-def test_a_round_that_stands_apart_widens_the_range() -> None:
+def test_an_outlying_round_widens_the_range() -> None:
     apart = estimate([[100.0] * 20, [100.0] * 20, [108.0] * 20])
     assert (apart.low_us, apart.high_us) == (100.0, 108.0)
     with pytest.raises(ConfigError, match="no samples"):

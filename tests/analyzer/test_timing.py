@@ -36,13 +36,13 @@ class ScriptedTimer:
         return sample_us
 
 
-def test_median_and_spread_are_deaf_to_an_outlier() -> None:
+def test_median_and_spread_are_robust_to_an_outlier() -> None:
     timing = Timing((10.0, 11.0, 12.0, 13.0, 1000.0))
     assert timing.median_us == 12.0
     assert timing.iqr_us == 2.0
 
 
-def test_arms_take_turns() -> None:
+def test_implementations_are_interleaved() -> None:
     timer = ScriptedTimer()
     impls: dict[str, Callable[[], object]] = {"short": lambda: 100.0, "long": lambda: 1e6}
     timings = measure(impls, timer, rounds=2, min_samples=2, max_samples=3, pause_s=0)
@@ -60,7 +60,7 @@ def test_a_budget_bounds_the_samples() -> None:
     assert len(timings["work"].samples_us) == 10
 
 
-def test_noise_asks_for_more_rounds_and_quiet_for_none() -> None:
+def test_noisy_runs_get_more_rounds_and_quiet_ones_none() -> None:
     jumps = itertools.cycle([100.0, 140.0, 60.0])
     timings = measure(
         {"quiet": lambda: 100.0, "noisy": lambda: next(jumps)},
@@ -79,7 +79,7 @@ def test_noise_asks_for_more_rounds_and_quiet_for_none() -> None:
     assert len(alone["quiet"].round_sizes) == 2
 
 
-def test_samples_come_apart_into_rounds() -> None:
+def test_samples_are_split_into_rounds() -> None:
     assert Timing((1.0, 2.0, 3.0), (2, 1)).rounds == [(1.0, 2.0), (3.0,)]
     assert Timing((1.0, 2.0)).rounds == [(1.0, 2.0)]
 

@@ -36,7 +36,7 @@ def test_results_are_those_of_numpy(op: Op, reference: bool):
         np.testing.assert_array_equal(mine, other)
 
 
-def test_references_answer_in_the_library_they_were_asked_in():
+def test_references_return_arrays_of_the_callers_library():
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 16), (16,)))
     rms_norm = get_kernel("rms_norm", platform="cpu")
@@ -46,7 +46,7 @@ def test_references_answer_in_the_library_they_were_asked_in():
     assert type(rms_norm(x, weight)) is np.ndarray
 
 
-def test_what_is_written_in_place_is_seen_outside():
+def test_in_place_writes_are_visible_to_the_caller():
     weight = array_api_strict.ones(3, dtype=array_api_strict.float32)
     zeros = [array_api_strict.zeros(3, dtype=array_api_strict.float32) for _ in range(2)]
     state = AdamWState([weight], *([each] for each in zeros))

@@ -85,7 +85,7 @@ def test_default_device_can_be_chosen(monkeypatch):
         ck.default_device()
 
 
-def test_asking_for_a_gpu_that_is_not_there():
+def test_requesting_a_missing_gpu():
     if ck.default_device() == "gpu":
         pytest.skip("there is a GPU")
     with pytest.raises(UnsupportedDeviceError, match="cukit doctor"):

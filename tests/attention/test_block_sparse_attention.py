@@ -86,7 +86,7 @@ def test_blocks_that_do_not_fill_tiles(device, rng, size, causal):
 
 
 @pytest.mark.emulator
-def test_whatever_finishes_late(late_emulator, rng):
+def test_late_completion(late_emulator, rng):
     size = (128, 64)
     check(late_emulator, inputs_of(rng, (300, 520), (2, 1), 128, size, 0.4), size, causal=True)
 
@@ -169,7 +169,7 @@ def test_lists_name_every_visible_tile_once(device, rng):
         count, *entries = lists[head, tile]
         wanted = [2 * i + (not part.all()) for i, part in enumerate(parts) if part.any()]
         if not wanted:
-            assert (count, entries[0]) == (1, 1), "one tile, all of it hidden"
+            assert (count, entries[0]) == (1, 1), "one tile, fully masked"
             continue
         # A tile that the causal mask hides completely may be listed, as a partially masked one.
         listed = entries[:count]

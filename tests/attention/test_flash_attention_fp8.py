@@ -431,7 +431,7 @@ def test_plans_fit_an_sm(length, option, precise):
             assert values.shared_bytes <= HOPPER.shared_bytes_per_block
 
 
-def test_few_readers_prepare_values_themselves():
+def test_few_query_tiles_prepare_values_themselves():
     def prepares(**fields):
         config = plan.plan_flash_attention_sm90(replace(PROBLEM, **fields), HOPPER)
         return config.tiling.prepares
@@ -442,7 +442,7 @@ def test_few_readers_prepare_values_themselves():
     assert not prepares(seq_len_q=256, num_heads_q=2, head_dim=256)
 
 
-def test_every_sequence_has_tiles_of_its_own():
+def test_every_sequence_has_its_own_tiles():
     """The tile count suffices for any lengths with the same total."""
     problem = replace(PROBLEM, batch=7, varlen=True)
     config = plan.plan_flash_attention_sm90(problem, HOPPER)

@@ -36,14 +36,14 @@ def test_blocks_process_several_tiles(device, rng, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@emulated(lambda causal: not causal)  # test_whatever_finishes_late has the rest
+@emulated(lambda causal: not causal)  # test_late_completion has the rest
 def test_many_tiles_of_keys(device, rng, head_dim, causal):
     check_forward(device, *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3], {"causal": causal})
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_whatever_finishes_late(late_emulator, rng, head_dim):
+def test_late_completion(late_emulator, rng, head_dim):
     check_forward(
         late_emulator, *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3], {"causal": True}
     )

@@ -136,11 +136,11 @@ def test_sequences_of_any_lengths(hopper, rng, head_dim, options):
 
 
 @pytest.mark.emulator
-def test_whatever_finishes_late(late_emulator, rng):
+def test_late_completion(late_emulator, rng):
     check_sequences(late_emulator, *sequences_of(rng, (2, 1), 128), causal=True)
 
 
-def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng):
+def test_nan_in_a_neighbouring_sequence_is_ignored(hopper, rng):
     """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
     broken = [x.copy() for x in (q, k, v)]
@@ -222,7 +222,7 @@ def test_reruns_agree_to_the_bit(rng, options):
 
 
 @pytest.mark.gpu
-def test_more_elements_than_32_bits_count(rng):
+def test_more_elements_than_fit_in_32_bits(rng):
     """Sequences and heads that start beyond 2^31 elements, of inputs and output."""
     import cupy
 

@@ -64,7 +64,7 @@ def test_blocks_take_turns(device, rng, head_dim, causal):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", WIDTHS)
-def test_whatever_finishes_late(late_emulator, rng, head_dim):
+def test_late_completion(late_emulator, rng, head_dim):
     inputs = inputs_of(rng, (200, 150), (1, 1), head_dim)
     check_backward(late_emulator, *inputs, {"causal": True}, deterministic=head_dim == 128)
 
@@ -154,7 +154,7 @@ def test_the_plan_says_whether_it_is_deterministic(deterministic):
     assert not wide.accumulates_grad_q
 
 
-def test_long_calls_get_longer_tiles_of_queries():
+def test_long_sequences_get_longer_query_tiles():
     def tile_m(**changes):
         problem = replace(PROBLEM, **changes)
         return plan_flash_attention_backward_sm90(problem, False, H200).keys.tile_m

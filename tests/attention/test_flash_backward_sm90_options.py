@@ -117,7 +117,7 @@ def test_sequences_of_any_lengths(hopper, rng, head_dim, name, deterministic):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @emulated(lambda head_dim: head_dim == 64)
-def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
+def test_nan_in_a_neighbouring_sequence_is_ignored(hopper, rng, head_dim):
     """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
     lengths = [20, 25, 15, 140, 9], [20, 25, 15, 40, 200]
     arrays, where = sequences_of(rng, lengths, (2, 1), head_dim)

@@ -81,7 +81,7 @@ def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
 
 @pytest.mark.parametrize("sinks", [False, True])
 @emulated(lambda sinks: sinks)
-def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
+def test_fully_masked_rows(place, rng, sinks):
     """Fully masked rows: zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
     q, k, v, grad_out = (random(rng, (1, 40, 2, 64), "bfloat16") for _ in range(4))
     mask = rng.random((40, 40)) < 0.5

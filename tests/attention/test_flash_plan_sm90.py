@@ -77,7 +77,7 @@ def test_narrow_heads_take_the_tiling_that_wastes_less():
     assert plan_flash_attention_sm90(tiny, H200).tiling.consumers == 2
 
 
-def test_work_on_single_scores_takes_the_tiling_with_most_registers():
+def test_per_score_options_take_the_tiling_with_most_registers():
     for option in ({"mask": True}, {"bias": "float32"}, {"alibi": True}, {"softcap": True}):
         problem = replace(PROBLEM, head_dim=64, **option)
         assert [each.consumers for each in tilings_of(problem)] == [2]
@@ -128,7 +128,7 @@ def plan_sequences(device, lengths_q, lengths_kv, heads, tile_m=128):
 
 @pytest.mark.parametrize("count", [1, 37, 2500])
 @emulated(lambda count: count <= 1024)
-def test_every_sequence_is_dealt_once_and_the_long_ones_first(device, rng, count):
+def test_every_sequence_is_scheduled_once_longest_first(device, rng, count):
     if device == "cpu":
         pytest.skip("the order is made by a kernel")
     lengths_q = rng.integers(0, 700, count)

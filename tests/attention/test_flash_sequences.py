@@ -106,7 +106,7 @@ def test_many_sequences(gpu, rng, head_dim, value_dim, name):
     check_sequences(gpu, rng, asked, MANY, (6, 2), head_dim, value_dim, room=5)
 
 
-def test_a_sequence_does_not_see_its_neighbours(place, rng):
+def test_sequences_are_independent(place, rng):
     """NaN in the keys and values of one sequence does not affect another."""
     ends = np.array([0, 20, 45, 60], np.int32)
     q, k, v, grad_out = (random(rng, (60, 2, 64), "bfloat16") for _ in range(4))

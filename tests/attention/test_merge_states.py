@@ -28,14 +28,14 @@ def parts(dtype: Any, seed: int = 0) -> tuple[list[Any], Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", [float16, bfloat16], ids=str)
-def test_parts_make_the_whole(device: str, dtype: Any) -> None:
+def test_merged_parts_equal_the_full_attention(device: str, dtype: Any) -> None:
     states, want, want_lse = parts(dtype)
     out, lse = ck.merge_attention_states(*to_device(device, *states))
     assert np.abs(to_host(out).astype(np.float64) - want).max() < TOLERANCES[np.dtype(dtype)]
     np.testing.assert_allclose(to_host(lse), want_lse, atol=1e-5)
 
 
-def test_a_side_without_keys_is_ignored(device: str) -> None:
+def test_a_state_without_keys_is_ignored(device: str) -> None:
     """Even where its output is NaN; without keys on both sides the result is zeros."""
     (a, lse_a, b, lse_b), *_ = parts(bfloat16)
     lse_b[0, 1], b[0, :, 1] = -np.inf, np.nan

@@ -62,7 +62,7 @@ def decode(keys, length, **options):
     return ck.flash_attention(keys[:, :1], keys[:, :length], keys[:, :length], **options)
 
 
-def test_a_new_length_loads_nothing_where_one_like_it_was_seen(recorder):
+def test_a_new_length_of_a_known_bucket_loads_nothing(recorder):
     keys = cache()
     for length in LENGTHS:
         decode(keys, length, causal=True)
@@ -70,7 +70,7 @@ def test_a_new_length_loads_nothing_where_one_like_it_was_seen(recorder):
     assert len(recorder.launches) == len(LENGTHS)
 
 
-def test_every_length_has_a_launch_of_its_own(recorder):
+def test_every_length_has_its_own_launch(recorder):
     keys = cache()
     for length in (1100, 1101, 1100):
         decode(keys, length)
@@ -83,7 +83,7 @@ def test_every_length_has_a_launch_of_its_own(recorder):
     assert first == again
 
 
-def test_sequences_block_masks_and_float8_load_nothing_either(recorder):
+def test_new_lengths_of_sequences_block_masks_and_float8_load_nothing(recorder):
     if recorder.device.arch != "sm_90":
         pytest.skip("class sm80 has but one kernel for each")
     keys = cache()
@@ -148,7 +148,7 @@ def wrong_lengths():
 
 
 @pytest.mark.parametrize("wrong", wrong_lengths())
-def test_lengths_that_do_not_fit_are_found_though_others_did(recorder, wrong):
+def test_invalid_lengths_are_rejected_after_valid_calls(recorder, wrong):
     keys = cache()
     for length in (1100, LENGTHS.stop):
         part, lse = keys[:, :length], np.zeros((2, 2, length), np.float32)
@@ -160,7 +160,7 @@ def test_lengths_that_do_not_fit_are_found_though_others_did(recorder, wrong):
         call()
 
 
-def test_a_stride_counts_once_it_is_stepped_along(recorder):
+def test_strides_of_extent_1_do_not_count(recorder):
     rows = np.zeros((1, 2, 132), ml_dtypes.bfloat16)[..., :128].reshape(1, 2, 2, 64)
     assert rows.strides[1] % 16
     keys = cache()[:1]
@@ -169,7 +169,7 @@ def test_a_stride_counts_once_it_is_stepped_along(recorder):
         ck.flash_attention(rows, keys, keys)
 
 
-def test_sequences_with_a_negative_longest_are_refused_though_others_were_not(recorder):
+def test_a_negative_max_seqlen_is_rejected_after_valid_calls(recorder):
     rows, ends = cache()[0], np.array([0, 5, LENGTHS.stop], np.int32)
     call = partial(ck.flash_attention, rows, rows, rows, cu_seqlens_q=ends, cu_seqlens_kv=ends)
     call(max_seqlen_q=LENGTHS.stop, max_seqlen_kv=LENGTHS.stop)

@@ -208,7 +208,7 @@ def test_a_cubin_needs_the_name_of_a_kernel(tmp_path: Path, capsys: Capture) -> 
     assert "no such file" in capsys.readouterr().err
 
 
-def test_a_source_with_several_kernels_asks_which(tmp_path: Path, capsys: Capture) -> None:
+def test_a_source_with_several_kernels_needs_a_name(tmp_path: Path, capsys: Capture) -> None:
     source = tmp_path / "two.cu"
     source.write_text(KERNEL + KERNEL.replace("scale", "shift"))
     assert run(["analyze", str(source)]) == 2

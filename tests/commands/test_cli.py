@@ -28,7 +28,7 @@ def test_python_dash_m() -> None:
     )
 
 
-def test_without_arguments_it_helps(capsys: Capture) -> None:
+def test_without_arguments_help_is_shown(capsys: Capture) -> None:
     assert run([]) == 0
     output = capsys.readouterr().out
     for command in ("doctor", "list", "compile", "bench", "distill", "generate"):
@@ -58,7 +58,7 @@ def test_without_arguments_it_helps(capsys: Capture) -> None:
         (["doctor", "--nonsense"], "--nonsense"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_bad_input_gives_one_line_and_exit_code_2(
     arguments: list[str], complaint: str, capsys: Capture
 ) -> None:
     assert run(arguments) == 2
@@ -122,7 +122,7 @@ def test_a_kernel_that_does_not_compile_is_shown(
     assert "silu_and_mul.cu(7)" in capsys.readouterr().out
 
 
-def test_doctor_finds_this_machine_sane(capsys: Capture) -> None:
+def test_doctor_reports_no_problem_on_this_machine(capsys: Capture) -> None:
     assert run(["doctor"]) == 0
     text = capsys.readouterr().out
     for part in ("driver", "CuPy", "NVRTC", "CUDA headers", "cuBLAS", "kernel cache"):
@@ -132,7 +132,7 @@ def test_doctor_finds_this_machine_sane(capsys: Capture) -> None:
     assert report["sane"] is True
 
 
-def test_doctor_names_the_command_that_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_command_that_fixes_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without CuPy: every missing part is reported with the command that installs it."""
 
     def no_cupy(purpose: str) -> None:
@@ -158,7 +158,7 @@ def test_doctor_reports_an_unwritable_cache(
 
 
 @pytest.mark.parametrize("cuda", PACKAGES)
-def test_remedies_install_what_the_extras_name(cuda: int) -> None:
+def test_suggested_commands_install_the_extras(cuda: int) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     extra = text.partition(f"\ncuda{cuda} = [")[2].partition("\n]")[0]
     for packages in PACKAGES[cuda].values():
@@ -186,7 +186,7 @@ CLEAN = """__global__ void twice(float* x, int n) {
 
 
 @pytest.mark.emulator
-def test_check_reports_what_a_kernel_does_wrong(
+def test_check_reports_the_errors_of_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def test_twenty_repeats_of_the_same_commit() -> None:
         }
 
 
-def test_a_slowdown_fails_and_is_the_only_one(tmp_path: Path, capsys: Capture) -> None:
+def test_only_a_slowdown_fails(tmp_path: Path, capsys: Capture) -> None:
     base = write(tmp_path, "base.json", results(1))
     new = write(tmp_path, "new.json", results(2, slowdown={"rope": 1.05, "rms_norm": 0.9}))
     assert run(["compare", base, new, "--json"]) == 1
@@ -77,7 +77,7 @@ def test_a_slowdown_fails_and_is_the_only_one(tmp_path: Path, capsys: Capture) -
     assert "3 SAME" in capsys.readouterr().out
 
 
-def test_a_result_that_turned_wrong_fails(tmp_path: Path, capsys: Capture) -> None:
+def test_a_newly_wrong_result_fails(tmp_path: Path, capsys: Capture) -> None:
     wrong = results(1)
     wrong["records"][0]["correct"] = False
     base = write(tmp_path, "base.json", results(1))
@@ -85,7 +85,7 @@ def test_a_result_that_turned_wrong_fails(tmp_path: Path, capsys: Capture) -> No
     assert "WRONG" in capsys.readouterr().out
 
 
-def test_cases_of_one_file_alone_and_other_machines_are_said(
+def test_unmatched_cases_and_different_machines_are_reported(
     tmp_path: Path, capsys: Capture
 ) -> None:
     new = results(3, driver="999", versions={"cupy": "14"}, clocks={"sm_under_load_mhz": 1500})
@@ -114,7 +114,7 @@ def test_the_published_results_compare_with_themselves(capsys: Capture) -> None:
     assert " SAME" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_host_clocks_differ_from_process_to_process() -> None:
+def test_host_times_of_different_processes_are_not_compared() -> None:
     def host(ratio: float, timer: str) -> Any:
         found = results(8, slowdown=dict.fromkeys(CASES, ratio))
         return found | {"records": [record | {"timer": timer} for record in found["records"]]}
@@ -144,7 +144,7 @@ def test_analyses_compare_too() -> None:
     unsure = analysis(10.6)
     unsure["analyses"][0]["cold"] |= {"overhead_us": 2.4, "overhead_uncertainty_us": 0.4}
     (case,) = compare_results(analysis(10.0), unsure).cases
-    assert case.difference.verdict is Verdict.UNCERTAIN, "the clock's zero is not that sure"
+    assert case.difference.verdict is Verdict.UNCERTAIN, "the origin of the clock is less precise"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_analyses_compare_too() -> None:
         ('{"environment": {"gpu": "H200"}}', "neither results"),
     ],
 )
-def test_what_cannot_be_compared_is_exit_code_2(
+def test_incomparable_files_give_exit_code_2(
     content: str, complaint: str, tmp_path: Path, capsys: Capture
 ) -> None:
     base = write(tmp_path, "base.json", results(1))
@@ -170,7 +170,7 @@ def test_what_cannot_be_compared_is_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_another_implementation_may_be_asked_for() -> None:
+def test_another_implementation_can_be_selected() -> None:
     found = compare_results(results(1), results(2), impl="torch")
     assert all(case.base.estimate.median_us == 1.0 for case in found.cases)
     with pytest.raises(DataError, match="'triton'"):

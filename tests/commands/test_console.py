@@ -26,7 +26,7 @@ def ticking(clock: list[float], seconds: float, count: int) -> Iterator[int]:
         yield number
 
 
-def test_lines_tell_how_long_the_rest_takes(clock: list[float], capsys: Capture) -> None:
+def test_lines_show_the_remaining_time(clock: list[float], capsys: Capture) -> None:
     found = list(tracked(ticking(clock, 2.0, 60), 60, "compiling"))
     assert found == list(range(60))
     captured = capsys.readouterr()
@@ -44,14 +44,14 @@ def test_lines_tell_how_long_the_rest_takes(clock: list[float], capsys: Capture)
 
 
 @pytest.mark.parametrize(("seconds", "quiet"), [(0.01, False), (100.0, True)])
-def test_quick_and_quiet_work_says_nothing(
+def test_short_or_quiet_work_prints_nothing(
     seconds: float, quiet: bool, clock: list[float], capsys: Capture
 ) -> None:
     assert list(tracked(ticking(clock, seconds, 10), 10, "compiling", quiet=quiet)) == [*range(10)]
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_terminal_gets_a_progress_bar(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert list(tracked(iter(range(3)), 3, "compiling")) == [0, 1, 2]

@@ -60,7 +60,7 @@ def evaluations(folder: Path) -> dict[str, Any]:
     return {model: {name: models[model][name] for name in names} for model in MODELS}
 
 
-def test_report_holds_what_was_promised(finished: Path) -> None:
+def test_report_contains_the_documented_fields(finished: Path) -> None:
     report = json.loads((finished / "report.json").read_text())
     for model in MODELS:
         facts = report["models"][model]
@@ -101,7 +101,7 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
     )
 
 
-def test_quantised_students_are_judged(
+def test_quantised_students_are_evaluated(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also for an existing run, without training again."""
@@ -141,7 +141,7 @@ def test_an_ablation_shows_what_each_term_adds(
     assert "Gain from distillation, and with each term" in page
 
 
-def test_without_jinja_there_is_no_page_and_a_word_on_why(
+def test_without_jinja_the_missing_page_is_explained(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -175,7 +175,7 @@ def test_a_run_on_a_gpu_has_a_pool_and_ends_the_same_on_cupys(
     assert json.loads((tmp_path / "cupy" / "report.json").read_text())["pool"] is None
 
 
-def test_same_seed_same_result_and_another_another(
+def test_equal_seeds_give_equal_results_and_others_do_not(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
     for name, seed in (("again", "0"), ("other", "1")):
@@ -209,7 +209,7 @@ def test_other_ways_to_train_resume_too(
 
 
 @pytest.mark.parametrize("kill_at", [(0, 3), (1, 1), (1, 4), (2, 5)])
-def test_resumed_run_is_the_unbroken_run(
+def test_a_resumed_run_equals_an_uninterrupted_run(
     kill_at: tuple[int, int], finished: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -257,7 +257,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 LONG = ("--teacher-steps", "150", "--checkpoint-every", "20")
 
 
-def test_a_killed_process_goes_on_where_its_checkpoint_stands(text: Path, tmp_path: Path) -> None:
+def test_a_killed_process_resumes_from_its_checkpoint(text: Path, tmp_path: Path) -> None:
     """After SIGKILL, a resumed run ends with the results of an uninterrupted run."""
     folder = tmp_path / "killed"
     process = start(folder, text, *LONG)
@@ -272,7 +272,7 @@ def test_a_killed_process_goes_on_where_its_checkpoint_stands(text: Path, tmp_pa
     assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
 
 
-def test_ctrl_c_saves_says_so_and_loses_nothing(text: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_reports_it(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stopped"
     process = start(folder, text, "--teacher-steps", "100000", "--checkpoint-every", "20")
     wait_for(folder / "checkpoint.safetensors", process)
@@ -381,7 +381,7 @@ def test_full_disk(
     assert run(["distill", "-o", str(folder), "--resume"]) == 0
 
 
-def test_too_little_memory(
+def test_out_of_memory_is_reported(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Any) -> None:
@@ -393,14 +393,16 @@ def test_too_little_memory(
     assert "a smaller --batch" in capsys.readouterr().err
 
 
-def test_divergence_is_said(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_divergence_is_reported(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["distill", "-o", str(tmp_path / "run"), "--text", str(text), *TINY]
     assert run([*arguments, "--teacher-lr", "1e30"]) == 2
     assert "teacher: the loss is " in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run" / "teacher.safetensors").exists()
 
 
-def test_a_folder_with_a_run_is_not_overwritten_unasked(
+def test_a_folder_with_a_run_is_not_overwritten(
     finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -438,7 +440,7 @@ def test_a_folder_in_use_is_refused(
         (["generate", "{model}", "--tokens", "100000000000"], "expected 0 to 1000000"),
     ],
 )
-def test_what_cannot_work_is_refused_before_it_starts(
+def test_invalid_settings_are_rejected_before_the_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments, message
 ) -> None:
     filled = [argument.format(model=finished) for argument in arguments]

@@ -139,7 +139,7 @@ def filled(name: str, model: Path) -> tuple[str, ...]:
     return tuple(word.format(model=model) for word in WORKING[name])
 
 
-def test_no_command_is_forgotten() -> None:
+def test_every_command_is_covered() -> None:
     assert set(WORKING) == {command.name for command in app.registered_commands}
 
 
@@ -190,7 +190,7 @@ def test_ctrl_c_while_working(
 
 
 @pytest.mark.parametrize("name", ["compile", "replay", pytest.param("report", marks=SLOW)])
-def test_workers_die_with_a_killed_parent(
+def test_workers_exit_when_their_parent_is_killed(
     name: str, model: Path, tmp_path: Path, start: Start
 ) -> None:
     process = start(tmp_path, filled(name, model))
@@ -332,7 +332,7 @@ def run_all(folder: Path, calls: list[tuple[str, ...]]) -> None:
     "reader",
     [name if name in ("report", "replay") else pytest.param(name, marks=SLOW) for name in READERS],
 )
-def test_garbage_ends_in_one_line(reader: str, tmp_path: Path) -> None:
+def test_invalid_files_give_a_one_line_error(reader: str, tmp_path: Path) -> None:
     run_all(tmp_path, [READERS[reader](str(path)) for path in places(tmp_path)])
 
 
@@ -340,7 +340,7 @@ def test_garbage_ends_in_one_line(reader: str, tmp_path: Path) -> None:
     "name",
     [name if name in ("generate", "list") else pytest.param(name, marks=SLOW) for name in TAKERS],
 )
-def test_absurd_values_end_in_one_line(name: str, model: Path, tmp_path: Path) -> None:
+def test_invalid_values_give_a_one_line_error(name: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     before = [
         word.format(model=model, short=tmp_path / "short.txt") for word in (name, *BEFORE[name])

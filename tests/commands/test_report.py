@@ -20,7 +20,7 @@ def results(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_form_at_once(results: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_all_quantised_formats_at_once(results: Path, tmp_path: Path, capsys: Capture) -> None:
     run_file = tmp_path / "report.json"
     run_file.write_text(json.dumps(samples.distillation()))
     page, data, trace = (
@@ -47,7 +47,7 @@ def test_without_results_the_kernels_are_described(tmp_path: Path, capsys: Captu
     assert "As compiled for sm_80" in text
 
 
-def test_a_report_overwrites_no_source_and_is_written_whole_or_not_at_all(
+def test_a_report_is_written_atomically_and_never_over_a_source(
     results: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     before = results.read_text()

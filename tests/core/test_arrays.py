@@ -52,7 +52,7 @@ def test_adopt_names_the_op_and_the_type():
         (np.zeros((3, 4))[:, ::2], {"contiguous": False}, ArrayLayoutError, "last axis"),
     ],
 )
-def test_check_array_says_what_came_and_what_is_allowed(array, options, error, message):
+def test_check_array_reports_the_value_and_what_is_allowed(array, options, error, message):
     with pytest.raises(error, match=f"op: .*{message}"):
         check_array("op", "x", array, **options)
 
@@ -66,7 +66,7 @@ def test_numpy_arrays_run_the_reference():
 
 
 @pytest.mark.gpu
-def test_mixed_places_are_refused():
+def test_arrays_on_different_devices_are_rejected():
     import cupy
 
     with pytest.raises(ArrayLayoutError, match="one device, got CPU, GPU"):

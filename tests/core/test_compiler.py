@@ -35,7 +35,7 @@ def test_second_compile_comes_from_the_cache(sources):
     assert compile_kernel(SPEC, "sm_80").cached
 
 
-def test_an_edit_in_a_deep_include_compiles_anew(sources):
+def test_an_edit_of_a_nested_include_recompiles(sources):
     before = compile_kernel(SPEC, "sm_80")
     (sources / "deep" / "b.cuh").write_text("__device__ float value() { return 2.0f; }\n")
     after = compile_kernel(SPEC, "sm_80")
@@ -70,12 +70,12 @@ def test_a_compile_error_quotes_the_source_line(sources):
     assert "k(N=3)" in message
 
 
-def test_a_wrong_entry_names_those_that_exist(sources):
+def test_a_wrong_entry_lists_the_existing_ones(sources):
     with pytest.raises(CompileError, match=r"no extern \"C\" entry 'other'.*\['k'\]"):
         compile_kernel(KernelSpec("k.cu", "other", (("N", 3),), threads=32), "sm_80")
 
 
-def test_an_unwritable_cache_says_what_to_set(sources, monkeypatch, tmp_path):
+def test_an_unwritable_cache_names_the_variable_to_set(sources, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path / "file" / "below"))
     with pytest.raises(CacheError, match="CUKIT_CACHE_DIR"):

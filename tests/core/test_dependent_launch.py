@@ -14,7 +14,7 @@ from cukit.moe import expert_order
 from cukit.reference import moe as reference
 
 
-def test_the_structures_lie_as_the_driver_reads_them():
+def test_structures_have_the_layout_of_the_driver():
     assert ctypes.sizeof(_Attribute) == 72
     assert _Attribute.value.offset == 8
     assert (_Config.stream.offset, _Config.attributes.offset) == (32, 40)
@@ -22,7 +22,7 @@ def test_the_structures_lie_as_the_driver_reads_them():
 
 
 @pytest.mark.gpu
-def test_what_the_first_kernel_writes_is_seen_by_the_second():
+def test_writes_of_the_first_kernel_are_visible_to_the_second():
     """Alternating launches on two streams, each with preceding work."""
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(0)

@@ -42,14 +42,14 @@ def test_takes_the_newest_extra_that_the_driver_runs(cuda: int | None, extra: st
     assert Driver("1.0", cuda).extra == extra
 
 
-def test_the_user_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_choice_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUKIT_EXTRA", "cuda12")
     assert driver.choose_extra()[0] == "cuda12"
     monkeypatch.setenv("CUKIT_EXTRA", "none")
     assert driver.choose_extra()[0] == ""
 
 
-def test_runs_before_anything_is_installed() -> None:
+def test_runs_without_installed_packages() -> None:
     """As the Makefile calls it: isolated, without site-packages."""
     answer = subprocess.run(
         [sys.executable, "-I", "-S", driver.__file__],
@@ -62,7 +62,7 @@ def test_runs_before_anything_is_installed() -> None:
     assert "CUKIT_EXTRA=cuda13" in answer.stderr
 
 
-def test_every_answer_is_an_extra_of_the_package() -> None:
+def test_every_printed_extra_exists() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for extra in driver.EXTRAS.values():
         assert f"\n{extra} = [" in text

@@ -19,7 +19,7 @@ def path(kernel_cache) -> Path:
     return cache_folder() / "kernels" / "k.cubin"
 
 
-def test_what_was_stored_is_recalled(path):
+def test_stored_values_are_found_again(path):
     assert recall(path) is None
     store(path, b"code", entry="k")
     data, record = recall(path)
@@ -29,7 +29,7 @@ def test_what_was_stored_is_recalled(path):
 
 @pytest.mark.parametrize("damaged", ["k.cubin", "k.cubin.json"])
 @pytest.mark.parametrize("contents", [b"", b"cod", b"\x00{", None])
-def test_damage_is_built_again(path, damaged, contents):
+def test_damaged_files_are_rebuilt(path, damaged, contents):
     store(path, b"code")
     file = path.with_name(damaged)
     file.unlink() if contents is None else file.write_bytes(contents)
@@ -41,7 +41,7 @@ def test_damage_is_built_again(path, damaged, contents):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file modes")
 @pytest.mark.parametrize("mode", [0o020, 0o002])
 @pytest.mark.parametrize("name", ["k.cubin", "k.cubin.json", "."])
-def test_what_others_may_write_is_refused(path, name, mode):
+def test_files_that_others_can_write_are_rejected(path, name, mode):
     store(path, b"code")
     target = path.parent / name
     target.chmod(target.stat().st_mode | mode)
@@ -49,7 +49,7 @@ def test_what_others_may_write_is_refused(path, name, mode):
         recall(path)
 
 
-def test_a_folder_above_that_everybody_may_change_is_refused(path):
+def test_a_world_writable_parent_folder_is_rejected(path):
     store(path, b"code")
     above = cache_folder().parent
     above.chmod(0o777)
@@ -59,7 +59,7 @@ def test_a_folder_above_that_everybody_may_change_is_refused(path):
     assert recall(path)
 
 
-def test_new_folders_are_private_whatever_the_umask(tmp_path):
+def test_new_folders_are_private_with_any_umask(tmp_path):
     before = os.umask(0)
     try:
         store(tmp_path / "a" / "b" / "k.cubin", b"code")
@@ -69,7 +69,7 @@ def test_new_folders_are_private_whatever_the_umask(tmp_path):
         assert (tmp_path / made).stat().st_mode & 0o777 == 0o700
 
 
-def test_links_are_neither_read_nor_written_through(path, tmp_path):
+def test_symbolic_links_are_not_followed(path, tmp_path):
     store(path, b"code")
     victim = tmp_path / "victim"
     victim.write_bytes(b"code")
@@ -96,7 +96,7 @@ def test_files_of_another_user_are_refused(path):
         recall(path)
 
 
-def test_folders_are_private_whatever_the_umask(path):
+def test_folders_are_private_with_any_umask(path):
     before = os.umask(0)
     try:
         store(path, b"code")

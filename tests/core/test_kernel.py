@@ -73,7 +73,7 @@ def test_plans_are_made_once_per_description(monkeypatch):
     assert prepare(a, 1) == 5
 
 
-def test_a_spec_with_less_shared_memory_takes_none_from_another(column_sum, monkeypatch):
+def test_specs_do_not_share_their_shared_memory_limit(column_sum, monkeypatch):
     """CuPy returns the same function for every load of a cubin."""
     function = SimpleNamespace(kernel=None, max_dynamic_shared_size_bytes=48 << 10)
     module = SimpleNamespace(get_function=lambda entry: function)
@@ -85,7 +85,7 @@ def test_a_spec_with_less_shared_memory_takes_none_from_another(column_sum, monk
         assert function.max_dynamic_shared_size_bytes == limit_kib << 10
 
 
-def test_a_plan_of_nothing_is_remembered_too(monkeypatch):
+def test_a_plan_of_none_is_cached_too(monkeypatch):
     monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: 0)
     calls = []
     prepare = launch_plan(lambda array: calls.append(array.shape))
@@ -109,7 +109,7 @@ class RecordingKernel:
         self.launched.append(launch)
 
 
-def test_a_launch_checks_its_list_once_and_keeps_the_order_of_arguments():
+def test_a_launch_checks_its_arguments_once_and_keeps_their_order():
     kernel = RecordingKernel()
     launch = Launch(kernel, (4,), (np.int32(7),))
     (rows,) = launch.scalars
@@ -131,7 +131,7 @@ def test_launches_of_one_kernel_are_checked_once():
     assert [grid for grid, *_ in kernel.launched] == [(7,), (8,)]
 
 
-def test_a_plan_is_remembered_by_what_is_said_to_decide(monkeypatch):
+def test_a_plan_is_cached_by_its_description(monkeypatch):
     monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: 0)
     calls = []
     prepare = launch_plan(calls.append, describe=lambda device, array: (device, array.ndim))
@@ -141,7 +141,7 @@ def test_a_plan_is_remembered_by_what_is_said_to_decide(monkeypatch):
     assert [array.shape for array in calls] == [(3,), (4, 1)]
 
 
-def test_cupy_still_takes_the_address_of_a_value():
+def test_cupy_still_passes_values_by_address():
     """Otherwise launches work, but slowly: CuPy wraps every value again (core.kernel.by_value)."""
     function = pytest.importorskip("cupy.cuda.function", reason="it is CuPy's class")
     settings = np.arange(3.0).view(np.dtype((np.void, 24)))
@@ -160,7 +160,7 @@ def test_a_value_is_copied():
     assert ctypes.string_at(wrapped.ptr, 24) == before
 
 
-def test_equal_numbers_of_unlike_types_are_values_of_their_own():
+def test_equal_numbers_of_different_types_are_distinct():
     pytest.importorskip("cupy")
     values = [by_value(kind(4)) for kind in (np.int32, np.int64, np.float32)]
     assert [value.nbytes for value in values] == [4, 8, 4]

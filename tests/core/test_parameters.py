@@ -54,7 +54,7 @@ def test_definitions_are_read_with_those_they_include(sources):
     assert [outer.fields[name][1] for name in outer.names] == [0, 4, 8, 24, 40, 44]
 
 
-def test_values_go_where_their_names_say(sources):
+def test_values_are_packed_by_name(sources):
     structs = parameter_structs("family/parameters.cuh")
     inner = structs["Inner"].pack(row=1 << 40, head=7)
     packed = structs["Outer"].pack(
@@ -68,13 +68,13 @@ def test_values_go_where_their_names_say(sources):
     assert (value["k"]["row"], value["k"]["head"]) == (1 << 40, 7)
 
 
-def test_missing_and_unknown_names_are_told(sources):
+def test_missing_and_unknown_names_are_reported(sources):
     inner = parameter_structs("family/parameters.cuh")["Inner"]
     with pytest.raises(LaunchError, match=r"Inner: missing \['head'\], unknown \['haed'\]"):
         inner.pack(row=1, haed=2)
 
 
-def test_what_does_not_fit_its_field_is_told(sources):
+def test_values_that_overflow_a_field_are_rejected(sources):
     inner = parameter_structs("family/parameters.cuh")["Inner"]
     with pytest.raises(LaunchError, match=r"Inner: .*'head': 2147483648"):
         inner.pack(row=1, head=1 << 31)
@@ -93,7 +93,7 @@ def test_every_kind_of_number_is_packed(sources):
 
 
 @pytest.mark.parametrize("field", ["short x", "int x[2]", "Later x", "int* x"])
-def test_what_cannot_be_packed_is_refused(sources, field):
+def test_values_that_cannot_be_packed_are_rejected(sources, field):
     (sources / "family/parameters.cuh").write_text(f"struct Odd {{ {field}; }};")
     with pytest.raises(LaunchError, match=r"family/parameters\.cuh: field .* of Odd"):
         parameter_structs("family/parameters.cuh")
@@ -116,7 +116,7 @@ def test_every_compilation_asserts_the_layout(monkeypatch, kernel_cache):
         compile_kernel(spec, "sm_80")
 
 
-def test_changed_fields_are_packed_like_the_rest(sources):
+def test_replaced_fields_are_packed_like_the_others(sources):
     outer = parameter_structs("family/parameters.cuh")["Outer"]
     given = {"batch": 1, "heads": 2, "q": (3, 4), "k": (5, 6), "flags": 7, "scale": 0.5}
     packed = outer.pack(**given)

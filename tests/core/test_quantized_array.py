@@ -83,7 +83,7 @@ def test_the_shape_of_the_scales(case):
 
 @pytest.mark.parametrize("zero_points", [None, "int8", "float32"])
 @every_grouping
-def test_values_are_codes_less_zero_points_times_scales(device, rng, case, zero_points):
+def test_values_are_codes_minus_zero_points_times_scales(device, rng, case, zero_points):
     shape, axis, group_size, factors_shape = case
     codes = rng.integers(-128, 128, shape).astype(np.int8)
     scales = rng.uniform(0.1, 2, factors_shape).astype(np.float32)
@@ -129,7 +129,7 @@ def test_scales_of_every_dtype_keep_the_error_below_half_a_step(device, rng, nar
 
 
 @pytest.mark.parametrize("narrow", NARROW_DTYPES, ids=repr)
-def test_zeros_with_a_scale_of_zero_stay_zeros(device, narrow):
+def test_zeros_with_a_scale_of_zero_remain_zero(device, narrow):
     x = np.array([[0.0, -0.0, 0.0], [1.0, 2.0, -2.0]], np.float32)
     scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(2)
     placed = to_device(device, x, scales)
@@ -248,7 +248,7 @@ def test_moving_to_a_gpu_that_is_not_there():
         quantized((3, 4)).to_device("gpu")
 
 
-def test_one_class_says_what_it_is():
+def test_the_architecture_class_is_reported():
     assert NarrowArray is ck.QuantizedArray
     assert repr(quantized((3, 8))) == "QuantizedArray(int4, shape=(3, 8))"
     scales = np.ones((3, 2), np.float16)
@@ -258,7 +258,7 @@ def test_one_class_says_what_it_is():
     )
 
 
-def test_float8_is_what_it_is_called():
+def test_float8_names_match_their_dtypes():
     float8, integers = quantized((4,), dtype=ck.float8_e5m2), quantized((4,))
     assert is_float8(float8)
     assert is_float8(None, integers, float8)

@@ -33,7 +33,7 @@ def test_a_descriptor_is_one_128_byte_value(matrix):
     assert any(content(tensor_map))
 
 
-def test_rules_are_named(matrix):
+def test_violated_rules_are_named(matrix):
     with pytest.raises(ConfigError, match="box needs 2 extents"):
         encode_tensor_map(matrix, (64,))
     with pytest.raises(ConfigError, match="a box row has 256 bytes"):

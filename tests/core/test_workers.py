@@ -44,13 +44,13 @@ def test_every_task_is_done_once() -> None:
     wait_for_their_end()
 
 
-def test_an_error_comes_through_and_ends_the_rest() -> None:
+def test_an_error_propagates_and_stops_the_others() -> None:
     with pytest.raises(ValueError, match="-1 is negative"):
         list(run_in_workers(square, [1, -1, *range(1000)], 2))
     wait_for_their_end()
 
 
-def test_a_worker_that_is_killed_is_said() -> None:
+def test_a_killed_worker_is_reported() -> None:
     with pytest.raises(CukitError, match="was killed"):
         list(run_in_workers(die, range(4), 2))
     wait_for_their_end()

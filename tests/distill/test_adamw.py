@@ -29,7 +29,7 @@ def textbook(weight, grads, *, lr, beta1, beta2, eps, weight_decay):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", ["same", "float32"])
-def test_three_steps_are_the_paper_s(device, rng, dtype, grad_dtype):
+def test_three_steps_match_the_paper(device, rng, dtype, grad_dtype):
     grad_dtype = dtype if grad_dtype == "same" else grad_dtype
     start = [np.asarray(random(rng, shape, dtype)) for shape in SHAPES]
     grads = [[np.asarray(random(rng, shape, grad_dtype)) for shape in SHAPES] for _ in range(3)]

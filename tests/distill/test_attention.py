@@ -74,7 +74,7 @@ def test_its_gradients_are_the_derivatives(rng):
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
 
 
-def test_both_kernels_serve(device, rng):
+def test_both_kernels_match(device, rng):
     arrays = models_of(rng, "bfloat16", width=64, seq=70)
     q_t, k_t, _, q_s, k_s, v_s = (x.astype(np.float64) for x in arrays)
     masks = {"causal": True}
@@ -275,7 +275,7 @@ def test_relations_are_the_attention_of_an_array_with_itself(rng, relation_heads
     assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
 
 
-def test_relations_need_heads_that_agree(rng):
+def test_relations_need_equal_head_counts(rng):
     x = rng.standard_normal((1, 4, 2, 8))
     with pytest.raises(ArrayShapeError, match="without relation_heads"):
         relation_kl(x, rng.standard_normal((1, 4, 4, 8)))
@@ -294,7 +294,7 @@ def test_relations_need_heads_that_agree(rng):
         {"relations": ("v",), "relation_heads": 1},
     ],
 )
-def test_a_term_sends_the_derivatives_of_its_loss(rng, what):
+def test_a_term_returns_the_derivatives_of_its_loss(rng, what):
     student, teacher = small_model(), small_model(seed=1, **TEACHER)
     tokens = small_tokens(rng)
     states = student.forward(tokens, keep=True), teacher.forward(tokens, keep=True)

@@ -32,7 +32,7 @@ def trainer(seed: int = 0, comm: Any = None) -> Trainer:
     return Trainer(LanguageModelling(model), windows, lr=1e-2, communicator=comm, average=average)
 
 
-def test_progress_is_told_every_so_often() -> None:
+def test_progress_is_reported_periodically() -> None:
     lines: list[str] = []
     trainer().fit(7, [Progress(7, every=3, write=lines.append)])
     assert [line.split(",")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]

@@ -100,7 +100,7 @@ def test_gradient_rows_sum_to_zero(device, rng, dtype):
     assert np.abs(to_host(grad).astype(np.float64).sum(-1)).max() < bound
 
 
-def test_ignored_rows_count_for_nothing_whatever_they_hold(device, rng):
+def test_ignored_rows_do_not_count_even_if_not_finite(device, rng):
     logits, targets = random(rng, (5, 300), "float32"), targets_for(rng, (5, 300), ignored=False)
     expected = reference.cross_entropy(logits[1:4].astype(np.float64), targets[1:4])
     logits[0], logits[4], targets[[0, 4]] = np.nan, np.inf, -1
@@ -170,7 +170,7 @@ def test_normalizer_replaces_the_count(device, rng):
 
 
 @pytest.mark.gpu
-def test_a_smaller_vocabulary_leaves_the_larger_its_shared_memory(rng):
+def test_a_smaller_vocabulary_does_not_reduce_shared_memory_of_a_larger_one(rng):
     """Both run the same cubin, with different shared memory sizes."""
     for vocab_size in (50257, 40000, 50257):
         logits, targets = (
@@ -241,7 +241,7 @@ GOOD = {"logits": np.ones((2, 4), np.float32), "targets": np.array([0, 1])}
         ({"logits": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "logits must be C-contig"),
         ({"targets": np.array([0])}, ArrayShapeError, r"targets must have shape \(2\)"),
         ({"targets": np.array([0.0, 1.0])}, ArrayDtypeError, "targets must be int32, int64"),
-        ({"targets": np.array([0, 4])}, ArrayError, r"targets must lie in 0\.\.3 .*got 4"),
+        ({"targets": np.array([0, 4])}, ArrayError, r"targets must be in 0\.\.3 .*got 4"),
         ({"reduction": "average"}, ConfigError, "reduction must be one of"),
         ({"normalizer": 3, "reduction": "sum"}, ConfigError, "normalizer needs"),
         ({"normalizer": 0}, ConfigError, "normalizer must be above 0"),

@@ -61,14 +61,14 @@ def test_a_single_file_is_cut(tmp_path: Path) -> None:
     assert bytes(corpus.validation) == b"b" * 100
 
 
-def test_standard_library_is_there_without_other_peoples_packages() -> None:
+def test_standard_library_excludes_installed_packages() -> None:
     files = standard_library_files()
     assert len(files) > 300
     assert not any("site-packages" in file.parts or "test" in file.parts for file in files)
     assert any(file.name == "argparse.py" for file in files)
 
 
-def test_packages_are_training_text_and_no_judges(
+def test_packages_are_training_text_but_not_validation_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Excluded: tests, copies of the standard library, long tables, and text beyond the limit."""
@@ -92,7 +92,7 @@ def test_packages_are_training_text_and_no_judges(
     assert data.read_corpus(packages=True).train.tobytes() == plain.train.tobytes()
 
 
-def test_binary_and_hidden_files_in_a_folder_are_passed_over(tmp_path: Path) -> None:
+def test_binary_and_hidden_files_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / ".secret").write_text("hidden")
     (tmp_path / "a.txt").write_text("a text")
@@ -132,7 +132,7 @@ def test_unreadable_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(os.name == "nt", reason="symbolic links need rights on Windows")
-def test_a_circle_of_links_ends(tmp_path: Path) -> None:
+def test_circular_symbolic_links_terminate(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert read_corpus([tmp_path]).num_train_files == 1
@@ -169,6 +169,6 @@ def test_validation_covers_the_text_once() -> None:
     assert sum(len(t) for t, _ in validation_batches(text, batch=3, seq_len=8, max_windows=2)) == 2
 
 
-def test_too_short_a_text_is_refused() -> None:
+def test_a_text_that_is_too_short_is_rejected() -> None:
     with pytest.raises(DataError, match="8 bytes are too short for windows of 8"):
         Windows(np.zeros(8, np.uint8), batch=1, seq_len=8, seed=0)

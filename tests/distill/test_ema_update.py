@@ -132,5 +132,5 @@ def test_bad_averages_are_named():
         Trainer(LanguageModelling(small_model()), windows, lr=1e-2, average=average)
     bad = ExponentialAverage(small_model(), Cosine(1.5, 1, 4))
     ours = Trainer(LanguageModelling(small_model()), windows, lr=1e-2, average=bad)
-    with pytest.raises(ConfigError, match=r"step 0: decay must lie in 0\.\.1"):
+    with pytest.raises(ConfigError, match=r"step 0: decay must be in 0\.\.1"):
         ours.train_step()

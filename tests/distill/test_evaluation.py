@@ -14,7 +14,7 @@ def evaluation(bits: np.ndarray) -> Evaluation:
     return Evaluation(float(bits.mean()), 0.5, None, None, tuple(bits.tolist()))
 
 
-def test_the_interval_holds_the_true_gain_as_often_as_it_says(rng: np.random.Generator) -> None:
+def test_the_interval_of_the_gain_has_its_nominal_coverage(rng: np.random.Generator) -> None:
     """Windows differ by much more than the two models, so only paired differences show the gain."""
     true, hits, runs = 0.05, 0, 2000
     for _ in range(runs):
@@ -45,7 +45,7 @@ def test_the_share_of_a_gap_and_its_interval(rng: np.random.Generator) -> None:
     assert math.isinf(few.high)
 
 
-def test_a_few_windows_decide_nothing() -> None:
+def test_a_few_windows_are_inconclusive() -> None:
     bits = np.full(FEWEST_WINDOWS - 1, 2.0)
     found = gain_of(evaluation(bits - 1), evaluation(bits))
     assert (found.bits_per_byte, found.low, found.high) == (1.0, -math.inf, math.inf)

@@ -53,7 +53,7 @@ def test_more_than_2_31_elements():
     assert float(global_norm([grad])) == 3
 
 
-def test_clip_scale_and_norm_refuse_nonsense():
+def test_clip_scale_and_norm_reject_invalid_values():
     with pytest.raises(ConfigError, match="max_norm must be above 0"):
         clip_scale(np.array(1, np.float32), 0)
     with pytest.raises(ArrayShapeError, match="at least one array"):

@@ -132,7 +132,7 @@ def test_gradients_by_finite_differences(rng, options):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 70, 1000])
-def test_chunks_change_nothing_but_rounding(device, rng, chunk_tokens):
+def test_chunks_change_only_rounding(device, rng, chunk_tokens):
     *placed, targets = to_device(device, *head(rng, "float32"))
     options = {"targets": targets, "temperature": 2.0, "hard_weight": 0.5}
     whole = linear_distillation_loss(*placed, **options)
@@ -241,7 +241,7 @@ GOOD = {
             "vocabularies must be the same",
         ),
         ({"targets": np.array([0, 1])}, ArrayShapeError, "targets must have shape"),
-        ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must lie in"),
+        ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must be in"),
         ({"hard_weight": 1.0}, ConfigError, "hard_weight=1.0 needs targets"),
         ({"temperature": -1.0}, ConfigError, "temperature must be"),
         ({"chunk_tokens": 0}, ConfigError, "chunk_tokens must be an integer of 1 or more"),

@@ -248,7 +248,7 @@ def test_micro_batches_are_one_batch(device, kind, reduction):
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "forward_kl", "jsd", "bucket", "sampled"])
-def test_what_padding_holds_does_not_matter(device, kind):
+def test_the_contents_of_padding_do_not_matter(device, kind):
     chosen = {name: values[0] for name, values in CHOICES.items()} | {"padded": True}
     problem = Problem(kind, chosen, "bfloat16")
     plain = problem.on_logits(device)
@@ -279,7 +279,7 @@ def test_padded_vocabularies_of_two_sizes(device, rng):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("scale", [0.3, 3.0, 40.0])
-def test_a_cap_keeps_its_digits(device, rng, mixed, scale):
+def test_a_softcap_keeps_its_precision(device, rng, mixed, scale):
     """Logits far below the cap, and far beyond it."""
     student = random(rng, (4, 300), "float32", scale=scale)
     teacher = random(rng, (4, 300), "float32", scale=scale)

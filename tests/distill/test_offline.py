@@ -68,7 +68,7 @@ def test_all_tokens_on_disk_are_the_teacher_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_batches_come_in_order_from_anywhere_and_again(tmp_path: Path, prefetch: int) -> None:
+def test_batches_are_ordered_and_repeatable_from_any_step(tmp_path: Path, prefetch: int) -> None:
     record(tmp_path, k=4)
     batches = OfflineBatches(tmp_path, accumulate=2, prefetch=prefetch)
     for step in (0, 1, 2, 3, 1, 4, 5, 7):
@@ -81,7 +81,7 @@ def test_batches_come_in_order_from_anywhere_and_again(tmp_path: Path, prefetch:
             assert signals.log_probs.dtype == np.float32
 
 
-def test_a_killed_recording_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_recording_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     record(whole, k=5)
 
@@ -132,7 +132,7 @@ def test_two_processes_train_from_a_folder(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_a_resumed_run_reads_on(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_reading(tmp_path: Path) -> None:
     record(tmp_path, k=4)
     path = tmp_path / "c.safetensors"
 
@@ -154,7 +154,7 @@ def test_a_resumed_run_reads_on(tmp_path: Path) -> None:
         assert array.tobytes() == resumed.state()[name].tobytes(), name
 
 
-def test_ignored_targets_are_counted_and_other_objectives_served(tmp_path: Path) -> None:
+def test_ignored_targets_are_counted_for_every_objective(tmp_path: Path) -> None:
     class Ignoring(Windows):
         def __call__(self, step: int, part: int = 0) -> tuple[Any, Any]:
             tokens, targets = super().__call__(step, part)

@@ -38,7 +38,7 @@ def test_on_a_gpu_arrays_come_from_the_pool() -> None:
     assert theirs.peak_bytes() >= kept.nbytes
 
 
-def test_a_pool_is_told_of_in_one_sentence() -> None:
+def test_a_pool_is_summarised_in_one_sentence() -> None:
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=64 << 20), HostProvider())
     blocks = [pool.allocate(3 << 20) for _ in range(20)]
     for block in blocks[::2]:

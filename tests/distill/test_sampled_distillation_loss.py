@@ -113,7 +113,7 @@ def test_samples_estimate_the_divergence(rng):
     np.testing.assert_allclose(sums[1], exact, atol=0.02)
 
 
-def test_samples_of_weight_zero_are_not_looked_at(device, rng):
+def test_samples_of_weight_zero_are_not_read(device, rng):
     student = random(rng, (3, 40), "float32")
     ids = np.array([[1, 5, -1], [2, 2, 99], [0, 39, -7]], np.int32)
     weights = np.array([[0.5, 0.5, 0], [0.25, 0.5, 0], [1, 2, 0]], np.float32)
@@ -153,7 +153,7 @@ def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
         (
             {"sample_ids": np.array([[0], [4]], np.int32)},
             ArrayError,
-            r"sample_ids must lie in 0\.\.3",
+            r"sample_ids must be in 0\.\.3",
         ),
         ({"sample_ids": np.zeros((2, 1))}, ArrayDtypeError, "sample_ids must be int32"),
         (

@@ -77,7 +77,7 @@ def test_gradients_are_the_derivatives(rng: np.random.Generator, error: str) -> 
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
 
 
-def test_cosine_does_not_see_lengths(rng: np.random.Generator) -> None:
+def test_cosine_ignores_lengths(rng: np.random.Generator) -> None:
     student, teacher = small_model(), small_model(seed=1)
     tokens = small_tokens(rng)
     states = student.forward(tokens), teacher.forward(tokens)

@@ -155,7 +155,7 @@ def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
 def test_a_token_outside_the_vocabulary(rng):
     student, log_probs, ids = signal(rng, (3, 60), 5)
     ids[1, 2] = 60
-    with pytest.raises(ArrayError, match=r"teacher_ids must lie in 0\.\.59, got 60"):
+    with pytest.raises(ArrayError, match=r"teacher_ids must be in 0\.\.59, got 60"):
         topk_distillation_loss(student, log_probs, ids)
 
 

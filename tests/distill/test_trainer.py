@@ -53,7 +53,7 @@ def bits(trainer: Trainer) -> dict[str, bytes]:
 
 
 @CPU_AND_GPU
-def test_resumed_run_is_the_unbroken_run_bit_for_bit(device: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(device: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     unbroken = make_trainer(device, distilled=True, accumulate=2)
     for _ in range(7):

@@ -93,7 +93,7 @@ def test_buckets_cover_everything_from_the_end() -> None:
             assert bucket.gradients.nbytes >= least
 
 
-def test_gradients_are_reduced_as_the_backward_pass_goes() -> None:
+def test_gradients_are_reduced_during_the_backward_pass() -> None:
     """Every bucket except the last is being reduced before the pass reaches the embeddings."""
     comm = HostCommunicator(Ranks())  # a single process; the reducer works all the same
     trainer = make_trainer(comm, 2)
@@ -110,7 +110,7 @@ def test_gradients_are_reduced_as_the_backward_pass_goes() -> None:
     assert reported.index("layers.1.qkv_proj.weight") < reported.index("layers.0.qkv_proj.weight")
 
 
-def test_an_objective_with_two_backward_passes_is_refused_or_served() -> None:
+def test_an_objective_with_two_backward_passes_is_rejected_or_correct() -> None:
     class Twice(LanguageModelling):
         def loss_and_gradients(self, *args: Any, **options: Any) -> Any:
             super().loss_and_gradients(*args, **options)

@@ -61,7 +61,7 @@ def test_gather_broadcast_exchange_and_empty_arrays() -> None:
         assert result == ([0, 1, 2], 3.0, [0, 10, 20], [b"", b"x", b"xx"])
 
 
-def test_ranks_at_different_collectives_are_told() -> None:
+def test_ranks_in_different_collectives_are_reported() -> None:
     def work(comm: HostCommunicator) -> None:
         comm.all_reduce(np.zeros(2 + comm.rank, np.float32))
 
@@ -78,7 +78,7 @@ def test_a_rank_that_ends_is_noticed() -> None:
         run_ranks(2, work)
 
 
-def test_strangers_and_taken_ports_do_no_harm() -> None:
+def test_foreign_connections_and_used_ports_are_harmless() -> None:
     port = free_port()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
@@ -120,7 +120,7 @@ def test_one_process_is_the_same(make: Callable[[], Any]) -> None:
         comm.all_reduce(array, "mean")
     with pytest.raises(ArrayError, match="C-contiguous"):
         comm.all_reduce(np.zeros((4, 4))[:, ::2])
-    with pytest.raises(ArrayError, match="root must lie in"):
+    with pytest.raises(ArrayError, match="root must be in"):
         comm.broadcast(array, 1)
 
 
@@ -153,7 +153,7 @@ def test_launchers(environment: dict[str, str], expected: Ranks) -> None:
 def test_bad_environments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE: expected a number, got 'two'"):
         ranks_from_environment({"RANK": "0", "WORLD_SIZE": "two"})
-    with pytest.raises(ConfigError, match="rank must lie in"):
+    with pytest.raises(ConfigError, match="rank must be in"):
         ranks_from_environment({"RANK": "2", "WORLD_SIZE": "2"})
     spread = {"RANK": "0", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(ConfigError, match="MASTER_ADDR"):

@@ -119,7 +119,7 @@ def test_calls(library: ctypes.CDLL) -> None:
     comm.close()
 
 
-def test_its_absence_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_launcher_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_LIBRARY", "libno-such-nccl.so")
     monkeypatch.setattr(nccl, "require_cupy", lambda what: None)
     nccl._library.cache_clear()

@@ -202,7 +202,7 @@ def test_targets_outside_the_vocabulary_are_named(rng: np.random.Generator) -> N
     hidden, weight, _, _, targets = head(rng, "float32")
     targets[1] = VOCAB
     shard = VocabularyShard(_Place(1, 2), VOCAB)
-    with pytest.raises(ArrayError, match=r"targets must lie in 0\.\.1002"):
+    with pytest.raises(ArrayError, match=r"targets must be in 0\.\.1002"):
         vocabulary_parallel_cross_entropy(hidden, shard.part(weight), targets, shard=shard)
 
 

@@ -1,7 +1,7 @@
 """One call of every op that has kernels, small enough for the emulator.
 
 A sample is a function of a random generator that returns the op's arguments as NumPy arrays.
-Results come back as a flat list of arrays, so that every op can be judged alike.
+Results come back as a flat list of arrays, so that every op can be checked alike.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
-from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.distill.topk_distillation_loss import teacher_top_k
 from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
 from cukit.graph_memory import Transition
+from cukit.quantization.encode import encode
 from cukit.registry import Op
 from tests.contract import random
 

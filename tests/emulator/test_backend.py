@@ -42,7 +42,7 @@ def copy_kernel(tmp_path: Path) -> KernelSpec:
     return KernelSpec(str(tmp_path / "copy.cu"), "copy", (), 32)
 
 
-def test_kernels_of_one_name_are_told_apart(copy_kernel: KernelSpec, tmp_path: Path):
+def test_kernels_of_the_same_name_are_distinguished(copy_kernel: KernelSpec, tmp_path: Path):
     (tmp_path / "wide.cu").write_text(COPY.replace("int count", "long long count"))
     other = KernelSpec(str(tmp_path / "wide.cu"), "copy", (), 32)
     x = np.arange(40, dtype=np.float32)
@@ -151,7 +151,7 @@ def test_read_only_arrays_stay_so(copy_kernel):
 
 
 @pytest.mark.emulator
-def test_any_edit_compiles_anew(copy_kernel):
+def test_any_edit_recompiles(copy_kernel):
     first = build_kernel(copy_kernel, "sm_90", True, False).library
     assert build_kernel(copy_kernel, "sm_90", True, False).library == first
     assert build_kernel(copy_kernel, "sm_80", True, False).library != first
@@ -172,7 +172,7 @@ def test_any_group_of_the_runtimes_sources_may_be_compiled_as_one(tmp_path):
 
 
 @pytest.mark.emulator
-def test_who_needs_a_kernel_that_is_being_built_waits_for_it(copy_kernel, monkeypatch):
+def test_concurrent_builds_of_a_kernel_wait_for_the_first(copy_kernel, monkeypatch):
     build_kernel(copy_kernel, "sm_80", True, False)  # from here on the prelude is cached
     compiled = []
 
@@ -249,7 +249,7 @@ def test_every_instruction_in_the_tree_has_a_body_for_the_cpu(tmp_path, arch):
 
 
 @pytest.mark.emulator
-def test_a_thread_that_polls_in_vain_ends_the_launch(tmp_path):
+def test_a_thread_that_polls_forever_ends_the_launch(tmp_path):
     (tmp_path / "spin.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void spin(unsigned* flag) {\n'

@@ -37,7 +37,7 @@ def emulated_cupy() -> Iterator[Any]:
 def test_raw_kernels(cp: Any) -> None:
     a = cp.arange(100, dtype=cp.float32)
     out = cp.empty(100, cp.float32)
-    assert bool(cp.isnan(out).all()), "what nobody writes is seen"
+    assert bool(cp.isnan(out).all()), "unwritten elements are NaN"
     add = cp.RawKernel(ADD, "add")
     add((4,), (32,), (a, 2 * a, out, a.size))
     assert (out == 3 * a).all()
@@ -47,7 +47,7 @@ def test_raw_kernels(cp: Any) -> None:
         add((4,), (32,), (a, a, out[:50].copy(), 100))
 
 
-def test_arguments_are_what_a_gpu_can_take(cp: Any) -> None:
+def test_arguments_that_a_gpu_cannot_access_are_rejected(cp: Any) -> None:
     add, x = cp.RawKernel(ADD, "add"), cp.zeros(4, cp.float32)
     with pytest.raises(TypeError, match="argument 0 is a NumPy array"):
         add((1,), (4,), (np.zeros(4, np.float32), x, x, 4))
@@ -95,14 +95,14 @@ def test_reduction_kernels(cp: Any) -> None:
     assert norm(x, axis=1, keepdims=True).shape == (2, 1, 4)
 
 
-def test_what_is_not_emulated_says_so(cp: Any) -> None:
+def test_unsupported_instructions_are_reported(cp: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"cupy\.cuda\.Graph is not emulated"):
         cp.cuda.Graph()
     with pytest.raises(NotImplementedError, match="compiled code"):
         cp.RawModule(path="kernel.cubin")
 
 
-def test_everything_is_as_before_afterwards() -> None:
+def test_the_previous_state_is_restored() -> None:
     cupy = pytest.importorskip("cupy")
     before = dict(vars(cupy))
     with cukit.emulate_cupy(arch="sm_80") as module:

@@ -123,7 +123,7 @@ def test_ctrl_c_ends_a_launch(source, checked):
 
 
 @pytest.mark.emulator
-def test_a_launch_that_ctrl_c_is_not_for_goes_on(source):
+def test_a_launch_in_another_thread_ignores_ctrl_c(source):
     """A program with its own SIGINT handler handles Ctrl-C itself."""
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
@@ -136,7 +136,7 @@ def test_a_launch_that_ctrl_c_is_not_for_goes_on(source):
 
 
 @pytest.mark.emulator
-def test_what_has_no_value_shows_in_the_result(source):
+def test_uninitialised_values_show_in_the_result(source):
     got = launch(source, "sum")[:32]
     assert not (np.abs(got) < 1e30).any()
 

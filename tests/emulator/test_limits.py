@@ -37,7 +37,7 @@ def asked(arch: str = "sm_90", **changes: Any) -> str | None:
         {"cluster": (8, 1, 1), "grid": (16, 1, 1)},
     ],
 )
-def test_what_fits_is_let_through(launch):
+def test_matching_arguments_are_accepted(launch):
     assert asked(**launch) is None
 
 
@@ -59,7 +59,7 @@ def test_what_fits_is_let_through(launch):
         ({"cluster": (2, 1, 1), "grid": (3, 1, 1)}, "do not divide the grid"),
     ],
 )  # fmt: skip
-def test_what_does_not_is_named(launch, message):
+def test_mismatched_arguments_are_named(launch, message):
     refused = asked(**launch)
     assert refused is not None
     assert re.search(message, refused), refused

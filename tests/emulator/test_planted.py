@@ -48,8 +48,8 @@ def test_guesses_for_compare_and_swap_are_reported_on_request(name: str):
 
 
 @pytest.mark.parametrize("planted", MISSED, ids=str)
-def test_what_is_said_to_be_missed_is(planted: Planted):
-    assert planted.run(True).error is None, "it is found by now: its line `missed` has to go"
+def test_documented_misses_are_missed(planted: Planted):
+    assert planted.run(True).error is None, "now detected: remove its `missed` line"
 
 
 def check_clean(planted: Planted, **options: object) -> None:
@@ -69,14 +69,14 @@ def check_clean(planted: Planted, **options: object) -> None:
     ],
     ids=str,
 )
-def test_what_is_clean_is_not_reported(planted: Planted):
+def test_correct_kernels_are_not_reported(planted: Planted):
     for options in ORDERS:
         check_clean(planted, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", SUITE, ids=str)
-def test_what_is_clean_stays_clean_whatever_the_order(planted: Planted):
+def test_correct_kernels_pass_in_any_thread_order(planted: Planted):
     for seed in FUZZ_SEEDS:
         check_clean(planted, seed=seed, late=seed % 2 == 1)
 

@@ -149,7 +149,7 @@ def test_a_planted_bug_is_named(entry, seed):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("entry", PLAIN)
-def test_the_twin_without_it_passes(entry, seed, late):
+def test_the_version_without_the_bug_passes(entry, seed, late):
     got = PLAIN[entry].run(entry, 0, seed=seed, late=late)
     np.testing.assert_array_equal(got, PLAIN[entry].expected)
 
@@ -176,7 +176,7 @@ def test_a_missing_wait_shows_in_the_late_mode_without_checks(entry):
 
 
 @pytest.mark.parametrize("bug", [0, 1])
-def test_a_wrong_software_swizzle_gives_other_numbers(bug):
+def test_a_wrong_software_swizzle_gives_wrong_numbers(bug):
     """All accesses are legal; only the result differs from the intended one."""
     tile = np.arange(512, dtype=np.uint16).reshape(16, 32)
 
@@ -232,7 +232,7 @@ def test_a_bug_with_hopper_s_units_is_named(entry, late):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("entry", HOPPER)
-def test_its_twin_passes(entry, seed, late):
+def test_the_correct_version_passes(entry, seed, late):
     make, _ = HOPPER[entry]
     got = run("planted_sm90.cu", entry, make, 128, TILE_BYTES, bug=0, seed=seed, late=late)
     if entry in ("missing_mbarrier_wait", "wrong_swizzle", "mbarrier_never_completes"):

@@ -58,7 +58,7 @@ def test_the_mistake_is_named(mistake, late):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mistake", BUGS)
-def test_its_twin_passes(mistake, late):
+def test_the_correct_version_passes(mistake, late):
     for seed in (0, 1):
         got = launch(mistake, 0, late=late, seed=seed)
         np.testing.assert_array_equal(got, swizzled(A))
@@ -78,7 +78,7 @@ def test_a_copy_to_two_blocks_waits_for_both(late):
         np.testing.assert_array_equal(got, np.tile(swizzled(A), 2))
 
 
-def test_other_blocks_too_need_the_fence_of_an_mbarrier():
+def test_other_blocks_need_the_mbarrier_fence_too():
     message = (
         r"missing fence_mbarrier_init: another block of the cluster uses the mbarrier at shared "
         r"address \d+\n  block \((0|1), 0, 0\)[\s\S]*its initialisation by\n  block \((?!\1)"

@@ -89,7 +89,7 @@ def test_the_mistake_is_named(entry, late):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("entry", BUGS)
-def test_its_twin_passes(entry, late):
+def test_the_correct_version_passes(entry, late):
     for seed in (0, 1):
         np.testing.assert_array_equal(launch(entry, 0, late=late, seed=seed), PRODUCT)
 

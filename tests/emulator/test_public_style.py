@@ -62,7 +62,7 @@ def test_public_styles_run_unmodified(name: str) -> None:
             launch(program(name), case, Settings(seed=seed))
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_planted_bugs() -> None:
     sources = [path.stem for path in SOURCES.glob("*.cu")]
     assert sorted(sources) == sorted(FILES)
     launched = {case.entry for name in FILES for case in cases(name)}

@@ -52,7 +52,7 @@ def array(dtype: object) -> np.ndarray:
         ("Parameters", np.zeros(1, np.dtype((np.void, 4)))),
     ],
 )
-def test_what_goes_together_is_let_through(name, argument):
+def test_compatible_settings_are_accepted(name, argument):
     assert misfit(name, argument) is None
 
 
@@ -75,5 +75,5 @@ def test_what_goes_together_is_let_through(name, argument):
         ("float*", np.float64(1), "a float64"),
     ],
 )
-def test_what_cannot_be_meant_is_named(name, argument, what):
+def test_invalid_settings_are_named(name, argument, what):
     assert misfit(name, argument) == what

@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 
-from cukit import gemm
 from cukit.gemm import (
     BlockSparseMatrix,
     bsr_matmul,
@@ -23,14 +22,14 @@ from cukit.gemm import (
     matmul_fp8,
     matmul_int8,
     pack_weight,
-    plan_8bit,
     quantized_linear,
 )
-from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
-from cukit.gemm.launch_8bit import Matmul8BitSm90
-from cukit.gemm.linear_launch import LinearSm90
-from cukit.gemm.linear_plan import Product, configure
-from cukit.gemm.plan_8bit import Product8Bit
+from cukit.gemm import _matmul_8bit_plan as plan_8bit
+from cukit.gemm._bsr_plan import TILINGS as SPARSE_TILINGS
+from cukit.gemm._linear_launch import LinearSm90
+from cukit.gemm._linear_plan import Product, configure
+from cukit.gemm._matmul_8bit_launch import Matmul8BitSm90
+from cukit.gemm._matmul_8bit_plan import Product8Bit
 from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
@@ -131,17 +130,6 @@ def block_sparse(block: int) -> None:
             test_bsr.test_every_tiling("gpu", rng, tiling, flag=False)
 
 
-def depth() -> None:
-    rng = np.random.default_rng(5)
-    logits, x = random(rng, (2, 1500), "float32"), random(rng, (2, 1500, 40), "bfloat16")
-    logits, x = to_device("gpu", logits, x)
-    routing = gemm.depth_router(logits, 700)
-    y = gemm.depth_gather(x, routing.indices)
-    out = gemm.depth_combine(x, y, routing.weights, routing.slots)
-    _, grad = gemm.depth_combine_backward(out, y, routing.weights, routing.indices)
-    gemm.depth_router_backward(grad, routing.weights, routing.slots)
-
-
 def weight_only() -> None:
     rng = np.random.default_rng(3)
     for form in FORMATS:
@@ -173,6 +161,5 @@ GROUPS = {
     "bsr_matmul sm90": Group(partial(block_sparse, 64), shares=True, quick=True),
     "bsr_matmul sm90 128": Group(partial(block_sparse, 128), shares=True),
     "bsr_matmul": Group(partial(block_sparse, 16), shares=True, quick=True),
-    "depth": Group(depth, shares=True),
     "quantized_linear": Group(weight_only, shares=True, quick=True),
 }

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_from_mask, create_sparse_mask
+from cukit.gemm._bsr_plan import (
+    SAMPLED_TILINGS,
+    TILINGS,
+    Transposed,
+    plan_bsr_matmul,
+    plan_bsr_sampled,
+)
 from cukit.gemm._bsr_schedule import (
     assign_tiles,
     group_rows,
     matmul_work,
     sampled_pieces,
     sampled_work,
-)
-from cukit.gemm.bsr_plan import (
-    SAMPLED_TILINGS,
-    TILINGS,
-    Transposed,
-    plan_bsr_matmul,
-    plan_bsr_sampled,
 )
 from tests.contract import random, to_device, to_host
 
@@ -131,7 +131,7 @@ def test_masks():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 9))
-def test_tiles_are_dealt_evenly(costs, num_blocks):
+def test_tiles_are_distributed_evenly(costs, num_blocks):
     items = np.repeat(np.arange(len(costs), dtype=np.int32)[:, None], 4, axis=1)
     work = assign_tiles(items, np.array(costs, int), num_blocks)
     assert (work[:, -1] == -1).all()

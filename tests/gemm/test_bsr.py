@@ -9,8 +9,8 @@ import pytest
 
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
-from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
-from cukit.gemm.bsr_plan import (
+from cukit.gemm._bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
+from cukit.gemm._bsr_plan import (
     SAMPLED_TILINGS,
     TILINGS,
     BsrMatmulConfig,

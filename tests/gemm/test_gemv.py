@@ -66,7 +66,7 @@ def test_views_with_gaps(device, rng, transpose_b):
     assert np.isnan(got).all()
 
 
-def test_what_is_not_finite_spoils_its_own_results_alone(device, rng):
+def test_nonfinite_values_affect_only_their_own_results(device, rng):
     a, b = random(rng, (2, 72), "bfloat16"), random(rng, (40, 72), "bfloat16")
     b[7, 71] = np.nan
     out = to_host(gemv(*to_device(device, a, b), transpose_b=True)).astype(np.float32)
@@ -74,7 +74,7 @@ def test_what_is_not_finite_spoils_its_own_results_alone(device, rng):
     assert np.isfinite(np.delete(out, 7, axis=1)).all()
 
 
-def test_an_empty_depth_gives_zeros(device):
+def test_an_empty_k_gives_zeros(device):
     a, b = to_device(device, np.ones((2, 0), np.float16), np.ones((0, 9), np.float16))
     assert not to_host(gemv(a, b)).any()
 
@@ -88,7 +88,7 @@ def test_the_narrow_side_is_x():
     assert operands_of(transposed) == Operands(3, 200, 64, 64, 1, 200, True, 1, 3, True)
 
 
-def test_plans_split_the_depth_only_where_columns_are_few():
+def test_plans_split_k_only_with_few_columns():
     def plan(columns, depth, along, arch="sm_90"):
         operands = Operands(1, columns, depth, depth, 1, depth, along, columns, 1, False)
         return plan_gemv(operands, "bfloat16", "bfloat16", typical_device(arch))

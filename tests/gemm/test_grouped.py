@@ -10,10 +10,11 @@ import pytest
 import cukit
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
-from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward, grouped_plan
-from cukit.gemm.grouped_launch import GroupedSm80, GroupedSm90
-from cukit.gemm.grouped_plan import GroupedProblem, Layout, plan_grouped_sm80
-from cukit.gemm.linear_plan import Product
+from cukit.gemm import _grouped_plan as grouped_plan
+from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
+from cukit.gemm._grouped_launch import GroupedSm80, GroupedSm90
+from cukit.gemm._grouped_plan import GroupedProblem, Layout, plan_grouped_sm80
+from cukit.gemm._linear_plan import Product
 from cukit.reference import grouped_gemm as reference
 from tests.contract import (
     another_order,
@@ -109,7 +110,7 @@ def test_matches_reference(device, rng, counts, set_aside, dtype, transposed):
         y = grouped_gemm(placed_x, placed_weights, **where, transpose_weights=transposed, out=out)
         assert y is out
         if device != "cpu":
-            assert np.isnan(to_host(y)[~groups.used].astype(np.float32)).all(), "a foreign row"
+            assert np.isnan(to_host(y)[~groups.used].astype(np.float32)).all(), "outside all groups"
         return (y,)
 
     def expected(wide):
@@ -306,7 +307,7 @@ def test_errors_name_the_argument(arguments, error, message):
         grouped_gemm(**call)
 
 
-def test_the_kernel_s_rules_are_named(device):
+def test_limits_of_the_kernel_are_named(device):
     if device == "cpu":
         pytest.skip("rules of the kernel")
     x, weights, offsets = to_device(

@@ -75,7 +75,7 @@ def test_matches_reference(device, rng, counts, set_aside, dtype):
     wide = expected(x, weights, groups)
     got = to_host(y)
     if device != "cpu":
-        assert np.isnan(got[~groups.used].astype(np.float32)).all(), "a foreign row"
+        assert np.isnan(got[~groups.used].astype(np.float32)).all(), "outside all groups"
     used = groups.used
     assert_close("y", got[used], wide[used].astype(got.dtype), wide[used])
 

@@ -13,8 +13,8 @@ from cukit.core.narrow_dtype import int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul_int8
-from cukit.gemm.launch_8bit import Matmul8BitSm90
-from cukit.gemm.plan_8bit import (
+from cukit.gemm._matmul_8bit_launch import Matmul8BitSm90
+from cukit.gemm._matmul_8bit_plan import (
     Product8Bit,
     Tiling8Bit,
     configure,
@@ -116,7 +116,7 @@ def test_every_number_of_rows(rng):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_more_elements_than_32_bits_count(rng):
+def test_more_elements_than_fit_in_32_bits(rng):
     m, n, k = 66000, 33000, 16
     a, b = (int8_operand(rng, rows, k, scales=None) for rows in (m, n))
     out = matmul_int8(*place("gpu", a, b))

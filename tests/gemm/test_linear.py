@@ -13,8 +13,8 @@ from cukit.gemm import (
     gated_linear,
     linear,
 )
-from cukit.gemm.linear_launch import LinearSm80, LinearSm90
-from cukit.gemm.linear_plan import (
+from cukit.gemm._linear_launch import LinearSm80, LinearSm90
+from cukit.gemm._linear_plan import (
     ACTIVATIONS,
     CLUSTER_TILING,
     GATED_ACTIVATIONS,
@@ -236,7 +236,7 @@ def test_out_is_filled_and_returned(device, rng):
     np.testing.assert_array_equal(to_host(out), to_host(linear(x, w)))
 
 
-def test_weights_of_gate_and_up_may_lie_apart(device, rng):
+def test_gate_and_up_may_be_separate_arrays(device, rng):
     x, gate, up = to_device(device, *operands(rng, 9, 24, 40, "bfloat16", weights=2))
     whole = np.concatenate([to_host(gate), to_host(up)])
     together = gated_linear(x, *to_device(device, whole))

@@ -52,7 +52,7 @@ def test_short_products_of_few_tokens_go_to_gemv():
     assert best(linear(1, 1024, 4096, accumulate=True)).kernel == "cublas"
 
 
-def test_kernels_are_left_out_for_a_reason():
+def test_excluded_kernels_have_a_reason():
     def reasons(problem, device=H200):
         return {each.kernel: each.reason for each in plan_matmul(problem, device)}
 
@@ -132,7 +132,7 @@ def test_leading_axes_out_and_accumulation(device, rng):
     np.testing.assert_allclose(to_host(target), want, rtol=1e-3, atol=1e-2)
 
 
-def test_an_out_with_gaps_is_left_to_kernels_that_write_it(device, rng):
+def test_a_strided_out_uses_kernels_that_support_it(device, rng):
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     a, b = (random(rng, (64, 64), "bfloat16") for _ in range(2))

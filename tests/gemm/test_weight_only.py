@@ -13,15 +13,15 @@ from cukit.core.arrays import bfloat16
 from cukit.core.device import TYPICAL_DEVICES, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import pack_weight, quantized_linear
-from cukit.gemm.weight_only import WeightOnlyLaunch
-from cukit.gemm.weight_only_layout import WeightDescription
-from cukit.gemm.weight_only_plan import (
+from cukit.gemm._weight_only_plan import (
     configure,
     few_tiling,
     hopper_tiling,
     plan_weight_only,
     sm80_tiling,
 )
+from cukit.gemm.weight_only import WeightOnlyLaunch
+from cukit.gemm.weight_only_layout import WeightDescription
 from cukit.reference import weight_only as reference
 from tests.contract import (
     another_order,
@@ -239,7 +239,7 @@ def test_every_number_of_tokens(rng, form):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_more_codes_than_32_bits_count(rng):
+def test_more_codes_than_fit_in_32_bits(rng):
     """2^31 codes and more of a weight, and as many results."""
     import cupy
 
@@ -282,7 +282,7 @@ def test_packing_on_the_gpu_is_the_same(rng, form):
     np.testing.assert_array_equal(to_host(theirs.blocks), ours.blocks)
 
 
-def test_numbers_that_are_not_finite_stay_in_their_rows(device, rng):
+def test_nonfinite_values_stay_in_their_rows(device, rng):
     weight = quantized(rng, 40, 136, "int4 g128")
     x = random(rng, (4, 136), "float16")
     x[1, 5], x[2, 130] = np.nan, np.inf
@@ -345,7 +345,7 @@ def plain(k=128, **fields):
         (plain(), {"x_dtype": ck.int8}, ConfigError, "x_dtype must be None or"),
     ],
 )
-def test_what_cannot_be_packed(weight, options, error, message):
+def test_weights_that_cannot_be_packed(weight, options, error, message):
     with pytest.raises(error, match=f"pack_weight: .*{message}"):
         pack_weight(weight, **options)
 
@@ -406,7 +406,7 @@ def test_plans_fit_the_device(arch, weight):
 
 
 def test_few_tokens_keep_all_multiprocessors_busy():
-    """Two blocks a tile where tiles are half as many as multiprocessors, else shares of tiles."""
+    """Two blocks per tile if there are at most half as many tiles as SMs, otherwise stream-K."""
     for tokens in (16, 64, 128):
         config = plan_weight_only(tokens, SQUARE, "bfloat16", HOPPER)
         assert config.tiling.splits == 2

@@ -83,7 +83,7 @@ def test_heat_is_its_series(rng):
 
 
 @pytest.mark.parametrize("method", ["pagerank", "heat"])
-def test_what_is_conserved(device, rng, method):
+def test_conserved_quantities(device, rng, method):
     """If rows of T sum to 1, constants are preserved; if columns do, the sum over the nodes is."""
     degrees = 8
     offsets = np.arange(51, dtype=np.int32) * degrees
@@ -134,7 +134,7 @@ def test_nan_stays_with_its_neighbours(device, rng):
     assert np.isfinite(out[1:]).all()
 
 
-def test_no_steps_and_nothing_to_do(device, rng):
+def test_zero_steps_and_empty_arrays(device, rng):
     memory, transition = random(rng, (9, 8), "float32"), graph(rng, 9)
     placed = Transition(*to_device(device, *transition))
     (on_device,) = to_device(device, memory)
@@ -177,7 +177,7 @@ def test_gradients_are_differences(rng, method):
     check_gradient(forward, backward, (rng.standard_normal((14, 5)), values), rng)
 
 
-def test_a_transposed_transition_saves_making_it(device, rng):
+def test_a_given_transpose_is_used(device, rng):
     memory, grad = random(rng, (30, 16), "float32"), random(rng, (30, 16), "float32")
     transition = graph(rng, 30)
     back = transpose(transition)

@@ -66,8 +66,8 @@ def test_gradients_are_differences(rng):
     check_gradient(lambda q, m: memory_read(q, m, scale=0.7), backward, inputs, rng)
 
 
-def test_what_is_read_lies_between_the_rows(rng):
-    """Weights add up to 1; a query equal to a row, with a large scale, reads that row."""
+def test_reads_are_convex_combinations_of_rows(rng):
+    """Weights sum to 1; a query equal to a row, with a large scale, reads that row."""
     memory = rng.standard_normal((20, 5))
     out = memory_read(rng.standard_normal((7, 5)), memory)
     assert (out <= memory.max(axis=0)).all()

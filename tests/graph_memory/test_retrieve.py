@@ -78,7 +78,7 @@ def check(device, queries, memory, k):
 @pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @possible(lambda device, size: device == "gpu" or size in SIZES)
-def test_no_better_row_is_left_out(device, rng, size, dtype):
+def test_no_better_row_is_missed(device, rng, size, dtype):
     queries = random(rng, (size.queries, size.dim), dtype)
     check(device, queries, random(rng, (size.rows, size.dim), dtype), size.k)
 
@@ -153,7 +153,7 @@ def test_errors_name_the_argument(rng):
         retrieve_top_k(queries, memory, 10)
 
 
-def test_the_kernel_s_limits_are_named(device, rng):
+def test_limits_of_the_kernel_are_named(device, rng):
     if device == "cpu":
         pytest.skip("rules of the kernel")
     for dim in (12, 264):

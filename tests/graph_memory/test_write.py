@@ -61,8 +61,8 @@ def test_the_order_of_writes_changes_no_bits(device, rng, dtype):
     assert len(results) == 1
 
 
-def test_what_all_have_in_common_is_kept(device, rng):
-    """Weights add up to 1: constant values written to a constant memory do not change it."""
+def test_common_offsets_are_kept(device, rng):
+    """Weights sum to 1: constant values written to a constant memory do not change it."""
     _, indices, _, gates = writes(rng, (8, 40, 16), "float32")
     memory, values = np.full((8, 16), 3.0, np.float32), np.full((40, 16), 3.0, np.float32)
     out = to_host(memory_write(*to_device(device, memory, indices, values, gates)))
@@ -81,7 +81,7 @@ def test_a_gate_of_one_replaces(device, rng):
     np.testing.assert_array_equal(to_host(placed[0]), out)
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column(device, rng):
+def test_nonfinite_values_stay_in_their_row_and_column(device, rng):
     memory, values = random(rng, (3, 8), "float32"), random(rng, (4, 8), "float32")
     values[1, 2], values[2, 3] = np.inf, np.nan
     indices, gates = np.array([0, 0, 0, 1], np.int32), np.full(4, 0.25, np.float32)

@@ -176,7 +176,7 @@ def test_the_keys_of_a_budget() -> None:
         assert snap[b, h].tolist() == [*best.tolist(), *range(140, 150)]
 
 
-def test_a_key_that_all_look_at_survives_the_ranking() -> None:
+def test_a_key_with_all_the_attention_is_kept() -> None:
     q, k, v = tokens("cpu", seed=4)
     q[...] = k[:, 60:61].repeat(HEADS_Q // HEADS_KV, axis=2)
     errors = {

@@ -31,7 +31,7 @@ def manager(
     return cache
 
 
-def test_tokens_lie_in_the_blocks_of_the_table() -> None:
+def test_tokens_are_stored_in_the_blocks_of_the_table() -> None:
     cache = manager()
     assert cache.allocate("a", range(6)) == 0
     assert cache.allocate("b", range(10, 13)) == 0
@@ -44,7 +44,7 @@ def test_tokens_lie_in_the_blocks_of_the_table() -> None:
     cache.check_invariants()
 
 
-def test_a_prompt_finds_what_was_published_but_for_its_last_token() -> None:
+def test_a_prompt_finds_published_blocks_except_its_last_token() -> None:
     cache = manager()
     cache.allocate("a", range(8))
     assert cache.allocate("before", range(8)) == 0
@@ -59,7 +59,7 @@ def test_a_prompt_finds_what_was_published_but_for_its_last_token() -> None:
     cache.check_invariants()
 
 
-def test_cached_blocks_give_way_and_held_ones_do_not() -> None:
+def test_cached_blocks_are_evicted_and_held_ones_are_not() -> None:
     cache = manager(num_blocks=4)
     cache.allocate("a", range(8))
     cache.free("a")
@@ -101,7 +101,7 @@ def test_the_last_owner_of_a_forks_blocks_publishes_them() -> None:
 
 
 @pytest.mark.parametrize("by", ["swap", "recompute"])
-def test_preempted_requests_come_back(by: str, device: str) -> None:
+def test_preempted_requests_are_restored(by: str, device: str) -> None:
     cache = manager(num_blocks=4, num_layers=3, device=device)
     cache.allocate("a", range(10))
     before = namespace(cache.slab.array).arange(cache.slab.array.size) % 1000
@@ -208,7 +208,7 @@ def test_an_interrupt_at_any_line_of_a_swap_loses_nothing(way: str) -> None:
     assert line > 30
 
 
-def test_a_slab_of_a_pool_is_given_back() -> None:
+def test_a_slab_is_returned_to_its_pool() -> None:
     pool = MemoryPool(provider=HostProvider())
     cache = manager(pool=pool, dtype=bfloat16, num_layers=2)
     assert cache.slab.array.dtype == bfloat16
@@ -244,7 +244,7 @@ def test_a_slab_of_a_pool_is_given_back() -> None:
         (lambda c: manager(1, 1, head_dim=3), ConfigError, "multiple of 16 bytes, got 6"),
     ],
 )
-def test_what_is_refused_changes_nothing(call: Any, error: type[CukitError], message: str) -> None:
+def test_rejected_calls_change_nothing(call: Any, error: type[CukitError], message: str) -> None:
     cache = manager()
     cache.allocate("a", range(6))
     before = cache.statistics()
@@ -377,7 +377,7 @@ def test_swapped_blocks_are_reused_only_after_their_copy() -> None:
 
 
 @pytest.mark.gpu
-def test_host_memory_of_a_swap_is_kept_until_its_copies_are_through() -> None:
+def test_host_memory_of_a_swap_is_kept_until_its_copies_complete() -> None:
     """Right after the calls, pinned memory of the same size is allocated and overwritten."""
     import cupy
     import cupyx

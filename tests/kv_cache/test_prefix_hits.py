@@ -57,7 +57,7 @@ def replay(turns: list[Turn], num_blocks: int, policy: str, concurrent: int) -> 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
 @pytest.mark.parametrize("concurrent", [1, 5])
-def test_the_curve_of_hits_is_that_of_an_exact_simulator(policy: str, concurrent: int) -> None:
+def test_hits_equal_an_exact_simulator(policy: str, concurrent: int) -> None:
     turns = conversations(seed=concurrent, num_turns=250)
     curve = [replay(turns, size, policy, concurrent) for size in (24, 48, 96, 192, 4096)]
     hits, evicted, refused = zip(*curve, strict=True)
@@ -66,7 +66,7 @@ def test_the_curve_of_hits_is_that_of_an_exact_simulator(policy: str, concurrent
     assert refused[0] > 0 or concurrent == 1
 
 
-def test_with_room_for_everything_all_that_was_said_before_is_found() -> None:
+def test_without_eviction_every_earlier_prefix_is_found() -> None:
     """One request at a time: the hits are the whole blocks of the longest earlier prefix."""
     turns = conversations(seed=9, num_turns=200)
     said: set[tuple[int, ...]] = set()

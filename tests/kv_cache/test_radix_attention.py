@@ -277,7 +277,7 @@ def test_random_requests_equal_an_uncached_recomputation(seed: int) -> None:
     assert refused
 
 
-def test_steps_follow_one_another() -> None:
+def test_steps_must_alternate() -> None:
     served = Server(8, 4, np.float32)
     attention, cache = served.attention, served.cache
     rows = np.ones((1, 3, HEADS_KV, HEAD_DIM), np.float32)
@@ -299,7 +299,7 @@ def test_steps_follow_one_another() -> None:
     with pytest.raises(ConfigError, match="3 tokens per request, got 1"):
         attention.advance(1)
     attention.free("a")
-    assert cache.statistics().cached_blocks == 0, "what was never written is not kept"
+    assert cache.statistics().cached_blocks == 0, "unwritten tokens are not kept"
     served.add("a", [1, 2, 3, 4, 5])
     served.add("b", [2, 3])
     attention.append(["a", "b"], [7, 7])
@@ -315,7 +315,7 @@ def test_steps_follow_one_another() -> None:
     cache.check_invariants()
 
 
-def test_a_model_answers_as_with_a_cache_of_its_own() -> None:
+def test_a_model_gives_the_results_of_its_own_cache() -> None:
     config = TransformerConfig(50, 32, 2, 4, 2, 16, 48, 64)
     model = Transformer.initialise(config, seed=0)
     cache = ck.KVCacheManager(32, 4, num_layers=2, num_heads_kv=2, head_dim=16, dtype=np.float32)

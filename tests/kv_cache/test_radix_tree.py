@@ -26,7 +26,7 @@ def test_a_prefix_is_found_in_whole_blocks() -> None:
     tree.check_invariants()
 
 
-def test_two_sequences_part_between_blocks() -> None:
+def test_two_sequences_diverge_within_a_block() -> None:
     tree = RadixTree(2)
     tree.insert(run(1, 2, 3, 4, 5, 6), [0, 1, 2])
     node, known = tree.insert(run(1, 2, 3, 9, 5, 6), [0, 4, 5])
@@ -56,7 +56,7 @@ def test_a_split_below_a_lock_keeps_it() -> None:
     assert sorted(tree.evict(3)) == [0, 1, 2]
 
 
-def test_eviction_begins_at_the_ends() -> None:
+def test_eviction_starts_at_the_leaves() -> None:
     tree = RadixTree(1)
     tree.insert(run(1, 2, 3), [0, 1, 2])
     assert tree.evict(1) == [2]
@@ -65,7 +65,7 @@ def test_eviction_begins_at_the_ends() -> None:
 
 
 @pytest.mark.parametrize(("policy", "first"), [("lru", 1), ("lfu", 0), ("priority", 2)])
-def test_a_policy_chooses_what_goes_first(policy: str, first: int) -> None:
+def test_a_policy_determines_the_eviction_order(policy: str, first: int) -> None:
     tree = RadixTree(1, policy)
     for token, priority in ((0, 2), (1, 2), (2, 1)):
         tree.insert(run(token), [token], priority=priority)

@@ -52,7 +52,7 @@ def break_header(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [truncate, flip_a_bit, break_header, lambda _: b"", lambda _: b"x"]
 )
-def test_damage_is_noticed(damage: Any, tmp_path: Path) -> None:
+def test_damage_is_detected(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_model(path, small_model())
     path.write_bytes(damage(path.read_bytes()))
@@ -69,7 +69,7 @@ def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "absent.safetensors")
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     save_model(path, small_model(seed=1))
     before = path.read_bytes()

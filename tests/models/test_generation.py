@@ -46,7 +46,7 @@ def test_top_1_is_greedy_and_seeds_repeat() -> None:
     assert generate(model, [5], 9, seed=7) != generate(model, [5], 9, seed=8)
 
 
-def test_text_longer_than_the_model_goes_on() -> None:
+def test_text_longer_than_max_positions_continues() -> None:
     model = small_model()
     tokens = generate(model, list(range(20)), 30, temperature=0)
     assert len(tokens) == 30
@@ -79,7 +79,7 @@ def test_only_likely_tokens_are_drawn() -> None:
     assert generate(model, text, 6, min_p=1.0, seed=3) == greedy
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_nan_logits_are_rejected() -> None:
     model = small_model()
     for array in model.parameters.values():
         array[...] = np.nan

@@ -55,7 +55,7 @@ def test_the_filter_is_a_causal_sum(rng):
         np.testing.assert_allclose(filtered[t], expected, atol=1e-12)
 
 
-def test_no_token_sees_later_ones(rng):
+def test_outputs_do_not_depend_on_later_tokens(rng):
     model = layer("cpu", np.float64)
     x = rng.standard_normal((1, 20, CONFIG.hidden))
     before = model.forward(x)[0]

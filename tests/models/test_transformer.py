@@ -96,7 +96,7 @@ def test_gradients_from_the_middle_by_finite_differences(rng: np.random.Generato
     assert_gradients_match(model, gradients, loss, rng)
 
 
-def test_gradients_add_to_what_is_there(rng: np.random.Generator) -> None:
+def test_gradients_accumulate(rng: np.random.Generator) -> None:
     model = small_model()
     tokens, targets = small_tokens(rng), small_tokens(rng)
     once = gradients_of(model, tokens, targets)
@@ -112,7 +112,7 @@ def test_gradients_add_to_what_is_there(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(twice.flat, 2 * once.flat, rtol=1e-12, atol=1e-14)
 
 
-def test_no_token_sees_its_future(rng: np.random.Generator) -> None:
+def test_no_token_depends_on_later_ones(rng: np.random.Generator) -> None:
     model = small_model()
     tokens = small_tokens(rng, batch=1)
     changed = tokens.copy()
@@ -135,7 +135,7 @@ def test_same_seed_same_model() -> None:
     assert first.parameters.flat.tobytes() != other.parameters.flat.tobytes()
 
 
-def test_too_long_a_text_is_refused(rng: np.random.Generator) -> None:
+def test_a_text_that_is_too_long_is_rejected(rng: np.random.Generator) -> None:
     with pytest.raises(ArrayError, match="max_positions is 12"):
         small_model().forward(small_tokens(rng, seq_len=13))
 

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: routing by one block and by several, rows with any alignment."""
+"""Groups for `tests.sanitize`: routing by one and several blocks, any alignment of rows, depth."""
 
 from __future__ import annotations
 
@@ -67,8 +67,20 @@ def banks() -> None:
         moe.layer_bank_backward(grad, kept, router, layers)
 
 
+def depth() -> None:
+    rng = np.random.default_rng(5)
+    logits, x = random(rng, (2, 1500), "float32"), random(rng, (2, 1500, 40), "bfloat16")
+    logits, x = to_device("gpu", logits, x)
+    routing = moe.depth_router(logits, 700)
+    y = moe.depth_gather(x, routing.indices)
+    out = moe.depth_combine(x, y, routing.weights, routing.slots)
+    _, grad = moe.depth_combine_backward(out, y, routing.weights, routing.indices)
+    moe.depth_router_backward(grad, routing.weights, routing.slots)
+
+
 GROUPS = {
     "banks": Group(banks),
+    "depth": Group(depth, shares=True),
     "routing": Group(routing, shares=True, quick=True),
     "rows": Group(rows, quick=True),
 }

@@ -56,7 +56,7 @@ def test_layers_are_placed_independently(rng):
         np.testing.assert_array_equal(placement.device_loads[layer], alone.device_loads)
 
 
-def test_packing_is_near_the_best(rng):
+def test_packing_is_near_optimal(rng):
     """Greedy packing, heaviest first, is within 4/3 of the optimum."""
     for _ in range(20):
         loads = rng.integers(1, 50, 6)
@@ -69,7 +69,7 @@ def test_packing_is_near_the_best(rng):
         assert greedy <= best * 4 / 3
 
 
-def test_replicas_make_skewed_loads_even(rng):
+def test_replicas_balance_skewed_loads(rng):
     """A quarter more slots than experts: no device is more than 10 % above the mean."""
     loads = rng.zipf(1.5, 256).clip(max=40)
     placement = balance_experts(loads, 320, 16)
@@ -77,7 +77,7 @@ def test_replicas_make_skewed_loads_even(rng):
     np.testing.assert_array_equal(placement.replicas, replicate(loads, 320))
 
 
-def test_no_load_at_all():
+def test_zero_load():
     check_placement(balance_experts(np.zeros(4), 8, 2), np.zeros(4), 8, 2)
 
 

@@ -58,7 +58,7 @@ def test_matches_reference(device, rng, dtype, capacity):
         assert_close(name, got, plain, exact)
 
 
-def test_the_reference_is_what_the_definition_says(rng):
+def test_the_reference_follows_the_definition(rng):
     x, logits, gate_up, down, _ = make(rng, "float64")
     routing = routing_reference.topk_router(logits.astype(np.float64), TOP_K)
     expected = np.zeros_like(x)

@@ -146,7 +146,7 @@ def test_prune_and_grow(rng):
     np.testing.assert_array_equal(again.layers, bank.layers)
 
 
-def test_a_layer_that_matters_to_nobody_can_go(rng):
+def test_an_unused_layer_can_be_pruned(rng):
     """Pruning a layer that no sample chooses keeps the outputs, up to its share of the softmax."""
     x, router, layers, _ = make(rng, (6, 4, 8, 4, 1), "float64")
     router[2] = 0

@@ -116,7 +116,7 @@ def test_the_choices_of_a_chunk_can_be_counted():
         assert config.num_chunks * config.chunk >= num_tokens
 
 
-def test_more_choices_than_a_count_holds_are_refused(device):
+def test_more_choices_than_fit_in_a_count_are_rejected(device):
     if device == "cpu":
         pytest.skip("a limit of the kernels")
     (ids,) = to_device(device, np.zeros((1, 2**16), np.int32))

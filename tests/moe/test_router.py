@@ -121,7 +121,7 @@ def test_ties_go_to_the_lowest_expert(device):
 
 
 def test_undefined_rows_have_valid_experts(device):
-    """Their weights are NaN where the softmax is; other rows do not notice."""
+    """Their weights are NaN where the softmax is; other rows are unaffected."""
     logits = np.zeros((5, 6), np.float32)
     logits[0, 2], logits[1, :5], logits[2], logits[3, 1] = np.nan, np.nan, -np.inf, np.inf
     routing = topk_router(*to_device(device, logits), 2)
@@ -133,7 +133,7 @@ def test_undefined_rows_have_valid_experts(device):
     np.testing.assert_allclose(weights[4], 0.5)
 
 
-def test_the_bias_chooses_but_does_not_weigh(device):
+def test_the_bias_affects_choices_but_not_weights(device):
     logits = np.zeros((1, 4), np.float32)
     bias = np.array([0, 0, 5, 1], np.float32)
     routing = topk_router(
@@ -242,7 +242,7 @@ def test_errors_name_the_argument():
         topk_router_backward(logits, logits, routing.experts, routing.rows, routing.expert_counts)
 
 
-def test_the_kernel_s_limits_are_named(device):
+def test_limits_of_the_kernel_are_named(device):
     if device == "cpu":
         pytest.skip("rules of the kernel")
     with pytest.raises(ConfigError, match="num_experts must be at most 1024"):

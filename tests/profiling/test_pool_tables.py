@@ -77,7 +77,9 @@ def test_times() -> None:
 
 
 def test_the_verdict_counts_completed_logs() -> None:
-    assert ", of 1: cukit 1; CuPy 0.\n" in rendered("verdict")
+    verdict = rendered("verdict")
+    assert "Of 1 allocation logs, " in verdict
+    assert ": cukit 1; CuPy 0.\n" in verdict
 
 
 def test_machine_and_figure() -> None:

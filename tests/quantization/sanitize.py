@@ -1,11 +1,14 @@
-"""Groups for `tests.sanitize`: every granularity and format, quantised and dequantised."""
+"""Groups for `tests.sanitize`: conversion to narrow dtypes, quantisation, dequantisation."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
 import cukit as ck
-from tests.contract import random, to_device
+from tests.contract import DTYPES, random, to_device
+from tests.quantization.test_encode import PER_BLOCK, SHAPES
 from tests.quantization.test_quantize import GRANULARITIES, OPTIONS
 from tests.sanitize import Group
 
@@ -25,7 +28,17 @@ def searched_clips() -> None:
         ck.quantize(x, ck.int4, clip="mse", zero_points=True)
 
 
+def codes() -> None:
+    rng = np.random.default_rng(3)
+    types = (ck.float8_e4m3, ck.float8_e5m2, ck.int8, ck.int4)
+    shapes = (*SHAPES, *((size,) for size in PER_BLOCK))
+    for shape, dtype, wide in itertools.product(shapes, types, DTYPES):
+        (placed,) = to_device("gpu", random(rng, shape, wide))
+        ck.QuantizedArray.encode(placed, dtype).decode(wide)
+
+
 GROUPS = {
+    "narrow types": Group(codes, quick=True),
     "granularities": Group(granularities, shares=True, quick=True),
     "searched clips": Group(searched_clips, shares=True),
 }

@@ -25,7 +25,7 @@ def test_factors_of_any_layout_are_applied(device, rng):
     np.testing.assert_array_equal(to_host(ck.dequantize(array)), want)
 
 
-def test_dequantize_names_what_is_wrong():
+def test_errors_of_dequantize():
     array = ck.quantize(X, ck.int8)
     with pytest.raises(ArrayError, match="dequantize: array must be a QuantizedArray, got ndarray"):
         ck.dequantize(X)

@@ -21,7 +21,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_a_file_gives_back_what_was_saved(tmp_path, rng, place):
+def test_a_file_round_trip(tmp_path, rng, place):
     arrays = {
         f"layer.{i}": ck.quantize(
             *to_device(place, random(rng, (9, 77), "float32")), dtype, **options
@@ -57,7 +57,7 @@ def test_other_readers_find_the_codes(tmp_path, rng):
         assert file.get_tensor("w").dtype == np.int8
 
 
-def test_files_that_cannot_be_used(tmp_path):
+def test_invalid_files(tmp_path):
     path = tmp_path / "weights.safetensors"
     array = ck.quantize(np.ones((2, 4), np.float32), ck.int8)
     with pytest.raises(ConfigError, match=r"two arrays would be named 'w.scales'"):
@@ -92,7 +92,7 @@ def test_a_report_counts_every_error(monkeypatch, rng, place):
     assert "SQNR" in str(report)
 
 
-def test_reports_of_the_exact_and_of_the_broken():
+def test_reports_of_exact_and_nan_arrays():
     zeros = np.zeros((2, 4), np.float32)
     exact = ck.quantization_report(ck.quantize(zeros, ck.int8), zeros)
     assert (exact.sqnr_db, exact.max_error, exact.relative_error) == (math.inf, 0.0, 0.0)

@@ -14,7 +14,7 @@ from cukit.core.kernel import KernelSpec
 from cukit.core.quantized_array import block_shape
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.quantization._matrices import matrices_of
-from cukit.quantization.plan import Rounding, plan_quantize
+from cukit.quantization._quantize_plan import Rounding, plan_quantize
 from cukit.reference import quantize as reference
 from tests.contract import (
     DTYPES,
@@ -126,7 +126,7 @@ def test_every_dtype(device, rng, width, dtype, scale_dtype):
 
 @pytest.mark.parametrize("width", [64, 2056, 37])
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_searched_clips_never_lose_to_the_whole_range(device, rng, width, zero_points):
+def test_searched_clips_are_never_worse_than_the_full_range(device, rng, width, zero_points):
     """Sums are rounded in another order than in the reference, so ties may be broken
     differently."""
     x = random(rng, (8, width), "bfloat16")
@@ -149,7 +149,7 @@ def test_searched_clips_never_lose_to_the_whole_range(device, rng, width, zero_p
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_what_is_not_finite_makes_its_block_nan_and_no_other(device, rng, options, bad):
+def test_nonfinite_values_make_only_their_block_nan(device, rng, options, bad):
     dtype, rounding = options
     x = random(rng, (4, 64), "float32")
     clean = ck.quantize(*to_device(device, x), dtype, group_size=32, **rounding)

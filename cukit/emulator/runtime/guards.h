@@ -1,4 +1,4 @@
-// Turns what would kill the process or hang it into faults, which end the launch.
+// Turns crashes and hangs of kernels into faults, which end the launch.
 #pragma once
 
 #include <csignal>
@@ -40,7 +40,7 @@ class WorkerGuard {
   unsigned char* stack_top() const { return stack_.get() + kStackBytes; }
   // To be called at every tick of the timer. True if the launch must end where the worker is.
   bool overdue();
-  // Ticks again soon: then the worker may be where it can be stopped.
+  // Schedules another tick soon: by then the worker may be at a point where it can be stopped.
   void look_again_soon();
 
  private:

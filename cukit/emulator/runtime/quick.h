@@ -1,6 +1,5 @@
-// The fast path of an ordinary load or store: a few comparisons show that most are correct. What
-// they cannot decide, every mistake included, is left to check() (shadow.cpp), which starts from
-// scratch.
+// The fast path of plain loads and stores: a few comparisons prove most accesses correct. All others,
+// including every error, go to check() (shadow.cpp), which repeats the checks in full.
 #pragma once
 
 #include <cstddef>

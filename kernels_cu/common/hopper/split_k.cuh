@@ -7,7 +7,7 @@
 // The schedule is DenseTiles with one split per block of the cluster, on a grid of one cluster per
 // tile, so that the receive buffer is never reused. All threads of the cluster call cluster_arrive
 // before the main loop. The consumers call cluster_wait in exchange(), before their first remote
-// store, when the other blocks have normally long arrived.
+// store; the other blocks have normally arrived by then.
 #pragma once
 
 #include "common/hopper/gemm.cuh"

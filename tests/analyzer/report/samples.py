@@ -69,7 +69,7 @@ def benchmarks() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """What `cukit compile --json` prints: two variants of a kernel, one spilling, and an error.
 
-    The lean one is as older versions wrote it, without a word on its instructions.
+    The lean one is as older versions wrote it, without instruction counts.
     """
     base: dict[str, Any] = {
         "kernel": "rms_norm",

@@ -59,9 +59,7 @@ def test_a_kernel_at_the_roof_lies_on_it(intensity: float, width: float) -> None
 
 @pytest.mark.parametrize("width", [svg.WIDE, svg.NARROW])
 @pytest.mark.parametrize(("measured", "datasheet"), [(64.8, 66.9), (778.0, 989.0), (100.0, 989.0)])
-def test_labels_of_ceilings_do_not_lie_on_each_other(
-    measured: float, datasheet: float, width: float
-) -> None:
+def test_labels_of_ceilings_do_not_overlap(measured: float, datasheet: float, width: float) -> None:
     roofs = (
         ROOFS[0],
         Roof("compute", measured, "measured", measured=True),
@@ -76,7 +74,7 @@ def test_labels_of_ceilings_do_not_lie_on_each_other(
         if t.text in ("measured", "datasheet")
     ]
     assert len(places) == 2
-    assert abs(places[0] - places[1]) >= 12, "a line of text is about so high"
+    assert abs(places[0] - places[1]) >= 12, "approximate height of a line of text"
 
 
 def test_attributes_and_text_are_escaped() -> None:
@@ -107,7 +105,7 @@ def test_attributes_and_text_are_escaped() -> None:
         (numbers.printable("a\x1b[31m\n\tb"), "a\ufffd[31m\n\tb"),
     ],
 )
-def test_numbers_in_words(written: str, expected: str) -> None:
+def test_numbers_are_formatted(written: str, expected: str) -> None:
     assert written == expected
 
 
@@ -116,7 +114,7 @@ def results() -> BenchmarkResults:
     return BenchmarkResults(content["environment"], tuple(content["records"]))
 
 
-def test_a_wrong_peer_and_our_own_variants_are_no_peers() -> None:
+def test_wrong_peers_and_our_own_variants_are_not_compared() -> None:
     cases = {(case.op, case.name): case for case in results().cases}
     first = cases["rms_norm", "8192x4096"]
     assert first.fastest_peer is not None
@@ -146,7 +144,7 @@ def test_the_verdict_counts() -> None:
 
 @pytest.mark.parametrize("width", [svg.WIDE, svg.HALF, svg.NARROW])
 @pytest.mark.parametrize("last", [40.0, 2000.0, 100_000.0, 99_999.0])
-def test_ticks_at_the_end_of_an_axis_are_whole(last: float, width: float) -> None:
+def test_tick_labels_at_the_ends_are_not_clipped(last: float, width: float) -> None:
     curve = Curve("loss", 0, ((0.0, 3.0), (last, 0.5)))
     drawing = ElementTree.fromstring(
         line_chart([curve], title="loss", x_label="step", y_label="loss", width=width)
@@ -217,7 +215,7 @@ def test_points_above_a_measured_ceiling_are_explained() -> None:
     assert "writes as much as it reads" in reasons[4.3]
 
 
-def test_a_gpu_that_no_table_knows_keeps_its_measured_roofs() -> None:
+def test_an_unknown_gpu_keeps_its_measured_roofs() -> None:
     (figure,) = roofline_blocks(precisions(product(700.0, "bfloat16"), gpu="Another GPU"))
     assert isinstance(figure, Figure)
     assert [name for _, name in figure.legend] == ["fp16/bf16: measured 740 TFLOP/s"]

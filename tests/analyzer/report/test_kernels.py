@@ -48,7 +48,7 @@ def test_figures_come_first_and_tiles_lead_to_rows() -> None:
     assert 'id="variants-2"' in markup
 
 
-def test_a_tile_without_rows_leads_nowhere() -> None:
+def test_a_tile_without_rows_has_no_link() -> None:
     lean, _ = samples.kernels()["kernels"]
     section = kernel_section({"kernels": [lean], "errors": []})
     assert isinstance(section.blocks[0], Tiles)
@@ -56,7 +56,7 @@ def test_a_tile_without_rows_leads_nowhere() -> None:
     assert (spills.value, spills.leads_to) == ("0", "")
 
 
-def test_rows_know_their_op_their_faults_and_their_details() -> None:
+def test_rows_have_their_op_faults_and_details() -> None:
     _, index = table_of(kernel_section(samples.kernels()))
     lean, fat = index.entries
     # Records of older versions have no op: the kernel's name is used instead.

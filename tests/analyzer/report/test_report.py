@@ -48,13 +48,13 @@ def test_chapters_of_one_kind_are_numbered() -> None:
     assert titles == ["Kernels 1", "Benchmarks", "Kernels 2"]
 
 
-def test_columns_that_nothing_fills_are_left_out() -> None:
+def test_empty_columns_are_omitted() -> None:
     markup = generate_report([samples.traced()]).to_html()
     assert "warm" in markup
     assert "95% interval" not in markup
 
 
-def test_the_page_asks_for_nothing(page: Page) -> None:
+def test_the_page_makes_no_external_requests(page: Page) -> None:
     inside = [address for address in page.addresses if not address.startswith("#")]
     assert inside == ["data:,"]
     without_namespace = page.markup.replace("http://www.w3.org/2000/svg", "")
@@ -62,7 +62,7 @@ def test_the_page_asks_for_nothing(page: Page) -> None:
     assert "default-src 'none'" in page.markup
 
 
-def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
+def test_names_are_escaped(page: Page, report: Report) -> None:
     assert samples.HOSTILE not in page.markup
     assert page.tags.count("script") == 3, "our own, and the indices of two tables"
     assert page.markup.startswith("<!doctype html>")
@@ -189,7 +189,7 @@ def test_a_distillation_shows_its_curves_and_shares(page: Page) -> None:
         assert [curve.count("L") for curve in curves] == [39, 39, 39]
 
 
-def test_a_pool_is_drawn_and_its_holders_named(page: Page) -> None:
+def test_a_pool_is_drawn_with_the_owners_of_its_blocks(page: Page) -> None:
     tiles = dict(re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", page.markup))
     assert tiles["live"] == "3.00 MiB"
     assert tiles["held"] == "6.00 MiB"
@@ -208,7 +208,7 @@ def test_a_pool_is_drawn_and_its_holders_named(page: Page) -> None:
     assert page.numbers("fragmentation") == [0.5]
 
 
-def test_a_snapshot_of_a_pool_makes_a_chapter(tmp_path: Path) -> None:
+def test_a_pool_snapshot_becomes_a_section(tmp_path: Path) -> None:
     """From a pool in use to a snapshot file to a section of the report."""
     from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
     from cukit.memory.history import History
@@ -250,7 +250,7 @@ def test_the_terminal_shows_the_tables(report: Report, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KEYS))
-def test_damage_is_named(kind: str, tmp_path: Path) -> None:
+def test_damaged_files_are_reported(kind: str, tmp_path: Path) -> None:
     whole: dict[str, Any] = {
         "benchmarks": samples.benchmarks(),
         "kernels": samples.kernels(),
@@ -275,7 +275,9 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
         ('{"schema": "cukit report", "version": 1, "documents": [{}]}', "damaged report"),
     ],
 )
-def test_what_is_no_result_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
+def test_values_that_are_not_results_are_rejected(
+    content: str, complaint: str, tmp_path: Path
+) -> None:
     path = tmp_path / "strange.json"
     path.write_text(content)
     with pytest.raises(DataError, match=rf"strange\.json: {complaint}"):
@@ -295,7 +297,7 @@ def test_empty_results_make_a_report() -> None:
 
 
 @pytest.mark.parametrize("pool", ["its own", "null", "absent"])
-def test_a_distillation_tells_of_its_pool_if_it_had_one(pool: str) -> None:
+def test_a_distillation_section_includes_its_pool(pool: str) -> None:
     run = samples.distillation()
     if pool == "null":
         run["pool"] = None
@@ -324,7 +326,7 @@ def test_an_unknown_form_is_refused_before_work(tmp_path: Path) -> None:
         generate_report([tmp_path / "absent.json"], [tmp_path / "report.pdf"])
 
 
-def test_without_jinja_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jinja_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=re.escape(html.INSTALL)):
         generate_report([samples.kernels()]).to_html()

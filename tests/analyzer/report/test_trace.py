@@ -24,7 +24,7 @@ def test_spans_are_those_of_the_data() -> None:
     assert trace["otherData"]["left_out"] == 0
 
 
-def test_a_traced_script_stands_where_it_ran() -> None:
+def test_a_traced_script_runs_in_its_own_folder() -> None:
     trace = json.loads(generate_report([samples.traced()]).to_trace())
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
@@ -36,7 +36,7 @@ def test_a_traced_script_stands_where_it_ran() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [700, 5_000, 50_000, 10_000_000])
-def test_a_trace_keeps_to_its_size_and_says_what_it_left_out(max_bytes: int) -> None:
+def test_a_trace_respects_its_size_limit_and_counts_omissions(max_bytes: int) -> None:
     spans = [Span(f"track {i % 3}", f"op {i}", float(i), float(i * i % 101)) for i in range(1000)]
     text = trace_json(spans, max_bytes)
     assert len(text.encode()) <= max_bytes
@@ -49,7 +49,7 @@ def test_a_trace_keeps_to_its_size_and_says_what_it_left_out(max_bytes: int) -> 
     assert [event["ts"] for event in kept] == sorted(event["ts"] for event in kept)
 
 
-def test_a_size_that_holds_nothing_is_refused() -> None:
+def test_a_size_limit_too_small_for_a_trace_is_rejected() -> None:
     with pytest.raises(ConfigError, match="10 bytes"):
         trace_json([Span("track", "op", 0.0, 1.0)], 10)
 

@@ -137,7 +137,7 @@ def test_paths_in_errors_are_printable(tmp_path: Path, capsys: Capture) -> None:
         assert is_plain(error)
 
 
-def test_a_terminal_gets_the_codes_of_styles_and_no_others() -> None:
+def test_a_terminal_gets_style_codes_only() -> None:
     console = PrintableConsole(file=io.StringIO(), force_terminal=True, color_system="standard")
     with console.capture() as captured:
         console.print(Text(HOSTILE, style="red"))
@@ -149,7 +149,7 @@ def test_a_terminal_gets_the_codes_of_styles_and_no_others() -> None:
     assert "\x07" not in written
 
 
-def test_what_is_printable_stays() -> None:
+def test_printable_text_is_unchanged() -> None:
     text = "µs, → 90%\n\ttab, “quotes”, 漢字"
     assert printable(text) == text
     assert all_printable({"a\x1b": ["b\x00", 1, None, True]}) == {

@@ -1,5 +1,5 @@
-// One instruction each, on raw registers and raw shared memory: what the emulator is compared with the
-// GPU by. One warp.
+// One instruction per kernel, on raw registers and raw shared memory, to compare the emulator with the
+// GPU. One warp.
 // Macros: TRANS 0|1 (ldmatrix); KIND 0 f16 k16 | 1 bf16 k16 | 2 f16 k8 | 3 bf16 k8 | 4 tf32 k8 |
 //   5 s8 k32 | 6 e4m3 k32 | 7 e5m2 k32 (mma).
 #include "common/platform.cuh"

@@ -1,5 +1,5 @@
 // Hopper's instructions on raw registers and raw shared memory. One warpgroup.
-// Macros: TRANS 0|1 (stmatrix); BYTES of shared memory that a box takes, BOX_X, BOX_Y its position (tensor
+// Macros: TRANS 0|1 (stmatrix); BYTES of shared memory per box, BOX_X, BOX_Y its position (tensor
 //   maps); COLUMNS 64|128|256, SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes, TRANSPOSED_A, TRANSPOSED_B 0|1,
 //   REGISTERS 0|1 operand a from registers, FLOAT8 0|1 (wgmma); IMAGE bytes of shared memory; PIECE
 //   bytes of a copy (bulk_copy, multicast).
@@ -45,7 +45,7 @@ extern "C" __global__ void stmatrix(const unsigned* registers,  // [4, 32]: regi
 #ifdef BYTES
 
 extern "C" __global__ void tensor_load(const __grid_constant__ cukit::TensorMap map,
-                                       uint4* out) {  // BYTES of shared memory as they lie there
+                                       uint4* out) {  // BYTES, the contents of shared memory
   __shared__ cukit::Mbarrier barrier;
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   if (threadIdx.x == 0) {
@@ -82,7 +82,7 @@ extern "C" __global__ void tensor_store(const uint4* image,  // BYTES
 
 #ifdef PIECE
 
-// Bytes through shared memory and out again, both ways by the copy engine.
+// Copies bytes to shared memory and back, both ways with TMA.
 extern "C" __global__ void bulk_copy(const uint4* from, uint4* to) {  // PIECE bytes
   __shared__ cukit::Mbarrier barrier;
   CUKIT_DYNAMIC_SHARED(unsigned char, piece);
@@ -98,8 +98,8 @@ extern "C" __global__ void bulk_copy(const uint4* from, uint4* to) {  // PIECE b
   }
 }
 
-// Two blocks, each asking for one of two boxes of 16 x 64 elements for both; then each tells the other
-// that it is through, as a ring of stages would.
+// Two blocks: each multicasts one of two boxes of 16 x 64 elements to both, then signals the other that
+// it has finished, as the stages of a pipeline would.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(
     const __grid_constant__ cukit::TensorMap map, uint4* out) {  // [2, 2 * PIECE bytes]
   __shared__ cukit::Mbarrier full, empty;

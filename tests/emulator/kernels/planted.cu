@@ -1,4 +1,4 @@
-// Kernels with a mistake that -DBUG=1 plants and -DBUG=0 leaves out. One block of 64 or 256 threads.
+// Kernels with a bug if compiled with -DBUG=1, and without it otherwise. One block of 64 or 256 threads.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -22,7 +22,7 @@ extern "C" __global__ void missing_barrier(const float* x, float* out) {
   out[threadIdx.x] = row[kThreads - 1 - threadIdx.x];
 }
 
-// Two rounds through the same buffer: the second may not begin before the first has been read.
+// Two rounds use one buffer: the second must not start before the first has been read.
 extern "C" __global__ void missing_second_barrier(const float* x, float* out) {
   __shared__ float row[kThreads];
   for (int round = 0; round < 2; ++round) {
@@ -35,7 +35,7 @@ extern "C" __global__ void missing_second_barrier(const float* x, float* out) {
   }
 }
 
-// Each warp hands a value to the next one.
+// Each warp passes a value to the next one.
 extern "C" __global__ void race_between_warps(const float* x, float* out) {
   __shared__ float first[kThreads / 32];
   const int warp = threadIdx.x / 32;
@@ -58,7 +58,7 @@ extern "C" __global__ void outside_dynamic_shared(const float* x, float* out) {
 
 extern "C" __global__ void outside_static_shared(const float* x, float* out) {
   __shared__ float row[kThreads];
-  __shared__ float guard[32];  // where the bug writes: the array's own bounds have to be known
+  __shared__ float guard[32];  // the bug writes here: only bounds per variable detect it
   if (threadIdx.x < 32) guard[threadIdx.x] = 0.0f;
   __syncthreads();
   row[threadIdx.x + BUG] = x[threadIdx.x];
@@ -75,7 +75,7 @@ extern "C" __global__ void misaligned_vector_load(const float* x, float* out) {
   out[threadIdx.x] = four.x;
 }
 
-// Every thread reads what its neighbour's copy brought.
+// Every thread reads the data that its neighbour has copied.
 extern "C" __global__ void missing_copy_wait(const float* x, float* out) {
   CUKIT_DYNAMIC_SHARED(float, row);  // 1024 floats
   cukit::cp_async_16(cukit::shared_address(row + 4 * threadIdx.x), x + 4 * threadIdx.x);
@@ -87,7 +87,7 @@ extern "C" __global__ void missing_copy_wait(const float* x, float* out) {
   out[threadIdx.x] = row[4 * (kThreads - 1 - threadIdx.x)];
 }
 
-// Waits for one of two groups, and reads the other.
+// Waits for one of two groups and reads the other.
 extern "C" __global__ void wait_for_the_wrong_group(const float* x, float* out) {
   CUKIT_DYNAMIC_SHARED(float, rows);  // 2 x 1024 floats
   for (int group = 0; group < 2; ++group) {
@@ -100,7 +100,7 @@ extern "C" __global__ void wait_for_the_wrong_group(const float* x, float* out) 
   out[threadIdx.x] = rows[4 * kThreads + 4 * (kThreads - 1 - threadIdx.x)];
 }
 
-// 64 threads; the warps disagree about who takes part.
+// 64 threads; the warps expect different numbers of threads.
 extern "C" __global__ void mismatched_barrier(const float* x, float* out) {
   __shared__ float row[64];
   row[threadIdx.x] = x[threadIdx.x];
@@ -136,8 +136,8 @@ extern "C" __global__ void two_barriers_in_a_warp(const float* x, float* out) {
   out[threadIdx.x] = row[kThreads - 1 - threadIdx.x];
 }
 
-// One warp: a 16x32 tile of 16-bit elements, written in the swizzle of its width and read back with
-// ldmatrix. BUG reads with another phase.
+// One warp: a 16x32 tile of 16-bit elements, written with the swizzle of its width and read with
+// ldmatrix. BUG reads with another swizzle phase.
 extern "C" __global__ void wrong_software_swizzle(const uint4* x, unsigned* out) {
   using Layout = cukit::Swizzle<32>;
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);  // 1024 bytes
@@ -164,7 +164,7 @@ extern "C" __global__ void shuffle_of_half_a_warp(const float* x, float* out) {
   out[threadIdx.x] = value;
 }
 
-// Reads shared memory that nobody has written.
+// Reads shared memory that no thread has written.
 extern "C" __global__ void uninitialised_shared(const float* x, float* out) {
   __shared__ float row[kThreads];
   if (!BUG || threadIdx.x != 7) row[threadIdx.x] = x[threadIdx.x];

@@ -1,4 +1,4 @@
-// Instructions of a whole warp, all of whose lanes have to come. One block of 32 threads.
+// Warp-wide instructions, which all lanes must execute. One block of 32 threads.
 #include "common/platform.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma.cuh"
@@ -7,7 +7,7 @@
 #include "common/ptx/stmatrix.cuh"
 
 // `instruction`: 0 ldmatrix | 1 stmatrix | 2 mma.sync | 3 movmatrix, two of them.
-// `mistake`: 0 all lanes come to it | 1 the upper half exits | 2 the upper half waits for the lower.
+// `mistake`: 0 all lanes execute it | 1 the upper half exits | 2 the upper half waits for the lower.
 // out = x: [4, 32], one register of each lane after the other.
 extern "C" __global__ void planted_lanes(const unsigned* x, int instruction, int mistake,
                                          unsigned* out) {

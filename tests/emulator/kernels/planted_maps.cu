@@ -1,4 +1,4 @@
-// Mistakes between blocks that share an array through a tensor map, planted by -DBUG=1. Blocks of 128
+// Races between blocks that share an array through a tensor map, with -DBUG=1. Blocks of 128
 // threads; boxes of 64 rows of 64 16-bit elements.
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -25,7 +25,7 @@ extern "C" __global__ void stores_that_overlap(const __grid_constant__ cukit::Te
   }
 }
 
-// A block loads what another one has stored, without any order between them.
+// A block loads data that another one stores, without synchronisation between them.
 extern "C" __global__ void load_of_what_another_block_stores(
     const __grid_constant__ cukit::TensorMap map) {
   CUKIT_DYNAMIC_SHARED(unsigned, tile);

@@ -1,4 +1,4 @@
-// Misuses of TMA, mbarriers, wgmma and clusters, planted by -DBUG=1. One block of 128 threads; a tile
+// Misuse of TMA, mbarriers, wgmma and clusters, with -DBUG=1. One block of 128 threads; a tile
 // of 64 x 64 16-bit elements, in rows of 128 bytes.
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"

@@ -1,7 +1,7 @@
-// Mistakes with TMA, its mbarriers and its proxy, each in a function of its own that makes it where `planted`
+// Bugs in the use of TMA, mbarriers and proxy fences, one per function, which contains the bug if `planted`
 // is true. Blocks of 128 threads; a tile of 64 x 64 float16 with a swizzle of 128 bytes.
 //
-// Whichever is chosen has out = the tile as the map has it, in the order of shared memory: [64 * 32].
+// Each function computes out = the tile of the map, in the order of shared memory: [64 * 32].
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -60,8 +60,8 @@ CUKIT_DEVICE void missing_proxy_fence_before_a_load(const Arguments& all) {
   store(all);
 }
 
-// The thread that starts the copy may execute the fence for all, once it knows of their stores; another
-// may not.
+// The thread that starts the copy may execute the fence for all threads, after their stores; another
+// thread may not.
 CUKIT_DEVICE void proxy_fence_of_another_thread(const Arguments& all) {
   reinterpret_cast<unsigned*>(all.tile)[threadIdx.x] = 0;
   __syncthreads();
@@ -138,7 +138,7 @@ extern "C" __global__ void planted_tma(const __grid_constant__ cukit::TensorMap 
   }
 }
 
-// Two blocks: each loads and reads the tile and tells the other; when the first has heard of both, it loads
+// Two blocks: each loads and reads the tile, then arrives at an mbarrier of the first, which then loads
 // the tile again, for both.
 // `mistake`: 0 none | 1 the mbarrier that the other block arrives at is initialised without a fence | 2 the
 // arrival is relaxed, though ordinary loads have read the tile.

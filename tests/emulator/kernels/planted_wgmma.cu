@@ -1,7 +1,7 @@
-// Mistakes with wgmma's registers, groups and warpgroups, each in a function of its own that makes it where
-// `planted` is true. One block of 256 threads, of which the second warpgroup multiplies.
+// Bugs in the use of wgmma's registers, groups and warpgroups, one per function, which contains the bug if
+// `planted` is true. One block of 256 threads, whose second warpgroup multiplies.
 //
-// Whichever is chosen computes out = x x^T, [64, 64], from a tile of 64 x 64 float16 in shared memory.
+// Each function computes out = x x^T, [64, 64], from a tile of 64 x 64 float16 in shared memory.
 #include "common/platform.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/tma.cuh"
@@ -21,7 +21,7 @@ CUKIT_DEVICE unsigned long long operand(const unsigned char* tile, int step) {
   return cukit::matrix_descriptor(tile + step * 256, cukit::OperandSwizzle::None, 128, 1024);
 }
 
-// Where chunk `chunk` of a row lies.
+// Offset of chunk `chunk` of a row.
 CUKIT_DEVICE int place_of(int row, int chunk) { return row / 8 * 1024 + chunk * 128 + row % 8 * 16; }
 
 // The tile in shared memory, for the tensor cores to read.
@@ -87,7 +87,7 @@ CUKIT_DEVICE void operand_a_changed_in_flight(unsigned char* tile, float* out, b
   store(out, sums);
 }
 
-// Reading operand a beside the product that reads it is no mistake.
+// Reading operand a while a wgmma reads it is legal.
 CUKIT_DEVICE void operand_a_read_in_flight(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   Fragment a[kSteps];
@@ -115,7 +115,7 @@ CUKIT_DEVICE void missing_commit(unsigned char* tile, float* out, bool planted) 
   store(out, sums);
 }
 
-// The last product is in no group that has been committed.
+// The last product is not in a committed group.
 CUKIT_DEVICE void commit_too_early(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -163,7 +163,7 @@ CUKIT_DEVICE void lax_wait_for_an_operand(unsigned char* tile, float* out, bool 
   store(out, first);
 }
 
-// A warp has waited, others of the warpgroup may not have.
+// One warp has waited, but other warps of the warpgroup may not have.
 CUKIT_DEVICE void missing_barrier_after_the_wait(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -213,7 +213,7 @@ CUKIT_DEVICE void missing_fence_after_the_accumulators(unsigned char* tile, floa
   store(out, sums);
 }
 
-// The accumulators have been read, and the product does not add to them: it may not overtake the reads.
+// The accumulators have been read, and the product does not add to them; it must not overtake the reads.
 CUKIT_DEVICE void missing_fence_after_a_read(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   for (int round = 0; round < 2; ++round) {
@@ -279,7 +279,7 @@ CUKIT_DEVICE void half_a_warpgroup(unsigned char* tile, float* out, bool planted
   store(out, sums);
 }
 
-// The others wait for those that multiply.
+// The other warpgroup waits for the one that multiplies.
 CUKIT_DEVICE void half_a_warpgroup_waits(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -290,7 +290,7 @@ CUKIT_DEVICE void half_a_warpgroup_waits(unsigned char* tile, float* out, bool p
   store(out, sums);
 }
 
-// The others poll.
+// The other warpgroup polls.
 CUKIT_DEVICE void half_a_warpgroup_polls(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -325,7 +325,7 @@ CUKIT_DEVICE void descriptors_differ(unsigned char* tile, float* out, bool plant
   store(out, sums);
 }
 
-// The threads that come here (below) are no warpgroup: the number of their first warp is 3.
+// The threads that get here (below) are not a warpgroup: their first warp is warp 3.
 CUKIT_DEVICE void misplaced_warpgroup(unsigned char* tile, float* out, bool) {
   Sums sums;
   cukit::wgmma_fence();

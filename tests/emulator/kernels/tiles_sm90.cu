@@ -1,7 +1,7 @@
-// out = a b^T with tiles of every swizzle and both majors: what SharedTile computes from its type, held
-// against plain arithmetic. One tile; each of two consumer warpgroups multiplies half of a's rows.
-// Macros: SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes; A_MN, B_MN 0|1 the operand comes transposed, k along
-//   its rows; COLUMNS of out, DEPTH of k; STAGED 0|1 the result leaves by TMA.
+// out = a b^T with tiles of every swizzle and both majors: compares the layouts of SharedTile with plain
+// arithmetic. One tile; each of two consumer warpgroups multiplies half of a's rows.
+// Macros: SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes; A_MN, B_MN 0|1 the operand is transposed, with k along
+//   its rows; COLUMNS of out, DEPTH of k; STAGED 0|1 the result is stored with TMA.
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
 #include "common/hopper/store.cuh"
@@ -22,7 +22,7 @@ template <int Rows>
 struct Operand<false, Rows> {
   using Tile = cukit::SharedTile<T, Rows, DEPTH, kSwizzle>;
   static constexpr int kSteps = Tile::kSteps;
-  static constexpr int kGroup = Tile::rows(cukit::kWarpgroupRows);  // from a warpgroup to the next
+  static constexpr int kGroup = Tile::rows(cukit::kWarpgroupRows);  // between warpgroups
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile, int step) {
     return Tile::k_major(tile) + Tile::k_step(step);
   }

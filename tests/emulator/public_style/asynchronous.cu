@@ -1,4 +1,4 @@
-// Copies in the background: primitives, pipelines, barriers.
+// Asynchronous copies: primitives, pipelines, barriers.
 #include <cooperative_groups.h>
 #include <cuda/barrier>
 #include <cuda/pipeline>

@@ -1,4 +1,4 @@
-// One thread an element, or a few.
+// One thread per element, or per few elements.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

@@ -59,7 +59,7 @@ __global__ void even_odd(const int* in, int* out) {
   out[threadIdx.x] = cg::reduce(part, v, cg::plus<int>());
 }
 
-// Everybody's sum, then everybody divides by it: two grid-wide phases.
+// A grid-wide sum, then a division by it: two phases.
 __global__ void grid_normalize(float* x, float* sum, int n) {
   grid_group grid = this_grid();
   float mine = 0;

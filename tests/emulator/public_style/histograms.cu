@@ -1,4 +1,4 @@
-// Counting.
+// Histograms.
 #include <cuda_runtime.h>
 
 #define BINS 64

@@ -1,4 +1,4 @@
-// PTX in the middle of C++.
+// Inline PTX.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>

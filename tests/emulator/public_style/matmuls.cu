@@ -50,7 +50,7 @@ __global__ void matmul_tiled(float* C, const float* A, const float* B, int wA, i
   C[wB * BLOCK_SIZE * by + BLOCK_SIZE * bx + wB * ty + tx] = Csub;
 }
 
-// The matrix with its stride goes by value.
+// The matrix and its stride are passed by value.
 __global__ void matmul_struct(Matrix A, Matrix B, Matrix C) {
   Matrix Csub = GetSubMatrix(C, blockIdx.y, blockIdx.x);
   float value = 0;

@@ -1,4 +1,4 @@
-// Whole programs in small: graphs, particles, sparse matrices, device variables, classes.
+// Small complete programs: graphs, particles, sparse matrices, device variables, classes.
 #include <cuda_runtime.h>
 
 #include <iostream>
@@ -87,7 +87,7 @@ __global__ void bfs_level(const int* ptr, const int* adj, int* level, int depth,
     if (atomicCAS(&level[adj[e]], -1, depth + 1) == -1) atomicAdd(&node_count, 1);
 }
 
-// The last block to finish puts the partial sums together.
+// The last block to finish adds the partial sums.
 __global__ void last_block_sum(const float* in, volatile float* partial, float* out, int n) {
   __shared__ float s[64];
   __shared__ bool is_last;

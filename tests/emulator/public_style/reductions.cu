@@ -1,4 +1,4 @@
-// Sums, maxima and moments, as tutorials and samples write them: with a main of their own.
+// Sums, maxima and moments, as in tutorials and samples, with a main function.
 #include <cuda_runtime.h>
 #include <device_launch_parameters.h>
 
@@ -155,7 +155,7 @@ __global__ void dot_product(const float* a, const float* b, float* out, int n) {
   }
 }
 
-// One warp a row: mean and variance in one pass.
+// One warp per row: mean and variance in one pass.
 __global__ void welford(const float* in, float* mean_out, float* var_out, int rows, int cols) {
   int row = blockIdx.x * blockDim.y + threadIdx.y;
   if (row >= rows) return;

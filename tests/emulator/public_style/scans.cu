@@ -1,4 +1,4 @@
-// Prefix sums and what is made of them.
+// Prefix sums and algorithms built on them.
 #include <cuda_runtime.h>
 
 #define LOG_NUM_BANKS 5

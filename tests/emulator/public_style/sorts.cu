@@ -1,4 +1,4 @@
-// Sorting, merging and choosing.
+// Sorting, merging and selection.
 #include <cuda_runtime.h>
 
 __device__ inline void comparator(int& keyA, int& keyB, unsigned int dir) {

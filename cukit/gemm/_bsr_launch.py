@@ -12,9 +12,9 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
+from cukit.gemm._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, BsrTiling
 from cukit.gemm._bsr_schedule import group_rows, matmul_work, sampled_pieces, sampled_work
 from cukit.gemm.block_sparse import BlockPattern
-from cukit.gemm.bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, BsrTiling
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cukit import gemm, moe
 from cukit.errors import ArrayError, ArrayShapeError
-from cukit.gemm import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
+from cukit.moe import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.reference import depth as reference
 from tests.contract import check_against_reference, check_gradient, random, to_device
 from tests.quick_run import emulated
@@ -93,3 +94,8 @@ def test_errors_name_the_argument():
         adaptive_depth(x, weights[..., :3].copy(), depth)
     with pytest.raises(ArrayShapeError, match="depth must have shape"):
         adaptive_depth(x, weights, depth[:2])
+
+
+def test_former_names_in_gemm_still_work():
+    assert gemm.adaptive_depth is adaptive_depth
+    assert gemm.depth_router is moe.depth_router

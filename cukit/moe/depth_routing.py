@@ -278,18 +278,18 @@ def _row_launch(
 
 def _router_spec(dtype: str) -> KernelSpec:
     defines = (("DTYPE", dtype), ("THREADS", _SELECT_THREADS))
-    return KernelSpec("gemm/depth_router.cu", "depth_router", defines, _SELECT_THREADS)
+    return KernelSpec("moe/depth_router.cu", "depth_router", defines, _SELECT_THREADS)
 
 
 def _router_backward_spec(dtype: str) -> KernelSpec:
     entry = "depth_router_backward"
     defines = (("DTYPE", dtype), ("THREADS", _THREADS))
-    return KernelSpec(f"gemm/{entry}.cu", entry, defines, _THREADS)
+    return KernelSpec(f"moe/{entry}.cu", entry, defines, _THREADS)
 
 
 def _row_spec(entry: str, dtype: str, vec: int) -> KernelSpec:
     defines = (("DTYPE", dtype), ("VEC", vec), ("THREADS", _THREADS))
-    return KernelSpec(f"gemm/{entry}.cu", entry, defines, _THREADS)
+    return KernelSpec(f"moe/{entry}.cu", entry, defines, _THREADS)
 
 
 def row_specs(entry: str) -> Any:
@@ -303,35 +303,35 @@ def row_specs(entry: str) -> Any:
 
 register(
     name="depth_router",
-    family="gemm",
+    family="moe",
     function=depth_router,
     reference=reference.depth_router,
     specs=lambda device: [_router_spec("float32"), _router_spec("bfloat16")],
 )
 register(
     name="depth_router_backward",
-    family="gemm",
+    family="moe",
     function=depth_router_backward,
     reference=reference.depth_router_backward,
     specs=lambda device: [_router_backward_spec("float32"), _router_backward_spec("bfloat16")],
 )
 register(
     name="depth_gather",
-    family="gemm",
+    family="moe",
     function=depth_gather,
     reference=reference.depth_gather,
     specs=row_specs("depth_gather"),
 )
 register(
     name="depth_combine",
-    family="gemm",
+    family="moe",
     function=depth_combine,
     reference=reference.depth_combine,
     specs=row_specs("depth_combine"),
 )
 register(
     name="depth_combine_backward",
-    family="gemm",
+    family="moe",
     function=depth_combine_backward,
     reference=reference.depth_combine_backward,
     specs=row_specs("depth_combine_backward"),

@@ -19,10 +19,8 @@ from cukit.core.arrays import (
 )
 from cukit.core.scalars import check_choice, check_flag, check_integer
 from cukit.errors import ArrayError
-from cukit.gemm.depth_routing import depth_gather, row_specs
-from cukit.gemm.linear import linear
-from cukit.gemm.linear_backward import linear_backward
-from cukit.gemm.linear_plan import ACTIVATIONS
+from cukit.gemm import linear, linear_backward
+from cukit.moe.depth_routing import depth_gather, row_specs
 from cukit.reference import depth as reference
 from cukit.registry import register
 
@@ -32,6 +30,8 @@ __all__ = [
     "adaptive_depth_backward",
     "create_adaptive_depth_mask",
 ]
+
+_ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 
 
 def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
@@ -102,7 +102,7 @@ def adaptive_depth(
     array([1., 8., 2., 4.], dtype=float32)
     """
     x, weights, depth = adopt("adaptive_depth", x, weights, depth)
-    check_choice("adaptive_depth", "activation", activation, tuple(ACTIVATIONS))
+    check_choice("adaptive_depth", "activation", activation, _ACTIVATIONS)
     check_flag("adaptive_depth", "return_states", return_states)
     check_array("adaptive_depth", "x", x, dtypes=FLOAT_DTYPES, ndim=2)
     check_array("adaptive_depth", "weights", weights, shape=(None, x.shape[1], x.shape[1]))
@@ -151,7 +151,7 @@ def adaptive_depth_backward(
     """
     op = "adaptive_depth_backward"
     grad_out, weights = adopt(op, grad_out, weights)
-    check_choice(op, "activation", activation, tuple(ACTIVATIONS))
+    check_choice(op, "activation", activation, _ACTIVATIONS)
     if not isinstance(states, DepthStates):
         raise ArrayError(
             f"{op}: states must be the DepthStates of the forward, got {type(states).__name__}"
@@ -200,14 +200,14 @@ def _inverse(order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 register(
     name="adaptive_depth",
-    family="gemm",
+    family="moe",
     function=adaptive_depth,
     reference=reference.adaptive_depth,
     specs=row_specs("depth_gather"),
 )
 register(
     name="adaptive_depth_backward",
-    family="gemm",
+    family="moe",
     function=adaptive_depth_backward,
     reference=reference.adaptive_depth_backward,
     specs=row_specs("depth_gather"),

@@ -11,7 +11,7 @@ from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
-from cukit.gemm.grouped_plan import (
+from cukit.gemm._grouped_plan import (
     GroupedConfig,
     GroupedProblem,
     GroupedSm80Config,
@@ -19,7 +19,7 @@ from cukit.gemm.grouped_plan import (
     plan_grouped_sm80,
     plan_grouped_sm90,
 )
-from cukit.gemm.linear_plan import HOPPER, ITEM_BYTES, ROW_BYTES, TILE_K
+from cukit.gemm._linear_plan import HOPPER, ITEM_BYTES, ROW_BYTES, TILE_K
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 GROUPED_PARAMETERS = _PARAMETERS["GroupedParameters"]

@@ -11,10 +11,10 @@ import pytest
 
 import cukit as ck
 from cukit.array_api import NarrowDtype
-from cukit.array_api import narrow as narrow_module
-from cukit.array_api.narrow import plan_narrow
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.quantization import encode as encode_module
+from cukit.quantization.encode import plan_encode
 from cukit.reference import narrow as reference
 from tests.contract import dtype_of, poison_pool, to_device, to_host
 
@@ -131,7 +131,7 @@ def test_ragged_shapes(device, rng, narrow, dtype, shape):
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 @every_dtype
 @every_narrow
-def test_arrays_that_begin_anywhere(device, rng, narrow, dtype, offset):
+def test_unaligned_arrays(device, rng, narrow, dtype, offset):
     """Values and codes `offset` elements after a multiple of 16 bytes."""
     x = (rng.standard_normal(5000) * 4).astype(dtype_of(dtype))
     (placed,) = to_device(device, x)
@@ -179,9 +179,9 @@ def test_indices_of_64_bits(device, rng, monkeypatch, shape):
     """Required by arrays of 2^32 values. Shapes of no other test, because launches are cached."""
 
     def wide(*args, **options):
-        return replace(plan_narrow(*args, **options), index="uint64")
+        return replace(plan_encode(*args, **options), index="uint64")
 
-    monkeypatch.setattr(narrow_module, "plan_narrow", wide)
+    monkeypatch.setattr(encode_module, "plan_encode", wide)
     x = (rng.standard_normal(shape) * 4).astype(np.float32)
     array = ck.QuantizedArray.encode(to_device(device, x)[0], ck.int4)
     np.testing.assert_array_equal(to_host(array.storage), reference.encode(x, "int4"))
@@ -192,14 +192,14 @@ def test_plans():
     """16-byte accesses for aligned arrays; 64-bit indices where 32 bits do not suffice."""
     for entry, narrow, dtype in itertools.product(("encode", "decode"), NARROW_DTYPES, DTYPES):
         kind = dtype_of(dtype)
-        config = plan_narrow(entry, narrow, kind, 1, 1 << 20)
+        config = plan_encode(entry, narrow, kind, 1, 1 << 20)
         assert config.vec * kind.itemsize == 16
         assert config.index == "uint32"
-        assert plan_narrow(entry, narrow, kind, 1, 1 << 33).index == "uint64"
-        assert plan_narrow(entry, narrow, kind, 1, 1 << 20, aligned=False).vec == 1
-        assert plan_narrow(entry, narrow, kind, 4, 33).vec == 1
-        assert plan_narrow(entry, narrow, kind, 1, 1).num_blocks == 1
-        assert plan_narrow(entry, narrow, kind, 1, 0).num_blocks == 0
+        assert plan_encode(entry, narrow, kind, 1, 1 << 33).index == "uint64"
+        assert plan_encode(entry, narrow, kind, 1, 1 << 20, aligned=False).vec == 1
+        assert plan_encode(entry, narrow, kind, 4, 33).vec == 1
+        assert plan_encode(entry, narrow, kind, 1, 1).num_blocks == 1
+        assert plan_encode(entry, narrow, kind, 1, 0).num_blocks == 0
 
 
 def test_dtypes_without_codes_are_refused(device):

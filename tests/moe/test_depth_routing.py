@@ -105,7 +105,7 @@ def test_combine_may_write_over_x(device, rng):
     np.testing.assert_allclose(to_host(out), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_the_whole_way(rng):
+def test_gradients_through_all_steps(rng):
     """Router, gather, squares, and combine, compared with finite differences."""
     x, logits = rng.standard_normal((2, 6, 3)), rng.standard_normal((2, 6))
     routing = reference.depth_router(logits, 3)

@@ -12,9 +12,9 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm._operands_8bit import Checked, Parts
-from cukit.gemm.linear_launch import box_rows
-from cukit.gemm.plan_8bit import (
+from cukit.gemm._linear_launch import box_rows
+from cukit.gemm._matmul_8bit_operands import Checked, Parts
+from cukit.gemm._matmul_8bit_plan import (
     TILE_K,
     Code,
     Config8Bit,

@@ -11,7 +11,7 @@ from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm.linear_plan import (
+from cukit.gemm._linear_plan import (
     ACTIVATIONS,
     DTYPES,
     GATED_ACTIVATIONS,

@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from cukit.core.kernel import KernelSpec
-from cukit.gemm.linear_plan import (
+from cukit.gemm._linear_plan import (
     ACTIVATIONS,
     ITEM_BYTES,
     ROW_BYTES,

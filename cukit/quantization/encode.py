@@ -1,8 +1,4 @@
-"""Encoding and decoding of QuantizedArrays.
-
-The kernels convert between floats and codes without scales; `cukit.quantization` computes and
-applies scales.
-"""
+"""Conversion between floats and the codes of QuantizedArrays, without scales."""
 
 from __future__ import annotations
 
@@ -90,7 +86,7 @@ _FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4"
 
 
 @dataclass(frozen=True)
-class NarrowConfig:
+class EncodeConfig:
     """The launch configuration of a conversion: `vec` values per access, 1 for unaligned arrays.
 
     A thread issues `vecs_per_thread` loads before the first use.
@@ -114,10 +110,10 @@ class NarrowConfig:
             ("INDEX", self.index),
             ("THREADS", _THREADS),
         )
-        return KernelSpec("array_api/narrow.cu", self.entry, defines, _THREADS)
+        return KernelSpec("quantization/encode.cu", self.entry, defines, _THREADS)
 
 
-def plan_narrow(
+def plan_encode(
     entry: str,
     narrow: NarrowDtype,
     dtype: np.dtype[Any],
@@ -125,7 +121,7 @@ def plan_narrow(
     extent: int,
     *,
     aligned: bool = True,
-) -> NarrowConfig:
+) -> EncodeConfig:
     """The launch configuration of `entry` ("encode" or "decode") for values [rows, extent].
 
     rows: 1 if no row ends in a partially filled byte; all values then form one row.
@@ -139,7 +135,7 @@ def plan_narrow(
     num_blocks = max(-(-items // per_block), 1 if rows * extent else 0)
     index = "uint32" if rows * extent + per_block < 2**32 else "uint64"
     format_name = _FORMATS[narrow.name]
-    return NarrowConfig(entry, format_name, dtype.name, vec, per_thread, index, num_blocks)
+    return EncodeConfig(entry, format_name, dtype.name, vec, per_thread, index, num_blocks)
 
 
 @launch_plan
@@ -149,7 +145,7 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
         rows, extent = values.size // values.shape[-1], values.shape[-1]
     codes_bytes = ACCESS_BYTES // values.itemsize * narrow.bits // 8
     aligned = address_of(values) % ACCESS_BYTES == 0 and address_of(storage) % codes_bytes == 0
-    config = plan_narrow(entry, narrow, values.dtype, rows, extent, aligned=aligned)
+    config = plan_encode(entry, narrow, values.dtype, rows, extent, aligned=aligned)
     cols = narrow.storage_shape((extent,))[0]
     scalars = (np.int64(rows), np.int64(extent), np.int64(cols))
     return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
@@ -158,23 +154,23 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
 def _specs(entry: str, device: Device) -> list[KernelSpec]:
     """All formats from and to 32 and 16 bits, and int4 with padded rows."""
     full_rows = [
-        plan_narrow(entry, narrow, dtype, 1, 1 << 20)
+        plan_encode(entry, narrow, dtype, 1, 1 << 20)
         for narrow in NARROW_DTYPES
         for dtype in (float32, bfloat16)
     ]
-    return [config.spec() for config in (*full_rows, plan_narrow(entry, int4, float32, 64, 4097))]
+    return [config.spec() for config in (*full_rows, plan_encode(entry, int4, float32, 64, 4097))]
 
 
 register(
     name="encode",
-    family="array_api",
+    family="quantization",
     function=encode,
     reference=reference.encode,
     specs=lambda device: _specs("encode", device),
 )
 register(
     name="decode",
-    family="array_api",
+    family="quantization",
     function=decode,
     reference=reference.decode,
     specs=lambda device: _specs("decode", device),

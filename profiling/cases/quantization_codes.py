@@ -8,13 +8,13 @@ from types import ModuleType
 from typing import Any
 
 from cukit.array_api import NarrowDtype, float8_e4m3, int4, int8
-from cukit.array_api.narrow import decode, encode
+from cukit.quantization.encode import decode, encode
 from cukit.registry import get_kernel
 from profiling.case import Case, Workload, itemsize
 from profiling.data import DTYPES, normal
 from profiling.impls import forward_impls
 
-FAMILY = "array_api"
+FAMILY = "quantization"
 
 SPREAD = 3.0
 """Standard deviation of the values; most int4 codes occur."""
