@@ -91,15 +91,12 @@ class Movables:
                 self.add(holder)
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """Row numbers, addresses and sizes, in address order."""
+        """Row numbers, addresses and sizes, in the order of the rows."""
         self.settle()
         # Views of the columns must not outlive this call: they block `append`.
         rows = np.frombuffer(self._size, np.int64).nonzero()[0]
         address: Ints = np.frombuffer(self._address, np.int64)[rows]
         size: Ints = np.frombuffer(self._size, np.int64)[rows]
-        if (address[1:] < address[:-1]).any():
-            order = address.argsort()
-            rows, address, size = rows[order], address[order], size[order]
         return rows, address, size
 
     def holders(self, rows: Ints) -> list[Holder]:

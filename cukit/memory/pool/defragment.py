@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
@@ -70,7 +72,7 @@ class Defragmenter:
         for state in self._arena.streams.states.values():
             if state.private:  # a launch of the captured graph uses them again
                 idle += [*chain.from_iterable(state.bins.values()), *state.index]
-        unmapped = list(self._arena.unmapped.values())
+        unmapped = sorted(self._arena.unmapped.values(), key=attrgetter("address"))
         return UsedSpans.of(columns, fixed, idle, unmapped, self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
@@ -114,7 +116,11 @@ class Defragmenter:
         """Returns the holes before and after, and the bytes moved. The device is idle before and
         after; the bookkeeping runs while the copies do."""
         used = self._used_spans()
-        plan = plan_compaction(used.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
+        plan = self._plan_slots(used)
+        if plan is None:
+            used = used.in_address_order()
+            page, remap = self._pager.page_bytes, self._provider.can_remap
+            plan = plan_compaction(used.pieces, page, remap=remap)
         if not plan.steps:
             return used.holes(self._pager.paging()), self._commit(used, plan), 0
         event = self._copy(plan, stream)
@@ -129,6 +135,24 @@ class Defragmenter:
             self._provider.discard(event)
         self.bytes_moved += plan.bytes_moved
         return before, after, plan.bytes_moved
+
+    def _plan_slots(self, used: UsedSpans) -> Plan | None:
+        """`plan_slots`, if it applies."""
+        if not self._provider.can_remap or len(used.ranges) != 1:
+            return None
+        (part,) = used.ranges
+        end, fixed = part.address + part.size, len(used.others)
+        if used.unmapped and used.unmapped[-1].end == end:  # the addresses above all pages
+            end, fixed = used.unmapped[-1].address, fixed - 1
+        return plan_slots(
+            part.address,
+            end,
+            used.movable,
+            used.movable_size,
+            used.others_at[:fixed],
+            used.others_size[:fixed],
+            self._pager.page_bytes,
+        )
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
         """Enqueues the copies; returns an event recorded after them."""
