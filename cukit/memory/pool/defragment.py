@@ -24,6 +24,8 @@ from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
 
+ALL = 1 << 62
+
 
 class Defragmenter:
     """Compacts and remaps. All methods require the pool's lock."""
@@ -82,8 +84,9 @@ class Defragmenter:
         before, after, moved = self._compact(stream)
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
+        shed = self._pager.shed(ALL)
         remapped = self._pager.consolidate()
-        if undone or remapped or spare != self._pager.num_spare:
+        if undone or shed or remapped or spare != self._pager.num_spare:
             after = self._merged_holes()
         self.count += 1
         self._listeners.emit("defragment", 0, moved, stream)
