@@ -165,17 +165,18 @@ class Pager:
         return runs if missing <= 0 or self._create(missing, large=large) else None
 
     def _create_instead(self, runs: Sequence[Run], others: int) -> int:
-        """Creates large pages instead of remapping as many single ones, which takes several times as
-        long, as far as the limit and the device allow besides `others` new pages.
+        """In a pool with a limit, creates large pages instead of remapping as many single ones, which
+        takes several times as long, as far as the limit and the device allow besides `others` new
+        pages.
 
         Returns the number of single pages that can stay where they are. `shed` returns as many to
         the device later.
         """
-        step, page = self.large_pages, self.page_bytes
+        step, room = self.large_pages, self.room()
+        if room is None:
+            return 0
         single = sum(run.pages - self._large_in(run) * step for run in runs)
-        room = self.room()
-        if room is not None:
-            single = min(single, room // page - others)
+        single = min(single, room // self.page_bytes - others)
         if single < step:
             return 0
         try:
@@ -192,8 +193,8 @@ class Pager:
 
     def shed(self, most: int = SHED_AT_ONCE, spared: Span | None = None) -> int:
         """Returns to the device up to `most` of the pages that `_create_instead` left in place, or
-        others that are wholly free; returns their number. Pages that were used since are no longer
-        in excess. `spared`: a free span that stays as it is."""
+        others that are wholly free; returns their number. `spared`: a free span that stays as it
+        is."""
         most = min(most, self._excess)
         if not most:
             return 0
@@ -207,7 +208,7 @@ class Pager:
                 found += run.pages
             if found >= most:
                 break
-        self._excess = self._excess - found if found >= most else 0
+        self._excess -= found
         before = len(self.spare)
         for run in self._joined(runs):
             self.unmap(run, remapped=False)
