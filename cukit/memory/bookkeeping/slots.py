@@ -42,23 +42,28 @@ def plan_slots(
         page_bytes: of a page.
 
     Returns:
-        The plan, with `source` in the order of `address`. None if the buffers are not of one size,
-        which divides a page, at multiples of it; or if the plan would gain next to nothing.
+        The plan, with `source` in the order of `address`. None unless the buffers are of one size,
+        a power of two, at multiples of it, and at most a page; or if the plan would gain next to nothing.
     """
     count = len(address)
     length = int(size[0]) if count else 0
-    if not length or page_bytes % length or (size != length).any():
+    if not length or length & (length - 1) or page_bytes % length:
         return None
-    per_page = page_bytes // length
-    number = (end - begin) // length
+    if np.count_nonzero(size != length):
+        return None
+    shift = length.bit_length() - 1
+    per_page = page_bytes >> shift
+    number = (end - begin) >> shift
     if count < number * LEAST_OCCUPIED:
         return None
-    slot, rest = np.divmod(address - begin, length)
-    if rest.any():
+    offset = address - begin
+    if int(np.bitwise_or.reduce(offset)) & (length - 1):
         return None
+    slot = offset >> shift
+    page = slot >> (per_page.bit_length() - 1)
     taken = np.zeros(number, bool)
     taken[slot] = True
-    held = np.add.reduce(taken.reshape(-1, per_page), axis=1, dtype=np.int64)
+    held = np.bincount(page, minlength=number // per_page)
     kept = np.zeros(len(held), bool)
     if len(fixed):
         walls = _covered(number, fixed - begin, fixed_size, length)
@@ -73,17 +78,20 @@ def plan_slots(
         kept[order] |= room.cumsum() - room < count
     else:
         kept[(-held).argsort(kind="stable")[: -(-count // per_page)]] = True
-    if np.count_nonzero(held[~kept]) < LEAST_GAIN:
+    left = np.logical_not(kept, out=kept)
+    if np.count_nonzero(held[left]) < LEAST_GAIN:
         return None
-    moving = (~kept[slot // per_page]).nonzero()[0]
-    taken.reshape(-1, per_page)[~kept] = True
+    moving = left[page].nonzero()[0]
+    taken.reshape(-1, per_page)[left] = True
     free = np.logical_not(taken, out=taken).nonzero()[0][: len(moving)]
+    to = free << shift
+    to += begin
     step = np.empty((len(moving), 3), np.int64)
-    step[:, 0] = free * length + begin
+    step[:, 0] = to
     step[:, 1] = address[moving]
     step[:, 2] = length
     target = address.copy()
-    target[moving] = step[:, 0]
+    target[moving] = to
     return Plan(address, target, [step])
 
 

@@ -85,8 +85,8 @@ class UsedSpans:
         """`columns`: rows, addresses and sizes from Movables. `live` and `idle` spans cannot
         move."""
         others = live + idle + unmapped
-        at = np.fromiter(map(_address, others), np.int64, len(others))
-        size = np.fromiter(map(_size, others), np.int64, len(others))
+        at = np.array(list(map(_address, others)), np.int64)
+        size = np.array(list(map(_size, others)), np.int64)
         return cls(*columns, live, others, at, size, unmapped, ranges)
 
     def in_address_order(self) -> UsedSpans:
