@@ -116,9 +116,10 @@ class MovePlan:
     @classmethod
     def of(cls, rows: Moves, *, ordered: bool = False) -> MovePlan:
         """From moves that are known to be valid."""
-        table = np.zeros((len(rows) + 1, 3), np.int64)
+        table = np.empty((len(rows) + 1, 3), np.int64)
         table[:-1, :2] = rows[:, :2]
-        np.cumsum(rows[:, 2], out=table[1:, 2])
+        rows[:, 2].cumsum(out=table[1:, 2])
+        table[-1, :2] = table[0, 2] = 0
         return cls(table, ordered)
 
     @property

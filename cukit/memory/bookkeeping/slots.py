@@ -10,8 +10,11 @@ millisecond, each call counts.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from cukit.memory.bookkeeping.compaction import Ints, Plan
+
+Flags = npt.NDArray[np.bool_]
 
 LEAST_OCCUPIED = 1 / 16
 """The grid has at most 16 slots per buffer; sparser pools are planned by compaction.py."""
@@ -42,8 +45,8 @@ def plan_slots(
         page_bytes: of a page.
 
     Returns:
-        The plan, with `source` in the order of `address`. None unless the buffers are of one size,
-        a power of two, at multiples of it, and at most a page; or if the plan would gain next to nothing.
+        The plan, with `source` in the order of `address`. None if it would gain next to nothing, or
+        unless the buffers are of one size, a power of two of at most a page, at multiples of it.
     """
     count = len(address)
     length = int(size[0]) if count else 0
@@ -95,12 +98,12 @@ def plan_slots(
     return Plan(address, target, [step])
 
 
-def _covered(number: int, at: Ints, size: Ints, length: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _covered(number: int, at: Ints, size: Ints, length: int) -> Flags:
     """Which of the slots any of these spans touches."""
     change = np.zeros(number + 1, np.int64)
     first, last = at // length, -(-(at + size) // length)
     inside = first < number
     np.add.at(change, first[inside], 1)
     np.add.at(change, np.minimum(last[inside], number), -1)
-    covered: np.ndarray[tuple[int], np.dtype[np.bool_]] = change[:-1].cumsum() > 0
+    covered: Flags = change[:-1].cumsum() > 0
     return covered

@@ -81,11 +81,11 @@ class Defragmenter:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
         self._supply.synchronize()
-        before, after, moved = self._compact(stream)
+        before, after, moved, scattered = self._compact(stream)
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
         shed = self._pager.shed(ALL)
-        remapped = self._pager.consolidate()
+        remapped = self._pager.consolidate() if undone or scattered else 0
         if undone or shed or remapped or spare != self._pager.num_spare:
             after = self._merged_holes()
         self.count += 1
@@ -111,13 +111,14 @@ class Defragmenter:
     def compact(self, stream: Hashable) -> int:
         """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
         self._supply.synchronize()
-        _, _, moved = self._compact(stream)
+        _, _, moved, _ = self._compact(stream)
         self._stitcher.undo()
         return moved
 
-    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int]:
-        """Returns the holes before and after, and the bytes moved. The device is idle before and
-        after; the bookkeeping runs while the copies do."""
+    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int, bool]:
+        """Returns the holes before and after, the bytes moved, and whether wholly free pages are in
+        several places. The device is idle before and after; all but the plan is computed while it
+        copies."""
         used = self._used_spans()
         plan = self._plan_slots(used)
         if plan is None:
@@ -125,19 +126,22 @@ class Defragmenter:
             page, remap = self._pager.page_bytes, self._provider.can_remap
             plan = plan_compaction(used.pieces, page, remap=remap)
         if not plan.steps:
-            return used.holes(self._pager.paging()), self._commit(used, plan), 0
+            before, after = used.holes(self._pager.paging()), self._commit(used, plan)
+            return before, after, 0, self._pager.scattered()
         event = self._copy(plan, stream)
         try:
             before = used.holes(self._pager.paging())
             after = self._commit(used, plan)
+            scattered = self._pager.scattered()
+            moved = plan.bytes_moved
             self._provider.synchronize(event)
         except BaseException:
             self._provider.synchronize_device()
             raise
         finally:
             self._provider.discard(event)
-        self.bytes_moved += plan.bytes_moved
-        return before, after, plan.bytes_moved
+        self.bytes_moved += moved
+        return before, after, moved, scattered
 
     def _plan_slots(self, used: UsedSpans) -> Plan | None:
         """`plan_slots`, if it applies."""
@@ -178,14 +182,12 @@ class Defragmenter:
         Listeners receive a move as a free at the old address and an allocation at the new one.
         """
         bounds = [part.address for part in self._arena.ranges()]
-        packed = self._movables.pack(used.rows, plan.target, used.pieces.movable_size, bounds)
+        packed, at, size = self._movables.pack(used.rows, plan.target, used.movable_size, bounds)
         live = self._live
         live.clear()
         live.update((span.address, span) for span in used.live)
         if self._listeners.active:
             self._report(used.rows[plan.moved], plan)
-        at = np.array([span.address for span in packed], np.int64)
-        size = np.array([span.size for span in packed], np.int64)
         free = self._arena.place(
             packed + used.others,
             np.concatenate((at, used.others_at)),

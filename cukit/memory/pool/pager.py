@@ -165,9 +165,9 @@ class Pager:
         return runs if missing <= 0 or self._create(missing, large=large) else None
 
     def _create_instead(self, runs: Sequence[Run], others: int) -> int:
-        """In a pool with a limit, creates large pages instead of remapping as many single ones, which
-        takes several times as long, as far as the limit and the device allow besides `others` new
-        pages.
+        """In a pool with a limit, creates large pages instead of remapping as many single ones,
+        which takes several times as long, as far as the limit and the device allow besides `others`
+        new pages.
 
         Returns the number of single pages that can stay where they are. `shed` returns as many to
         the device later.
@@ -287,15 +287,20 @@ class Pager:
         """Creates and maps pages of at least `size` bytes before any request."""
         return self.grow(size, None) is not None
 
+    def scattered(self) -> bool:
+        """Whether `consolidate` may find something to remap."""
+        largest = self._arena.streams.shared.index.largest()
+        if not self._remaps or largest is None:
+            return False
+        return bool(self.num_spare or self._whole_pages(1, (largest,)))
+
     def consolidate(self) -> int:
         """Remaps all wholly free pages into one hole; returns how many were remapped.
 
         No stream may still use free memory (Streams.mark_all_done).
         """
-        if not self._remaps:
-            return 0
         largest = self._arena.streams.shared.index.largest()
-        if largest is None:
+        if not self._remaps or largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))
         pages = self.num_spare + sum(run.pages for run in runs)

@@ -78,15 +78,18 @@ class DeviceCopy:
             table = part.table
             self._staging[: len(table)] = table
             runtime.memcpyAsync(
-                self._table.data.ptr, self._staging.ctypes.data, table.nbytes, _FROM_HOST, stream.ptr
+                self._table.data.ptr,
+                self._staging.ctypes.data,
+                table.nbytes,
+                _FROM_HOST,
+                stream.ptr,
             )
             if part.ordered:
-                runtime.memsetAsync(
-                    self._progress.data.ptr, 0, 4 * part.num_progress, stream.ptr
-                )
+                runtime.memsetAsync(self._progress.data.ptr, 0, 4 * part.num_progress, stream.ptr)
             progress = self._progress if part.ordered else NULL
             self._launch(part, stream, (NULL, self._table, progress))
             self._last.record(stream)
+
     def _prepare(self) -> None:
         cuda = self._cupy.cuda
         memory = cuda.Memory(_TABLE_BYTES + 4 * (1 + _MOST_TILES))
