@@ -80,7 +80,6 @@ class Defragmenter:
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
-        self._supply.synchronize()
         before, after, moved, scattered = self._compact(stream)
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
@@ -110,21 +109,23 @@ class Defragmenter:
 
     def compact(self, stream: Hashable) -> int:
         """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
-        self._supply.synchronize()
         _, _, moved, _ = self._compact(stream)
         self._stitcher.undo()
         return moved
 
     def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int, bool]:
         """Returns the holes before and after, the bytes moved, and whether wholly free pages are in
-        several places. The device is idle before and after; all but the plan is computed while it
-        copies."""
+        several places. The device is idle before the copies and at the end; the moves are planned
+        while it finishes earlier work, and all else is computed while it copies."""
+        if self._supply.pending:  # the plan needs to know their end
+            self._supply.synchronize()
         used = self._used_spans()
         plan = self._plan_slots(used)
         if plan is None:
             used = used.in_address_order()
             page, remap = self._pager.page_bytes, self._provider.can_remap
             plan = plan_compaction(used.pieces, page, remap=remap)
+        self._supply.synchronize()
         if not plan.steps:
             before, after = used.holes(self._pager.paging()), self._commit(used, plan)
             return before, after, 0, self._pager.scattered()
