@@ -114,9 +114,11 @@ class MovePlan:
     """Whether a destination overlaps a source."""
 
     @classmethod
-    def of(cls, rows: Moves, *, ordered: bool = False) -> MovePlan:
-        """From moves that are known to be valid."""
-        table = np.empty((len(rows) + 1, 3), np.int64)
+    def of(cls, rows: Moves, memory: Moves | None = None, *, ordered: bool = False) -> MovePlan:
+        """From moves that are known to be valid. `memory`: more rows than `rows`, for the table."""
+        table = (
+            np.empty((len(rows) + 1, 3), np.int64) if memory is None else memory[: len(rows) + 1]
+        )
         table[:-1, :2] = rows[:, :2]
         rows[:, 2].cumsum(out=table[1:, 2])
         table[-1, :2] = table[0, 2] = 0

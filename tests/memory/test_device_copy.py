@@ -34,6 +34,7 @@ class Copier(DeviceCopy):
             return SimpleNamespace(rows=rows, data=SimpleNamespace(ptr=rows.ctypes.data))
 
         self._staging, self._table = np.zeros((device_copy._MOST_MOVES + 1, 3), np.int64), table()
+        self._upload = self._table.data.ptr, self._staging.ctypes.data
         self._progress = table()
         self._last = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
 
@@ -51,6 +52,27 @@ def copier() -> Copier:
             memsetAsync=lambda to, value, size, _: ctypes.memset(to, value, size),
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "most_tiles", "launched"),
+    [(90, 1 << 17, [90]), (90, 1, [64, 26]), (250, 1 << 17, [100, 100, 50]), (100, 9, [100])],
+)
+def test_moves_that_are_known_to_be_apart(
+    monkeypatch: pytest.MonkeyPatch, count: int, most_tiles: int, launched: list[int]
+) -> None:
+    """Their table is written in place if one launch does all of them; twice, on one copier."""
+    monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
+    monkeypatch.setattr(device_copy, "_MOST_TILES", most_tiles)
+    copy = copier()
+    for seed in range(2):
+        memory = np.random.default_rng(seed).integers(0, 256, 2 * count * SIZE).astype(np.uint8)
+        number = np.random.default_rng(seed).permutation(count)
+        moves = np.stack([count + np.arange(count), number, np.ones(count, int)], axis=1) * SIZE
+        expected = memory.reshape(2, count, SIZE)[0, number].copy()
+        copy(moves + [memory.ctypes.data, memory.ctypes.data, 0], Stream(), apart=True)
+        np.testing.assert_array_equal(memory.reshape(2, count, SIZE)[1], expected)
+    assert copy.launched == 2 * launched
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class DeviceCopy:
         self._table: Any = None
         self._staging: Any = None
         """int64 [_MOST_MOVES + 1, 3] in pinned memory."""
+        self._upload = 0, 0
+        """The addresses of the table and of its source."""
         self._progress: Any = None
         self._last: Any = None
         """Event after the last launch that reads the table."""
@@ -56,8 +58,9 @@ class DeviceCopy:
                     destination, source, size, _TO_DEVICE, stream.ptr
                 )
             return
-        plan = MovePlan.of(moves) if apart else plan_moves(moves)
+        plan = None
         if not apart:
+            plan = plan_moves(moves)
             plan.check_aligned(0)
         if not self._lock.acquire(blocking=False):  # another thread, or a finalizer in this call
             other = DeviceCopy(self._cupy)
@@ -65,25 +68,28 @@ class DeviceCopy:
             other._last.synchronize()  # its memory goes now
             return
         try:
-            self._launches(plan, stream)
+            if self._table is None:
+                self._prepare()
+            self._last.synchronize()  # the table and its source are in use until then
+            staged = plan is None and len(moves) < _MOST_MOVES
+            if plan is None:
+                plan = MovePlan.of(moves, self._staging if staged else None)
+            if staged and plan.num_tiles > _MOST_TILES:
+                plan, staged = MovePlan(plan.table.copy(), plan.ordered), False
+            self._launches(plan, stream, staged=staged)
         finally:
             self._lock.release()
 
-    def _launches(self, plan: MovePlan, stream: Any) -> None:
+    def _launches(self, plan: MovePlan, stream: Any, *, staged: bool) -> None:
+        """`staged`: the table is in `_staging` already, and the plan is launched as a whole."""
         runtime = self._cupy.cuda.runtime
-        if self._table is None:
-            self._prepare()
-        for part in _parts(plan):
-            self._last.synchronize()  # the table and its source are in use until then
+        for number, part in enumerate(_parts(plan)):
+            if number:
+                self._last.synchronize()
             table = part.table
-            self._staging[: len(table)] = table
-            runtime.memcpyAsync(
-                self._table.data.ptr,
-                self._staging.ctypes.data,
-                table.nbytes,
-                _FROM_HOST,
-                stream.ptr,
-            )
+            if not staged:
+                self._staging[: len(table)] = table
+            runtime.memcpyAsync(*self._upload, table.nbytes, _FROM_HOST, stream.ptr)
             if part.ordered:
                 runtime.memsetAsync(self._progress.data.ptr, 0, 4 * part.num_progress, stream.ptr)
             progress = self._progress if part.ordered else NULL
@@ -99,6 +105,7 @@ class DeviceCopy:
         pinned = cuda.alloc_pinned_memory(_TABLE_BYTES)
         count = (_MOST_MOVES + 1) * 3
         self._staging = np.frombuffer(pinned, np.int64, count).reshape(-1, 3)
+        self._upload = start.ptr, self._staging.ctypes.data
         self._table = self._cupy.ndarray((_MOST_MOVES + 1, 3), np.int64, start)
 
     def _launch(self, plan: MovePlan, stream: Any, arrays: tuple[Any, ...]) -> None:
