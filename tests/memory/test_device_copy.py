@@ -70,7 +70,8 @@ def test_moves_that_are_known_to_be_apart(
         number = np.random.default_rng(seed).permutation(count)
         moves = np.stack([count + np.arange(count), number, np.ones(count, int)], axis=1) * SIZE
         expected = memory.reshape(2, count, SIZE)[0, number].copy()
-        copy(moves + [memory.ctypes.data, memory.ctypes.data, 0], Stream(), apart=True)
+        start = np.array([memory.ctypes.data, memory.ctypes.data, 0])
+        copy(moves + start, Stream(), apart=True)
         np.testing.assert_array_equal(memory.reshape(2, count, SIZE)[1], expected)
     assert copy.launched == 2 * launched
 
