@@ -220,7 +220,7 @@ def _overlap(
 def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> None:
     """Launches `plan` on the current stream.
 
-    base: the array that addresses are relative to; NULL: addresses are absolute.
+    base: the array that addresses are relative to.
     table: `plan.table` on the device. progress: int32 [num_progress] zeros on the device.
     """
     if plan.num_tiles:
