@@ -277,22 +277,22 @@ def _timed_copies() -> Iterator[list[Callable[[], float]]]:
         return
     import cupy
 
-    from cukit.memory.providers import device_copy
+    from cukit.memory.providers.device_copy import DeviceCopy
 
-    launch = device_copy.launch_moves
+    launch = DeviceCopy._launch
 
-    def timed(*arguments: Any) -> None:
+    def timed(copy: DeviceCopy, plan: Any, stream: Any, arrays: Any) -> None:
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        launch(*arguments)
-        end.record()
+        begin.record(stream)
+        launch(copy, plan, stream, arrays)
+        end.record(stream)
         found.append(lambda: cupy.cuda.get_elapsed_time(begin, end) * 1e3)
 
-    device_copy.launch_moves = timed
+    DeviceCopy._launch = timed
     try:
         yield found
     finally:
-        device_copy.launch_moves = launch
+        DeviceCopy._launch = launch
 
 
 def _provider(page_bytes: int) -> Provider:

@@ -114,11 +114,14 @@ class MovePlan:
     """Whether a destination overlaps a source."""
 
     @classmethod
-    def of(cls, rows: Moves, *, ordered: bool = False) -> MovePlan:
-        """From moves that are known to be valid."""
-        table = np.zeros((len(rows) + 1, 3), np.int64)
+    def of(cls, rows: Moves, memory: Moves | None = None, *, ordered: bool = False) -> MovePlan:
+        """From moves that are known to be valid. `memory`: more rows than `rows`, for the table."""
+        table = (
+            np.empty((len(rows) + 1, 3), np.int64) if memory is None else memory[: len(rows) + 1]
+        )
         table[:-1, :2] = rows[:, :2]
-        np.cumsum(rows[:, 2], out=table[1:, 2])
+        rows[:, 2].cumsum(out=table[1:, 2])
+        table[-1, :2] = table[0, 2] = 0
         return cls(table, ordered)
 
     @property
@@ -217,7 +220,7 @@ def _overlap(
 def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> None:
     """Launches `plan` on the current stream.
 
-    base: the array that addresses are relative to; NULL: addresses are absolute.
+    base: the array that addresses are relative to.
     table: `plan.table` on the device. progress: int32 [num_progress] zeros on the device.
     """
     if plan.num_tiles:

@@ -16,58 +16,64 @@ from cukit.memory.providers.device_copy import FEW_MOVES, DeviceCopy
 SIZE = 512
 
 
-class Table:
-    """A device table in host memory, with `set` as in CuPy's arrays."""
-
-    nbytes = 0
-
-    def __init__(self) -> None:
-        self.data = SimpleNamespace(memset_async=lambda *_: None)
-        self.rows = np.zeros((0, 3), np.int64)
-
-    def __getitem__(self, _: slice) -> Table:
-        return self
-
-    def set(self, rows: np.ndarray[Any, Any], _: Any) -> None:
-        self.rows = rows.copy()
-
-
 class Stream:
-    """Does all work immediately."""
-
     ptr = 0
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, *_: object) -> None: ...
+class Copier(DeviceCopy):
+    """With arrays in host memory, and a kernel that does the moves in order and immediately."""
 
-    def wait_event(self, _: Any) -> None: ...
+    def __init__(self, runtime: Any) -> None:
+        super().__init__(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))  # type: ignore[arg-type]
+        self.launched: list[int] = []
+        """The number of moves of each launch."""
 
+    def _prepare(self) -> None:
+        def table() -> Any:
+            rows = np.zeros((device_copy._MOST_MOVES + 1, 3), np.int64)
+            return SimpleNamespace(rows=rows, data=SimpleNamespace(ptr=rows.ctypes.data))
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of moves of each kernel launch; moves are done in order."""
-    counts: list[int] = []
+        self._staging, self._table = np.zeros((device_copy._MOST_MOVES + 1, 3), np.int64), table()
+        self._upload = self._table.data.ptr, self._staging.ctypes.data
+        self._progress = table()
+        self._last = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
 
-    def launch(plan: MovePlan, base: Any, table: Table, progress: Any) -> None:
-        counts.append(len(plan.table) - 1)
-        np.testing.assert_array_equal(table.rows, plan.table)
+    def _launch(self, plan: MovePlan, stream: Any, arrays: tuple[Any, ...]) -> None:
+        self.launched.append(len(plan.table) - 1)
+        np.testing.assert_array_equal(self._table.rows[: len(plan.table)], plan.table)
         for destination, source, size in plan.moves():
             ctypes.memmove(destination, source, size)
 
-    monkeypatch.setattr(device_copy, "launch_moves", launch)
-    monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
-    return counts
 
-
-def copier() -> DeviceCopy:
-    runtime = SimpleNamespace(
-        memcpyAsync=lambda destination, source, size, *_: ctypes.memmove(destination, source, size)
+def copier() -> Copier:
+    return Copier(
+        SimpleNamespace(
+            memcpyAsync=lambda to, at, size, *_: ctypes.memmove(to, at, size),
+            memsetAsync=lambda to, value, size, _: ctypes.memset(to, value, size),
+        )
     )
-    made = DeviceCopy(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))  # type: ignore[arg-type]
-    made._table, made._progress = Table(), Table()
-    made._last = SimpleNamespace(record=lambda _: None)
-    return made
+
+
+@pytest.mark.parametrize(
+    ("count", "most_tiles", "launched"),
+    [(90, 1 << 17, [90]), (90, 1, [64, 26]), (250, 1 << 17, [100, 100, 50]), (100, 9, [100])],
+)
+def test_moves_that_are_known_to_be_apart(
+    monkeypatch: pytest.MonkeyPatch, count: int, most_tiles: int, launched: list[int]
+) -> None:
+    """Their table is written in place if one launch does all of them; twice, on one copier."""
+    monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
+    monkeypatch.setattr(device_copy, "_MOST_TILES", most_tiles)
+    copy = copier()
+    for seed in range(2):
+        memory = np.random.default_rng(seed).integers(0, 256, 2 * count * SIZE).astype(np.uint8)
+        number = np.random.default_rng(seed).permutation(count)
+        moves = np.stack([count + np.arange(count), number, np.ones(count, int)], axis=1) * SIZE
+        expected = memory.reshape(2, count, SIZE)[0, number].copy()
+        start = np.array([memory.ctypes.data, memory.ctypes.data, 0])
+        copy(moves + start, Stream(), apart=True)
+        np.testing.assert_array_equal(memory.reshape(2, count, SIZE)[1], expected)
+    assert copy.launched == 2 * launched
 
 
 @pytest.mark.parametrize(
@@ -80,8 +86,11 @@ def copier() -> DeviceCopy:
         (250, 16, [100, 100, 50]),
     ],
 )
-def test_moves_arrive(launches: list[int], count: int, gap: int, launched: list[int]) -> None:
+def test_moves_arrive(
+    monkeypatch: pytest.MonkeyPatch, count: int, gap: int, launched: list[int]
+) -> None:
     """`gap` 0: moves from one half to the other, in any order; else slides over a gap."""
+    monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
     memory = np.random.default_rng(0).integers(0, 256, 2 * count * SIZE + 64).astype(np.uint8)
     start = memory.ctypes.data
     start += -start % 16
@@ -93,7 +102,8 @@ def test_moves_arrive(launches: list[int], count: int, gap: int, launched: list[
         source = np.random.default_rng(1).permutation(count) * SIZE
     before, first = memory.copy(), start - memory.ctypes.data
     moves = np.stack([start + destination, start + source, np.full(count, SIZE)], axis=1)
-    copier()(moves, Stream())
+    copy = copier()
+    copy(moves, Stream())
     for to, at in zip(destination + first, source + first, strict=True):
         np.testing.assert_array_equal(memory[to : to + SIZE], before[at : at + SIZE])
-    assert launches == launched
+    assert copy.launched == launched

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from cukit.memory import DeviceOutOfMemory, MemoryPool, MemoryPoolConfig
@@ -78,6 +80,96 @@ def test_a_large_page_in_use_is_not_counted_as_reclaimable() -> None:
     assert num_large(pool) == 2
     provider.run_all()
     assert pool.statistics().reclaimable_by_remap_bytes == (MANY - LARGE) * PAGE
+    check_invariants(pool)
+
+
+def scattered(limit: int) -> tuple[MemoryPool, SimulatedProvider, list[int]]:
+    """A pool with 4 * MANY pages, every second of them live and filled with its number."""
+    pool, provider = make_pool(limit)
+    blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
+    for number, block in enumerate(blocks):
+        fill(block, PAGE, number)
+    for block in blocks[::2]:
+        pool.free(block)
+    return pool, provider, blocks[1::2]
+
+
+def test_below_the_limit_scattered_pages_stay_until_later() -> None:
+    """A large request gets new large pages; the free single ones count as held, and go back to the
+    device during later requests."""
+    pool, provider, kept = scattered(limit=8 * MANY)
+    provider.calls.clear()
+    big = pool.allocate(2 * MANY * PAGE)
+    assert not {"unmap_pages", "destroy_pages"} & set(provider.calls)
+    fill(big, 2 * MANY * PAGE, 99)
+    held = pool.statistics()
+    assert held.reserved_bytes == 6 * MANY * PAGE == provider.used_bytes
+    assert held.reclaimable_by_remap_bytes == 2 * MANY * PAGE
+    check_invariants(pool)
+    for number in range(1, 5):  # they share one of the pages
+        pool.allocate(number * 512)
+        check_invariants(pool)
+    assert pool.statistics().reserved_bytes == provider.used_bytes == (4 * MANY + 1) * PAGE
+    assert all(holds(block, PAGE, 2 * n + 1) for n, block in enumerate(kept))
+    assert holds(big, 2 * MANY * PAGE, 99)
+
+
+def test_a_later_request_may_use_the_scattered_pages() -> None:
+    """Nothing is returned that the program needs, and the limit holds."""
+    pool, provider, kept = scattered(limit=6 * MANY)
+    pool.allocate(2 * MANY * PAGE)
+    again = pool.allocate(2 * MANY * PAGE)
+    assert provider.used_bytes == pool.statistics().peak_reserved_bytes == 6 * MANY * PAGE
+    with pytest.raises(MemoryError):
+        pool.allocate(PAGE)
+    pool.free(again)
+    check_invariants(pool)
+    assert all(holds(block, PAGE, 2 * n + 1) for n, block in enumerate(kept))
+
+
+def test_the_limit_leaves_room_for_some_large_pages() -> None:
+    """The rest is remapped as before."""
+    pool, _, kept = scattered(limit=4 * MANY + 2 * LARGE + 1)
+    pool.allocate(2 * MANY * PAGE)
+    held = pool.statistics()
+    assert held.reserved_bytes == (4 * MANY + 2 * LARGE) * PAGE
+    assert held.pages_remapped == 2 * MANY - 2 * LARGE
+    assert num_large(pool) == 2 * MANY // LARGE
+    assert all(holds(block, PAGE, 2 * n + 1) for n, block in enumerate(kept))
+    check_invariants(pool)
+
+
+def test_a_device_without_the_memory_remaps() -> None:
+    pool, provider, _ = scattered(limit=8 * MANY)
+    provider.total_bytes = provider.used_bytes
+    pool.allocate(2 * MANY * PAGE)
+    assert pool.statistics().reserved_bytes == provider.used_bytes == 4 * MANY * PAGE
+    check_invariants(pool)
+
+
+@pytest.mark.parametrize("release", ["trim", "defragment"])
+def test_scattered_pages_go_back_at_once(release: str) -> None:
+    pool, provider, _ = scattered(limit=8 * MANY)
+    pool.allocate(2 * MANY * PAGE)
+    getattr(pool, release)()
+    assert pool.statistics().reserved_bytes == provider.used_bytes == 4 * MANY * PAGE
+    check_invariants(pool)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_failure_while_pages_go_back_loses_nothing(number: int) -> None:
+    pool, provider, kept = scattered(limit=8 * MANY)
+    pool.allocate(2 * MANY * PAGE)
+    small = pool.allocate(512)
+    provider.fail_in = number
+    with suppress(InjectedError):
+        pool.allocate(1024)
+    provider.fail_in = None
+    check_invariants(pool)
+    pool.trim()
+    assert pool.statistics().reserved_bytes == provider.used_bytes
+    assert all(holds(block, PAGE, 2 * n + 1) for n, block in enumerate(kept))
+    pool.free(small)
     check_invariants(pool)
 
 

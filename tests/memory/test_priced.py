@@ -10,10 +10,10 @@ from cukit.memory.replay.replay import script_of
 from tests.memory.priced import GIB, MIB, PRICES_US, PricedProvider
 
 
-def scattered(provider: PricedProvider) -> MemoryPool:
+def scattered(provider: PricedProvider, limit: int = 2 * GIB) -> MemoryPool:
     """A pool with 1 GiB free, in single pages between live ones."""
     page = provider.page_bytes
-    pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * GIB), provider)
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=limit), provider)
     blocks = [pool.allocate(page) for _ in range(2 * GIB // page)]
     for block in blocks[::2]:
         pool.free(block)
@@ -43,6 +43,22 @@ def test_a_remap_of_many_pages_makes_large_ones_of_them() -> None:
     assert provider.handles - before == {"unmap": 512, "destroy": 512, **large}
     assert provider.spent_us - paid < 17_000
     assert pool.statistics().peak_reserved_bytes == 2 * GIB
+
+
+def test_below_the_limit_a_request_waits_for_large_pages_only() -> None:
+    """1.4 ms; later requests return the 512 single pages, 32 at a time."""
+    provider = PricedProvider()
+    pool = scattered(provider, limit=3 * GIB)
+    paid, spent = provider.spent_us, []
+    pool.allocate(GIB)
+    assert provider.spent_us - paid < 2_000
+    for number in range(1, 19):
+        paid = provider.spent_us
+        pool.allocate(number * 512)
+        spent.append(provider.spent_us - paid)
+    assert max(spent) < 1_100
+    assert pool.statistics().reserved_bytes == 2 * GIB + 2 * MIB  # they share one of the pages
+    assert pool.statistics().peak_reserved_bytes == 3 * GIB
 
 
 def test_what_is_in_large_pages_is_remapped_in_two_milliseconds() -> None:

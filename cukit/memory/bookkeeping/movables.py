@@ -19,8 +19,8 @@ import numpy as np
 from cukit.memory.bookkeeping.compaction import Ints
 from cukit.memory.bookkeeping.spans import GONE, NO_ROW, PACKED, Holder, Span
 
-MOST_PER_GROUP = 16
-"""Unpacking a group of 16 takes as long as one pin."""
+MOST_PER_GROUP = 32
+"""Unpacking a group of 32 takes about as long as one pin."""
 
 
 class Movables:
@@ -91,15 +91,13 @@ class Movables:
                 self.add(holder)
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """Row numbers, addresses and sizes, in address order."""
+        """Row numbers, addresses and sizes, in the order of the rows."""
         self.settle()
         # Views of the columns must not outlive this call: they block `append`.
-        rows = np.frombuffer(self._size, np.int64).nonzero()[0]
+        sizes = np.frombuffer(self._size, np.int64)
+        rows = (sizes != 0).nonzero()[0]  # twice as fast as from integers
         address: Ints = np.frombuffer(self._address, np.int64)[rows]
-        size: Ints = np.frombuffer(self._size, np.int64)[rows]
-        if (address[1:] < address[:-1]).any():
-            order = address.argsort()
-            rows, address, size = rows[order], address[order], size[order]
+        size: Ints = sizes[rows]
         return rows, address, size
 
     def holders(self, rows: Ints) -> list[Holder]:
@@ -108,8 +106,10 @@ class Movables:
 
     # Packing ----------------------------------------------------------------------------------
 
-    def pack(self, rows: Ints, address: Ints, size: Ints, bounds: list[int]) -> list[Span]:
-        """Packs all buffers; returns the PACKED spans in address order.
+    def pack(
+        self, rows: Ints, address: Ints, size: Ints, bounds: list[int]
+    ) -> tuple[list[Span], Ints, Ints]:
+        """Packs all buffers; returns the PACKED spans in address order, their addresses and sizes.
 
         Args:
             rows: of all buffers.
@@ -131,15 +131,17 @@ class Movables:
         run = np.maximum.accumulate(np.where(apart, place, 0))
         apart |= (place - run) % MOST_PER_GROUP == 0
         first = apart.nonzero()[0]
-        low = address[first[:-1]].tolist()
-        high = end[first[1:] - 1].tolist()
-        spans = [Span(at, to - at, PACKED) for at, to in zip(low, high, strict=True)]
+        low = address[first[:-1]]
+        length = end[first[1:] - 1] - low
+        spans = [
+            Span(at, many, PACKED) for at, many in zip(low.tolist(), length.tolist(), strict=True)
+        ]
         self._packed_rows, self._first = rows[order], first
         self._group_of = np.full(len(self._holders), len(spans), np.int64)
         self._group_of[self._packed_rows] = apart[:-1].cumsum() - 1
         self._groups = [*spans, None]
         self.num_packed = len(rows)
-        return spans
+        return spans, low, length
 
     def unpack(self, holder: Holder) -> None:
         """Gives a buffer its own span, and those in its group theirs, if it is packed."""

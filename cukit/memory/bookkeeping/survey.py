@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -58,15 +59,19 @@ class UsedSpans:
     """Everything that is not free."""
 
     rows: Ints
-    """Rows of Movables in address order."""
+    """Rows of Movables."""
+    movable: Ints
+    """The addresses of these rows."""
+    movable_size: Ints
     live: list[Span]
     """Live spans that cannot move."""
     others: list[Span]
-    """Spans that cannot move, then unmapped ones, unordered."""
+    """Spans that cannot move, unordered, then unmapped ones."""
     others_at: Ints
     others_size: Ints
-    pieces: Pieces
-    """The same spans as input of the compaction planner."""
+    unmapped: list[Span]
+    """In address order."""
+    ranges: Sequence[AddressRange]
 
     @classmethod
     def of(
@@ -79,23 +84,36 @@ class UsedSpans:
     ) -> UsedSpans:
         """`columns`: rows, addresses and sizes from Movables. `live` and `idle` spans cannot
         move."""
-        rows, movable, movable_size = columns
-        fixed = live + idle
-        others = fixed + unmapped
-        at = np.fromiter(map(_address, others), np.int64, len(others))
-        size = np.fromiter(map(_size, others), np.int64, len(others))
-        wall, wall_size = at[: len(fixed)], size[: len(fixed)]
+        others = live + idle + unmapped
+        at = np.array(list(map(_address, others)), np.int64)
+        size = np.array(list(map(_size, others)), np.int64)
+        return cls(*columns, live, others, at, size, unmapped, ranges)
+
+    def in_address_order(self) -> UsedSpans:
+        """The same with the rows in the order of their addresses."""
+        if (self.movable[1:] >= self.movable[:-1]).all():
+            return self
+        order = self.movable.argsort()
+        columns = self.rows[order], self.movable[order], self.movable_size[order]
+        return replace(self, rows=columns[0], movable=columns[1], movable_size=columns[2])
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The same spans as input of the compaction planner."""
+        used = self.in_address_order()
+        fixed = len(self.others) - len(self.unmapped)
+        wall, wall_size = self.others_at[:fixed], self.others_size[:fixed]
         if (wall[1:] < wall[:-1]).any():
             order = np.argsort(wall)
             wall, wall_size = wall[order], wall_size[order]
-        begins = [part.address for part in ranges] + [span.end for span in unmapped]
-        ends = [part.address + part.size for part in ranges] + [span.address for span in unmapped]
+        begins = [part.address for part in self.ranges] + [span.end for span in self.unmapped]
+        ends = [part.address + part.size for part in self.ranges]
+        ends += [span.address for span in self.unmapped]
         mapped = [
             pair for pair in zip(sorted(begins), sorted(ends), strict=True) if pair[0] < pair[1]
         ]
         begin, end = np.array(mapped, np.int64).reshape(-1, 2).T
-        pieces = Pieces(begin, end, movable, movable_size, wall, wall_size)
-        return cls(rows, live, others, at, size, pieces)
+        return Pieces(begin, end, used.movable, used.movable_size, wall, wall_size)
 
     def holes(self, paging: Paging) -> Holes:
         """The free memory between these spans."""

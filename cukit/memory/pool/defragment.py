@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
@@ -21,6 +23,8 @@ from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
+
+ALL = 1 << 62
 
 
 class Defragmenter:
@@ -70,18 +74,18 @@ class Defragmenter:
         for state in self._arena.streams.states.values():
             if state.private:  # a launch of the captured graph uses them again
                 idle += [*chain.from_iterable(state.bins.values()), *state.index]
-        unmapped = list(self._arena.unmapped.values())
+        unmapped = sorted(self._arena.unmapped.values(), key=attrgetter("address"))
         return UsedSpans.of(columns, fixed, idle, unmapped, self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
-        self._supply.synchronize()
-        before, after, moved = self._compact(stream)
+        before, after, moved, scattered = self._compact(stream)
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
-        remapped = self._pager.consolidate()
-        if undone or remapped or spare != self._pager.num_spare:
+        shed = self._pager.shed(ALL)
+        remapped = self._pager.consolidate() if undone or scattered else 0
+        if undone or shed or remapped or spare != self._pager.num_spare:
             after = self._merged_holes()
         self.count += 1
         self._listeners.emit("defragment", 0, moved, stream)
@@ -105,30 +109,58 @@ class Defragmenter:
 
     def compact(self, stream: Hashable) -> int:
         """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
-        self._supply.synchronize()
-        _, _, moved = self._compact(stream)
+        _, _, moved, _ = self._compact(stream)
         self._stitcher.undo()
         return moved
 
-    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int]:
-        """Returns the holes before and after, and the bytes moved. The device is idle before and
-        after; the bookkeeping runs while the copies do."""
+    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int, bool]:
+        """Returns the holes before and after, the bytes moved, and whether wholly free pages are in
+        several places. The device is idle before the copies and at the end; the moves are planned
+        while it finishes earlier work, and all else is computed while it copies."""
+        if self._supply.pending:  # the plan needs to know their end
+            self._supply.synchronize()
         used = self._used_spans()
-        plan = plan_compaction(used.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
+        plan = self._plan_slots(used)
+        if plan is None:
+            used = used.in_address_order()
+            page, remap = self._pager.page_bytes, self._provider.can_remap
+            plan = plan_compaction(used.pieces, page, remap=remap)
+        self._supply.synchronize()
         if not plan.steps:
-            return used.holes(self._pager.paging()), self._commit(used, plan), 0
+            before, after = used.holes(self._pager.paging()), self._commit(used, plan)
+            return before, after, 0, self._pager.scattered()
         event = self._copy(plan, stream)
         try:
             before = used.holes(self._pager.paging())
             after = self._commit(used, plan)
+            scattered = self._pager.scattered()
+            moved = plan.bytes_moved
             self._provider.synchronize(event)
         except BaseException:
             self._provider.synchronize_device()
             raise
         finally:
             self._provider.discard(event)
-        self.bytes_moved += plan.bytes_moved
-        return before, after, plan.bytes_moved
+        self.bytes_moved += moved
+        return before, after, moved, scattered
+
+    def _plan_slots(self, used: UsedSpans) -> Plan | None:
+        """`plan_slots`, if it applies."""
+        if not self._provider.can_remap or len(used.ranges) != 1:
+            return None
+        (part,) = used.ranges
+        end, fixed = part.address + part.size, len(used.others)
+        if used.unmapped and used.unmapped[-1].end == end:  # the addresses above all pages
+            end, fixed = used.unmapped[-1].address, fixed - 1
+        return plan_slots(
+            part.address,
+            end,
+            used.movable,
+            used.movable_size,
+            used.others_at[:fixed],
+            used.others_size[:fixed],
+            self._pager.page_bytes,
+        )
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
         """Enqueues the copies; returns an event recorded after them."""
@@ -151,14 +183,12 @@ class Defragmenter:
         Listeners receive a move as a free at the old address and an allocation at the new one.
         """
         bounds = [part.address for part in self._arena.ranges()]
-        packed = self._movables.pack(used.rows, plan.target, used.pieces.movable_size, bounds)
+        packed, at, size = self._movables.pack(used.rows, plan.target, used.movable_size, bounds)
         live = self._live
         live.clear()
         live.update((span.address, span) for span in used.live)
         if self._listeners.active:
             self._report(used.rows[plan.moved], plan)
-        at = np.array([span.address for span in packed], np.int64)
-        size = np.array([span.size for span in packed], np.int64)
         free = self._arena.place(
             packed + used.others,
             np.concatenate((at, used.others_at)),

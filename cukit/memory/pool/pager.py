@@ -7,7 +7,9 @@ the steps, the pages of the steps before it stay spare, so a failure needs no ro
 
 Each driver call costs a fixed time per handle, whatever the handle's size. A request of many pages
 therefore gets large pages, if the provider has them: several pages behind one handle, mapped,
-unmapped and destroyed as one. Spare single pages are destroyed and created anew as large pages,
+unmapped and destroyed as one. Below the limit they are new, while the scattered single pages that
+would have been remapped stay free where they are, and as many are returned to the device during
+later requests (`shed`). At the limit, single pages are destroyed and created anew as large ones,
 which takes less time than mapping them one by one. A large page with a live byte cannot be
 remapped, so a free one is split into single pages before a block takes part of it (`keep_whole`).
 """
@@ -35,6 +37,9 @@ MANY_LARGE = 2
 
 WORTH_SPLITTING = 8
 """A large page is split if the part that a block leaves unused is at least 1/8 of the block."""
+
+SHED_AT_ONCE = 32
+"""Pages returned to the device after a request that needed no driver call: about a millisecond."""
 
 NEARLY_FULL = 0.9
 """Share of the limit above which blocks go where they take the fewest wholly free pages."""
@@ -84,6 +89,8 @@ class Pager:
         self.large_pages = provider.large_pages if self._remaps else 1
         self.large_from = MANY_LARGE * self.large_pages
         """Requests of this many pages or more get large ones."""
+        self._excess = 0
+        """Pages to return to the device (`shed`)."""
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self.pages_remapped = 0
@@ -146,9 +153,71 @@ class Pager:
         unmap so that `count` pages are spare. None: there are too few."""
         missing = count - self.num_spare
         runs = self._whole_pages(missing, spared) if missing > 0 else []
-        missing -= sum(run.pages for run in runs)
+        found = sum(run.pages for run in runs)
         large = count >= self.large_from
+        if large and runs and self.large_pages > 1:
+            kept = self._create_instead(runs, max(missing - found, 0))
+            if kept:
+                missing -= kept
+                runs = self._whole_pages(missing, spared, large_first=True) if missing > 0 else []
+                found = sum(run.pages for run in runs)
+        missing -= found
         return runs if missing <= 0 or self._create(missing, large=large) else None
+
+    def _create_instead(self, runs: Sequence[Run], others: int) -> int:
+        """In a pool with a limit, creates large pages instead of remapping as many single ones,
+        which takes several times as long, as far as the limit and the device allow besides `others`
+        new pages.
+
+        Returns the number of single pages that can stay where they are. `shed` returns as many to
+        the device later.
+        """
+        step, room = self.large_pages, self.room()
+        if room is None:
+            return 0
+        single = sum(run.pages - self._large_in(run) * step for run in runs)
+        single = min(single, room // self.page_bytes - others)
+        if single < step:
+            return 0
+        try:
+            self._create_large(single // step)
+        except DeviceOutOfMemory:
+            return 0
+        self._excess += single // step * step
+        return single // step * step
+
+    def _large_in(self, run: Run) -> int:
+        """The number of large pages in a run."""
+        starts, end = self._large_starts, run.address + run.pages * self.page_bytes
+        return bisect_left(starts, end) - bisect_left(starts, run.address)
+
+    def shed(self, most: int = SHED_AT_ONCE, spared: Span | None = None) -> int:
+        """Returns to the device up to `most` of the pages that `_create_instead` left in place, or
+        others that are wholly free; returns their number. `spared`: a free span that stays as it
+        is."""
+        most = min(most, self._excess)
+        if not most:
+            return 0
+        runs: list[Run] = []
+        found = 0
+        for span in self._arena.streams.shared.index.at_least(self.page_bytes, most + 1):
+            if span is spared:
+                continue
+            for run in self._runs(span, most - found, False if self.large_mapped else None):
+                runs.append(run)
+                found += run.pages
+            if found >= most:
+                break
+        self._excess -= found
+        before = len(self.spare)
+        for run in self._joined(runs):
+            self.unmap(run, remapped=False)
+        pages = self.spare[before:]
+        if pages:
+            self._provider.destroy_pages(pages)
+            del self.spare[before:]
+            self.reserved_bytes -= len(pages) * self.page_bytes
+        return len(pages)
 
     def make_ready(self, count: int) -> bool:
         """Converts spare pages so that they can be mapped as `count` pages: single pages to large
@@ -218,15 +287,20 @@ class Pager:
         """Creates and maps pages of at least `size` bytes before any request."""
         return self.grow(size, None) is not None
 
+    def scattered(self) -> bool:
+        """Whether `consolidate` may find something to remap."""
+        largest = self._arena.streams.shared.index.largest()
+        if not self._remaps or largest is None:
+            return False
+        return bool(self.num_spare or self._whole_pages(1, (largest,)))
+
     def consolidate(self) -> int:
         """Remaps all wholly free pages into one hole; returns how many were remapped.
 
         No stream may still use free memory (Streams.mark_all_done).
         """
-        if not self._remaps:
-            return 0
         largest = self._arena.streams.shared.index.largest()
-        if largest is None:
+        if not self._remaps or largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))
         pages = self.num_spare + sum(run.pages for run in runs)
@@ -253,6 +327,7 @@ class Pager:
     def trim(self) -> int:
         """Returns every wholly free page, or segment, and every empty range to the device."""
         before = self.reserved_bytes
+        self._excess = 0
         if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
                 self.unmap(run, remapped=False)
@@ -377,11 +452,14 @@ class Pager:
             return Place(span, address, pages, ())
         return None
 
-    def _whole_pages(self, most: int, spared: Sequence[Span]) -> list[Run]:
+    def _whole_pages(
+        self, most: int, spared: Sequence[Span], *, large_first: bool = False
+    ) -> list[Run]:
         """`most` wholly free pages that any stream may use (more if the last is a large page), or
         all there are, from the smallest holes first, so that large holes stay large.
 
-        If `most` fills several large pages, these are taken first; otherwise after all single ones.
+        Large pages are taken first if `most` fills several or with `large_first`; otherwise after
+        all single ones.
         """
         spans = [
             span
@@ -389,7 +467,7 @@ class Pager:
             if span not in spared
         ]
         runs: list[Run] = []
-        many = most >= self.large_from
+        many = large_first or most >= self.large_from
         for large in (many, not many) if self.large_mapped else (None,):
             for span in spans:
                 if most <= 0:

@@ -82,12 +82,15 @@ class Supply:
                 span = self._behind_others(size, state)
         if span is None and not state.private and self.before_growing(size, state):
             span = arena.best_fit(size, state)
+        cheap = span is not None
         if span is None:
             span = self._pager.grow(size, state.key, alone=self._apart(size, state))
         if span is None:
             span = arena.best_fit(size, state) or self._stitcher.stitch(size, state)
         if span is None:
             return None
+        if cheap and not state.private:
+            self._pager.shed(spared=span)
         start = arena.page_saving_start(span, size) if nearly_full else span.address
         if self._pager.large_mapped:
             kept = self._keep_whole(span, start, size, state)
