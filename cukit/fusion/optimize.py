@@ -213,8 +213,8 @@ def optimize(
             choice.mark(fused, "kept: the function's result changed too much")
         products = choice.slower_products()
         if products:
-            program, error = choice.verified(found, [*choice.having(_FUSED), *products])
-            for_graph = None if program is None else (program, error)
+            program, whole = choice.verified(found, [*choice.having(_FUSED), *products])
+            for_graph = None if program is None else (program, whole)
         found.free()
     if dry:
         choice.mark(choice.having(_FUSED), "would fuse")
