@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cukit.core.arrays import address_of
 from cukit.fusion._match import Match, form
 from cukit.fusion._patterns import Pattern
 from cukit.fusion._trace import Node, Trace, is_node, replaced
@@ -151,7 +152,7 @@ class GraphedCall:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arrays_of((args, kwargs))
         pairs = zip(self._read, given, strict=True)
-        other = {i for i, (own, array) in enumerate(pairs) if own.data.ptr != array.data.ptr}
+        other = {i for i, (own, array) in enumerate(pairs) if address_of(own) != address_of(array)}
         if not other <= self._copied:
             self._copied |= other
             self._read = [
