@@ -114,13 +114,12 @@ class GraphedCall:
         self._call = call
         self._sample = args, kwargs
         self._signature = signature(self._sample)
-        self._read = arrays_of(self._sample)
         self._copied: set[int] = set()
-        self._capture()
+        self._capture(arrays_of(self._sample))
 
-    def _capture(self) -> None:
-        """Captures the call on the arrays `_read`."""
-        cupy, inputs = self._cupy, iter(self._read)
+    def _capture(self, read: list[Any]) -> None:
+        """Captures the call on these arrays."""
+        cupy, inputs = self._cupy, iter(read)
         own, named = tree_map(self._sample, is_array, lambda _: next(inputs))
 
         def run() -> Any:
@@ -129,21 +128,22 @@ class GraphedCall:
 
         # A replay writes to the memory of the captured intermediates again, so that memory must not
         # return to a pool from which other arrays are allocated.
-        self._pool = cupy.cuda.MemoryPool()
+        pool = cupy.cuda.MemoryPool()
         stream = cupy.cuda.Stream(non_blocking=True)
         stream.wait_event(cupy.cuda.get_current_stream().record())
-        with cupy.cuda.using_allocator(self._pool.malloc), stream:
+        with cupy.cuda.using_allocator(pool.malloc), stream:
             run()
             stream.synchronize()
             stream.begin_capture()
             try:
-                self._output = run()
+                output = run()
             except BaseException:
                 with contextlib.suppress(Exception):  # fails again, as the capture is invalid
                     stream.end_capture()
                 raise
-            self._graph = stream.end_capture()
+            graph = stream.end_capture()
         stream.synchronize()
+        self._pool, self._read, self._output, self._graph = pool, read, output, graph
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the arguments have the shapes, dtypes, strides and values of the capture."""
@@ -154,12 +154,14 @@ class GraphedCall:
         pairs = zip(self._read, given, strict=True)
         other = {i for i, (own, array) in enumerate(pairs) if address_of(own) != address_of(array)}
         if not other <= self._copied:
-            self._copied |= other
-            self._read = [
-                array.copy(order="K") if i in self._copied else array
-                for i, array in enumerate(self._read)
-            ]
-            self._capture()
+            copied = self._copied | other
+            self._capture(
+                [
+                    array.copy(order="K") if i in copied else array
+                    for i, array in enumerate(self._read)
+                ]
+            )
+            self._copied = copied
         for i in self._copied:
             self._read[i][...] = given[i]
         self._graph.launch(self._cupy.cuda.get_current_stream())
