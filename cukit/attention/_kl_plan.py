@@ -199,8 +199,6 @@ class AttentionWithKlConfig(WarpgroupForwardConfig):
     """head_dim of the teacher."""
     known_teacher: bool
     """Whether the teacher's lse is known."""
-    heads_at_once: int = 1
-    """Heads whose tiles of queries are scheduled in turn (query_work.cuh)."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -210,7 +208,6 @@ class AttentionWithKlConfig(WarpgroupForwardConfig):
             ("TEACHER_DIM", ceil_div(self.teacher_dim, _STEP) * _STEP),
             ("KNOWN_T", self.known_teacher),
             ("KNOWN_S", 2),
-            *((("HEADS_AT_ONCE", self.heads_at_once),) if self.heads_at_once > 1 else ()),
         )
         rows = tiling.query_stages * tiling.tile_m + tiling.num_stages * tiling.tile_n
         shared = spec.shared_bytes + ITEM_BYTES * _padded_columns(self.teacher_dim) * rows

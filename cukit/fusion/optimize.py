@@ -146,9 +146,10 @@ def optimize(
         dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
             NumPy references.
         cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
-            captured. The graph reads the arrays of the sample in place; an argument that a later
-            call replaces by another array is copied from then on. Calls return copies of the
-            graph's outputs; arrays that the function closes over must not be reallocated.
+            captured and the graph is faster. The graph reads the arrays of the sample in place; an
+            argument that a later call replaces by another array is copied from then on. Calls
+            return copies of the graph's outputs; arrays that the function closes over must not be
+            reallocated.
         repeats: calls per timing, which is their median.
 
     Returns:
@@ -272,11 +273,11 @@ def _capture(
     required: bool,
     repeats: int,
 ) -> str:
-    """Captures a CUDA graph. Returns the reason if there is none, else "".
+    """Captures a CUDA graph, used if it is faster than calls without it, or required. Returns the
+    reason if there is none, else "".
 
     for_graph: the program in which slower products of cukit replace those of cuBLAS, which CuPy
-        cannot capture, and its error. It is used if its graph is faster than calls without a graph,
-        or if the graph is required.
+        cannot capture, and its error. It is used with the graph only.
     """
     args, kwargs = call
     program = result._program if for_graph is None else for_graph[0]
@@ -288,15 +289,12 @@ def _capture(
         place = f"{program.failed}: " if program is not None and program.failed else ""
         hint = _CUBLAS if "cuBLAS" in str(error) else ""
         return f"no CUDA graph: {place}{_summary(error)}{hint}"
+    if not required:
+        without_us = _median_us(lambda: result(*args, **kwargs), repeats)
+        graph_us = _median_us(lambda: graph(args, kwargs), repeats)
+        if graph_us >= without_us:
+            return f"no CUDA graph: {graph_us:.1f} us with it, {without_us:.1f} us without"
     if for_graph is not None:
-        if not required:
-            without_us = _median_us(lambda: result(*args, **kwargs), repeats)
-            graph_us = _median_us(lambda: graph(args, kwargs), repeats)
-            if graph_us >= without_us:
-                return (
-                    f"no CUDA graph: {graph_us:.1f} us, because its products are slower than "
-                    f"cuBLAS, and {without_us:.1f} us without"
-                )
         result._program, result.error = for_graph
     result._graph = graph
     return ""

@@ -1,9 +1,7 @@
 // The tile scheduler of attention kernels whose blocks iterate over tiles of queries.
 //
 // Dense calls use a static schedule: block b takes tiles b, b + gridDim.x, ..., head after head, so
-// that concurrent blocks share keys and values in L2. With HEADS_AT_ONCE, consecutive blocks take
-// tiles of that many heads in turn: fewer blocks request the same lines of L2 at the same time. It
-// divides batch * heads_q. With a causal mask alone, blocks take pairs
+// that concurrent blocks share keys and values in L2. With a causal mask alone, blocks take pairs
 // of tiles of a head, the last with the first and so on: every pair has the same number of visible
 // keys.
 //
@@ -12,8 +10,7 @@
 // a head the last tile comes first.
 //
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1 (flash_attention_sm90.cu); PAGED
-//   0|1 keys are in a paged cache, and seq_kv is read on the device; HEADS_AT_ONCE, 1 where it is
-//   not defined. Defines DYNAMIC_SCHEDULE 0|1.
+//   0|1 keys are in a paged cache, and seq_kv is read on the device. Defines DYNAMIC_SCHEDULE 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -31,10 +28,6 @@
 
 #ifndef PAGED
 #define PAGED 0
-#endif
-
-#ifndef HEADS_AT_ONCE
-#define HEADS_AT_ONCE 1
 #endif
 
 #define DYNAMIC_SCHEDULE (VARLEN || BLOCK_SPARSE || PAGED)
@@ -102,13 +95,11 @@ class QueryTileScheduler {
       const int per_head = kPairs ? (tiles + 1) / 2 : tiles;
       const int index = static_tile(kPairs ? turn_ / 2 : turn_);
       if (index >= problem_.batch * problem_.heads_q * per_head) return false;
-      const int in_group = index % (HEADS_AT_ONCE * per_head);
-      const int early = in_group / HEADS_AT_ONCE;
+      const int early = index % per_head;
       const int late = tiles - 1 - early;
       const bool first = kPairs && turn_ % 2 == 0;
       turn_ += first && late == early ? 2 : 1;  // the tile in the middle has no partner
-      const int group = index / (HEADS_AT_ONCE * per_head);
-      const int batch_head = group * HEADS_AT_ONCE + in_group % HEADS_AT_ONCE;
+      const int batch_head = index / per_head;
       work.b = batch_head / problem_.heads_q;
       work.head = batch_head % problem_.heads_q;
       set_sequence(work);
