@@ -221,7 +221,7 @@ def optimize(
         choice.mark(choice.having(_FUSED), "would fuse")
         result.restore()
     elif on_gpu and cuda_graph is not False:
-        note = _capture(result, for_graph, (args, kwargs), cuda_graph is True, repeats)
+        note = _capture(result, for_graph, (args, kwargs), bool(cuda_graph), repeats)
         if note:
             notes.append(note)
         elif for_graph is not None:
