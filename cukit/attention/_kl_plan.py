@@ -34,6 +34,7 @@ from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _STEP = 16  # K of one wgmma
+_ONE_PASS_COLUMNS = 128  # of a head, at most
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,21 @@ class AttentionWithKlConfig(WarpgroupForwardConfig):
         return replace(spec, defines=(*spec.defines, *defines), shared_bytes=shared)
 
 
-ATTENTION_WITH_KL_TILINGS: dict[int, WarpgroupTiling] = {
-    64: WarpgroupTiling(2, 96, num_stages=3),
-    128: WarpgroupTiling(2, 80, query_stages=1),
-}
-"""Keyed by the largest of both models' head_dims and that of v."""
+_ONE_PASS_NARROW = WarpgroupTiling(3, 64, num_stages=3)  # up to 64 columns
+_ONE_PASS_WIDE = WarpgroupTiling(2, 96, query_stages=1)  # up to 128
+_ONE_PASS_UNSPILLED = WarpgroupTiling(2, 80, query_stages=1)
+
+
+def _one_pass_tiling(problem: AttentionProblem, teacher_dim: int, known: bool) -> WarpgroupTiling:
+    """The fastest tiling, as measured on an H200 (profiling/notes/attention_distillation.md).
+
+    With the teacher's lse known, tiles of 96 keys spill 56 bytes, which costs more than the shorter
+    tile except under a causal mask alone.
+    """
+    if max(problem.head_dim, problem.head_dim_v, teacher_dim) <= BOX_COLUMNS:
+        return _ONE_PASS_NARROW
+    plain_causal = problem.causal and not problem.features & {"window", "varlen"}
+    return _ONE_PASS_UNSPILLED if known and not plain_causal else _ONE_PASS_WIDE
 
 
 def plan_attention_with_kl(
@@ -229,19 +240,16 @@ def plan_attention_with_kl(
 
     problem: the student's attention, without options but masks.
     """
-    if not covers(problem, device):
-        return None
     widest = max(problem.head_dim, problem.head_dim_v, teacher_dim)
-    for most, tiling in ATTENTION_WITH_KL_TILINGS.items():
-        if widest <= most:
-            return AttentionWithKlConfig(
-                problem,
-                tiling,
-                device.num_sms,
-                teacher_dim=teacher_dim,
-                known_teacher=known_teacher,
-            )
-    return None
+    if not covers(problem, device) or widest > _ONE_PASS_COLUMNS:
+        return None
+    return AttentionWithKlConfig(
+        problem,
+        _one_pass_tiling(problem, teacher_dim, known_teacher),
+        device.num_sms,
+        teacher_dim=teacher_dim,
+        known_teacher=known_teacher,
+    )
 
 
 def attention_with_kl_specs(device: Device) -> list[KernelSpec]:

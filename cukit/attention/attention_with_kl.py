@@ -20,14 +20,12 @@ from cukit.attention._flash_launch_sm90 import MappedForward, MappedLaunch, enco
 from cukit.attention._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS
 from cukit.attention._kl_plan import plan_attention_with_kl
 from cukit.attention._kl_reduction import reduced
-from cukit.attention._problem import Window
 from cukit.attention.kl_pairs import (
     KlOptions,
     RowArrays,
     check_pairs,
     check_scalar,
     head_map_of,
-    kl_options,
     mapped_teacher,
     problem_of_pairs,
     teacher_settings,
@@ -55,41 +53,25 @@ def attention_with_kl(
     q_s: Array,
     k_s: Array,
     v_s: Array,
-    *,
-    causal: bool = False,
-    window_size: Window | None = None,
-    scale_by_temperature_squared: bool = False,
-    scale_t: float | None = None,
-    scale_s: float | None = None,
+    options: KlOptions,
+    arrays: RowArrays,
     head_map: Sequence[int] | None = None,
-    row_weights: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_kv: Array | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    lse_t: Array | None = None,
-    reduction: str = "mean",
     normalizer: Any = None,
 ) -> AttentionWithKl | None:
     """flash_attention of the student and attention_kl of both models at a temperature of 1, by one
     kernel; None, without checks, where there is none: on the CPU, and where the plan has no such
     kernel.
 
-    Arguments, errors and numerics as of distillation_attention, which uses it.
+    options, arrays: without lse_s. Other arguments, errors and numerics as of
+    distillation_attention, which uses it.
     """
-    q_t, k_t, q_s, k_s, v_s, weights, ends_q, ends_kv, known = adopt(
-        _OP, q_t, k_t, q_s, k_s, v_s, row_weights, cu_seqlens_q, cu_seqlens_kv, lse_t
-    )
-    arrays = RowArrays(weights, ends_q, ends_kv, known, None)
+    q_t, k_t, q_s, k_s, v_s, *given = adopt(_OP, q_t, k_t, q_s, k_s, v_s, *arrays)
+    arrays = RowArrays(*given)
     on_host = normalizer is None or isinstance(normalizer, numbers.Real)
     if not on_host:
         (normalizer,) = adopt(_OP, normalizer)
     if not runs_kernel(_OP, q_t, k_t, q_s, k_s, v_s, *arrays, None if on_host else normalizer):
         return None
-    options = kl_options(
-        _OP, causal, window_size, 1.0, scale_by_temperature_squared, scale_t, scale_s,
-        reduction, normalizer, max_seqlen_q, max_seqlen_kv,
-    )  # fmt: skip
     check_pairs(_OP, q_t, k_t, q_s, k_s, arrays, options)
     check_scalar(_OP, "normalizer", normalizer)
     student = options.student(q_s.shape[-1])
@@ -102,6 +84,7 @@ def attention_with_kl(
         check_sequence_ends(_OP, q_s, k_s, student, arrays.scores)
     out, shape = empty(q_s, (*q_s.shape[:-1], v_s.shape[-1])), lse_shape(q_s)
     lse_s, kl = empty(q_s, shape, np.float32), empty(q_s, shape, np.float32)
+    known = arrays.lse_t
     lse_t = empty(q_s, shape, np.float32) if known is None else known
     launch((q_s, k_s, v_s, out, lse_s), (q_t, k_t), (known, kl, lse_t), arrays)
     return AttentionWithKl(out, reduced(kl, options, arrays, normalizer), lse_t, lse_s)

@@ -14,7 +14,7 @@ from cukit.attention import (
     flash_attention_backward,
 )
 from cukit.attention.attention_with_kl import attention_with_kl
-from cukit.attention.kl_pairs import head_map_of
+from cukit.attention.kl_pairs import RowArrays, head_map_of, kl_options
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError
@@ -110,7 +110,12 @@ def distillation_attention(
         "lse_t": lse_t, "reduction": reduction, "normalizer": normalizer, **masks,
     }  # fmt: skip
     if shares and not precise:
-        both = attention_with_kl(q_t, k_t, q_s, k_s, v_s, **options)
+        scalars = kl_options(
+            "distillation_attention", causal, window_size, 1.0, scale_by_temperature_squared,
+            scale_t, scale_s, reduction, normalizer, max_seqlen_q, max_seqlen_kv,
+        )  # fmt: skip
+        arrays = RowArrays(row_weights, cu_seqlens_q, cu_seqlens_kv, lse_t, None)
+        both = attention_with_kl(q_t, k_t, q_s, k_s, v_s, scalars, arrays, head_map, normalizer)
         if both is not None:
             return DistillationAttention(
                 both.out, both.loss, out_t, both.lse_s, both.lse_t, both.lse_s

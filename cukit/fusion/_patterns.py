@@ -143,12 +143,16 @@ def _attention(
     q: Any, k: Any, v: Any, *, scale: float = 1.0, mask: Any = None, added: Any = None,
     causal: bool = False,
 ) -> Any:  # fmt: skip
-    """flash_attention for [heads, positions, head_dim] or [batch, heads, positions, head_dim], the
-    layout of array code with matmul."""
-    heads = [(a[:, None] if a.ndim == 3 else a).swapaxes(1, 2) for a in (q, k, v)]
+    """flash_attention for [positions, head_dim], with axes of heads, or of batch and heads, before
+    these: the layout of array code with matmul."""
+    axes = _NEW_AXES[q.ndim]
+    heads = [a[axes].swapaxes(1, 2) for a in (q, k, v)]
     out: Any = flash_attention(*heads, scale=scale, causal=causal, mask=mask, bias=added)
-    out = out.swapaxes(1, 2)
-    return out[:, 0] if q.ndim == 3 else out
+    return out.swapaxes(1, 2)[tuple(0 if axis is None else axis for axis in axes)]
+
+
+_NEW_AXES = {2: (None, None), 3: (slice(None), None), 4: (slice(None), slice(None))}
+"""The index that adds axes to arrays of fewer than four."""
 
 
 def _settle_rows(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
@@ -170,8 +174,11 @@ def _values(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settle_mask(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
-    """Converts a constant triangular mask to causal=True. Rejects masks that set hidden scores to a
-    value above _HIDDEN, which would not hide them."""
+    """Converts a constant triangular mask to causal=True. Rejects arrays with different numbers of
+    axes, and masks that set hidden scores to a value above _HIDDEN, which would not hide them."""
+    values = _values(inputs)
+    if len({values[name].ndim for name in "qkv"}) > 1 or values["q"].ndim not in _NEW_AXES:
+        return None
     settled = dict(inputs)
     if settled.pop("hidden", -np.inf) > _HIDDEN:
         return None
@@ -211,7 +218,10 @@ def _attentions() -> list[Pattern]:
 
 
 def _linears() -> list[Pattern]:
-    """w is [in, out]: `x @ weight.T` matches with w = weight.T, a transposed view of [out, in]."""
+    """w is [in, out]: `x @ weight.T` matches with w = weight.T, a transposed view of [out, in].
+
+    The plain product comes last. It replaces cuBLAS, which CuPy cannot capture in a CUDA graph.
+    """
     patterns = []
     for name, spellings in ACTIVATIONS.items():
         for act in spellings:
@@ -221,7 +231,11 @@ def _linears() -> list[Pattern]:
             ):
                 replace = functools.partial(_linear, activation=name)
                 patterns.append(Pattern("linear", spelling, replace, _settle_rows))
-    return [*patterns, Pattern("linear", lambda x, w, bias: x @ w + bias, _linear, _settle_rows)]
+    return [
+        *patterns,
+        Pattern("linear", lambda x, w, bias: x @ w + bias, _linear, _settle_rows),
+        Pattern("linear", lambda x, w: x @ w, _linear, _settle_rows),
+    ]
 
 
 def _linear(x: Any, w: Any, bias: Any = None, activation: str | None = None) -> Any:

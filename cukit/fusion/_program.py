@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cukit.fusion._match import Match
+from cukit.core.arrays import address_of
+from cukit.fusion._match import Match, form
 from cukit.fusion._patterns import Pattern
 from cukit.fusion._trace import Node, Trace, is_node, replaced
 from cukit.fusion._tree import arrays_of, is_array, leaves, signature, tree_map
@@ -22,6 +23,12 @@ class Fusion:
     match: Match
     arguments: dict[str, Any]
     dtype: Any
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it replaces a matrix product, which CuPy cannot capture in a CUDA graph."""
+        forms = map(form, self.match.inner)
+        return any(each is not None and each.name == "matmul" for each in forms)
 
     def run(self, value_of: Callable[[Node], Any]) -> Any:
         found = self.pattern.replace(**replaced(self.arguments, value_of))
@@ -44,7 +51,11 @@ class Recomputed(dict[Node, Any]):
 
 
 class Program:
-    """Replays the recorded operations with the fused ops."""
+    """Replays the recorded operations with the fused ops.
+
+    Attributes:
+        failed: the operation that raised an error, and the shapes of its arrays.
+    """
 
     def __init__(
         self,
@@ -65,8 +76,7 @@ class Program:
                 used = (node.args, node.kwargs) if fusion is None else fusion.arguments
                 needed.update(leaves(used, is_node))
         self._steps = [(node, by_root.get(node)) for node in nodes if node in needed]
-        for node in (*nodes, *found.inputs):
-            node.value = None  # frees the arrays of the sample
+        self.failed = ""
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the arguments have the shapes, dtypes, strides and other values of the sample."""
@@ -75,54 +85,84 @@ class Program:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: dict[Node, Any] = dict(zip(self._inputs, arrays_of((args, kwargs)), strict=True))
         for node, fusion in self._steps:
-            if fusion is None:
-                own, named = replaced((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.call(*own, **named)
-            else:
-                values[node] = fusion.run(values.__getitem__)
+            try:
+                if fusion is None:
+                    own, named = replaced((node.args, node.kwargs), values.__getitem__)
+                    values[node] = node.call(*own, **named)
+                else:
+                    values[node] = fusion.run(values.__getitem__)
+            except Exception:
+                used = [*map(values.get, node.parents()), *arrays_of((node.args, node.kwargs))]
+                shapes = [f"{list(x.shape)} {x.dtype.name}" for x in used if is_array(x)]
+                self.failed = f"{node.name} of {' and '.join(shapes)}"
+                raise
         return replaced(self._result, values.__getitem__)
 
 
 class GraphedCall:
-    """A CUDA graph of a call: copies the inputs into captured arrays and the results out."""
+    """A CUDA graph of a call.
+
+    The graph reads the arrays of the sample in place, so that weights are not copied. The first
+    call in which another array takes the place of one of them captures anew: the graph then reads a
+    copy, which every call fills. Results are copied out.
+    """
 
     def __init__(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        cupy = sys.modules["cupy"]
-        self._sample = signature((args, kwargs))
-        self._inputs = [array.copy() for array in arrays_of((args, kwargs))]
-        copies = iter(self._inputs)
-        own = tree_map((args, kwargs), is_array, lambda _: next(copies))
+        self._cupy = sys.modules["cupy"]
+        self._call = call
+        self._sample = args, kwargs
+        self._signature = signature(self._sample)
+        self._copied: set[int] = set()
+        self._capture(arrays_of(self._sample))
+
+    def _capture(self, read: list[Any]) -> None:
+        """Captures the call on these arrays."""
+        cupy, inputs = self._cupy, iter(read)
+        own, named = tree_map(self._sample, is_array, lambda _: next(inputs))
 
         def run() -> Any:
-            return call(*own) if isinstance(call, Program) else call(*own[0], **own[1])
+            call = self._call
+            return call(own, named) if isinstance(call, Program) else call(*own, **named)
 
         # A replay writes to the memory of the captured intermediates again, so that memory must not
         # return to a pool from which other arrays are allocated.
-        self._pool = cupy.cuda.MemoryPool()
+        pool = cupy.cuda.MemoryPool()
         stream = cupy.cuda.Stream(non_blocking=True)
         stream.wait_event(cupy.cuda.get_current_stream().record())
-        with cupy.cuda.using_allocator(self._pool.malloc), stream:
+        with cupy.cuda.using_allocator(pool.malloc), stream:
             run()
             stream.synchronize()
             stream.begin_capture()
             try:
-                self._output = run()
+                output = run()
             except BaseException:
                 with contextlib.suppress(Exception):  # fails again, as the capture is invalid
                     stream.end_capture()
                 raise
-            self._graph = stream.end_capture()
+            graph = stream.end_capture()
         stream.synchronize()
-        self._cupy = cupy
+        self._pool, self._read, self._output, self._graph = pool, read, output, graph
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the arguments have the shapes, dtypes, strides and values of the capture."""
-        return bool(signature((args, kwargs)) == self._sample)
+        return bool(signature((args, kwargs)) == self._signature)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for own, given in zip(self._inputs, arrays_of((args, kwargs)), strict=True):
-            own[...] = given
+        given = arrays_of((args, kwargs))
+        pairs = zip(self._read, given, strict=True)
+        other = {i for i, (own, array) in enumerate(pairs) if address_of(own) != address_of(array)}
+        if not other <= self._copied:
+            copied = self._copied | other
+            self._capture(
+                [
+                    array.copy(order="K") if i in copied else array
+                    for i, array in enumerate(self._read)
+                ]
+            )
+            self._copied = copied
+        for i in self._copied:
+            self._read[i][...] = given[i]
         self._graph.launch(self._cupy.cuda.get_current_stream())
         return tree_map(self._output, is_array, lambda array: array.copy())

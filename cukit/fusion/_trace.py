@@ -63,6 +63,11 @@ class Trace:
     inputs: list[Node]
     result: Any
 
+    def free(self) -> None:
+        """Drops the values on the sample, and so the memory of the intermediates."""
+        for node in (*self.nodes(), *self.inputs):
+            node.value = None
+
     def nodes(self) -> list[Node]:
         """All operations that the result depends on, in topological order, without inputs."""
         order: dict[Node, None] = {}

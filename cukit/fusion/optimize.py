@@ -30,6 +30,15 @@ from cukit.fusion.report import (
 )
 
 _WARM_UP = 2
+_FUSED = "fused"
+_NOT_FASTER = "kept: not faster"
+_FOR_GRAPH = "fused for the CUDA graph"
+_CUBLAS = (
+    ". CuPy cannot capture cuBLAS; cukit's linear replaces products of contiguous float16 or "
+    "bfloat16 arrays with a weight of two axes, and can be captured"
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Optimized:
@@ -109,15 +118,16 @@ def optimize(
     The function runs a few times on `sample`, and its operations are recorded. Subgraphs equivalent
     to one of cukit's ops are candidates. Each op runs on the inputs of its subgraph; it is kept if
     the results agree and, on a GPU, if it is faster. This also compiles the kernels. On a GPU the
-    function is then captured in a CUDA graph, which calls with the sample's shapes replay.
+    function is then captured in a CUDA graph, which calls with the sample's shapes replay. CuPy
+    cannot capture cuBLAS, so slower products of cukit are used where the graph makes up for them.
 
     ===============  ============================================================================
     flash_attention  softmax(q k^T scale) v over [..., heads, positions, head_dim], with a boolean
                      mask (a constant triangular mask becomes causal=True) or an added bias
     rms_norm         x / sqrt(mean(x^2) + eps) * weight
     layer_norm       (x - mean) / sqrt(variance + eps) * weight + bias
-    linear           x @ w.T + bias with w [out, in], also followed by gelu, gelu_tanh, silu or
-                     relu (then with or without bias)
+    linear           x @ w or x @ w.T with a contiguous w of two axes, also with a bias and
+                     followed by gelu, gelu_tanh, silu or relu
     gelu             exact (erf) or tanh approximation
     ===============  ============================================================================
 
@@ -136,8 +146,10 @@ def optimize(
         dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
             NumPy references.
         cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
-            captured. Calls return copies of the graph's outputs; arrays that the function closes
-            over must not be reallocated.
+            captured and the graph is faster. The graph reads the arrays of the sample in place; an
+            argument that a later call replaces by another array is copied from then on. Calls
+            return copies of the graph's outputs; arrays that the function closes over must not be
+            reallocated.
         repeats: calls per timing, which is their median.
 
     Returns:
@@ -183,6 +195,8 @@ def optimize(
     if not on_gpu:
         here = "the arrays are on the CPU" if gpu_available() else "this machine has no GPU"
         notes.append(f"{here}: ops ran on cukit's references, nothing was timed")
+    choice = _Choice((args, kwargs), before, tolerance)
+    for_graph: tuple[Program, float] | None = None
     try:
         found = trace(function, args, kwargs)
         if not is_same(found, trace(function, args, kwargs)):
@@ -190,59 +204,105 @@ def optimize(
     except CannotTraceError as reason:
         notes.append(f"nothing was replaced: {reason}")
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        notes.append(f"nothing was replaced: the trace failed with {type(error).__name__}: {first}")
+        notes.append(f"nothing was replaced: the trace failed with {_summary(error)}")
     else:
-        _fuse(result, found, before, (args, kwargs), tolerance, only_faster, on_gpu, repeats)
+        for fusion in _find(found):
+            choice.rows[fusion] = _judge(fusion, tolerance, only_faster, on_gpu, repeats)
+        fused = choice.having(_FUSED)
+        result._program, result.error = choice.verified(found, fused)
+        if result._program is None:
+            choice.mark(fused, "kept: the function's result changed too much")
+        products = choice.slower_products()
+        if products:
+            program, whole = choice.verified(found, [*choice.having(_FUSED), *products])
+            for_graph = None if program is None else (program, whole)
+        found.free()
     if dry:
-        result.report = [
-            replace(row, outcome="would fuse") if row.outcome == "fused" else row
-            for row in result.report
-        ]
+        choice.mark(choice.having(_FUSED), "would fuse")
         result.restore()
     elif on_gpu and cuda_graph is not False:
-        try:
-            result._graph = GraphedCall(result._program or function, args, kwargs)
-        except Exception as error:
-            if cuda_graph:
-                raise
-            first = (str(error).splitlines() or [""])[0]
-            notes.append(f"no CUDA graph: {type(error).__name__}: {first}")
+        note = _capture(result, for_graph, (args, kwargs), bool(cuda_graph), repeats)
+        if note:
+            notes.append(note)
+        elif for_graph is not None:
+            choice.mark(choice.slower_products(), _FOR_GRAPH)
+    result.report = list(choice.rows.values())
     if on_gpu and not dry:
         result.after_us = _median_us(lambda: result(*args, **kwargs), repeats)
     result.note = "; ".join(notes)
     return result
 
 
-def _fuse(
+class _Choice:
+    """The candidates of a function, each with its report, and programs with some of them."""
+
+    def __init__(self, call: Call, before: Any, tolerance: float | None) -> None:
+        """before: the function's result for the call."""
+        self.rows: dict[Fusion, FusionReport] = {}
+        self._call = call
+        self._before = before
+        self._tolerance = tolerance
+
+    def having(self, outcome: str) -> list[Fusion]:
+        """The candidates with an outcome."""
+        return [each for each, row in self.rows.items() if row.outcome == outcome]
+
+    def slower_products(self) -> list[Fusion]:
+        """Correct candidates that replace a matrix product and are not faster by themselves."""
+        return [each for each in self.having(_NOT_FASTER) if each.multiplies]
+
+    def mark(self, fusions: list[Fusion], outcome: str) -> None:
+        """Changes the outcome of candidates."""
+        for each in fusions:
+            self.rows[each] = replace(self.rows[each], outcome=outcome)
+
+    def verified(self, found: Trace, fusions: list[Fusion]) -> tuple[Program | None, float]:
+        """The program with these candidates, and its error. None without candidates, and if the
+        error is too large."""
+        if not fusions:
+            return None, 0.0
+        program = Program(found, fusions, *self._call)
+        error, allowed = _difference(self._before, program(*self._call), self._tolerance)
+        return program if error <= WHOLE_TOLERANCE * allowed else None, error
+
+
+def _capture(
     result: Optimized,
-    found: Trace,
-    before: Any,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    tolerance: float | None,
-    only_faster: bool,
-    on_gpu: bool,
+    for_graph: tuple[Program, float] | None,
+    call: Call,
+    required: bool,
     repeats: int,
-) -> None:
-    accepted = []
-    for fusion in _find(found):
-        row = _judge(fusion, tolerance, only_faster, on_gpu, repeats)
-        result.report.append(row)
-        if row.outcome == "fused":
-            accepted.append(fusion)
-    if not accepted:
-        return
-    program = Program(found, accepted, *call)
-    after = program(*call)
-    result.error, allowed = _difference(before, after, tolerance)
-    if result.error <= WHOLE_TOLERANCE * allowed:
-        result._program = program
-        return
-    result.report = [
-        replace(row, outcome="kept: the function's result changed too much")
-        if row.outcome == "fused" else row
-        for row in result.report
-    ]  # fmt: skip
+) -> str:
+    """Captures a CUDA graph, used if it is faster than calls without it, or required. Returns the
+    reason if there is none, else "".
+
+    for_graph: the program in which slower products of cukit replace those of cuBLAS, which CuPy
+        cannot capture, and its error. It is used with the graph only.
+    """
+    args, kwargs = call
+    program = result._program if for_graph is None else for_graph[0]
+    try:
+        graph = GraphedCall(program or result.function, args, kwargs)
+    except Exception as error:
+        if required:
+            raise
+        place = f"{program.failed}: " if program is not None and program.failed else ""
+        hint = _CUBLAS if "cuBLAS" in str(error) else ""
+        return f"no CUDA graph: {place}{_summary(error)}{hint}"
+    if not required:
+        without_us = _median_us(lambda: result(*args, **kwargs), repeats)
+        graph_us = _median_us(lambda: graph(args, kwargs), repeats)
+        if graph_us >= without_us:
+            return f"no CUDA graph: {graph_us:.1f} us with it, {without_us:.1f} us without"
+    if for_graph is not None:
+        result._program, result.error = for_graph
+    result._graph = graph
+    return ""
+
+
+def _summary(error: Exception) -> str:
+    """The type and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _find(found: Trace) -> list[Fusion]:
@@ -303,11 +363,11 @@ def _judge(
         return FusionReport(*facts, math.nan, math.nan, before_us, None, f"kept: {reason}")
     error, allowed = _difference(root.value, after, tolerance)
     after_us = _median_us(fused, repeats) if on_gpu else None
-    outcome = "fused"
+    outcome = _FUSED
     if not error <= allowed:
         outcome = f"kept: error above {allowed:.1e}"
     elif only_faster and before_us is not None and after_us is not None and after_us >= before_us:
-        outcome = "kept: not faster"
+        outcome = _NOT_FASTER
     return FusionReport(*facts, error, allowed, before_us, after_us, outcome)
 
 

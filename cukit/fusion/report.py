@@ -20,8 +20,8 @@ class FusionReport:
 
     op: cukit's op. operations: number of operations it replaces. shape: of the op's result.
     error: largest difference of the results over the largest result; NaN if the op rejected its
-    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "would fuse",
-    or why the original is kept.
+    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "fused for the
+    CUDA graph" (not faster by itself), "would fuse", or why the original is kept.
     """
 
     op: str

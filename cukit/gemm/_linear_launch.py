@@ -156,12 +156,14 @@ def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
 
 
 def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
-    """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened."""
+    """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened; of an
+    array that is not C-contiguous, those of its transpose."""
     return TensorMapCache(partial(_encode, columns, box, part))
 
 
 def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
-    matrix = array.reshape(-1, columns)[:, part]
+    stored = array if array.flags.c_contiguous else array.T
+    matrix = stored.reshape(-1, columns)[:, part]
     return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)
 
 

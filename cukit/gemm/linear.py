@@ -19,7 +19,7 @@ from cukit.core.arrays import (
 from cukit.core.kernel import launch_plan
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_choice, check_flag
-from cukit.errors import ArrayError, ArrayShapeError
+from cukit.errors import ArrayError, ArrayLayoutError, ArrayShapeError
 from cukit.gemm._linear_launch import linear_specs, prepare_linear
 from cukit.gemm._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.reference import gemm as reference
@@ -43,7 +43,7 @@ def linear(
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
-        w: dtype of `x`, [n, k].
+        w: dtype of `x`, [n, k]: C-contiguous, or the transpose of a C-contiguous [k, n].
         bias: dtype of `x`, [n].
         activation: None, `"relu"`, `"gelu"` (with erf, accurate to 2.5e-7), `"gelu_tanh"` or
             `"silu"`.
@@ -163,7 +163,10 @@ def _prepare_linear(
     n, k = w.shape
     if w.size == 0 or x.size == 0:
         return None  # nothing to multiply: the reference
-    product = Product(x.size // k, n, k, x.dtype.name, activation=activation, keeps=keeps)
+    major = "K" if w.flags.c_contiguous else "MN"
+    product = Product(
+        x.size // k, n, k, x.dtype.name, major_b=major, activation=activation, keeps=keeps
+    )
     return prepare_linear(product, x, w, bias, out)
 
 
@@ -185,17 +188,30 @@ def _prepare_gated(
     return prepare_linear(product, x, gate, up, out)
 
 
-def check_weight(op: str, name: str, x: Array, w: Array, rows: int | None = None) -> None:
-    """Checks that `x` is [..., k] and the weight is [rows, k]."""
+def check_weight(
+    op: str,
+    name: str,
+    x: Array,
+    w: Array,
+    rows: int | None = None,
+    *,
+    contiguous: bool | None = True,
+) -> None:
+    """Checks that `x` is [..., k] and the weight is [rows, k]; contiguous: as of check_array."""
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, least_ndim=1)
-    check_array(op, name, w, shape=(rows, x.shape[-1]))
+    check_array(op, name, w, shape=(rows, x.shape[-1]), contiguous=contiguous)
 
 
 def _check_linear(
     x: Array, w: Array, bias: Array | None, activation: str | None, out: Array | None
 ) -> None:
     check_choice("linear", "activation", activation, tuple(ACTIVATIONS))
-    check_weight("linear", "w", x, w)
+    check_weight("linear", "w", x, w, contiguous=None)
+    if not (w.flags.c_contiguous or w.flags.f_contiguous):
+        raise ArrayLayoutError(
+            "linear: w must be C-contiguous or the transpose of a C-contiguous array, "
+            f"got strides {w.strides} for shape {w.shape}"
+        )
     if bias is not None:
         check_array("linear", "bias", bias, shape=(w.shape[0],))
     if out is not None:

@@ -255,8 +255,7 @@ class MetaAttention:
         state.k[:, at], state.v[:, at] = k[:, 0], v[:, 0]
         state.values[:, at] = u.reshape(batch, config.hidden)
         end = state.length = at + 1
-        keys, values = (xp.ascontiguousarray(cache[:, :end]) for cache in (state.k, state.v))
-        attended = flash_attention(q, keys, values, causal=True)
+        attended = flash_attention(q, state.k[:, :end], state.v[:, :end], causal=True)
         first = max(0, end - config.filter_length)
         taps = _widen(p["filter"])[:, : end - first][:, ::-1]
         filtered = xp.einsum("dt,btd->bd", taps, _widen(state.values[:, first:end]))

@@ -42,7 +42,9 @@ class Operator:
         needed if every result is the gradient of an argument.
     strided: arguments that `run` accepts with any strides and a contiguous last axis.
     backward: the operator that computes the gradients, or a function that returns them by argument
-        name; it is called with the keywords in `needs`, named as in a backward schema.
+        name; it is called with the keywords in `needs`, named as in a backward schema. A result
+        without a gradient has zeros, or None if the operator's argument is optional or the
+        function's parameter has the default None.
     unless: maps the arguments to the names in `needs` that this call need not save; the backward
         gets None for them.
     constants: results without a gradient.
@@ -169,7 +171,9 @@ def _autograd(row: Operator, schema: _Schema) -> tuple[Callable[..., None], Call
         }
     else:
         assert row.backward is not None
-        gradients, needed, optional = row.backward, frozenset(row.needs), set()
+        gradients, needed = row.backward, frozenset(row.needs)
+        parameters = inspect.signature(row.backward).parameters.values()
+        optional = {each.name for each in parameters if each.default is None}
     saved_arguments = [each for each in schema.arguments if each in needed]
     saved_results = [each for each in results if each in needed]
 

@@ -18,6 +18,7 @@ from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.distill import (
     LinearCrossEntropyResult,
     LinearKlResult,
+    distillation_attention,
     linear_sampled_distillation_loss,
     linear_topk_distillation_loss,
     sampled_distillation_loss,
@@ -226,6 +227,105 @@ ATTENTION_KL = (
         " -> (Tensor grad_q_s, Tensor grad_k_s)",
         _attention_kl_backward,
         strided=("q_t", "k_t", "q_s", "k_s"),
+    ),
+)
+
+_DISTILLED = (
+    arguments_of(
+        distillation_attention,
+        drop=("window_size",),
+        types={"normalizer": "Tensor?", "head_map": "SymInt[]?"},
+    )
+    + ", SymInt? window_left=None, SymInt? window_right=None, bool deterministic=False"
+)
+
+
+def _distill(*, deterministic: bool, lse_t: Array | None, **options: Any) -> tuple[Array, ...]:
+    """Empty: out_t without v_t; teacher_lse if it is given; student_lse if it equals lse."""
+    found = distillation_attention(lse_t=lse_t, **_window(options))
+    return (
+        found.out,
+        found.loss,
+        _nothing(found.out) if found.out_t is None else found.out_t,
+        found.lse,
+        _nothing(found.lse) if lse_t is not None else found.lse_t,
+        _nothing(found.lse) if options["temperature"] == 1 else found.lse_s,
+    )
+
+
+def _distilled(
+    q_t: Tensor,
+    v_t: Tensor | None,
+    q_s: Tensor,
+    v_s: Tensor,
+    reduction: str,
+    lse_t: Tensor | None,
+    temperature: float,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    out, lse = _attended(q_s, v_s)
+    loss = _like(lse, None if reduction == "none" else ())
+    out_t = _like(q_t, (0,)) if v_t is None else _like(q_t, (*q_t.shape[:-1], v_t.shape[-1]))
+    teacher_lse = _like(lse) if lse_t is None else _like(lse, (0,))
+    return out, loss, out_t, lse, teacher_lse, _like(lse, (0,) if temperature == 1 else None)
+
+
+def _distilled_gradients(
+    *,
+    grad_out: Tensor | None = None,
+    grad_loss: Tensor | None = None,
+    q_s: Tensor,
+    k_s: Tensor,
+    v_s: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_t: Tensor | None,
+    teacher_lse: Tensor,
+    student_lse: Tensor,
+    scale_s: float | None,
+    temperature: float,
+    **options: Any,
+) -> dict[str, Tensor | None]:
+    """Those of flash_attention and of attention_kl, each only if its result has a gradient."""
+    found: dict[str, Tensor | None] = {"q_s": None, "k_s": None, "v_s": None}
+    if grad_out is not None:
+        masks = {each: options[each] for each in _MASKS}
+        *gradients, _sinks = torch.ops.cukit.flash_attention_backward(
+            grad_out, out, lse, q_s, k_s, v_s, scale=scale_s, **masks
+        )
+        found.update(zip(found, gradients, strict=True))
+    if grad_loss is not None:
+        gradients = torch.ops.cukit.attention_kl_backward(
+            grad_loss,
+            teacher_lse if lse_t is None else lse_t,
+            lse if temperature == 1 else student_lse,
+            q_s=q_s, k_s=k_s, scale_s=scale_s, temperature=temperature, **options,
+        )  # fmt: skip
+        for name, gradient in zip(("q_s", "k_s"), gradients, strict=True):
+            before = found[name]
+            found[name] = gradient if before is None else before + gradient
+    return found
+
+
+_MASKS = (
+    "causal", "window_left", "window_right", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q",
+    "max_seqlen_kv", "deterministic",
+)  # fmt: skip
+_DISTILLED_RESULTS = ("out", "loss", "out_t", "lse", "teacher_lse", "student_lse")
+
+DISTILLATION_ATTENTION = (
+    Operator(
+        f"distillation_attention({_DISTILLED})"
+        f" -> ({', '.join(f'Tensor {each}' for each in _DISTILLED_RESULTS)})",
+        _distill,
+        _distilled,
+        strided=("q_t", "k_t", "v_t", "q_s", "k_s", "v_s"),
+        backward=_distilled_gradients,
+        needs=(
+            *("grad_out", "grad_loss", "out", "lse", "teacher_lse", "student_lse"),
+            *(each for each in names_of(_DISTILLED) if each not in ("v_t", "precise")),
+        ),
+        constants=("out_t", "lse", "teacher_lse", "student_lse"),
     ),
 )
 
@@ -547,6 +647,7 @@ OPERATORS = (
     *LAYERS,
     *ATTENTION,
     *ATTENTION_KL,
+    *DISTILLATION_ATTENTION,
     *INDEXER_KL,
     *LINEAR,
     *(row for loss in LOSSES for row in _rows_of_loss(loss)),

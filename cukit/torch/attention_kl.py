@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukit.errors import ArrayShapeError
 from cukit.torch._checks import refuse_gradient
-from cukit.torch.functional import Window, flash_attention
+from cukit.torch.functional import Window
 from cukit.torch.losses import TEACHER, as_scalar
 
 _ops: Any = torch.ops.cukit
@@ -44,16 +44,9 @@ def attention_kl(
     """
     refuse_gradient("attention_kl", TEACHER.format(name="q_t"), q_t=q_t)
     refuse_gradient("attention_kl", TEACHER.format(name="k_t"), k_t=k_t)
-    left, right = (None, None) if window_size is None else window_size
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if normalizer is not None and not isinstance(normalizer, Tensor):
-        normalizer = as_scalar(normalizer, q_s)
-    heads = None if head_map is None else list(head_map)
     loss: Tensor = _ops.attention_kl(
         q_t, k_t, q_s, k_s,
-        window_left=left, window_right=right, head_map=heads, normalizer=normalizer,
-        deterministic=deterministic, **options,
+        **_settings(q_s, window_size, head_map, normalizer, deterministic), **options,
     )[0]  # fmt: skip
     return loss
 
@@ -66,15 +59,10 @@ def distillation_attention(
     k_s: Tensor,
     v_s: Tensor,
     *,
-    temperature: float = 1.0,
-    scale_t: float | None = None,
-    scale_s: float | None = None,
-    causal: bool = False,
     window_size: Window | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
+    head_map: Sequence[int] | None = None,
+    normalizer: float | Tensor | None = None,
+    deterministic: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """:func:`cukit.distill.distillation_attention` with gradients for the student's tensors.
@@ -82,33 +70,46 @@ def distillation_attention(
     Args:
         q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]; v_t for its output, or None.
         q_s, k_s, v_s: the student's.
-        Others: as in :func:`cukit.distill.distillation_attention` and :func:`attention_kl`.
+        deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
+        Others: as in :func:`cukit.distill.distillation_attention`.
 
     Returns:
         `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
-        or None. At temperature 1 the divergence reuses the log-sum-exps of the student's attention.
+        or None. On Hopper one kernel computes the first two where it can.
 
     Raises:
         ArrayError, ConfigError: as :func:`cukit.distill.distillation_attention`; a teacher's tensor
             requires grad.
     """
-    masks: dict[str, Any] = {
-        "causal": causal, "window_size": window_size, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_kv": max_seqlen_kv,
-    }  # fmt: skip
-    refuse_gradient("distillation_attention", TEACHER.format(name="v_t"), v_t=v_t)
-    out, lse = flash_attention(q_s, k_s, v_s, scale=scale_s, return_lse=True, **masks)
-    out_t = None
-    if v_t is not None:
-        with torch.no_grad():
-            out_t = flash_attention(q_t, k_t, v_t, scale=scale_t, **masks)
-    loss = attention_kl(
-        q_t, k_t, q_s, k_s,
-        temperature=temperature, scale_t=scale_t, scale_s=scale_s,
-        lse_s=lse if temperature == 1 else None, **masks, **options,
+    for name, x in (("q_t", q_t), ("k_t", k_t), ("v_t", v_t)):
+        refuse_gradient("distillation_attention", TEACHER.format(name=name), **{name: x})
+    out, loss, out_t, *_ = _ops.distillation_attention(
+        q_t, k_t, v_t, q_s, k_s, v_s,
+        **_settings(q_s, window_size, head_map, normalizer, deterministic), **options,
     )  # fmt: skip
-    return out, loss, out_t
+    return out, loss, None if v_t is None else out_t
+
+
+def _settings(
+    like: Tensor,
+    window_size: Window | None,
+    head_map: Sequence[int] | None,
+    normalizer: float | Tensor | None,
+    deterministic: bool | None,
+) -> dict[str, Any]:
+    """Arguments in the types of the operators."""
+    left, right = (None, None) if window_size is None else window_size
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if normalizer is not None and not isinstance(normalizer, Tensor):
+        normalizer = as_scalar(normalizer, like)
+    return {
+        "window_left": left,
+        "window_right": right,
+        "head_map": None if head_map is None else list(head_map),
+        "normalizer": normalizer,
+        "deterministic": deterministic,
+    }
 
 
 def relation_kl(

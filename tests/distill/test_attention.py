@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -112,6 +115,20 @@ DIMS = {
 """head_dims of the teacher, of the student's keys and of its values; dtype."""
 
 
+@contextmanager
+def one_passes():
+    """Records the results of attention_with_kl in distillation_attention."""
+    passes = []
+
+    def recorded(*args):
+        passes.append(attention_with_kl(*args))
+        return passes[-1]
+
+    module = sys.modules[distillation_attention.__module__]
+    with patch.object(module, "attention_with_kl", recorded):
+        yield passes
+
+
 def check_one_pass(device, arrays, **options):
     """Compares output, rows and both lse with float64, the teacher's lse given or not."""
     q_t, k_t, q_s, k_s, v_s = (x.astype(np.float64) for x in arrays)
@@ -135,13 +152,12 @@ def check_one_pass(device, arrays, **options):
     known = None
     for _ in range(2):
         poison_pool(device)
-        if device != "cpu":
-            both = attention_with_kl(*on_device, lse_t=known, reduction="none", **given)
-            assert both is not None, "planned as one pass"
         q, k, *student = on_device
-        result = distillation_attention(
-            q, k, None, *student, lse_t=known, reduction="none", **given
-        )
+        with one_passes() as passes:
+            result = distillation_attention(
+                q, k, None, *student, lse_t=known, reduction="none", **given
+            )
+        assert (passes[0] is None) == (device == "cpu"), "planned as one pass"
         assert_close("out", result.out, low, out, 1e-2)
         for name, value, expected in (
             ("lse", result.lse, lse),
@@ -196,16 +212,23 @@ def test_one_pass_reduces_and_scales(device, rng, reduction):
 
 def test_one_pass_needs_a_temperature_of_one_and_narrow_heads(rng):
     arrays = student_and_teacher(rng, (64, 64, 64), (5, 6), "float32")
-    assert attention_with_kl(*arrays) is None, "the CPU has no such kernel"
+    wide = student_and_teacher(rng, (64, 136, 64), (5, 6), "bfloat16")
+    narrow = student_and_teacher(rng, (64, 64, 64), (5, 6), "bfloat16")
+
+    def passes_of(q_t, k_t, *student, **options):
+        with one_passes() as passes:
+            distillation_attention(q_t, k_t, None, *student, **options)
+        return [each is not None for each in passes]
+
+    assert passes_of(*arrays) == [False], "the CPU has no such kernel"
     with cukit.backend("emulator", arch="sm_90"):
-        wide = student_and_teacher(rng, (64, 136, 64), (5, 6), "bfloat16")
-        assert attention_with_kl(*wide) is None
-        narrow = student_and_teacher(rng, (64, 64, 64), (5, 6), "bfloat16")
-        assert attention_with_kl(*narrow) is not None
+        assert passes_of(*wide) == [False]
+        assert passes_of(*narrow) == [True]
+        assert passes_of(*narrow, temperature=2.0) == passes_of(*narrow, precise=True) == []
         with pytest.raises(ArrayShapeError, match="distillation_attention: lse_t"):
-            attention_with_kl(*narrow, lse_t=np.zeros((1, 2, 4), np.float32))
+            passes_of(*narrow, lse_t=np.zeros((1, 2, 4), np.float32))
     with cukit.backend("emulator", arch="sm_80"):
-        assert attention_with_kl(*narrow) is None
+        assert passes_of(*narrow) == [False]
 
 
 def test_one_pass_over_sequences(device, rng):

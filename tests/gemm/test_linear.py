@@ -90,6 +90,17 @@ def test_linear_matches_reference(device, rng, m, n, k, dtype, activation):
     )
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 8, 8), (130, 136, 72), (5, 7, 9)])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_a_weight_may_be_stored_transposed(device, rng, m, n, k, activation):
+    x, w = operands(rng, m, n, k, "bfloat16")
+    bias = random(rng, (n,), "bfloat16")
+    placed_x, stored, placed_bias = to_device(device, x, np.ascontiguousarray(w.T), bias)
+    y = linear(placed_x, stored.T, placed_bias, activation)
+    expected = reference.linear(*(a.astype(np.float64) for a in (x, w, bias)), activation)
+    assert_close("y", to_host(y), reference.linear(x, w, bias, activation), expected)
+
+
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
@@ -294,6 +305,11 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
             lambda: linear(X, W, out=W.ravel()[:24].reshape(4, 6)),
             ArrayLayoutError,
             "out overlaps w in memory",
+        ),
+        (
+            lambda: linear(X, np.repeat(W, 2, axis=1)[:, ::2]),
+            ArrayLayoutError,
+            "w must be C-contiguous or the transpose of a C-contiguous array, got strides",
         ),
         (
             lambda: linear(X, W, return_preactivation=1),

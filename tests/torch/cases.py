@@ -132,9 +132,21 @@ CASES = {
         QKV[:2], HALF,
     ),
     "distillation_attention": Case(
-        "attention_kl",
+        "distillation_attention",
         lambda q, k, v, t, u: ckt.distillation_attention(t, u, u, q, k, v, window_size=(3, 0))[:2],
         QKV, QKV[:2], HALF,
+    ),
+    "distillation_attention at a temperature": Case(
+        "distillation_attention",
+        lambda q, k, v, t, u: ckt.distillation_attention(
+            t, u, None, q, k, v, temperature=2.0, causal=True, reduction="sum"
+        )[:2],
+        QKV, QKV[:2], HALF,
+    ),
+    "the divergence of distillation_attention": Case(
+        "distillation_attention",
+        lambda q, k, t, u: ckt.distillation_attention(t, u, None, q, k, u)[1],
+        QKV[:2], QKV[:2], HALF,
     ),
     "indexer_kl": Case(
         "indexer_kl",

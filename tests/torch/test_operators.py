@@ -218,6 +218,47 @@ def test_lse_is_a_constant() -> None:
     assert not lse.requires_grad
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+@pytest.mark.parametrize("given", [False, True])
+def test_distillation_attention_is_attention_and_divergence(
+    temperature: float, given: bool
+) -> None:
+    """Results and gradients of the single operator are those of the two."""
+    torch.manual_seed(1)
+    q_t, k_t, v_t = (torch.randn(2, 7, 2, 24, dtype=torch.float64) for _ in range(3))
+    student = [
+        torch.randn(2, 7, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    ]
+    options: dict[str, Any] = {
+        "temperature": temperature, "head_map": [1, 0, 0, 1], "scale_t": 0.3, "scale_s": 0.2,
+    }  # fmt: skip
+    if given:
+        _, lse_t, _ = cukit.attention_kl(
+            *(x.detach().numpy() for x in (q_t, k_t, *student[:2])),
+            **options, causal=True, return_lse=True,
+        )  # fmt: skip
+        options["lse_t"] = torch.from_numpy(lse_t)
+    out, loss, out_t = ckt.distillation_attention(q_t, k_t, v_t, *student, causal=True, **options)
+    want = ckt.flash_attention(*student, causal=True, scale=0.2)
+    want_loss = ckt.attention_kl(q_t, k_t, *student[:2], causal=True, **options)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(loss, want_loss)
+    torch.testing.assert_close(out_t, ckt.flash_attention(q_t, k_t, v_t, causal=True, scale=0.3))
+    for mine, theirs in (
+        (out.sum() + 3 * loss, want.sum() + 3 * want_loss), (out.sum(), want.sum()),
+    ):  # fmt: skip
+        for one, other in zip(
+            torch.autograd.grad(mine, student, retain_graph=True),
+            torch.autograd.grad(theirs, student, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other)
+    alone = torch.autograd.grad(loss, student, allow_unused=True)
+    assert alone[2] is None
+    for one, other in zip(alone[:2], torch.autograd.grad(want_loss, student[:2]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_what_gets_no_gradient_is_refused() -> None:
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
     with pytest.raises(ConfigError, match="flash_attention: bias requires grad"):
