@@ -515,12 +515,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       left = piece.end - piece.begin;
       keys = piece.place.request.seq_kv - piece.begin * kPage;
     }
-    cukit::PipelineState<2> before;
 #pragma unroll 1
-    for (bool first = true; left > 0; --left, keys -= kPage, first = false) {
+    for (; left > 0; --left, keys -= kPage) {
       barriers.weights.wait(weights);
       if (cukit::warp_uniform(exchange.grown[weights.index]) != 0) {
-        finish(out);
         const float2* const shrink =
             reinterpret_cast<const float2*>(exchange.shrink[weights.index]) + lane % 4;
 #pragma unroll
@@ -536,10 +534,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         }
       }
       const unsigned long long w = w_first + weights.index * WeightTile::kStage;
-      unsigned a[2][kOutputTiles][4];
+      unsigned a[2][kOutputTiles / 2][4];
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        unsigned(&operand)[kOutputTiles][4] = a[quarter % 2];
         barriers.slots.wait(at);
         const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
         const int first_key = quarter * (kPage / kQuarters) + own_key;
@@ -560,37 +557,38 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         __syncwarp();
         barriers.slots.release(at);
         at.advance();
+        const unsigned pair_ratios[2] = {ratios[0], ratios[4]};
+        // Columns 4 part .. 4 part + 3 of a lane.
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned ratio = ratios[4 * i];
-          const unsigned low[2] = {codes[2 * i].x, codes[2 * i].y};
-          const unsigned high[2] = {codes[2 * i + 1].x, codes[2 * i + 1].y};
+        for (int part = 0; part < 2; ++part) {
+          unsigned(&operand)[kOutputTiles / 2][4] = a[part];
 #pragma unroll
-          for (int tile = 0; tile < kOutputTiles; ++tile) {
-            // Columns 2 tile and 2 tile + 1 of both keys.
-            const unsigned both = cukit::permute_bytes(low[tile / 2], high[tile / 2],
-                                                       tile % 2 == 0 ? 0x5140 : 0x7362);
-            unsigned pairs[2];
-            cukit::unpack_e4m3(pairs, both);
-            operand[tile][2 * i] = multiply_pairs<Latent>(pairs[0], ratio);
-            operand[tile][2 * i + 1] = multiply_pairs<Latent>(pairs[1], ratio);
+          for (int i = 0; i < 2; ++i) {
+            const unsigned low = part == 0 ? codes[2 * i].x : codes[2 * i].y;
+            const unsigned high = part == 0 ? codes[2 * i + 1].x : codes[2 * i + 1].y;
+#pragma unroll
+            for (int tile = 0; tile < kOutputTiles / 2; ++tile) {
+              const unsigned both = cukit::permute_bytes(low, high, tile == 0 ? 0x5140 : 0x7362);
+              unsigned pairs[2];
+              cukit::unpack_e4m3(pairs, both);
+              operand[tile][2 * i] = multiply_pairs<Latent>(pairs[0], pair_ratios[i]);
+              operand[tile][2 * i + 1] = multiply_pairs<Latent>(pairs[1], pair_ratios[i]);
+            }
           }
-        }
-        cukit::wgmma_fence();
+          cukit::wgmma_fence();
 #pragma unroll
-        for (int tile = 0; tile < kOutputTiles; ++tile) {
-          cukit::wgmma<Latent, HEADS, true>(out[tile], operand[tile],
-                                            w + WeightTile::mn_step(quarter), true);
+          for (int tile = 0; tile < kOutputTiles / 2; ++tile) {
+            cukit::wgmma<Latent, HEADS, true>(out[part * (kOutputTiles / 2) + tile], operand[tile],
+                                              w + WeightTile::mn_step(quarter), true);
+          }
+          cukit::wgmma_commit();
+          cukit::wgmma_wait<1>();
         }
-        cukit::wgmma_commit();
-        cukit::wgmma_wait<1>(out[0]);
-        if (quarter == 0 && !first) barriers.weights.release(before);
       }
-      before = weights;
+      finish(out);
+      barriers.weights.release(weights);
       weights.advance();
     }
-    finish(out);
-    barriers.weights.release(before);
 
     const Share own_share = parked.share();
     const Piece done = own_share.piece();
