@@ -26,6 +26,7 @@ _PRODUCER_REGISTERS = 56
 _CODED_THREADS = 512
 _CODED_ROWS = (16, 32, 64)
 _SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
+_GATE = 2  # quarter of a page at which the outputs wait for the next page's scores
 _SLOT_BYTES = 16 * CODE_BYTES
 _SLOT_BUDGET = 232448 - 5 * 1024  # shared memory without the static part
 _MERGE_BLOCKS_PER_SM = 4
@@ -80,6 +81,7 @@ class MlaConfig:
             *self._defines(),
             ("HEADS", self.rows),
             ("SLOTS", slots),
+            ("GATE", _GATE),
             ("SCORE_REGISTERS", _SCORE_REGISTERS),
             ("THREADS", _CODED_THREADS),
         )

@@ -27,7 +27,9 @@
 //   mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (HEADS x 576) | weights of two pages (64 x HEADS each) | slots.
 // Tensor map: q as [batch, seq_q * heads_q, 576], boxes [1, HEADS, 64].
-// Macros: DTYPE bfloat16; HEADS 16|32|64; SLOTS; SCORE_REGISTERS per thread of the scores
+//   The outputs of a page wait at quarter GATE until the scores of the next page are complete: the
+//   tensor cores then have work while that page's exponentials are computed.
+// Macros: DTYPE bfloat16; HEADS 16|32|64; SLOTS; GATE 0..4; SCORE_REGISTERS per thread of the scores
 //   warpgroup; TEAM blocks that share pages, a divisor of the grid and of the number of tiles of a
 //   request; CAUSAL 0|1; THREADS 512.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
@@ -87,12 +89,14 @@ struct Barriers {
   cukit::Pipeline<1> queries;
   cukit::Pipeline<2> weights;
   cukit::Pipeline<1> totals;
+  cukit::StageBarriers<2> scored;  // the scores of the page with this buffer are complete
 
   CUKIT_DEVICE void init() {
     slots.init(1 + kOutputWarps);
     queries.init(cukit::kWarpgroupWarps);
     weights.init(kOutputWarps, cukit::kWarpgroupWarps);
     totals.init(kOutputWarps);
+    scored.init(cukit::kWarpgroupWarps);
   }
 };
 
@@ -315,6 +319,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         at.phase ^= 1;
       }
       cukit::wgmma_wait<0>(acc);
+      barriers.scored.arrive_warp(weights);
 
       // Scores in log2 units, plus the unit, less the maximum.
 #pragma unroll
@@ -537,6 +542,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       unsigned a[2][kOutputTiles / 2][4];
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
+        if (quarter == GATE && left > 1) {
+          cukit::PipelineState<2> next = weights;
+          next.advance();
+          barriers.scored.wait(next);
+        }
         barriers.slots.wait(at);
         const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
         const int first_key = quarter * (kPage / kQuarters) + own_key;
