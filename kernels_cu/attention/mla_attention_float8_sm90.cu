@@ -596,6 +596,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         }
       }
       finish(out);
+      __syncwarp();
       barriers.weights.release(weights);
       weights.advance();
     }
