@@ -349,8 +349,6 @@ class PreparedMla(NamedTuple):
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
             partial = empty(q, (self.scratch_floats,), np.float32)
-            if self.cache_map is None:
-                check_aligned(_OP, kv_cache=kv_cache)
             cache = kv_cache if self.cache_map is None else self.cache_map(kv_cache)
             self.attend(self.q_map(q), cache, out, lse, block_table, seq_lens, partial)
             self.merge(partial, out, lse, seq_lens)
