@@ -26,7 +26,6 @@ _PRODUCER_REGISTERS = 56
 _CODED_THREADS = 512
 _CODED_ROWS = (16, 32, 64)
 _SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
-_GATE = 2  # quarter of a page at which the outputs wait for the next page's scores
 _SLOT_BYTES = 16 * CODE_BYTES
 _SLOT_BUDGET = 232448 - 5 * 1024  # shared memory without the static part
 _MERGE_BLOCKS_PER_SM = 4
@@ -81,7 +80,6 @@ class MlaConfig:
             *self._defines(),
             ("HEADS", self.rows),
             ("SLOTS", slots),
-            ("GATE", _GATE),
             ("SCORE_REGISTERS", _SCORE_REGISTERS),
             ("THREADS", _CODED_THREADS),
         )
@@ -91,7 +89,11 @@ class MlaConfig:
 
     def merge_spec(self) -> KernelSpec:
         """The kernel that merges the partial results of requests split over several blocks."""
-        defines = (*self._defines(), ("THREADS", _MERGE_THREADS))
+        defines = (
+            *self._defines(),
+            ("FRAGMENT_ROWS", self.rows if self.coded else 0),
+            ("THREADS", _MERGE_THREADS),
+        )
         return KernelSpec("attention/mla_merge.cu", "mla_merge", defines, _MERGE_THREADS)
 
     def _defines(self) -> tuple[tuple[str, str | int], ...]:
@@ -113,12 +115,12 @@ class MlaConfig:
         maxima and row sums."""
         return 2 * self.num_blocks * TILE_ROWS * (LATENT_DIM + 2)
 
-    def merge_rows(self, batch: int) -> int:
-        """Rows per block of the merge kernel: a power of two, smaller for small batches."""
-        rows, most = TILE_ROWS, _MERGE_BLOCKS_PER_SM * self.num_blocks
-        while rows > 1 and batch * self.row_tiles * TILE_ROWS // rows < most:
-            rows //= 2
-        return rows
+    def units_per_merge_block(self, batch: int) -> int:
+        """Units per block of the merge kernel: a power of two, smaller for small batches."""
+        units, most = self.rows, _MERGE_BLOCKS_PER_SM * self.num_blocks
+        while units > 1 and batch * self.row_tiles * self.rows // units < most:
+            units //= 2
+        return units
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from cukit.attention._arguments import (
     score_options,
     score_settings,
 )
-from cukit.attention._mla_plan import BLOCK_SIZE, TILE_ROWS, plan_mla_attention
+from cukit.attention._mla_plan import BLOCK_SIZE, plan_mla_attention
 from cukit.attention._paged_arguments import check_table
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -401,9 +401,9 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, nothing, (batch, heads, seq_q, most_keys)),
     )
-    rows = config.merge_rows(batch)
-    merge_blocks = batch * config.row_tiles * (TILE_ROWS // rows)
-    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(rows)
+    units = config.units_per_merge_block(batch)
+    merge_blocks = batch * config.row_tiles * (config.rows // units)
+    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(units)
     return PreparedMla(
         shape=(*q.shape[:-1], latent_dim),
         lse_shape=(batch, heads, seq_q),

@@ -27,10 +27,8 @@
 //   mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (HEADS x 576) | weights of two pages (64 x HEADS each) | slots.
 // Tensor map: q as [batch, seq_q * heads_q, 576], boxes [1, HEADS, 64].
-//   The outputs of a page wait at quarter GATE until the scores of the next page are complete: the
-//   tensor cores then have work while that page's exponentials are computed.
-// Macros: DTYPE bfloat16; HEADS 16|32|64; SLOTS; GATE 0..4; SCORE_REGISTERS per thread of the scores
-//   warpgroup; TEAM blocks that share pages, a divisor of the grid and of the number of tiles of a
+// Macros: DTYPE bfloat16; HEADS 16|32|64; SLOTS; SCORE_REGISTERS per thread of the scores warpgroup;
+//   TEAM blocks that share pages, a divisor of the grid and of the number of tiles of a
 //   request; CAUSAL 0|1; THREADS 512.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
 //   grid.
@@ -89,14 +87,12 @@ struct Barriers {
   cukit::Pipeline<1> queries;
   cukit::Pipeline<2> weights;
   cukit::Pipeline<1> totals;
-  cukit::StageBarriers<2> scored;  // the scores of the page with this buffer are complete
 
   CUKIT_DEVICE void init() {
     slots.init(1 + kOutputWarps);
     queries.init(cukit::kWarpgroupWarps);
     weights.init(kOutputWarps, cukit::kWarpgroupWarps);
     totals.init(kOutputWarps);
-    scored.init(cukit::kWarpgroupWarps);
   }
 };
 
@@ -148,8 +144,17 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, ParkedShare& parke
   const bool starts = threadIdx.x == 0;
   const int member = blockIdx.x % TEAM;
   SlotState at;
+  const auto load_queries = [&](const Piece& piece) {
+    const cukit::PipelineState<1> state = parked.piece_state();
+    barriers.queries.acquire(state);
+    QueryTile::load(tiles.queries, q, barriers.queries.expect(state, QueryTile::kBytes), 0,
+                    {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
+  };
+  bool first_piece = true;
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays.seq_lens, params)) {
     const Piece piece = share.piece();
+    // Those of later pieces follow a page, since the queries of the piece before are in use.
+    if (starts && first_piece) load_queries(piece);
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
     // Block 0 stands in for the only page of a request of length 0.
@@ -167,15 +172,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, ParkedShare& parke
         cukit::bulk_load(tiles.slot(at), from, kSlotBytes, barriers.slots.expect(at, kSlotBytes));
         at.advance();
       }
-      if (page == piece.begin) {  // after a page, since the queries of the last piece are in use
-        const cukit::PipelineState<1> q_state = parked.piece_state();
-        barriers.queries.acquire(q_state);
-        QueryTile::load(tiles.queries, q, barriers.queries.expect(q_state, QueryTile::kBytes), 0,
-                        {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
-      }
+      if (page == piece.begin && !first_piece) load_queries(piece);
       block = next;
       next = after;
     }
+    first_piece = false;
   }
 }
 
@@ -265,16 +266,24 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
       Scores acc;
       unsigned a[2][kChunkSteps][4];
+      uint4 codes[2];    // of the next chunk
+      uint4 rope[2][2];  // rotated columns
+      const auto load_codes = [&](int chunk) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          codes[half] = *reinterpret_cast<const uint4*>(
+              token + half * 8 * kCodedBytes + chunk * QueryTile::kPartColumns + lane % 4 * 16);
+        }
+      };
+      load_codes(0);
 #pragma unroll
       for (int chunk = 0; chunk <= kChunks; ++chunk) {
         unsigned(&operand)[kChunkSteps][4] = a[chunk % 2];
         if (chunk < kChunks) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint4 codes = *reinterpret_cast<const uint4*>(
-                token + half * 8 * kCodedBytes + chunk * QueryTile::kPartColumns + lane % 4 * 16);
             const unsigned ratio = key[half].scale_pair(chunk * QueryTile::kPartColumns / kScaleColumns);
-            const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
+            const unsigned words[4] = {codes[half].x, codes[half].y, codes[half].z, codes[half].w};
 #pragma unroll
             for (int i = 0; i < kChunkSteps; ++i) {
               unsigned pairs[2];
@@ -289,8 +298,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
             const unsigned inverse = key[half].inverse_pair();
 #pragma unroll
             for (int j = 0; j < kChunkSteps / 2; ++j) {
-              const uint4 four = *reinterpret_cast<const uint4*>(
-                  token + half * 8 * kCodedBytes + kRopeByte + j * 64 + lane % 4 * 16);
+              const uint4 four = rope[half][j];
               operand[2 * j][half] = multiply_pairs<T>(four.x, inverse);
               operand[2 * j][half + 2] = multiply_pairs<T>(four.y, inverse);
               operand[2 * j + 1][half] = multiply_pairs<T>(four.z, inverse);
@@ -299,6 +307,17 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           }
           __syncwarp();
           barriers.slots.release(at);
+        }
+        if (chunk + 1 < kChunks) {
+          load_codes(chunk + 1);
+        } else if (chunk < kChunks) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < kChunkSteps / 2; ++j) {
+              rope[half][j] = *reinterpret_cast<const uint4*>(
+                  token + half * 8 * kCodedBytes + kRopeByte + j * 64 + lane % 4 * 16);
+            }
         }
         cukit::wgmma_fence();
 #pragma unroll
@@ -319,7 +338,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         at.phase ^= 1;
       }
       cukit::wgmma_wait<0>(acc);
-      barriers.scored.arrive_warp(weights);
 
       // Scores in log2 units, plus the unit, less the maximum.
 #pragma unroll
@@ -351,9 +369,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       // Maxima: the exact ones of the first page; later they are updated once one has grown enough.
       bool renew = page == piece.begin;
       if (!renew) {
-        float top = acc[0];
+        float tops[4] = {acc[0], acc[1], acc[2], acc[3]};  // independent chains
 #pragma unroll
-        for (int i = 1; i < HEADS / 2; ++i) top = fmaxf(top, acc[i]);
+        for (int i = 4; i < HEADS / 2; ++i) tops[i % 4] = fmaxf(tops[i % 4], acc[i]);
+        const float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
         const bool grown = __any_sync(cukit::kFullMask, top > cukit::kLazyGrowth);
         int(&votes)[cukit::kWarpgroupWarps] = exchange.votes[page % 2];
         if (lane == 0) votes[own_warp] = grown;
@@ -542,11 +561,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       unsigned a[2][kOutputTiles / 2][4];
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        if (quarter == GATE && left > 1) {
-          cukit::PipelineState<2> next = weights;
-          next.advance();
-          barriers.scored.wait(next);
-        }
         barriers.slots.wait(at);
         const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
         const int first_key = quarter * (kPage / kQuarters) + own_key;
@@ -608,36 +622,49 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const cukit::PieceSlots slots(first_unit, done.place.request.units, exchange.share_units);
     const long long slot =
         slots.slot(static_cast<int>(blockIdx.x) / TEAM - slots.first_team, member);
-    barriers.totals.wait(parked.piece_state());
+    if (done.complete) {
+      barriers.totals.wait(parked.piece_state());
+      T* const first = arrays.out + rows.index(0, params) * kLatent + column;
 #pragma unroll
-    for (int n = 0; n < kHeadPairs; ++n)
+      for (int n = 0; n < kHeadPairs; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 8 * n + cukit::accumulator_column() + i;
-        if (row >= rows.count) continue;
-        const Statistics total = exchange.totals[row];
-        const bool states = own_warp == 0 && lane < 4;
-        float values[kLaneColumns];
+        for (int i = 0; i < 2; ++i) {
+          const int row = 8 * n + cukit::accumulator_column() + i;
+          if (row >= rows.count) continue;
+          const float sum = exchange.totals[row].sum;
+          const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
+          float values[kLaneColumns];
 #pragma unroll
-        for (int j = 0; j < kLaneColumns; ++j) values[j] = out[j / 2][4 * n + j % 2 * 2 + i];
-        if (done.complete) {
-          const float by = total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
-#pragma unroll
-          for (float& value : values) value *= by;
+          for (int j = 0; j < kLaneColumns; ++j) values[j] = out[j / 2][4 * n + j % 2 * 2 + i] * by;
           cukit::Vec<T, kLaneColumns> result;
           cukit::from_floats(result, values);
-          cukit::store(arrays.out + rows.index(row, params) * kLatent + column, result);
-          if (states && arrays.lse != nullptr) {
-            arrays.lse[rows.statistic(row, params)] = log_sum(total);
-          }
-        } else {
-          float4* const to =
-              reinterpret_cast<float4*>(arrays.partial.out(slot) + row * kLatent + column);
-          to[0] = make_float4(values[0], values[1], values[2], values[3]);
-          to[1] = make_float4(values[4], values[5], values[6], values[7]);
-          if (states) arrays.partial.statistics(slot)[row] = total;
+          cukit::store(first + row * kLatent, result);
+        }
+    } else {
+      // In the order of mla_merge.cu with FRAGMENT_ROWS.
+      float4* const first = reinterpret_cast<float4*>(arrays.partial.out(slot)) +
+                            own_warp * (kHeadPairs * kOutputTiles * cukit::kWarpSize) + lane;
+#pragma unroll
+      for (int n = 0; n < kHeadPairs; ++n)
+#pragma unroll
+        for (int tile = 0; tile < kOutputTiles; ++tile) {
+          const float* const four = &out[tile][4 * n];
+          first[(n * kOutputTiles + tile) * cukit::kWarpSize] =
+              make_float4(four[0], four[1], four[2], four[3]);
+        }
+      barriers.totals.wait(parked.piece_state());
+    }
+    if (own_warp == 0) {
+#pragma unroll 1
+      for (int row = lane; row < HEADS; row += cukit::kWarpSize) {
+        const Statistics total = exchange.totals[row];
+        if (!done.complete) {
+          arrays.partial.statistics(slot)[row] = total;
+        } else if (row < rows.count && arrays.lse != nullptr) {
+          arrays.lse[rows.statistic(row, params)] = log_sum(total);
         }
       }
+    }
     __syncwarp();
     barriers.totals.release(parked.piece_state());
   }

@@ -15,6 +15,7 @@
 
 #include "attention/mla_work.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/min_max_packed.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/pack_e4m3.cuh"
 #include "common/ptx/prmt.cuh"
@@ -65,8 +66,7 @@ struct KeyScales {
     unsigned top = 0;
 #pragma unroll
     for (const unsigned word : words) {
-      const unsigned magnitude = word & ~(1u << 31);
-      if (magnitude < kInfinityBits) top = max(top, magnitude);
+      top = max(top, word & ~(1u << 31));
     }
     exponent = min(max(static_cast<int>(top >> 23), kLeastUnit), kMostUnit);
     const float by = inverse();
@@ -110,17 +110,17 @@ struct CodedQueries {
 
   // Bits of the largest magnitude among this thread's latent columns. `thread`: 0 .. Threads - 1.
   CUKIT_DEVICE static unsigned largest(const unsigned char* tile, int thread) {
-    unsigned top = 0;
-#pragma unroll 8
+    unsigned top = 0;  // of each half of the words
+#pragma unroll 4
     for (int byte = 16 * thread; byte < kLatentParts * QueryTile::kPartBytes; byte += 16 * Threads) {
       const uint4 chunk = *reinterpret_cast<const uint4*>(tile + byte);
       const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
       for (const unsigned word : words) {
-        top = max(top, max(word & 0x7fff0000u, word << 16 & 0x7fff0000u));
+        top = max_packed<T>(top, word & 0x7fff7fffu);
       }
     }
-    return top;
+    return max(top & 0xffff0000u, top << 16);
   }
 
   // The unit for queries of magnitudes up to `top`; 1 if one is not finite.
@@ -132,10 +132,18 @@ struct CodedQueries {
 
   CUKIT_DEVICE static void convert(unsigned char* tile, int thread, int unit) {
     const float by = power_of_two(2 * kExponentBias - unit);
+    convert_parts<false>(tile, thread, by);
+    convert_parts<true>(tile + kLatentParts * QueryTile::kPartBytes, thread, by);
+  }
+
+ private:
+  // Latent or rotated columns.
+  template <bool Rotated>
+  CUKIT_DEVICE static void convert_parts(unsigned char* parts, int thread, float by) {
+    constexpr int kParts = Rotated ? QueryTile::kParts - kLatentParts : kLatentParts;
 #pragma unroll 1
-    for (int index = thread; index < QueryTile::kParts * QueryTile::kRows; index += Threads) {
-      const int part = index / QueryTile::kRows;
-      unsigned char* const row = tile + part * QueryTile::kPartBytes;
+    for (int index = thread; index < kParts * QueryTile::kRows; index += Threads) {
+      unsigned char* const row = parts + index / QueryTile::kRows * QueryTile::kPartBytes;
       unsigned words[4 * kChunks];
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
@@ -145,14 +153,13 @@ struct CodedQueries {
         words[4 * i + 2] = chunk.z;
         words[4 * i + 3] = chunk.w;
       }
-      const bool rotated = part >= kLatentParts;
 #pragma unroll
       for (unsigned& word : words) {
         float values[2];
         unpack<T>(values, word);
         const float low = values[0] * by;
         const float high = values[1] * by;
-        word = rotated ? pack<T>(low, high) : pack<__half>(low, high);
+        word = Rotated ? pack<T>(low, high) : pack<__half>(low, high);
       }
       // Chunk i holds k = 8 i .. 8 i + 7, two for each of four lanes.
 #pragma unroll
@@ -160,9 +167,7 @@ struct CodedQueries {
         unsigned own[4];
 #pragma unroll
         for (int lane = 0; lane < 4; ++lane) {
-          const unsigned code = words[8 * lane + i];
-          const unsigned rope = words[i / 4 * 16 + 4 * lane + i % 4];
-          own[lane] = rotated ? rope : code;
+          own[lane] = words[Rotated ? i / 4 * 16 + 4 * lane + i % 4 : 8 * lane + i];
         }
         *reinterpret_cast<uint4*>(row + offset(index, i)) =
             make_uint4(own[0], own[1], own[2], own[3]);
@@ -170,7 +175,6 @@ struct CodedQueries {
     }
   }
 
- private:
   // Of a 16-byte chunk in a part.
   CUKIT_DEVICE static unsigned offset(int index, int chunk) {
     return QueryTile::address(0, index % QueryTile::kRows, chunk);
