@@ -539,6 +539,27 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       left = piece.end - piece.begin;
       keys = piece.place.request.seq_kv - piece.begin * kPage;
     }
+    uint2 codes[4];  // of the next quarter
+    const auto load_codes = [&](int quarter, int keys_left) {
+      barriers.slots.wait(at);
+      const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = i / 2 * 8 + i % 2;
+        codes[i] = *reinterpret_cast<const uint2*>(from + key * kCodedBytes);
+      }
+      if (keys_left < kPage) {
+        const int first_key = quarter * (kPage / kQuarters) + own_key;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (first_key + i / 2 * 8 + i % 2 >= keys_left) codes[i] = make_uint2(0, 0);
+        }
+      }
+      __syncwarp();
+      barriers.slots.release(at);
+      at.advance();
+    };
+    load_codes(0, keys);
 #pragma unroll 1
     for (; left > 0; --left, keys -= kPage) {
       barriers.weights.wait(weights);
@@ -561,26 +582,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       unsigned a[2][kOutputTiles / 2][4];
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        barriers.slots.wait(at);
-        const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
         const int first_key = quarter * (kPage / kQuarters) + own_key;
-        uint2 codes[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = i / 2 * 8 + i % 2;
-          codes[i] = *reinterpret_cast<const uint2*>(from + key * kCodedBytes);
-        }
-        if (keys < kPage) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (first_key + i / 2 * 8 + i % 2 >= keys) codes[i] = make_uint2(0, 0);
-          }
-        }
         const unsigned* const ratios = reinterpret_cast<const unsigned*>(
             &exchange.ratios[weights.index][scale_group][first_key]);
-        __syncwarp();
-        barriers.slots.release(at);
-        at.advance();
         const unsigned pair_ratios[2] = {ratios[0], ratios[4]};
         // Columns 4 part .. 4 part + 3 of a lane.
 #pragma unroll
@@ -597,6 +601,13 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
               cukit::unpack_e4m3(pairs, both);
               operand[tile][2 * i] = multiply_pairs<Latent>(pairs[0], pair_ratios[i]);
               operand[tile][2 * i + 1] = multiply_pairs<Latent>(pairs[1], pair_ratios[i]);
+            }
+          }
+          if (part == 1) {
+            if (quarter + 1 < kQuarters) {
+              load_codes(quarter + 1, keys);
+            } else if (left > 1) {
+              load_codes(0, keys - kPage);
             }
           }
           cukit::wgmma_fence();
