@@ -474,17 +474,17 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       for (; page + 1 < piece.end; ++page) {
         first_key = page * kPage;
         begin(page + 1);
-        multiply(0);
-        multiply(1);
+#pragma unroll
+        for (int part = 0; part < GAP; ++part) multiply(part);
         scale_scores();
-        multiply(2);
-        multiply(3);
+#pragma unroll
+        for (int part = GAP; part < 2 * GAP; ++part) multiply(part);
         renew_maxima();
-        multiply(4);
-        multiply(5);
+#pragma unroll
+        for (int part = 2 * GAP; part < 3 * GAP; ++part) multiply(part);
         store_weights();
 #pragma unroll
-        for (int part = 6; part < kParts; ++part) multiply(part);
+        for (int part = 3 * GAP; part < kParts; ++part) multiply(part);
         finish();
       }
       first_key = page * kPage;
@@ -668,14 +668,19 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     if (done.complete) {
       barriers.totals.wait(parked.piece_state());
       T* const first = arrays.out + rows.index(0, params) * kLatent + column;
+      float inverses[2];  // of the sums of rows `lane` and `lane` + 32
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = exchange.totals[min(lane + i * cukit::kWarpSize, HEADS - 1)].sum;
+        inverses[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
+      }
 #pragma unroll
       for (int n = 0; n < kHeadPairs; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int row = 8 * n + cukit::accumulator_column() + i;
+          const float by = __shfl_sync(cukit::kFullMask, inverses[n / 4], row % cukit::kWarpSize);
           if (row >= rows.count) continue;
-          const float sum = exchange.totals[row].sum;
-          const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
           float values[kLaneColumns];
 #pragma unroll
           for (int j = 0; j < kLaneColumns; ++j) values[j] = out[j / 2][4 * n + j % 2 * 2 + i] * by;
@@ -729,6 +734,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_float8_sm
   const Tiles tiles(shared);
   const Arrays arrays{cache, out, lse, block_table, seq_lens, {partial}};
   cukit::release_next_grid();
+  if (threadIdx.x == 0) cukit::prefetch_tensor_map(&q);
   Block::prepare([&] { barriers.init(); });
 
   const Division division(seq_lens, params, gridDim.x / TEAM);

@@ -636,14 +636,19 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     if (done.complete) {
       barriers.totals.wait(parked.piece_state());
       T* const first = arrays.out + rows.index(0, params) * kLatent + column;
+      float inverses[2];  // of the sums of rows `lane` and `lane` + 32
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = exchange.totals[min(lane + i * cukit::kWarpSize, HEADS - 1)].sum;
+        inverses[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
+      }
 #pragma unroll
       for (int n = 0; n < kHeadPairs; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int row = 8 * n + cukit::accumulator_column() + i;
+          const float by = __shfl_sync(cukit::kFullMask, inverses[n / 4], row % cukit::kWarpSize);
           if (row >= rows.count) continue;
-          const float sum = exchange.totals[row].sum;
-          const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
           float values[kLaneColumns];
 #pragma unroll
           for (int j = 0; j < kLaneColumns; ++j) values[j] = out[j / 2][4 * n + j % 2 * 2 + i] * by;
@@ -697,6 +702,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_float8_sm
   const Tiles tiles(shared);
   const Arrays arrays{cache, out, lse, block_table, seq_lens, {partial}};
   cukit::release_next_grid();
+  if (threadIdx.x == 0) cukit::prefetch_tensor_map(&q);
   Block::prepare([&] { barriers.init(); });
 
   const Division division(seq_lens, params, gridDim.x / TEAM);
