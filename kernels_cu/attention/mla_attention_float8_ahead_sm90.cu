@@ -129,7 +129,8 @@ struct Exchange {
   alignas(16) float shrink[2][HEADS];
   alignas(16) __half ratios[2][kScaleGroups][kPage];
   // Among the warps of the scores:
-  alignas(16) float maxima[cukit::kWarpgroupWarps][HEADS];  // a copy for each
+  // A copy for each warp: of the heads of the lanes with lane % 4 == 0, of those with 1, ...
+  alignas(16) float maxima[cukit::kWarpgroupWarps][HEADS];
   int votes[2][cukit::kWarpgroupWarps];
   unsigned query_tops[cukit::kWarpgroupWarps];  // bits of each warp's largest query element
   Statistics totals[HEADS];  // of a piece
@@ -222,7 +223,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const int own_key = own_warp * (kPage / kQuarters) + key_of_row(lane / 4);
   const int member = blockIdx.x % TEAM;
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
-  float2* const maxima = reinterpret_cast<float2*>(exchange.maxima[own_warp]) + lane % 4;
+  float2* const maxima = reinterpret_cast<float2*>(exchange.maxima[own_warp]) + lane % 4 * kHeadPairs;
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
 
   // A buffer of weights that the outputs do not use, for two floats per lane % 4, warp and n.
@@ -246,7 +247,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     for (float& each : sum) each = 0.0f;
     if (lane < 4) {
 #pragma unroll
-      for (int n = 0; n < kHeadPairs; ++n) maxima[4 * n] = make_float2(0.0f, 0.0f);
+      for (int n = 0; n < kHeadPairs; ++n) maxima[n] = make_float2(0.0f, 0.0f);
     }
     __syncwarp();
 
@@ -319,14 +320,15 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const auto scale_scores = [&] {
         // Scores in log2 units, plus the unit, less the maximum.
 #pragma unroll
-        for (int n = 0; n < kHeadPairs; ++n) {
-          const float2 max = maxima[4 * n];
+        for (int n = 0; n < kHeadPairs; n += 2) {
+          const float4 four = *reinterpret_cast<const float4*>(&maxima[n]);
+          const float max[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int i = 0; i < 8; ++i) {
+            const int half = i / 2 % 2;
             const float factor = query_factor * key[half].unit();
-            const float bias = key[half].unit_log2();
-            acc[4 * n + 2 * half] = fmaf(acc[4 * n + 2 * half], factor, bias - max.x);
-            acc[4 * n + 2 * half + 1] = fmaf(acc[4 * n + 2 * half + 1], factor, bias - max.y);
+            float& score = acc[4 * n + i];
+            score = fmaf(score, factor, key[half].unit_log2() - max[i / 4 * 2 + i % 2]);
           }
         }
         if (first_key + kPage > visible_to_all) {
@@ -397,8 +399,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
             }
             __syncwarp();
             if (lane < 4) {
-              const float2 max = maxima[4 * n];
-              maxima[4 * n] = make_float2(max.x + growth[0], max.y + growth[1]);
+              const float2 max = maxima[n];
+              maxima[n] = make_float2(max.x + growth[0], max.y + growth[1]);
               if (own_warp == 0) {
                 reinterpret_cast<float2*>(exchange.shrink[weights.index])[4 * n + lane] =
                     make_float2(shrink[0], shrink[1]);
@@ -520,7 +522,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           total.x += sums[each * HEADS / 2 + 4 * n].x;
           total.y += sums[each * HEADS / 2 + 4 * n].y;
         }
-        const float2 max = maxima[4 * n];
+        const float2 max = maxima[n];
         Statistics* const to = &exchange.totals[8 * n + 2 * lane];
         to[0] = {total.x == 0.0f ? -cukit::infinity() : max.x, total.x};
         to[1] = {total.y == 0.0f ? -cukit::infinity() : max.y, total.y};
@@ -610,7 +612,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           }
         }
       }
-      const unsigned long long w = w_first + weights.index * WeightTile::kStage;
+      const unsigned long long w =
+          w_first + static_cast<unsigned>(cukit::warp_uniform(weights.index)) * WeightTile::kStage;
       unsigned a[2][kOutputTiles / 2][4];
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
