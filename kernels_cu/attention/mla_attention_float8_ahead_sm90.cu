@@ -68,6 +68,8 @@ using WeightTile = cukit::SharedTile<Latent, kPage, HEADS, kWeightSwizzle>;
 
 constexpr int kQuarters = cukit::kWarpgroupWarps;  // of a page
 constexpr int kSlotBytes = kPage / kQuarters * kCodedBytes;
+constexpr int kScoreBarrier = 1;
+constexpr int kConsumerBarrier = 2;
 constexpr int kOutputGroups = 2;
 constexpr int kOutputWarps = kOutputGroups * cukit::kWarpgroupWarps;
 constexpr int kGroupColumns = kLatent / kOutputGroups;
@@ -132,9 +134,33 @@ struct Exchange {
   // A copy for each warp: of the heads of the lanes with lane % 4 == 0, of those with 1, ...
   alignas(16) float maxima[cukit::kWarpgroupWarps][HEADS];
   int votes[2][cukit::kWarpgroupWarps];
-  unsigned query_tops[cukit::kWarpgroupWarps];  // bits of each warp's largest query element
+  unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query element
   Statistics totals[HEADS];  // of a piece
 };
+
+// Converts the queries of a piece, and returns their unit. Called by the warps of the scores; for a
+// block's first piece by those of the outputs too, which have nothing else to do.
+CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange, bool first) {
+  using Queries = CodedQueries<QueryTile>;
+  const int warps = first ? Block::kConsumerWarps : cukit::kWarpgroupWarps;
+  const int threads = warps * cukit::kWarpSize;
+  const int barrier = first ? kConsumerBarrier : kScoreBarrier;
+  const int thread = static_cast<int>(threadIdx.x) - cukit::kWarpgroupThreads;
+  const unsigned own =
+      __reduce_max_sync(cukit::kFullMask, Queries::largest(tile, thread, threads));
+  if (thread % cukit::kWarpSize == 0) exchange.query_tops[thread / cukit::kWarpSize] = own;
+  cukit::named_sync(barrier, threads);
+  unsigned top = 0;
+#pragma unroll
+  for (int warp = 0; warp < Block::kConsumerWarps; ++warp) {
+    if (warp < warps) top = max(top, exchange.query_tops[warp]);
+  }
+  const int unit = Queries::unit(top);
+  Queries::convert(tile, thread, threads, unit);
+  cukit::fence_proxy_async();
+  cukit::named_sync(barrier, threads);
+  return unit;
+}
 
 namespace producer {
 
@@ -187,30 +213,12 @@ namespace scores {
 
 using Scores = float[HEADS / 2];
 
-constexpr int kBarrier = 1;
 constexpr int kLatentParts = kLatent / 32;
 constexpr int kParts = kWidth / 32;
 constexpr int kPartSteps = 2;  // of wgmma
 
 CUKIT_DEVICE int warp() { return threadIdx.x / cukit::kWarpSize % cukit::kWarpgroupWarps; }
-CUKIT_DEVICE void sync() { cukit::named_sync(kBarrier, cukit::kWarpgroupThreads); }
-
-// Converts the queries for their products with codes, and returns their unit.
-CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange) {
-  using Queries = CodedQueries<QueryTile, cukit::kWarpgroupThreads>;
-  const int thread = threadIdx.x % cukit::kWarpgroupThreads;
-  const unsigned own = __reduce_max_sync(cukit::kFullMask, Queries::largest(tile, thread));
-  if (thread % cukit::kWarpSize == 0) exchange.query_tops[warp()] = own;
-  sync();
-  unsigned top = 0;
-#pragma unroll
-  for (const unsigned each : exchange.query_tops) top = max(top, each);
-  const int unit = Queries::unit(top);
-  Queries::convert(tile, thread, unit);
-  cukit::fence_proxy_async();
-  sync();
-  return unit;
-}
+CUKIT_DEVICE void sync() { cukit::named_sync(kScoreBarrier, cukit::kWarpgroupThreads); }
 
 // The key of a lane's first row within a quarter; the second's is 8 further. Neighbouring rows are
 // four keys apart, half a period of the banks.
@@ -233,6 +241,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
   SlotState at;
   at.index = own_warp;
+  bool first_piece = true;
   cukit::PipelineState<2> weights;
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays.seq_lens, params)) {
     const Piece piece = share.piece();
@@ -252,7 +261,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     __syncwarp();
 
     barriers.queries.wait(parked.piece_state());
-    const int query_unit = convert_queries(tiles.queries, exchange);
+    const int query_unit = convert_queries(tiles.queries, exchange, first_piece);
+    first_piece = false;
     const float query_factor = power_of_two(query_unit) * params.scale_log2;
 
     // The scores of page + 1 are computed while those of `page` become weights.
@@ -557,6 +567,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
   const unsigned long long w_first =
       cukit::uniform_descriptor(WeightTile::mn_major(tiles.weights));
+  barriers.queries.wait(parked.piece_state());
+  convert_queries(tiles.queries, exchange, true);
 
   SlotState at;
   cukit::PipelineState<2> weights;

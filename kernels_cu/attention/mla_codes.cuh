@@ -99,20 +99,20 @@ struct KeyScales {
   }
 };
 
-// Converts a tile of queries, in shared memory, by `Threads` threads: latent columns to float16,
+// Converts a tile of queries, in shared memory, by `threads` threads: latent columns to float16,
 // all columns to the unit of the tile and to the order of a token's bytes.
-template <typename QueryTile, int Threads>
+template <typename QueryTile>
 struct CodedQueries {
   static constexpr int kMostScale = 20;  // largest exponent of the queries' factor
   static constexpr int kTop = 14;        // exponent of the largest query, in units
   static constexpr int kLatentParts = kLatent / QueryTile::kPartColumns;
   static constexpr int kChunks = QueryTile::kRowBytes / 16;
 
-  // Bits of the largest magnitude among this thread's latent columns. `thread`: 0 .. Threads - 1.
-  CUKIT_DEVICE static unsigned largest(const unsigned char* tile, int thread) {
+  // Bits of the largest magnitude among this thread's latent columns. `thread`: 0 .. threads - 1.
+  CUKIT_DEVICE static unsigned largest(const unsigned char* tile, int thread, int threads) {
     unsigned top = 0;  // of each half of the words
 #pragma unroll 4
-    for (int byte = 16 * thread; byte < kLatentParts * QueryTile::kPartBytes; byte += 16 * Threads) {
+    for (int byte = 16 * thread; byte < kLatentParts * QueryTile::kPartBytes; byte += 16 * threads) {
       const uint4 chunk = *reinterpret_cast<const uint4*>(tile + byte);
       const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
@@ -130,19 +130,19 @@ struct CodedQueries {
     return max(exponent - kTop, kExponentBias - kMostScale);
   }
 
-  CUKIT_DEVICE static void convert(unsigned char* tile, int thread, int unit) {
+  CUKIT_DEVICE static void convert(unsigned char* tile, int thread, int threads, int unit) {
     const float by = power_of_two(2 * kExponentBias - unit);
-    convert_parts<false>(tile, thread, by);
-    convert_parts<true>(tile + kLatentParts * QueryTile::kPartBytes, thread, by);
+    convert_parts<false>(tile, thread, threads, by);
+    convert_parts<true>(tile + kLatentParts * QueryTile::kPartBytes, thread, threads, by);
   }
 
  private:
   // Latent or rotated columns.
   template <bool Rotated>
-  CUKIT_DEVICE static void convert_parts(unsigned char* parts, int thread, float by) {
+  CUKIT_DEVICE static void convert_parts(unsigned char* parts, int thread, int threads, float by) {
     constexpr int kParts = Rotated ? QueryTile::kParts - kLatentParts : kLatentParts;
 #pragma unroll 1
-    for (int index = thread; index < kParts * QueryTile::kRows; index += Threads) {
+    for (int index = thread; index < kParts * QueryTile::kRows; index += threads) {
       unsigned char* const row = parts + index / QueryTile::kRows * QueryTile::kPartBytes;
       unsigned words[4 * kChunks];
 #pragma unroll
