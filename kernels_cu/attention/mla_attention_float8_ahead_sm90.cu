@@ -499,11 +499,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         for (int part = 3 * GAP; part < kParts; ++part) multiply(part);
         finish();
       }
+      barriers.queries.release(parked.piece_state());
       first_key = page * kPage;
       scale_scores();
       renew_maxima();
       store_weights();
-    barriers.queries.release(parked.piece_state());
 
     // The warps' sums, in the next buffer of weights.
     barriers.weights.acquire(weights);
