@@ -26,6 +26,7 @@ _PRODUCER_REGISTERS = 56
 _CODED_THREADS = 512
 _AHEAD = 1
 _GAP = 2
+_START = 0
 _CODED_ROWS = (16, 32, 64)
 _SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
 _SLOT_BYTES = 16 * CODE_BYTES
@@ -82,7 +83,7 @@ class MlaConfig:
             *self._defines(),
             ("HEADS", self.rows),
             ("SLOTS", slots),
-            *((("GAP", _GAP),) if _AHEAD else ()),
+            *((("GAP", _GAP), ("START", _START)) if _AHEAD else ()),
             ("SCORE_REGISTERS", _SCORE_REGISTERS),
             ("THREADS", _CODED_THREADS),
         )

@@ -89,12 +89,14 @@ struct Barriers {
   cukit::Pipeline<1> queries;
   cukit::Pipeline<2> weights;
   cukit::Pipeline<1> totals;
+  cukit::StageBarriers<1> converted;  // the queries of the first piece
 
   CUKIT_DEVICE void init() {
     slots.init(1 + kOutputWarps);
     queries.init(cukit::kWarpgroupWarps);
     weights.init(kOutputWarps, cukit::kWarpgroupWarps);
     totals.init(kOutputWarps);
+    converted.init(Block::kConsumerWarps);
   }
 };
 
@@ -140,7 +142,8 @@ struct Exchange {
 
 // Converts the queries of a piece, and returns their unit. Called by the warps of the scores; for a
 // block's first piece by those of the outputs too, which have nothing else to do.
-CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange, bool first) {
+CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange, Barriers& barriers,
+                                 bool first) {
   using Queries = CodedQueries<QueryTile>;
   const int warps = first ? Block::kConsumerWarps : cukit::kWarpgroupWarps;
   const int threads = warps * cukit::kWarpSize;
@@ -159,6 +162,7 @@ CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange, bool f
   Queries::convert(tile, thread, threads, unit);
   cukit::fence_proxy_async();
   cukit::named_sync(barrier, threads);
+  if (first) barriers.converted.arrive_warp({});
   return unit;
 }
 
@@ -192,6 +196,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, ParkedShare& parke
 #pragma unroll 1
     for (int page = piece.begin; starts && page < piece.end; ++page) {
       const int after = block_of(page + 2);  // loaded early to hide its latency
+      if (START > 0 && first_piece && page == piece.begin + START) barriers.converted.wait({});
       const unsigned char* from = arrays.cache + block * params.cache_block;
 #pragma unroll 1
       for (int quarter = 0; quarter < kQuarters; ++quarter, from += kSlotBytes) {
@@ -261,7 +266,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     __syncwarp();
 
     barriers.queries.wait(parked.piece_state());
-    const int query_unit = convert_queries(tiles.queries, exchange, first_piece);
+    const int query_unit = convert_queries(tiles.queries, exchange, barriers, first_piece);
     first_piece = false;
     const float query_factor = power_of_two(query_unit) * params.scale_log2;
 
@@ -568,7 +573,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const unsigned long long w_first =
       cukit::uniform_descriptor(WeightTile::mn_major(tiles.weights));
   barriers.queries.wait(parked.piece_state());
-  convert_queries(tiles.queries, exchange, true);
+  convert_queries(tiles.queries, exchange, barriers, true);
 
   SlotState at;
   cukit::PipelineState<2> weights;
