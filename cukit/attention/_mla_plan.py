@@ -24,9 +24,6 @@ _STAGES = 2
 _EARLY = 2
 _PRODUCER_REGISTERS = 56
 _CODED_THREADS = 512
-_AHEAD = 1
-_GAP = 2
-_START = 0
 _CODED_ROWS = (16, 32, 64)
 _SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
 _SLOT_BYTES = 16 * CODE_BYTES
@@ -83,12 +80,11 @@ class MlaConfig:
             *self._defines(),
             ("HEADS", self.rows),
             ("SLOTS", slots),
-            *((("GAP", _GAP), ("START", _START)) if _AHEAD else ()),
             ("SCORE_REGISTERS", _SCORE_REGISTERS),
             ("THREADS", _CODED_THREADS),
         )
         shared = operands + slots * _SLOT_BYTES
-        source = "attention/mla_attention_float8" + ("_ahead" if _AHEAD else "") + "_sm90.cu"
+        source = "attention/mla_attention_float8_sm90.cu"
         return KernelSpec(source, "mla_attention_float8_sm90", defines, _CODED_THREADS, shared)
 
     def merge_spec(self) -> KernelSpec:

@@ -1,4 +1,4 @@
-// Merges the pieces of requests that mla_attention_sm90.cu or mla_attention_float8_sm90.cu has split.
+// Merges the pieces of requests that mla_attention_sm90.cu or mla_attention_float8_sm90.cu split.
 //
 // Mapping: a tile (mla_work.cuh) has units of 512 outputs, contiguous in a piece's slot; a block
 //   merges `units_per_block` of them, one after the other, four outputs per thread. Requests that
