@@ -553,9 +553,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       left = piece.end - piece.begin;
       keys = piece.place.request.seq_kv - piece.begin * kPage;
     }
-    uint2 codes[4];  // of the next quarter
+    // Of the next quarter. The weights of a page exist once all of it has arrived: only its first
+    // quarter, loaded before, is awaited.
+    uint2 codes[4];
     const auto load_codes = [&](int quarter, int keys_left) {
-      barriers.slots.wait(at);
       const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -569,10 +570,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           if (first_key + i / 2 * 8 + i % 2 >= keys_left) codes[i] = make_uint2(0, 0);
         }
       }
-      __syncwarp();
-      barriers.slots.release(at);
-      at.advance();
     };
+    barriers.slots.wait(at);
     load_codes(0, keys);
 #pragma unroll 1
     for (; left > 0; --left, keys -= kPage) {
@@ -593,8 +592,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         }
       }
       const unsigned long long w =
-          w_first + static_cast<unsigned>(cukit::warp_uniform(weights.index)) * WeightTile::kStage;
+          cukit::uniform_descriptor(w_first + weights.index * WeightTile::kStage);
       unsigned a[2][kOutputTiles / 2][4];
+      SlotState released;
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
         const int first_key = quarter * (kPage / kQuarters) + own_key;
@@ -619,9 +619,12 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
             }
           }
           if (part == 1) {
+            released = at;
+            at.advance();
             if (quarter + 1 < kQuarters) {
               load_codes(quarter + 1, keys);
             } else if (left > 1) {
+              barriers.slots.wait(at);
               load_codes(0, keys - kPage);
             }
           }
@@ -632,6 +635,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
                                               w + WeightTile::mn_step(quarter), true);
           }
           cukit::wgmma_commit();
+          if (part == 1) barriers.slots.release(released);
           cukit::wgmma_wait<1>();
         }
       }
