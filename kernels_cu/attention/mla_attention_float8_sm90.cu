@@ -635,7 +635,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
                                               w + WeightTile::mn_step(quarter), true);
           }
           cukit::wgmma_commit();
-          if (part == 1) barriers.slots.release(released);
+          if (part == 1) {
+            __syncwarp();
+            barriers.slots.release(released);
+          }
           cukit::wgmma_wait<1>();
         }
       }
