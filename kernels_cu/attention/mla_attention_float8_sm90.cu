@@ -230,7 +230,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const int own_key = own_warp * (kPage / kQuarters) + key_of_row(lane / 4);
   const int member = blockIdx.x % TEAM;
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
-  float2* const maxima = reinterpret_cast<float2*>(exchange.maxima[own_warp]) + lane % 4 * kHeadPairs;
+  float2* const maxima =
+      reinterpret_cast<float2*>(exchange.maxima[own_warp]) + lane % 4 * kHeadPairs;
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
 
   // A buffer of weights that the outputs do not use, for two floats per lane % 4, warp and n.
@@ -293,7 +294,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         if (chunk < kChunks) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const unsigned ratio = key[half].scale_pair(chunk * QueryTile::kPartColumns / kScaleColumns);
+            const unsigned ratio =
+                key[half].scale_pair(chunk * QueryTile::kPartColumns / kScaleColumns);
             const unsigned words[4] = {codes[half].x, codes[half].y, codes[half].z, codes[half].w};
 #pragma unroll
             for (int i = 0; i < kChunkSteps; ++i) {
@@ -553,10 +555,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       left = piece.end - piece.begin;
       keys = piece.place.request.seq_kv - piece.begin * kPage;
     }
-    // Of the next quarter. The weights of a page exist once all of it has arrived: only its first
-    // quarter, loaded before, is awaited.
-    uint2 codes[4];
+    uint2 codes[4];  // of the next quarter
     const auto load_codes = [&](int quarter, int keys_left) {
+      barriers.slots.wait(at);
       const unsigned char* const from = tiles.slot(at) + own_key * kCodedBytes + column;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -570,8 +571,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           if (first_key + i / 2 * 8 + i % 2 >= keys_left) codes[i] = make_uint2(0, 0);
         }
       }
+      __syncwarp();
+      barriers.slots.release(at);
+      at.advance();
     };
-    barriers.slots.wait(at);
     load_codes(0, keys);
 #pragma unroll 1
     for (; left > 0; --left, keys -= kPage) {
@@ -592,9 +595,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
         }
       }
       const unsigned long long w =
-          cukit::uniform_descriptor(w_first + weights.index * WeightTile::kStage);
+          w_first + static_cast<unsigned>(cukit::warp_uniform(weights.index)) * WeightTile::kStage;
       unsigned a[2][kOutputTiles / 2][4];
-      SlotState released;
 #pragma unroll
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
         const int first_key = quarter * (kPage / kQuarters) + own_key;
@@ -619,12 +621,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
             }
           }
           if (part == 1) {
-            released = at;
-            at.advance();
             if (quarter + 1 < kQuarters) {
               load_codes(quarter + 1, keys);
             } else if (left > 1) {
-              barriers.slots.wait(at);
               load_codes(0, keys - kPage);
             }
           }
@@ -635,10 +634,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
                                               w + WeightTile::mn_step(quarter), true);
           }
           cukit::wgmma_commit();
-          if (part == 1) {
-            __syncwarp();
-            barriers.slots.release(released);
-          }
           cukit::wgmma_wait<1>();
         }
       }
