@@ -13,7 +13,8 @@
 //   range of pages of 64 keys. Four warpgroups:
 //     - producer: one thread copies pages, a quarter (16 tokens, all their bytes) per copy, to a
 //       ring of SLOTS slots, and loads the queries.
-//     - scores: converts the queries, computes the scores of a page, row maxima and exponentials,
+//     - scores: converts the queries (for the first piece together with the outputs), computes the
+//       scores of a page, row maxima and exponentials,
 //       and stores these, the weights, to one of two buffers. Warp w decodes quarter w.
 //     - outputs, two warpgroups: group g accumulates output columns 256 g .. 256 g + 255.
 //   A slot is released as soon as its codes are in registers.
