@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
-from cukit.reference.mla_attention import LATENT_DIM, ROPE_DIM
+from cukit.reference.mla_attention import CODE_BYTES, LATENT_DIM, ROPE_DIM
 
 TILE_ROWS = 64
 """Query rows (queries times heads) per tile."""
@@ -22,9 +22,12 @@ _MOST_TEAM = 4
 _CLUSTER = 2
 _STAGES = 2
 _EARLY = 2
-_DECODER_EARLY = 1
 _PRODUCER_REGISTERS = 56
-_DECODER_REGISTERS = 104  # per producer thread where the producer decodes FP8 latents
+_CODED_THREADS = 512
+_CODED_ROWS = (16, 32, 64)
+_SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
+_SLOT_BYTES = 16 * CODE_BYTES
+_SLOT_BUDGET = 232448 - 5 * 1024  # shared memory without the static part
 _MERGE_BLOCKS_PER_SM = 4
 
 
@@ -37,8 +40,7 @@ class MlaConfig:
     cluster: thread blocks of a team that load each page with TMA multicast, 1 or 2.
     num_blocks: grid size, one block per SM.
     coded: whether the cache holds FP8 latents.
-    early: column ranges of a page, out of three, whose score products are issued before the product
-        with the other warpgroup's probabilities.
+    rows: rows of a tile that are computed: with FP8 latents fewer than 64 if a request has fewer.
     prefetch: pages prefetched to L2 ahead of the pipeline, 0 or 1.
     """
 
@@ -49,18 +51,20 @@ class MlaConfig:
     team: int
     cluster: int
     num_blocks: int
-    early: int
+    rows: int
     prefetch: int
 
     def spec(self) -> KernelSpec:
         """The attention kernel."""
+        return self._coded_spec() if self.coded else self._plain_spec()
+
+    def _plain_spec(self) -> KernelSpec:
         defines = (
             *self._defines(),
-            ("CODES", int(self.coded)),
             ("CLUSTER", self.cluster),
-            ("EARLY", self.early),
+            ("EARLY", _EARLY),
             ("PREFETCH", self.prefetch),
-            ("PRODUCER_REGISTERS", _DECODER_REGISTERS if self.coded else _PRODUCER_REGISTERS),
+            ("PRODUCER_REGISTERS", _PRODUCER_REGISTERS),
             ("THREADS", _THREADS),
         )
         shared = 2 * (
@@ -69,19 +73,41 @@ class MlaConfig:
         source = "attention/mla_attention_sm90.cu"
         return KernelSpec(source, "mla_attention_sm90", defines, _THREADS, shared)
 
+    def _coded_spec(self) -> KernelSpec:
+        operands = 2 * self.rows * (LATENT_DIM + ROPE_DIM + 2 * BLOCK_SIZE)
+        slots = (_SLOT_BUDGET - operands) // _SLOT_BYTES
+        defines = (
+            *self._defines(),
+            ("HEADS", self.rows),
+            ("SLOTS", slots),
+            ("SCORE_REGISTERS", _SCORE_REGISTERS),
+            ("THREADS", _CODED_THREADS),
+        )
+        shared = operands + slots * _SLOT_BYTES
+        source = "attention/mla_attention_float8_sm90.cu"
+        return KernelSpec(source, "mla_attention_float8_sm90", defines, _CODED_THREADS, shared)
+
     def merge_spec(self) -> KernelSpec:
         """The kernel that merges the partial results of requests split over several blocks."""
-        defines = (*self._defines(), ("THREADS", _MERGE_THREADS))
+        defines = (
+            *self._defines(),
+            ("FRAGMENT_ROWS", self.rows if self.coded else 0),
+            ("THREADS", _MERGE_THREADS),
+        )
         return KernelSpec("attention/mla_merge.cu", "mla_merge", defines, _MERGE_THREADS)
 
     def _defines(self) -> tuple[tuple[str, str | int], ...]:
         return ("DTYPE", self.dtype), ("TEAM", self.team), ("CAUSAL", int(self.causal))
 
     @property
+    def query_box(self) -> tuple[int, int, int]:
+        """The TMA box of the queries: requests, rows and columns."""
+        return 1, self.rows, BOX_COLUMNS
+
+    @property
     def page_box(self) -> tuple[int, int, int]:
-        """The TMA box: cache blocks, tokens and columns (bytes of an FP8 cache)."""
-        columns = 2 * BOX_COLUMNS if self.coded else BOX_COLUMNS
-        return 1, BLOCK_SIZE // self.cluster, columns
+        """The TMA box of 16-bit latents: cache blocks, tokens and columns."""
+        return 1, BLOCK_SIZE // self.cluster, BOX_COLUMNS
 
     @property
     def scratch_floats(self) -> int:
@@ -89,12 +115,12 @@ class MlaConfig:
         maxima and row sums."""
         return 2 * self.num_blocks * TILE_ROWS * (LATENT_DIM + 2)
 
-    def merge_rows(self, batch: int) -> int:
-        """Rows per block of the merge kernel: a power of two, smaller for small batches."""
-        rows, most = TILE_ROWS, _MERGE_BLOCKS_PER_SM * self.num_blocks
-        while rows > 1 and batch * self.row_tiles * TILE_ROWS // rows < most:
-            rows //= 2
-        return rows
+    def units_per_merge_block(self, batch: int) -> int:
+        """Units per block of the merge kernel: a power of two, smaller for small batches."""
+        units, most = self.rows, _MERGE_BLOCKS_PER_SM * self.num_blocks
+        while units > 1 and batch * self.row_tiles * self.rows // units < most:
+            units //= 2
+        return units
 
 
 @lru_cache(maxsize=1024)
@@ -121,7 +147,7 @@ def plan_mla_attention(
         team=team,
         cluster=cluster,
         num_blocks=device.num_sms // team * team,
-        early=_DECODER_EARLY if coded else _EARLY,
+        rows=next((n for n in _CODED_ROWS if coded and heads * seq_len_q <= n), TILE_ROWS),
         # Without a cluster, L2 requests are the bottleneck, and a prefetch would double them.
         prefetch=int(cluster > 1),
     )

@@ -14,7 +14,7 @@ from cukit.attention._arguments import (
     score_options,
     score_settings,
 )
-from cukit.attention._mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
+from cukit.attention._mla_plan import BLOCK_SIZE, plan_mla_attention
 from cukit.attention._paged_arguments import check_table
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -54,7 +54,6 @@ _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
 _CODES = np.dtype(np.uint8)
-_QUERY_BOX = (1, TILE_ROWS, BOX_COLUMNS)
 _MOST_HEADS = (1 << 15) - 1  # row indices of a request are 32-bit
 
 
@@ -331,7 +330,7 @@ class PreparedMla(NamedTuple):
     lse_shape: tuple[int, ...]
     scratch_floats: int
     q_map: TensorMapCache
-    cache_map: TensorMapCache
+    cache_map: TensorMapCache | None  # of 16-bit latents; FP8 latents are copied as bytes
     attend: Launch
     merge: Launch
 
@@ -350,8 +349,8 @@ class PreparedMla(NamedTuple):
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
             partial = empty(q, (self.scratch_floats,), np.float32)
-            maps = self.q_map(q), self.cache_map(kv_cache)
-            self.attend(*maps, kv_cache, out, lse, block_table, seq_lens, partial)
+            cache = kv_cache if self.cache_map is None else self.cache_map(kv_cache)
+            self.attend(self.q_map(q), cache, out, lse, block_table, seq_lens, partial)
             self.merge(partial, out, lse, seq_lens)
         return (out, lse) if return_lse else out
 
@@ -402,15 +401,15 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, nothing, (batch, heads, seq_q, most_keys)),
     )
-    rows = config.merge_rows(batch)
-    merge_blocks = batch * config.row_tiles * (TILE_ROWS // rows)
-    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(rows)
+    units = config.units_per_merge_block(batch)
+    merge_blocks = batch * config.row_tiles * (config.rows // units)
+    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(units)
     return PreparedMla(
         shape=(*q.shape[:-1], latent_dim),
         lse_shape=(batch, heads, seq_q),
         scratch_floats=config.scratch_floats,
-        q_map=TensorMapCache(_query_map),
-        cache_map=TensorMapCache(partial(_cache_map, box=config.page_box)),
+        q_map=TensorMapCache(partial(_query_map, box=config.query_box)),
+        cache_map=None if coded else TensorMapCache(partial(_cache_map, box=config.page_box)),
         attend=Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,)),
         merge=Launch(
             load_kernel(config.merge_spec()), (merge_blocks,), merge_scalars, dependent=True
@@ -418,9 +417,9 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     )
 
 
-def _query_map(q: Array) -> Any:
-    """Boxes of 64 rows (queries times heads), zero-filled after the last row of a request."""
-    return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _QUERY_BOX)
+def _query_map(q: Array, box: tuple[int, int, int]) -> Any:
+    """Boxes of rows (queries times heads), zero-filled after the last row of a request."""
+    return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), box)
 
 
 def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:

@@ -22,26 +22,20 @@
 //   the page after the one being loaded is prefetched to L2.
 //   CLUSTER: each block of a pair multicasts half of a page's tokens to both: a page is read from
 //   L2 once for two tiles of rows. Both blocks process the same pages.
-//   CODES: the producer warpgroup converts the halves from FP8 codes to float16, relative to a unit
-//   per page; the consumers convert the queries' latent columns to float16 (mla_codes.cuh). Scores
-//   of rotated columns come first and are scaled to that unit while the other page's probabilities
-//   are multiplied. Rows of a page beyond the last key may hold arbitrary data; as values they are
-//   overwritten with zeros. A piece that does not cover its request is stored to `partial`, and
-//   mla_merge.cu merges the pieces.
+//   Rows of a page beyond the last key may hold arbitrary data; as values they are overwritten with
+//   zeros. A piece that does not cover its request is stored to `partial`, and mla_merge.cu merges
+//   the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
 //   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers,
 //   row maxima and sums that the consumers exchange.
-// Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
-//   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
-//   [1, 64, 128]. A block outside the cache reads as zeros, except for codes.
-// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH
-//   0; EARLY 1|2; PREFETCH 0|1; PRODUCER_REGISTERS; TEAM blocks that share pages, a divisor of the
-//   grid and of the number of tiles of a request; CLUSTER 1|2, a divisor of TEAM; CAUSAL 0|1;
-//   THREADS 384.
+// Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576]; boxes
+//   [1, 64, 64], of the cache [1, 64 / CLUSTER, 64]. A block outside the cache reads as zeros.
+// Macros: DTYPE float16|bfloat16; EARLY 1|2; PREFETCH 0|1; PRODUCER_REGISTERS; TEAM blocks that
+//   share pages, a divisor of the grid and of the number of tiles of a request; CLUSTER 1|2, a
+//   divisor of TEAM; CAUSAL 0|1; THREADS 384.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
 //   grid.
 // Reference: cukit/reference/mla_attention.py.
-#include "attention/mla_codes.cuh"
 #include "attention/mla_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
@@ -68,12 +62,6 @@ using QueryTile = cukit::SharedTile<T, kRows, kWidth>;
 using PageTile = cukit::SharedTile<T, kPage, kWidth>;
 using ProbabilityTile = cukit::SharedTile<T, kRows, kPage>;
 
-#if CODES
-using Latent = __half;  // operand type of latents, their queries and probabilities
-#else
-using Latent = T;
-#endif
-
 constexpr int kStages = 2;  // one for each consumer's pages
 constexpr int kHalf = kLatent / 2;
 constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
@@ -81,9 +69,7 @@ constexpr int kRopeSection = 2;
 constexpr int kReaders = CLUSTER * cukit::kWarpgroupWarps;  // warps that release a section
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
-static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1),
-              "the blocks of a cluster read the same pages");
-static_assert(!CODES || EARLY == 1, "the scores of rotated columns are scaled");
+static_assert(TEAM % CLUSTER == 0, "the blocks of a cluster read the same pages");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the wgmmas");
 
 // Parts of a page in a section. Sections 0 and 1 are the halves of the latent.
@@ -104,11 +90,7 @@ struct Barriers {
   cukit::Pipeline<1> queries;
 
   CUKIT_DEVICE void init() {
-    // A half is filled by one thread's loads or, with CODES, by the warps that decode it.
-    const int fills = CODES ? cukit::kWarpgroupWarps / 2 : 1;
-    sections[0].init(kReaders, fills);
-    sections[1].init(kReaders, fills);
-    sections[kRopeSection].init(kReaders);
+    for (auto& section : sections) section.init(kReaders);
     queries.init(Block::kConsumerWarps);
   }
 };
@@ -125,38 +107,11 @@ struct Tiles {
 };
 
 struct Arrays {
-  const unsigned char* cache;  // [blocks, 64, 656], with CODES
   T* out;                  // [batch, seq_q, heads_q, 512]
   float* lse;              // [batch, heads_q, seq_q] or null
   const int* block_table;  // [batch, table_row]
   const int* seq_lens;     // [batch]
   Partial partial;
-};
-
-// A warp's share, kept in shared memory while the warp processes a piece, to save registers.
-struct ParkedShare {
-  alignas(Share) unsigned char bytes[sizeof(Share)];
-  unsigned parity;  // of the piece
-
-  // Called by all lanes, with the same share.
-  CUKIT_DEVICE void park(const Share& share, unsigned number) {
-    __syncwarp();
-    if (threadIdx.x % cukit::kWarpSize == 0) {
-      *reinterpret_cast<Share*>(bytes) = share;
-      parity = number;
-    }
-    __syncwarp();
-  }
-  CUKIT_DEVICE Share share() const { return *reinterpret_cast<const Share*>(bytes); }
-  CUKIT_DEVICE cukit::PipelineState<1> queries() const { return {0, parity}; }
-
-  // Advances to the next piece.
-  CUKIT_DEVICE void advance(Share& to, const Arrays& arrays,
-                            const cukit::LatentParameters& params) {
-    to = share();
-    to.advance(arrays.seq_lens, params);
-    park(to, parity ^ 1);
-  }
 };
 
 // Data that the warps exchange through shared memory.
@@ -165,18 +120,9 @@ struct Exchange {
   int share_units;          // units per team
   float maxima[2][kRows];   // by the warpgroup that owns the page
   float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
-#if CODES
-  int units[kStages][2];  // of pages, for the readers of each half
-  unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query element
-#endif
 };
 
 namespace producer {
-
-// In columns of the cache's tensor map, whose elements are bytes with CODES.
-constexpr int kCacheColumns = CODES ? kCodedBytes : kWidth;
-constexpr int kRopeColumn = CODES ? kRopeByte : kLatent;
-constexpr int kBoxColumns = PageTile::kRowBytes / (CODES ? 1 : sizeof(T));
 
 // The first token of a page that this block loads.
 CUKIT_DEVICE int cluster_row() {
@@ -196,7 +142,7 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
 #pragma unroll 1
   for (int part = 0; part < parts; ++part) {
     unsigned char* const own = to + part * PageTile::kPartBytes;
-    const int first_column = column + part * kBoxColumns;
+    const int first_column = column + part * PageTile::kPartColumns;
     if constexpr (CLUSTER == 1) {
       cukit::tma_load_3d(own, cache, full, first_column, 0, block);
     } else {
@@ -207,25 +153,6 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
   }
 }
 
-#if CODES
-// Converts and commits this warp's share of a loaded page, whose first `keys` rows are keys.
-CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage& coded, int keys,
-                              int count, const Tiles& tiles) {
-  const cukit::PipelineState<kStages> state = page_state(count);
-  unsigned char* const tile = tiles.pages + state.index * PageTile::kBytes;
-  const int half = CodedPage::half();
-  unsigned ratios[2];
-  coded.begin(ratios, keys);
-  barriers.sections[half].acquire(state);
-  const bool leads = threadIdx.x % cukit::kWarpSize == 0;
-  if (leads && CodedPage::first_row() == 0) exchange.units[state.index][half] = coded.unit;
-#pragma unroll
-  for (int i = 0; i < CodedPage::kRows; ++i) coded.store<PageTile>(i, tile, ratios);
-  cukit::fence_proxy_async();
-  __syncwarp();
-  if (leads) barriers.sections[half].commit(state);
-}
-#endif
 
 // All participating warps iterate over the pages; one thread issues the TMA loads.
 CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
@@ -235,7 +162,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const int member = blockIdx.x % TEAM;
   int count = 0;  // pages of the block so far
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
-  for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
+  for (Share share = parked.share(); !share.done(); parked.advance(share, arrays.seq_lens, params)) {
     const Piece piece = share.piece();
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
@@ -244,25 +171,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
     if (starts) {
-      const cukit::PipelineState<1> q_state = parked.queries();
+      const cukit::PipelineState<1> q_state = parked.piece_state();
       barriers.queries.acquire(q_state);
       QueryTile::load(tiles.queries, q, barriers.queries.expect(q_state, QueryTile::kBytes), 0,
                       {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
     }
-#if CODES
-    const int* entry = row + piece.begin;
-    int keys = piece.place.request.seq_kv - piece.begin * kPage;  // from this page on
-    CodedPage coded;
-    coded.load(arrays.cache + block * params.cache_block);
-#pragma unroll 1
-    for (int left = piece.end - piece.begin; left > 0; --left, ++count, keys -= kPage) {
-      if (starts) load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
-      __syncwarp();
-      if (left > 1) block = *++entry;  // loaded early to hide its latency
-      decode_page(barriers, exchange, coded, keys, count, tiles);
-      if (left > 1) coded.load(arrays.cache + block * params.cache_block);
-    }
-#else
     int next = block_of(piece.begin + 1);
 #pragma unroll 1
     for (int page = piece.begin; page < piece.end; ++page, ++count) {
@@ -270,11 +183,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       if (starts) {
         if (PREFETCH && page + 1 < piece.end) {
 #pragma unroll 1
-          for (int column = 0; column < kCacheColumns; column += kBoxColumns) {
+          for (int column = 0; column < kWidth; column += PageTile::kPartColumns) {
             cukit::tma_prefetch_3d(cache, column, cluster_row(), next);
           }
         }
-        load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
+        load_section(barriers, kRopeSection, count, tiles, cache, kLatent, block);
         const int half = count % kStages;  // the half of the page's owner is loaded first
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
@@ -284,7 +197,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       block = next;
       next = after;
     }
-#endif
   }
 }
 
@@ -304,12 +216,12 @@ constexpr int kHandoverBarrier = 4;
 constexpr int kBothThreads = 2 * cukit::kWarpgroupThreads;
 
 // scores (+)= Q K^T over the columns of a section.
-template <typename Element, int Parts>
+template <int Parts>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k,
                                 bool accumulate) {
 #pragma unroll
   for (int step = 0; step < Parts * PageTile::kPartColumns / 16; ++step) {
-    cukit::wgmma<Element, kPage>(scores, q + QueryTile::k_step(step), k + PageTile::k_step(step),
+    cukit::wgmma<T, kPage>(scores, q + QueryTile::k_step(step), k + PageTile::k_step(step),
                            accumulate || step > 0);
   }
 }
@@ -330,35 +242,6 @@ CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&to
   cukit::rescale(out, shrink);
 }
 
-#if CODES
-// Converts a lane's accumulators and maxima from one unit of latents to another.
-CUKIT_DEVICE void change_unit(cukit::SoftmaxRows& rows, Outputs& out, int& unit, int renewed) {
-  if (unit == renewed) return;
-  const float by = power_of_two(cukit::mla::kExponentBias + unit - renewed);
-  unit = renewed;
-  const float both[2] = {by, by};
-  cukit::rescale(out, both);
-  rows.max[0] *= by;
-  rows.max[1] *= by;
-}
-
-// Converts the latent columns of the queries to float16, by both consumers, and returns their unit.
-CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange) {
-  using Queries = CodedQueries<kBothThreads>;
-  const int thread = threadIdx.x - cukit::kWarpgroupThreads;
-  const unsigned own = __reduce_max_sync(cukit::kFullMask, Queries::largest(tile, thread));
-  if (thread % cukit::kWarpSize == 0) exchange.query_tops[thread / cukit::kWarpSize] = own;
-  cukit::named_sync(kBothBarrier, kBothThreads);
-  unsigned top = 0;
-#pragma unroll
-  for (const unsigned each : exchange.query_tops) top = max(top, each);
-  const int unit = Queries::unit(top);
-  Queries::convert(tile, thread, unit);
-  cukit::fence_proxy_async();
-  cukit::named_sync(kBothBarrier, kBothThreads);
-  return unit;
-}
-#endif
 
 // Zeroes the rows of a half page from `rows` on, by its warpgroup, after the scores are complete.
 CUKIT_DEVICE void clear_rows(unsigned char* half, int rows, int group) {
@@ -390,7 +273,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const int other = group ^ 1;
   const int member = blockIdx.x % TEAM;
   const int lane_row = cukit::accumulator_row();
-  float factor = params.scale_log2;  // of scores, in the current unit
+  const float factor = params.scale_log2;
   cukit::Pipeline<kStages>& own_half = barriers.sections[group];
 
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
@@ -403,7 +286,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
   int count = 0;  // pages of the block so far
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
-  for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
+  for (Share share = parked.share(); !share.done(); parked.advance(share, arrays.seq_lens, params)) {
     const Piece piece = share.piece();
     const int tile = piece.place.problem * TEAM + member;
     const Rows rows(piece.place.b, tile, params);
@@ -423,24 +306,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     for (int i = 0; i < kHalf / 2; ++i) out[i] = 0.0f;
     cukit::SoftmaxRows softmax{{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
     Scores scores;
-    barriers.queries.wait(parked.queries());
-#if CODES
-    const int query_unit = convert_queries(tiles.queries, exchange);
-    int unit = kLeastUnit;  // of outputs and maxima
-    const auto factor_of = [&](int page_unit) {
-      return params.scale_log2 * (power_of_two(query_unit) * power_of_two(page_unit));
-    };
-    // Requires that this consumer's half of the page is loaded.
-    const auto unit_of = [&](int page) {
-      const int page_unit = cukit::warp_uniform(exchange.units[page % kStages][group]);
-      __syncwarp();  // all lanes have read it before one releases the half
-      return page_unit;
-    };
-    const auto adopt_unit = [&](int page_unit) {
-      change_unit(softmax, out, unit, page_unit);
-      factor = factor_of(unit);
-    };
-#endif
+    barriers.queries.wait(parked.piece_state());
 
     // Keys from a page's first row on. Rows without a key are zeroed in this warpgroup's half.
     const auto keys_of = [&](int page) { return seq_kv - key_of(page); };
@@ -465,19 +331,15 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       barriers.sections[section].wait(page_state(page));
       cukit::wgmma_fence();
       if (turn == 0) {
-        multiply_keys<T, parts_of(kRopeSection)>(scores, q_first + offset, k_first + offset, false);
+        multiply_keys<parts_of(kRopeSection)>(scores, q_first + offset, k_first + offset, false);
       } else {
-        multiply_keys<Latent, kHalfParts>(scores, q_first + offset, k_first + offset, true);
+        multiply_keys<kHalfParts>(scores, q_first + offset, k_first + offset, true);
       }
     };
     // Issues out += P V of the other consumer's page.
     const auto issue_other = [&](int page) {
       cukit::named_sync(kHandoverBarrier + other, kBothThreads);
       const float top[2] = {exchange.maxima[other][lane_row], exchange.maxima[other][lane_row + 8]};
-#if CODES
-      own_half.wait(page_state(page));
-      adopt_unit(unit_of(page));
-#endif
       adopt(softmax, out, top, factor);
       clear_beyond_end(page, other);
       own_half.wait(page_state(page));
@@ -485,7 +347,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const unsigned long long v = v_first + other * PageTile::kStage;
 #pragma unroll
       for (int step = 0; step < PageTile::kRowSteps; ++step) {
-        cukit::wgmma<Latent, kHalf, false, true>(out, p_first + ProbabilityTile::k_step(step),
+        cukit::wgmma<T, kHalf, false, true>(out, p_first + ProbabilityTile::k_step(step),
                                             v + PageTile::mn_step(step), true);
       }
       cukit::wgmma_commit();
@@ -498,26 +360,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       for (int turn = 0; turn < EARLY; ++turn) multiply_section(page, turn);
       cukit::wgmma_commit();
       if (follows) issue_other(page - 1);
-#if CODES
-      if (follows) {
-        cukit::wgmma_wait<1>(scores);
-      } else {
-        cukit::wgmma_wait<0>(scores);
-      }
-      own_half.wait(page_state(page));
-      const int page_unit = unit_of(page);
-      const float by = power_of_two(3 * kExponentBias - query_unit - page_unit);
-#pragma unroll
-      for (float& score : scores) score *= by;
-#endif
 #pragma unroll
       for (int turn = EARLY; turn < 3; ++turn) multiply_section(page, turn);
       cukit::wgmma_commit();
       cukit::wgmma_wait<1>(out);
       if (follows) release_half(page - 1);
-#if CODES
-      adopt_unit(page_unit);
-#endif
       cukit::wgmma_wait<0>(scores);
       barriers.sections[kRopeSection].release_to_cluster<CLUSTER>(page_state(page));
 
@@ -533,7 +380,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const bool grown = cukit::update_maxima(softmax, shrink, scores, factor);
       cukit::exponentiate(softmax, scores, factor);
       Probabilities p;
-      cukit::pack_probabilities<Latent>(p, scores);
+      cukit::pack_probabilities<T>(p, scores);
       // All warps of this consumer have multiplied the probabilities that these overwrite.
       cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
       store_probabilities(tiles.probabilities, p);
@@ -550,13 +397,13 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const unsigned long long v = v_first + group * PageTile::kStage;
 #pragma unroll
       for (int step = 0; step < PageTile::kRowSteps; ++step) {
-        cukit::wgmma<Latent, kHalf, true>(out, p[step], v + PageTile::mn_step(step), true);
+        cukit::wgmma<T, kHalf, true>(out, p[step], v + PageTile::mn_step(step), true);
       }
       cukit::wgmma_commit();
       cukit::wgmma_wait<0>(out);
       release_half(page);
     }
-    barriers.queries.release(parked.queries());
+    barriers.queries.release(parked.piece_state());
     if (page == last) {
       issue_other(page - 1);
       cukit::wgmma_wait<0>(out);
@@ -568,7 +415,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
     // Both consumers have adopted the maxima of the last page, so their row sums are relative to
     // the same maxima.
-    const unsigned parity = parked.queries().phase;
+    const unsigned parity = parked.piece_state().phase;
     Statistics total[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -584,11 +431,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       const int row = lane_row + 8 * half;
       total[half] = {softmax.max[half] * factor, sums[0][row] + sums[1][row]};
     }
-#if CODES
-    const float out_unit = power_of_two(unit);
-#else
-    constexpr float out_unit = 1.0f;
-#endif
     const Rows own(done.place.b, done.place.problem * TEAM + member, params);
     const bool states = group == 0 && threadIdx.x % 4 == 0;
     if (done.complete) {
@@ -599,7 +441,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
-        to.factor[half] = total[half].sum == 0.0f ? 0.0f : out_unit / total[half].sum;
+        to.factor[half] = total[half].sum == 0.0f ? 0.0f : 1.0f / total[half].sum;
         to.exists[half] = row < own.count;
         if (states && to.exists[half] && arrays.lse != nullptr) {
           arrays.lse[own.statistic(row, params)] = log_sum(total[half]);
@@ -619,7 +461,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 #pragma unroll
         for (int n = 0; n < kHalf / 8; ++n) {
           *reinterpret_cast<float2*>(to + 8 * n + cukit::accumulator_column()) =
-              make_float2(out[4 * n + 2 * half] * out_unit, out[4 * n + 2 * half + 1] * out_unit);
+              make_float2(out[4 * n + 2 * half], out[4 * n + 2 * half + 1]);
         }
         if (states) arrays.partial.statistics(slot)[row] = total[half];
       }
@@ -634,7 +476,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla_attention_sm90(
     const __grid_constant__ cukit::TensorMap q, const __grid_constant__ cukit::TensorMap cache,
-    const unsigned char* __restrict__ cache_bytes,  // the array that `cache` maps
     T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
     const int* __restrict__ seq_lens,
     float* __restrict__ partial,  // Partial: two slots per block
@@ -643,7 +484,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla
   __shared__ Barriers barriers;
   __shared__ Exchange exchange;
   const Tiles tiles(shared);
-  const Arrays arrays{cache_bytes, out, lse, block_table, seq_lens, {partial}};
+  const Arrays arrays{out, lse, block_table, seq_lens, {partial}};
   cukit::release_next_grid();
   Block::prepare<CLUSTER>([&] { barriers.init(); });
 
@@ -659,7 +500,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla
   __syncthreads();
   Block::run(
       [&] {
-        if (CODES || threadIdx.x < cukit::kWarpSize) {
+        if (threadIdx.x < cukit::kWarpSize) {
           producer::run(barriers, tiles, exchange, &q, &cache, arrays, params);
         }
       },

@@ -1,151 +1,126 @@
-// Conversion of an FP8 latent cache to wgmma operands (sm_90).
+// FP8 latents as wgmma operands in registers (sm_90).
 //
 // A token of the cache has 656 bytes: 512 codes (e4m3), 4 float32 scales, each of 128 codes, and 64
-// bfloat16 of rotated key, which TMA loads. A code times its scale is converted to float16 in a
-// unit that the page's tokens share: a power of two, at most 2^-5 times the largest scale so far
-// and growing with it, so that no product exceeds 57344 and scales down to 2^-12 of the largest
-// keep all eleven bits. One exact instruction converts two codes to float16, and one multiplies
-// both. The queries' latent columns are converted to float16 too, times a power of two per tile;
-// rotated columns stay as they are.
+// bfloat16 of rotated key. A code times its scale is converted to float16 in the token's own unit,
+// the power of two below its largest scale: one exact instruction converts two codes to float16,
+// and one multiplies both. Rotated columns, in bfloat16, are divided by the unit, exactly. The
+// queries have a unit per tile:
 //
-//   scores = unit_q * unit * (Q16 C16^T) + Q_rope R^T,   outputs = unit * (P C16)
+//   score = unit_q * unit * (Q16 C16 + Q_rope R)
 //
-// Units are stored as the exponent field of a float.
+// Queries are stored in the order of columns in which lanes hold a token's bytes: lane l has, of
+// every 64 columns, the 16 bytes (of codes; twice 16 of rotated columns) at l % 4, two columns per
+// register. Units are stored as the exponent field of a float.
 #pragma once
 
 #include "attention/mla_work.cuh"
-#include "common/hopper/shared_tile.cuh"
-#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/min_max_packed.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/pack_e4m3.cuh"
 #include "common/ptx/prmt.cuh"
-#include "common/ptx/shared_address.cuh"
 
 namespace cukit::mla {
 
 constexpr int kScaleColumns = 128;
-constexpr int kRopeByte = kLatent + kLatent / kScaleColumns * 4;  // offset in a token
+constexpr int kScaleGroups = kLatent / kScaleColumns;
+constexpr int kRopeByte = kLatent + kScaleGroups * 4;  // offset in a token
 constexpr int kCodedBytes = kRopeByte + kRope * 2;
 
 constexpr int kExponentBias = 127;
 constexpr unsigned kInfinityBits = 0x7f800000u;
-constexpr int kLeastUnit = kExponentBias - 60;  // latents in smaller units are zero
 
-// 2^(exponent - bias); the exponent is clamped to the normal floats.
+// 2^(exponent - bias), of the exponent of a normal float.
 CUKIT_DEVICE float power_of_two(int exponent) {
-  return __uint_as_float(static_cast<unsigned>(min(max(exponent, 1), 254)) << 23);
+  return __uint_as_float(static_cast<unsigned>(exponent) << 23);
 }
 
-// A warp's share of a page: every second row of one half. A lane has eight columns of each row, one
-// 16-byte chunk in shared memory. The next page is loaded after a page has been committed, since
-// the fence before the commit waits for all loads in flight.
-struct CodedPage {
-  static constexpr int kWarps = kWarpgroupWarps / 2;  // per half
-  static constexpr int kRows = kPage / kWarps;
+template <typename Element>
+struct PairOf;
+template <>
+struct PairOf<__half> { using Type = __half2; };
+template <>
+struct PairOf<__nv_bfloat16> { using Type = __nv_bfloat162; };
 
-  uint2 codes[kRows];
-  uint4 scales[2];  // of tokens `lane` and `lane` + 32
-  int unit = kLeastUnit;
+// Products of two pairs of 16-bit elements.
+template <typename Element>
+CUKIT_DEVICE unsigned multiply_pairs(unsigned a, unsigned b) {
+  using Pair = typename PairOf<Element>::Type;
+  const Pair product = __hmul2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
 
-  CUKIT_DEVICE static int half() { return threadIdx.x / kWarpSize % 2; }
-  CUKIT_DEVICE static int first_row() { return threadIdx.x / kWarpSize / 2; }
+// The scales of a token and its unit.
+struct KeyScales {
+  static constexpr int kLeastUnit = kExponentBias - 60;  // latents in smaller units are zero
+  static constexpr int kMostUnit = kExponentBias + 60;
 
-  // `page`: the first token's first byte.
-  CUKIT_DEVICE void load(const unsigned char* page) {
-    const int lane = threadIdx.x % kWarpSize;
-    const unsigned char* const of_lane = page + lane * kCodedBytes + kLatent;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      scales[i] = __ldcg(reinterpret_cast<const uint4*>(of_lane + i * (kPage / 2) * kCodedBytes));
-    }
-    const unsigned char* const from =
-        page + first_row() * kCodedBytes + half() * (kLatent / 2) + 8 * lane;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      codes[i] = __ldcg(reinterpret_cast<const uint2*>(from + i * kWarps * kCodedBytes));
-    }
-  }
+  unsigned pairs[kScaleGroups / 2];  // float16, in the unit
+  int exponent;                      // of the unit
 
-  // Updates the unit for a page whose first `keys` rows are keys, and returns the scales in this
-  // unit: ratios[i] holds the two of this half for token lane + first_row() + 32 i, float16.
-  CUKIT_DEVICE void begin(unsigned (&ratios)[2], int keys) {
+  // `token`: its first byte. The scales of a token that does not exist are 0.
+  CUKIT_DEVICE void load(const unsigned char* token, bool exists) {
+    uint4 scales = *reinterpret_cast<const uint4*>(token + kLatent);
+    if (!exists) scales = make_uint4(0, 0, 0, 0);
+    const unsigned words[kScaleGroups] = {scales.x, scales.y, scales.z, scales.w};
     unsigned top = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned words[4] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
-      const bool counts = static_cast<int>(threadIdx.x % kWarpSize) + i * (kPage / 2) < keys;
-#pragma unroll
-      for (const unsigned word : words) {
-        const unsigned magnitude = word & ~(1u << 31);
-        if (counts && magnitude < kInfinityBits) top = max(top, magnitude);
-      }
+    for (const unsigned word : words) {
+      top = max(top, word & ~(1u << 31));
     }
-    top = __reduce_max_sync(kFullMask, top);
-    const int exponent = static_cast<int>(top >> 23);
-    // A scale is at most 2^7 units. A new unit leaves room for scales four times as large.
-    if (exponent > unit + 6) unit = exponent - 4;
-    const float by = power_of_two(2 * kExponentBias - unit);
+    exponent = min(max(static_cast<int>(top >> 23), kLeastUnit), kMostUnit);
+    const float by = inverse();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned low = half() ? scales[i].z : scales[i].x;
-      const unsigned high = half() ? scales[i].w : scales[i].y;
-      const unsigned pair = pack<__half>(__uint_as_float(low) * by, __uint_as_float(high) * by);
-      ratios[i] = __shfl_down_sync(kFullMask, pair, first_row());
+    for (int i = 0; i < kScaleGroups / 2; ++i) {
+      pairs[i] = pack<__half>(__uint_as_float(words[2 * i]) * by,
+                              __uint_as_float(words[2 * i + 1]) * by);
     }
   }
 
-  // Stores this warp's i-th row to a page in shared memory.
-  template <typename PageTile>
-  CUKIT_DEVICE void store(int i, unsigned char* page, const unsigned (&ratios)[2]) const {
-    const unsigned lane = threadIdx.x % kWarpSize;
-    const unsigned pair = __shfl_sync(kFullMask, ratios[i / (kRows / 2)], kWarps * i % kWarpSize);
-    const unsigned ratio = permute_bytes(pair, pair, lane < kWarpSize / 2 ? 0x1010 : 0x3232);
-    unsigned values[4];
-    unsigned pairs[2];
-    unpack_e4m3(pairs, codes[i].x);
-    values[0] = multiply(pairs[0], ratio);
-    values[1] = multiply(pairs[1], ratio);
-    unpack_e4m3(pairs, codes[i].y);
-    values[2] = multiply(pairs[0], ratio);
-    values[3] = multiply(pairs[1], ratio);
-    // Addresses of later rows differ from the first row's by a swizzle constant.
-    constexpr int kPeriod = 8 / kWarps;
-    const unsigned first = PageTile::address(0, first_row(), half() * (kLatent / 16) + lane);
-    const unsigned offset = first ^ (i % kPeriod * kWarps * 16);
-    *reinterpret_cast<uint4*>(page + offset + i * kWarps * PageTile::kRowBytes) =
-        make_uint4(values[0], values[1], values[2], values[3]);
+  CUKIT_DEVICE float unit() const { return power_of_two(exponent); }
+  CUKIT_DEVICE float inverse() const { return power_of_two(2 * kExponentBias - exponent); }
+  CUKIT_DEVICE float unit_log2() const { return static_cast<float>(exponent - kExponentBias); }
+
+  // 1 / unit twice, in bfloat16.
+  CUKIT_DEVICE unsigned inverse_pair() const {
+    return static_cast<unsigned>(2 * kExponentBias - exponent) * (1u << 23 | 1u << 7);
   }
 
- private:
-  CUKIT_DEVICE static unsigned multiply(unsigned a, unsigned b) {
-    const __half2 product =
-        __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
-    return *reinterpret_cast<const unsigned*>(&product);
+  // The scale of a group twice.
+  CUKIT_DEVICE unsigned scale_pair(int group) const {
+    const unsigned pair = pairs[group / 2];
+    return permute_bytes(pair, pair, group % 2 == 0 ? 0x1010 : 0x3232);
+  }
+
+  // The scale of a group that is known at run time only.
+  CUKIT_DEVICE __half scale(int group) const {
+    const unsigned pair = group < 2 ? pairs[0] : pairs[1];
+    return __ushort_as_half(static_cast<unsigned short>(group % 2 == 0 ? pair : pair >> 16));
   }
 };
 
-// Converts the latent columns of a tile of queries to float16 in a unit, by `Threads` threads.
-template <int Threads>
+// Converts a tile of queries, in shared memory, by `threads` threads: latent columns to float16,
+// all columns to the unit of the tile and to the order of a token's bytes.
+template <typename QueryTile>
 struct CodedQueries {
-  static constexpr int kBytes = kRows * kLatent * 2;
   static constexpr int kMostScale = 20;  // largest exponent of the queries' factor
   static constexpr int kTop = 14;        // exponent of the largest query, in units
+  static constexpr int kLatentParts = kLatent / QueryTile::kPartColumns;
+  static constexpr int kChunks = QueryTile::kRowBytes / 16;
 
-  // Bits of the largest magnitude among this thread's elements. `tile`: the latent columns are its
-  // first parts. `thread`: 0 .. Threads - 1.
-  CUKIT_DEVICE static unsigned largest(const unsigned char* tile, int thread) {
-    unsigned top = 0;
+  // Bits of the largest magnitude among this thread's latent columns. `thread`: 0 .. threads - 1.
+  CUKIT_DEVICE static unsigned largest(const unsigned char* tile, int thread, int threads) {
+    unsigned top = 0;  // of each half of the words
 #pragma unroll 4
-    for (int byte = 16 * thread; byte < kBytes; byte += 16 * Threads) {
+    for (int byte = 16 * thread; byte < kLatentParts * QueryTile::kPartBytes; byte += 16 * threads) {
       const uint4 chunk = *reinterpret_cast<const uint4*>(tile + byte);
       const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
       for (const unsigned word : words) {
-        top = max(top, max(word & 0x7fff0000u, word << 16 & 0x7fff0000u));
+        top = max_packed<T>(top, word & 0x7fff7fffu);
       }
     }
-    return top;
+    return max(top & 0xffff0000u, top << 16);
   }
 
   // The unit for queries of magnitudes up to `top`; 1 if one is not finite.
@@ -155,20 +130,54 @@ struct CodedQueries {
     return max(exponent - kTop, kExponentBias - kMostScale);
   }
 
-  CUKIT_DEVICE static void convert(unsigned char* tile, int thread, int unit) {
+  CUKIT_DEVICE static void convert(unsigned char* tile, int thread, int threads, int unit) {
     const float by = power_of_two(2 * kExponentBias - unit);
-#pragma unroll 4
-    for (int byte = 16 * thread; byte < kBytes; byte += 16 * Threads) {
-      uint4& chunk = *reinterpret_cast<uint4*>(tile + byte);
-      unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    convert_parts<false>(tile, thread, threads, by);
+    convert_parts<true>(tile + kLatentParts * QueryTile::kPartBytes, thread, threads, by);
+  }
+
+ private:
+  // Latent or rotated columns.
+  template <bool Rotated>
+  CUKIT_DEVICE static void convert_parts(unsigned char* parts, int thread, int threads, float by) {
+    constexpr int kParts = Rotated ? QueryTile::kParts - kLatentParts : kLatentParts;
+#pragma unroll 1
+    for (int index = thread; index < kParts * QueryTile::kRows; index += threads) {
+      unsigned char* const row = parts + index / QueryTile::kRows * QueryTile::kPartBytes;
+      unsigned words[4 * kChunks];
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const uint4 chunk = *reinterpret_cast<const uint4*>(row + offset(index, i));
+        words[4 * i] = chunk.x;
+        words[4 * i + 1] = chunk.y;
+        words[4 * i + 2] = chunk.z;
+        words[4 * i + 3] = chunk.w;
+      }
 #pragma unroll
       for (unsigned& word : words) {
         float values[2];
         unpack<T>(values, word);
-        word = pack<__half>(values[0] * by, values[1] * by);
+        const float low = values[0] * by;
+        const float high = values[1] * by;
+        word = Rotated ? pack<T>(low, high) : pack<__half>(low, high);
       }
-      chunk = make_uint4(words[0], words[1], words[2], words[3]);
+      // Chunk i holds k = 8 i .. 8 i + 7, two for each of four lanes.
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        unsigned own[4];
+#pragma unroll
+        for (int lane = 0; lane < 4; ++lane) {
+          own[lane] = words[Rotated ? i / 4 * 16 + 4 * lane + i % 4 : 8 * lane + i];
+        }
+        *reinterpret_cast<uint4*>(row + offset(index, i)) =
+            make_uint4(own[0], own[1], own[2], own[3]);
+      }
     }
+  }
+
+  // Of a 16-byte chunk in a part.
+  CUKIT_DEVICE static unsigned offset(int index, int chunk) {
+    return QueryTile::address(0, index % QueryTile::kRows, chunk);
   }
 };
 

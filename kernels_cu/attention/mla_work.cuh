@@ -10,6 +10,7 @@
 
 #include "attention/paged_work.cuh"
 #include "attention/parameters.cuh"
+#include "common/hopper/pipeline.cuh"
 #include "common/platform.cuh"
 #include "common/types.cuh"
 
@@ -61,6 +62,32 @@ struct Division {
     int whole = (requests + teams - 1) / teams * longest;
     if (parts > 1 && equal && longest % parts == 0) whole = longest / parts;
     if (16 * (whole - share) <= share) share = max(share, whole);
+  }
+};
+
+// A warp's share, kept in shared memory while the warp processes a piece, to save registers.
+struct ParkedShare {
+  alignas(Share) unsigned char bytes[sizeof(Share)];
+  unsigned parity;  // of the piece
+
+  // Called by all lanes, with the same share.
+  CUKIT_DEVICE void park(const Share& share, unsigned number) {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) {
+      *reinterpret_cast<Share*>(bytes) = share;
+      parity = number;
+    }
+    __syncwarp();
+  }
+  CUKIT_DEVICE Share share() const { return *reinterpret_cast<const Share*>(bytes); }
+  // For barriers with one phase per piece.
+  CUKIT_DEVICE PipelineState<1> piece_state() const { return {0, parity}; }
+
+  // Advances to the next piece.
+  CUKIT_DEVICE void advance(Share& to, const int* seq_lens, const LatentParameters& params) {
+    to = share();
+    to.advance(seq_lens, params);
+    park(to, parity ^ 1);
   }
 };
 

@@ -127,10 +127,11 @@ def test_any_heads_and_queries(device: str, heads: int, seq_q: int) -> None:
     Latents([70, seq_q - 1, 0, 130], heads=heads, seq_q=seq_q).check(device)
 
 
-@pytest.mark.parametrize(("heads", "seq_q"), [(16, 1), (64, 3), (128, 2)])
+@pytest.mark.parametrize(("heads", "seq_q"), [(16, 1), (5, 4), (64, 3), (128, 2)])
 @emulated(lambda heads: heads != 128)
 def test_float8_latents(device: str, heads: int, seq_q: int) -> None:
-    """FP8 latents with very different scales of neighbouring tokens; NaN in unused rows."""
+    """FP8 latents with very different scales of neighbouring tokens; NaN in unused rows; tiles of
+    16, 32 and 64 rows."""
     Latents([200, 0, 65, 3], heads=heads, seq_q=seq_q, coded=True).check(device)
 
 
@@ -168,7 +169,14 @@ def test_options(device: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("num_blocks", "heads", "seq_q", "coded"),
-    [(1, 16, 1, False), (2, 16, 2, True), (7, 5, 1, False), (3, 128, 1, False)],
+    [
+        (1, 16, 1, False),
+        (7, 5, 1, False),
+        (3, 128, 1, False),
+        (1, 16, 1, True),
+        (2, 16, 2, True),
+        (3, 64, 1, True),
+    ],
 )
 def test_a_few_thread_blocks_share_requests(
     num_blocks: int, heads: int, seq_q: int, coded: bool, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +253,7 @@ def test_the_plan() -> None:
         assert config.num_blocks > h200.num_sms - config.team
         assert config.causal == (seq_q > 1)
     wide = plan_mla_attention(128, 1, "bfloat16", h200)
-    assert (wide.merge_rows(1), wide.merge_rows(32), wide.merge_rows(10**4)) == (1, 4, 64)
+    assert [wide.units_per_merge_block(batch) for batch in (1, 32, 10**4)] == [1, 4, 64]
     with ck.backend("emulator"):
         assert ck.mla_metadata(128)[1:] == (2, 2, 4 * wide.scratch_floats)
 

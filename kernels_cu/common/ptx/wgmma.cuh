@@ -78,6 +78,16 @@ CUKIT_DEVICE void wgmma_wait(int (&d)[N]) {
 #endif
 }
 
+// The same, where no accumulators are read: operands may be overwritten.
+template <int Pending>
+CUKIT_DEVICE void wgmma_wait() {
+#ifdef CUKIT_EMULATE
+  emulator::wgmma_wait(Pending);
+#else
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
+#endif
+}
+
 namespace detail {
 
 template <typename T>
