@@ -59,14 +59,14 @@ class ScanConfig:
     channels: bool = False
     """A decay per channel of the state, instead of one per head."""
 
-    def defines(self) -> tuple[tuple[str, MacroValue], ...]:
+    def defines(self, threads: int = THREADS) -> tuple[tuple[str, MacroValue], ...]:
         """The macros common to all kernels."""
         return (
             ("DTYPE", self.dtype),
             ("STATE_TILE", self.state_tile),
             ("PADDED", self.padded),
             ("CHANNELS", self.channels),
-            ("THREADS", THREADS),
+            ("THREADS", threads),
         )
 
     @property
