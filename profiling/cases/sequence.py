@@ -72,14 +72,14 @@ def _inputs(
     *,
     channels: bool = False,
 ) -> _Inputs:
-    """A decay of 8 % per token on average."""
+    """A decay of 8 % per token on average, at least 4 %: Mamba-2's values are x / -decay."""
     keys = (batch, seq_len, num_groups, state_dim)
     decays = (batch, seq_len, num_heads, *((state_dim,) if channels else ()))
     return _Inputs(
         normal((batch, seq_len, num_heads, head_dim), DTYPE),
         normal(keys, DTYPE, state_dim**-0.5),
         normal(keys, DTYPE),
-        -abs(normal(decays, "float32", 0.1)),
+        -0.04 - abs(normal(decays, "float32", 0.05)),
     )
 
 
@@ -97,6 +97,51 @@ def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> 
     return function
 
 
+class _ChunkScan:
+    """Mamba-2's chunked kernels: h_t = exp(a s_t) h_{t-1} + s_t b_t v_t^T with a number a per head.
+    They compute `gated_scan` with a = -1, s = -decay and v = x / s."""
+
+    def __init__(self, inputs: _Inputs, *, channels: bool) -> None:
+        self._inputs = inputs
+        self._channels = channels
+
+    def _prepare(self, final: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function, and its arguments: values, b, c, s."""
+        if self._channels:
+            raise PeerMissing("mamba_chunk_scan_combined: a decay for each head")
+        combined = peers.optional("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+        x, b, c, decay = self._inputs
+        steps = -decay
+        values = (x.astype("float32") / steps[..., None]).astype(x.dtype)
+        rates = peers.to_torch(decay[0, 0]).new_full((x.shape[2],), -1.0)
+
+        def function(values: Any, b: Any, c: Any, steps: Any) -> Any:
+            return combined(values, steps, rates, b, c, chunk_size=256, return_final_states=final)
+
+        return function, (values, b, c, steps)
+
+    def forward(self) -> Call:
+        function, arguments = self._prepare(final=True)
+        return peers.forward(function, *arguments)
+
+    def backward(self, grad_y: Any) -> Call:
+        function, arguments = self._prepare(final=False)
+        return peers.backward(function, arguments, grad_y)
+
+    @staticmethod
+    def outputs(outputs: Any) -> Any:
+        """Those of `gated_scan`."""
+        y, final_state = outputs
+        return y, final_state.transpose(-1, -2).contiguous()
+
+    def gradients(self, gradients: Any) -> Any:
+        """Those of `gated_scan`'s arguments."""
+        of_values, of_b, of_c, of_steps = gradients
+        x, decay = (peers.to_torch(array).float() for array in (self._inputs.x, self._inputs.decay))
+        of_x = of_values.float() / -decay[..., None]
+        return of_x, of_b, of_c, (of_x * x).sum(-1) / -decay - of_steps
+
+
 def scan_case(
     batch: int,
     seq_len: int,
@@ -107,7 +152,8 @@ def scan_case(
     *,
     channels: bool = False,
 ) -> Case:
-    """Forward with final state; the peer is flash-linear-attention's Triton kernels."""
+    """Forward with final state; the peers are the Triton kernels of flash-linear-attention and of
+    Mamba-2."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -124,8 +170,12 @@ def scan_case(
             scan = reference.gated_scan(*inputs, chunk=256)
             return scan.y, scan.final_state
 
-        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(impls, expected)
+        mamba = _ChunkScan(inputs, channels=channels)
+        return Workload(
+            {"cukit": lambda: ours, "fla": theirs, "mamba": mamba.forward},
+            expected,
+            views={"mamba": mamba.outputs},
+        )
 
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
@@ -154,7 +204,7 @@ def backward_case(
     *,
     channels: bool = False,
 ) -> Case:
-    """Backward only, from the forward's arguments, as in the peer."""
+    """Backward only, from the forward's arguments, as in the peers."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -171,8 +221,12 @@ def backward_case(
         def expected() -> Any:
             return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
 
-        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(impls, expected)
+        mamba = _ChunkScan(inputs, channels=channels)
+        return Workload(
+            {"cukit": lambda: ours, "fla": theirs, "mamba": partial(mamba.backward, grad_y)},
+            expected,
+            views={"mamba": mamba.gradients},
+        )
 
     tokens = batch * seq_len
     values, keys = num_heads * head_dim, num_groups * state_dim
