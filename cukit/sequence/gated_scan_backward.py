@@ -228,11 +228,11 @@ def _spec(config: ScanConfig, device: Device) -> KernelSpec:
     entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
     if config.hopper:
-        shared = stage + config.state_bytes + 2 * square + CHUNK * COLUMNS * 2
+        values = CHUNK * COLUMNS * 2
+        shared = stage + config.key_bytes + values + config.state_bytes + values
         source = "sequence/gated_scan_backward_sm90.cu"
         threads = 2 * THREADS
-        defines = (*config.defines(threads), ("EARLY", True))
-        return KernelSpec(source, entry, defines, threads, shared)
+        return KernelSpec(source, entry, config.defines(threads), threads, shared)
     others = config.state_bytes + 2 * square
     most = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // 2 - 1024)
     stages = 2 if 2 * stage + others + _STATIC_BYTES <= most else 1
