@@ -105,28 +105,27 @@ class _ChunkScan:
         self._inputs = inputs
         self._channels = channels
 
-    def _prepare(self, final: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The function, and its arguments: values, b, c, s."""
+    def _arguments(self) -> tuple[Any, ...]:
+        """v, b, c, s."""
+        x, b, c, decay = self._inputs
+        return (x.astype("float32") / -decay[..., None]).astype(x.dtype), b, c, -decay
+
+    def _function(self, final: bool) -> Callable[..., Any]:
         if self._channels:
             raise PeerMissing("mamba_chunk_scan_combined: a decay for each head")
         combined = peers.optional("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
-        x, b, c, decay = self._inputs
-        steps = -decay
-        values = (x.astype("float32") / steps[..., None]).astype(x.dtype)
-        rates = peers.to_torch(decay[0, 0]).new_full((x.shape[2],), -1.0)
 
         def function(values: Any, b: Any, c: Any, steps: Any) -> Any:
+            rates = steps.new_full(steps.shape[2:], -1.0)
             return combined(values, steps, rates, b, c, chunk_size=256, return_final_states=final)
 
-        return function, (values, b, c, steps)
+        return function
 
     def forward(self) -> Call:
-        function, arguments = self._prepare(final=True)
-        return peers.forward(function, *arguments)
+        return peers.forward(self._function(final=True), *self._arguments())
 
     def backward(self, grad_y: Any) -> Call:
-        function, arguments = self._prepare(final=False)
-        return peers.backward(function, arguments, grad_y)
+        return peers.backward(self._function(final=False), self._arguments(), grad_y)
 
     @staticmethod
     def outputs(outputs: Any) -> Any:
@@ -135,11 +134,12 @@ class _ChunkScan:
         return y, final_state.transpose(-1, -2).contiguous()
 
     def gradients(self, gradients: Any) -> Any:
-        """Those of `gated_scan`'s arguments."""
+        """Those of `gated_scan`'s arguments. That of a decay is a difference of sums that are six
+        times larger, and of which one has been rounded."""
         of_values, of_b, of_c, of_steps = gradients
-        x, decay = (peers.to_torch(array).float() for array in (self._inputs.x, self._inputs.decay))
-        of_x = of_values.float() / -decay[..., None]
-        return of_x, of_b, of_c, (of_x * x).sum(-1) / -decay - of_steps
+        values, _, _, steps = (peers.to_torch(array).float() for array in self._arguments())
+        of_x = of_values.float() / steps[..., None]
+        return of_x, of_b, of_c, (of_x * values).sum(-1) - of_steps
 
 
 def scan_case(
@@ -225,6 +225,7 @@ def backward_case(
         return Workload(
             {"cukit": lambda: ours, "fla": theirs, "mamba": partial(mamba.backward, grad_y)},
             expected,
+            tolerance=1e-2 if channels else 2e-2,  # for `_ChunkScan.gradients`
             views={"mamba": mamba.gradients},
         )
 
