@@ -39,8 +39,6 @@ from cukit.sequence._plan import (
 )
 
 _STEP_THREADS = 256
-_STEP_BATCH = 8
-"""Vectors of the state that a thread loads before it uses the first."""
 
 
 def gated_scan(
@@ -204,8 +202,6 @@ def _step_spec(dtype: str, state_dim: int, vec: int, channels: bool) -> KernelSp
         ("DTYPE", dtype),
         ("VEC", vec),
         ("CHANNELS", channels),
-        ("BATCH", _STEP_BATCH),
-        ("STREAMING", False),
         ("THREADS", _STEP_THREADS),
     )
     shared = 4 * ((3 if channels else 2) * state_dim + _STEP_THREADS * vec)

@@ -5,38 +5,18 @@
 // Memory-bound: a state is read and written once. Mapping: one block per (sequence, head). A thread processes VEC
 // columns of every rows-th row of the state; partial sums of y are reduced in shared memory in a fixed order.
 // Shared memory: 4 * ((CHANNELS ? 3 : 2) * state_dim + THREADS * VEC) bytes, dynamic.
-// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; CHANNELS 0|1; BATCH: vectors that a thread
-//   loads before it uses the first; STREAMING 0|1: loads and stores that L2 evicts first; THREADS. Minimum
-//   architecture: sm_80. Computes in float; deterministic.
+// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; CHANNELS 0|1; THREADS.
+// Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_step.
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "sequence/parameters.cuh"
 
 using T = cukit::element_t;
-constexpr int kBatch = BATCH;
+constexpr int kBatch = 8;  // vectors of the state that a thread loads before it uses the first
 using Values = cukit::Vec<float, VEC>;
 
 CUKIT_DEVICE float decay_of(float l) { return expf(l != l ? l : fmaxf(fminf(l, 0.0f), -104.0f)); }
-
-CUKIT_DEVICE Values read_state(const float* at) {
-  Values values;
-  if constexpr (STREAMING && VEC == 4) {
-    const float4 read = __ldcs(reinterpret_cast<const float4*>(at));
-    values[0] = read.x, values[1] = read.y, values[2] = read.z, values[VEC - 1] = read.w;
-  } else {
-    cukit::load(values, at);
-  }
-  return values;
-}
-
-CUKIT_DEVICE void write_state(float* at, const Values& values) {
-  if constexpr (STREAMING && VEC == 4) {
-    __stcs(reinterpret_cast<float4*>(at), make_float4(values[0], values[1], values[2], values[VEC - 1]));
-  } else {
-    cukit::store(at, values);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
     float* __restrict__ states,           // [batch, num_heads, state_dim, head_dim]
@@ -67,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
   const auto read = [&](Values (&h)[kBatch], const float* column, int n) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (n + i * rows < p.state_dim) h[i] = read_state(column + static_cast<long long>(n + i * rows) * p.head_dim);
+      if (n + i * rows < p.state_dim) cukit::load(h[i], column + static_cast<long long>(n + i * rows) * p.head_dim);
     }
   };
   Values h[kBatch];
@@ -102,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
             h[i][j] = fmaf(kept, h[i][j], keys[n] * own[j]);
             sum[j] = fmaf(queries[n], h[i][j], sum[j]);
           }
-          write_state(column + static_cast<long long>(n) * p.head_dim, h[i]);
+          cukit::store(column + static_cast<long long>(n) * p.head_dim, h[i]);
         }
       }
     }

@@ -114,9 +114,10 @@ class _ChunkScan:
         if self._channels:
             raise PeerMissing("mamba_chunk_scan_combined: a decay for each head")
         combined = peers.optional("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+        decays = peers.to_torch(self._inputs.decay)
+        rates = decays.new_full(decays.shape[2:], -1.0)
 
         def function(values: Any, b: Any, c: Any, steps: Any) -> Any:
-            rates = steps.new_full(steps.shape[2:], -1.0)
             return combined(values, steps, rates, b, c, chunk_size=256, return_final_states=final)
 
         return function
