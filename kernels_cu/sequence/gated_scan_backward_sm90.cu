@@ -365,15 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       float with_state[Rows::kTiles][2];
       if constexpr (CHANNELS) {
         products_with_state(with_state);
-        float* const to = grad_decay + (slot * tiles + blockIdx.y) * p.state_dim;
-#pragma unroll
-        for (int m = 0; m < Rows::kTiles; ++m)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float sum = cukit::warp_reduce<cukit::Sum, 4>(with_state[m][half]);
-            const int n = state_rows.row + 64 * m + 8 * half;
-            if (lane % 4 == 0 && n < p.state_dim) to[n] = sum;
-          }
+        Decay::write_sums(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, with_state, state_rows,
+                          p.state_dim);
       } else {
         cukit::named_sync(kScaled, kGroup);
       }
