@@ -15,8 +15,8 @@
 //     the decays' gradients                     dx = exp(s_last - s) (B g) + (e S)^T D
 //
 //   with D'_i = exp(s_i) d_i. e V and (e S)^T are rounded in registers, as left operands. The gradient of a decay
-//   is <g, h> plus the sum of b db - c dc over the earlier tokens of the chunk: terms of pairs of tokens that are
-//   both earlier cancel, because both products read the same rounded e V.
+//   is <g, h> plus the sum of b db - c dc over the earlier tokens of the chunk, without terms of a token with itself:
+//   those of two earlier tokens cancel, because both products read the same rounded e V.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 64 x STATE_TILE queries, 64 x 64 values,
 //   STATE_TILE x 64 state | twice 64 x STATE_TILE keys, 64 x 64 gradients of outputs | STATE_TILE x 64 of g | D' or,
 //   with CHANNELS, scores, 64 x 64, all of 2 bytes, dynamic; 800 bytes static. Keys and gradients of the next chunk
@@ -61,8 +61,8 @@ using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using ScoreTile = cukit::SharedTile<T, kChunk, kChunk>;
 using Rows = cukit::StateRows<STATE_TILE>;
 using Decay = cukit::StateDecay<Rows, CHANNELS>;
-// Of columns, in the first warpgroup, whose g takes half of the registers with 128 rows.
-constexpr int kPieces = CHANNELS ? 1 : STATE_TILE / 64;
+// Of columns, in the first warpgroup, whose g occupies registers.
+constexpr int kPieces = CHANNELS ? 1 : 2;
 using Scores = unsigned[kChunk / 16][4];  // 64 x 64, left operands of wgmma
 
 // Barriers besides __syncthreads', which is 0.
@@ -98,13 +98,14 @@ CUKIT_DEVICE void scale_rows(float (&acc)[N], const float (&by)[2]) {
 }
 
 // Decays products of tokens [rows, columns], and rounds them: zeros where the column is a later token than the row,
-// or with Transposed an earlier one.
-// The products are 2 N columns from `first_column` on.
+// or with Transposed an earlier one. The products are 2 N columns from `first_column` on. The first ones' diagonal
+// becomes zero, and the elements of the lane's rows go to `diagonal`.
 template <bool Transposed, int Count, int N>
-CUKIT_DEVICE void decay_scores(Scores (&to)[Count], const float (&products)[Count][N], const float* upto,
-                               int first_column = 0) {
+CUKIT_DEVICE void decay_scores(Scores (&to)[Count], float (&diagonal)[2], const float (&products)[Count][N],
+                               const float* upto, int first_column = 0) {
+  const int lane = threadIdx.x % kWarpSize;
   const int row = cukit::accumulator_row(), first = cukit::accumulator_column();
-  const int least = row / 16 * 16;  // of the warp's rows
+  const int least = cukit::warp_uniform(row / 16 * 16);  // of the warp's rows
   const float own[2] = {upto[row], upto[row + 8]};
 #pragma unroll
   for (int eight = 0; eight < N / 4; ++eight) {
@@ -118,36 +119,51 @@ CUKIT_DEVICE void decay_scores(Scores (&to)[Count], const float (&products)[Coun
     const float other[2] = {upto[column], upto[column + 1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float* const of_values = &products[0][4 * eight + 2 * half];
+      if (8 * n == least + 8 * half) {
+        diagonal[half] = __shfl_sync(cukit::kFullMask, lane / 4 % 2 == 0 ? of_values[0] : of_values[1],
+                                     lane / 4 * 4 + lane / 8);
+      }
       float between[2];
+      bool same[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float power = Transposed ? other[i] - own[half] : own[half] - other[i];
-        const bool causal = Transposed ? column + i >= row + 8 * half : column + i <= row + 8 * half;
-        between[i] = causal ? exp2f(power) : 0.0f;
+        const int distance = Transposed ? column + i - row - 8 * half : row + 8 * half - column - i;
+        between[i] = distance >= 0 ? exp2f(power) : 0.0f;
+        same[i] = distance == 0;
       }
-#pragma unroll
-      for (int c = 0; c < Count; ++c) {
-        const float* product = &products[c][4 * eight + 2 * half];
-        to[c][n / 2][2 * (n % 2) + half] = cukit::pack<T>(product[0] * between[0], product[1] * between[1]);
+      to[0][n / 2][2 * (n % 2) + half] = cukit::pack<T>(same[0] ? 0.0f : of_values[0] * between[0],
+                                                        same[1] ? 0.0f : of_values[1] * between[1]);
+      if constexpr (Count == 2) {
+        const float* product = &products[Count - 1][4 * eight + 2 * half];
+        to[1][n / 2][2 * (n % 2) + half] = cukit::pack<T>(product[0] * between[0], product[1] * between[1]);
       }
     }
   }
 }
 
-// Stores to to[row], or adds if `first` > 0, the dot product of rows of accumulators with columns of keys or queries
-// from `first` on.
+// Stores to to[row], or adds if `first` > 0, the dot product of rows of accumulators with columns of `own` from
+// `first` on. Then adds rows of `others` times `diagonal` to the accumulators.
 template <int N>
-CUKIT_DEVICE void dot_rows(float* to, const float (&acc)[N], const unsigned char* tile, int first) {
+CUKIT_DEVICE void dot_rows(float* to, float (&acc)[N], const unsigned char* own, const unsigned char* others,
+                           const float (&diagonal)[2], int first) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = cukit::accumulator_row() + 8 * half;
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
-      float pair[2];
-      pair_at<kChunk>(pair, tile, row, first + 8 * n + cukit::accumulator_column());
-      sum = fmaf(acc[4 * n + 2 * half], pair[0], sum);
-      sum = fmaf(acc[4 * n + 2 * half + 1], pair[1], sum);
+      const int column = first + 8 * n + cukit::accumulator_column();
+      float pair[2], other[2];
+      pair_at<kChunk>(pair, own, row, column);
+      pair_at<kChunk>(other, others, row, column);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& value = acc[4 * n + 2 * half + i];
+        sum = fmaf(value, pair[i], sum);
+        value = fmaf(diagonal[half], other[i], value);
+      }
     }
     sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
     if (threadIdx.x % 4 == 0) to[row] = first > 0 ? to[row] + sum : sum;
@@ -157,11 +173,12 @@ CUKIT_DEVICE void dot_rows(float* to, const float (&acc)[N], const unsigned char
 // The gradients of a chunk's queries or keys, by one warpgroup, Width columns at a time:
 //   by (rows states^T) + scores others       by: per row, e^...
 // `rows` are gradients of outputs or values, `states` h or g, `own` and `others` queries and keys or the reverse.
-// Stores the dot products with rows of `own` to `dots`. With CHANNELS only the first term, without factors.
+// The scores' diagonal is separate. Stores the dot products of the rest with rows of `own` to `dots`. With CHANNELS only the first term, without factors.
 template <int Width>
 CUKIT_DEVICE void key_gradients(const cukit::ResultRows<T>& target, float* dots, const unsigned char* rows,
                                 const unsigned char* states, const unsigned char* own,
-                                const unsigned char* others, const Scores& scores, const float (&by)[2]) {
+                                const unsigned char* others, const Scores& scores, const float (&diagonal)[2],
+                                const float (&by)[2]) {
 #pragma unroll 1
   for (int first = 0; first < STATE_TILE; first += Width) {
     float out[Width / 2];
@@ -187,7 +204,7 @@ CUKIT_DEVICE void key_gradients(const cukit::ResultRows<T>& target, float* dots,
     to.first += first;
     to.columns -= first;
     cukit::wgmma_wait<0>(out);
-    if constexpr (!CHANNELS) dot_rows(dots, out, own, first);
+    if constexpr (!CHANNELS) dot_rows(dots, out, own, others, diagonal, first);
     cukit::write_rows<PADDED>(out, to);
   }
 }
@@ -384,6 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::wgmma_commit();
 
       Scores decayed[1];
+      float diagonal[2];
       cukit::wgmma_wait<1>(products[0]);
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
@@ -404,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           const cukit::ResultRows<T> to_scores{{1.0f, 1.0f}, {true, true}, to + first_column, kChunk, kChunk};
           cukit::write_rows<false>(products[0], to_scores);
         } else {
-          decay_scores<false>(decayed, products, decay.upto, first_column);
+          decay_scores<false>(decayed, diagonal, products, decay.upto, first_column);
         }
       }
 #pragma unroll
@@ -424,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                                             part_stride,
                                             p.state_dim};
       key_gradients<64 / kPieces>(to_queries, of_queries, tile.grads, tile.state, tile.queries, tile.keys, decayed[0],
-                                  grown);
+                                  diagonal, grown);
       middle(tile, chunk);
 
       if constexpr (!CHANNELS) {
@@ -456,7 +474,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       const bool exists[2] = {token + row < length, token + row + 8 < length};
 
       Scores decayed[2];  // of values and gradients, of keys and queries
-      float left[2];      // decay from the lane's rows to the end of the chunk
+      float diagonal[2];
+      float left[2];  // decay from the lane's rows to the end of the chunk
       if constexpr (!CHANNELS) {
         float products[2][32];
         cukit::wgmma_fence();
@@ -467,14 +486,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
         for (int half = 0; half < 2; ++half) left[half] = exp2f(decay.last() - decay.upto[row + 8 * half]);
         cukit::wgmma_wait<0>(products[0]);
         cukit::wgmma_wait<0>(products[1]);
-        decay_scores<true>(decayed, products, decay.upto);
+        decay_scores<true>(decayed, diagonal, products, decay.upto);
       }
       const cukit::ResultRows<T> to_keys{{1.0f, 1.0f},
                                          {exists[0], exists[1]},
                                          grad_b + part_at + (token + row) * part_stride,
                                          part_stride,
                                          p.state_dim};
-      key_gradients<64>(to_keys, of_keys, tile.values, tile.g, tile.keys, tile.queries, decayed[0], left);
+      key_gradients<64>(to_keys, of_keys, tile.values, tile.g, tile.keys, tile.queries, decayed[0], diagonal,
+                        left);
       middle(tile, chunk);
 
       float of_values[32];
