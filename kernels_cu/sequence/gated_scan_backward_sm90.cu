@@ -179,7 +179,8 @@ CUKIT_DEVICE void key_gradients(const cukit::ResultRows<T>& target, float* dots,
                                 const unsigned char* states, const unsigned char* own,
                                 const unsigned char* others, const Scores& scores, const float (&diagonal)[2],
                                 const float (&by)[2]) {
-#pragma unroll 1
+  constexpr int kUnroll = CHANNELS ? 1 : STATE_TILE / Width;  // unrolled, CHANNELS spill registers
+#pragma unroll kUnroll
   for (int first = 0; first < STATE_TILE; first += Width) {
     float out[Width / 2];
     cukit::wgmma_fence();
