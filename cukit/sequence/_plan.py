@@ -81,7 +81,7 @@ class ScanConfig:
 
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
         """The kernel that computes `states`: OUTPUTS, SEGMENT_STATES or CHUNK_STATES."""
-        threads = 2 * THREADS if self.hopper and states != OUTPUTS else THREADS
+        threads = 2 * THREADS if self.hopper and states == CHUNK_STATES else THREADS
         defines = (*self.defines(threads), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values

@@ -228,8 +228,7 @@ def _spec(config: ScanConfig, device: Device) -> KernelSpec:
     entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
     if config.hopper:
-        values = CHUNK * COLUMNS * 2
-        shared = stage + config.key_bytes + values + config.state_bytes + values
+        shared = stage + config.state_bytes + 2 * square + CHUNK * COLUMNS * 2
         source = "sequence/gated_scan_backward_sm90.cu"
         threads = 2 * THREADS
         return KernelSpec(source, entry, config.defines(threads), threads, shared)

@@ -4,7 +4,6 @@
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/quad.cuh"
-#include "common/reduce.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
 #include "sequence/parameters.cuh"
@@ -297,17 +296,6 @@ struct StateDecay {
         const int row = rows.row + 64 * m + 8 * half;
         if (rows.column == 0 && row < state_dim) to[row] = sums[m][half];
       }
-  }
-
-  // Writes sums over rows of which each of a row's four lanes has a part.
-  CUKIT_DEVICE static void write_sums(float* to, const float (&parts)[Rows::kTiles][2], const Rows& rows,
-                                      int state_dim) {
-    StateDecay whole;
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) whole.sums[m][half] = warp_reduce<Sum, 4>(parts[m][half]);
-    whole.write(to, rows, state_dim);
   }
 
   CUKIT_DEVICE void add(const StateDecay& other) {

@@ -398,8 +398,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           }
         }
     if constexpr (CHANNELS) {
-      Decay::write_sums(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, passing_rows, state_rows,
-                        p.state_dim);
+      Decay sums_of_rows;
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sums_of_rows.sums[m][half] = cukit::warp_reduce<cukit::Sum, 4>(passing_rows[m][half]);
+        }
+      sums_of_rows.write(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, state_rows, p.state_dim);
     } else {
       passing = cukit::warp_reduce<cukit::Sum>(passing);
       if (lane == 0) sums.passing[warp] = passing;
