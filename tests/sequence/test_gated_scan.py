@@ -124,7 +124,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):
     """mma.sync and wgmma: several column tiles, states and segments, sequences of any lengths."""
-    for size in (SIZES[2], SIZES[4], SIZES[5]):
+    for size in (SIZES[2], SIZES[4], SIZES[5], Size(1, 2500, 1, 1, 8, 8)):
         x, b, c, decay, state = inputs(rng, size, "bfloat16")
         grad, cu_seqlens = random(rng, x.shape, "bfloat16"), size.cu_seqlens
         states = {"initial_state": state, "cu_seqlens": cu_seqlens}
