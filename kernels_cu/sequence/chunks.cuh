@@ -251,6 +251,31 @@ struct StateRows {
         }
   }
 
+  // Scales the values by their rows' factors, and adds their products with a tile [StateTile][kHeadColumns] in shared
+  // memory to a sum per row.
+  template <typename T, typename Values, typename Factors>
+  CUKIT_DEVICE void scale_and_dot(Values& values, float (&sums)[kTiles][2], const Factors& factors,
+                                  const unsigned char* tile) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float pair[2];
+          const int first = 8 * n + column;
+          const unsigned at =
+              Swizzle<kHeadColumns>::offset(row + 64 * m + 8 * half, first / 8) + 2 * (first % 8);
+          unpack<T>(pair, *reinterpret_cast<const unsigned*>(tile + at));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& own = value(values[m], n, 2 * half + i);
+            own *= factors.at(m, half);
+            sums[m][half] = fmaf(own, pair[i], sums[m][half]);
+          }
+        }
+  }
+
   // Rounds the values to T and stores them in a tile [StateTile][kHeadColumns] in shared memory.
   template <typename T, typename Values>
   CUKIT_DEVICE void round(unsigned char* tile, Values& values) const {

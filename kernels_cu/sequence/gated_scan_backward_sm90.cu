@@ -309,33 +309,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     }
 
     // <g, h>, per row with CHANNELS
-    const Decay kept = last.factors();
-    float passing[2] = {};
-#pragma unroll
-    for (int m = 0; m < Rows::kTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < Rows::kColumnTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float pair[2];
-          pair_at<STATE_TILE>(pair, tile.state, state_rows.row + 64 * m + 8 * half,
-                              8 * n + state_rows.column);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& value = g[m][4 * n + 2 * half + i];
-            value *= kept.at(m, half);
-            passing[half] = fmaf(value, pair[i], passing[half]);
-          }
-        }
+    float passing[1][2] = {};
+    state_rows.template scale_and_dot<T>(g, passing, last.factors(), tile.state);
     if constexpr (CHANNELS) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        passing[half] = cukit::warp_reduce<cukit::Sum, 4>(passing[half]);
-        if (lane % 4 == 0) (group == 0 ? sums.read : sums.written)[row + 8 * half] = passing[half];
+        const float whole = cukit::warp_reduce<cukit::Sum, 4>(passing[0][half]);
+        if (lane % 4 == 0) (group == 0 ? sums.read : sums.written)[row + 8 * half] = whole;
       }
     } else {
-      passing[0] = cukit::warp_reduce<cukit::Sum>(passing[0] + passing[1]);
-      if (lane == 0) sums.passing[warp] = passing[0];
+      const float whole = cukit::warp_reduce<cukit::Sum>(passing[0][0] + passing[0][1]);
+      if (lane == 0) sums.passing[warp] = whole;
     }
 
     float row_sum[2] = {};
