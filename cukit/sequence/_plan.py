@@ -59,14 +59,14 @@ class ScanConfig:
     channels: bool = False
     """A decay per channel of the state, instead of one per head."""
 
-    def defines(self) -> tuple[tuple[str, MacroValue], ...]:
+    def defines(self, threads: int = THREADS) -> tuple[tuple[str, MacroValue], ...]:
         """The macros common to all kernels."""
         return (
             ("DTYPE", self.dtype),
             ("STATE_TILE", self.state_tile),
             ("PADDED", self.padded),
             ("CHANNELS", self.channels),
-            ("THREADS", THREADS),
+            ("THREADS", threads),
         )
 
     @property
@@ -81,14 +81,15 @@ class ScanConfig:
 
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
         """The kernel that computes `states`: OUTPUTS, SEGMENT_STATES or CHUNK_STATES."""
-        defines = (*self.defines(), ("STATES", states), ("REVERSE", reverse))
+        threads = 2 * THREADS if self.hopper and states == CHUNK_STATES else THREADS
+        defines = (*self.defines(threads), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
         shared = 2 * stage + (0 if states == SEGMENT_STATES else self.state_bytes)
         if self.hopper:
             shared += values
         source = f"sequence/gated_scan_{'sm90' if self.hopper else 'sm80'}.cu"
-        return KernelSpec(source, "gated_scan", defines, THREADS, shared)
+        return KernelSpec(source, "gated_scan", defines, threads, shared)
 
     def channel_spec(self, entry: str = "gated_scan_channels") -> KernelSpec:
         """The kernel that applies the decays of channels to queries, keys and scores, or the one

@@ -230,7 +230,8 @@ def _spec(config: ScanConfig, device: Device) -> KernelSpec:
     if config.hopper:
         shared = stage + config.state_bytes + 2 * square + CHUNK * COLUMNS * 2
         source = "sequence/gated_scan_backward_sm90.cu"
-        return KernelSpec(source, entry, config.defines(), THREADS, shared)
+        threads = 2 * THREADS
+        return KernelSpec(source, entry, config.defines(threads), threads, shared)
     others = config.state_bytes + 2 * square
     most = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // 2 - 1024)
     stages = 2 if 2 * stage + others + _STATIC_BYTES <= most else 1

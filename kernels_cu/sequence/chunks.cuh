@@ -209,19 +209,24 @@ CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int 
   }
 }
 
-// The rows of a state that a warp holds: 16 of every 64, all columns of the block, in the accumulator layout of
-// mma.sync, [kTiles][kColumnTiles][4], or of wgmma, [kTiles][4 kColumnTiles].
-template <int StateTile>
+// The part of a state that a warp holds, in the accumulator layout of mma.sync, [kTiles][kColumnTiles][4], or of
+// wgmma, [kTiles][4 kColumnTiles]: 16 of every 64 rows, all columns of the block. Of two groups of four warps each
+// holds 64 of 128 rows, or 32 columns of 64 rows.
+template <int StateTile, int Groups = 1>
 struct StateRows {
-  static constexpr int kTiles = StateTile / 64;
-  static constexpr int kColumnTiles = kHeadColumns / 8;
+  static constexpr int kRowGroups = StateTile / 64 < Groups ? 1 : Groups;
+  static constexpr int kColumnGroups = Groups / kRowGroups;
+  static constexpr int kTiles = StateTile / 64 / kRowGroups;
+  static constexpr int kColumnTiles = kHeadColumns / 8 / kColumnGroups;
   static_assert(StateTile % 64 == 0, "16 rows for each of four warps");
 
   int row, column;  // of this lane's first value
 
   CUKIT_DEVICE StateRows()
-      : row(16 * static_cast<int>(threadIdx.x / kWarpSize) + static_cast<int>(threadIdx.x % kWarpSize) / 4),
-        column(2 * static_cast<int>(threadIdx.x % 4)) {}
+      : row(16 * (static_cast<int>(threadIdx.x / kWarpSize) % (4 * kRowGroups)) +
+            static_cast<int>(threadIdx.x % kWarpSize) / 4),
+        column(2 * static_cast<int>(threadIdx.x % 4) +
+               (kColumnGroups == 1 ? 0 : static_cast<int>(threadIdx.x) / (4 * kWarpSize) * (8 * kColumnTiles))) {}
 
   CUKIT_DEVICE static float& value(float (&values)[kColumnTiles][4], int n, int i) { return values[n][i]; }
   CUKIT_DEVICE static float& value(float (&values)[4 * kColumnTiles], int n, int i) {
@@ -246,6 +251,31 @@ struct StateRows {
         }
   }
 
+  // Scales the values by their rows' factors, and adds their products with a tile [StateTile][kHeadColumns] in shared
+  // memory to a sum per row.
+  template <typename T, typename Values, typename Factors>
+  CUKIT_DEVICE void scale_and_dot(Values& values, float (&sums)[kTiles][2], const Factors& factors,
+                                  const unsigned char* tile) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float pair[2];
+          const int first = 8 * n + column;
+          const unsigned at =
+              Swizzle<kHeadColumns>::offset(row + 64 * m + 8 * half, first / 8) + 2 * (first % 8);
+          unpack<T>(pair, *reinterpret_cast<const unsigned*>(tile + at));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& own = value(values[m], n, 2 * half + i);
+            own *= factors.at(m, half);
+            sums[m][half] = fmaf(own, pair[i], sums[m][half]);
+          }
+        }
+  }
+
   // Rounds the values to T and stores them in a tile [StateTile][kHeadColumns] in shared memory.
   template <typename T, typename Values>
   CUKIT_DEVICE void round(unsigned char* tile, Values& values) const {
@@ -255,8 +285,9 @@ struct StateRows {
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          unsigned char* to = tile + Swizzle<kHeadColumns>::offset(row + 64 * m + 8 * half, n);
-          *reinterpret_cast<unsigned*>(to + 2 * column) =
+          unsigned char* to =
+              tile + Swizzle<kHeadColumns>::offset(row + 64 * m + 8 * half, n + column / 8);
+          *reinterpret_cast<unsigned*>(to + 2 * (column % 8)) =
               pack<T>(value(values[m], n, 2 * half), value(values[m], n, 2 * half + 1));
         }
   }

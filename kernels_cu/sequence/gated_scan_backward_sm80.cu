@@ -378,37 +378,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     }
 
     // <g, h>, then the gradient of the state before the chunk.
-    const Decay kept = last.factors();
-    float passing = 0.0f;
-    [[maybe_unused]] float passing_rows[Rows::kTiles][2] = {};
-#pragma unroll
-    for (int m = 0; m < Rows::kTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < Rows::kColumnTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float pair[2];
-          pair_at<kColumns>(pair, tile + kState, state_rows.row + 64 * m + 8 * half,
-                            8 * n + state_rows.column);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            g[m][n][2 * half + i] *= kept.at(m, half);
-            float& sum = CHANNELS ? passing_rows[m][half] : passing;
-            sum = fmaf(g[m][n][2 * half + i], pair[i], sum);
-          }
-        }
+    float passing[Rows::kTiles][2] = {};
+    state_rows.template scale_and_dot<T>(g, passing, last.factors(), tile + kState);
     if constexpr (CHANNELS) {
       Decay sums_of_rows;
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          sums_of_rows.sums[m][half] = cukit::warp_reduce<cukit::Sum, 4>(passing_rows[m][half]);
+          sums_of_rows.sums[m][half] = cukit::warp_reduce<cukit::Sum, 4>(passing[m][half]);
         }
       sums_of_rows.write(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, state_rows, p.state_dim);
     } else {
-      passing = cukit::warp_reduce<cukit::Sum>(passing);
-      if (lane == 0) sums.passing[warp] = passing;
+      float whole = 0.0f;
+#pragma unroll
+      for (int m = 0; m < Rows::kTiles; ++m) whole += passing[m][0] + passing[m][1];
+      whole = cukit::warp_reduce<cukit::Sum>(whole);
+      if (lane == 0) sums.passing[warp] = whole;
     }
     const cukit::LeftKM<STATE_TILE, 16> query_columns(at + kQueries, 0, 16 * warp);
     const cukit::RightKN<kColumns> grad_rows(at + kGrads, 0, 0);

@@ -3,10 +3,10 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which iterates
-//   over the chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a
-//   chunk, stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk,
-//   with D the gradients of outputs, e the decay between two tokens, 64 columns of dc and db at a time:
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of two warpgroups iterates over the
+//   chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a chunk,
+//   stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk, with D
+//   the gradients of outputs and e the decay between two tokens:
 //
 //     S  = C B^T,  V = D X^T              e S and e V rounded to shared memory; sums for the decays
 //     dc = exp(s) (D h^T) + (e V) B
@@ -14,15 +14,17 @@
 //     dx = exp(s_last - s) (B g) + (e S)^T D
 //     g  = exp(s_last) g + C^T D',        D'_i = exp(s_i) d_i
 //
+//   The first warpgroup computes dc and the second db, 64 columns at a time; of S, V and dx each computes 32
+//   columns, of g 64 rows, or 32 columns where STATE_TILE is 64.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 64 x STATE_TILE keys and as many queries, 64 x 64
 //   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
-//   each, all of 2 bytes, dynamic; 8 x 64 + 4 floats static. One stage: copies of one block overlap the products of
+//   each, all of 2 bytes, dynamic; 9 x 64 + 8 floats static. One stage: copies of one block overlap the products of
 //   another on the same SM.
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
 //   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from V,
 //   D h^T, X g^T and the rows of <g, h>, which are the results here.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1: state_dim or
-//   head_dim is not a multiple of its tile (both are of 8); THREADS 128.
+//   head_dim is not a multiple of its tile (both are of 8); THREADS 256.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/hopper/shared_tile.cuh"
@@ -36,6 +38,7 @@
 #include "common/reduce.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
+#include "common/warp_uniform.cuh"
 #include "sequence/chunks.cuh"
 #include "sequence/parameters.cuh"
 
@@ -47,25 +50,31 @@ using cukit::kWarpSize;
 
 constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
-static_assert(THREADS == cukit::kWarpgroupThreads, "one warpgroup");
+constexpr int kGroups = 2;
+// Whether values and states of the next chunk are copied during the last products of this one. It takes another
+// barrier, which costs more than it saves with 64 rows.
+constexpr bool kEarly = STATE_TILE == 128;
+constexpr int kShare = kChunk / kGroups;  // columns of S, V and dx per warpgroup
+static_assert(THREADS == kGroups * cukit::kWarpgroupThreads, "two warpgroups");
+static_assert(kShare == kColumns / kGroups, "chunks as long as columns are wide");
 
 using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
 using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
 using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using ScoreTile = cukit::SharedTile<T, kChunk, kChunk>;
-using Rows = cukit::StateRows<STATE_TILE>;
+using Rows = cukit::StateRows<STATE_TILE, kGroups>;
 using Decay = cukit::StateDecay<Rows, CHANNELS>;
+static_assert(Rows::kTiles == 1, "64 rows of g per warpgroup");
 
-constexpr int kKeyAccumulators = 32;  // per thread, of 64 x 64
-constexpr int kValueAccumulators = kColumns / 2;
+constexpr int kShareStep = kShare * 2 / 16;  // descriptor offset of kShare columns of an MN-major tile
 
 // Sums of a chunk's products per token, and <g, h>: the terms of the decays' gradients.
 struct Sums {
-  float rows[kChunk];             // row sums of scores
-  float columns[kWarps][kChunk];  // column sums of scores, per 16 rows
-  float read[kChunk];             // c . h d
-  float written[kChunk];          // b . g x
-  float passing[kWarps];          // <g, h>
+  float rows[kGroups][kChunk];  // row sums of scores, per warpgroup's columns
+  float columns[4][kChunk];     // column sums of scores, per 16 rows
+  float read[kChunk];           // c . h d
+  float written[kChunk];        // b . g x
+  float passing[kWarps];        // <g, h>
 };
 
 struct Tiles {
@@ -117,6 +126,47 @@ CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[N], const un
   }
 }
 
+// The gradients of a chunk's queries or keys, by one warpgroup, 64 columns at a time:
+//   by (rows states^T) + scores others       by: per row, e^...
+// `rows` are gradients of outputs or values, `states` h or g, `own` and `others` queries and keys or the reverse;
+// Transposed: scores^T. Stores the dot products of the first term with rows of `own` to `dots`.
+// With CHANNELS only the first term, without factors.
+template <bool Transposed>
+CUKIT_DEVICE void key_gradients(const cukit::ResultRows<T>& target, float* dots, const unsigned char* rows,
+                                const unsigned char* states, const unsigned char* own,
+                                const unsigned char* others, const unsigned char* scores, const float (&by)[2]) {
+  const unsigned long long score_rows = Transposed ? ScoreTile::mn_major(scores) : ScoreTile::k_major(scores);
+#pragma unroll 1
+  for (int part = 0; part < KeyTile::kParts; ++part) {
+    float out[32];
+    cukit::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < ValueTile::kSteps; ++k) {
+      cukit::wgmma<T, 64>(out, ValueTile::k_major(rows) + ValueTile::k_step(k),
+                          StateTile::k_major(states) + part * StateTile::rows(64) + StateTile::k_step(k), k > 0);
+    }
+    cukit::wgmma_commit();
+    if constexpr (!CHANNELS) {
+      cukit::wgmma_wait<0>(out);
+      scale_rows(out, by);
+      dot_rows(dots, part > 0, out, own + part * KeyTile::kPartBytes);
+      cukit::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) {
+        cukit::wgmma<T, 64, Transposed, true>(
+            out, score_rows + (Transposed ? ScoreTile::mn_step(k) : ScoreTile::k_step(k)),
+            KeyTile::mn_major(others) + part * KeyTile::kPart + KeyTile::mn_step(k), true);
+      }
+      cukit::wgmma_commit();
+    }
+    cukit::ResultRows<T> to = target;
+    to.first += 64 * part;
+    to.columns -= 64 * part;
+    cukit::wgmma_wait<0>(out);
+    cukit::write_rows<PADDED>(out, to);
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
@@ -142,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kChunk];
   __shared__ Sums sums;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, warp = cukit::warp_uniform(threadIdx.x / kWarpSize);
+  const int group = warp / 4;
   const cukit::ScanWork work(p, cu_seqlens, 0);
   const int column = work.column, columns = work.columns, length = work.length;
 
@@ -160,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const Tiles whole(memory);
   using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
   using States = cukit::TileCopy<STATE_TILE, kColumns, THREADS, PADDED>;
-  const auto start = [&](int chunk) {
+  const auto start_tokens = [&](int chunk) {
     const int token = chunk * kChunk;
     const int rows = length - token;
     cukit::start_parts<STATE_TILE, THREADS, PADDED>(cukit::shared_address(whole.keys),
@@ -169,21 +220,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     cukit::start_parts<STATE_TILE, THREADS, PADDED>(cukit::shared_address(whole.queries),
                                                     c + key_at + token * key_stride, key_stride, rows,
                                                     p.state_dim);
-    Values::start(cukit::shared_address(whole.values), x + value_at + token * value_stride, value_stride, rows,
-                  columns);
     Values::start(cukit::shared_address(whole.grads), grad_y + value_at + token * value_stride, value_stride,
                   rows, columns);
-    States::start(cukit::shared_address(whole.state),
-                  chunk_states + work.chunk_place(p, chunk) * state_size + column, p.head_dim, p.state_dim,
-                  columns);
     if constexpr (CHANNELS) {
       cukit::TileCopy<kChunk, kChunk, THREADS, false>::start(
           cukit::shared_address(whole.scores), scores + work.chunk_place(p, chunk) * (kChunk * kChunk),
           kChunk, kChunk, kChunk);
     }
   };
+  const auto start_state = [&](int chunk) {
+    const int token = chunk * kChunk;
+    Values::start(cukit::shared_address(whole.values), x + value_at + token * value_stride, value_stride,
+                  length - token, columns);
+    States::start(cukit::shared_address(whole.state),
+                  chunk_states + work.chunk_place(p, chunk) * state_size + column, p.head_dim, p.state_dim,
+                  columns);
+  };
 
-  float g[Rows::kTiles][kValueAccumulators];
+  float g[Rows::kTiles][4 * Rows::kColumnTiles];
 #pragma unroll
   for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -198,7 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const int row = cukit::accumulator_row(), first_column = cukit::accumulator_column();
   float own[2];
   if (work.first < work.end) {
-    start(work.end - 1);
+    start_tokens(work.end - 1);
+    start_state(work.end - 1);
     if (!CHANNELS && warp == 1) {
       cukit::read_decays(own, log_decay, p.num_heads, work.end - 1, length);
       decay.scan(own);
@@ -218,19 +273,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const int token = chunk * kChunk;
     const bool exists[2] = {token + row < length, token + row + 8 < length};
 
-    float score[kChunk / 2], grad[kChunk / 2];
+    float score[kShare / 2], grad[kShare / 2];
     cukit::wgmma_fence();
     if constexpr (!CHANNELS) {
 #pragma unroll
       for (int k = 0; k < KeyTile::kSteps; ++k) {
-        cukit::wgmma<T, kChunk>(score, KeyTile::k_major(tile.queries) + KeyTile::k_step(k),
-                                KeyTile::k_major(tile.keys) + KeyTile::k_step(k), k > 0);
+        cukit::wgmma<T, kShare>(score, KeyTile::k_major(tile.queries) + KeyTile::k_step(k),
+                                KeyTile::k_major(tile.keys) + group * KeyTile::rows(kShare) + KeyTile::k_step(k),
+                                k > 0);
       }
     }
 #pragma unroll
     for (int k = 0; k < ValueTile::kSteps; ++k) {
-      cukit::wgmma<T, kChunk>(grad, ValueTile::k_major(tile.grads) + ValueTile::k_step(k),
-                              ValueTile::k_major(tile.values) + ValueTile::k_step(k), k > 0);
+      cukit::wgmma<T, kShare>(
+          grad, ValueTile::k_major(tile.grads) + ValueTile::k_step(k),
+          ValueTile::k_major(tile.values) + group * ValueTile::rows(kShare) + ValueTile::k_step(k), k > 0);
     }
     cukit::wgmma_commit();
 
@@ -247,8 +304,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       for (int half = 0; half < 2; ++half) {
         upto[half] = decay.upto[row + 8 * half];
         grown[half] = exp2f(upto[half]);
-        left[half] = exp2f(last.sums[0][0] - upto[half]);
+        left[half] = exp2f(decay.last() - upto[half]);
       }
+    }
+
+    // <g, h>, per row with CHANNELS
+    float passing[1][2] = {};
+    state_rows.template scale_and_dot<T>(g, passing, last.factors(), tile.state);
+    if constexpr (CHANNELS) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float whole = cukit::warp_reduce<cukit::Sum, 4>(passing[0][half]);
+        if (lane % 4 == 0) (group == 0 ? sums.read : sums.written)[row + 8 * half] = whole;
+      }
+    } else {
+      const float whole = cukit::warp_reduce<cukit::Sum>(passing[0][0] + passing[0][1]);
+      if (lane == 0) sums.passing[warp] = whole;
     }
 
     float row_sum[2] = {};
@@ -256,21 +327,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     cukit::wgmma_wait<0>(grad);
     if constexpr (CHANNELS) {
 #pragma unroll
-      for (int n = 0; n < kChunk / 8; ++n)
+      for (int n = 0; n < kShare / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float causal[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            causal[i] = 8 * n + first_column + i <= row + 8 * half ? grad[4 * n + 2 * half + i] : 0.0f;
+            const bool counts = kShare * group + 8 * n + first_column + i <= row + 8 * half;
+            causal[i] = counts ? grad[4 * n + 2 * half + i] : 0.0f;
           }
-          const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, n) + 2 * first_column;
+          const unsigned to =
+              cukit::Swizzle<kChunk>::offset(row + 8 * half, kShare / 8 * group + n) + 2 * first_column;
           *reinterpret_cast<unsigned*>(tile.grad_scores + to) = cukit::pack<T>(causal[0], causal[1]);
         }
     } else {
 #pragma unroll
-      for (int n = 0; n < kChunk / 8; ++n) {
-        const int first_key = 8 * n + first_column;
+      for (int n = 0; n < kShare / 8; ++n) {
+        const int first_key = kShare * group + 8 * n + first_column;
         const float key_upto[2] = {decay.upto[first_key], decay.upto[first_key + 1]};
         float column_sum[2] = {};
 #pragma unroll
@@ -287,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             row_sum[half] += product;
             column_sum[i] += product;
           }
-          const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, n) + 2 * first_column;
+          const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, kShare / 8 * group + n) + 2 * first_column;
           *reinterpret_cast<unsigned*>(tile.scores + to) = cukit::pack<T>(decayed[0], decayed[1]);
           *reinterpret_cast<unsigned*>(tile.grad_scores + to) =
               cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
@@ -298,13 +371,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           for (int distance = 4; distance < kWarpSize; distance *= 2) {
             column_sum[i] += __shfl_xor_sync(cukit::kFullMask, column_sum[i], distance);
           }
-          if (lane < 4) sums.columns[warp][first_key + i] = column_sum[i];
+          if (lane < 4) sums.columns[warp % 4][first_key + i] = column_sum[i];
         }
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         row_sum[half] = cukit::warp_reduce<cukit::Sum, 4>(row_sum[half]);
-        if (lane % 4 == 0) sums.rows[row + 8 * half] = row_sum[half];
+        if (lane % 4 == 0) sums.rows[group][row + 8 * half] = row_sum[half];
       }
     }
     cukit::fence_proxy_async();  // for the scores and scaled gradients
@@ -314,150 +387,87 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       T* const to = grad_scores + (slot * tiles + blockIdx.y) * (kChunk * kChunk);
       cukit::store_tile<kChunk, kChunk, THREADS, false>(to, kChunk, tile.grad_scores, 0, kChunk, kChunk, threadIdx.x);
     }
-
-    // 64 columns of dc and db at a time, because g occupies registers.
-    const long long key_row = part_at + (token + row) * part_stride;
-#pragma unroll 1
-    for (int part = 0; part < KeyTile::kParts; ++part) {
-      float of_queries[kKeyAccumulators], of_keys[kKeyAccumulators];
-      const unsigned long long states = part * StateTile::rows(64), keys = part * KeyTile::kPart;
-      cukit::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < ValueTile::kSteps; ++k) {
-        cukit::wgmma<T, 64>(of_queries, ValueTile::k_major(tile.grads) + ValueTile::k_step(k),
-                            StateTile::k_major(tile.state) + states + StateTile::k_step(k), k > 0);
-      }
-      cukit::wgmma_commit();
-#pragma unroll
-      for (int k = 0; k < ValueTile::kSteps; ++k) {
-        cukit::wgmma<T, 64>(of_keys, ValueTile::k_major(tile.values) + ValueTile::k_step(k),
-                            StateTile::k_major(tile.g) + states + StateTile::k_step(k), k > 0);
-      }
-      cukit::wgmma_commit();
-      if constexpr (!CHANNELS) {
-        cukit::wgmma_wait<1>(of_queries);
-        scale_rows(of_queries, grown);
-        dot_rows(sums.read, part > 0, of_queries, tile.queries + part * KeyTile::kPartBytes);
-        cukit::wgmma_wait<0>(of_keys);
-        scale_rows(of_keys, left);
-        dot_rows(sums.written, part > 0, of_keys, tile.keys + part * KeyTile::kPartBytes);
-
-        cukit::wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kChunk / 16; ++k) {
-          cukit::wgmma<T, 64, false, true>(of_queries,
-                                           ScoreTile::k_major(tile.grad_scores) + ScoreTile::k_step(k),
-                                           KeyTile::mn_major(tile.keys) + keys + KeyTile::mn_step(k), true);
-        }
-        cukit::wgmma_commit();
-#pragma unroll
-        for (int k = 0; k < kChunk / 16; ++k) {
-          cukit::wgmma<T, 64, true, true>(of_keys,
-                                          ScoreTile::mn_major(tile.grad_scores) + ScoreTile::mn_step(k),
-                                          KeyTile::mn_major(tile.queries) + keys + KeyTile::mn_step(k), true);
-        }
-        cukit::wgmma_commit();
-      }
-      const int first = 64 * part;
-      cukit::ResultRows<T> target{{1.0f, 1.0f},
-                                  {exists[0], exists[1]},
-                                  grad_c + key_row + first,
-                                  part_stride,
-                                  p.state_dim - first};
-      cukit::wgmma_wait<1>(of_queries);
-      cukit::write_rows<PADDED>(of_queries, target);
-      target.first = grad_b + key_row + first;
-      cukit::wgmma_wait<0>(of_keys);
-      cukit::write_rows<PADDED>(of_keys, target);
+    const cukit::ResultRows<T> to_keys{{1.0f, 1.0f},
+                                       {exists[0], exists[1]},
+                                       (group == 0 ? grad_c : grad_b) + part_at + (token + row) * part_stride,
+                                       part_stride,
+                                       p.state_dim};
+    if (group == 0) {
+      key_gradients<false>(to_keys, sums.read, tile.grads, tile.state, tile.queries, tile.keys, tile.grad_scores,
+                           grown);
+    } else {
+      key_gradients<true>(to_keys, sums.written, tile.values, tile.g, tile.keys, tile.queries, tile.grad_scores,
+                          left);
     }
 
-    float of_values[kValueAccumulators];
+    if constexpr (kEarly) {
+      __syncthreads();  // values and state have been read
+      if (more) start_state(chunk - 1);
+      cukit::cp_async_commit();
+    }
+    float of_values[kShare / 2];
     cukit::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KeyTile::kSteps; ++k) {
-      cukit::wgmma<T, kColumns, false, true>(of_values, KeyTile::k_major(tile.keys) + KeyTile::k_step(k),
-                                             StateTile::mn_major(tile.g) + StateTile::mn_step(k), k > 0);
+      cukit::wgmma<T, kShare, false, true>(
+          of_values, KeyTile::k_major(tile.keys) + KeyTile::k_step(k),
+          StateTile::mn_major(tile.g) + group * kShareStep + StateTile::mn_step(k), k > 0);
     }
     cukit::wgmma_commit();
 
-    // <g, h>, per row with CHANNELS
-    const Decay kept = last.factors();
-    float passing = 0.0f;
-    [[maybe_unused]] float passing_rows[Rows::kTiles][2] = {};
-#pragma unroll
-    for (int m = 0; m < Rows::kTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float pair[2];
-          pair_at<STATE_TILE>(pair, tile.state, row + 64 * m + 8 * half, 8 * n + first_column);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& value = g[m][4 * n + 2 * half + i];
-            value *= kept.at(m, half);
-            float& sum = CHANNELS ? passing_rows[m][half] : passing;
-            sum = fmaf(value, pair[i], sum);
-          }
-        }
-    if constexpr (CHANNELS) {
-      Decay sums_of_rows;
-#pragma unroll
-      for (int m = 0; m < Rows::kTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          sums_of_rows.sums[m][half] = cukit::warp_reduce<cukit::Sum, 4>(passing_rows[m][half]);
-        }
-      sums_of_rows.write(grad_decay + (slot * tiles + blockIdx.y) * p.state_dim, state_rows, p.state_dim);
-    } else {
-      passing = cukit::warp_reduce<cukit::Sum>(passing);
-      if (lane == 0) sums.passing[warp] = passing;
-    }
     cukit::wgmma_wait<0>(of_values);
     if constexpr (!CHANNELS) scale_rows(of_values, left);
 
     cukit::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
-      cukit::wgmma<T, kColumns, true, true>(of_values, ScoreTile::mn_major(tile.scores) + ScoreTile::mn_step(k),
-                                            ValueTile::mn_major(tile.grads) + ValueTile::mn_step(k), true);
+      cukit::wgmma<T, kShare, true, true>(
+          of_values, ScoreTile::mn_major(tile.scores) + ScoreTile::mn_step(k),
+          ValueTile::mn_major(tile.grads) + group * kShareStep + ValueTile::mn_step(k), true);
     }
     cukit::wgmma_commit();
+    constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
+    const unsigned long long query_columns = KeyTile::mn_major(tile.queries) + (kSplitRows ? group * KeyTile::kPart : 0);
+    const unsigned long long scaled_rows = ValueTile::mn_major(CHANNELS ? tile.grads : tile.scaled) + (kSplitRows ? 0 : group * kShareStep);
 #pragma unroll
-    for (int m = 0; m < Rows::kTiles; ++m)
-#pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) {
-        cukit::wgmma<T, kColumns, true, true>(
-            g[m], KeyTile::mn_major(tile.queries) + m * KeyTile::kPart + KeyTile::mn_step(k),
-            ValueTile::mn_major(CHANNELS ? tile.grads : tile.scaled) + ValueTile::mn_step(k), true);
-      }
+    for (int k = 0; k < kChunk / 16; ++k) {
+      cukit::wgmma<T, 8 * Rows::kColumnTiles, true, true>(g[0], query_columns + KeyTile::mn_step(k),
+                                                          scaled_rows + ValueTile::mn_step(k), true);
+    }
     cukit::wgmma_commit();
     cukit::wgmma_wait<1>(of_values);
     const cukit::ResultRows<T> to_values{{1.0f, 1.0f},
                                          {exists[0], exists[1]},
-                                         grad_x + value_at + (token + row) * value_stride,
+                                         grad_x + value_at + (token + row) * value_stride + kShare * group,
                                          value_stride,
-                                         columns};
+                                         columns - kShare * group};
     cukit::write_rows<PADDED>(of_values, to_values);
-#pragma unroll
-    for (int m = 0; m < Rows::kTiles; ++m) cukit::wgmma_wait<0>(g[m]);
+    cukit::wgmma_wait<0>(g[0]);
     __syncthreads();  // all products have read the tiles, and the sums are visible
 
     if (more) {
-      start(chunk - 1);
+      if constexpr (!kEarly) start_state(chunk - 1);
+      start_tokens(chunk - 1);
       state_rows.template round<T>(tile.g, g);
       if (!CHANNELS && warp == 1) decay.scan(own);
     }
     cukit::cp_async_commit();
-    if (!CHANNELS && warp == 0) {
+    if constexpr (CHANNELS) {
+      float* const to = grad_decay + (slot * tiles + blockIdx.y) * p.state_dim;
+      const int n = threadIdx.x;
+      if (n < p.state_dim) {
+        const float low = sums.read[n % 64], high = sums.written[n % 64];
+        to[n] = !kSplitRows ? low + high : n < 64 ? low : high;
+      }
+    } else if (warp == 0) {
       float change[2], total = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = 2 * lane + i;
         float begins = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) begins += sums.columns[w][at];
-        change[i] = begins - sums.rows[at] + sums.written[at] - sums.read[at];
+        for (int w = 0; w < 4; ++w) begins += sums.columns[w][at];
+        change[i] = begins - sums.rows[0][at] - sums.rows[1][at] + sums.written[at] - sums.read[at];
         total += sums.read[at];
       }
       total = cukit::warp_reduce<cukit::Sum>(total);

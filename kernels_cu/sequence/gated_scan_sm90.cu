@@ -3,7 +3,7 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which iterates
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one or two warpgroups, and iterates
 //   over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as the
 //   float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
 //
@@ -15,10 +15,10 @@
 //   state is decayed here.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
-//   is 1, all of 2 bytes, dynamic; 4 x 64 floats static.
+//   is 1, all of 2 bytes, dynamic; 64 floats per warp static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
 //   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
-//   THREADS 128.
+//   THREADS 128, or 256 with STATES: two warpgroups, each with half of the state.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -30,6 +30,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
+#include "common/warp_uniform.cuh"
 #include "sequence/chunks.cuh"
 #include "sequence/parameters.cuh"
 
@@ -42,13 +43,14 @@ using cukit::kWarpSize;
 constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr bool kSegments = STATES == 1;
-static_assert(THREADS == cukit::kWarpgroupThreads, "one warpgroup");
+constexpr int kGroups = THREADS / cukit::kWarpgroupThreads;
+static_assert(kGroups == 1 || (kGroups == 2 && STATES), "one warpgroup for outputs");
 static_assert(!REVERSE || kSegments, "REVERSE needs STATES 1");
 
 using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
 using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
 using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
-using Rows = cukit::StateRows<STATE_TILE>;
+using Rows = cukit::StateRows<STATE_TILE, kGroups>;
 using Decay = cukit::StateDecay<Rows, CHANNELS>;
 
 constexpr int kQueryBytes = STATES ? 0 : KeyTile::kBytes;
@@ -56,7 +58,7 @@ constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes + kQueryBytes;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) gated_scan(
+extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroups == 1 ? 3 : 2) gated_scan(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
@@ -234,8 +236,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
       }
       cukit::wgmma_commit();
     }
-    const unsigned long long key_columns = KeyTile::mn_major(keys);
-    const unsigned long long scaled_rows = ValueTile::mn_major(CHANNELS ? values : scaled);
+    // Of two warpgroups each computes 64 rows of the state, or 32 columns of 64 rows.
+    constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
+    const int group = cukit::warp_uniform(warp / 4);
+    const unsigned long long key_columns = KeyTile::mn_major(keys) + (kSplitRows ? group * KeyTile::kPart : 0);
+    const unsigned long long scaled_rows =
+        ValueTile::mn_major(CHANNELS ? values : scaled) + (kSplitRows ? 0 : group * (16 * Rows::kColumnTiles / 16));
 #pragma unroll
     for (int m = 0; m < Rows::kTiles; ++m)
 #pragma unroll
@@ -243,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) 
         const unsigned long long left = key_columns + m * KeyTile::kPart + KeyTile::mn_step(k);
         const unsigned long long right = scaled_rows + ValueTile::mn_step(k);
         if constexpr (kSegments) {
-          cukit::wgmma<T, kColumns, true, true>(added[m], left, right, k > 0);
+          cukit::wgmma<T, 8 * Rows::kColumnTiles, true, true>(added[m], left, right, k > 0);
         } else {
-          cukit::wgmma<T, kColumns, true, true>(h[m], left, right, true);
+          cukit::wgmma<T, 8 * Rows::kColumnTiles, true, true>(h[m], left, right, true);
         }
       }
     cukit::wgmma_commit();

@@ -11,6 +11,8 @@
 #include "common/platform.cuh"
 #include "sequence/parameters.cuh"
 
+constexpr int kBatch = 8;  // segments that are read before the first is used
+
 extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
     const float* __restrict__ initial,      // [num_sequences, num_heads, state_dim, head_dim] or null
     const float* __restrict__ total_decay,  // [num_sequences, segments, num_heads], with CHANNELS also
@@ -24,15 +26,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
   if (at >= size) return;
   float before =
       initial == nullptr ? 0.0f : initial[static_cast<long long>(blockIdx.y) * size + at];
-#pragma unroll 4
-  for (int turn = 0; turn < p.segments; ++turn) {
-    const int segment = REVERSE ? p.segments - 1 - turn : turn;
-    const long long place =
-        (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
-    const bool more = turn + 1 < p.segments;
-    const float added = more ? states[place * size + at] : 0.0f;
-    states[place * size + at] = before;
-    const long long decay = CHANNELS ? place * p.state_dim + at / p.head_dim : place;
-    if (more) before = fmaf(exp2f(total_decay[decay]), before, added);
+  for (int first = 0; first < p.segments; first += kBatch) {
+    float added[kBatch], kept[kBatch];
+    const auto place = [&](int turn) {
+      const int segment = REVERSE ? p.segments - 1 - turn : turn;
+      return (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+    };
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i + 1 >= p.segments) break;
+      const long long of = place(first + i);
+      added[i] = states[of * size + at];
+      kept[i] = exp2f(total_decay[CHANNELS ? of * p.state_dim + at / p.head_dim : of]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= p.segments) break;
+      states[place(first + i) * size + at] = before;
+      if (first + i + 1 < p.segments) before = fmaf(kept[i], before, added[i]);
+    }
   }
 }

@@ -72,14 +72,14 @@ def _inputs(
     *,
     channels: bool = False,
 ) -> _Inputs:
-    """A decay of 8 % per token on average."""
+    """A decay of 8 % per token on average, at least 4 %: Mamba-2's values are x / -decay."""
     keys = (batch, seq_len, num_groups, state_dim)
     decays = (batch, seq_len, num_heads, *((state_dim,) if channels else ()))
     return _Inputs(
         normal((batch, seq_len, num_heads, head_dim), DTYPE),
         normal(keys, DTYPE, state_dim**-0.5),
         normal(keys, DTYPE),
-        -abs(normal(decays, "float32", 0.1)),
+        -0.04 - abs(normal(decays, "float32", 0.05)),
     )
 
 
@@ -97,6 +97,52 @@ def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> 
     return function
 
 
+class _ChunkScan:
+    """Mamba-2's chunked kernels: h_t = exp(a s_t) h_{t-1} + s_t b_t v_t^T with a number a per head.
+    They compute `gated_scan` with a = -1, s = -decay and v = x / s."""
+
+    def __init__(self, inputs: _Inputs, *, channels: bool) -> None:
+        self._inputs = inputs
+        self._channels = channels
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """v, b, c, s."""
+        x, b, c, decay = self._inputs
+        return (x.astype("float32") / -decay[..., None]).astype(x.dtype), b, c, -decay
+
+    def _function(self, final: bool) -> Callable[..., Any]:
+        if self._channels:
+            raise PeerMissing("mamba_chunk_scan_combined: a decay for each head")
+        combined = peers.optional("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+        decays = peers.to_torch(self._inputs.decay)
+        rates = decays.new_full(decays.shape[2:], -1.0)
+
+        def function(values: Any, b: Any, c: Any, steps: Any) -> Any:
+            return combined(values, steps, rates, b, c, chunk_size=256, return_final_states=final)
+
+        return function
+
+    def forward(self) -> Call:
+        return peers.forward(self._function(final=True), *self._arguments())
+
+    def backward(self, grad_y: Any) -> Call:
+        return peers.backward(self._function(final=False), self._arguments(), grad_y)
+
+    @staticmethod
+    def outputs(outputs: Any) -> Any:
+        """Those of `gated_scan`."""
+        y, final_state = outputs
+        return y, final_state.transpose(-1, -2).contiguous()
+
+    def gradients(self, gradients: Any) -> Any:
+        """Those of `gated_scan`'s arguments. That of a decay is a difference of sums that are six
+        times larger, and of which one has been rounded."""
+        of_values, of_b, of_c, of_steps = gradients
+        values, _, _, steps = (peers.to_torch(array).float() for array in self._arguments())
+        of_x = of_values.float() / steps[..., None]
+        return of_x, of_b, of_c, (of_x * values).sum(-1) - of_steps
+
+
 def scan_case(
     batch: int,
     seq_len: int,
@@ -107,7 +153,8 @@ def scan_case(
     *,
     channels: bool = False,
 ) -> Case:
-    """Forward with final state; the peer is flash-linear-attention's Triton kernels."""
+    """Forward with final state; the peers are the Triton kernels of flash-linear-attention and of
+    Mamba-2."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -124,8 +171,12 @@ def scan_case(
             scan = reference.gated_scan(*inputs, chunk=256)
             return scan.y, scan.final_state
 
-        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(impls, expected)
+        mamba = _ChunkScan(inputs, channels=channels)
+        return Workload(
+            {"cukit": lambda: ours, "fla": theirs, "mamba": mamba.forward},
+            expected,
+            views={"mamba": mamba.outputs},
+        )
 
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
@@ -154,7 +205,7 @@ def backward_case(
     *,
     channels: bool = False,
 ) -> Case:
-    """Backward only, from the forward's arguments, as in the peer."""
+    """Backward only, from the forward's arguments, as in the peers."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -171,8 +222,13 @@ def backward_case(
         def expected() -> Any:
             return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
 
-        impls: dict[str, Callable[[], Call]] = {"cukit": lambda: ours, "fla": theirs}
-        return Workload(impls, expected)
+        mamba = _ChunkScan(inputs, channels=channels)
+        return Workload(
+            {"cukit": lambda: ours, "fla": theirs, "mamba": partial(mamba.backward, grad_y)},
+            expected,
+            tolerance=1e-2 if channels else 2e-2,  # for `_ChunkScan.gradients`
+            views={"mamba": mamba.gradients},
+        )
 
     tokens = batch * seq_len
     values, keys = num_heads * head_dim, num_groups * state_dim

@@ -58,25 +58,27 @@ def rng_of():
     return np.random.default_rng(5)
 
 
-def inputs(rng, size, dtype, decay=0.2):
+def inputs(rng, size, dtype, decay=0.2, *, channels=False):
+    """x, b, c, log_decay (channels: of each channel of the state) and initial_state."""
     batch, seq_len, heads, groups, head_dim, state_dim, lengths = size
     x = random(rng, (batch, seq_len, heads, head_dim), dtype)
     b = random(rng, (batch, seq_len, groups, state_dim), dtype, scale=state_dim**-0.5)
     c = random(rng, (batch, seq_len, groups, state_dim), dtype)
-    log_decay = -np.abs(random(rng, (batch, seq_len, heads), "float32", scale=decay))
+    decays = (batch, seq_len, heads, *((state_dim,) if channels else ()))
+    log_decay = -np.abs(random(rng, decays, "float32", scale=decay))
     sequences = batch if lengths is None else len(lengths)
     return x, b, c, log_decay, random(rng, (sequences, heads, state_dim, head_dim), "float32")
 
 
 def recurrence(x, b, c, log_decay, state):
-    """One token after the other, float64."""
+    """One token after the other, float64, with either kind of decay."""
     x, b, c, log_decay, h = (array.astype(np.float64) for array in (x, b, c, log_decay, state))
     each = x.shape[2] // b.shape[2]
     b, c = np.repeat(b, each, axis=2), np.repeat(c, each, axis=2)
     y = np.zeros_like(x)
     for t in range(x.shape[1]):
-        kept = np.exp(log_decay[:, t])[:, :, None, None]
-        h = kept * h + b[:, t, :, :, None] * x[:, t, :, None, :]
+        kept = np.exp(log_decay[:, t])
+        h = kept.reshape(*kept.shape[:2], -1, 1) * h + b[:, t, :, :, None] * x[:, t, :, None, :]
         y[:, t] = np.einsum("bhn,bhnp->bhp", c[:, t], h)
     return y, h
 
@@ -122,7 +124,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):
     """mma.sync and wgmma: several column tiles, states and segments, sequences of any lengths."""
-    for size in (SIZES[2], SIZES[4], SIZES[5]):
+    for size in (SIZES[2], SIZES[4], SIZES[5], Size(1, 2500, 1, 1, 8, 8)):
         x, b, c, decay, state = inputs(rng, size, "bfloat16")
         grad, cu_seqlens = random(rng, x.shape, "bfloat16"), size.cu_seqlens
         states = {"initial_state": state, "cu_seqlens": cu_seqlens}
@@ -138,10 +140,12 @@ def test_kernels_of_each_class(rng, arch):
             assert distance(result, expected) < ERROR["bfloat16"]
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_any_chunk_is_the_recurrence(rng, chunk):
+def test_any_chunk_is_the_recurrence(rng, chunk, channels):
     size = Size(2, 101, 4, 2, 6, 5)
-    arrays = [array.astype(np.float64) for array in inputs(rng, size, "float32")]
+    arrays = inputs(rng, size, "float32", channels=channels)
+    arrays = [array.astype(np.float64) for array in arrays]
     y, h = recurrence(*arrays)
     scan = reference.gated_scan(*arrays[:4], initial_state=arrays[4], chunk=chunk)
     np.testing.assert_allclose(scan.y, y, rtol=1e-11, atol=1e-12)
@@ -162,9 +166,10 @@ def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
         assert distance(alone.final_state, state) < 1e-6
 
 
-def test_a_state_carried_between_calls_equals_one_call(device, rng):
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_state_carried_between_calls_equals_one_call(device, rng, channels):
     size = Size(2, 330, 2, 1, 32, 64)
-    arrays = inputs(rng, size, "bfloat16")
+    arrays = inputs(rng, size, "bfloat16", channels=channels)
     whole = run(device, arrays, size, "bfloat16")
     state, outputs = to_device(device, arrays[4])[0], []
     for begin, end in ((0, 128), (128, 131), (131, 330)):
