@@ -94,13 +94,16 @@ def known_spills(variant: Variant) -> int:
     - Products with quantised weights on Hopper: values for the epilogue are spilled during the main
       loop of tiles with 128 tokens and more; the main loop itself has no spills.
     - Gradients of an indexer's queries with a head_dim of 256: a thread has 128 accumulators.
-    - Sampling with two thread blocks per SM: 64 registers; three values are spilled until the row
-      has been read.
+    - Sampling with 64 registers per thread: values that are needed once a row has been read are
+      spilled until then, and the passes over rows that must be read again spill. The loop that
+      streams a row for few tokens or without truncation loads at most two spilled values for every
+      1024 logits that a warp reads. Calling these passes as functions would avoid the spills, but
+      would turn accesses to global and shared memory into generic ones.
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128
     if variant.spec.entry == "sample":
-        return 48 if dict(variant.spec.defines)["BLOCKS_PER_SM"] == 2 else 0
+        return 0 if dict(variant.spec.defines)["DRAWS"] in ("All", "Drafts") else 2560
     if variant.spec.entry == "indexer_kl_query_sm80":
         return 176 if dict(variant.spec.defines)["HEAD_DIM"] == 256 else 0
     return 192 if variant.spec.entry == "flash_attention_backward_sm90" else 0

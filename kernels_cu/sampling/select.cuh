@@ -1,4 +1,5 @@
 // Finds the last kept token for a rank limit (top-k) or a weight limit (top-p), without sorting the row.
+// The tokens are those of a row (row.cuh) or of a list that contains its most likely tokens (candidates.cuh).
 //
 // Radix select: tokens are counted, or their weights summed, in bins, first by their distance from the
 // largest logit, then by the digits of their sort key (bits of the logit, then of the token id). Every round
@@ -29,7 +30,7 @@ struct Workspace {
   uint64 scans[kWarps];
   unsigned groups[128];     // best.cuh
   unsigned cursor;          // entries appended to a list
-  unsigned limit;           // best.cuh
+  unsigned limit;           // best.cuh, candidates.cuh
 };
 constexpr int kWorkspaceBytes = 26 * 1024;
 static_assert(sizeof(Workspace) <= kWorkspaceBytes, "_WORKSPACE_BYTES in cukit/sampling/_plan.py");
@@ -79,10 +80,12 @@ CUKIT_DEVICE void sort_list(uint64* list, int count) {
   }
 }
 
+// Source: calls body(logit, token) for each of this thread's tokens in each(body); columns().
+template <typename Source>
 class Selection {
  public:
-  CUKIT_DEVICE Selection(Team& team, const Row& row, Workspace& space, float largest, float slope)
-      : team_(team), row_(row), space_(space), largest_(largest), slope_(slope) {}
+  CUKIT_DEVICE Selection(Team& team, const Source& source, Workspace& space, float largest, float slope)
+      : team_(team), source_(source), space_(space), largest_(largest), slope_(slope) {}
 
   CUKIT_DEVICE Scaled scaled(float x) const { return Scaled(largest_ - x, slope_); }
 
@@ -109,11 +112,11 @@ class Selection {
     return static_cast<int>(sum.count);
   }
 
-  // By::Count: the cut after `rank` tokens. By::Weight: the cut after the fewest tokens whose weight is at
-  // least `part` of the weight of all tokens that `within` keeps.
+  // By::Count: the cut after `target` tokens. By::Weight: the cut after the fewest tokens whose weight is at
+  // least `target` or, if `part` is not negative, `part` of the weight of all tokens that `within` keeps.
+  // `within` if they are fewer, which sets `exceeded`.
   template <By by>
-  CUKIT_DEVICE Cut cut(int rank, float part, const Cut& within) {
-    uint64 target = rank;
+  CUKIT_DEVICE Cut cut(uint64 target, float part, const Cut& within, bool& exceeded) {
     uint64 prefix = 0;     // of the remaining sort keys
     int prefix_shift = kRankBits;
     unsigned bin = 0;      // chosen in the first round
@@ -128,12 +131,12 @@ class Selection {
                ((1u << digit_bits(round)) - 1);
       };
       const auto member = [&](float x, int column, const Scaled& weight) {
-        if (column >= row_.columns() || !(whole || within.keeps(x, column))) return false;
+        if (column >= source_.columns() || !(whole || within.keeps(x, column))) return false;
         if (by == By::Weight && weight.weight() == 0) return false;
         if (round == 0) return true;
         return bin_of<by>(x, weight) == bin && packed_rank(x, column) >> prefix_shift == prefix;
       };
-      row_.each([&](float x, int column) {
+      source_.each([&](float x, int column) {
         if (!span.near(largest_ - x)) return;
         const Scaled weight = scaled(x);
         if (!member(x, column, weight)) return;
@@ -148,6 +151,8 @@ class Selection {
       });
       const int octave = round == 0 ? -1 : static_cast<int>(bin) >> kBinsPerOctaveLog2;
       const Found found = find<by>(target, round == 0 ? part : -1.0f, octave);
+      exceeded = round == 0 && !found.reached;
+      if (exceeded) return within;
       target = found.target;
       if (round == 0) span = span_of<by>(found.bin);
       const auto chosen = [&](float x, int column) {
@@ -174,6 +179,7 @@ class Selection {
   struct Found {
     unsigned bin;
     uint64 target;  // remainder of the target within the bin
+    bool reached;   // false: the sum of all bins is less than the target
   };
 
   // Digits of the sort key, most significant first: 11, 11 and 10 bits of the logit, 10 and 10 of the token.
@@ -224,8 +230,8 @@ class Selection {
   template <typename Inside>
   CUKIT_DEVICE unsigned append(const Inside& inside) {
     unsigned mine = 0;
-    row_.each([&](float x, int column) {
-      if (!inside(x, column) || column >= row_.columns()) return;
+    source_.each([&](float x, int column) {
+      if (!inside(x, column) || column >= source_.columns()) return;
       ++mine;
       const unsigned at = team_.add_to_leader(&space_.cursor, 1);
       if (at < kMost) team_.store_to_leader(&space_.list[at], rank_of(x, column));
@@ -278,6 +284,7 @@ class Selection {
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
           if (before < target && target <= before + own[j]) {
+            message[3] = 1;
             message[0] = threadIdx.x * kPer + j;
             message[1] = static_cast<unsigned>(target - before);
             message[2] = static_cast<unsigned>((target - before) >> 32);
@@ -287,7 +294,7 @@ class Selection {
       }
     }
     team_.broadcast(message, sends);
-    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1]};
+    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1], message[3] != 0};
   }
 
   // The token among the first `count` of the list, sorted, at which the prefix sum reaches `target`.
@@ -326,7 +333,7 @@ class Selection {
   }
 
   Team& team_;
-  const Row& row_;
+  const Source& source_;
   Workspace& space_;
   float largest_, slope_;
 };
