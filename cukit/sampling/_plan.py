@@ -35,9 +35,9 @@ _SMALL_VOCABULARY = 16384
 """Below this size atoms have _SMALL_ATOM_TOKENS tokens, so that there are enough of them."""
 _ATOM_BYTES = 16
 """sizeof(AtomSum) in kernels_cu/sampling/row.cuh."""
-_MOST_CANDIDATES = 10240
-"""Tokens of a list of candidates (kernels_cu/sampling/candidates.cuh): on Hopper, as many as leave
-room for two blocks of 512 threads per SM."""
+_MOST_CANDIDATES = 20480
+"""Tokens of the lists of candidates (kernels_cu/sampling/candidates.cuh) of an SM's blocks. On
+Hopper they leave 36 KiB of the SM's memory for the L1 cache."""
 _RESERVED_BYTES = KIB
 """Shared memory per block that CUDA reserves."""
 
@@ -50,8 +50,6 @@ class SampleConfig:
     vec: int
     threads: int
     cluster: int
-    iterations: int
-    """Accesses per thread."""
     resident: bool
     """The row is kept in shared memory, for repeated reads."""
     penalized: bool
@@ -68,13 +66,14 @@ class SampleConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory per block."""
-        values = self.iterations * self.threads * self.vec * 4 if self.resident else 0
-        return _WORKSPACE_BYTES + _ATOM_BYTES * self.atoms + values + 8 * self.capacity
+        values = 4 * self.atom * _WARP * self.vec if self.resident else 0
+        return _WORKSPACE_BYTES + (_ATOM_BYTES + values) * self.atoms + 8 * self.capacity
 
     @property
     def blocks_per_sm(self) -> int:
         """Blocks per SM for which registers are limited."""
-        full_sm = not self.penalized and self.draws != "Drafts" and self.threads > _SMALL_BLOCK
+        streams = not self.resident and self.draws != "Drafts"
+        full_sm = streams and not self.penalized and self.threads > _SMALL_BLOCK
         return max(_FULL_BLOCK // self.threads, 1) if full_sm else 1
 
     def spec(self) -> KernelSpec:
@@ -110,56 +109,76 @@ def plan_sample(
     Rows are streamed by one block each, because the end of a row takes longer with more blocks: on
     an H200, with top_k, one large block per row took 20.7 us for one row and 29.0 us for 64 rows,
     eight and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
-    Drafts are verified by one cluster per row, with enough blocks to hold the row in shared memory,
-    and more if there are too few rows to fill the GPU; by one block per row before Hopper.
+    One cluster per row, with enough blocks to hold the row in shared memory, and more if there are
+    too few rows to fill the GPU, verifies drafts, and truncates otherwise than by a small top_k if
+    there are so few rows that each can have eight SMs. Before Hopper clusters have one block.
 
     vec: logits per access, a divisor of `vocab_size`.
     draws: as in SampleConfig.
     """
-    verify = draws == "Drafts"
+    tokens = _SMALL_ATOM_TOKENS if vocab_size < _SMALL_VOCABULARY else _ATOM_TOKENS
+    streamed = SampleConfig(
+        dtype,
+        vec,
+        _SMALL_BLOCK if vocab_size <= _SMALL_SHARE else _SHARED_BLOCK,
+        cluster=1,
+        resident=False,
+        penalized=penalized,
+        atom=tokens // (_WARP * vec),
+        atoms=-(-vocab_size // tokens),
+        draws=draws,
+        capacity=0,
+    )
+    if draws == "Drafts" or (draws == "Any" and _few_rows(num_rows, vocab_size, device)):
+        spread = _spread(streamed, num_rows, vocab_size, device)
+        if draws == "Drafts" or spread.resident:
+            return spread
+    alone = num_rows <= device.num_sms or draws == "Any"
+    if alone and vocab_size > _SMALL_SHARE and vec <= _LIGHT_ACCESS and not penalized:
+        streamed = replace(streamed, threads=_FULL_BLOCK)
+    if draws != "Any":
+        return streamed
+    return replace(streamed, capacity=_capacity(streamed, vocab_size, device))
+
+
+def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
+    """Whether rows are long and each can have eight SMs."""
+    clusters = device.compute_capability >= (9, 0)
+    return (
+        clusters
+        and vocab_size >= _SMALL_VOCABULARY
+        and num_rows * _LARGEST_CLUSTER <= device.num_sms
+    )
+
+
+def _spread(
+    streamed: SampleConfig, num_rows: int, vocab_size: int, device: Device
+) -> SampleConfig:
+    """A cluster per row, which keeps the row in shared memory if it fits."""
     cluster = 1
     while (
-        verify
-        and device.compute_capability >= (9, 0)
+        device.compute_capability >= (9, 0)
         and cluster < _LARGEST_CLUSTER
         and _needs_more_blocks(num_rows, vocab_size, cluster, device)
     ):
         cluster *= 2
     share = -(-vocab_size // cluster)
-    threads = _SMALL_BLOCK
-    if share > _SMALL_SHARE:
-        alone = num_rows * cluster <= device.num_sms
-        full = alone and not (penalized or verify) and vec <= _LIGHT_ACCESS
-        threads = _FULL_BLOCK if full else _SHARED_BLOCK
-    iterations = -(-vocab_size // (cluster * threads * vec))
-    tokens = _SMALL_ATOM_TOKENS if vocab_size < _SMALL_VOCABULARY else _ATOM_TOKENS
-    num_atoms = -(-vocab_size // tokens)
-    config = SampleConfig(
-        dtype,
-        vec,
-        threads,
-        cluster,
-        iterations,
-        verify,
-        penalized,
-        atom=tokens // (_WARP * vec),
-        atoms=-(-num_atoms // cluster),
-        draws=draws,
-        capacity=0,
+    config = replace(
+        streamed,
+        threads=_SMALL_BLOCK if share <= _SMALL_SHARE else _SHARED_BLOCK,
+        cluster=cluster,
+        resident=True,
+        atoms=-(-streamed.atoms // cluster),
     )
-    if verify:
-        fits = config.shared_bytes <= device.shared_bytes_per_block
-        return config if fits else replace(config, resident=False)
-    if draws != "Any":
-        return config
-    return replace(config, capacity=_capacity(config, vocab_size, device))
+    fits = config.shared_bytes <= device.shared_bytes_per_block
+    return config if fits else replace(config, resident=False)
 
 
 def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
     """Candidates that fit beside the rest of the shared memory of `config`."""
     share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
     free = min(share, device.shared_bytes_per_block) - config.shared_bytes
-    return max(min(free // 8, _MOST_CANDIDATES, vocab_size), 0)
+    return max(min(free // 8, _MOST_CANDIDATES // config.blocks_per_sm, vocab_size), 0)
 
 
 def _needs_more_blocks(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:

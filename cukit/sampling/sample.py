@@ -188,7 +188,6 @@ def pack_options(
         step=options.number("step") % 2**64,
         num_rows=num_rows,
         vocab_size=vocab_size,
-        iterations=config.iterations,
         capacity=config.capacity,
         logprobs=int(logprobs is not None),
         top_n=logprobs or 0,

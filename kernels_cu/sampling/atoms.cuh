@@ -14,29 +14,20 @@ class Atoms {
   // sums: shared memory for the atoms of a block; ATOM_BYTES in cukit/sampling/_plan.py.
   CUKIT_DEVICE Atoms(Team& team, const Row& row, AtomSum* sums)
       : team_(team), row_(row), sums_(sums) {
-    const int atoms = (row.columns() + kAtomTokens - 1) / kAtomTokens;
-    const int share = share_of(row.columns());
-    begin_ = team.rank() * share;
-    end_ = min(begin_ + share, atoms);
-    rounds_ = (share + kWarps - 1) / kWarps;
+    begin_ = team.rank() * row.atoms_per_block();
+    end_ = min(begin_ + row.atoms_per_block(), row.atoms());
   }
-
-  // The atoms of a block.
-  CUKIT_DEVICE static int share_of(int columns) {
-    return ((columns + kAtomTokens - 1) / kAtomTokens + CLUSTER - 1) / CLUSTER;
-  }
-
-  CUKIT_DEVICE int rounds() const { return rounds_; }
 
   // Calls visit(round, atom, vectors, first, most) with the logits of each atom of this warp: the first token of
   // this lane, and its largest logit. In a round without an atom, `most` is -infinity and `atom` is -1.
-  // spread: the atoms of a round are spread over the row; otherwise they are consecutive.
+  // spread: the atoms of a round are spread over the row, those of a warp consecutive; otherwise those of a round are
+  // consecutive.
   template <bool spread, typename Visit>
   CUKIT_DEVICE void each(const Visit& visit) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
 #pragma unroll 1
-    for (int i = 0; i < rounds_; ++i) {
-      const int atom = begin_ + (spread ? warp * rounds_ + i : i * kWarps + warp);
+    for (int i = 0; i < row_.rounds(); ++i) {
+      const int atom = begin_ + (spread ? warp * row_.rounds() + i : i * kWarps + warp);
       const int first = row_.first_of(atom);
       Row::Atom vectors;
       float most = -infinity();
@@ -52,12 +43,6 @@ class Atoms {
   CUKIT_DEVICE void weigh(int atom, const Row::Atom& vectors, int first, float most, float slope) {
     const AtomSum sum = row_.sum_of(vectors, first, most, slope);
     if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_] = sum;
-  }
-
-  CUKIT_DEVICE void weigh_all(float slope) {
-    each<true>([&](int, int atom, const Row::Atom& vectors, int first, float most) {
-      if (atom >= 0) weigh(atom, vectors, first, most, slope);
-    });
   }
 
   // Replaces the sum of an atom, which total() and draw() no longer need, by another.
@@ -110,7 +95,7 @@ class Atoms {
   template <typename Body>
   CUKIT_DEVICE void each_sum(const Body& body) const {
     const int count = end_ - begin_;
-    const int per = (share_of(row_.columns()) + THREADS - 1) / THREADS;
+    const int per = (row_.atoms_per_block() + THREADS - 1) / THREADS;
     const int from = static_cast<int>(threadIdx.x) * per;
 #pragma unroll 1
     for (int i = from; i < min(from + per, count); ++i) body(i, sums_[i]);
@@ -149,7 +134,7 @@ class Atoms {
   Team& team_;
   const Row& row_;
   AtomSum* sums_;
-  int begin_, end_, rounds_;
+  int begin_, end_;
 };
 
 }  // namespace cukit

@@ -43,12 +43,12 @@ class Best {
         }
         if (most >= limit) list_.append(row_, vectors, first, limit);
       });
-      if (atoms_.rounds() > 1) {
+      if (row_.rounds() > 1) {
         limit = bound(largest, want);
       } else {
         __syncthreads();
       }
-      if (list_.size() <= kStreamed || atoms_.rounds() == 1 || pass == 1) break;
+      if (list_.size() <= kStreamed || row_.rounds() == 1 || pass == 1) break;
       __syncthreads();
       list_.clear();
       __syncthreads();

@@ -4,7 +4,8 @@
 // The first round samples logits all over the row. A histogram of the sample yields the threshold: as high as the
 // options permit with a margin, but so low at most that the list is expected to hold its tokens. Whether the
 // listed tokens suffice is decided exactly afterwards. If they weigh less than top_p demands, a second pass sums the
-// weights of the tokens above an interval that should contain the last kept token, and lists those within it.
+// weights of the tokens above an interval that should contain the last kept token, and lists those within it. If the
+// sample leaves no hope that one pass suffices, the first lists nothing.
 #pragma once
 
 #include "common/platform.cuh"
@@ -35,7 +36,9 @@ class Candidates {
       largest = max_nan(largest, most);
       if (weigh && atom >= 0) atoms_.weigh(atom, vectors, first, most, slope);
       if (i == 0) limit_ = bound(vectors, first, most, demand, capacity, slope);
-      if (most >= limit_) list_.append(row_, vectors, first, limit_);
+      if (__any_sync(kFullMask, most >= limit_)) {
+        list_.append_many(row_, vectors, first, limit_, infinity());
+      }
     });
     const unsigned own = descending_key(largest + 0.0f);
     const unsigned least = team_.least(own);
@@ -43,8 +46,14 @@ class Candidates {
     return {own, least, count, count > static_cast<unsigned>(capacity)};
   }
 
-  // Sets the number of listed tokens; the list's cursor may be used for another list afterwards.
-  CUKIT_DEVICE void close(unsigned count) { count_ = count; }
+  // After this, the list's cursor may be used for another list. Drops a list that overflowed.
+  CUKIT_DEVICE void close(const Streamed& pass) {
+    count_ = pass.failed ? 0 : pass.count;
+    if (pass.failed) limit_ = infinity();
+  }
+
+  // False if the first pass lists nothing.
+  CUKIT_DEVICE bool lists() const { return limit_ < infinity(); }
 
   // Whether all tokens of a weight of at least `least_weight`, or all above -infinity, are listed.
   CUKIT_DEVICE bool covers(uint64 least_weight, float largest, float slope) const {
@@ -65,31 +74,28 @@ class Candidates {
   CUKIT_DEVICE int columns() const { return row_.columns(); }
 
   // The second pass: false if the prefix sum of the weights does not reach `target` among the tokens that it lists;
-  // otherwise `target` is what remains of it there. total: of all weights. The first list must be complete.
+  // otherwise `target` is what remains of it there. total: of all weights.
   CUKIT_DEVICE bool narrow(uint64& target, uint64 total, float largest, float slope, int capacity) {
-    uint64 own = 0;
-    each([&](float x, int) { own += Scaled(largest - x, slope).weight(); });
-    const uint64 listed = team_.sum(own).total;
-    if (listed >= total || target <= listed) return false;
-    const float part = static_cast<float>(target - listed) / static_cast<float>(total - listed);
     list_.clear();
     float lower = 0.0f;
-    own = 0;
+    uint64 own = 0;
     atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most) {
-      if (i == 0) interval(vectors, first, most, largest, slope, part, capacity, lower, upper_);
-      uint64 above = 0;
+      if (i == 0) interval(vectors, first, most, largest, slope, total - target, capacity, lower);
+      WeightSum sum;
 #pragma unroll
       for (int u = 0; u < ATOM; ++u) {
         float x[VEC];
         row_.values_of(x, vectors, u, first);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-          if (most > -infinity() && x[j] >= upper_) above += Scaled(largest - x[j], slope).weight();
+          const float share = exp2f(-(largest - x[j]) * slope);
+          sum.add(x[j] >= upper_ ? share : 0.0f);
         }
       }
+      const uint64 above = atom >= 0 ? sum.value() : 0;
       own += above;
       if (atom >= 0) atoms_.replace(atom, warp_sum(above));
-      if (most >= lower) list_.append(row_, vectors, first, lower, upper_);
+      if (__any_sync(kFullMask, most >= lower)) list_.append_many(row_, vectors, first, lower, upper_);
     });
     const Team::Sum above = team_.sum(own);
     count_ = list_.size();
@@ -110,19 +116,35 @@ class Candidates {
   // of the atoms' weights select an atom, which is read again.
   template <typename WeightOf, typename Winner>
   CUKIT_DEVICE void draw(uint64 uniform, const WeightOf& weight_of, const Winner& winner) {
-    each([&](float x, int token) {
-      const uint64 weight = weight_of(x, token);
-      if (weight == 0) return;
-      atomicAdd(&space_.bins[0][token / kAtomTokens], static_cast<unsigned>(weight) & kLowMask);
-      atomicAdd(&space_.bins[1][token / kAtomTokens], static_cast<unsigned>(weight >> kHalf));
-    });
+    // Neighbours in the list are of one atom: a thread adds up neighbours.
+    const auto add = [&](int atom, uint64 sum) {
+      if (sum == 0) return;
+      atomicAdd(&space_.bins[0][atom], static_cast<unsigned>(sum) & kLowMask);
+      atomicAdd(&space_.bins[1][atom], static_cast<unsigned>(sum >> kHalf));
+    };
+    const unsigned per = (count_ + THREADS - 1) / THREADS | 1;  // odd: no bank conflicts
+    const unsigned begin = min(threadIdx.x * per, count_), end = min(begin + per, count_);
+    int current = 0;
+    uint64 sum = 0;
+#pragma unroll 1
+    for (unsigned i = begin; i < end; ++i) {
+      const uint64 entry = list_[i];
+      const auto token = static_cast<int>(static_cast<unsigned>(entry));
+      if (token / kAtomTokens != current) {
+        add(current, sum);
+        current = token / kAtomTokens;
+        sum = 0;
+      }
+      sum += weight_of(logit_of(static_cast<unsigned>(entry >> 32)), token);
+    }
+    add(current, sum);
     __syncthreads();
     uint64 sums[kBins / THREADS], total;
 #pragma unroll
     for (int j = 0; j < kBins / THREADS; ++j) {
       const int atom = threadIdx.x * (kBins / THREADS) + j;
       sums[j] = (static_cast<uint64>(space_.bins[1][atom]) << kHalf) + space_.bins[0][atom];
-      if (upper_ < infinity() && atom < Atoms::share_of(columns())) sums[j] += atoms_.replaced(atom);
+      if (upper_ < infinity() && atom < row_.atoms()) sums[j] += atoms_.replaced(atom);
     }
     uint64 before = prefix(sums, total);
     unsigned message[kMessage] = {};
@@ -154,12 +176,20 @@ class Candidates {
   // Vectors of a lane's first atom in the sample: 8 logits, so that a block of 512 threads samples 4096.
   static constexpr int kSampled = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VEC : ATOM;
   static constexpr float kPerOctave = 32.0f;
+  static constexpr int kBinScale = 30;
+  // Standard deviations by which the number of tokens that the sample predicts may be exceeded.
+  static constexpr float kDeviations = 3.5f;
 
   // The number of tokens for which a token of the sample stands.
   CUKIT_DEVICE float tokens_per_sample() const {
-    const int atoms = Atoms::share_of(columns());
-    const int sampled = min(kWarps, (atoms + atoms_.rounds() - 1) / atoms_.rounds());
+    const int sampled = min(kWarps, (row_.atoms() + row_.rounds() - 1) / row_.rounds());
     return static_cast<float>(columns()) / static_cast<float>(sampled * (kSampled * kWarpSize * VEC));
+  }
+
+  // The number of sampled tokens for which, with all tokens like them, the list has room.
+  CUKIT_DEVICE float room_for(int capacity) const {
+    const float full = static_cast<float>(capacity) / tokens_per_sample();
+    return capacity < columns() ? full - kDeviations * sqrtf(full) : infinity();
   }
 
   template <int N>
@@ -185,11 +215,11 @@ class Candidates {
     return here;
   }
 
-  // Counts, in bins by distance from `largest`, the sampled tokens below `limit`: this lane's first vectors of an
-  // atom. Returns the counts of this thread's bins, and clears them.
+  // Counts, in bins by distance from `largest`, the sampled tokens: this lane's first vectors of an atom. Returns the
+  // counts of this thread's bins, and clears them.
   template <int N>
   CUKIT_DEVICE void sample(uint64 (&counts)[N], const Row::Atom& vectors, int first, float most,
-                           float largest, float slope, float limit) {
+                           float largest, float slope) {
 #pragma unroll
     for (int u = 0; u < kSampled; ++u) {
       float x[VEC];
@@ -197,7 +227,7 @@ class Candidates {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const float at = fminf((largest - x[j]) * slope * kPerOctave, kBins - 1);
-        if (row_.column_of(first, u) + j < columns() && most > -infinity() && x[j] < limit) {
+        if (row_.column_of(first, u) + j < columns() && most > -infinity()) {
           atomicAdd(&space_.bins[0][static_cast<unsigned>(at)], 1u);
         }
       }
@@ -210,20 +240,22 @@ class Candidates {
     }
   }
 
-  // The weight of the tokens of a bin, in units of 2^-30.
+  // The weight of the tokens of a bin, in units of 2^-kBinScale.
   CUKIT_DEVICE static uint64 weight_of_bin(uint64 count, int bin) {
-    return static_cast<uint64>(static_cast<float>(count) * exp2f(30.0f - static_cast<float>(bin) / kPerOctave));
+    return static_cast<uint64>(static_cast<float>(count) * exp2f(kBinScale - (static_cast<float>(bin) + 0.5f) / kPerOctave));
   }
 
-  // The threshold, from a sample. Contains barriers.
+  // The threshold, from a sample; infinity if the tokens that fit in the list fall short of top_p by half of
+  // 1 - top_p. Contains barriers.
   CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float most, const Demand& demand,
                            int capacity, float slope) {
     const float largest = logit_of(team_.least(descending_key(most + 0.0f)));
     if (!(largest > -infinity() && largest < infinity())) return kLowest;
-    if (threadIdx.x == 0) space_.limit = 0;
+    unsigned& hopeful = space_.groups[0];
+    if (threadIdx.x == 0) space_.limit = hopeful = 0;
     constexpr int kPer = kBins / THREADS;
     uint64 counts[kPer], weights[kPer], sampled, weight;
-    sample(counts, vectors, first, most, largest, slope, infinity());
+    sample(counts, vectors, first, most, largest, slope);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
     uint64 upto = prefix(counts, sampled);
@@ -233,7 +265,8 @@ class Candidates {
     const float ratio = tokens_per_sample();
     const float expected = static_cast<float>(demand.count) / ratio;
     const float enough = demand.count > 0 ? expected + 5.0f * sqrtf(expected) + 8.0f : 0.0f;
-    const float room = 0.7f * static_cast<float>(capacity) / ratio;
+    const float room = room_for(capacity);
+    const float short_of = 1.5f * (1.0f - demand.top_p) * static_cast<float>(weight);
     unsigned listed = 0;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
@@ -245,30 +278,36 @@ class Candidates {
       const bool suffices = static_cast<float>(upto) >= enough && (!truncates || by_weight || by_distance);
       upto += counts[j];
       above += weights[j];
-      if (b == 0 || (!suffices && static_cast<float>(upto) <= room)) listed = b;
+      if (b > 0 && (suffices || static_cast<float>(upto) > room)) continue;
+      listed = b;
+      if (demand.count > 0 || demand.min_p > 0.0f || static_cast<float>(weight - above) <= short_of) hopeful = 1;
     }
     atomicMax(&space_.limit, listed);
     __syncthreads();
+    if (hopeful == 0) return infinity();
     if (space_.limit == kBins - 1) return kLowest;
     return largest - static_cast<float>(space_.limit + 1) / kPerOctave / slope;
   }
 
-  // An interval [lower, upper) of logits below limit_ that should contain the last kept token: from a sample, around
-  // the bin at which the prefix sum of the weights reaches `part`. Contains barriers.
+  // An interval [lower, upper_) of logits that should contain the last kept token: from a sample, around the bin below
+  // which the tokens weigh `below`. Contains barriers.
   CUKIT_DEVICE void interval(const Row::Atom& vectors, int first, float most, float largest, float slope,
-                             float part, int capacity, float& lower, float& upper) {
+                             uint64 below, int capacity, float& lower) {
     constexpr int kPer = kBins / THREADS;
     unsigned& centre = space_.limit;
     unsigned& nearest = space_.groups[0];
     unsigned& farthest = space_.groups[1];
     if (threadIdx.x == 0) centre = farthest = 0, nearest = kBins;
     uint64 counts[kPer], weights[kPer], sampled, weight;
-    sample(counts, vectors, first, most, largest, slope, limit_);
+    sample(counts, vectors, first, most, largest, slope);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
     const uint64 before = prefix(counts, sampled);
     const uint64 above = prefix(weights, weight);
-    const auto place = static_cast<uint64>(static_cast<float>(weight) * part);
+    const float ratio = tokens_per_sample();
+    constexpr float kUnits = 1.0f / (1ull << (kScale - kBinScale));
+    const auto lighter = static_cast<uint64>(static_cast<float>(below) * kUnits / ratio);
+    const uint64 place = weight - min(lighter, weight);
     uint64 upto = before;
     uint64 heavier = above;
 #pragma unroll
@@ -278,8 +317,7 @@ class Candidates {
       if (heavier <= place) atomicMax(&centre, static_cast<unsigned>(upto));
     }
     __syncthreads();
-    const float ratio = tokens_per_sample();
-    const float half = 0.35f * static_cast<float>(capacity) / ratio;
+    const float half = fminf(2.5f * sqrtf(static_cast<float>(sampled)), 0.5f * room_for(capacity));
     upto = before;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
@@ -293,7 +331,7 @@ class Candidates {
     }
     __syncthreads();
     const auto edge = [&](unsigned bin) { return largest - static_cast<float>(bin) / kPerOctave / slope; };
-    upper = fminf(edge(nearest), limit_);
+    upper_ = edge(nearest);
     lower = farthest == kBins - 1 ? kLowest : edge(farthest + 1);
   }
 

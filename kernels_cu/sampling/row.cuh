@@ -1,13 +1,12 @@
 // A row of logits, distributed over the warps of a block or of a cluster.
 //
-// Each warp has a range of consecutive tokens, of which lane l holds vectors l, l + 32, ...: a prefix sum over
-// warps is a prefix sum over tokens.
+// Each warp has consecutive atoms, of whose vectors lane l holds numbers l, l + 32, ...: a prefix sum over warps is a
+// prefix sum over tokens.
 //
 // Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER; RESIDENT 0|1:
 // keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in an atom.
 //
-// An atom is ATOM * 32 * VEC consecutive tokens, of which lane l holds vectors l, l + 32, ...; their number depends
-// on the vocabulary size alone (_plan.py). Its sum of exponentials is an integer: the same for any split of the row.
+// An atom is ATOM * 32 * VEC consecutive tokens; their number depends on the vocabulary size alone (_plan.py). Its sum of exponentials is an integer: the same for any split of the row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -82,41 +81,34 @@ class Row {
     Vec<element_t, VEC> vectors[ATOM];
   };
 
-  // values: shared memory for iterations * THREADS * VEC floats, with RESIDENT.
+  // values: shared memory for the logits of the block's atoms, with RESIDENT.
   CUKIT_DEVICE Row(const element_t* logits, const Penalties& penalties, float* values, int rank,
                    const SampleParameters& p)
-      : logits_(logits),
-        values_(values),
-        penalties_(penalties),
-        columns_(p.vocab_size),
-        iterations_(p.iterations) {
-    const int warp = rank * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-    first_ = (warp * iterations_ * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize) * VEC;
+      : logits_(logits), values_(values), penalties_(penalties), columns_(p.vocab_size) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int share = atoms_per_block();
+    rounds_ = (share + kWarps - 1) / kWarps;
+    const int first = rank * share + warp * rounds_;
+    const int end = min(min((rank + 1) * share, atoms()), first + rounds_);
+    iterations_ = max(end - first, 0) * ATOM;
+    first_ = first * kAtomTokens + lane * VEC;
+    values_ += (warp * rounds_ * kAtomTokens + lane * kPart);
   }
 
+  CUKIT_DEVICE static int atoms_in(int columns) { return (columns + kAtomTokens - 1) / kAtomTokens; }
+  CUKIT_DEVICE static int atoms_per_block(int columns) {
+    return (atoms_in(columns) + CLUSTER - 1) / CLUSTER;
+  }
+  CUKIT_DEVICE int atoms() const { return atoms_in(columns_); }
+  CUKIT_DEVICE int atoms_per_block() const { return atoms_per_block(columns_); }
+  // The most atoms of a warp.
+  CUKIT_DEVICE int rounds() const { return rounds_; }
+
+  // Accesses of this warp.
   CUKIT_DEVICE int iterations() const { return iterations_; }
   CUKIT_DEVICE int columns() const { return columns_; }
   CUKIT_DEVICE int column(int i) const { return first_ + i * (kWarpSize * VEC); }
-
-  // Reads the row; returns the smallest key of this thread's logits, that of the largest logit.
-  CUKIT_DEVICE unsigned read() {
-    unsigned least = descending_key(-infinity());
-#pragma unroll 1
-    for (int begin = 0; begin < iterations_; begin += kBatch) {
-      Vec<element_t, VEC> batch[kBatch];
-      load_batch(batch, begin);
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        if (begin + u >= iterations_) break;
-        float x[VEC];
-        convert(x, batch[u], column(begin + u));
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) least = min(least, descending_key(x[j]));
-        if constexpr (RESIDENT) keep(begin + u, x);
-      }
-    }
-    return least;
-  }
 
   // This thread's logits of access i, from column(i) on; -infinity past the end of the vocabulary.
   CUKIT_DEVICE void fetch(float (&x)[VEC], int i) const {
@@ -197,6 +189,22 @@ class Row {
     }
   }
 
+  // Stores the logits of this warp's atom of a round, for fetch() and each().
+  CUKIT_DEVICE void keep(int round, const Atom& atom, int first) const {
+#pragma unroll
+    for (int u = 0; u < ATOM; ++u) {
+      float x[VEC];
+      values_of(x, atom, u, first);
+#pragma unroll
+      for (int j = 0; j < VEC; j += kPart) {
+        Vec<float, kPart> part;
+#pragma unroll
+        for (int k = 0; k < kPart; ++k) part[k] = x[j + k] + 0.0f;
+        *slot(round * ATOM + u, j) = part;
+      }
+    }
+  }
+
   // NaN if any logit is NaN.
   CUKIT_DEVICE float largest_of(const Atom& atom, int first) const {
     float largest = -infinity();
@@ -262,24 +270,13 @@ class Row {
   }
 
   CUKIT_DEVICE Vec<float, kPart>* slot(int i, int j) const {
-    return reinterpret_cast<Vec<float, kPart>*>(values_) +
-           (i * (VEC / kPart) + j / kPart) * THREADS + threadIdx.x;
-  }
-
-  CUKIT_DEVICE void keep(int i, const float (&x)[VEC]) const {
-#pragma unroll
-    for (int j = 0; j < VEC; j += kPart) {
-      Vec<float, kPart> part;
-#pragma unroll
-      for (int k = 0; k < kPart; ++k) part[k] = x[j + k];
-      *slot(i, j) = part;
-    }
+    return reinterpret_cast<Vec<float, kPart>*>(values_) + (i * (VEC / kPart) + j / kPart) * kWarpSize;
   }
 
   const element_t* logits_;
   float* values_;
   Penalties penalties_;
-  int columns_, iterations_, first_;
+  int columns_, rounds_, iterations_, first_;
 };
 
 }  // namespace cukit

@@ -34,7 +34,9 @@ namespace {
 enum class Draws { Few, All, Any, Drafts };
 constexpr Draws kDraws = Draws::DRAWS;
 constexpr bool kVerify = kDraws == Draws::Drafts;
-static_assert(kVerify || (CLUSTER == 1 && !RESIDENT), "a block streams a row");
+constexpr bool kStreams = !kVerify && !RESIDENT;
+static_assert(!kStreams || CLUSTER == 1, "a block streams a row");
+static_assert(!RESIDENT || kVerify || kDraws == Draws::Any);
 
 using cukit::Atoms;
 using cukit::By;
@@ -209,7 +211,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   Workspace& space = *reinterpret_cast<Workspace*>(memory);
   auto* sums = reinterpret_cast<cukit::AtomSum*>(memory + cukit::kWorkspaceBytes);
-  void* values = sums + Atoms::share_of(p.vocab_size);
+  void* values = sums + Row::atoms_per_block(p.vocab_size);
   for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
   if (threadIdx.x == 0) space.cursor = 0;
 
@@ -321,9 +323,20 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     all = sum.total;
     atoms.draw(sum, __umul64hi(draw_of_row().uniform(kDraw), sum.total), largest, slope, drawn);
   };
+  // Reads the row in order; returns the smallest key of this thread's logits.
+  const auto read = [&] {
+    float top = -cukit::infinity();
+    atoms.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most_likely) {
+      top = cukit::max_nan(top, most_likely);
+      if (atom < 0) return;
+      if constexpr (RESIDENT) row.keep(i, vectors, first);
+      if (weighs) atoms.weigh(atom, vectors, first, most_likely, slope);
+    });
+    return cukit::descending_key(top + 0.0f);
+  };
 
   unsigned own;  // smallest key of this thread's logits
-  if constexpr (!kVerify) {
+  if constexpr (kStreams) {
     if (kDraws != Draws::All && short_list && want <= cukit::kMostBest) {
       cukit::Best best(team, row, space, atoms);
       const Streamed pass = best.collect(want, weighs, slope);
@@ -336,12 +349,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         return;
       }
     } else if (kDraws == Draws::All || !(truncates || want > 0)) {
-      float most_likely = -cukit::infinity();
-      atoms.each<true>([&](int, int atom, const Row::Atom& vectors, int first, float top) {
-        most_likely = cukit::max_nan(most_likely, top);
-        if (atom >= 0) atoms.weigh(atom, vectors, first, top, slope);
-      });
-      if (!start(team.least(cukit::descending_key(most_likely + 0.0f)))) return;
+      if (!start(team.least(read()))) return;
       draw_atom();
       return;
     } else if constexpr (kDraws == Draws::Any) {
@@ -353,10 +361,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       if (!start(pass.least)) return;
       if (weighs) all = atoms.total(largest, slope).total;
       const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
-      if (!pass.failed && pass.count >= static_cast<unsigned>(needed)) {
+      if (pass.failed ? most == 0 && want == 0 : pass.count >= static_cast<unsigned>(needed)) {
         __syncthreads();
         if (threadIdx.x == 0) space.cursor = 0;  // of the workspace's list from here on
-        candidates.close(pass.count);
+        candidates.close(pass);
         Selection<Candidates> selection(team, candidates, space, largest, slope);
         if (list_tokens(selection, own)) return;
         if (!truncates) {
@@ -364,12 +372,13 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           return;
         }
         uint64 target = cukit::part_of(all, part);
-        bool exceeded;
-        Cut cut = cut_of(selection, target, exceeded);
+        bool exceeded = !candidates.lists();
+        Cut cut;
+        if (!exceeded) cut = cut_of(selection, target, exceeded);
         const uint64 least_weight = draw_of_row().least_weight;
         bool suffices = most > 0 || (part < 1.0f && !exceeded) ||
                         candidates.covers(least_weight, largest, slope);
-        if (!suffices && exceeded && candidates.narrow(target, all, largest, slope, p.capacity)) {
+        if (exceeded && part < 1.0f && candidates.narrow(target, all, largest, slope, p.capacity)) {
           cut = cut_of(selection, target, exceeded);
           suffices = !exceeded && candidates.exceeds(least_weight, largest, slope);
         }
@@ -387,13 +396,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     if (threadIdx.x == 0) space.cursor = 0;
     __syncthreads();
   } else {
+    own = read();
     team.wait_for_start();
-    own = row.read();
     if (!start(team.least(own))) return;
-    if (weighs) {
-      atoms.weigh_all(slope);
-      all = atoms.total(largest, slope).total;
-    }
+    if (weighs) all = atoms.total(largest, slope).total;
   }
 
   Selection<Row> selection(team, row, space, largest, slope);

@@ -233,7 +233,7 @@ class Selection {
     source_.each([&](float x, int column) {
       if (!inside(x, column) || column >= source_.columns()) return;
       ++mine;
-      const unsigned at = team_.add_to_leader(&space_.cursor, 1);
+      const unsigned at = team_.add_to(0, &space_.cursor, 1);
       if (at < kMost) team_.store_to_leader(&space_.list[at], rank_of(x, column));
     });
     return mine;
@@ -245,53 +245,52 @@ class Selection {
   template <By by>
   CUKIT_DEVICE Found find(uint64 target, float part, int octave) {
     constexpr int kKinds = by == By::Count ? 1 : 2;
-    constexpr int kPer = kBins / THREADS;
+    constexpr int kShare = kBins / CLUSTER;  // bins of all blocks that a block adds up
+    constexpr int kPer = kShare > THREADS ? kShare / THREADS : 1;
+    const int first = team_.rank() * kShare;
     __syncthreads();
-    if (!team_.leads()) {
+    if constexpr (CLUSTER > 1) {
 #pragma unroll
       for (int kind = 0; kind < kKinds; ++kind) {
         for (int b = threadIdx.x; b < kBins; b += THREADS) {
           const unsigned value = space_.bins[kind][b];
-          if (value != 0) {
-            team_.add_to_leader(&space_.bins[kind][b], value);
-            space_.bins[kind][b] = 0;
-          }
+          if (value == 0 || b / kShare == team_.rank()) continue;
+          team_.add_to(b / kShare, &space_.bins[kind][b], value);
+          space_.bins[kind][b] = 0;
         }
       }
+      team_.sync();
     }
-    team_.sync();
-    bool sends = false;
+    uint64 own[kPer], sum = 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      const int at = threadIdx.x * kPer + j, b = first + at;
+      own[j] = 0;
+      if (kShare % THREADS != 0 && at >= kShare) continue;
+      own[j] = space_.bins[0][b];
+      space_.bins[0][b] = 0;
+      if constexpr (by == By::Weight) {
+        own[j] += static_cast<uint64>(space_.bins[1][b]) << kLowBits;
+        space_.bins[1][b] = 0;
+        own[j] <<= Scaled::shift(octave < 0 ? b >> kBinsPerOctaveLog2 : octave);
+      }
+      sum += own[j];
+    }
+    const Team::Sum all = team_.sum(sum);
+    uint64 before = all.before + warp_scan(sum) - sum;
+    if (by == By::Weight && part >= 0.0f) target = part_of(all.total, part);
     unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
-    if (team_.leads()) {
-      uint64 own[kPer], sum = 0;
+    bool sends = all.total < target && team_.leads() && threadIdx.x == 0;
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int b = threadIdx.x * kPer + j;
-        own[j] = space_.bins[0][b];
-        space_.bins[0][b] = 0;
-        if constexpr (by == By::Weight) {
-          own[j] += static_cast<uint64>(space_.bins[1][b]) << kLowBits;
-          space_.bins[1][b] = 0;
-          own[j] <<= Scaled::shift(octave < 0 ? b >> kBinsPerOctaveLog2 : octave);
-        }
-        sum += own[j];
+    for (int j = 0; j < kPer; ++j) {
+      if (before < target && target <= before + own[j]) {
+        sends = true;
+        message[0] = first + threadIdx.x * kPer + j;
+        message[1] = static_cast<unsigned>(target - before);
+        message[2] = static_cast<unsigned>((target - before) >> 32);
+        message[3] = 1;
       }
-      uint64 total;
-      uint64 before = block_scan(sum, total, space_.scans);
-      if (by == By::Weight && part >= 0.0f) target = part_of(total, part);
-      sends = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
-      if (sends && total >= target) {
-#pragma unroll
-        for (int j = 0; j < kPer; ++j) {
-          if (before < target && target <= before + own[j]) {
-            message[3] = 1;
-            message[0] = threadIdx.x * kPer + j;
-            message[1] = static_cast<unsigned>(target - before);
-            message[2] = static_cast<unsigned>((target - before) >> 32);
-          }
-          before += own[j];
-        }
-      }
+      before += own[j];
     }
     team_.broadcast(message, sends);
     return {message[0], static_cast<uint64>(message[2]) << 32 | message[1], message[3] != 0};
