@@ -1,8 +1,8 @@
-"""Compares block sizes of `sample` with its plan and with FlashInfer:
+"""Compares cluster and block sizes of `sample` with its plan and with FlashInfer:
 
     python -m profiling.sampling_variants
 
-A variant `T` has T threads per row. FlashInfer runs if it is installed; it uses other random
+A variant `CxT` has C blocks of T threads per row. FlashInfer runs if it is installed; it uses other random
 numbers (a star marks different tokens). Results are printed only; conclusions are in
 profiling/notes.
 """
@@ -21,14 +21,15 @@ import numpy as np
 from cukit.analyzer.benchmark import KernelBenchmark
 from cukit.errors import CukitError
 from cukit.sampling import sample as module_function
-from cukit.sampling._plan import plan_sample
+from cukit.sampling._plan import SampleConfig, _capacity, plan_sample
 from profiling.case import Call, PeerMissing
 from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_impls
 from profiling.data import array_module, normal
 
 VOCAB_SIZE = 128256
-BATCHES = (1, 64, 256)
-THREADS = (256, 512, 1024)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+STREAMED = ((1, 512), (1, 1024))
+SPREAD_OUT = ((4, 512), (8, 512), (8, 1024))
 OPTIONS: dict[str, dict[str, Any]] = {
     "top-k 50, top-p 0.9": TOP_K_TOP_P,
     "top-p 0.9": TOP_P,
@@ -62,11 +63,14 @@ def _time(
     seed = array_module().arange(len(logits), dtype=np.int64)
     ours = partial(_tokens, logits, seed, options)
     impls: dict[str, Call] = {"plan": ours}
-    for threads in THREADS if options in (TOP_P, TOP_K_TOP_P, PLAIN) else ():
+    splits = STREAMED if options in (TOP_P, TOP_K_TOP_P, PLAIN) else ()
+    if options == TOP_P and len(logits) <= 32:
+        splits += SPREAD_OUT
+    for cluster, threads in splits:
         try:
-            impls[str(threads)] = _with_threads(ours, threads)
+            impls[f"{cluster}x{threads}"] = with_blocks(ours, cluster, threads)
         except CukitError as error:
-            print(f"{threads}: {error}", file=sys.stderr)
+            print(f"{cluster}x{threads}: {error}", file=sys.stderr)
     if "log" not in name:
         try:
             impls |= {impl: make() for impl, make in flashinfer_impls(logits, options).items()}
@@ -92,13 +96,13 @@ def _tokens(logits: Any, seed: Any, options: dict[str, Any]) -> Any:
     return module_function(logits, seed=seed, **options).tokens
 
 
-def _with_threads(ours: Call, threads: int) -> Call:
+def with_blocks(ours: Call, cluster: int, threads: int) -> Call:
     """Return a call of cukit with other blocks."""
     module: Any = importlib.import_module("cukit.sampling.sample")
 
     def plan(num_rows: int, vocab_size: int, dtype: str, vec: int, device: Any, **kind: Any) -> Any:
         config = plan_sample(num_rows, vocab_size, dtype, vec, device, **kind)
-        return replace(config, threads=threads, iterations=-(-vocab_size // (threads * vec)))
+        return resplit(config, vocab_size, device, cluster, threads)
 
     logits, _, options = ours.args  # type: ignore[attr-defined]
     drawing = module.RequestOptions("sample", {**options, "seed": 0})
@@ -112,6 +116,24 @@ def _with_threads(ours: Call, threads: int) -> Call:
             return ours()
 
     return call
+
+
+def resplit(
+    config: SampleConfig, vocab_size: int, device: Any, cluster: int, threads: int
+) -> SampleConfig:
+    """Return a plan with other blocks: one that streams a row, or several that keep it."""
+    atoms = -(-vocab_size // (config.atom * 32 * config.vec))
+    config = replace(
+        config,
+        threads=threads,
+        cluster=cluster,
+        resident=cluster > 1,
+        atoms=-(-atoms // cluster),
+        capacity=0,
+    )
+    if cluster > 1 or config.draws != "Any":
+        return config
+    return replace(config, capacity=_capacity(config, vocab_size, device))
 
 
 if __name__ == "__main__":

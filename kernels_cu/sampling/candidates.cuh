@@ -268,6 +268,7 @@ class Candidates {
     const float room = room_for(capacity);
     const float short_of = 1.5f * (1.0f - demand.top_p) * static_cast<float>(weight);
     unsigned listed = 0;
+    bool hopes = false;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
       const unsigned b = threadIdx.x * kPer + j;
@@ -280,9 +281,10 @@ class Candidates {
       above += weights[j];
       if (b > 0 && (suffices || static_cast<float>(upto) > room)) continue;
       listed = b;
-      if (demand.count > 0 || demand.min_p > 0.0f || static_cast<float>(weight - above) <= short_of) hopeful = 1;
+      hopes = demand.count > 0 || demand.min_p > 0.0f || static_cast<float>(weight - above) <= short_of;
     }
     atomicMax(&space_.limit, listed);
+    if (hopes) atomicMax(&hopeful, 1u);
     __syncthreads();
     if (hopeful == 0) return infinity();
     if (space_.limit == kBins - 1) return kLowest;

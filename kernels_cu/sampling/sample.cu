@@ -372,15 +372,19 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           return;
         }
         uint64 target = cukit::part_of(all, part);
-        bool exceeded = !candidates.lists();
-        Cut cut;
-        if (!exceeded) cut = cut_of(selection, target, exceeded);
         const uint64 least_weight = draw_of_row().least_weight;
-        bool suffices = most > 0 || (part < 1.0f && !exceeded) ||
-                        candidates.covers(least_weight, largest, slope);
-        if (exceeded && part < 1.0f && candidates.narrow(target, all, largest, slope, p.capacity)) {
-          cut = cut_of(selection, target, exceeded);
-          suffices = !exceeded && candidates.exceeds(least_weight, largest, slope);
+        bool exceeded = true, suffices;
+        Cut cut;
+#pragma unroll 1
+        for (bool narrowed = false;; narrowed = true) {
+          if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
+          suffices = narrowed ? !exceeded && candidates.exceeds(least_weight, largest, slope)
+                              : most > 0 || (part < 1.0f && !exceeded) ||
+                                    candidates.covers(least_weight, largest, slope);
+          if (suffices || narrowed || !exceeded || part >= 1.0f ||
+              !candidates.narrow(target, all, largest, slope, p.capacity)) {
+            break;
+          }
         }
         if (suffices) {
           candidates.draw(

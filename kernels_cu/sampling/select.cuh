@@ -253,8 +253,9 @@ class Selection {
 #pragma unroll
       for (int kind = 0; kind < kKinds; ++kind) {
         for (int b = threadIdx.x; b < kBins; b += THREADS) {
+          if (b / kShare == team_.rank()) continue;
           const unsigned value = space_.bins[kind][b];
-          if (value == 0 || b / kShare == team_.rank()) continue;
+          if (value == 0) continue;
           team_.add_to(b / kShare, &space_.bins[kind][b], value);
           space_.bins[kind][b] = 0;
         }
