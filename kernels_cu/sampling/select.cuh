@@ -75,9 +75,16 @@ CUKIT_DEVICE void sort_list(uint64* list, int count) {
           list[low + stride] = a;
         }
       }
-      __syncthreads();
+      // With strides of up to 32, a warp's pairs are always the same 64 entries.
+      const int next = stride > 1 ? stride / 2 : run;
+      if (max(stride, next) > kWarpSize) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
     }
   }
+  __syncthreads();
 }
 
 // Source: calls body(logit, token) for each of this thread's tokens in each(body); columns().
@@ -136,11 +143,7 @@ class Selection {
         if (round == 0) return true;
         return bin_of<by>(x, weight) == bin && packed_rank(x, column) >> prefix_shift == prefix;
       };
-      source_.each([&](float x, int column) {
-        if (!span.near(largest_ - x)) return;
-        const Scaled weight = scaled(x);
-        if (!member(x, column, weight)) return;
-        const unsigned at = digit(x, column, weight);
+      const auto count = [&](unsigned at, const Scaled& weight) {
         if constexpr (by == By::Count) {
           atomicAdd(&space_.bins[0][at], 1u);
         } else {
@@ -148,7 +151,21 @@ class Selection {
           atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
           atomicAdd(&space_.bins[1][at], units >> kLowBits);
         }
-      });
+      };
+      if (round == 0) {
+        source_.each([&](float x, int column) {
+          // Lower octaves have weights of 0, as -infinity, the logit past the vocabulary, has.
+          const Scaled weight = scaled(x);
+          const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
+          if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
+        });
+      } else {
+        source_.each([&](float x, int column) {
+          if (!span.near(largest_ - x)) return;
+          const Scaled weight = scaled(x);
+          if (member(x, column, weight)) count(digit(x, column, weight), weight);
+        });
+      }
       const int octave = round == 0 ? -1 : static_cast<int>(bin) >> kBinsPerOctaveLog2;
       const Found found = find<by>(target, round == 0 ? part : -1.0f, octave);
       exceeded = round == 0 && !found.reached;
