@@ -100,12 +100,18 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
     const uint64 upto = cukit::warp_scan(own);
     uint64 mine = before + upto - own;
     if (mine <= place && place < mine + own) {
+      float logit = 0.0f;
+      int column = 0;
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const uint64 weight = weight_of(x[j], row.column(i) + j);
-        if (mine <= place && place < mine + weight) winner(x[j], row.column(i) + j);
+        if (mine <= place && place < mine + weight) {
+          logit = x[j];
+          column = row.column(i) + j;
+        }
         mine += weight;
       }
+      winner(logit, column);
     }
     before += __shfl_sync(cukit::kFullMask, upto, cukit::kWarpSize - 1);
     if (before > place) return;

@@ -177,10 +177,9 @@ class Selection {
         const Scaled weight = scaled(x);
         return member(x, column, weight) && digit(x, column, weight) == found.bin;
       };
-      const unsigned mine = append(chosen);
-      const Team::Sum sum = team_.sum(0, mine);
-      if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
-      if (sum.count <= kMost) return last_of<by>(static_cast<int>(sum.count), target);
+      append(chosen);
+      Cut last;
+      if (last_of<by>(target, last)) return last;
       if (round == 0) {
         bin = found.bin;
       } else {
@@ -314,39 +313,50 @@ class Selection {
     return {message[0], static_cast<uint64>(message[2]) << 32 | message[1], message[3] != 0};
   }
 
-  // The token among the first `count` of the list, sorted, at which the prefix sum reaches `target`.
+  // Sets `cut` to the token of the list at which the prefix sum reaches `target`, and empties the list; false if it
+  // overflowed.
   template <By by>
-  CUKIT_DEVICE Cut last_of(int count, uint64 target) {
+  CUKIT_DEVICE bool last_of(uint64 target, Cut& cut) {
+    team_.sync();
     bool sends = false;
     unsigned message[kMessage] = {};
     if (team_.leads()) {
-      sort_list(space_.list, count);
-      constexpr int kPer = kMost / THREADS;
-      uint64 own[kPer], sum = 0;
+      const unsigned count = space_.cursor;
+      if (count > kMost) {
+        sends = threadIdx.x == 0;
+        __syncthreads();
+      } else {
+        sort_list(space_.list, static_cast<int>(count));
+        constexpr int kPer = kMost / THREADS;
+        uint64 own[kPer], sum = 0;
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int at = threadIdx.x * kPer + j;
-        own[j] = at >= count ? 0
-                 : by == By::Count
-                     ? 1
-                     : scaled(logit_of(static_cast<unsigned>(space_.list[at] >> 32))).weight();
-        sum += own[j];
-      }
-      uint64 total;
-      uint64 before = block_scan(sum, total, space_.scans);
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        if (before < target && target <= before + own[j]) {
-          const uint64 rank = space_.list[threadIdx.x * kPer + j];
-          sends = true;
-          message[0] = static_cast<unsigned>(rank >> 32);
-          message[1] = static_cast<unsigned>(rank);
+        for (int j = 0; j < kPer; ++j) {
+          const unsigned at = threadIdx.x * kPer + j;
+          own[j] = at >= count ? 0
+                   : by == By::Count
+                       ? 1
+                       : scaled(logit_of(static_cast<unsigned>(space_.list[at] >> 32))).weight();
+          sum += own[j];
         }
-        before += own[j];
+        uint64 total;
+        uint64 before = block_scan(sum, total, space_.scans);
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) {
+          if (before < target && target <= before + own[j]) {
+            const uint64 rank = space_.list[threadIdx.x * kPer + j];
+            sends = true;
+            message[0] = static_cast<unsigned>(rank >> 32);
+            message[1] = static_cast<unsigned>(rank);
+            message[2] = 1;
+          }
+          before += own[j];
+        }
       }
+      if (threadIdx.x == 0) space_.cursor = 0;
     }
     team_.broadcast(message, sends);
-    return {logit_of(message[0]), static_cast<int>(message[1])};
+    cut = {logit_of(message[0]), static_cast<int>(message[1])};
+    return message[2] != 0;
   }
 
   Team& team_;

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cukit
+from cukit.core.arrays import namespace
 from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sampling as reference
@@ -161,6 +162,16 @@ def test_rows_of_equal_logits(device, options):
     assert tokens.max() > kept / 2
 
 
+def streamed(device, placed, **options):
+    """Results of the same rows in a batch, or before Hopper: one block streams each row."""
+    if device == "emulator":
+        with cukit.backend("emulator", arch="sm_80"):
+            return sample(placed, **options)
+    rows = len(placed)
+    batch = namespace(placed).tile(placed, (20, 1)) if device == "gpu" else placed
+    return [each if each is None else each[:rows] for each in sample(batch, **options)]
+
+
 def large_rows(rng, kind, vocab_size):
     """Rows of several rounds, whose candidates are few, many, in one place, or more than fit."""
     z = rng.standard_normal((2, vocab_size))
@@ -193,7 +204,7 @@ def large_rows(rng, kind, vocab_size):
     ids=str,
 )
 def test_candidates_of_large_rows(device, rng, kind, options):
-    """One pass, a second pass around the cut (flat rows), and rows read again for other reasons."""
+    """Rows kept by a cluster; rows that a block reads once, twice (flat rows) or several times."""
     if device == "emulator" and (kind == "masked") != ("logprobs" in options):
         pytest.skip("every option and every kind once")
     logits = large_rows(rng, kind, 33333 if kind == "peaked" else 40000)
@@ -201,6 +212,8 @@ def test_candidates_of_large_rows(device, rng, kind, options):
     (x,) = to_device(device, logits)
     got = results_of(device, x, **options)
     assert_same(got, reference.sample(logits.astype(np.float64), **options))
+    for mine, other in zip(got, streamed(device, x, **options), strict=True):
+        assert (mine is None) or to_host(mine).tobytes() == to_host(other).tobytes()
     # An array of a default value: another kernel, which decides row by row.
     name = "min_p" if "top_p" in options else "top_p"
     if name not in options:
@@ -457,26 +470,48 @@ def test_an_empty_batch(device):
 def test_the_plan(rows, vocab_size, cluster, threads, resident):
     config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws="Drafts")
     assert (config.cluster, config.threads, config.resident) == (cluster, threads, resident)
-    assert config.cluster * config.threads * config.vec * config.iterations >= vocab_size
+    assert config.cluster * config.atoms * config.atom * 32 * config.vec >= vocab_size
     single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws="Drafts")
     assert single.cluster == 1
 
 
 def test_streamed_rows_are_planned_by_what_they_need():
+    hopper = TYPICAL_DEVICES["sm_90"]
     for vec, dtype in ((1, "float16"), (4, "float32"), (8, "bfloat16")):
         for vocab_size, tokens in ((1000, 256), (50257, 1024), (128256, 1024)):
-            config = plan_sample(256, vocab_size, dtype, vec, TYPICAL_DEVICES["sm_90"])
+            config = plan_sample(256, vocab_size, dtype, vec, hopper)
             assert (config.cluster, config.resident) == (1, False)
             assert config.atom * vec * 32 == tokens
             assert config.atoms == -(-vocab_size // tokens)
-            assert config.capacity == min(vocab_size, 10240)
-            assert 2 * (config.shared_bytes + 1024) <= TYPICAL_DEVICES["sm_90"].shared_bytes_per_sm
+            blocks = config.blocks_per_sm
+            assert config.capacity == min(vocab_size, 20480 // blocks)
+            assert blocks * (config.shared_bytes + 1024) <= hopper.shared_bytes_per_sm
     for draws in ("Few", "All"):
-        config = plan_sample(256, 128256, "float32", 4, TYPICAL_DEVICES["sm_90"], draws=draws)
+        config = plan_sample(256, 128256, "float32", 4, hopper, draws=draws)
         assert config.capacity == 0
     for device in TYPICAL_DEVICES.values():
         config = plan_sample(256, 1 << 20, "float32", 4, device)
         assert config.shared_bytes <= device.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "draws", "cluster"),
+    [
+        (1, 128256, "Any", 8),
+        (16, 128256, "Any", 8),
+        (17, 128256, "Any", 1),
+        (1, 8000, "Any", 1),
+        (1, 1 << 20, "Any", 1),
+        (1, 128256, "Few", 1),
+        (1, 128256, "All", 1),
+    ],
+)
+def test_few_rows_are_spread_over_clusters(rows, vocab_size, draws, cluster):
+    """Unless a small top_k or no truncation lets one block read the row once."""
+    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws=draws)
+    assert (config.cluster, config.resident) == (cluster, cluster > 1)
+    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws=draws)
+    assert single.cluster == 1
 
 
 def test_bfloat16_is_as_wide_as_float32_in_shared_memory():
