@@ -14,14 +14,16 @@
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
 // Mapping, by DRAWS, which tells what the rows may need:
-//   Few, no more than 128 tokens; All, no truncation; Any: one block per row, which it reads once if possible, by
-//     best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several times.
-//   Drafts: verifies drafts; one cluster per row, which keeps it in shared memory if it fits. select.cuh finds the
-//     cut, and all threads sum the kept weights.
-// Shared memory, dynamic: kWorkspaceBytes + 16 bytes per atom of the block + RESIDENT * 4 * iterations * THREADS * VEC
-//   bytes + 8 * capacity bytes.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
-//   PENALIZED 0|1; DRAWS Few|All|Any: needs CLUSTER 1, RESIDENT 0; DRAWS Drafts; ATOM: row.cuh; BLOCKS_PER_SM.
+//   Few, no more than 128 tokens; All, no truncation; Any, not RESIDENT: one block per row, which it reads once if
+//     possible, by best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several
+//     times.
+//   Any, RESIDENT; Drafts, which verifies drafts: one cluster per row, which keeps it in shared memory if it fits.
+//     select.cuh finds the cut, and all threads sum the kept weights.
+// Shared memory, dynamic: kWorkspaceBytes + 16 bytes, and with RESIDENT 4 bytes per token, for each atom of the block +
+//   8 * capacity bytes.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1: needs DRAWS
+//   Any or Drafts; PENALIZED 0|1; DRAWS Few|All|Any|Drafts: CLUSTER above 1 needs RESIDENT or Drafts; ATOM: row.cuh;
+//   BLOCKS_PER_SM.
 //   Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
