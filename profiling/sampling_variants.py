@@ -2,8 +2,8 @@
 
     python -m profiling.sampling_variants
 
-A variant `CxT` has C blocks of T threads per row. FlashInfer runs if it is installed; it uses other random
-numbers (a star marks different tokens). Results are printed only; conclusions are in
+A variant `CxT` has C blocks of T threads per row. FlashInfer runs if it is installed; it uses other
+random numbers (a star marks different tokens). Results are printed only; conclusions are in
 profiling/notes.
 """
 
@@ -63,7 +63,7 @@ def _time(
     seed = array_module().arange(len(logits), dtype=np.int64)
     ours = partial(_tokens, logits, seed, options)
     impls: dict[str, Call] = {"plan": ours}
-    splits = STREAMED if options in (TOP_P, TOP_K_TOP_P, PLAIN) else ()
+    splits: tuple[tuple[int, int], ...] = STREAMED if options in (TOP_P, TOP_K_TOP_P, PLAIN) else ()
     if options == TOP_P and len(logits) <= 32:
         splits += SPREAD_OUT
     for cluster, threads in splits:

@@ -151,9 +151,7 @@ def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
     )
 
 
-def _spread(
-    streamed: SampleConfig, num_rows: int, vocab_size: int, device: Device
-) -> SampleConfig:
+def _spread(streamed: SampleConfig, num_rows: int, vocab_size: int, device: Device) -> SampleConfig:
     """A cluster per row, which keeps the row in shared memory if it fits."""
     cluster = 1
     while (
