@@ -35,9 +35,9 @@ _SMALL_VOCABULARY = 16384
 """Below this size atoms have _SMALL_ATOM_TOKENS tokens, so that there are enough of them."""
 _ATOM_BYTES = 16
 """sizeof(AtomSum) in kernels_cu/sampling/row.cuh."""
-_MOST_CANDIDATES = 20480
-"""Tokens of the lists of candidates (kernels_cu/sampling/candidates.cuh) of an SM's blocks. On
-Hopper they leave 36 KiB of the SM's memory for the L1 cache."""
+_MOST_CANDIDATES = 10240
+"""Tokens of a list of candidates (kernels_cu/sampling/candidates.cuh): on Hopper, as many as leave
+room for two blocks per SM. A list of 20480 took 9 us longer for a batch of 64 on an H200."""
 _RESERVED_BYTES = KIB
 """Shared memory per block that CUDA reserves."""
 
@@ -111,7 +111,8 @@ def plan_sample(
     eight and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
     One cluster per row, with enough blocks to hold the row in shared memory, and more if there are
     too few rows to fill the GPU, verifies drafts, and truncates otherwise than by a small top_k if
-    there are so few rows that each can have eight SMs. Before Hopper clusters have one block.
+    there are few rows: with top_p, clusters of eight took 38 us for 8 rows and 64 us, two waves,
+    for 16, single blocks 66 us and 67 us. Before Hopper clusters have one block.
 
     vec: logits per access, a divisor of `vocab_size`.
     draws: as in SampleConfig.
@@ -142,12 +143,13 @@ def plan_sample(
 
 
 def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
-    """Whether rows are long and each can have eight SMs."""
+    """Whether rows are long, and clusters of eight blocks leave half of the SMs idle: not every SM
+    can belong to a cluster of eight."""
     clusters = device.compute_capability >= (9, 0)
     return (
         clusters
         and vocab_size >= _SMALL_VOCABULARY
-        and num_rows * _LARGEST_CLUSTER <= device.num_sms
+        and 2 * num_rows * _LARGEST_CLUSTER <= device.num_sms
     )
 
 
@@ -176,7 +178,7 @@ def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
     """Candidates that fit beside the rest of the shared memory of `config`."""
     share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
     free = min(share, device.shared_bytes_per_block) - config.shared_bytes
-    return max(min(free // 8, _MOST_CANDIDATES // config.blocks_per_sm, vocab_size), 0)
+    return max(min(free // 8, _MOST_CANDIDATES, vocab_size), 0)
 
 
 def _needs_more_blocks(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:
