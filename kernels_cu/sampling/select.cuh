@@ -124,86 +124,66 @@ class Selection {
   // `within` if they are fewer, which sets `exceeded`.
   template <By by>
   CUKIT_DEVICE Cut cut(uint64 target, float part, const Cut& within, bool& exceeded) {
-    uint64 prefix = 0;     // of the remaining sort keys
-    int prefix_shift = kRankBits;
-    unsigned bin = 0;      // chosen in the first round
-    Span span;             // of that bin
     const bool whole = within.token == Cut().token && within.logit == Cut().logit;
+    const auto count = [&](unsigned at, const Scaled& weight) {
+      if constexpr (by == By::Count) {
+        atomicAdd(&space_.bins[0][at], 1u);
+      } else {
+        const unsigned units = weight.units();
+        atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
+        atomicAdd(&space_.bins[1][at], units >> kLowBits);
+      }
+    };
+    source_.each([&](float x, int column) {
+      // Lower octaves have weights of 0, as -infinity, the logit past the vocabulary, has.
+      const Scaled weight = scaled(x);
+      const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
+      if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
+    });
+    Found found = find<by>(target, part, -1);
+    exceeded = !found.reached;
+    if (exceeded) return within;
+    const unsigned bin = found.bin;
+    const Span span = span_of<by>(bin);
+    const Keys keys(span, largest_);
+    uint64 prefix = 0;  // of the sort keys of the remaining tokens
+    int prefix_shift = keys.bits;
+    const auto remains = [&](float x, int column) {
+      if (!span.near(largest_ - x) || column >= source_.columns()) return false;
+      const Scaled weight = scaled(x);
+      if (!(whole || within.keeps(x, column)) || bin_of<by>(x, weight) != bin) return false;
+      return (by == By::Count || weight.weight() > 0) && keys.of(x, column) >> prefix_shift == prefix;
+    };
 #pragma unroll 1
-    for (int round = 0;; ++round) {
-      const int shift = prefix_shift - digit_bits(round);
-      const auto digit = [&](float x, int column, const Scaled& weight) {
-        if (round == 0) return bin_of<by>(x, weight);
-        return static_cast<unsigned>(packed_rank(x, column) >> shift) &
-               ((1u << digit_bits(round)) - 1);
-      };
-      const auto member = [&](float x, int column, const Scaled& weight) {
-        if (column >= source_.columns() || !(whole || within.keeps(x, column))) return false;
-        if (by == By::Weight && weight.weight() == 0) return false;
-        if (round == 0) return true;
-        return bin_of<by>(x, weight) == bin && packed_rank(x, column) >> prefix_shift == prefix;
-      };
-      const auto count = [&](unsigned at, const Scaled& weight) {
-        if constexpr (by == By::Count) {
-          atomicAdd(&space_.bins[0][at], 1u);
-        } else {
-          const unsigned units = weight.units();
-          atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
-          atomicAdd(&space_.bins[1][at], units >> kLowBits);
-        }
-      };
-      if (round == 0) {
-        source_.each([&](float x, int column) {
-          // Lower octaves have weights of 0, as -infinity, the logit past the vocabulary, has.
-          const Scaled weight = scaled(x);
-          const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
-          if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
-        });
-      } else {
-        source_.each([&](float x, int column) {
-          if (!span.near(largest_ - x)) return;
-          const Scaled weight = scaled(x);
-          if (member(x, column, weight)) count(digit(x, column, weight), weight);
-        });
-      }
-      const int octave = round == 0 ? -1 : static_cast<int>(bin) >> kBinsPerOctaveLog2;
-      const Found found = find<by>(target, round == 0 ? part : -1.0f, octave);
-      exceeded = round == 0 && !found.reached;
-      if (exceeded) return within;
+    for (;;) {
       target = found.target;
-      if (round == 0) span = span_of<by>(found.bin);
-      const auto chosen = [&](float x, int column) {
-        if (!span.near(largest_ - x)) return false;
-        const Scaled weight = scaled(x);
-        return member(x, column, weight) && digit(x, column, weight) == found.bin;
-      };
-      append(chosen);
-      Cut last;
-      if (last_of<by>(target, last)) return last;
-      if (round == 0) {
-        bin = found.bin;
-      } else {
-        prefix = prefix << digit_bits(round) | found.bin;
-        prefix_shift = shift;
+      if (found.tokens <= kFew) {
+        append(remains);
+        Cut last;
+        if (last_of<by>(target, last)) return last;
       }
+      const int shift = max(prefix_shift - kDigitBits, 0), width = prefix_shift - shift;
+      source_.each([&](float x, int column) {
+        if (!remains(x, column)) return;
+        count(static_cast<unsigned>(keys.of(x, column) >> shift) & ((1u << width) - 1), scaled(x));
+      });
+      found = find<by>(target, -1.0f, static_cast<int>(bin));
+      prefix = prefix << width | found.bin;
+      prefix_shift = shift;
     }
   }
 
  private:
-  static constexpr int kRankBits = 32 + kVocabularyBits;
+  static constexpr int kDigitBits = 11;
+  static constexpr unsigned kFew = kMost / 2;  // tokens of a bin that are sorted
+  static_assert(1 << kDigitBits == kBins);
 
   struct Found {
     unsigned bin;
-    uint64 target;  // remainder of the target within the bin
-    bool reached;   // false: the sum of all bins is less than the target
+    uint64 target;    // remainder of the target within the bin
+    unsigned tokens;  // of the bin; by weight, estimated
+    bool reached;     // false: the sum of all bins is less than the target
   };
-
-  // Digits of the sort key, most significant first: 11, 11 and 10 bits of the logit, 10 and 10 of the token.
-  CUKIT_DEVICE static int digit_bits(int round) { return round == 0 ? 0 : round < 3 ? 11 : 10; }
-
-  CUKIT_DEVICE static uint64 packed_rank(float x, int column) {
-    return static_cast<uint64>(descending_key(x)) << kVocabularyBits | static_cast<unsigned>(column);
-  }
 
   CUKIT_DEVICE static unsigned count_bin(float d) {
     return static_cast<unsigned>(fminf(d * kBinsPerNat, kBins - 1));
@@ -242,6 +222,26 @@ class Selection {
     return span;
   }
 
+  // Sort keys of the tokens of a span, relative to its first.
+  struct Keys {
+    unsigned base;  // key of a logit above those of the span
+    int bits;
+
+    CUKIT_DEVICE Keys(const Span& span, float largest) {
+      // Differences from `largest` are rounded.
+      constexpr float kRounding = 2.4e-7f;
+      constexpr unsigned kMargin = 4;
+      base = descending_key(largest - span.nearest * (1.0f - kRounding));
+      base -= min(base, kMargin);
+      const unsigned end = descending_key(largest - span.farthest * (1.0f + kRounding)) + kMargin;
+      bits = 32 - __clz(static_cast<int>(end - base)) + kVocabularyBits;
+    }
+    CUKIT_DEVICE uint64 of(float x, int column) const {
+      return static_cast<uint64>(descending_key(x) - base) << kVocabularyBits |
+             static_cast<unsigned>(column);
+    }
+  };
+
   // Appends this thread's tokens that satisfy `inside` to block 0's list; returns their number.
   template <typename Inside>
   CUKIT_DEVICE unsigned append(const Inside& inside) {
@@ -257,9 +257,9 @@ class Selection {
 
   // Adds up the bins of all blocks and finds the bin in which the prefix sum reaches `target`, or, by
   // weight and if `part` is not negative, `part` of the total; the last bin if none does. Clears the bins.
-  // octave: that of all weights; -1: each bin has its own.
+  // chosen: the bin of the first round whose tokens are counted; -1 in the first round.
   template <By by>
-  CUKIT_DEVICE Found find(uint64 target, float part, int octave) {
+  CUKIT_DEVICE Found find(uint64 target, float part, int chosen) {
     constexpr int kKinds = by == By::Count ? 1 : 2;
     constexpr int kShare = kBins / CLUSTER;  // bins of all blocks that a block adds up
     constexpr int kPer = kShare > THREADS ? kShare / THREADS : 1;
@@ -289,7 +289,7 @@ class Selection {
       if constexpr (by == By::Weight) {
         own[j] += static_cast<uint64>(space_.bins[1][b]) << kLowBits;
         space_.bins[1][b] = 0;
-        own[j] <<= Scaled::shift(octave < 0 ? b >> kBinsPerOctaveLog2 : octave);
+        own[j] <<= Scaled::shift((chosen < 0 ? b : chosen) >> kBinsPerOctaveLog2);
       }
       sum += own[j];
     }
@@ -305,12 +305,18 @@ class Selection {
         message[0] = first + threadIdx.x * kPer + j;
         message[1] = static_cast<unsigned>(target - before);
         message[2] = static_cast<unsigned>((target - before) >> 32);
-        message[3] = 1;
+        const auto sum_of_bin = static_cast<float>(own[j]);
+        float each = 1.0f;
+        if constexpr (by == By::Weight) {
+          const int b = chosen < 0 ? static_cast<int>(message[0]) : chosen;
+          each = exp2f(kScale - static_cast<float>(b) / (1 << kBinsPerOctaveLog2));
+        }
+        message[3] = 1 + static_cast<unsigned>(fminf(sum_of_bin / each, 1 << kVocabularyBits));
       }
       before += own[j];
     }
     team_.broadcast(message, sends);
-    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1], message[3] != 0};
+    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1], message[3] - 1, message[3] != 0};
   }
 
   // Sets `cut` to the token of the list at which the prefix sum reaches `target`, and empties the list; false if it
