@@ -294,21 +294,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const auto draw_listed = [&](uint64* scratch) {
     draw_from_list(space.list, scratch, space.scans, largest, slope, draw_of_row(), most, drawn);
   };
-  // Writes the most likely tokens, and draws if `most` of them suffice, which is returned. own: the smallest key of
-  // this thread's logits.
-  const auto list_tokens = [&](auto& selection, unsigned own) {
-    if (want == 0) return false;
-    int count = selection.collect_best(want, own);
-    if (count > cukit::kMost) {
-      bool exceeded;
-      count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
-    }
-    if (team.leads()) {
-      cukit::sort_list(space.list, count);
-      list_best(space.list, results_of_row(), p, logprob_of);
-      if (short_list) draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
-    }
-    return short_list;
+  // Writes the most likely tokens, and draws if `most` of them suffice. count: tokens of block 0's list.
+  const auto use_list = [&](int count) {
+    if (!team.leads()) return;
+    cukit::sort_list(space.list, count);
+    list_best(space.list, results_of_row(), p, logprob_of);
+    if (short_list) draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
   };
   // The last token that top_k and top_p keep. exceeded: all tokens weigh less than top_p demands.
   // target: the weight that top_p demands without top_k.
@@ -374,17 +365,22 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         if (threadIdx.x == 0) space.cursor = 0;  // of the workspace's list from here on
         candidates.close(pass);
         Selection<Candidates> selection(team, candidates, space, largest, slope);
-        if (list_tokens(selection, own)) return;
-        if (!truncates) {
+        const int count = want > 0 ? selection.collect_best(want, own) : 0;
+        bool suffices = count <= cukit::kMost;
+        if (suffices && want > 0) {
+          use_list(count);
+          if (short_list) return;
+        }
+        if (suffices && !truncates) {
           draw_atom();
           return;
         }
         uint64 target = cukit::part_of(all, part);
         const uint64 least_weight = draw_of_row().least_weight;
-        bool exceeded = true, suffices;
+        bool exceeded = true;
         Cut cut;
 #pragma unroll 1
-        for (bool narrowed = false;; narrowed = true) {
+        for (bool narrowed = false; suffices; narrowed = true) {
           if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
           suffices = narrowed ? !exceeded && candidates.exceeds(least_weight, largest, slope)
                               : most > 0 || (part < 1.0f && !exceeded) ||
@@ -415,7 +411,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   }
 
   Selection<Row> selection(team, row, space, largest, slope);
-  if (list_tokens(selection, own)) return;
+  if (want > 0) {
+    int count = selection.collect_best(want, own);
+    if (count > cukit::kMost) {
+      bool exceeded;
+      count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
+    }
+    use_list(count);
+    if (short_list) return;
+  }
   if (kVerify && !drafting && team.leads() && threadIdx.x == 0) *results_of_row().accepted = 0;
   if (!truncates && !drafting) {
     draw_atom();
