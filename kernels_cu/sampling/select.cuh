@@ -2,9 +2,9 @@
 // The tokens are those of a row (row.cuh) or of a list that contains its most likely tokens (candidates.cuh).
 //
 // Radix select: tokens are counted, or their weights summed, in bins, first by their distance from the
-// largest logit, then by the digits of their sort key (bits of the logit, then of the token id). Every round
-// continues with the tokens of the bin that contains the limit. Once that bin holds at most kMost tokens,
-// block 0 collects and sorts them.
+// largest logit, then by the digits of their sort key (bits of the logit, then of the token id), beginning with the
+// first bit in which the keys of a bin can differ. Every round continues with the tokens of the bin that contains the
+// limit. Once that bin holds few tokens (kFew), block 0 collects and sorts them.
 #pragma once
 
 #include "common/platform.cuh"
