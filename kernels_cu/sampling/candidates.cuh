@@ -242,7 +242,8 @@ class Candidates {
 
   // The weight of the tokens of a bin, in units of 2^-kBinScale.
   CUKIT_DEVICE static uint64 weight_of_bin(uint64 count, int bin) {
-    return static_cast<uint64>(static_cast<float>(count) * exp2f(kBinScale - (static_cast<float>(bin) + 0.5f) / kPerOctave));
+    const float octave = (static_cast<float>(bin) + 0.5f) / kPerOctave;
+    return static_cast<uint64>(static_cast<float>(count) * exp2f(kBinScale - octave));
   }
 
   // The threshold, from a sample; infinity if the tokens that fit in the list fall short of top_p by half of

@@ -6,7 +6,8 @@
 // Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER; RESIDENT 0|1:
 // keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in an atom.
 //
-// An atom is ATOM * 32 * VEC consecutive tokens; their number depends on the vocabulary size alone (_plan.py). Its sum of exponentials is an integer: the same for any split of the row.
+// An atom is ATOM * 32 * VEC consecutive tokens; their number depends on the vocabulary size alone (_plan.py). Its sum
+// of exponentials is an integer: the same for any split of the row.
 #pragma once
 
 #include "common/platform.cuh"
