@@ -2,13 +2,14 @@
 
     python -m profiling.sampling_variants
 
-A variant `CxT` has C blocks of T threads per row; the prefix `s` streams rows. FlashInfer runs if
-it is installed; it uses other random numbers (a star marks different tokens). Results are printed
-only; conclusions are in profiling/notes.
+A variant `CxT` has C blocks of T threads per row. FlashInfer runs if it is installed; it uses other
+random numbers (a star marks different tokens). Results are printed only; conclusions are in
+profiling/notes.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from functools import partial
@@ -20,15 +21,15 @@ import numpy as np
 from cukit.analyzer.benchmark import KernelBenchmark
 from cukit.errors import CukitError
 from cukit.sampling import sample as module_function
-from cukit.sampling._plan import SampleConfig, plan_sample, stream_bytes
+from cukit.sampling._plan import SampleConfig, _capacity, plan_sample
 from profiling.case import Call, PeerMissing
 from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_impls
 from profiling.data import array_module, normal
 
 VOCAB_SIZE = 128256
-BATCHES = (1, 64, 256)
-SPLITS = ((4, 1024), (8, 512))
-STREAMS = ((1, 512), (2, 512), (4, 512), (8, 512), (1, 1024), (2, 1024))
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+STREAMED = ((1, 512), (1, 1024))
+SPREAD_OUT = ((4, 512), (8, 512), (8, 1024))
 OPTIONS: dict[str, dict[str, Any]] = {
     "top-k 50, top-p 0.9": TOP_K_TOP_P,
     "top-p 0.9": TOP_P,
@@ -62,16 +63,14 @@ def _time(
     seed = array_module().arange(len(logits), dtype=np.int64)
     ours = partial(_tokens, logits, seed, options)
     impls: dict[str, Call] = {"plan": ours}
-    splits: dict[str, tuple[int, int, bool]] = {}
-    if name == "top-p 0.9":
-        splits = {"{}x{}".format(*split): (*split, False) for split in SPLITS}
-    elif name == "top-k 50, top-p 0.9":
-        splits = {"s{}x{}".format(*split): (*split, True) for split in STREAMS}
-    for impl, split in splits.items():
+    splits: tuple[tuple[int, int], ...] = STREAMED if options in (TOP_P, TOP_K_TOP_P, PLAIN) else ()
+    if options == TOP_P and len(logits) <= 32:
+        splits += SPREAD_OUT
+    for cluster, threads in splits:
         try:
-            impls[impl] = _with_split(ours, *split)
+            impls[f"{cluster}x{threads}"] = with_blocks(ours, cluster, threads)
         except CukitError as error:
-            print(f"{impl}: {error}", file=sys.stderr)
+            print(f"{cluster}x{threads}: {error}", file=sys.stderr)
     if "log" not in name:
         try:
             impls |= {impl: make() for impl, make in flashinfer_impls(logits, options).items()}
@@ -97,50 +96,44 @@ def _tokens(logits: Any, seed: Any, options: dict[str, Any]) -> Any:
     return module_function(logits, seed=seed, **options).tokens
 
 
-def _with_split(ours: Call, cluster: int, threads: int, streamed: bool) -> Call:
-    """Return a call of cukit with another plan."""
-    import importlib
-
+def with_blocks(ours: Call, cluster: int, threads: int) -> Call:
+    """Return a call of cukit with other blocks."""
     module: Any = importlib.import_module("cukit.sampling.sample")
 
     def plan(num_rows: int, vocab_size: int, dtype: str, vec: int, device: Any, **kind: Any) -> Any:
         config = plan_sample(num_rows, vocab_size, dtype, vec, device, **kind)
-        return resplit(
-            config, vocab_size, device.shared_bytes_per_block, cluster, threads, streamed=streamed
-        )
+        return resplit(config, vocab_size, device, cluster, threads)
 
+    logits, _, options = ours.args  # type: ignore[attr-defined]
+    drawing = module.RequestOptions("sample", {**options, "seed": 0})
     with mock.patch.object(module, "plan_sample", plan):
         module._prepare.forget()
-        prepared: dict[Any, Any] = {}
-        original = module._prepare
-        logits, *_ = ours.args  # type: ignore[attr-defined]
-        prepared["plan"] = original(logits, None, streamed)
+        prepared = module._prepare(logits, None, module._draws(drawing, logits.shape[1], 0))
         module._prepare.forget()
 
     def call() -> Any:
-        with mock.patch.object(module, "_prepare", return_value=prepared["plan"]):
+        with mock.patch.object(module, "_prepare", return_value=prepared):
             return ours()
 
     return call
 
 
 def resplit(
-    config: SampleConfig,
-    vocab_size: int,
-    shared_bytes: int,
-    cluster: int,
-    threads: int,
-    *,
-    streamed: bool = False,
+    config: SampleConfig, vocab_size: int, device: Any, cluster: int, threads: int
 ) -> SampleConfig:
-    """Return a plan with other blocks."""
-    iterations = -(-vocab_size // (cluster * threads * config.vec))
-    other = replace(
-        config, cluster=cluster, threads=threads, iterations=iterations, resident=not streamed
+    """Return a plan with other blocks: one that streams a row, or several that keep it."""
+    atoms = -(-vocab_size // (config.atom * 32 * config.vec))
+    config = replace(
+        config,
+        threads=threads,
+        cluster=cluster,
+        resident=cluster > 1,
+        atoms=-(-atoms // cluster),
+        capacity=0,
     )
-    if streamed:
-        return replace(other, stream_bytes=stream_bytes(vocab_size, other))
-    return other if other.shared_bytes <= shared_bytes else replace(other, resident=False)
+    if cluster > 1 or config.draws != "Any":
+        return config
+    return replace(config, capacity=_capacity(config, vocab_size, device))
 
 
 if __name__ == "__main__":

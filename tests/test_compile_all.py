@@ -94,13 +94,17 @@ def known_spills(variant: Variant) -> int:
     - Products with quantised weights on Hopper: values for the epilogue are spilled during the main
       loop of tiles with 128 tokens and more; the main loop itself has no spills.
     - Gradients of an indexer's queries with a head_dim of 256: a thread has 128 accumulators.
-    - Sampling with two thread blocks per SM: 64 registers; three values are spilled until the row
-      has been read.
+    - Sampling by one block per row, with 64 registers per thread: values that are needed once a row
+      has been read are spilled until then, and the passes over candidates and over rows that must
+      be read again spill. Variants with 128 registers and without spills were not faster
+      (profiling/notes/sampling.md).
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128
     if variant.spec.entry == "sample":
-        return 48 if dict(variant.spec.defines)["BLOCKS_PER_SM"] == 2 else 0
+        defines = dict(variant.spec.defines)
+        streams = not defines["RESIDENT"]
+        return {"Few": 1152, "Any": 2560 * streams}.get(str(defines["DRAWS"]), 0)
     if variant.spec.entry == "indexer_kl_query_sm80":
         return 176 if dict(variant.spec.defines)["HEAD_DIM"] == 256 else 0
     return 192 if variant.spec.entry == "flash_attention_backward_sm90" else 0

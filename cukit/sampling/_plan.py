@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cukit.core.device import KIB, Device
@@ -29,12 +29,17 @@ _RESIDENT_TOKENS = 16640
 """Most tokens per block of which two blocks fit on a Hopper SM."""
 _LARGEST_CLUSTER = 8
 _WARP = 32
-_ATOM_LOGITS = 32
-"""Logits per lane in an atom: 128 bytes in flight per thread."""
+_ATOM_TOKENS = 1024
+_SMALL_ATOM_TOKENS = 256
 _SMALL_VOCABULARY = 16384
-"""Below this size an atom is one access per lane, so that there are enough atoms."""
-_STREAM_BYTES = 64 * KIB
-"""Most shared memory for the sums of a block's atoms."""
+"""Below this size atoms have _SMALL_ATOM_TOKENS tokens, so that there are enough of them."""
+_ATOM_BYTES = 16
+"""sizeof(AtomSum) in kernels_cu/sampling/row.cuh."""
+_MOST_CANDIDATES = 10240
+"""Tokens of a list of candidates (kernels_cu/sampling/candidates.cuh): on Hopper, as many as leave
+room for two blocks per SM. A list of 20480 took 9 us longer for a batch of 64 on an H200."""
+_RESERVED_BYTES = KIB
+"""Shared memory per block that CUDA reserves."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +50,34 @@ class SampleConfig:
     vec: int
     threads: int
     cluster: int
-    iterations: int
-    """Accesses per thread."""
     resident: bool
     """The row is kept in shared memory, for repeated reads."""
     penalized: bool
-    verify: bool
     atom: int
-    """Accesses per lane in an atom. A function of vocabulary size and `vec` only, hence so are the
-    sums."""
-    stream_bytes: int
-    """Shared memory for the sums of a block's atoms if rows are streamed; else 0."""
+    """Accesses per lane in an atom. The number of tokens of an atom depends on the vocabulary size
+    only, hence so do the sums."""
+    atoms: int
+    """Atoms per block."""
+    draws: str
+    """What rows may need: "Few" tokens, "All" (no truncation), "Any" or "Drafts" (verified)."""
+    capacity: int
+    """Tokens that fit in a list of candidates; 0 without a list."""
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory per block."""
-        values = self.iterations * self.threads * self.vec * 4 if self.resident else 0
-        return _WORKSPACE_BYTES + max(values, self.stream_bytes)
+        values = 4 * self.atom * _WARP * self.vec if self.resident else 0
+        return _WORKSPACE_BYTES + (_ATOM_BYTES + values) * self.atoms + 8 * self.capacity
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks per SM for which registers are limited."""
+        streams = not self.resident and self.draws != "Drafts"
+        full_sm = streams and not self.penalized and self.threads > _SMALL_BLOCK
+        return max(_FULL_BLOCK // self.threads, 1) if full_sm else 1
 
     def spec(self) -> KernelSpec:
         """The kernel variant for this configuration."""
-        full_sm = not (self.penalized or self.verify) and self.threads > _SMALL_BLOCK
-        full_sm &= not (self.stream_bytes and self.cluster > 1)
         defines = (
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
@@ -74,10 +85,9 @@ class SampleConfig:
             ("CLUSTER", self.cluster),
             ("RESIDENT", self.resident),
             ("PENALIZED", self.penalized),
-            ("VERIFY", self.verify),
             ("ATOM", self.atom),
-            ("STREAMED", self.stream_bytes > 0),
-            ("BLOCKS_PER_SM", max(_FULL_BLOCK // self.threads, 1) if full_sm else 1),
+            ("DRAWS", self.draws),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
         )
         source = "sampling/sample.cu"
         return KernelSpec(source, "sample", defines, self.threads, self.shared_bytes)
@@ -92,67 +102,83 @@ def plan_sample(
     device: Device,
     *,
     penalized: bool = False,
-    verify: bool = False,
-    few: bool = False,
+    draws: str = "Any",
 ) -> SampleConfig:
-    """The launch configuration: one cluster per row, with enough blocks to hold the row in shared
-    memory, and more if there are too few rows to fill the GPU. One block per row before Hopper.
+    """The launch configuration.
+
+    Rows are streamed by one block each, because the end of a row takes longer with more blocks: on
+    an H200, with top_k, one large block per row took 20.7 us for one row and 29.0 us for 64 rows,
+    eight and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
+    One cluster per row, with enough blocks to hold the row in shared memory, and more if there are
+    too few rows to fill the GPU, verifies drafts, and truncates otherwise than by a small top_k if
+    there are few rows: with top_p, clusters of eight took 38 us for 8 rows and 64 us, two waves,
+    for 16, single blocks 66 us and 67 us. Before Hopper clusters have one block.
 
     vec: logits per access, a divisor of `vocab_size`.
-    few: rows need at most their first MOST_BEST tokens, so one block streams each row if possible.
-        On an H200 one large block per row took 20.7 us for one row and 29.0 us for 64 rows, eight
-        and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
+    draws: as in SampleConfig.
     """
-    light = not (penalized or verify)
+    tokens = _SMALL_ATOM_TOKENS if vocab_size < _SMALL_VOCABULARY else _ATOM_TOKENS
+    streamed = SampleConfig(
+        dtype,
+        vec,
+        _SMALL_BLOCK if vocab_size <= _SMALL_SHARE else _SHARED_BLOCK,
+        cluster=1,
+        resident=False,
+        penalized=penalized,
+        atom=tokens // (_WARP * vec),
+        atoms=-(-vocab_size // tokens),
+        draws=draws,
+        capacity=0,
+    )
+    if draws == "Drafts" or (draws == "Any" and _few_rows(num_rows, vocab_size, device)):
+        spread = _spread(streamed, num_rows, vocab_size, device)
+        if draws == "Drafts" or spread.resident:
+            return spread
+    alone = num_rows <= device.num_sms or draws == "Any"
+    if alone and vocab_size > _SMALL_SHARE and vec <= _LIGHT_ACCESS and not penalized:
+        streamed = replace(streamed, threads=_FULL_BLOCK)
+    if draws != "Any":
+        return streamed
+    return replace(streamed, capacity=_capacity(streamed, vocab_size, device))
+
+
+def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
+    """Whether rows are long, and clusters of eight blocks leave half of the SMs idle: not every SM
+    can belong to a cluster of eight."""
     clusters = device.compute_capability >= (9, 0)
-    cluster = 1
-    if few:
-        while (
-            clusters
-            and cluster < _LARGEST_CLUSTER
-            and _stream_bytes(vocab_size, vec, cluster, _SHARED_BLOCK) > _STREAM_BYTES
-        ):
-            cluster *= 2
-    else:
-        while (
-            clusters
-            and cluster < _LARGEST_CLUSTER
-            and _needs_more_blocks(num_rows, vocab_size, cluster, device)
-        ):
-            cluster *= 2
-    share = -(-vocab_size // cluster)
-    threads = _SMALL_BLOCK
-    if share > _SMALL_SHARE:
-        alone = num_rows * cluster <= device.num_sms
-        full = alone and light and vec <= _LIGHT_ACCESS and not (few and cluster > 1)
-        threads = _FULL_BLOCK if full else _SHARED_BLOCK
-    iterations = -(-vocab_size // (cluster * threads * vec))
-    values_bytes = iterations * threads * vec * 4
-    resident = not few and _WORKSPACE_BYTES + values_bytes <= device.shared_bytes_per_block
-    stream_bytes = _stream_bytes(vocab_size, vec, cluster, threads) if few else 0
-    if stream_bytes > _STREAM_BYTES:
-        stream_bytes = 0
-    atom = _atom(vocab_size, vec)
-    return SampleConfig(
-        dtype, vec, threads, cluster, iterations, resident, penalized, verify, atom, stream_bytes
+    return (
+        clusters
+        and vocab_size >= _SMALL_VOCABULARY
+        and 2 * num_rows * _LARGEST_CLUSTER <= device.num_sms
     )
 
 
-def stream_bytes(vocab_size: int, config: SampleConfig) -> int:
-    """Shared memory for the sums of the atoms of a block of `config`."""
-    return _stream_bytes(vocab_size, config.vec, config.cluster, config.threads)
+def _spread(streamed: SampleConfig, num_rows: int, vocab_size: int, device: Device) -> SampleConfig:
+    """A cluster per row, which keeps the row in shared memory if it fits."""
+    cluster = 1
+    while (
+        device.compute_capability >= (9, 0)
+        and cluster < _LARGEST_CLUSTER
+        and _needs_more_blocks(num_rows, vocab_size, cluster, device)
+    ):
+        cluster *= 2
+    share = -(-vocab_size // cluster)
+    config = replace(
+        streamed,
+        threads=_SMALL_BLOCK if share <= _SMALL_SHARE else _SHARED_BLOCK,
+        cluster=cluster,
+        resident=True,
+        atoms=-(-streamed.atoms // cluster),
+    )
+    fits = config.shared_bytes <= device.shared_bytes_per_block
+    return config if fits else replace(config, resident=False)
 
 
-def _atom(vocab_size: int, vec: int) -> int:
-    return 1 if vocab_size < _SMALL_VOCABULARY else min(8, _ATOM_LOGITS // vec)
-
-
-def _stream_bytes(vocab_size: int, vec: int, cluster: int, threads: int) -> int:
-    """8 bytes per thread and round of a block."""
-    atoms = -(-vocab_size // (_atom(vocab_size, vec) * _WARP * vec))
-    share = -(-atoms // cluster)
-    rounds = -(-share // (threads // _WARP))
-    return 8 * threads * rounds
+def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
+    """Candidates that fit beside the rest of the shared memory of `config`."""
+    share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
+    free = min(share, device.shared_bytes_per_block) - config.shared_bytes
+    return max(min(free // 8, _MOST_CANDIDATES, vocab_size), 0)
 
 
 def _needs_more_blocks(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:

@@ -148,8 +148,7 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    few = _needs_few(options, top_n)
-    prepared = _prepare(logits, history, few)
+    prepared = _prepare(logits, history, _draws(options, vocab_size, top_n))
     counts = NULL
     if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
@@ -189,7 +188,7 @@ def pack_options(
         step=options.number("step") % 2**64,
         num_rows=num_rows,
         vocab_size=vocab_size,
-        iterations=config.iterations,
+        capacity=config.capacity,
         logprobs=int(logprobs is not None),
         top_n=logprobs or 0,
         rows_per_request=rows_per_request,
@@ -209,16 +208,21 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
-def _needs_few(options: RequestOptions, top_n: int) -> bool:
-    """Whether rows need at most their first MOST_BEST tokens, as far as the host can tell; the
-    kernel reads rows that need more a second time."""
+def _draws(options: RequestOptions, vocab_size: int, top_n: int) -> str:
+    """What the rows may need, as far as the host can tell: `draws` of SampleConfig."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
-    listed = not options.is_number("top_k") or 0 < options.number("top_k") <= MOST_BEST
-    return (greedy or listed) and top_n <= MOST_BEST
+    top_k = options.number("top_k") if options.number("top_k") < vocab_size else 0
+    short = options.is_number("top_k") and 0 < top_k <= MOST_BEST
+    if (greedy or short) and top_n <= MOST_BEST:
+        return "Few"
+    if top_n or not all(map(options.is_number, ("temperature", "top_k", "top_p", "min_p"))):
+        return "Any"
+    truncates = top_k or options.number("top_p") < 1 or options.number("min_p")
+    return "Any" if truncates or options.number("temperature") == 0 else "All"
 
 
 @launch_plan
-def _prepare(logits: Array, history: Array | None, few: bool) -> _Prepared:
+def _prepare(logits: Array, history: Array | None, draws: str) -> _Prepared:
     batch, vocab_size = logits.shape
     config = plan_sample(
         batch,
@@ -227,7 +231,7 @@ def _prepare(logits: Array, history: Array | None, few: bool) -> _Prepared:
         access_width(vocab_size, logits),
         current_device(),
         penalized=history is not None,
-        few=few,
+        draws=draws,
     )
     launch = Launch(load_kernel(config.spec()), (batch * config.cluster,))
     if history is None:
@@ -286,20 +290,20 @@ def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = [
-        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized, few=few)
-        for rows, vocab, dtype, vec, penalized, few in (
-            (1, 128256, "float32", 4, False, False),
-            (1, 128256, "float32", 4, False, True),
-            (64, 128256, "float32", 4, False, True),
-            (256, 128256, "float32", 4, False, False),
-            (256, 128256, "float32", 4, False, True),
-            (256, 128256, "float32", 4, True, False),
-            (64, 151936, "bfloat16", 8, False, False),
-            (256, 128256, "bfloat16", 8, False, True),
-            (256, 50257, "float16", 1, False, False),
-            (4, 512, "float32", 4, False, False),
-            (4, 1 << 20, "bfloat16", 8, True, False),
-            (4, 1 << 20, "float32", 4, False, True),
+        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized, draws=draws)
+        for rows, vocab, dtype, vec, penalized, draws in (
+            (1, 128256, "float32", 4, False, "Few"),
+            (256, 128256, "float32", 4, False, "Few"),
+            (256, 128256, "float32", 4, False, "All"),
+            (1, 128256, "float32", 4, False, "Any"),
+            (256, 128256, "float32", 4, False, "Any"),
+            (256, 128256, "float32", 4, True, "Any"),
+            (64, 151936, "bfloat16", 8, False, "Few"),
+            (64, 151936, "bfloat16", 8, False, "Any"),
+            (4, 151936, "bfloat16", 8, True, "Any"),
+            (256, 50257, "float16", 1, False, "All"),
+            (4, 512, "float32", 4, False, "Any"),
+            (4, 1 << 20, "bfloat16", 8, True, "Any"),
         )
     ]
     return [*(config.spec() for config in rows), _count_spec()]

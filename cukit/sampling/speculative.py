@@ -140,7 +140,7 @@ def _prepare(logits: Array) -> _Prepared:
         logits.dtype.name,
         access_width(vocab_size, logits),
         current_device(),
-        verify=True,
+        draws="Drafts",
     )
     verify = Launch(load_kernel(config.spec()), (batch * turns * config.cluster,))
     parameters = _COLLECT.pack(num_requests=batch, num_drafts=turns - 1)
@@ -176,7 +176,7 @@ def _check(
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = [
-        plan_sample(rows, vocab, dtype, vec, device, verify=True)
+        plan_sample(rows, vocab, dtype, vec, device, draws="Drafts")
         for rows, vocab, dtype, vec in (
             (6, 128256, "float32", 4),
             (256, 128256, "bfloat16", 8),

@@ -10,7 +10,7 @@ struct SampleParameters {
   unsigned long long seed;  // of request 0; request r has seed + r
   unsigned long long step;
   int num_rows, vocab_size;
-  int iterations;           // vectors per thread
+  int capacity;             // tokens of the list of candidates
   int logprobs;             // 1: log-probability of the drawn token
   int top_n;                // number of most likely tokens listed with log-probabilities
   int rows_per_request;     // rows that share a request's options: 1, or draft tokens + 1

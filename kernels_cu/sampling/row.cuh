@@ -1,14 +1,13 @@
 // A row of logits, distributed over the warps of a block or of a cluster.
 //
-// Each warp has a range of consecutive tokens, of which lane l holds vectors l, l + 32, ...: a prefix sum over
-// warps is a prefix sum over tokens.
+// Each warp has consecutive atoms, of whose vectors lane l holds numbers l, l + 32, ...: a prefix sum over warps is a
+// prefix sum over tokens.
 //
 // Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER; RESIDENT 0|1:
 // keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in an atom.
 //
-// An atom, the unit of work where token order does not matter, is ATOM * 32 * VEC consecutive tokens, of which
-// lane l holds vectors l, l + 32, ... A lane sums its weights of an atom in float, independently of how atoms
-// are distributed over warps; these sums are then added as integers.
+// An atom is ATOM * 32 * VEC consecutive tokens; their number depends on the vocabulary size alone (_plan.py). Its sum
+// of exponentials is an integer: the same for any split of the row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -39,17 +38,43 @@ struct Penalties {
 
 constexpr int kAtomTokens = ATOM * kWarpSize * VEC;
 
-// A lane's part of an atom: its largest logit, and the sum of its weights relative to that logit's.
-struct Part {
-  float largest, sum;
+constexpr int kAtomScale = 45;
+
+// A sum of terms 2^((x - largest) slope) in units of 2^-kAtomScale. Each term is rounded to an integer before it is
+// added, high * 2^23 + low, so that the sum does not depend on the order. A term has up to 24 significant bits.
+class TermSum {
+ public:
+  CUKIT_DEVICE void add(float term) {
+    const float upper = term + kHigh;
+    const float rest = term - (upper - kHigh);
+    high_ += __float_as_uint(upper) - kHighBits;
+    low_ += static_cast<int>(__float_as_uint(rest + kLow) - kLowBits);
+  }
+  CUKIT_DEVICE uint64 value() const {
+    return (static_cast<uint64>(high_) << 23) + static_cast<uint64>(static_cast<long long>(low_));
+  }
+
+ private:
+  // The units of a sum with kHigh are 2^-22, of one with kLow 2^-45.
+  static constexpr float kHigh = 3.0f, kLow = 3.5762786865234375e-7f;
+  static constexpr unsigned kHighBits = 0x40400000u, kLowBits = 0x34c00000u;
+  unsigned high_ = 0;
+  int low_ = 0;
 };
 
-// The weight of a part as an integer, in units of 2^-kScale of the weight of the row's `largest` logit.
-CUKIT_DEVICE Weight weight_of(const Part& part, float largest, float slope) {
-  if (!(part.sum > 0.0f)) return 0;
-  const float weight = part.sum * exp2f((part.largest - largest) * slope);
-  return static_cast<Weight>(weight * static_cast<float>(1ull << kScale));
-}
+// The largest logit of an atom, and the sum of its terms relative to that logit.
+struct AtomSum {
+  float largest;
+  uint64 sum;
+
+  // The weight of the atom in units of 2^-kScale of the weight of the row's `largest` logit.
+  CUKIT_DEVICE uint64 weight(float row_largest, float slope) const {
+    if (sum == 0) return 0;
+    const double share = exp2f((largest - row_largest) * slope);
+    constexpr double kUnits = 1.0 / (1ull << (kAtomScale - kScale));
+    return static_cast<uint64>(static_cast<double>(sum) * share * kUnits);
+  }
+};
 
 class Row {
  public:
@@ -57,45 +82,34 @@ class Row {
     Vec<element_t, VEC> vectors[ATOM];
   };
 
-  // values: shared memory for iterations * THREADS * VEC floats, with RESIDENT.
+  // values: shared memory for the logits of the block's atoms, with RESIDENT.
   CUKIT_DEVICE Row(const element_t* logits, const Penalties& penalties, float* values, int rank,
                    const SampleParameters& p)
-      : logits_(logits),
-        values_(values),
-        penalties_(penalties),
-        columns_(p.vocab_size),
-        iterations_(p.iterations) {
-    const int warp = rank * kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-    first_ = (warp * iterations_ * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize) * VEC;
+      : logits_(logits), values_(values), penalties_(penalties), columns_(p.vocab_size) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int share = atoms_per_block();
+    rounds_ = (share + kWarps - 1) / kWarps;
+    const int first = rank * share + warp * rounds_;
+    const int end = min(min((rank + 1) * share, atoms()), first + rounds_);
+    iterations_ = max(end - first, 0) * ATOM;
+    first_ = first * kAtomTokens + lane * VEC;
+    values_ += (warp * rounds_ * kAtomTokens + lane * kPart);
   }
 
+  CUKIT_DEVICE static int atoms_in(int columns) { return (columns + kAtomTokens - 1) / kAtomTokens; }
+  CUKIT_DEVICE static int atoms_per_block(int columns) {
+    return (atoms_in(columns) + CLUSTER - 1) / CLUSTER;
+  }
+  CUKIT_DEVICE int atoms() const { return atoms_in(columns_); }
+  CUKIT_DEVICE int atoms_per_block() const { return atoms_per_block(columns_); }
+  // The most atoms of a warp.
+  CUKIT_DEVICE int rounds() const { return rounds_; }
+
+  // Accesses of this warp.
   CUKIT_DEVICE int iterations() const { return iterations_; }
   CUKIT_DEVICE int columns() const { return columns_; }
   CUKIT_DEVICE int column(int i) const { return first_ + i * (kWarpSize * VEC); }
-
-  // Reads the row; returns the smallest key of this thread's logits, that of the largest logit.
-  CUKIT_DEVICE unsigned read() {
-    unsigned least = descending_key(-infinity());
-#pragma unroll 1
-    for (int begin = 0; begin < iterations_; begin += kBatch) {
-      Vec<element_t, VEC> batch[kBatch];
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        const int at = column(begin + u);
-        if (begin + u < iterations_ && at < columns_) load<Cache::Kept>(batch[u], logits_ + at);
-      }
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        if (begin + u >= iterations_) break;
-        float x[VEC];
-        convert(x, batch[u], column(begin + u));
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) least = min(least, descending_key(x[j]));
-        if constexpr (RESIDENT) keep(begin + u, x);
-      }
-    }
-    return least;
-  }
 
   // This thread's logits of access i, from column(i) on; -infinity past the end of the vocabulary.
   CUKIT_DEVICE void fetch(float (&x)[VEC], int i) const {
@@ -117,12 +131,28 @@ class Row {
   // Calls body(logit, token) for this thread's tokens in order.
   template <typename Body>
   CUKIT_DEVICE void each(const Body& body) const {
+    if constexpr (RESIDENT) {
 #pragma unroll 1
-    for (int i = 0; i < iterations_; ++i) {
-      float x[VEC];
-      fetch(x, i);
+      for (int i = 0; i < iterations_; ++i) {
+        float x[VEC];
+        fetch(x, i);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) body(x[j], column(i) + j);
+        for (int j = 0; j < VEC; ++j) body(x[j], column(i) + j);
+      }
+    } else {
+#pragma unroll 1
+      for (int begin = 0; begin < iterations_; begin += kBatch) {
+        Vec<element_t, VEC> batch[kBatch];
+        load_batch(batch, begin);
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          if (begin + u >= iterations_) break;
+          float x[VEC];
+          convert(x, batch[u], column(begin + u));
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) body(x[j], column(begin + u) + j);
+        }
+      }
     }
   }
 
@@ -160,6 +190,22 @@ class Row {
     }
   }
 
+  // Stores the logits of this warp's atom of a round, for fetch() and each().
+  CUKIT_DEVICE void keep(int round, const Atom& atom, int first) const {
+#pragma unroll
+    for (int u = 0; u < ATOM; ++u) {
+      float x[VEC];
+      values_of(x, atom, u, first);
+#pragma unroll
+      for (int j = 0; j < VEC; j += kPart) {
+        Vec<float, kPart> part;
+#pragma unroll
+        for (int k = 0; k < kPart; ++k) part[k] = x[j + k] + 0.0f;
+        *slot(round * ATOM + u, j) = part;
+      }
+    }
+  }
+
   // NaN if any logit is NaN.
   CUKIT_DEVICE float largest_of(const Atom& atom, int first) const {
     float largest = -infinity();
@@ -175,41 +221,21 @@ class Row {
     return largest;
   }
 
-  // Sum of the weights of this lane's tokens relative to that of `largest`, the largest of them.
-  CUKIT_DEVICE float sum_of(const Atom& atom, int first, float largest, float slope) const {
-    float sums[VEC];
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) sums[j] = 0.0f;
+  // The sum of an atom; every lane gets it. `largest`: of this lane's logits.
+  CUKIT_DEVICE AtomSum sum_of(const Atom& atom, int first, float largest, float slope) const {
+    AtomSum all;
+    all.largest = logit_of(__reduce_min_sync(kFullMask, descending_key(largest + 0.0f)));
+    TermSum terms;
 #pragma unroll
     for (int u = 0; u < ATOM; ++u) {
       float x[VEC];
       values_of(x, atom, u, first);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) sums[j] += exp2f((x[j] - largest) * slope);
+      for (int j = 0; j < VEC; ++j) terms.add(exp2f((x[j] - all.largest) * slope));
     }
-#pragma unroll
-    for (int stride = VEC / 2; stride > 0; stride /= 2) {
-#pragma unroll
-      for (int j = 0; j < stride; ++j) sums[j] += sums[j + stride];
-    }
-    return largest > -infinity() ? sums[0] : 0.0f;
-  }
-
-  // This thread's partial sum of all weights, given the row's `largest` logit.
-  CUKIT_DEVICE Weight weigh_atoms(int first_atom, int stride, float largest, float slope) const {
-    Weight sum = 0;
-    const int atoms = (columns_ + kAtomTokens - 1) / kAtomTokens;
-#pragma unroll 1
-    for (int atom = first_atom; atom < atoms; atom += stride) {
-      Atom vectors;
-      const int first = first_of(atom);
-      load_atom(vectors, first);
-      Part part;
-      part.largest = largest_of(vectors, first);
-      part.sum = sum_of(vectors, first, part.largest, slope);
-      sum += weight_of(part, largest, slope);
-    }
-    return sum;
+    const uint64 sum = warp_sum(terms.value());
+    all.sum = all.largest > -infinity() ? sum : 0;
+    return all;
   }
 
   // The logit of any token, loaded from global memory.
@@ -221,6 +247,14 @@ class Row {
  private:
   static constexpr int kBatch = 4;
   static constexpr int kPart = VEC < 4 ? VEC : 4;
+
+  CUKIT_DEVICE void load_batch(Vec<element_t, VEC> (&batch)[kBatch], int begin) const {
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int at = column(begin + u);
+      if (begin + u < iterations_ && at < columns_) load<Cache::Kept>(batch[u], logits_ + at);
+    }
+  }
 
   // Maps -0 to 0, so that the two have equal keys.
   CUKIT_DEVICE void convert(float (&x)[VEC], const Vec<element_t, VEC>& from, int at) const {
@@ -237,24 +271,13 @@ class Row {
   }
 
   CUKIT_DEVICE Vec<float, kPart>* slot(int i, int j) const {
-    return reinterpret_cast<Vec<float, kPart>*>(values_) +
-           (i * (VEC / kPart) + j / kPart) * THREADS + threadIdx.x;
-  }
-
-  CUKIT_DEVICE void keep(int i, const float (&x)[VEC]) const {
-#pragma unroll
-    for (int j = 0; j < VEC; j += kPart) {
-      Vec<float, kPart> part;
-#pragma unroll
-      for (int k = 0; k < kPart; ++k) part[k] = x[j + k];
-      *slot(i, j) = part;
-    }
+    return reinterpret_cast<Vec<float, kPart>*>(values_) + (i * (VEC / kPart) + j / kPart) * kWarpSize;
   }
 
   const element_t* logits_;
   float* values_;
   Penalties penalties_;
-  int columns_, iterations_, first_;
+  int columns_, rounds_, iterations_, first_;
 };
 
 }  // namespace cukit

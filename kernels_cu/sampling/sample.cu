@@ -7,31 +7,48 @@
 //
 // Equal logits rank by token id, lowest first; temperature 0 is top_k = 1. Weights are summed as
 // integers, so a seed yields the same token however rows are distributed over threads, blocks or GPUs. Weights
-// have 24 significant bits and a resolution of 2^-42 of the largest. Random numbers: common/philox.cuh.
+// have 24 significant bits and a resolution of 2^-42 of the largest. Without truncation, and for the total weight
+// that log-probabilities and a top_p without top_k refer to, weights are computed per atom of 1024 tokens, relative
+// to the atom's largest logit (AtomSum in row.cuh). Random numbers: common/philox.cuh.
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
-// Mapping: one cluster per row (row.cuh). A resident row is read from global memory once. If top_k and top_n
-//   are at most 128, one pass over the row finds these tokens (best.cuh); a top_k up to 512 is drawn from block
-//   0's sorted list (select.cuh). Otherwise select.cuh finds the cut, and all threads sum the kept weights.
-// Shared memory, dynamic: kWorkspaceBytes + the larger of RESIDENT * 4 * iterations * THREADS * VEC bytes and
-//   STREAMED * 8 * ceil(ceil(atoms / CLUSTER) / warps) * THREADS bytes.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
-//   PENALIZED 0|1; VERIFY 0|1: verify drafts; ATOM: row.cuh; STREAMED 0|1: with best.cuh; BLOCKS_PER_SM.
+// Mapping, by DRAWS, which tells what the rows may need:
+//   Few, no more than 128 tokens; All, no truncation; Any, not RESIDENT: one block per row, which it reads once if
+//     possible, by best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several
+//     times.
+//   Any, RESIDENT; Drafts, which verifies drafts: one cluster per row, which keeps it in shared memory if it fits.
+//     select.cuh finds the cut, and all threads sum the kept weights.
+// Shared memory, dynamic: kWorkspaceBytes + 16 bytes, and with RESIDENT 4 bytes per token, for each atom of the block +
+//   8 * capacity bytes.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1: needs DRAWS
+//   Any or Drafts; PENALIZED 0|1; DRAWS Few|All|Any|Drafts: CLUSTER above 1 needs RESIDENT or Drafts; ATOM: row.cuh;
+//   BLOCKS_PER_SM.
 //   Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
 #include "common/philox.cuh"
 #include "sampling/best.cuh"
+#include "sampling/candidates.cuh"
 
 namespace {
 
+enum class Draws { Few, All, Any, Drafts };
+constexpr Draws kDraws = Draws::DRAWS;
+constexpr bool kVerify = kDraws == Draws::Drafts;
+constexpr bool kStreams = !kVerify && !RESIDENT;
+static_assert(!kStreams || CLUSTER == 1, "a block streams a row");
+static_assert(!RESIDENT || kVerify || kDraws == Draws::Any);
+
+using cukit::Atoms;
 using cukit::By;
+using cukit::Candidates;
 using cukit::Cut;
 using cukit::Row;
 using cukit::SampleParameters;
 using cukit::Scaled;
 using cukit::Selection;
+using cukit::Streamed;
 using cukit::Team;
 using cukit::uint64;
 using cukit::Workspace;
@@ -62,7 +79,7 @@ struct Results {
   float* logprob;        // with p.logprobs
   int* top_tokens;       // [top_n]
   float* top_logprobs;   // [top_n]
-  int* accepted;         // with VERIFY
+  int* accepted;         // with Drafts
 };
 
 CUKIT_DEVICE float log_of(uint64 weights) {
@@ -85,12 +102,18 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
     const uint64 upto = cukit::warp_scan(own);
     uint64 mine = before + upto - own;
     if (mine <= place && place < mine + own) {
+      float logit = 0.0f;
+      int column = 0;
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const uint64 weight = weight_of(x[j], row.column(i) + j);
-        if (mine <= place && place < mine + weight) winner(x[j], row.column(i) + j);
+        if (mine <= place && place < mine + weight) {
+          logit = x[j];
+          column = row.column(i) + j;
+        }
         mine += weight;
       }
+      winner(logit, column);
     }
     before += __shfl_sync(cukit::kFullMask, upto, cukit::kWarpSize - 1);
     if (before > place) return;
@@ -101,7 +124,7 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
 // order of token id. Block 0 only. weights: shared memory for `ranked` values.
 template <typename Winner>
 CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* scans,
-                                 const Selection& selection, const Draw& draw, int ranked,
+                                 float largest, float slope, const Draw& draw, int ranked,
                                  const Winner& winner) {
   constexpr int kPer = cukit::kMost / THREADS;
   uint64 own[kPer], sum = 0, total;
@@ -110,7 +133,7 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
     const int at = threadIdx.x * kPer + j;
     own[j] = 0;
     if (at < ranked && list[at] != cukit::kNoRank) {
-      own[j] = selection.scaled(cukit::logit_of(static_cast<unsigned>(list[at] >> 32))).weight();
+      own[j] = Scaled(largest - cukit::logit_of(static_cast<unsigned>(list[at] >> 32)), slope).weight();
     }
     sum += own[j];
   }
@@ -163,7 +186,7 @@ CUKIT_DEVICE void refuse(const Results& results, const SampleParameters& p) {
   if (threadIdx.x == 0) {
     *results.token = -1;
     if (p.logprobs) *results.logprob = __uint_as_float(kNan);
-    if (VERIFY) *results.accepted = -1;
+    if (kVerify) *results.accepted = -1;
   }
   for (int i = threadIdx.x; i < p.top_n; i += THREADS) {
     results.top_tokens[i] = -1;
@@ -185,17 +208,18 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     const float* __restrict__ frequency,
     const long long* __restrict__ seed,
     const long long* __restrict__ step,
-    const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with VERIFY
+    const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with Drafts
     const float* __restrict__ draft_probs,  // [requests, rows_per_request - 1, vocab_size] or null
     int* tokens,                            // [num_rows]; -1: invalid row
     float* logprobs,                        // [num_rows]
     int* top_tokens,                        // [num_rows, top_n]
     float* top_logprobs,                    // [num_rows, top_n]
-    int* accepted,                          // [num_rows], with VERIFY: 1, 0, or -1: invalid row
+    int* accepted,                          // [num_rows], with Drafts: 1, 0, or -1: invalid row
     const __grid_constant__ SampleParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   Workspace& space = *reinterpret_cast<Workspace*>(memory);
-  float* values = reinterpret_cast<float*>(memory + cukit::kWorkspaceBytes);
+  auto* sums = reinterpret_cast<cukit::AtomSum*>(memory + cukit::kWorkspaceBytes);
+  void* values = sums + Row::atoms_per_block(p.vocab_size);
   for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
   if (threadIdx.x == 0) space.cursor = 0;
 
@@ -235,106 +259,177 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                  option(presence, request, p.presence_penalty),
                  option(frequency, request, p.frequency_penalty)};
   }
-  Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, values, team.rank(), p);
-  // False for a row with a NaN or +infinity, or of -infinity only, as its smallest key indicates.
-  const auto drawable = [&](unsigned least) {
-    return valid && least > cukit::descending_key(cukit::infinity()) &&
-           least < cukit::descending_key(-cukit::infinity());
-  };
-  const bool short_list = !VERIFY && most > 0 && most <= kListed;
+  Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, static_cast<float*>(values),
+          team.rank(), p);
+  Atoms atoms(team, row, sums);
+  const bool truncates = most > 0 || part < 1.0f || least_part > 0.0f;
+  const bool drafting = kVerify && turn < p.rows_per_request - 1;
+  const bool weighs = p.logprobs || (truncates ? most == 0 && part < 1.0f : !drafting);
+  const bool short_list = !kVerify && most > 0 && most <= kListed;
   const int want = max(short_list ? most : 0, p.top_n);
 
-  if constexpr (STREAMED) {
-    if (short_list && want <= cukit::kMostBest && valid) {
-      cukit::Best best(team, row, space, reinterpret_cast<cukit::Part*>(values));
-      const Team::Gathered all = best.collect(want, p.logprobs != 0, slope);
-      if (!drawable(all.least)) {
-        if (team.leads()) refuse(results_of_row(), p);
-        return;
-      }
-      if (!all.failed && all.count >= static_cast<unsigned>(p.top_n)) {
-        const float largest = cukit::logit_of(all.least);
-        const Selection selection(team, row, space, largest, slope);
-        const uint64 weights = p.logprobs ? best.total(largest, slope) : 0;
-        if (!team.leads()) return;
-        const auto logprob_of = [&](float x) {
-          return -((largest - x) * slope) * cukit::kLn2 - log_of(weights);
-        };
-        const uint64* list = best.merged(want);
-        const Results results = results_of_row();
-        list_best(list, results, p, logprob_of);
-        uint64* scratch = CLUSTER > 1 ? space.list : reinterpret_cast<uint64*>(space.bins[0]);
-        draw_from_list(list, scratch, space.scans, selection, draw_of_row(), most,
-                       [&](float x, int token) {
-                         *results.token = token;
-                         if (p.logprobs) *results.logprob = logprob_of(x);
-                       });
-        return;
-      }
-      __syncthreads();
-      for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
-      if (threadIdx.x == 0) space.cursor = 0;
-      team.sync();
-    } else {
-      team.wait_for_start();
+  float largest = 0.0f;
+  uint64 all = 0;  // the weight of the row, if `weighs`
+  // Sets `largest`; false for an invalid row.
+  const auto start = [&](unsigned least) {
+    // A NaN or +infinity has a smaller key than any finite logit; -infinity has the largest.
+    if (least <= cukit::descending_key(cukit::infinity()) ||
+        least >= cukit::descending_key(-cukit::infinity()) || !valid) {
+      if (team.leads()) refuse(results_of_row(), p);
+      return false;
     }
-  } else {
-    team.wait_for_start();
-  }
-
-  const unsigned own = row.read();
-  const unsigned least = team.least(own);
-  if (!drawable(least)) {
-    if (team.leads()) refuse(results_of_row(), p);
-    return;
-  }
-  const float largest = cukit::logit_of(least);
-  Selection selection(team, row, space, largest, slope);
-
-  // Log-probabilities are normalised over the whole vocabulary.
-  uint64 all_weights = 0;
-  if (p.logprobs) {
-    const int warp = static_cast<int>(threadIdx.x) / cukit::kWarpSize;
-    const int first = team.rank() * cukit::kWarps + warp;
-    all_weights =
-        team.sum(row.weigh_atoms(first, CLUSTER * cukit::kWarps, largest, slope)).total;
-  }
-  const auto logprob_of = [&](float x) {
-    return -((largest - x) * slope) * cukit::kLn2 - log_of(all_weights);
+    largest = cukit::logit_of(least);
+    return true;
   };
-  const Results results = results_of_row();
-  const Draw draw = draw_of_row();
+  // Log-probabilities are normalised over the whole vocabulary.
+  const auto logprob_of = [&](float x) {
+    return -((largest - x) * slope) * cukit::kLn2 - log_of(all);
+  };
   const auto drawn = [&](float x, int token) {
+    const Results results = results_of_row();
     *results.token = token;
     if (p.logprobs) *results.logprob = logprob_of(x);
   };
+  // Draws from the sorted list of the first `most` tokens.
+  const auto draw_listed = [&](uint64* scratch) {
+    draw_from_list(space.list, scratch, space.scans, largest, slope, draw_of_row(), most, drawn);
+  };
+  // Writes the most likely tokens, and draws if `most` of them suffice. count: tokens of block 0's list.
+  const auto use_list = [&](int count) {
+    if (!team.leads()) return;
+    cukit::sort_list(space.list, count);
+    list_best(space.list, results_of_row(), p, logprob_of);
+    if (short_list) draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
+  };
+  // The last token that top_k and top_p keep. exceeded: all tokens weigh less than top_p demands.
+  // target: the weight that top_p demands without top_k.
+  const auto cut_of = [&](auto& selection, uint64 target, bool& exceeded) {
+    Cut cut;
+    exceeded = false;
+    if (most > 0) cut = selection.template cut<By::Count>(most, -1.0f, cut, exceeded);
+    if (part < 1.0f) {
+      cut = selection.template cut<By::Weight>(target, most > 0 ? part : -1.0f, cut, exceeded);
+    }
+    return cut;
+  };
+  const auto weight_within = [&](const Cut& cut, uint64 least_weight, float x, int column) -> uint64 {
+    if (!cut.keeps(x, column)) return 0;
+    const uint64 weight = Scaled(largest - x, slope).weight();
+    return weight >= least_weight ? weight : 0;
+  };
+  const auto draw_atom = [&] {
+    const Team::Sum sum = atoms.total(largest, slope);
+    all = sum.total;
+    atoms.draw(sum, __umul64hi(draw_of_row().uniform(kDraw), sum.total), largest, slope, drawn);
+  };
+  // Reads the row in order; returns the smallest key of this thread's logits.
+  const auto read = [&] {
+    float top = -cukit::infinity();
+    atoms.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most_likely) {
+      top = cukit::max_nan(top, most_likely);
+      if (atom < 0) return;
+      if constexpr (RESIDENT) row.keep(i, vectors, first);
+      if (weighs) atoms.weigh(atom, vectors, first, most_likely, slope);
+    });
+    return cukit::descending_key(top + 0.0f);
+  };
 
+  unsigned own;  // smallest key of this thread's logits
+  if constexpr (kStreams) {
+    if (kDraws != Draws::All && short_list && want <= cukit::kMostBest) {
+      cukit::Best best(team, row, space, atoms);
+      const Streamed pass = best.collect(want, weighs, slope);
+      own = pass.own;
+      if (!start(pass.least)) return;
+      if (weighs) all = atoms.total(largest, slope).total;
+      if (!pass.failed && pass.count >= static_cast<unsigned>(p.top_n)) {
+        list_best(space.list, results_of_row(), p, logprob_of);
+        draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
+        return;
+      }
+    } else if (kDraws == Draws::All || !(truncates || want > 0)) {
+      if (!start(team.least(read()))) return;
+      draw_atom();
+      return;
+    } else if constexpr (kDraws == Draws::Any) {
+      const cukit::List list(static_cast<uint64*>(values), &space.cursor, p.capacity);
+      Candidates candidates(team, row, space, atoms, list);
+      const Streamed pass =
+          candidates.collect({max(most, want), part, least_part}, p.capacity, weighs, slope);
+      own = pass.own;
+      if (!start(pass.least)) return;
+      if (weighs) all = atoms.total(largest, slope).total;
+      const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
+      if (pass.failed ? most == 0 && want == 0 : pass.count >= static_cast<unsigned>(needed)) {
+        __syncthreads();
+        if (threadIdx.x == 0) space.cursor = 0;  // of the workspace's list from here on
+        candidates.close(pass);
+        Selection<Candidates> selection(team, candidates, space, largest, slope);
+        const int count = want > 0 ? selection.collect_best(want, own) : 0;
+        bool suffices = count <= cukit::kMost;
+        if (suffices && want > 0) {
+          use_list(count);
+          if (short_list) return;
+        }
+        if (suffices && !truncates) {
+          draw_atom();
+          return;
+        }
+        uint64 target = cukit::part_of(all, part);
+        const uint64 least_weight = draw_of_row().least_weight;
+        bool exceeded = true;
+        Cut cut;
+#pragma unroll 1
+        for (bool narrowed = false; suffices; narrowed = true) {
+          if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
+          suffices = narrowed ? !exceeded && candidates.exceeds(least_weight, largest, slope)
+                              : most > 0 || (part < 1.0f && !exceeded) ||
+                                    candidates.covers(least_weight, largest, slope);
+          if (suffices || narrowed || !exceeded || part >= 1.0f ||
+              !candidates.narrow(target, all, largest, slope, p.capacity)) {
+            break;
+          }
+        }
+        if (suffices) {
+          candidates.draw(
+              draw_of_row().uniform(kDraw),
+              [&](float x, int token) { return weight_within(cut, least_weight, x, token); },
+              drawn);
+          return;
+        }
+      }
+    }
+    __syncthreads();
+    for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
+    if (threadIdx.x == 0) space.cursor = 0;
+    __syncthreads();
+  } else {
+    own = read();
+    team.wait_for_start();
+    if (!start(team.least(own))) return;
+    if (weighs) all = atoms.total(largest, slope).total;
+  }
+
+  Selection<Row> selection(team, row, space, largest, slope);
   if (want > 0) {
     int count = selection.collect_best(want, own);
     if (count > cukit::kMost) {
-      const Cut cut = selection.cut<By::Count>(want, 0.0f, Cut());
-      count = selection.collect(cut);
+      bool exceeded;
+      count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
     }
-    if (team.leads()) {
-      cukit::sort_list(space.list, count);
-      list_best(space.list, results, p, logprob_of);
-    }
-    if (short_list) {
-      if (!team.leads()) return;
-      draw_from_list(space.list, reinterpret_cast<uint64*>(space.bins[0]), space.scans, selection,
-                     draw, most, drawn);
-      return;
-    }
+    use_list(count);
+    if (short_list) return;
   }
-
-  Cut cut;
-  if (most > 0) cut = selection.cut<By::Count>(most, 0.0f, cut);
-  if (draw.top_p < 1.0f) cut = selection.cut<By::Weight>(0, draw.top_p, cut);
-  const auto weight_of = [&](float x, int column) -> uint64 {
-    if (!cut.keeps(x, column)) return 0;
-    const uint64 weight = selection.scaled(x).weight();
-    return weight >= draw.least_weight ? weight : 0;
-  };
+  if (kVerify && !drafting && team.leads() && threadIdx.x == 0) *results_of_row().accepted = 0;
+  if (!truncates && !drafting) {
+    draw_atom();
+    return;
+  }
+  bool exceeded;
+  const Cut cut = cut_of(selection, cukit::part_of(all, part), exceeded);
+  const Results results = results_of_row();
+  const Draw draw = draw_of_row();
+  const auto weight_of = [&](float x, int column) { return weight_within(cut, draw.least_weight, x, column); };
   const auto sum_of = [&](const auto& weigh) {
     uint64 sum = 0;
     row.each([&](float x, int column) { sum += weigh(x, column); });
@@ -343,9 +438,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const Team::Sum kept = sum_of(weight_of);
 
   unsigned stream = kDraw;
-  if constexpr (VERIFY) {
+  if constexpr (kVerify) {
     const int num_drafts = p.rows_per_request - 1;
-    if (turn < num_drafts) {
+    if (drafting) {
       const long long at = static_cast<long long>(request) * num_drafts + turn;
       const int draft = drafts[at];
       const bool exists = draft >= 0 && draft < p.vocab_size;
@@ -378,8 +473,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         find_token(row, left, __umul64hi(uniform_bits, left.total), excess, drawn);
         return;
       }
-    } else if (team.leads() && threadIdx.x == 0) {
-      *results.accepted = 0;
     }
   }
   const uint64 uniform = draw.uniform(stream);

@@ -1,9 +1,10 @@
 // Finds the last kept token for a rank limit (top-k) or a weight limit (top-p), without sorting the row.
+// The tokens are those of a row (row.cuh) or of a list that contains its most likely tokens (candidates.cuh).
 //
 // Radix select: tokens are counted, or their weights summed, in bins, first by their distance from the
-// largest logit, then by the digits of their sort key (bits of the logit, then of the token id). Every round
-// continues with the tokens of the bin that contains the limit. Once that bin holds at most kMost tokens,
-// block 0 collects and sorts them.
+// largest logit, then by the digits of their sort key (bits of the logit, then of the token id), beginning with the
+// first bit in which the keys of a bin can differ. Every round continues with the tokens of the bin that contains the
+// limit. Once that bin holds few tokens (kFew), block 0 collects and sorts them.
 #pragma once
 
 #include "common/platform.cuh"
@@ -29,7 +30,7 @@ struct Workspace {
   uint64 scans[kWarps];
   unsigned groups[128];     // best.cuh
   unsigned cursor;          // entries appended to a list
-  unsigned limit;           // best.cuh
+  unsigned limit;           // best.cuh, candidates.cuh
 };
 constexpr int kWorkspaceBytes = 26 * 1024;
 static_assert(sizeof(Workspace) <= kWorkspaceBytes, "_WORKSPACE_BYTES in cukit/sampling/_plan.py");
@@ -74,15 +75,24 @@ CUKIT_DEVICE void sort_list(uint64* list, int count) {
           list[low + stride] = a;
         }
       }
-      __syncthreads();
+      // With strides of up to 32, a warp's pairs are always the same 64 entries.
+      const int next = stride > 1 ? stride / 2 : run;
+      if (max(stride, next) > kWarpSize) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
     }
   }
+  __syncthreads();
 }
 
+// Source: calls body(logit, token) for each of this thread's tokens in each(body); columns().
+template <typename Source>
 class Selection {
  public:
-  CUKIT_DEVICE Selection(Team& team, const Row& row, Workspace& space, float largest, float slope)
-      : team_(team), row_(row), space_(space), largest_(largest), slope_(slope) {}
+  CUKIT_DEVICE Selection(Team& team, const Source& source, Workspace& space, float largest, float slope)
+      : team_(team), source_(source), space_(space), largest_(largest), slope_(slope) {}
 
   CUKIT_DEVICE Scaled scaled(float x) const { return Scaled(largest_ - x, slope_); }
 
@@ -109,79 +119,71 @@ class Selection {
     return static_cast<int>(sum.count);
   }
 
-  // By::Count: the cut after `rank` tokens. By::Weight: the cut after the fewest tokens whose weight is at
-  // least `part` of the weight of all tokens that `within` keeps.
+  // By::Count: the cut after `target` tokens. By::Weight: the cut after the fewest tokens whose weight is at
+  // least `target` or, if `part` is not negative, `part` of the weight of all tokens that `within` keeps.
+  // `within` if they are fewer, which sets `exceeded`.
   template <By by>
-  CUKIT_DEVICE Cut cut(int rank, float part, const Cut& within) {
-    uint64 target = rank;
-    uint64 prefix = 0;     // of the remaining sort keys
-    int prefix_shift = kRankBits;
-    unsigned bin = 0;      // chosen in the first round
-    Span span;             // of that bin
+  CUKIT_DEVICE Cut cut(uint64 target, float part, const Cut& within, bool& exceeded) {
     const bool whole = within.token == Cut().token && within.logit == Cut().logit;
-#pragma unroll 1
-    for (int round = 0;; ++round) {
-      const int shift = prefix_shift - digit_bits(round);
-      const auto digit = [&](float x, int column, const Scaled& weight) {
-        if (round == 0) return bin_of<by>(x, weight);
-        return static_cast<unsigned>(packed_rank(x, column) >> shift) &
-               ((1u << digit_bits(round)) - 1);
-      };
-      const auto member = [&](float x, int column, const Scaled& weight) {
-        if (column >= row_.columns() || !(whole || within.keeps(x, column))) return false;
-        if (by == By::Weight && weight.weight() == 0) return false;
-        if (round == 0) return true;
-        return bin_of<by>(x, weight) == bin && packed_rank(x, column) >> prefix_shift == prefix;
-      };
-      row_.each([&](float x, int column) {
-        if (!span.near(largest_ - x)) return;
-        const Scaled weight = scaled(x);
-        if (!member(x, column, weight)) return;
-        const unsigned at = digit(x, column, weight);
-        if constexpr (by == By::Count) {
-          atomicAdd(&space_.bins[0][at], 1u);
-        } else {
-          const unsigned units = weight.units();
-          atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
-          atomicAdd(&space_.bins[1][at], units >> kLowBits);
-        }
-      });
-      const int octave = round == 0 ? -1 : static_cast<int>(bin) >> kBinsPerOctaveLog2;
-      const Found found = find<by>(target, round == 0 ? part : -1.0f, octave);
-      target = found.target;
-      if (round == 0) span = span_of<by>(found.bin);
-      const auto chosen = [&](float x, int column) {
-        if (!span.near(largest_ - x)) return false;
-        const Scaled weight = scaled(x);
-        return member(x, column, weight) && digit(x, column, weight) == found.bin;
-      };
-      const unsigned mine = append(chosen);
-      const Team::Sum sum = team_.sum(0, mine);
-      if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
-      if (sum.count <= kMost) return last_of<by>(static_cast<int>(sum.count), target);
-      if (round == 0) {
-        bin = found.bin;
+    const auto count = [&](unsigned at, const Scaled& weight) {
+      if constexpr (by == By::Count) {
+        atomicAdd(&space_.bins[0][at], 1u);
       } else {
-        prefix = prefix << digit_bits(round) | found.bin;
-        prefix_shift = shift;
+        const unsigned units = weight.units();
+        atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
+        atomicAdd(&space_.bins[1][at], units >> kLowBits);
       }
+    };
+    source_.each([&](float x, int column) {
+      // Lower octaves have weights of 0, as -infinity, the logit past the vocabulary, has.
+      const Scaled weight = scaled(x);
+      const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
+      if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
+    });
+    Found found = find<by>(target, part, -1);
+    exceeded = !found.reached;
+    if (exceeded) return within;
+    const unsigned bin = found.bin;
+    const Span span = span_of<by>(bin);
+    const Keys keys(span, largest_);
+    uint64 prefix = 0;  // of the sort keys of the remaining tokens
+    int prefix_shift = keys.bits;
+    const auto remains = [&](float x, int column) {
+      if (!span.near(largest_ - x) || column >= source_.columns()) return false;
+      const Scaled weight = scaled(x);
+      if (!(whole || within.keeps(x, column)) || bin_of<by>(x, weight) != bin) return false;
+      return (by == By::Count || weight.weight() > 0) && keys.of(x, column) >> prefix_shift == prefix;
+    };
+#pragma unroll 1
+    for (;;) {
+      target = found.target;
+      if (found.tokens <= kFew) {
+        append(remains);
+        Cut last;
+        if (last_of<by>(target, last)) return last;
+      }
+      const int shift = max(prefix_shift - kDigitBits, 0), width = prefix_shift - shift;
+      source_.each([&](float x, int column) {
+        if (!remains(x, column)) return;
+        count(static_cast<unsigned>(keys.of(x, column) >> shift) & ((1u << width) - 1), scaled(x));
+      });
+      found = find<by>(target, -1.0f, static_cast<int>(bin));
+      prefix = prefix << width | found.bin;
+      prefix_shift = shift;
     }
   }
 
  private:
-  static constexpr int kRankBits = 32 + kVocabularyBits;
+  static constexpr int kDigitBits = 11;
+  static constexpr unsigned kFew = kMost / 2;  // tokens of a bin that are sorted
+  static_assert(1 << kDigitBits == kBins);
 
   struct Found {
     unsigned bin;
-    uint64 target;  // remainder of the target within the bin
+    uint64 target;    // remainder of the target within the bin
+    unsigned tokens;  // of the bin; by weight, estimated
+    bool reached;     // false: the sum of all bins is less than the target
   };
-
-  // Digits of the sort key, most significant first: 11, 11 and 10 bits of the logit, 10 and 10 of the token.
-  CUKIT_DEVICE static int digit_bits(int round) { return round == 0 ? 0 : round < 3 ? 11 : 10; }
-
-  CUKIT_DEVICE static uint64 packed_rank(float x, int column) {
-    return static_cast<uint64>(descending_key(x)) << kVocabularyBits | static_cast<unsigned>(column);
-  }
 
   CUKIT_DEVICE static unsigned count_bin(float d) {
     return static_cast<unsigned>(fminf(d * kBinsPerNat, kBins - 1));
@@ -220,14 +222,34 @@ class Selection {
     return span;
   }
 
+  // Sort keys of the tokens of a span, relative to its first.
+  struct Keys {
+    unsigned base;  // key of a logit above those of the span
+    int bits;
+
+    CUKIT_DEVICE Keys(const Span& span, float largest) {
+      // Differences from `largest` are rounded.
+      constexpr float kRounding = 2.4e-7f;
+      constexpr unsigned kMargin = 4;
+      base = descending_key(largest - span.nearest * (1.0f - kRounding));
+      base -= min(base, kMargin);
+      const unsigned end = descending_key(largest - span.farthest * (1.0f + kRounding)) + kMargin;
+      bits = 32 - __clz(static_cast<int>(end - base)) + kVocabularyBits;
+    }
+    CUKIT_DEVICE uint64 of(float x, int column) const {
+      return static_cast<uint64>(descending_key(x) - base) << kVocabularyBits |
+             static_cast<unsigned>(column);
+    }
+  };
+
   // Appends this thread's tokens that satisfy `inside` to block 0's list; returns their number.
   template <typename Inside>
   CUKIT_DEVICE unsigned append(const Inside& inside) {
     unsigned mine = 0;
-    row_.each([&](float x, int column) {
-      if (!inside(x, column) || column >= row_.columns()) return;
+    source_.each([&](float x, int column) {
+      if (!inside(x, column) || column >= source_.columns()) return;
       ++mine;
-      const unsigned at = team_.add_to_leader(&space_.cursor, 1);
+      const unsigned at = team_.add_to(0, &space_.cursor, 1);
       if (at < kMost) team_.store_to_leader(&space_.list[at], rank_of(x, column));
     });
     return mine;
@@ -235,98 +257,116 @@ class Selection {
 
   // Adds up the bins of all blocks and finds the bin in which the prefix sum reaches `target`, or, by
   // weight and if `part` is not negative, `part` of the total; the last bin if none does. Clears the bins.
-  // octave: that of all weights; -1: each bin has its own.
+  // chosen: the bin of the first round whose tokens are counted; -1 in the first round.
   template <By by>
-  CUKIT_DEVICE Found find(uint64 target, float part, int octave) {
+  CUKIT_DEVICE Found find(uint64 target, float part, int chosen) {
     constexpr int kKinds = by == By::Count ? 1 : 2;
-    constexpr int kPer = kBins / THREADS;
+    constexpr int kShare = kBins / CLUSTER;  // bins of all blocks that a block adds up
+    constexpr int kPer = kShare > THREADS ? kShare / THREADS : 1;
+    const int first = team_.rank() * kShare;
     __syncthreads();
-    if (!team_.leads()) {
+    if constexpr (CLUSTER > 1) {
 #pragma unroll
       for (int kind = 0; kind < kKinds; ++kind) {
         for (int b = threadIdx.x; b < kBins; b += THREADS) {
+          if (b / kShare == team_.rank()) continue;
           const unsigned value = space_.bins[kind][b];
-          if (value != 0) {
-            team_.add_to_leader(&space_.bins[kind][b], value);
-            space_.bins[kind][b] = 0;
-          }
+          if (value == 0) continue;
+          team_.add_to(b / kShare, &space_.bins[kind][b], value);
+          space_.bins[kind][b] = 0;
         }
       }
+      team_.sync();
     }
+    uint64 own[kPer], sum = 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      const int at = threadIdx.x * kPer + j, b = first + at;
+      own[j] = 0;
+      if (kShare % THREADS != 0 && at >= kShare) continue;
+      own[j] = space_.bins[0][b];
+      space_.bins[0][b] = 0;
+      if constexpr (by == By::Weight) {
+        own[j] += static_cast<uint64>(space_.bins[1][b]) << kLowBits;
+        space_.bins[1][b] = 0;
+        own[j] <<= Scaled::shift((chosen < 0 ? b : chosen) >> kBinsPerOctaveLog2);
+      }
+      sum += own[j];
+    }
+    const Team::Sum all = team_.sum(sum);
+    uint64 before = all.before + warp_scan(sum) - sum;
+    if (by == By::Weight && part >= 0.0f) target = part_of(all.total, part);
+    unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
+    bool sends = all.total < target && team_.leads() && threadIdx.x == 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      if (before < target && target <= before + own[j]) {
+        sends = true;
+        message[0] = first + threadIdx.x * kPer + j;
+        message[1] = static_cast<unsigned>(target - before);
+        message[2] = static_cast<unsigned>((target - before) >> 32);
+        const auto sum_of_bin = static_cast<float>(own[j]);
+        float each = 1.0f;
+        if constexpr (by == By::Weight) {
+          const int b = chosen < 0 ? static_cast<int>(message[0]) : chosen;
+          each = exp2f(kScale - static_cast<float>(b) / (1 << kBinsPerOctaveLog2));
+        }
+        message[3] = 1 + static_cast<unsigned>(fminf(sum_of_bin / each, 1 << kVocabularyBits));
+      }
+      before += own[j];
+    }
+    team_.broadcast(message, sends);
+    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1], message[3] - 1, message[3] != 0};
+  }
+
+  // Sets `cut` to the token of the list at which the prefix sum reaches `target`, and empties the list; false if it
+  // overflowed.
+  template <By by>
+  CUKIT_DEVICE bool last_of(uint64 target, Cut& cut) {
     team_.sync();
     bool sends = false;
-    unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
+    unsigned message[kMessage] = {};
     if (team_.leads()) {
-      uint64 own[kPer], sum = 0;
+      const unsigned count = space_.cursor;
+      if (count > kMost) {
+        sends = threadIdx.x == 0;
+        __syncthreads();
+      } else {
+        sort_list(space_.list, static_cast<int>(count));
+        constexpr int kPer = kMost / THREADS;
+        uint64 own[kPer], sum = 0;
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int b = threadIdx.x * kPer + j;
-        own[j] = space_.bins[0][b];
-        space_.bins[0][b] = 0;
-        if constexpr (by == By::Weight) {
-          own[j] += static_cast<uint64>(space_.bins[1][b]) << kLowBits;
-          space_.bins[1][b] = 0;
-          own[j] <<= Scaled::shift(octave < 0 ? b >> kBinsPerOctaveLog2 : octave);
+        for (int j = 0; j < kPer; ++j) {
+          const unsigned at = threadIdx.x * kPer + j;
+          own[j] = at >= count ? 0
+                   : by == By::Count
+                       ? 1
+                       : scaled(logit_of(static_cast<unsigned>(space_.list[at] >> 32))).weight();
+          sum += own[j];
         }
-        sum += own[j];
-      }
-      uint64 total;
-      uint64 before = block_scan(sum, total, space_.scans);
-      if (by == By::Weight && part >= 0.0f) target = part_of(total, part);
-      sends = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
-      if (sends && total >= target) {
+        uint64 total;
+        uint64 before = block_scan(sum, total, space_.scans);
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
           if (before < target && target <= before + own[j]) {
-            message[0] = threadIdx.x * kPer + j;
-            message[1] = static_cast<unsigned>(target - before);
-            message[2] = static_cast<unsigned>((target - before) >> 32);
+            const uint64 rank = space_.list[threadIdx.x * kPer + j];
+            sends = true;
+            message[0] = static_cast<unsigned>(rank >> 32);
+            message[1] = static_cast<unsigned>(rank);
+            message[2] = 1;
           }
           before += own[j];
         }
       }
+      if (threadIdx.x == 0) space_.cursor = 0;
     }
     team_.broadcast(message, sends);
-    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1]};
-  }
-
-  // The token among the first `count` of the list, sorted, at which the prefix sum reaches `target`.
-  template <By by>
-  CUKIT_DEVICE Cut last_of(int count, uint64 target) {
-    bool sends = false;
-    unsigned message[kMessage] = {};
-    if (team_.leads()) {
-      sort_list(space_.list, count);
-      constexpr int kPer = kMost / THREADS;
-      uint64 own[kPer], sum = 0;
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int at = threadIdx.x * kPer + j;
-        own[j] = at >= count ? 0
-                 : by == By::Count
-                     ? 1
-                     : scaled(logit_of(static_cast<unsigned>(space_.list[at] >> 32))).weight();
-        sum += own[j];
-      }
-      uint64 total;
-      uint64 before = block_scan(sum, total, space_.scans);
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        if (before < target && target <= before + own[j]) {
-          const uint64 rank = space_.list[threadIdx.x * kPer + j];
-          sends = true;
-          message[0] = static_cast<unsigned>(rank >> 32);
-          message[1] = static_cast<unsigned>(rank);
-        }
-        before += own[j];
-      }
-    }
-    team_.broadcast(message, sends);
-    return {logit_of(message[0]), static_cast<int>(message[1])};
+    cut = {logit_of(message[0]), static_cast<int>(message[1])};
+    return message[2] != 0;
   }
 
   Team& team_;
-  const Row& row_;
+  const Source& source_;
   Workspace& space_;
   float largest_, slope_;
 };

@@ -151,7 +151,7 @@ class Team {
     return all;
   }
 
-  // Broadcasts a message to all threads, from the one thread of block 0 that sets `sends`.
+  // Broadcasts a message to all threads, from the one thread of the row that sets `sends`.
   CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool sends) {
     buffer_ ^= 1;
     if (sends) {
@@ -163,10 +163,10 @@ class Team {
     for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[buffer_][0][w];
   }
 
-  // atomicAdd on block 0's copy of `counter`.
-  CUKIT_DEVICE unsigned add_to_leader(unsigned* counter, unsigned value) const {
+  // atomicAdd on the copy of `counter` of block `rank`.
+  CUKIT_DEVICE unsigned add_to(int rank, unsigned* counter, unsigned value) const {
     if constexpr (CLUSTER > 1) {
-      return fetch_add_remote(counter, 0, value);
+      return fetch_add_remote(counter, rank, value);
     } else {
       return atomicAdd(counter, value);
     }

@@ -45,6 +45,25 @@ struct Scaled {
   CUKIT_DEVICE Weight weight() const { return static_cast<Weight>(units()) << shift(octave()); }
 };
 
+// A sum of weights. share: 2^(-d * slope) as computed by Scaled. Splits each weight into high * 2^20 + low; up to 512
+// of them fit.
+class WeightSum {
+ public:
+  CUKIT_DEVICE void add(float share) {
+    const float upper = __fadd_rz(share, kHigh);
+    const float rest = share - (upper - kHigh);
+    high_ += __float_as_uint(upper) - kHighBits;
+    low_ += __float_as_uint(__fadd_rz(rest, kLow)) - kLowBits;
+  }
+  CUKIT_DEVICE Weight value() const { return (static_cast<Weight>(high_) << 20) + low_; }
+
+ private:
+  static_assert(kScale == 42, "truncated sums have units of 2^-22 with kHigh, of 2^-42 with kLow");
+  static constexpr float kHigh = 3.0f, kLow = 1.9073486328125e-6f;
+  static constexpr unsigned kHighBits = 0x40400000u, kLowBits = 0x36000000u;
+  unsigned high_ = 0, low_ = 0;
+};
+
 // Smaller for larger logits; NaN has the smallest key.
 CUKIT_DEVICE unsigned descending_key(float x) {
   const unsigned bits = __float_as_uint(x);

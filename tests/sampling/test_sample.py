@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import cukit
+from cukit.core.arrays import namespace
 from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sampling as reference
-from cukit.sampling import sample
+from cukit.sampling import sample, speculative_verify
 from cukit.sampling._plan import plan_sample
 from tests.contract import DTYPES, another_order, dtype_of, random, to_device, to_host
 from tests.quick_run import possible
@@ -161,6 +162,79 @@ def test_rows_of_equal_logits(device, options):
     assert tokens.max() > kept / 2
 
 
+def streamed(device, placed, **options):
+    """Results of the same rows in a batch, or before Hopper: one block streams each row."""
+    if device == "emulator":
+        with cukit.backend("emulator", arch="sm_80"):
+            return sample(placed, **options)
+    rows = len(placed)
+    batch = namespace(placed).tile(placed, (20, 1)) if device == "gpu" else placed
+    return [each if each is None else each[:rows] for each in sample(batch, **options)]
+
+
+def large_rows(rng, kind, vocab_size):
+    """Rows of several rounds, whose candidates are few, many, in one place, or more than fit."""
+    z = rng.standard_normal((2, vocab_size))
+    ramp = np.linspace(-8, 8, vocab_size)
+    if kind == "normal":
+        z *= 3
+    elif kind == "peaked":
+        z[:, rng.integers(0, vocab_size, 3)] += 16
+    elif kind == "low ids":
+        z -= np.linspace(0, 30, vocab_size) ** 0.8
+    elif kind in ("rising", "falling"):
+        z = np.stack([ramp, ramp + 1])[:, :: 1 if kind == "rising" else -1]
+    elif kind == "masked":
+        z[:, rng.random(vocab_size) < 0.97] = -np.inf
+    return z.astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "low ids", "rising", "masked"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"logprobs": 3},
+        {"top_p": 0.9},
+        {"top_p": 0.99, "min_p": 1e-3, "logprobs": 0},
+        {"min_p": 0.1},
+        {"top_k": 1000, "top_p": 0.8},
+        {"top_k": 300, "logprobs": 2},
+    ],
+    ids=str,
+)
+def test_candidates_of_large_rows(device, rng, kind, options):
+    """Rows kept by a cluster; rows that a block reads once, twice (flat rows) or several times."""
+    if device == "emulator" and (kind == "masked") != ("logprobs" in options):
+        pytest.skip("every option and every kind once")
+    logits = large_rows(rng, kind, 33333 if kind == "peaked" else 40000)
+    options = dict(options, seed=int(rng.integers(1 << 60)))
+    (x,) = to_device(device, logits)
+    got = results_of(device, x, **options)
+    assert_same(got, reference.sample(logits.astype(np.float64), **options))
+    for mine, other in zip(got, streamed(device, x, **options), strict=True):
+        assert (mine is None) or to_host(mine).tobytes() == to_host(other).tobytes()
+    # An array of a default value: another kernel, which decides row by row.
+    name = "min_p" if "top_p" in options else "top_p"
+    if name not in options:
+        (each,) = to_device(device, np.full(2, 1 if name == "top_p" else 0, np.float32))
+        for mine, other in zip(got, sample(x, **{name: each}, **options), strict=True):
+            assert (mine is None) or to_host(mine).tobytes() == to_host(other).tobytes()
+
+
+def test_draws_do_not_depend_on_the_alignment(device, rng):
+    """Accesses of one logit and of four."""
+    logits = random(rng, (3, 20000), "float32", scale=2)
+    (x, padded) = to_device(device, logits, np.append(logits.reshape(-1), np.float32(0)))
+    shifted = to_device(device, np.append(np.float32(0), logits.reshape(-1)))[0]
+    for options in ({}, {"logprobs": 0}, {"top_p": 0.8, "logprobs": 0}):
+        first = sample(x, seed=5, **options)
+        for other in (padded[:-1], shifted[1:]):
+            again = sample(other.reshape(3, 20000), seed=5, **options)
+            for mine, theirs in zip(first, again, strict=True):
+                assert (mine is None) or to_host(mine).tobytes() == to_host(theirs).tobytes()
+
+
 @pytest.mark.emulator
 def test_rising_logits_fill_the_list_twice():
     """Every token reaches the limit of those before it: more than a list holds at first."""
@@ -236,18 +310,22 @@ def test_the_token_that_crosses_top_p_is_kept(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options", [option for option in OPTIONS if "logprobs" not in option], ids=str
+)
 @pytest.mark.emulator
 def test_clusters_and_single_blocks_agree(rng, options):
-    """The architecture decides how many blocks share a row and whether they keep it."""
-    logits = random(rng, (2, 9000), "float32", scale=2)
+    """`speculative_verify` without drafts shares a row among the blocks of a cluster."""
+    logits = random(rng, (2, 20000), "float32", scale=2)
     options = dict(options, seed=5)
-    bits = set()
+    tokens = []
     for arch in ("sm_80", "sm_90"):
         with cukit.backend("emulator", arch=arch):
-            result = sample(logits, **options)
-        bits.add(tuple(None if part is None else part.tobytes() for part in result))
-    assert len(bits) == 1
+            tokens.append(sample(logits, **options).tokens)
+            drafts = np.zeros((2, 0), np.int32)
+            verified = speculative_verify(drafts, logits[:, None], **options)
+            tokens.append(verified.tokens[:, 0])
+    assert all(np.array_equal(tokens[0], other) for other in tokens)
 
 
 @pytest.mark.gpu
@@ -381,23 +459,62 @@ def test_an_empty_batch(device):
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "cluster", "threads", "resident"),
     [
-        (1, 128256, 8, 1024, True),
+        (1, 128256, 8, 512, True),
         (64, 128256, 8, 512, True),
         (256, 128256, 8, 512, True),
         (256, 32000, 2, 512, True),
         (1, 500, 1, 128, True),
-        (1, 1 << 20, 8, 1024, False),
+        (1, 1 << 20, 8, 512, False),
     ],
 )
 def test_the_plan(rows, vocab_size, cluster, threads, resident):
-    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"])
+    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws="Drafts")
     assert (config.cluster, config.threads, config.resident) == (cluster, threads, resident)
-    assert config.cluster * config.threads * config.vec * config.iterations >= vocab_size
-    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"])
+    assert config.cluster * config.atoms * config.atom * 32 * config.vec >= vocab_size
+    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws="Drafts")
+    assert single.cluster == 1
+
+
+def test_streamed_rows_are_planned_by_what_they_need():
+    hopper = TYPICAL_DEVICES["sm_90"]
+    for vec, dtype in ((1, "float16"), (4, "float32"), (8, "bfloat16")):
+        for vocab_size, tokens in ((1000, 256), (50257, 1024), (128256, 1024)):
+            config = plan_sample(256, vocab_size, dtype, vec, hopper)
+            assert (config.cluster, config.resident) == (1, False)
+            assert config.atom * vec * 32 == tokens
+            assert config.atoms == -(-vocab_size // tokens)
+            blocks = config.blocks_per_sm
+            assert config.capacity == min(vocab_size, 10240)
+            assert blocks * (config.shared_bytes + 1024) <= hopper.shared_bytes_per_sm
+    for draws in ("Few", "All"):
+        config = plan_sample(256, 128256, "float32", 4, hopper, draws=draws)
+        assert config.capacity == 0
+    for device in TYPICAL_DEVICES.values():
+        config = plan_sample(256, 1 << 20, "float32", 4, device)
+        assert config.shared_bytes <= device.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "draws", "cluster"),
+    [
+        (1, 128256, "Any", 8),
+        (8, 128256, "Any", 8),
+        (9, 128256, "Any", 1),
+        (1, 8000, "Any", 1),
+        (1, 1 << 20, "Any", 1),
+        (1, 128256, "Few", 1),
+        (1, 128256, "All", 1),
+    ],
+)
+def test_few_rows_are_spread_over_clusters(rows, vocab_size, draws, cluster):
+    """Unless a small top_k or no truncation lets one block read the row once."""
+    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws=draws)
+    assert (config.cluster, config.resident) == (cluster, cluster > 1)
+    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws=draws)
     assert single.cluster == 1
 
 
 def test_bfloat16_is_as_wide_as_float32_in_shared_memory():
-    config = plan_sample(8, 4096, "bfloat16", 8, TYPICAL_DEVICES["sm_90"])
+    config = plan_sample(8, 4096, "bfloat16", 8, TYPICAL_DEVICES["sm_90"], draws="Drafts")
     assert config.shared_bytes >= 4 * 4096 // config.cluster
     assert dtype_of("bfloat16").itemsize == 2

@@ -145,6 +145,16 @@ inline float cukit_rounded(float x) {
   return x;
 }
 inline float __fadd_rn(float a, float b) { return cukit_rounded(a + b); }
+// Towards zero: a double holds the sum of floats whose exponents differ by less than 29 exactly; `lost` has the sign of
+// what it loses otherwise.
+inline float __fadd_rz(float a, float b) {
+  const double sum = static_cast<double>(a) + b, other = sum - a;
+  const double lost = (a - (sum - other)) + (b - other);
+  const float nearest = static_cast<float>(sum);
+  const double over = nearest - sum;
+  const bool away = sum > 0 ? over > 0 || (over == 0 && lost < 0) : over < 0 || (over == 0 && lost > 0);
+  return away ? nextafterf(nearest, 0.0f) : nearest;
+}
 inline float __fsub_rn(float a, float b) { return cukit_rounded(a - b); }
 inline float __fmul_rn(float a, float b) { return cukit_rounded(a * b); }
 inline float __fdiv_rn(float a, float b) { return cukit_rounded(a / b); }

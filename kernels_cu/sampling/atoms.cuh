@@ -1,0 +1,140 @@
+// The atoms of a row (row.cuh), distributed over the warps: one reading of the row yields the sums of all atoms, from
+// which the total weight of the row follows and, without truncation, a draw: the random number selects an atom, of
+// which one warp reads the logits again and selects the token.
+#pragma once
+
+#include "common/platform.cuh"
+#include "sampling/row.cuh"
+#include "sampling/team.cuh"
+
+namespace cukit {
+
+class Atoms {
+ public:
+  // sums: shared memory for the atoms of a block; ATOM_BYTES in cukit/sampling/_plan.py.
+  CUKIT_DEVICE Atoms(Team& team, const Row& row, AtomSum* sums)
+      : team_(team), row_(row), sums_(sums) {
+    begin_ = team.rank() * row.atoms_per_block();
+    end_ = min(begin_ + row.atoms_per_block(), row.atoms());
+  }
+
+  // Calls visit(round, atom, vectors, first, most) with the logits of each atom of this warp: the first token of
+  // this lane, and its largest logit. In a round without an atom, `most` is -infinity and `atom` is -1.
+  // spread: the atoms of a round are spread over the row, those of a warp consecutive; otherwise those of a round are
+  // consecutive.
+  template <bool spread, typename Visit>
+  CUKIT_DEVICE void each(const Visit& visit) const {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+#pragma unroll 1
+    for (int i = 0; i < row_.rounds(); ++i) {
+      const int atom = begin_ + (spread ? warp * row_.rounds() + i : i * kWarps + warp);
+      const int first = row_.first_of(atom);
+      Row::Atom vectors;
+      float most = -infinity();
+      if (atom < end_) {
+        row_.load_atom(vectors, first);
+        most = row_.largest_of(vectors, first);
+      }
+      visit(i, atom < end_ ? atom : -1, vectors, first, most);
+    }
+  }
+
+  // Stores the sum of an atom, for total() and draw().
+  CUKIT_DEVICE void weigh(int atom, const Row::Atom& vectors, int first, float most, float slope) {
+    const AtomSum sum = row_.sum_of(vectors, first, most, slope);
+    if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_] = sum;
+  }
+
+  // Replaces the sum of an atom, which total() and draw() no longer need, by another.
+  CUKIT_DEVICE void replace(int atom, uint64 sum) {
+    if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_].sum = sum;
+  }
+  CUKIT_DEVICE uint64 replaced(int atom) const { return sums_[atom - begin_].sum; }
+
+  // The weight of the row, once all atoms are weighed.
+  CUKIT_DEVICE Team::Sum total(float largest, float slope) {
+    __syncthreads();
+    uint64 own = 0;
+    each_sum([&](int, const AtomSum& sum) { own += sum.weight(largest, slope); });
+    return team_.sum(own);
+  }
+
+  // Calls winner(logit, token) for the token at `place` of the `sum` of total().
+  template <typename Winner>
+  CUKIT_DEVICE void draw(const Team::Sum& sum, uint64 place, float largest, float slope,
+                         const Winner& winner) const {
+    uint64 own = 0;
+    each_sum([&](int, const AtomSum& atom) { own += atom.weight(largest, slope); });
+    uint64 before = sum.before + warp_scan(own) - own;
+    int chosen = 0;
+    uint64 left = 0;
+    bool here = false;
+    each_sum([&](int i, const AtomSum& atom) {
+      const uint64 weight = atom.weight(largest, slope);
+      if (before <= place && place < before + weight) {
+        here = true;
+        chosen = i;
+        left = place - before;
+      }
+      before += weight;
+    });
+    const unsigned finder = __ballot_sync(kFullMask, here);
+    if (finder == 0) return;
+    const int lane = __ffs(static_cast<int>(finder)) - 1;
+    chosen = __shfl_sync(kFullMask, chosen, lane);
+    left = __shfl_sync(kFullMask, left, lane);
+    const AtomSum& atom = sums_[chosen];
+    const double scale =
+        static_cast<double>(atom.sum) / static_cast<double>(atom.weight(largest, slope));
+    left = min(static_cast<uint64>(static_cast<double>(left) * scale), atom.sum - 1);
+    draw_within(begin_ + chosen, atom, left, slope, winner);
+  }
+
+ private:
+  // Calls body(index, sum) for this thread's consecutive atoms.
+  template <typename Body>
+  CUKIT_DEVICE void each_sum(const Body& body) const {
+    const int count = end_ - begin_;
+    const int per = (row_.atoms_per_block() + THREADS - 1) / THREADS;
+    const int from = static_cast<int>(threadIdx.x) * per;
+#pragma unroll 1
+    for (int i = from; i < min(from + per, count); ++i) body(i, sums_[i]);
+  }
+
+  // Each lane sums consecutive tokens; then each lane takes one token of the lane that was found.
+  template <typename Winner>
+  CUKIT_DEVICE void draw_within(int number, const AtomSum& atom, uint64 place, float slope,
+                                const Winner& winner) const {
+    constexpr int kPer = kAtomTokens / kWarpSize;
+    static_assert(kPer <= kWarpSize, "a lane for each token of a lane");
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int first = number * kAtomTokens;
+    const auto logit = [&](int token) {
+      return token < row_.columns() ? row_.at(token) : -infinity();
+    };
+    TermSum terms;
+#pragma unroll 8
+    for (int j = 0; j < kPer; ++j) {
+      terms.add(exp2f((logit(first + lane * kPer + j) - atom.largest) * slope));
+    }
+    uint64 own = terms.value();
+    uint64 before = warp_scan(own) - own;
+    const unsigned finder = __ballot_sync(kFullMask, before <= place && place < before + own);
+    const int found = __ffs(static_cast<int>(finder)) - 1;
+    place -= __shfl_sync(kFullMask, before, found);
+    const int token = first + found * kPer + lane;
+    const float x = lane < kPer ? logit(token) : -infinity();
+    TermSum term;
+    term.add(exp2f((x - atom.largest) * slope));
+    own = term.value();
+    before = warp_scan(own) - own;
+    if (before <= place && place < before + own) winner(x, token);
+  }
+
+  Team& team_;
+  const Row& row_;
+  AtomSum* sums_;
+  int begin_, end_;
+};
+
+}  // namespace cukit
