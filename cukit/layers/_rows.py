@@ -74,6 +74,8 @@ class RowSplit:
     vec: int
     vecs_per_thread: int
     rows_per_thread: int = 1
+    full: bool = False
+    """Every access of every lane is within the row."""
 
     @property
     def rows_per_pass(self) -> int:
@@ -92,7 +94,12 @@ class RowSplit:
             ("VEC", self.vec),
             ("VECS_PER_THREAD", self.vecs_per_thread),
             ("ROWS", self.rows_per_thread),
+            ("FULL", self.full),
         )
+
+    def of_rows(self, cols: int) -> RowSplit:
+        """The split for rows of `cols` elements, which the accesses may fill."""
+        return replace(self, full=self.lanes * self.vecs_per_thread * self.vec == cols)
 
 
 def split_row(
@@ -115,8 +122,10 @@ def split_row(
     if _is_short(cols, itemsize, num_vecs, _MOST_SHORT_VECS):
         split = _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MOST_SHORT_VECS)
         few = split.vecs_per_thread < _MOST_SHORT_VECS
-        return replace(split, rows_per_thread=short_rows_per_thread if few else 1)
-    return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
+        split = replace(split, rows_per_thread=short_rows_per_thread if few else 1)
+    else:
+        split = _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
+    return split.of_rows(cols)
 
 
 def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
@@ -127,13 +136,14 @@ def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> Ro
     most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
     if _is_short(cols, itemsize, num_vecs, most_vecs):
         split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
-        return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
+        split = replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
+        return split.of_rows(cols)
     most_threads = _FEED_THREADS // sums
     if num_vecs <= sums * most_threads:
         split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
-        return replace(split, rows_per_thread=2)
+        return replace(split, rows_per_thread=2).of_rows(cols)
     most = most_threads if num_vecs <= 2 * sums * most_threads else _MOST_THREADS
-    return _split_long_row(op, cols, itemsize, vec, 2 * sums, most)
+    return _split_long_row(op, cols, itemsize, vec, 2 * sums, most).of_rows(cols)
 
 
 def _is_short(cols: int, itemsize: int, num_vecs: int, most_vecs: int) -> bool:

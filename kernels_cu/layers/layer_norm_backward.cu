@@ -83,11 +83,12 @@ __launch_bounds__(THREADS, BLOCKS_PER_SM) layer_norm_backward(
     const T* __restrict__ grad_residual,  // [rows, cols], RESIDUAL only
     T* __restrict__ grad_x,               // [rows, cols]
     float* __restrict__ partial,          // [gridDim.x, kPartials, cols]: of weight, of bias
-    int rows, int cols, float eps) {
+    int rows, int given_cols, float eps) {
   __shared__ Moments scratch[2][ROWS * cukit::kScratch];
   __shared__ float column_scratch[cukit::kColumnScratch];
   CUKIT_DYNAMIC_SHARED(Vector, slots);
   const cukit::RowShare share;
+  const int cols = cukit::row_length(given_cols);
   const int num_vecs = cols / VEC;
   const long long begin = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
   const long long stride = static_cast<long long>(gridDim.x) * cukit::kPassRows;

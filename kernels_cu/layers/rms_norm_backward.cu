@@ -34,11 +34,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) rms_norm_ba
     const T* __restrict__ grad_residual,       // [rows, cols], RESIDUAL only
     T* __restrict__ grad_x,                    // [rows, cols]
     float* __restrict__ grad_weight_partial,   // [gridDim.x, cols]
-    int rows, int cols, float eps) {
+    int rows, int given_cols, float eps) {
   __shared__ float scratch[2][2 * ROWS * cukit::kScratch];
   __shared__ float column_scratch[cukit::kColumnScratch];
   CUKIT_DYNAMIC_SHARED(Vector, slots);
   const cukit::RowShare share;
+  const int cols = cukit::row_length(given_cols);
   const int num_vecs = cols / VEC;
   const long long begin = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
   const long long stride = static_cast<long long>(gridDim.x) * cukit::kPassRows;
