@@ -23,7 +23,7 @@ from cukit.attention._paged_prefill_plan import (
     prefers_gather,
     short_queries,
 )
-from cukit.attention._problem import ceil_div
+from cukit.attention._problem import AttentionProblem, ceil_div
 from cukit.attention.cache_arrays import scale_strides
 from cukit.core.arrays import Array, empty, int32
 from cukit.core.device import current_device
@@ -41,12 +41,12 @@ def prepare_prefill(
     arrays: PagedArrays,
     codes: str,
     options: ScoreOptions,
+    problem: AttentionProblem,
     *,
     batch_invariant: bool,
 ) -> tuple[PreparedForward | None, int]:
     """The launches of a call on the Hopper forward, or None, and the largest number of queries of
-    the requests that are left for the decode kernel."""
-    problem = problem_of_pages(arrays, codes, options)
+    the requests that are left for the decode kernel. problem: problem_of_pages."""
     if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
     most_queries = 0 if batch_invariant else short_queries(problem)

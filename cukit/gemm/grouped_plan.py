@@ -128,7 +128,7 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
     if problem.ragged == "m" and not product.gated:
         tilings += [Tiling(128, rows, transposed=True) for rows in _ROWS]
     for tiling in tilings:
-        computed = product.swapped() if tiling.transposed else product
+        computed = product.swapped if tiling.transposed else product
         if tiling.num_stages(computed, STATIC_BYTES) >= _FEWEST_STAGES:
             yield tiling
 
@@ -176,7 +176,7 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
     """The grid and rasterisation order for a tiling."""
     product, ragged = problem.product, problem.ragged
     if tiling.transposed:
-        product, ragged = product.swapped(), "n"
+        product, ragged = product.swapped, "n"
     tiles_m, tiles_n = tiling.tiles(product)
     if ragged == "m":
         tiles = (tiles_m + problem.groups) * tiles_n

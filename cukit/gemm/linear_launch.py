@@ -8,7 +8,7 @@ from typing import Any
 
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm.linear_plan import (
@@ -22,6 +22,7 @@ from cukit.gemm.linear_plan import (
     Product,
     Sm80Config,
     Sm90Config,
+    Tiling,
     candidates,
     configure,
     plan_linear,
@@ -62,7 +63,7 @@ class LinearSm90:
             box_b=box_b,
         )
         self.config = config
-        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        self._launch = _launches(tiling, *product.variant)((config.num_blocks,), (parameters,))
         self._a = _operand(product.k, product.major_a, product.m, box_a)
         self._b = _operand(product.k, product.major_b, product.n, box_b)
         self._up = _operand(product.k, product.major_b, product.n, box_b)
@@ -98,6 +99,21 @@ class LinearSm90:
             out,
             NULL if kept is None else kept,
         )
+
+
+@launch_plan
+def _launches(
+    tiling: Tiling,
+    dtype: str,
+    major_a: str,
+    major_b: str,
+    activation: str | None,
+    gated: bool,
+    keeps: bool,
+) -> Launches:
+    """The launches of a variant, for products of all extents."""
+    product = Product(0, 0, 0, dtype, major_a, major_b, activation, gated, keeps)
+    return Launches(load_kernel(Sm90Config(product, tiling, 0, 0).spec()))
 
 
 class LinearSm80:
@@ -155,13 +171,18 @@ def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
     return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
 
 
-def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
+_ALL_COLUMNS = slice(None)
+
+
+def _maps(columns: int, box: tuple[int, int], part: slice = _ALL_COLUMNS) -> TensorMapCache:
     """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened."""
     return TensorMapCache(partial(_encode, columns, box, part))
 
 
 def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
-    matrix = array.reshape(-1, columns)[:, part]
+    matrix = array if array.ndim == 2 else array.reshape(-1, columns)
+    if part != _ALL_COLUMNS:
+        matrix = matrix[:, part]
     return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)
 
 
