@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cukit.attention._flash_plan_sm90 import (
     WarpgroupForwardConfig,
@@ -149,6 +150,11 @@ def prefers_gather(
     saved = (_ROW_BY_ROW - 1.0) * prefill_time(problem, device)
     if saved <= gather_time(problem, codes):
         return False
+    return _reads_row_by_row(problem.at_lengths(1, 1, 1), block_size, device)
+
+
+@lru_cache(maxsize=256)
+def _reads_row_by_row(problem: AttentionProblem, block_size: int, device: Device) -> bool:
     dense = replace(problem, varlen=False)
     return plan_paged_prefill(dense, block_size, True, device).page_rows == 0
 

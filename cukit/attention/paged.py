@@ -35,7 +35,7 @@ from cukit.attention._paged_plan import (
     PagedConfig,
     plan_paged_attention,
 )
-from cukit.attention._paged_prefill import PreparedForward, problem_of_pages
+from cukit.attention._paged_prefill import PagedForward, PreparedForward, problem_of_pages
 from cukit.attention._paged_prefill_plan import prefill_specs
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import (
@@ -324,6 +324,7 @@ class _Planned:
         self.group_rows = 0
         if codes == "int4" and k_scales is not None:
             self.group_rows = k_cache.shape[1] // k_scales.shape[1]
+        self._forward: PagedForward | None = None
         self._variants: dict[tuple[int, bool], tuple[PagedConfig, Launches]] = {}
         # Of bias, mask and packed queries, whose strides and sizes vary, this kernel has none.
         given = ScoreArrays(None, sinks, None, None, None, None)
@@ -348,6 +349,12 @@ class _Planned:
             scale_log2=scales_of(arrays.q, options)[1],
             settings=score_settings(arrays.q, options, given, shape),
         )
+
+    def forward(self, arrays: PagedArrays) -> PagedForward:
+        """The Hopper forward over the caches."""
+        if self._forward is None:
+            self._forward = PagedForward(self.problem, arrays)
+        return self._forward
 
     def variant(self, rows: int, batch_invariant: bool) -> tuple[PagedConfig, Launches]:
         """The configuration for `rows` query rows per KV head, and its kernel's launches."""
@@ -412,8 +419,9 @@ def _prepare(
     )  # fmt: skip
     problem = planned.problem.at_lengths(q.shape[-3], 1, batch)
     prefill, most_queries = prepare_prefill(
-        arrays, codes, options, problem, batch_invariant=batch_invariant
-    )
+        arrays, codes, options, problem,
+        lambda: planned.forward(arrays), batch_invariant=batch_invariant,
+    )  # fmt: skip
     if prefill is not None and not most_queries:
         return prefill
     if packed and batch_invariant and q.size:

@@ -80,10 +80,7 @@ class Kernel:
         """Raises LaunchError if `args` do not match the kernel's parameters."""
         wrapper = _by_value_type()
         kinds = tuple(
-            [
-                argument.nbytes if (kind := type(argument)) is wrapper else kind
-                for argument in args
-            ]
+            [argument.nbytes if (kind := type(argument)) is wrapper else kind for argument in args]
         )
         if kinds not in self._accepted:
             check_arguments(self.compiled, args)

@@ -45,7 +45,7 @@ def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | Line
 class LinearSm90:
     """A launch of kernels_cu/gemm/linear_sm90.cu; called with arrays that were checked before."""
 
-    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
+    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "config")
 
     def __init__(self, config: Sm90Config) -> None:
         product, tiling = config.product, config.tiling
@@ -64,9 +64,8 @@ class LinearSm90:
         )
         self.config = config
         self._launch = _launches(tiling, *product.variant)((config.num_blocks,), (parameters,))
-        self._a = _operand(product.k, product.major_a, product.m, box_a)
-        self._b = _operand(product.k, product.major_b, product.n, box_b)
-        self._up = _operand(product.k, product.major_b, product.n, box_b)
+        self._a = _operand(product.dtype, product.k, product.major_a, product.m, box_a)
+        self._b = _operand(product.dtype, product.k, product.major_b, product.n, box_b)
         if tiling.transposed:
             out_columns, box = product.m, (tiling.tile_n, _STORE_EXTENT)
         else:
@@ -91,7 +90,7 @@ class LinearSm90:
         self._launch(
             map_a,
             self._b(b),
-            map_a if up is None else self._up(up),
+            map_a if up is None else self._b(up),
             map_out,
             map_out if kept is None else self._kept(kept),
             map_out if kept is None or up is None else self._kept_up(kept),
@@ -165,7 +164,10 @@ def box_rows(tile: int, extent: int) -> int:
     return box
 
 
-def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+@launch_plan
+def _operand(dtype: str, k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+    """The maps of all contiguous operands of this description: a weight's is the same for any
+    number of tokens."""
     if major == "K":
         return _maps(k, (tile, TILE_K))
     return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))

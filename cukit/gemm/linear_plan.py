@@ -367,9 +367,7 @@ def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
     and comparing all candidates takes a millisecond. Their tiles and k steps are equally many.
     """
     step = _ROWS_STEPS[product.m > _FEW_ROWS]
-    rounded = replace(
-        product, m=-(-product.m // step) * step, k=-(-product.k // TILE_K) * TILE_K
-    )
+    rounded = replace(product, m=-(-product.m // step) * step, k=-(-product.k // TILE_K) * TILE_K)
     return configure(product, _fastest_tiling(rounded, num_sms), num_sms)
 
 
