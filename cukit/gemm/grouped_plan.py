@@ -189,11 +189,24 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
     return GroupedConfig(product, ragged, problem.groups, tiling, max(1, blocks), max(1, raster))
 
 
-@cache
+_EXACT_ROWS = 64
+
+
 def plan_grouped_sm90(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
-    """The configuration with the shortest estimated time."""
-    tiling = min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
-    return configure(problem, tiling, num_sms)
+    """The configuration with the shortest estimated time, of a problem with rounded rows: how they
+    are distributed over the groups is not known anyway."""
+    product = problem.product
+    rows = product.m if problem.ragged == "m" else product.k
+    rounded = problem
+    if rows > _EXACT_ROWS:
+        extents = {problem.ragged: rounded_rows(rows)}
+        rounded = replace(problem, product=replace(product, **extents))
+    return configure(problem, _fastest_tiling(rounded, num_sms), num_sms)
+
+
+@cache
+def _fastest_tiling(problem: GroupedProblem, num_sms: int) -> Tiling:
+    return min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
 
 
 def representative(dtype: str) -> list[GroupedProblem]:

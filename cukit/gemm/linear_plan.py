@@ -356,18 +356,24 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
 
 
 _FEW_ROWS = 512
-_ROWS_STEPS = 16, 64
-"""Divisors of all tile extents along m: for few rows (transposed tilings), and for more."""
+
+
+def rounded_rows(rows: int) -> int:
+    """`rows`, rounded up to a multiple of 16 up to 512 and of 64 above.
+
+    Numbers of tokens change from call to call, and comparing all tilings takes up to a millisecond:
+    numbers that round to the same value share a tiling. They make as many tiles, because tile
+    extents along m are multiples of 64, and those of few tokens (transposed tilings) of 16.
+    """
+    step = 16 if rows <= _FEW_ROWS else 64
+    return -(-rows // step) * step
 
 
 def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
-    """The configuration with the shortest estimated time.
-
-    Products whose m and k round to the same values share a tiling: tokens vary from call to call,
-    and comparing all candidates takes a millisecond. Their tiles and k steps are equally many.
-    """
-    step = _ROWS_STEPS[product.m > _FEW_ROWS]
-    rounded = replace(product, m=-(-product.m // step) * step, k=-(-product.k // TILE_K) * TILE_K)
+    """The configuration with the shortest estimated time, of a product with rounded_rows and whole
+    k steps."""
+    steps = -(-product.k // TILE_K)
+    rounded = replace(product, m=rounded_rows(product.m), k=steps * TILE_K)
     return configure(product, _fastest_tiling(rounded, num_sms), num_sms)
 
 
