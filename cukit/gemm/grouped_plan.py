@@ -16,6 +16,7 @@ from cukit.gemm.linear_plan import (
     Product,
     Sm80Config,
     Tiling,
+    rounded_rows,
 )
 
 MOST_GROUPS = 512
