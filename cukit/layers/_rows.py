@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from cukit.core.arrays import FLOAT_DTYPES, Array, check_array, check_same_dtype
 from cukit.core.compiler import KernelSpec, MacroValue
@@ -102,6 +103,7 @@ class RowSplit:
         return replace(self, full=self.lanes * self.vecs_per_thread * self.vec == cols)
 
 
+@cache
 def split_row(
     op: str,
     cols: int,
@@ -128,6 +130,7 @@ def split_row(
     return split.of_rows(cols)
 
 
+@cache
 def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
     """The split for a kernel whose blocks make many passes over two tensors and accumulate `sums`
     sums per column; more sums need more registers, hence fewer threads. Raises as

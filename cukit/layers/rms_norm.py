@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from cukit.core.arrays import (
@@ -129,7 +127,6 @@ def rms_norm_backward(
     return grad_x, column_sum(partial, weight.dtype)
 
 
-@cache
 def plan_rms_norm(
     rows: int,
     cols: int,
@@ -150,7 +147,6 @@ def plan_rms_norm(
     return NormConfig("rms_norm", dtype, residual, split, split.passes(rows), loads)
 
 
-@cache
 def plan_rms_norm_backward(
     rows: int,
     cols: int,
