@@ -236,15 +236,17 @@ class Launches:
     """Makes launches of one kernel with arguments of the same types: once the first has been
     checked, later ones skip the check."""
 
-    __slots__ = ("_last", "kernel")
+    __slots__ = ("_dependent", "_last", "kernel")
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, *, dependent: bool = False) -> None:
+        """dependent: as in :class:`Launch`."""
         self.kernel = kernel
+        self._dependent = dependent
         self._last: Launch | None = None
 
     def __call__(self, grid: tuple[int, ...], scalars: tuple[Argument, ...]) -> Launch:
         """A launch of `grid` blocks whose arguments are the arrays followed by `scalars`."""
-        launch = Launch(self.kernel, grid, scalars)
+        launch = Launch(self.kernel, grid, scalars, dependent=self._dependent)
         launch._checked = self._last is not None and self._last._checked
         self._last = launch
         return launch
