@@ -30,8 +30,8 @@ _SHORT_FEED_THREADS = 256
 _FEWEST_AHEAD_THREADS = 128
 
 
-REPRESENTATIVE_COLS = (128, 4096)
-"""One row length for each split: several rows per block, one row per block."""
+REPRESENTATIVE_COLS = (100, 128, 4096)
+"""Several rows per block, with idle lanes and without; one row per block."""
 
 
 def check_norm(
@@ -75,8 +75,6 @@ class RowSplit:
     vec: int
     vecs_per_thread: int
     rows_per_thread: int = 1
-    full: bool = False
-    """Every access of every lane is within the row."""
 
     @property
     def rows_per_pass(self) -> int:
@@ -95,12 +93,11 @@ class RowSplit:
             ("VEC", self.vec),
             ("VECS_PER_THREAD", self.vecs_per_thread),
             ("ROWS", self.rows_per_thread),
-            ("FULL", self.full),
         )
 
-    def of_rows(self, cols: int) -> RowSplit:
-        """The split for rows of `cols` elements, which the accesses may fill."""
-        return replace(self, full=self.lanes * self.vecs_per_thread * self.vec == cols)
+    def fits(self, cols: int) -> bool:
+        """Whether rows of `cols` elements leave no access of a lane outside."""
+        return self.lanes * self.vecs_per_thread * self.vec == cols
 
 
 @cache
@@ -124,10 +121,8 @@ def split_row(
     if _is_short(cols, itemsize, num_vecs, _MOST_SHORT_VECS):
         split = _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MOST_SHORT_VECS)
         few = split.vecs_per_thread < _MOST_SHORT_VECS
-        split = replace(split, rows_per_thread=short_rows_per_thread if few else 1)
-    else:
-        split = _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
-    return split.of_rows(cols)
+        return replace(split, rows_per_thread=short_rows_per_thread if few else 1)
+    return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
 
 
 @cache
@@ -139,14 +134,13 @@ def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> Ro
     most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
     if _is_short(cols, itemsize, num_vecs, most_vecs):
         split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
-        split = replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
-        return split.of_rows(cols)
+        return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
     most_threads = _FEED_THREADS // sums
     if num_vecs <= sums * most_threads:
         split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
-        return replace(split, rows_per_thread=2).of_rows(cols)
+        return replace(split, rows_per_thread=2)
     most = most_threads if num_vecs <= 2 * sums * most_threads else _MOST_THREADS
-    return _split_long_row(op, cols, itemsize, vec, 2 * sums, most).of_rows(cols)
+    return _split_long_row(op, cols, itemsize, vec, 2 * sums, most)
 
 
 def _is_short(cols: int, itemsize: int, num_vecs: int, most_vecs: int) -> bool:
@@ -225,6 +219,8 @@ class NormConfig:
     """Forward: the cache policy of its inputs."""
     feed: PassFeed | None = None
     """Backward, whose blocks make several passes."""
+    full: bool = False
+    """Backward: RowSplit.fits."""
     bias: bool | None = None
     """None: the op has no bias."""
 
@@ -241,7 +237,7 @@ class NormConfig:
             defines = (*defines, ("LOADS", self.loads))
         shared_bytes = 0
         if self.feed is not None:
-            defines = (*defines, *self.feed.defines())
+            defines = (*defines, *self.feed.defines(), ("FULL", self.full))
             shared_bytes = self.feed.shared_bytes(self.split)
         source = f"layers/{self.entry}.cu"
         return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)

@@ -180,7 +180,10 @@ def plan_layer_norm_backward(
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
     return NormConfig(
-        "layer_norm_backward", dtype, residual, split, num_blocks, feed=feed, bias=bias
+        *("layer_norm_backward", dtype, residual, split, num_blocks),
+        feed=feed,
+        full=split.fits(cols),
+        bias=bias,
     )
 
 

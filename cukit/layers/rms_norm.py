@@ -168,7 +168,8 @@ def plan_rms_norm_backward(
     split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return NormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed)
+    full = split.fits(cols)
+    return NormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed, full=full)
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float) -> None:

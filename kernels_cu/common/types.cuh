@@ -82,7 +82,7 @@ CUKIT_DEVICE void from_floats(Vec<T, N>& into, const float (&from)[N]) {
 //   then evicts its outputs in the order they are written (rms_norm on an H200: 2 to 4 % faster).
 //   Streaming: evicted first. Costs 4 to 8 % there even for data that is used once; useful only
 //   where it protects other data that is read again.
-enum class Cache { Cached, Kept, Streaming, Wide };
+enum class Cache { Cached, Kept, Streaming };
 
 namespace detail {
 template <int Bytes>
@@ -108,8 +108,6 @@ CUKIT_DEVICE void load(Vec<T, N>& into, const T* from) {
     word = __ldcs(source);
   } else if constexpr (cache == Cache::Kept && sizeof(W) == 16) {
     word = load_global_16(source, create_policy_evict_last());
-  } else if constexpr (cache == Cache::Wide && sizeof(W) == 16) {
-    word = load_global_wide_16(source);
   } else {
     word = *source;
   }

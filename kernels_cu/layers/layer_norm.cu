@@ -23,68 +23,45 @@ using Vector = cukit::Vec<T, VEC>;
 
 }  // namespace
 
-#ifndef PASSES
-#define PASSES 1
-#endif
-#ifndef BLOCKS
-#define BLOCKS (1024 / THREADS)
-#endif
-#ifndef EARLY
-#define EARLY (ROWS > 1)
-#endif
-#ifndef STORES
-#define STORES Cached
-#endif
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm(
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm(
     const T* __restrict__ x,         // [rows, cols]
     const T* __restrict__ residual,  // [rows, cols], RESIDUAL only
     const T* __restrict__ weight,    // [cols]
     const T* __restrict__ bias,      // [cols], BIAS only
     T* __restrict__ y,               // [rows, cols]
     T* __restrict__ new_residual,    // [rows, cols], RESIDUAL only
-    int rows, int given_cols, float eps) {
-  __shared__ float scratch[2][2][ROWS * cukit::kScratch];
+    int rows, int cols, float eps) {
+  __shared__ float scratch[2][ROWS * cukit::kScratch];
   const cukit::RowShare share;
-  const int cols = cukit::row_length(given_cols);
   const int num_vecs = cols / VEC;
-  const float inverse_cols = 1.0f / cols;
-  const long long begin = static_cast<long long>(blockIdx.x) * (PASSES * cukit::kPassRows);
+  const long long first_row = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
 
-  const auto in_row = [&](int i) { return share.vec(i) < num_vecs; };
-
-  Vector next[ROWS][VECS_PER_THREAD];
-  const auto load_pass = [&](long long first_row) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const long long row = min(share.row(first_row, r), static_cast<long long>(rows - 1));
-#pragma unroll
-      for (int i = 0; i < VECS_PER_THREAD; ++i) {
-        if (in_row(i)) cukit::load<cukit::Cache::LOADS>(next[r][i], x + row * cols + share.vec(i) * VEC);
-      }
-    }
+  const auto holds = [&](int r, int i) {
+    return share.row(first_row, r) < rows && share.vec(i) < num_vecs;
   };
-  load_pass(begin);
-  // Several rows per thread share the weight, which is then loaded early, together with x.
+
+  Vector values[ROWS][VECS_PER_THREAD];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const long long row = share.row(first_row, r);
+    if (row >= rows) continue;
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const int vec = share.vec(i);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
+    }
+  }
+  // With several rows per thread, weight and bias serve all of them and are loaded early, with x.
   Vector scale[VECS_PER_THREAD], shift[VECS_PER_THREAD];
   const auto load_weights = [&] {
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (!in_row(i)) continue;
+      if (share.vec(i) >= num_vecs) continue;
       cukit::load(scale[i], weight + share.vec(i) * VEC);
       if constexpr (BIAS) cukit::load(shift[i], bias + share.vec(i) * VEC);
     }
   };
-  if constexpr (EARLY) load_weights();
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const long long first_row = begin + pass * cukit::kPassRows;
-    Vector values[ROWS][VECS_PER_THREAD];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-      for (int i = 0; i < VECS_PER_THREAD; ++i) values[r][i] = next[r][i];
-    }
-    if (pass + 1 < PASSES) load_pass(first_row + cukit::kPassRows);
+  if constexpr (ROWS > 1) load_weights();
   if constexpr (RESIDUAL) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -92,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm(
       if (row >= rows) continue;
 #pragma unroll
       for (int i = 0; i < VECS_PER_THREAD; ++i) {
-        if (!in_row(i)) continue;
         const int vec = share.vec(i);
+        if (vec >= num_vecs) continue;
         Vector read;
         cukit::load<cukit::Cache::Kept>(read, residual + row * cols + vec * VEC);
         float v[VEC], add[VEC];
@@ -113,42 +90,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm(
     mean[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (!in_row(i)) continue;
+      if (!holds(r, i)) continue;
       float v[VEC];
       cukit::to_floats(v, values[r][i]);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) mean[r] += v[j];
     }
   }
-  cukit::row_sums(mean, scratch[pass % 2][0]);
+  cukit::row_sums(mean, scratch[0]);
   cukit::stay_packed(values);
 
   float sums[ROWS];  // of squared differences from the mean
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    mean[r] *= inverse_cols;
+    mean[r] /= cols;
     sums[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (!in_row(i)) continue;
+      if (!holds(r, i)) continue;
       float v[VEC];
       cukit::to_floats(v, values[r][i]);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) sums[r] += (v[j] - mean[r]) * (v[j] - mean[r]);
     }
   }
-  cukit::row_sums(sums, scratch[pass % 2][1]);
+  cukit::row_sums(sums, scratch[1]);
   cukit::stay_packed(values);
 
-  if (!EARLY && pass == 0) load_weights();
+  if constexpr (ROWS == 1) load_weights();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const long long row = share.row(first_row, r);
     if (row >= rows) continue;
-    const float rstd = rsqrtf(sums[r] * inverse_cols + eps);
+    const float rstd = rsqrtf(sums[r] / cols + eps);
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (!in_row(i)) continue;
+      const int vec = share.vec(i);
+      if (vec >= num_vecs) continue;
       float v[VEC], w[VEC], b[VEC];
       cukit::to_floats(v, values[r][i]);
       cukit::to_floats(w, scale[i]);
@@ -159,8 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm(
         if constexpr (BIAS) v[j] += b[j];
       }
       cukit::from_floats(values[r][i], v);
-      cukit::store<cukit::Cache::STORES>(y + row * cols + share.vec(i) * VEC, values[r][i]);
+      cukit::store(y + row * cols + vec * VEC, values[r][i]);
     }
-  }
   }
 }

@@ -23,62 +23,42 @@ using Vector = cukit::Vec<T, VEC>;
 
 }  // namespace
 
-#ifndef PASSES
-#define PASSES 1
-#endif
-#ifndef EARLY
-#define EARLY (ROWS > 1)
-#endif
-#ifndef STORES
-#define STORES Cached
-#endif
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
     const T* __restrict__ x,         // [rows, cols]
     const T* __restrict__ residual,  // [rows, cols], RESIDUAL only
     const T* __restrict__ weight,    // [cols]
     T* __restrict__ y,               // [rows, cols]
     T* __restrict__ new_residual,    // [rows, cols], RESIDUAL only
-    int rows, int given_cols, float eps) {
-  __shared__ float scratch[2][ROWS * cukit::kScratch];
+    int rows, int cols, float eps) {
+  __shared__ float scratch[ROWS * cukit::kScratch];
   const cukit::RowShare share;
-  const int cols = cukit::row_length(given_cols);
   const int num_vecs = cols / VEC;
-  const float inverse_cols = 1.0f / cols;
-  const long long begin = static_cast<long long>(blockIdx.x) * (PASSES * cukit::kPassRows);
+  const long long first_row = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
 
-  const auto in_row = [&](int i) { return share.vec(i) < num_vecs; };
-
-  Vector next[ROWS][VECS_PER_THREAD];
-  const auto load_pass = [&](long long first_row) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const long long row = min(share.row(first_row, r), static_cast<long long>(rows - 1));
-#pragma unroll
-      for (int i = 0; i < VECS_PER_THREAD; ++i) {
-        if (in_row(i)) cukit::load<cukit::Cache::LOADS>(next[r][i], x + row * cols + share.vec(i) * VEC);
-      }
-    }
+  const auto holds = [&](int r, int i) {
+    return share.row(first_row, r) < rows && share.vec(i) < num_vecs;
   };
-  load_pass(begin);
+
+  Vector values[ROWS][VECS_PER_THREAD];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const long long row = share.row(first_row, r);
+    if (row >= rows) continue;
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const int vec = share.vec(i);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
+    }
+  }
   // Several rows per thread share the weight, which is then loaded early, together with x.
   Vector scale[VECS_PER_THREAD];
   const auto load_weight = [&] {
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (in_row(i)) cukit::load(scale[i], weight + share.vec(i) * VEC);
+      if (share.vec(i) < num_vecs) cukit::load(scale[i], weight + share.vec(i) * VEC);
     }
   };
-  if constexpr (EARLY) load_weight();
-#pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const long long first_row = begin + pass * cukit::kPassRows;
-    Vector values[ROWS][VECS_PER_THREAD];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-      for (int i = 0; i < VECS_PER_THREAD; ++i) values[r][i] = next[r][i];
-    }
-    if (pass + 1 < PASSES) load_pass(first_row + cukit::kPassRows);
+  if constexpr (ROWS > 1) load_weight();
   if constexpr (RESIDUAL) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -86,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
       if (row >= rows) continue;
 #pragma unroll
       for (int i = 0; i < VECS_PER_THREAD; ++i) {
-        if (!in_row(i)) continue;
         const int vec = share.vec(i);
+        if (vec >= num_vecs) continue;
         Vector read;
         cukit::load<cukit::Cache::Kept>(read, residual + row * cols + vec * VEC);
         float v[VEC], add[VEC];
@@ -107,33 +87,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
     sums[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (!in_row(i)) continue;
+      if (!holds(r, i)) continue;
       float v[VEC];
       cukit::to_floats(v, values[r][i]);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) sums[r] += v[j] * v[j];
     }
   }
-  cukit::row_sums(sums, scratch[pass % 2]);
+  cukit::row_sums(sums, scratch);
   cukit::stay_packed(values);
 
-  if (!EARLY && pass == 0) load_weight();
+  if constexpr (ROWS == 1) load_weight();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const long long row = share.row(first_row, r);
     if (row >= rows) continue;
-    const float rstd = rsqrtf(sums[r] * inverse_cols + eps);
+    const float rstd = rsqrtf(sums[r] / cols + eps);
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (!in_row(i)) continue;
+      const int vec = share.vec(i);
+      if (vec >= num_vecs) continue;
       float v[VEC], w[VEC];
       cukit::to_floats(v, values[r][i]);
       cukit::to_floats(w, scale[i]);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) v[j] = v[j] * rstd * w[j];
       cukit::from_floats(values[r][i], v);
-      cukit::store<cukit::Cache::STORES>(y + row * cols + share.vec(i) * VEC, values[r][i]);
+      cukit::store(y + row * cols + vec * VEC, values[r][i]);
     }
-  }
   }
 }

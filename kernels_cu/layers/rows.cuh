@@ -7,8 +7,7 @@
 // rows are in flight together. A pass of a block covers kPassRows consecutive rows.
 //
 // Macros: THREADS multiple of 32, 32..1024; LANES: THREADS or a power of two up to 32; VEC elements
-//   per access; VECS_PER_THREAD vectors per thread and row; ROWS; FULL 1: rows have LANES *
-//   VECS_PER_THREAD * VEC elements.
+//   per access; VECS_PER_THREAD vectors per thread and row; ROWS.
 #pragma once
 
 #include "common/platform.cuh"
@@ -25,10 +24,6 @@ constexpr int kPassRows = kGroups * ROWS;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr bool kCrossWarp = LANES > kWarpSize;  // rows are reduced across warps
 constexpr int kScratch = kCrossWarp ? kWarps : 1;  // floats of shared memory per sum
-constexpr int kMostColumns = LANES * VECS_PER_THREAD * VEC;
-
-// The row length, which the compiler knows with FULL: no vector of a thread is then outside the row.
-CUKIT_DEVICE constexpr int row_length(int cols) { return FULL ? kMostColumns : cols; }
 
 // The rows and columns of a thread.
 struct RowShare {
@@ -112,6 +107,7 @@ class PassWeights {
 // Writes a block's partial column gradient, summed over its groups in a fixed order, to `into` [cols].
 // `sums` holds the sums of this thread's vectors; `scratch` is kColumnScratch floats of shared memory.
 // All threads must call it.
+constexpr int kMostColumns = LANES * VECS_PER_THREAD * VEC;
 constexpr int kColumnScratch = kGroups > 1 ? kWarps * kMostColumns : 1;
 
 CUKIT_DEVICE void write_column_sums(const float (&sums)[VECS_PER_THREAD][VEC], float* into, int cols,

@@ -52,19 +52,6 @@ CUKIT_DEVICE uint4 load_global_16(const uint4* global, unsigned long long policy
 #endif
 }
 
-// ld.global.L2::256B, 16 bytes.
-CUKIT_DEVICE uint4 load_global_wide_16(const uint4* global) {
-#ifdef CUKIT_EMULATE
-  return *global;
-#else
-  uint4 word;
-  asm volatile("ld.global.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-               : "l"(global));
-  return word;
-#endif
-}
-
 // prefetch.global.L2: prefetches the cache line at `address`. A hint; completion is not reported.
 CUKIT_DEVICE void prefetch_l2(const void* address) {
 #ifndef CUKIT_EMULATE
