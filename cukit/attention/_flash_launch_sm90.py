@@ -148,8 +148,6 @@ class MappedForward:
             encoder((1, tiling.tile_n, 1, columns)),
             encoder((1, tiling.tile_n, 1, value_columns)),
         )
-        self._query_maps = TensorMapCache(self._encoders[0])
-        self._query_layout: tuple[Any, ...] = ()
 
     def launch(
         self,
@@ -212,11 +210,7 @@ class MappedForward:
                 np.uint8,
             )
         nothing = self._nothing if plan is None and self._plain else None
-        layout = q.shape, q.strides
-        if layout != self._query_layout:  # in decode steps only the keys change
-            self._query_layout = layout
-            self._query_maps = TensorMapCache(self._encoders[0])
-        maps = (self._query_maps, *map(TensorMapCache, self._encoders[1:]))
+        maps = tuple(map(TensorMapCache, self._encoders))
         return MappedLaunch(launch, maps, plan, values, nothing)
 
 

@@ -366,7 +366,7 @@ class PreparedMla(NamedTuple):
 
 
 def _describe(
-    device: Hashable, causal: bool, scale: float, latent_dim: int, *arrays: Array | None
+    device: Hashable, causal: bool, scale: float, latent_dim: int, *arrays: Any
 ) -> Hashable:
     """The cache key of a call's checks and kernels, without the number of requests and the columns
     of the block table, which change from step to step.
@@ -377,16 +377,16 @@ def _describe(
     rows = [q, block_table, seq_lens] + ([] if out is None else [out])
     if (
         any(each is None or each.ndim == 0 or not each.size for each in rows)
-        or len({each.shape[0] for each in rows}) > 1  # type: ignore[union-attr]
-        or not all(each.flags.c_contiguous for each in rows)  # type: ignore[union-attr]
+        or len({each.shape[0] for each in rows}) > 1
+        or not all(each.flags.c_contiguous for each in rows)
     ):
         return describe(device, causal, scale, latent_dim, *arrays)
     kinds = [
-        (each.shape[1:], each.dtype, address_of(each) % ACCESS_BYTES)  # type: ignore[union-attr]
+        (each.shape[1:], each.dtype, address_of(each) % ACCESS_BYTES)
         for each in (q, seq_lens, out)
         if each is not None
     ]
-    table = block_table.ndim, block_table.dtype, address_of(block_table) % ACCESS_BYTES  # type: ignore[union-attr]
+    table = block_table.ndim, block_table.dtype, address_of(block_table) % ACCESS_BYTES
     return device, causal, scale, latent_dim, *kinds, table, describe(kv_cache)
 
 

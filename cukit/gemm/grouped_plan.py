@@ -200,8 +200,9 @@ def plan_grouped_sm90(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
     rows = product.m if problem.ragged == "m" else product.k
     rounded = problem
     if rows > _EXACT_ROWS:
-        extents = {problem.ragged: rounded_rows(rows)}
-        rounded = replace(problem, product=replace(product, **extents))
+        rows = rounded_rows(rows)
+        like = replace(product, m=rows) if problem.ragged == "m" else replace(product, k=rows)
+        rounded = replace(problem, product=like)
     return configure(problem, _fastest_tiling(rounded, num_sms), num_sms)
 
 
