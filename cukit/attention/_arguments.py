@@ -507,8 +507,8 @@ def _describe_but_lengths(
         return describe(device, *queries, *keys, options, *others)
     rows_q, rows_kv = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
     most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
-    inputs = [_describe_but_length(array, rows_q) for array in queries]
-    inputs += [_describe_but_length(array, rows_kv) for array in keys]
+    inputs = [describe_but_length(array, rows_q) for array in queries]
+    inputs += [describe_but_length(array, rows_kv) for array in keys]
     if (
         None in inputs
         or others[-_LAST_OF_BIAS] is not None
@@ -525,9 +525,9 @@ def _describe_but_lengths(
     return device, rounded, len(queries), *inputs, options[:_LENGTHS], ragged, describe(*others)
 
 
-def _describe_but_length(array: Array, rows: tuple[int, ...]) -> Hashable:
-    """The array's key without its length; None where the length may decide whether it passes the
-    checks, for instance where it differs from `rows`."""
+def describe_but_length(array: Array, rows: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """The array's batch and the rest of its key, without its length; None where the length may
+    decide whether it passes the checks, for instance where it differs from `rows`."""
     shape, strides = array.shape, array.strides
     if len(shape) == _DENSE_AXES:
         batch, step = shape[0], strides[0]

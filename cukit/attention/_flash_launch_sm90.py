@@ -85,18 +85,18 @@ class MappedLaunch:
     def __init__(
         self,
         launch: Launch,
-        encoders: tuple[Callable[[Array], Any], ...],
+        maps: tuple[TensorMapCache, ...],
         plan: Prologue | None,
         values: Prologue | None,
         nothing: tuple[Any, ...] | None,
     ) -> None:
-        """encoders: of q, k and v. nothing: the null pointers of all optional arrays, if the call
+        """maps: of q, k and v. nothing: the null pointers of all optional arrays, if the call
         uses none and needs no schedule."""
         self._launch = launch
         self._plan = plan
         self._values = values
         self._nothing = nothing
-        self._q, self._k, self._v = map(TensorMapCache, encoders)
+        self._q, self._k, self._v = maps
 
     def __call__(
         self,
@@ -210,7 +210,8 @@ class MappedForward:
                 np.uint8,
             )
         nothing = self._nothing if plan is None and self._plain else None
-        return MappedLaunch(launch, self._encoders, plan, values, nothing)
+        maps = tuple(map(TensorMapCache, self._encoders))
+        return MappedLaunch(launch, maps, plan, values, nothing)
 
 
 @launch_plan

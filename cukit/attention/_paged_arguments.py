@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention._arguments import ScoreOptions, check_kernel_layout
+from cukit.attention._arguments import ScoreOptions, check_kernel_layout, describe_but_length
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import RecentKV, check_code_layout
 from cukit.core.arrays import (
+    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
+    address_of,
     check_array,
     check_same_dtype,
+    describe,
     float16,
     float32,
     int32,
@@ -136,6 +140,47 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
     if out is not None:
         shape = (*q.shape[:-1], per_byte * v_cache.shape[-1])
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
+
+
+def describe_paged(
+    device: Hashable, codes: str, options: ScoreOptions, *given: Array | None
+) -> Hashable:
+    """The cache key of a call's checks and of what they determine, without the numbers of requests,
+    queries and table columns, which change from step to step.
+
+    Where those may decide whether a call passes the checks, the key is the full description.
+    """
+    varying = _describe_varying(PagedArrays(*given))
+    if varying is None:
+        return describe(device, codes, options, *given)
+    return device, codes, options, varying
+
+
+def _describe_varying(arrays: PagedArrays) -> Hashable:
+    q, k_cache, v_cache, k_scales, v_scales, table, lengths, sinks, out, ends, *more = arrays
+    if q is None or table is None or lengths is None or q.ndim != (4 if ends is None else 3):
+        return None
+    batch, rows = arrays.batch, q.shape[-3:-2]
+    queries = [describe_but_length(each, rows) for each in (q, out) if each is not None]
+    if None in queries or (out is not None and out.shape[:-2] != q.shape[:-2]):
+        return None
+    if batch < 1 or table.ndim != 2 or table.shape[0] != batch:
+        return None
+    *others, rings, packed = more
+    lists = [(lengths, batch), (ends, batch + 1), (rings, batch), (packed, batch)]
+    if any(each is not None and each.shape != (count,) for each, count in lists):
+        return None
+    return (
+        *[each and each[1:] for each in queries],  # without the batch
+        _kind(table),
+        *[None if each is None else _kind(each) for each, _ in lists],
+        describe(k_cache, v_cache, k_scales, v_scales, sinks, *others),
+    )
+
+
+def _kind(array: Array) -> tuple[Any, ...]:
+    stride = array.strides[-1] if array.shape[-1] > 1 else array.itemsize
+    return array.dtype, stride, address_of(array) % ACCESS_BYTES
 
 
 def check_layout(arrays: PagedArrays, codes: str) -> None:

@@ -7,11 +7,13 @@ tile reads the keys once more, which costs less with many queries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cukit.attention._arguments import PARAMETERS, ScoreOptions, strides_of
 from cukit.attention._paged_arguments import PagedArrays
 from cukit.attention._paged_prefill import (
+    PagedForward,
     PreparedForward,
     PreparedPrefill,
     problem_of_pages,
@@ -23,7 +25,7 @@ from cukit.attention._paged_prefill_plan import (
     prefers_gather,
     short_queries,
 )
-from cukit.attention._problem import ceil_div
+from cukit.attention._problem import AttentionProblem, ceil_div
 from cukit.attention.cache_arrays import scale_strides
 from cukit.core.arrays import Array, empty, int32
 from cukit.core.device import current_device
@@ -41,19 +43,23 @@ def prepare_prefill(
     arrays: PagedArrays,
     codes: str,
     options: ScoreOptions,
+    problem: AttentionProblem,
+    forward: Callable[[], PagedForward],
     *,
     batch_invariant: bool,
 ) -> tuple[PreparedForward | None, int]:
     """The launches of a call on the Hopper forward, or None, and the largest number of queries of
-    the requests that are left for the decode kernel."""
-    problem = problem_of_pages(arrays, codes, options)
+    the requests that are left for the decode kernel. problem:
+    problem_of_pages. forward: returns the forward over the caches."""
     if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
     most_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
     block_size = arrays.k_cache.shape[1]
     if not prefers_gather(problem, block_size, codes, device, batch_invariant=batch_invariant):
-        prefill = PreparedPrefill(problem, options, arrays, least_queries=most_queries + 1)
+        prefill = PreparedPrefill(
+            forward(), problem, options, arrays, least_queries=most_queries + 1
+        )
         return prefill, most_queries
     group = 0
     if codes == "int4" and arrays.k_scales is not None:
@@ -101,7 +107,8 @@ class _Copy:
         self._gather = Launch(load_kernel(config.spec()), (grid,), (parameters,))
         copied = self._copied(arrays, *self._scratch(q))
         problem = problem_of_pages(copied, "", options)
-        self._attend = PreparedPrefill(problem, options, copied, most_keys, least_queries)
+        forward = PagedForward(problem, copied)
+        self._attend = PreparedPrefill(forward, problem, options, copied, most_keys, least_queries)
 
     def __call__(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels."""

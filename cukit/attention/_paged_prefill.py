@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from cukit.attention._arguments import (
     strides_of,
 )
 from cukit.attention._flash_launch_sm90 import NO_FLOAT8, MappedLaunch, Prologue, encoder
-from cukit.attention._flash_plan_sm90 import covers
+from cukit.attention._flash_plan_sm90 import covers, sequences_plan_size
 from cukit.attention._flash_tilings import WARPGROUP_ROWS
 from cukit.attention._paged_arguments import PagedArrays, PagedScratch
 from cukit.attention._paged_prefill_plan import (
@@ -28,8 +29,9 @@ from cukit.attention._paged_prefill_plan import (
 from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, Launch, load_kernel
+from cukit.core.kernel import NULL, Launches, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import TensorMapCache
 
 
 def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> AttentionProblem:
@@ -83,6 +85,41 @@ class PreparedForward:
         raise NotImplementedError
 
 
+class _Kernels:
+    """The loaded kernels of a problem, of any lengths."""
+
+    def __init__(self, problem: AttentionProblem, block_size: int, mapped: bool) -> None:
+        config = plan_paged_prefill(problem, block_size, mapped, current_device())
+        self.config = config
+        self.boxes = config.page_rows > 0
+        self.launches = Launches(load_kernel(config.spec()))
+        self.plan_launches = Launches(load_kernel(config.plan_spec()))
+        queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
+        box = 1, config.page_rows, 1, config.box_columns(config.width)
+        self.encoders = (queries, *(encoder(box) if self.boxes else queries for _ in range(2)))
+
+
+_loaded = launch_plan(_Kernels)
+
+
+class PagedForward:
+    """The forward over caches of one description, for any numbers of requests and queries."""
+
+    def __init__(self, problem: AttentionProblem, arrays: PagedArrays) -> None:
+        """problem: its lengths and batch do not matter."""
+        k_cache, v_cache = arrays.k_cache, arrays.v_cache
+        block_size, mapped = k_cache.shape[1], fits_tensor_maps(k_cache, v_cache)
+        self.kernels = _loaded(problem.at_lengths(1, 1, 1), block_size, mapped)
+        self.cache_maps = tuple(map(TensorMapCache, self.kernels.encoders[1:]))
+        self.keys = parameter_structs(PARAMETERS)["PagedKeys"].pack(
+            k=strides_of(k_cache),
+            v=strides_of(v_cache),
+            block_size=block_size,
+            table_row=0,
+            head_dim=problem.head_dim,
+        )
+
+
 class PreparedPrefill(PreparedForward):
     """A planned call that reads the cache itself."""
 
@@ -90,6 +127,7 @@ class PreparedPrefill(PreparedForward):
 
     def __init__(
         self,
+        forward: PagedForward,
         problem: AttentionProblem,
         options: ScoreOptions,
         arrays: PagedArrays,
@@ -98,10 +136,9 @@ class PreparedPrefill(PreparedForward):
     ) -> None:
         """most_keys: bound of the lengths; None: the capacity of the block table. least_queries:
         requests with fewer are left out."""
-        q, k_cache, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
+        q, _, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
-        mapped = fits_tensor_maps(k_cache, v_cache)
-        config = plan_paged_prefill(problem, block_size, mapped, current_device())
+        kernels = forward.kernels
         given = ScoreArrays(None, sinks, None, None, cu_seqlens_q, None)
         if most_keys is None:
             most_keys = block_table.shape[1] * block_size
@@ -109,15 +146,10 @@ class PreparedPrefill(PreparedForward):
         batch, heads_q = problem.batch, problem.num_heads_q
         *rows, _, _ = q.shape
         super().__init__(q.shape, value_dim)
-        self._boxes = config.page_rows > 0
+        self._boxes = kernels.boxes
         structs = parameter_structs(PARAMETERS)
-        keys = structs["PagedKeys"].pack(
-            k=strides_of(k_cache),
-            v=strides_of(v_cache),
-            block_size=block_size,
-            table_row=block_table.strides[0] // block_table.itemsize,
-            head_dim=problem.head_dim,
-        )
+        table_row = block_table.strides[0] // block_table.itemsize
+        keys = structs["PagedKeys"].changed(forward.keys, table_row=table_row)
         parameters = structs["MappedForwardParameters"].pack(
             out=dense_strides(self._shape) if out is None else strides_of(out),
             batch=batch,
@@ -131,16 +163,12 @@ class PreparedPrefill(PreparedForward):
             settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
             float8=NO_FLOAT8,
         )
-        blocks = config.grid(int(np.prod(rows)))
-        launch = Launch(load_kernel(config.spec()), (blocks,), (keys, parameters))
+        blocks = kernels.config.grid(math.prod(rows), batch)
+        launch = kernels.launches((blocks,), (keys, parameters))
         scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, least_queries, blocks))
-        plan = Launch(load_kernel(config.plan_spec()), (1,), tuple(scalars))
-        queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
-        box = 1, config.page_rows, 1, config.box_columns(config.width)
-        encoders = (queries, *(encoder(box) if self._boxes else queries for _ in range(2)))
-        self._launch = MappedLaunch(
-            launch, encoders, Prologue(plan, config.plan_size()), None, None
-        )
+        plan = Prologue(kernels.plan_launches((1,), tuple(scalars)), sequences_plan_size(batch))
+        maps = (TensorMapCache(kernels.encoders[0]), *forward.cache_maps)
+        self._launch = MappedLaunch(launch, maps, plan, None, None)
 
     def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
         """Launches the kernels; `out` is not empty."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cukit.attention._flash_plan_sm90 import (
     WarpgroupForwardConfig,
     covers,
-    sequences_plan_size,
     sequences_spec,
     tilings_of,
 )
@@ -48,11 +48,10 @@ class PagedForwardConfig(WarpgroupForwardConfig):
     page_rows: int = 0
     """Rows of a cache block per TMA box; 0: warps copy row by row."""
 
-    def grid(self, rows: int) -> int:
+    def grid(self, rows: int, batch: int) -> int:
         """Grid size for `rows` queries of all requests; a counter assigns the tiles."""
-        problem = self.problem
-        tiles = rows // self.tiling.tile_m + problem.batch
-        return min(problem.num_heads_q * tiles, self.num_sms)
+        tiles = rows // self.tiling.tile_m + batch
+        return min(self.problem.num_heads_q * tiles, self.num_sms)
 
     @property
     def ping_pong(self) -> bool:
@@ -68,10 +67,6 @@ class PagedForwardConfig(WarpgroupForwardConfig):
     def plan_spec(self) -> KernelSpec:
         """The scheduling kernel, which sorts requests by length."""
         return sequences_spec(self.tiling.tile_m, paged=True)
-
-    def plan_size(self, seq_len_q: int = 0, seq_len_kv: int = 0, mask_heads: int = 1) -> int:
-        """int32 elements of the schedule."""
-        return sequences_plan_size(self.problem.batch)
 
 
 def plan_paged_prefill(
@@ -146,15 +141,23 @@ def prefers_gather(
     of loading it row by row, where that takes longer."""
     if codes:
         return True
+    batch, queries = problem.batch, problem.seq_len_q
     if problem.varlen:
         # The queries of each request are unknown to the host: assume equal numbers.
-        queries = ceil_div(problem.seq_len_q, max(1, problem.batch))
-        problem = replace(problem, seq_len_q=queries, varlen=False)
+        queries = ceil_div(queries, max(1, batch))
     elif batch_invariant:
-        problem = replace(problem, batch=device.num_sms)
-    config = plan_paged_prefill(problem, block_size, True, device)
+        batch = device.num_sms
+    problem = problem.at_lengths(queries, 1, batch)
     saved = (_ROW_BY_ROW - 1.0) * prefill_time(problem, device)
-    return config.page_rows == 0 and saved > gather_time(problem, codes)
+    if saved <= gather_time(problem, codes):
+        return False
+    return _reads_row_by_row(problem.at_lengths(1, 1, 1), block_size, device)
+
+
+@lru_cache(maxsize=256)
+def _reads_row_by_row(problem: AttentionProblem, block_size: int, device: Device) -> bool:
+    dense = replace(problem, varlen=False)
+    return plan_paged_prefill(dense, block_size, True, device).page_rows == 0
 
 
 def prefers_prefill(
@@ -170,8 +173,8 @@ def prefers_prefill(
     """
     if not covers(problem, device) or problem.group * problem.seq_len_q <= _DECODE_ROWS:
         return False
-    if batch_invariant:
-        problem = replace(problem, batch=device.num_sms)  # whole waves of tiles
+    if batch_invariant:  # whole waves of tiles
+        problem = problem.at_lengths(problem.seq_len_q, problem.seq_len_kv, device.num_sms)
     prefill = prefill_time(problem, device) + (gather_time(problem, codes) if codes else 0.0)
     return decode_time(problem, codes) > prefill
 

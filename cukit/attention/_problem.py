@@ -51,12 +51,19 @@ class AttentionProblem:
     teacher_group: int | None = None
     """Attention KL only: query heads per KV head of the teacher, whose head_dim is value_dim."""
 
-    def at_lengths(self, seq_len_q: int, seq_len_kv: int) -> AttentionProblem:
-        """A copy with other lengths; runs for every new length, ten times faster than `replace`."""
+    def at_lengths(
+        self, seq_len_q: int, seq_len_kv: int, batch: int | None = None
+    ) -> AttentionProblem:
+        """A copy with other lengths; runs for every new length, ten times faster than `replace`.
+
+        batch: None: the same.
+        """
         problem = object.__new__(AttentionProblem)
         fields = problem.__dict__
         fields.update(self.__dict__)  # including the cached features, which ignore lengths
         fields["seq_len_q"], fields["seq_len_kv"] = seq_len_q, seq_len_kv
+        if batch is not None:
+            fields["batch"] = batch
         return problem
 
     @property

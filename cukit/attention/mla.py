@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,18 +15,20 @@ from cukit.attention._arguments import (
     score_options,
     score_settings,
 )
-from cukit.attention._mla_plan import BLOCK_SIZE, plan_mla_attention
+from cukit.attention._mla_plan import BLOCK_SIZE, MlaConfig, plan_mla_attention
 from cukit.attention._paged_arguments import check_table
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
+    address_of,
     adopt,
     bfloat16,
     check_addresses,
     check_array,
     check_same_dtype,
+    describe,
     empty,
     float32,
     int32,
@@ -34,7 +37,7 @@ from cukit.core.arrays import (
     write_out,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -355,11 +358,46 @@ class PreparedMla(NamedTuple):
         return (out, lse) if return_lse else out
 
 
-@launch_plan
-def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> PreparedMla:
-    """Checks and plans a call, and loads its kernels."""
+def _describe(
+    device: Hashable, causal: bool, scale: float, latent_dim: int, *arrays: Any
+) -> Hashable:
+    """The cache key of a call's checks and kernels, without the number of requests and the columns
+    of the block table, which change from step to step.
+
+    Where those may decide whether a call passes the checks, the key is the full description.
+    """
+    q, kv_cache, block_table, seq_lens, out = arrays
+    rows = [q, block_table, seq_lens] + ([] if out is None else [out])
+    if (
+        any(each is None or each.ndim == 0 or not each.size for each in rows)
+        or len({each.shape[0] for each in rows}) > 1
+        or not all(each.flags.c_contiguous for each in rows)
+    ):
+        return describe(device, causal, scale, latent_dim, *arrays)
+    kinds = [
+        (each.shape[1:], each.dtype, address_of(each) % ACCESS_BYTES)
+        for each in (q, seq_lens, out)
+        if each is not None
+    ]
+    table = block_table.ndim, block_table.dtype, address_of(block_table) % ACCESS_BYTES
+    return device, causal, scale, latent_dim, *kinds, table, describe(kv_cache)
+
+
+class _Planned(NamedTuple):
+    """The loaded kernels of calls that differ in their requests only."""
+
+    config: MlaConfig
+    parameters: Any
+    cache_map: TensorMapCache | None
+    attend: Launches
+    merge: Launches
+
+
+@partial(launch_plan, describe=_describe)
+def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Planned:
+    """Checks a call and loads its kernels."""
     _check(causal, scale, latent_dim, *arrays)
-    q, kv_cache, block_table, _, out = arrays
+    q, kv_cache, _, _, out = arrays
     coded = _is_coded(kv_cache)
     check_array(_OP, "q", q, dtypes=(bfloat16,) if coded else _KERNEL_DTYPES)
     if out is not None:
@@ -367,7 +405,7 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     check_addresses(_OP, out=out)
     if q.size:
         check_addresses(_OP, q=q, kv_cache=kv_cache)
-    batch, seq_q, heads, width = q.shape
+    _, seq_q, heads, width = q.shape
     if (width, latent_dim, kv_cache.shape[1]) != (_WIDTH, LATENT_DIM, BLOCK_SIZE):
         raise ArrayShapeError(
             f"{_OP}: on the GPU, q must have {_WIDTH} columns, latent_dim must be {LATENT_DIM} and "
@@ -387,19 +425,38 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     config = plan_mla_attention(
         heads, seq_q, q.dtype.name, current_device(), coded=coded, causal=causal
     )
-    most_keys = block_table.shape[1] * BLOCK_SIZE
     options = score_options(_OP, causal, None, None, scale, None, None)
     nothing = ScoreArrays(None, None, None, None, None, None)
-    parameters = parameter_structs(PARAMETERS)["LatentParameters"].pack(
-        batch=batch,
+    parameters = _PARAMETERS.pack(
+        batch=0,
         heads_q=heads,
         seq_q=seq_q,
         problems=config.row_tiles,
-        most_keys=most_keys,
-        table_row=block_table.shape[1],
+        most_keys=0,
+        table_row=0,
         cache_block=kv_cache.strides[0],
         scale_log2=scales_of(q, options)[1],
-        settings=score_settings(q, options, nothing, (batch, heads, seq_q, most_keys)),
+        settings=score_settings(q, options, nothing, (1, heads, seq_q, 1)),
+    )
+    return _Planned(
+        config,
+        parameters,
+        None if coded else TensorMapCache(partial(_cache_map, box=config.page_box)),
+        Launches(load_kernel(config.spec())),
+        Launches(load_kernel(config.merge_spec()), dependent=True),
+    )
+
+
+@launch_plan
+def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> PreparedMla:
+    """Checks and plans a call, and loads its kernels."""
+    planned = _planned(causal, scale, latent_dim, *arrays)
+    q, _, block_table, _, _ = arrays
+    config = planned.config
+    batch, seq_q, heads, _ = q.shape
+    columns = block_table.shape[1]
+    parameters = _PARAMETERS.changed(
+        planned.parameters, batch=batch, most_keys=columns * BLOCK_SIZE, table_row=columns
     )
     units = config.units_per_merge_block(batch)
     merge_blocks = batch * config.row_tiles * (config.rows // units)
@@ -409,12 +466,13 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
         lse_shape=(batch, heads, seq_q),
         scratch_floats=config.scratch_floats,
         q_map=TensorMapCache(partial(_query_map, box=config.query_box)),
-        cache_map=None if coded else TensorMapCache(partial(_cache_map, box=config.page_box)),
-        attend=Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,)),
-        merge=Launch(
-            load_kernel(config.merge_spec()), (merge_blocks,), merge_scalars, dependent=True
-        ),
+        cache_map=planned.cache_map,
+        attend=planned.attend((config.num_blocks,), (parameters,)),
+        merge=planned.merge((merge_blocks,), merge_scalars),
     )
+
+
+_PARAMETERS = parameter_structs(PARAMETERS)["LatentParameters"]
 
 
 def _query_map(q: Array, box: tuple[int, int, int]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from cukit.attention._paged_arguments import (
     check_arrays,
     check_contents,
     check_layout,
+    describe_paged,
     is_checked,
 )
 from cukit.attention._paged_gather import prepare_prefill
@@ -30,9 +32,10 @@ from cukit.attention._paged_plan import (
     CODE_HEAD_DIMS,
     GROUP_HEAD_DIMS,
     HEAD_DIMS,
+    PagedConfig,
     plan_paged_attention,
 )
-from cukit.attention._paged_prefill import PreparedForward
+from cukit.attention._paged_prefill import PagedForward, PreparedForward, problem_of_pages
 from cukit.attention._paged_prefill_plan import prefill_specs
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import (
@@ -55,7 +58,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -305,86 +308,148 @@ class PreparedPaged(NamedTuple):
         return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
 
 
+class _Planned:
+    """What a call's number of requests, queries and table columns do not change: its arguments were
+    checked, and its kernels are loaded."""
+
+    def __init__(self, arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
+        _, k_cache, v_cache, k_scales, v_scales, _, _, sinks, *_ = arrays
+        recent_k, recent_v = arrays.recent_k, arrays.recent_v
+        self.problem = problem_of_pages(arrays, codes, options)
+        self.codes = codes
+        self.sinks = sinks is not None
+        self.packed = arrays.cu_seqlens_q is not None
+        self.recent = recent_k is not None
+        self.recent_rows = 0 if recent_k is None else recent_k.shape[1]
+        self.group_rows = 0
+        if codes == "int4" and k_scales is not None:
+            self.group_rows = k_cache.shape[1] // k_scales.shape[1]
+        self._forward: PagedForward | None = None
+        self._variants: dict[tuple[int, bool], tuple[PagedConfig, Launches]] = {}
+        # Of bias, mask and packed queries, whose strides and sizes vary, this kernel has none.
+        given = ScoreArrays(None, sinks, None, None, None, None)
+        shape = 1, self.problem.num_heads_q, 1, 1
+        self._parameters = _PARAMETERS.pack(
+            **dict.fromkeys(_VARYING, 0),
+            q=(0, 0, 0),
+            k=strides_of(k_cache),
+            v=strides_of(v_cache),
+            out=(0, 0, 0),
+            k_scales=scale_strides(k_scales),
+            v_scales=scale_strides(v_scales),
+            recent_k=(0, 0, 0) if recent_k is None else strides_of(recent_k),
+            recent_v=(0, 0, 0) if recent_v is None else strides_of(recent_v),
+            heads_q=self.problem.num_heads_q,
+            heads_kv=self.problem.num_heads_kv,
+            group=self.problem.group,
+            recent_rows=self.recent_rows,
+            block_size=k_cache.shape[1],
+            head_dim=self.problem.head_dim,
+            value_dim=self.problem.head_dim_v,
+            scale_log2=scales_of(arrays.q, options)[1],
+            settings=score_settings(arrays.q, options, given, shape),
+        )
+
+    def forward(self, arrays: PagedArrays) -> PagedForward:
+        """The Hopper forward over the caches."""
+        if self._forward is None:
+            self._forward = PagedForward(self.problem, arrays)
+        return self._forward
+
+    def variant(self, rows: int, batch_invariant: bool) -> tuple[PagedConfig, Launches]:
+        """The configuration for `rows` query rows per KV head, and its kernel's launches."""
+        key = rows, batch_invariant
+        found = self._variants.get(key)
+        if found is None:
+            problem = self.problem
+            config = plan_paged_attention(
+                problem.head_dim, problem.head_dim_v, problem.num_heads_kv, rows, problem.dtype,
+                current_device(), codes=self.codes, causal=problem.causal,
+                window=problem.window is not None, softcap=problem.softcap, sinks=self.sinks,
+                batch_invariant=batch_invariant, group_rows=self.group_rows,
+                recent=self.recent, packed=self.packed,
+            )  # fmt: skip
+            found = self._variants[key] = config, _launches(config)
+        return found
+
+    def parameters(self, **varying: Any) -> Any:
+        """The PagedParameters struct. varying: q, out, and each of _VARYING."""
+        return _PARAMETERS.changed(self._parameters, **varying)
+
+
+_PARAMETERS = parameter_structs(PARAMETERS)["PagedParameters"]
+_VARYING = "batch", "seq_q", "problems", "most_keys", "table_row", "tile_blocks", "tile_rows"
+
+
+@launch_plan
+def _launches(config: PagedConfig) -> Launches:
+    return Launches(load_kernel(config.spec()))
+
+
+@partial(launch_plan, describe=describe_paged)
+def _planned(codes: str, options: ScoreOptions, *given: Array | None) -> _Planned:
+    """Checks a call; cached for calls that differ only in what describe_paged leaves out."""
+    arrays = PagedArrays(*given)
+    check_arrays(arrays, codes, options)
+    check_layout(arrays, codes)
+    if codes == "int4" and arrays.k_scales is not None:
+        factors = {
+            "k_cache.scales": arrays.k_scales, "v_cache.scales": arrays.v_scales,
+            "k_cache.zeros": arrays.k_zeros, "v_cache.zeros": arrays.v_zeros,
+        }  # fmt: skip
+        check_group_layout(_OP, **factors)
+        check_kernel_layout(_OP, **{"recent.k": arrays.recent_k, "recent.v": arrays.recent_v})
+        if arrays.q.shape[-1] > GROUP_HEAD_DIMS[-1]:
+            raise ArrayShapeError(
+                f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
+                f"{arrays.q.shape[-1]}"
+            )
+    return _Planned(arrays, codes, options)
+
+
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
 ) -> PreparedPaged | PreparedForward:
     """Checks and plans a call, and loads its kernel."""
+    planned = _planned(codes, options, *given)
     arrays = PagedArrays(*given)
-    check_arrays(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
-    recent_k, recent_v = arrays.recent_k, arrays.recent_v
-    check_layout(arrays, codes)
-    group_rows = 0
-    if codes == "int4" and k_scales is not None:
-        factors = {
-            "k_cache.scales": k_scales, "v_cache.scales": v_scales,
-            "k_cache.zeros": arrays.k_zeros, "v_cache.zeros": arrays.v_zeros,
-        }  # fmt: skip
-        check_group_layout(_OP, **factors)
-        check_kernel_layout(_OP, **{"recent.k": recent_k, "recent.v": recent_v})
-        group_rows = k_cache.shape[1] // k_scales.shape[1]
-        if q.shape[-1] > GROUP_HEAD_DIMS[-1]:
-            raise ArrayShapeError(
-                f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
-                f"{q.shape[-1]}"
-            )
-    prefill, most_queries = prepare_prefill(arrays, codes, options, batch_invariant=batch_invariant)
+    q, out, block_table, packed, batch = (
+        arrays.q, arrays.out, arrays.block_table, planned.packed, arrays.batch
+    )  # fmt: skip
+    problem = planned.problem.at_lengths(q.shape[-3], 1, batch)
+    prefill, most_queries = prepare_prefill(
+        arrays, codes, options, problem,
+        lambda: planned.forward(arrays), batch_invariant=batch_invariant,
+    )  # fmt: skip
     if prefill is not None and not most_queries:
         return prefill
-    packed = arrays.cu_seqlens_q is not None
     if packed and batch_invariant and q.size:
         raise ArrayLayoutError(
             f"{_OP}: with cu_seqlens_q and batch_invariant, the strides of q must be positive on "
             f"the GPU, got {q.strides}"
         )
-    batch = arrays.batch
-    *_, seq_q, heads_q, head_dim = q.shape
-    _, block_size, heads_kv, value_bytes = v_cache.shape
-    value_dim = 2 * value_bytes if codes == "int4" else value_bytes
-    group = heads_q // heads_kv
-    causal, window = options.visible
-    rows = group * min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
-    config = plan_paged_attention(
-        head_dim, value_dim, heads_kv, rows, q.dtype.name, current_device(),
-        codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
-        sinks=sinks is not None, batch_invariant=batch_invariant and not packed,
-        group_rows=group_rows, recent=recent_k is not None, packed=packed,
-    )  # fmt: skip
-    shape = (*q.shape[:-1], value_dim)
-    recent_rows = 0 if recent_k is None else recent_k.shape[1]
-    most_keys = block_table.shape[1] * block_size + recent_rows
-    problems = heads_kv * (1 if packed else config.row_tiles)
-    given = ScoreArrays(None, sinks, None, None, None, None)
-    parameters = parameter_structs(PARAMETERS)["PagedParameters"].pack(
+    *_, seq_q, heads_q, _ = q.shape
+    queries = min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
+    config, launches = planned.variant(problem.group * queries, batch_invariant and not packed)
+    shape = (*q.shape[:-1], problem.head_dim_v)
+    block_size = arrays.k_cache.shape[1]
+    most_keys = block_table.shape[1] * block_size + planned.recent_rows
+    problems = problem.num_heads_kv * (1 if packed else config.row_tiles)
+    parameters = planned.parameters(
         q=strides_of(q),
-        k=strides_of(k_cache),
-        v=strides_of(v_cache),
         out=dense_strides(shape) if out is None else strides_of(out),
-        k_scales=scale_strides(k_scales),
-        v_scales=scale_strides(v_scales),
-        recent_k=(0, 0, 0) if recent_k is None else strides_of(recent_k),
-        recent_v=(0, 0, 0) if recent_v is None else strides_of(recent_v),
         batch=batch,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        group=group,
         seq_q=seq_q,
         problems=problems,
         most_keys=most_keys,
-        recent_rows=recent_rows,
-        block_size=block_size,
         table_row=block_table.strides[0] // block_table.itemsize,
         tile_blocks=config.tile // block_size,
         tile_rows=config.tile % block_size,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        scale_log2=scales_of(q, options)[1],
-        settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
     )
-    slots, counters = config.slots(batch, problems, most_keys, recent_rows)
+    slots, counters = config.slots(batch, problems, most_keys, planned.recent_rows)
     scalars = (np.int32(most_queries), parameters) if packed else (parameters,)
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    launch = launches((config.num_blocks,), scalars)
     row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)

@@ -204,8 +204,13 @@ def check_current_device(arrays: Iterable[Any]) -> None:
     gpu_type: Any = _gpu_type()
     if gpu_type is None:
         return
-    for place in {array.data.device_id for array in arrays if isinstance(array, gpu_type)}:
-        current = cupy_module().cuda.runtime.getDevice()  # type: ignore[union-attr]
+    current = None
+    for array in arrays:
+        if not isinstance(array, gpu_type):
+            continue
+        place = array.data.device_id
+        if current is None:
+            current = cupy_module().cuda.runtime.getDevice()  # type: ignore[union-attr]
         if place != current:
             raise ArrayLayoutError(
                 f"an array is on GPU {place}, but CuPy's current device is {current}; "

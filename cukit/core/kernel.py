@@ -45,7 +45,7 @@ class Kernel:
     scalars by value. Python numbers are rejected, because their width is ambiguous.
     """
 
-    __slots__ = ("block", "compiled", "function", "shared_bytes")
+    __slots__ = ("_accepted", "block", "compiled", "function", "shared_bytes")
 
     def __init__(self, compiled: CompiledKernel) -> None:
         cupy = require_cupy("launching kernels")
@@ -55,6 +55,7 @@ class Kernel:
         # its limit must be the largest of theirs.
         if spec.shared_bytes > raw.max_dynamic_shared_size_bytes:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
+        self._accepted: set[tuple[Any, ...]] = set()
         self.compiled = compiled
         self.function = raw.kernel
         self.block = (spec.threads, 1, 1)
@@ -77,7 +78,14 @@ class Kernel:
 
     def check(self, args: tuple[Argument, ...]) -> None:
         """Raises LaunchError if `args` do not match the kernel's parameters."""
-        check_arguments(self.compiled, args)
+        wrapper = _by_value_type()
+        kinds = tuple(
+            [argument.nbytes if (kind := type(argument)) is wrapper else kind for argument in args]
+        )
+        if kinds not in self._accepted:
+            check_arguments(self.compiled, args)
+            if np.ndarray not in kinds:  # a struct whose size is not part of its type
+                self._accepted.add(kinds)
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
@@ -228,15 +236,17 @@ class Launches:
     """Makes launches of one kernel with arguments of the same types: once the first has been
     checked, later ones skip the check."""
 
-    __slots__ = ("_last", "kernel")
+    __slots__ = ("_dependent", "_last", "kernel")
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, *, dependent: bool = False) -> None:
+        """dependent: as in :class:`Launch`."""
         self.kernel = kernel
+        self._dependent = dependent
         self._last: Launch | None = None
 
     def __call__(self, grid: tuple[int, ...], scalars: tuple[Argument, ...]) -> Launch:
         """A launch of `grid` blocks whose arguments are the arrays followed by `scalars`."""
-        launch = Launch(self.kernel, grid, scalars)
+        launch = Launch(self.kernel, grid, scalars, dependent=self._dependent)
         launch._checked = self._last is not None and self._last._checked
         self._last = launch
         return launch

@@ -16,6 +16,7 @@ from cukit.gemm._linear_plan import (
     Product,
     Sm80Config,
     Tiling,
+    rounded_rows,
 )
 
 MOST_GROUPS = 512
@@ -128,7 +129,7 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
     if problem.ragged == "m" and not product.gated:
         tilings += [Tiling(128, rows, transposed=True) for rows in _ROWS]
     for tiling in tilings:
-        computed = product.swapped() if tiling.transposed else product
+        computed = product.swapped if tiling.transposed else product
         if tiling.num_stages(computed, STATIC_BYTES) >= _FEWEST_STAGES:
             yield tiling
 
@@ -176,7 +177,7 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
     """The grid and rasterisation order for a tiling."""
     product, ragged = problem.product, problem.ragged
     if tiling.transposed:
-        product, ragged = product.swapped(), "n"
+        product, ragged = product.swapped, "n"
     tiles_m, tiles_n = tiling.tiles(product)
     if ragged == "m":
         tiles = (tiles_m + problem.groups) * tiles_n
@@ -189,11 +190,25 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
     return GroupedConfig(product, ragged, problem.groups, tiling, max(1, blocks), max(1, raster))
 
 
-@cache
+_EXACT_ROWS = 64
+
+
 def plan_grouped_sm90(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
-    """The configuration with the shortest estimated time."""
-    tiling = min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
-    return configure(problem, tiling, num_sms)
+    """The configuration with the shortest estimated time, of a problem with rounded rows: how they
+    are distributed over the groups is not known anyway."""
+    product = problem.product
+    rows = product.m if problem.ragged == "m" else product.k
+    rounded = problem
+    if rows > _EXACT_ROWS:
+        rows = rounded_rows(rows)
+        like = replace(product, m=rows) if problem.ragged == "m" else replace(product, k=rows)
+        rounded = replace(problem, product=like)
+    return configure(problem, _fastest_tiling(rounded, num_sms), num_sms)
+
+
+@cache
+def _fastest_tiling(problem: GroupedProblem, num_sms: int) -> Tiling:
+    return min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
 
 
 def representative(dtype: str) -> list[GroupedProblem]:

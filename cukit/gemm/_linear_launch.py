@@ -8,7 +8,7 @@ from typing import Any
 
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm._linear_plan import (
@@ -22,6 +22,7 @@ from cukit.gemm._linear_plan import (
     Product,
     Sm80Config,
     Sm90Config,
+    Tiling,
     candidates,
     configure,
     plan_linear,
@@ -44,7 +45,7 @@ def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | Line
 class LinearSm90:
     """A launch of kernels_cu/gemm/linear_sm90.cu; called with arrays that were checked before."""
 
-    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
+    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "config")
 
     def __init__(self, config: Sm90Config) -> None:
         product, tiling = config.product, config.tiling
@@ -62,10 +63,9 @@ class LinearSm90:
             box_b=box_b,
         )
         self.config = config
-        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        self._a = _operand(product.k, product.major_a, product.m, box_a)
-        self._b = _operand(product.k, product.major_b, product.n, box_b)
-        self._up = _operand(product.k, product.major_b, product.n, box_b)
+        self._launch = _launches(tiling, *product.variant)((config.num_blocks,), (parameters,))
+        self._a = _operand(product.dtype, product.k, product.major_a, product.m, box_a)
+        self._b = _operand(product.dtype, product.k, product.major_b, product.n, box_b)
         if tiling.transposed:
             out_columns, box = product.m, (tiling.tile_n, _STORE_EXTENT)
         else:
@@ -90,7 +90,7 @@ class LinearSm90:
         self._launch(
             map_a,
             self._b(b),
-            map_a if up is None else self._up(up),
+            map_a if up is None else self._b(up),
             map_out,
             map_out if kept is None else self._kept(kept),
             map_out if kept is None or up is None else self._kept_up(kept),
@@ -98,6 +98,21 @@ class LinearSm90:
             out,
             NULL if kept is None else kept,
         )
+
+
+@launch_plan
+def _launches(
+    tiling: Tiling,
+    dtype: str,
+    major_a: str,
+    major_b: str,
+    activation: str | None,
+    gated: bool,
+    keeps: bool,
+) -> Launches:
+    """The launches of a variant, for products of all extents."""
+    product = Product(0, 0, 0, dtype, major_a, major_b, activation, gated, keeps)
+    return Launches(load_kernel(Sm90Config(product, tiling, 0, 0).spec()))
 
 
 class LinearSm80:
@@ -149,13 +164,19 @@ def box_rows(tile: int, extent: int) -> int:
     return box
 
 
-def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+@launch_plan
+def _operand(dtype: str, k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+    """The maps of all contiguous operands of this description: a weight's is the same for any
+    number of tokens."""
     if major == "K":
         return _maps(k, (tile, TILE_K))
     return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
 
 
-def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
+_ALL_COLUMNS = slice(None)
+
+
+def _maps(columns: int, box: tuple[int, int], part: slice = _ALL_COLUMNS) -> TensorMapCache:
     """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened; of an
     array that is not C-contiguous, those of its transpose."""
     return TensorMapCache(partial(_encode, columns, box, part))
@@ -163,7 +184,9 @@ def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> Tens
 
 def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
     stored = array if array.flags.c_contiguous else array.T
-    matrix = stored.reshape(-1, columns)[:, part]
+    matrix = stored if stored.ndim == 2 else stored.reshape(-1, columns)
+    if part != _ALL_COLUMNS:
+        matrix = matrix[:, part]
     return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from cukit.core.arrays import ACCESS_BYTES
 from cukit.core.compiler import MacroValue
@@ -56,6 +56,14 @@ class Product:
     gated: bool = False
     keeps: bool = False
 
+    @property
+    def variant(self) -> tuple[str, str, str, str | None, bool, bool]:
+        """Everything but the extents: what selects a kernel together with the tiling."""
+        return (
+            self.dtype, self.major_a, self.major_b, self.activation, self.gated, self.keeps
+        )  # fmt: skip
+
+    @cached_property
     def swapped(self) -> Product:
         """The product with its operands swapped, whose result is the transpose."""
         return replace(self, m=self.n, n=self.m, major_a=self.major_b, major_b=self.major_a)
@@ -187,7 +195,7 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
     result, which needs the fewest rows of a and b.
     """
     if tiling.transposed:
-        product = product.swapped()
+        product = product.swapped
     tiles_m, tiles_n = tiling.tiles(product)
     tiles = tiles_m * tiles_n
     at_a_time = tiling.slots(num_sms) // (tiling.splits * tiling.cluster)
@@ -259,13 +267,16 @@ _FEW = tuple(
 )
 
 
-def _splits(tiling: Tiling) -> tuple[int, ...]:
-    """The k splits that a tiling may use."""
+@cache
+def _with_splits(tiling: Tiling) -> tuple[Tiling, ...]:
+    """A tiling with each k split that it may use."""
     if tiling.overlapped:
-        return (1,)
-    if tiling.transposed:
-        return (1, 2, 3, 4)
-    return (1, 2) if tiling.tile_m == 128 else (1, 2, 3)
+        most = 1
+    elif tiling.transposed:
+        most = 4
+    else:
+        most = 2 if tiling.tile_m == 128 else 3
+    return tuple(replace(tiling, splits=splits) for splits in range(1, most + 1))
 
 
 def _suits(tiling: Tiling, tokens: int) -> bool:
@@ -290,14 +301,13 @@ def candidates(product: Product) -> Iterator[Tiling]:
     if not product.gated and product.major_a == "K":
         tilings += _FEW
     for tiling in tilings:
-        computed = product.swapped() if tiling.transposed else product
+        computed = product.swapped if tiling.transposed else product
         if tiling.tile_n % (64 if computed.major_b == "MN" else 32 if product.gated else 16):
             continue
         if tiling.transposed and not _suits(tiling, computed.n):
             continue
-        for splits in _splits(tiling):
-            each = replace(tiling, splits=splits)
-            if splits <= steps and each.num_stages(computed) >= _FEWEST_STAGES:
+        for each in _with_splits(tiling):
+            if each.splits <= steps and each.num_stages(computed) >= _FEWEST_STAGES:
                 yield each
 
 
@@ -309,7 +319,7 @@ def _norm(power: float, *times: float) -> float:
 
 def _step_us(product: Product, tiling: Tiling, sharing: int) -> float:
     """Time of one k step while `sharing` blocks share an SM."""
-    computed = product.swapped() if tiling.transposed else product
+    computed = product.swapped if tiling.transposed else product
     parts = 1 + product.gated
     products = sharing * tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US + _STEP_US
     rows, columns = min(tiling.tile_m, computed.m), min(tiling.tile_n, parts * computed.n)
@@ -324,7 +334,7 @@ def _step_us(product: Product, tiling: Tiling, sharing: int) -> float:
 def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     """Estimated time of a product, from its rounds of tiles and its total memory traffic."""
     parts = 1 + product.gated
-    computed = product.swapped() if tiling.transposed else product
+    computed = product.swapped if tiling.transposed else product
     tiles_m, tiles_n = tiling.tiles(computed)
     blocks = tiles_m * tiles_n * tiling.cluster * tiling.splits
     sharing = max(1, min(tiling.blocks_per_sm, -(-blocks // num_sms)))
@@ -345,11 +355,31 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     return _START_US + _norm(_BOTH_NORM, multiply, memory) + split
 
 
-@cache
+_FEW_ROWS = 512
+
+
+def rounded_rows(rows: int) -> int:
+    """`rows`, rounded up to a multiple of 16 up to 512 and of 64 above.
+
+    Numbers of tokens change from call to call, and comparing all tilings takes up to a millisecond:
+    numbers that round to the same value share a tiling. They make as many tiles, because tile
+    extents along m are multiples of 64, and those of few tokens (transposed tilings) of 16.
+    """
+    step = 16 if rows <= _FEW_ROWS else 64
+    return -(-rows // step) * step
+
+
 def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
-    """The configuration with the shortest estimated time."""
-    tiling = min(candidates(product), key=lambda each: estimate_us(product, each, num_sms))
-    return configure(product, tiling, num_sms)
+    """The configuration with the shortest estimated time, of a product with rounded_rows and whole
+    k steps."""
+    steps = -(-product.k // TILE_K)
+    rounded = replace(product, m=rounded_rows(product.m), k=steps * TILE_K)
+    return configure(product, _fastest_tiling(rounded, num_sms), num_sms)
+
+
+@cache
+def _fastest_tiling(product: Product, num_sms: int) -> Tiling:
+    return min(candidates(product), key=lambda each: estimate_us(product, each, num_sms))
 
 
 def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec
+from cukit.gemm._linear_plan import rounded_rows
 
 Code = Literal["Int8", "Float8E4M3"]
 
@@ -267,11 +268,18 @@ def cost_us(
     return max(busy, memory) + busy / 8  # among memory-bound tilings, prefer the one with less work
 
 
-@cache
 def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
-    """The configuration with the shortest estimated time."""
-    best = min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
+    """The configuration with the shortest estimated time.
+
+    Numbers of tokens m that round to the same value share a tiling (rounded_rows).
+    """
+    best = _fastest_tiling(product, rounded_rows(m), n, k, num_sms)
     return configure(product, best, m, n, num_sms)
+
+
+@cache
+def _fastest_tiling(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Tiling8Bit:
+    return min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
 
 
 # ---- Other architectures ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from cukit.core.arrays import FLOAT_DTYPES, Array, check_array, check_same_dtype
 from cukit.core.compiler import KernelSpec, MacroValue
@@ -29,8 +30,8 @@ _SHORT_FEED_THREADS = 256
 _FEWEST_AHEAD_THREADS = 128
 
 
-REPRESENTATIVE_COLS = (128, 4096)
-"""One row length for each split: several rows per block, one row per block."""
+REPRESENTATIVE_COLS = (100, 128, 4096)
+"""Several rows per block, with idle lanes and without; one row per block."""
 
 
 def check_norm(
@@ -94,7 +95,12 @@ class RowSplit:
             ("ROWS", self.rows_per_thread),
         )
 
+    def fits(self, cols: int) -> bool:
+        """Whether rows of `cols` elements leave no access of a lane outside."""
+        return self.lanes * self.vecs_per_thread * self.vec == cols
 
+
+@cache
 def split_row(
     op: str,
     cols: int,
@@ -119,6 +125,7 @@ def split_row(
     return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
 
 
+@cache
 def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
     """The split for a kernel whose blocks make many passes over two tensors and accumulate `sums`
     sums per column; more sums need more registers, hence fewer threads. Raises as
@@ -212,6 +219,8 @@ class NormConfig:
     """Forward: the cache policy of its inputs."""
     feed: PassFeed | None = None
     """Backward, whose blocks make several passes."""
+    full: bool = False
+    """Backward: RowSplit.fits."""
     bias: bool | None = None
     """None: the op has no bias."""
 
@@ -228,7 +237,7 @@ class NormConfig:
             defines = (*defines, ("LOADS", self.loads))
         shared_bytes = 0
         if self.feed is not None:
-            defines = (*defines, *self.feed.defines())
+            defines = (*defines, *self.feed.defines(), ("FULL", self.full))
             shared_bytes = self.feed.shared_bytes(self.split)
         source = f"layers/{self.entry}.cu"
         return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)

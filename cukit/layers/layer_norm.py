@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from cukit.core.arrays import (
@@ -137,7 +135,6 @@ def layer_norm_backward(
     return (grad_x, sums[:cols], sums[cols:]) if has_bias else (grad_x, sums, None)
 
 
-@cache
 def plan_layer_norm(
     rows: int,
     cols: int,
@@ -160,7 +157,6 @@ def plan_layer_norm(
     return NormConfig("layer_norm", dtype, residual, split, split.passes(rows), loads, bias=bias)
 
 
-@cache
 def plan_layer_norm_backward(
     rows: int,
     cols: int,
@@ -184,7 +180,10 @@ def plan_layer_norm_backward(
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
     return NormConfig(
-        "layer_norm_backward", dtype, residual, split, num_blocks, feed=feed, bias=bias
+        *("layer_norm_backward", dtype, residual, split, num_blocks),
+        feed=feed,
+        full=split.fits(cols),
+        bias=bias,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from cukit.core.arrays import (
@@ -129,7 +127,6 @@ def rms_norm_backward(
     return grad_x, column_sum(partial, weight.dtype)
 
 
-@cache
 def plan_rms_norm(
     rows: int,
     cols: int,
@@ -150,7 +147,6 @@ def plan_rms_norm(
     return NormConfig("rms_norm", dtype, residual, split, split.passes(rows), loads)
 
 
-@cache
 def plan_rms_norm_backward(
     rows: int,
     cols: int,
@@ -172,7 +168,8 @@ def plan_rms_norm_backward(
     split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return NormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed)
+    full = split.fits(cols)
+    return NormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed, full=full)
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float) -> None:

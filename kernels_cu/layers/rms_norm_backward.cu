@@ -11,7 +11,7 @@
 // Shared memory: static, 4 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats and
 //   kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
-//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
+//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
 //   grad_residual to grad_x); BLOCKS_PER_SM resident blocks, which limits the registers per thread.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
@@ -34,11 +34,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) rms_norm_ba
     const T* __restrict__ grad_residual,       // [rows, cols], RESIDUAL only
     T* __restrict__ grad_x,                    // [rows, cols]
     float* __restrict__ grad_weight_partial,   // [gridDim.x, cols]
-    int rows, int cols, float eps) {
+    int rows, int given_cols, float eps) {
   __shared__ float scratch[2][2 * ROWS * cukit::kScratch];
   __shared__ float column_scratch[cukit::kColumnScratch];
   CUKIT_DYNAMIC_SHARED(Vector, slots);
   const cukit::RowShare share;
+  const int cols = cukit::row_length(given_cols);
   const int num_vecs = cols / VEC;
   const long long begin = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
   const long long stride = static_cast<long long>(gridDim.x) * cukit::kPassRows;

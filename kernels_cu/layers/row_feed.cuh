@@ -2,7 +2,8 @@
 //
 // Macros: those of rows.cuh; AHEAD 1: asynchronous copies (cp.async) prefetch the next pass into shared
 //   memory, 4 * ROWS * VECS_PER_THREAD * THREADS vectors of 16 bytes; each thread copies only the
-//   vectors that it reads, so no barrier is needed. AHEAD 0: plain loads.
+//   vectors that it reads, so no barrier is needed. AHEAD 0: plain loads. FULL 1: rows have LANES *
+//   VECS_PER_THREAD * VEC elements, so no vector of a thread is outside its row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -12,6 +13,9 @@
 #include "layers/rows.cuh"
 
 namespace cukit {
+
+// The row length; with FULL the compiler knows it, and drops the tests of columns.
+CUKIT_DEVICE constexpr int row_length(int cols) { return FULL ? kMostColumns : cols; }
 
 class RowFeed {
  public:

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _flash_fp8, flash, flash_backward
+from cukit.attention import _flash_fp8, flash, flash_backward, mla
+from cukit.attention import paged as paged_module
 from cukit.core import backend
 from cukit.core.device import typical_device
+from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
-from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 LENGTHS = range(1025, 1400)
 MOST_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1408
@@ -175,3 +177,119 @@ def test_a_negative_max_seqlen_is_rejected_after_valid_calls(recorder):
     call(max_seqlen_q=LENGTHS.stop, max_seqlen_kv=LENGTHS.stop)
     with pytest.raises(ConfigError, match="max_seqlen_q"):
         call(max_seqlen_q=-1, max_seqlen_kv=LENGTHS.stop)
+
+
+PAGES = np.zeros((64, 16, 2, 64), ml_dtypes.bfloat16)
+
+
+def paged(batch, rows, columns, packed=False, **options):
+    """A call of `paged_attention` with `rows` queries per request, or packed ones of 3."""
+    table, lengths = np.zeros((batch, columns), np.int32), np.ones(batch, np.int32)
+    q = np.zeros((batch, rows, 8, 64), PAGES.dtype)
+    if packed:
+        q = np.zeros((batch * rows, 8, 64), PAGES.dtype)
+        options["cu_seqlens_q"] = np.arange(batch + 1, dtype=np.int32) * rows
+    return ck.paged_attention(q, PAGES, PAGES, table, lengths, **options)
+
+
+@pytest.fixture
+def unchecked_contents(monkeypatch):
+    """Lengths and tables as on the GPU: not compared with the cache."""
+    monkeypatch.setattr(paged_module, "check_contents", lambda *_, **__: None)
+
+
+def test_other_requests_of_a_paged_cache_repeat_neither_plan_nor_check(
+    recorder, monkeypatch, unchecked_contents
+):
+    checked, bare = [], paged_module.check_arrays
+    monkeypatch.setattr(
+        paged_module, "check_arrays", lambda *args: (checked.append(args), bare(*args))
+    )
+    for step in range(1, 40):
+        paged(step, 1, 4)  # other requests
+        paged(3, 1, step)  # longer tables
+        paged(3, 100 + step, 4)  # a prefill
+        paged(step + 8, 7, 4, packed=True)
+    assert 0 < len(checked) <= 6
+    assert len(set(recorder.loaded)) <= 8
+    launches = [(spec.entry, grid, *map(repr, args)) for spec, grid, args in recorder.launches]
+    assert len(launches) >= 4 * 39
+    assert len(set(launches)) > 3 * 39
+
+
+def test_launches_over_a_paged_cache_have_the_sizes_of_their_call(recorder, unchecked_contents):
+    struct = parameter_structs("attention/parameters.cuh")["PagedParameters"].dtype
+    for batch, columns in ((2, 3), (5, 3), (2, 9)):
+        paged(batch, 1, columns)
+        values = next(
+            arg.view(struct)[0]
+            for arg in recorder.launches[-1][2]
+            if getattr(arg, "dtype", None) is not None
+            and arg.nbytes == struct.itemsize
+            and arg.dtype.type is np.void
+        )
+        assert (values["batch"], values["seq_q"]) == (batch, 1)
+        assert (values["most_keys"], values["table_row"]) == (16 * columns, columns)
+
+
+def wrong_requests():
+    """Calls that differ from valid ones only in what does not select a plan, and their errors."""
+    q, table, lengths = (
+        np.zeros((4, 1, 8, 64), PAGES.dtype), np.zeros((4, 3), np.int32), np.ones(4, np.int32)
+    )  # fmt: skip
+    caches = PAGES, PAGES
+    wide = np.zeros((4, 1, 8, 68), PAGES.dtype)[..., :64]
+    attend = ck.paged_attention
+    return {
+        "table": (ArrayShapeError, partial(attend, q, *caches, table[:3], lengths)),
+        "lengths": (ArrayShapeError, partial(attend, q, *caches, table, lengths[:3])),
+        "strided lengths": (
+            ArrayLayoutError, partial(attend, q, *caches, table, np.ones(8, np.int32)[::2])
+        ),
+        "columns": (
+            ArrayLayoutError,
+            partial(attend, q, *caches, np.zeros((4, 6), np.int32)[:, ::2], lengths),
+        ),
+        "strides": (ArrayLayoutError, partial(attend, wide, *caches, table, lengths)),
+        "out": (ArrayShapeError, partial(attend, q, *caches, table, lengths, out=q[:3].copy())),
+        "ends": (
+            ArrayShapeError,
+            partial(attend, q[:, 0], *caches, table, lengths, cu_seqlens_q=np.zeros(4, np.int32)),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", wrong_requests())
+def test_requests_that_do_not_fit_are_found_though_others_did(recorder, unchecked_contents, wrong):
+    for batch in (3, 4, 5):
+        paged(batch, 1, 3)
+        paged(batch, 1, 3, out=np.zeros((batch, 1, 8, 64), PAGES.dtype))
+        paged(batch, 1, 3, packed=True)
+    error, call = wrong_requests()[wrong]
+    with pytest.raises(error):
+        call()
+
+
+LATENTS = np.zeros((8, 64, 1, 576), ml_dtypes.bfloat16)
+
+
+def latent(batch, columns, **options):
+    q = np.zeros((batch, 1, 16, 576), LATENTS.dtype)
+    table, lengths = np.zeros((batch, columns), np.int32), np.ones(batch, np.int32)
+    return ck.mla_attention(q, LATENTS, options.pop("table", table), lengths, **options)
+
+
+def test_other_requests_of_latents_repeat_neither_plan_nor_check(recorder, monkeypatch):
+    if recorder.device.arch != "sm_90":
+        pytest.skip("MLA has kernels for Hopper only")
+    checked, bare = [], mla._check
+    monkeypatch.setattr(mla, "_check", lambda *args: (checked.append(args), bare(*args)))
+    for step in range(1, 40):
+        latent(step, 4)
+        latent(3, step)
+    assert len(checked) == 1
+    assert len(recorder.loaded) == 2
+    assert len(recorder.launches) == 4 * 39
+    for options in ({"table": np.zeros((2, 4), np.int32)}, {"out": np.zeros((2, 1, 16, 512))}):
+        with pytest.raises(ArrayError):
+            latent(3, 4, **options)

@@ -360,6 +360,6 @@ def test_boxes_hold_rows_of_one_block(head_dim: int) -> None:
 
 def test_grids_are_bounded_by_their_tiles() -> None:
     config = plan_paged_prefill(PROBLEM, 16, True, H200)
-    assert config.grid(8 * 2048) == H200.num_sms
+    assert config.grid(8 * 2048, 8) == H200.num_sms
     small = plan_paged_prefill(replace(PROBLEM, batch=1, num_heads_q=2), 16, True, H200)
-    assert small.grid(100) == 2
+    assert small.grid(100, 1) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,7 @@ from cukit.gemm._linear_plan import (
     estimate_us,
     plan_linear,
     plan_sm90,
+    rounded_rows,
 )
 from cukit.reference import gemm as reference
 from tests.contract import (
@@ -362,6 +364,22 @@ def test_the_plan_is_the_cheapest_candidate(m, n, k):
     assert config.num_blocks % (tiling.splits * tiling.cluster) == 0
     assert config.num_blocks <= tiles_m * tiles_n * tiling.splits * tiling.cluster
     assert tiling.splits <= -(-k // 64)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (2048, 8192)])
+def test_rounded_tokens_make_as_many_tiles_and_nearly_the_fastest_plan(n, k):
+    for m in (1, 15, 17, 100, 257, 511, 513, 1000, 4097):
+        product, rounded = Product(m, n, k, "bfloat16"), rounded_rows(m)
+        costs = [estimate_us(product, tiling, 132) for tiling in candidates(product)]
+        config = plan_sm90(product, 132)
+        assert estimate_us(product, config.tiling, 132) <= 1.01 * min(costs), m
+        alike = replace(product, m=rounded)
+        for tiling in candidates(product):
+            counts = [
+                tiling.tiles(each.swapped if tiling.transposed else each)
+                for each in (product, alike)
+            ]
+            assert counts[0] == counts[1], (m, tiling)
 
 
 @pytest.mark.parametrize(
