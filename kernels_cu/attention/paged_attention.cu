@@ -31,6 +31,8 @@
 #include "attention/paged_operands.cuh"
 #include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/min_max_packed.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/softmax/online_softmax.cuh"
@@ -300,9 +302,22 @@ CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
   add_keys<F>(sums, scores, keys + kPartBytes, none, factor);
 }
 
+#if CLUSTER > 1
+// A cluster processes one problem: block r the r-th part of its tiles, if there are as many.
+CUKIT_DEVICE Share cluster_share(const Lengths& lengths, const cukit::PagedParameters& params) {
+  const int problem = blockIdx.x / CLUSTER;
+  const int b = problem / params.problems;
+  const Place::Request_ request(b, lengths, params);
+  const int part = max(kLeastShare, (request.units + CLUSTER - 1) / CLUSTER);
+  const int first = part * cukit::cluster_rank();
+  return {{b, problem % params.problems, first, request}, first, min(request.units, first + part)};
+}
+#endif
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE
+__launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     const T* __restrict__ q, const cache_t* __restrict__ k, const cache_t* __restrict__ v,
     const scale_t* __restrict__ k_scales, const scale_t* __restrict__ v_scales,
     const scale_t* __restrict__ k_zeros, const scale_t* __restrict__ v_zeros,
@@ -336,20 +351,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const float factor = cukit::exponent_factor(params.scale_log2);
 
+#if CLUSTER > 1
+  cukit::cluster_arrive();
+#endif
+  cukit::wait_for_previous_grids();
+  if (RELEASE == 1) cukit::release_next_grid();
+  if (ABLATE == 0) return;
   // Prefetches the block table, which is needed next, to L2 while the lengths are read.
   const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
   const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
                             (params.most_keys - params.recent_rows) / params.block_size;
   if (entry < entries) cukit::prefetch_l2(block_table + entry);
+#if CLUSTER > 1
+  Share share = cluster_share(lengths, params);
+  const Rows own_rows(share.place, params);
+  auto& cluster_sums = *reinterpret_cast<ClusterSums*>(query_tile + (1 + RECENT) * kQueryBytes);
+#else
   const int teams = gridDim.x / TEAM;
   const int team = blockIdx.x / TEAM;
   const int member = blockIdx.x % TEAM;
-  const int total = Place::count(lengths, params);
+  const Place::Request_ own_request(threadIdx.x % cukit::kWarpSize, lengths, params);
+  const int total = Place::count(own_request, lengths, params);
   const int share_units = max(kLeastShare, (total + teams - 1) / teams);
   const int first_unit = team * share_units;
   if (first_unit >= total) return;
+#if ONE_PASS
+  Share share{Place::find(first_unit, own_request, lengths, params), first_unit,
+#else
   Share share{Place::find(first_unit, lengths, params), first_unit,
+#endif
               min(total, first_unit + share_units)};
+#endif
+  if (ABLATE == 1 && share.end > 0) return;
 
   Loader loader(share, cukit::shared_address(stages), places[warp], arrays, params);
 #pragma unroll 1  // the body is long
@@ -378,6 +411,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       loader.start(arrays, params);
       const unsigned char* keys = stages + stage * kStageBytes;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
+      if (ABLATE == 5) continue;
       if constexpr (RECENT) {
         const auto& request = piece.place.request;
         if (tile >= request.cached_tiles()) {
@@ -432,7 +466,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 #endif
     }
 
+    if (RELEASE == 2) cukit::release_next_grid();
+    if (ABLATE == 3) {
+      if (sums.out[0][0][0] + sums.max[0][0] == 1234.5f) arrays.out[0] = T(0.0f);
+      return;
+    }
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
+#if CLUSTER > 1
+    cukit::cluster_wait();
+    merge_warps(sums, rows, factor, merge, statistics,
+                [&](int row, int column, float2 total, const Statistics& all) {
+                  cluster_sums.send(row, column, total, all);
+                });
+    break;
+  }
+  if (share.done()) {
+    cukit::cluster_wait();
+    cluster_sums.send_nothing();
+  }
+  cukit::cluster_arrive();
+  cukit::cluster_wait();
+  cluster_sums.merge(own_rows, arrays, params);
+#else
     const int problem_first = share.index - piece.place.unit;  // its first unit
     // Slots: two per block or, with UNIT_TILES, one per unit. Counters: one per block or problem.
     const cukit::PieceSlots slots(problem_first, piece.place.request.units, share_units);
@@ -448,11 +503,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
         UNIT_TILES
             ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
             : slots.first_team * TEAM + member;
-    merge_warps(sums, rows, piece.complete, slot_of(own), factor, merge, statistics, partial,
-                arrays, params);
+    const long long own_slot = slot_of(own);
+    merge_warps(sums, rows, factor, merge, statistics,
+                [&](int row, int column, float2 total, const Statistics& all) {
+                  if (piece.complete) {
+                    const float by = finish_row(all, rows, row, arrays, params, column == 0);
+                    store_pair(total.x * by, total.y * by, rows, row, column, arrays, params);
+                    return;
+                  }
+                  float* to = partial.out(own_slot) + row * HEAD_DIM + column;
+                  *reinterpret_cast<float2*>(to) = total;
+                  if (column == 0) partial.statistics(own_slot)[row] = all;
+                });
+    if (ABLATE == 4) return;
     if (!piece.complete && finishes(counters + counter, pieces)) {
       merge_pieces(rows, pieces, slot_of, partial, arrays, params);
     }
     share.advance(lengths, params);
   }
+#endif
 }

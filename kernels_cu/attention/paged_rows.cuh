@@ -15,6 +15,27 @@
 #ifndef PACKED
 #define PACKED 0
 #endif
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#ifndef LEAST
+#define LEAST 256
+#endif
+#ifndef ONE_PASS
+#define ONE_PASS 0
+#endif
+#ifndef LIGHT
+#define LIGHT 0
+#endif
+#ifndef FETCH_QUERIES
+#define FETCH_QUERIES 0
+#endif
+#ifndef RELEASE
+#define RELEASE 0
+#endif
+#ifndef ABLATE
+#define ABLATE 9
+#endif
 
 #include "attention/paged_work.cuh"
 #include "attention/parameters.cuh"
@@ -75,7 +96,7 @@ constexpr int kPartBytes = RECENT && RecentForm::kPartBytes > CacheForm::kPartBy
 constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
 constexpr int kScaleBytes = kKeyScaleBytes + (CODE == 0 ? 0 : 4 * kStep);
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kLeastKeys = 256;  // minimum of a share: smaller pieces cost more than they save
+constexpr int kLeastKeys = LEAST;  // minimum of a share: smaller pieces cost more than they save
 constexpr int kLeastShare = UNIT_TILES || kTile >= kLeastKeys ? 1 : kLeastKeys / kTile;
 constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 
