@@ -349,7 +349,7 @@ def _prepare(
         head_dim, value_dim, heads_kv, rows, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
         sinks=sinks is not None, batch_invariant=batch_invariant and not packed,
-        group_rows=group_rows, recent=recent_k is not None, packed=packed,
+        group_rows=group_rows, recent=recent_k is not None, packed=packed, batch=batch,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
     recent_rows = 0 if recent_k is None else recent_k.shape[1]
@@ -410,7 +410,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         return plan_paged_attention(*shape, "bfloat16", device, **options).spec()
 
     too_old = device.compute_capability < _FLOAT8_ARCH
-    return [
+    specs = [
         *prefill_specs(device),
         *(spec(width) for width in HEAD_DIMS),
         spec(128, 32),
@@ -425,7 +425,12 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, 4, codes="int4", group_rows=64, recent=True, packed=True),
         *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
         spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
+        *(spec(128, rows, batch=1) for rows in (4, 32)),
+        spec(128, codes="int8", batch=1),
+        *(spec(128, codes="int4", group_rows=64, recent=new, batch=1) for new in (False, True)),
+        spec(128, codes="int4", group_rows=64, batch=128),
     ]
+    return [*dict.fromkeys(specs)]
 
 
 register(

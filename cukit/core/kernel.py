@@ -35,6 +35,8 @@ Argument = Any
 `by_value`."""
 
 _POINTER_BYTES = 8
+_PORTABLE_CLUSTER = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
 _MOST_SCALARS = 4096
 
 
@@ -57,6 +59,8 @@ class Kernel:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self.compiled = compiled
         self.function = raw.kernel
+        if dict(spec.defines).get("CLUSTER", 1) > _PORTABLE_CLUSTER:
+            _allow_large_clusters(self.function)
         self.block = (spec.threads, 1, 1)
         self.shared_bytes = spec.shared_bytes
 
@@ -78,6 +82,14 @@ class Kernel:
     def check(self, args: tuple[Argument, ...]) -> None:
         """Raises LaunchError if `args` do not match the kernel's parameters."""
         check_arguments(self.compiled, args)
+
+
+def _allow_large_clusters(function: Any) -> None:
+    """Permits clusters of more than the portable number of blocks; CuPy has no call for it."""
+    set_attribute = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute
+    status = set_attribute(ctypes.c_void_p(function.ptr), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    if status:
+        raise LaunchError(f"cuFuncSetAttribute: CUDA error {status}")
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:

@@ -10,7 +10,6 @@
 
 #include "attention/paged_rows.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/cache_policy.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/tile.cuh"
@@ -80,7 +79,6 @@ class Loader {
     piece_end_ = piece.end;
     const Rows rows(piece.place, params);
     head_kv_ = rows.head_kv;
-    if (FETCH_QUERIES && threadIdx.x < kWarpSize) fetch_queries(rows, arrays, params);
     // Masked keys are not read: blocks outside a window may have been reassigned.
     const int causal_offset = piece.place.request.seq_kv - rows.seq_q(params);
     const int last = rows.seq_q(params) - 1;
@@ -91,20 +89,6 @@ class Loader {
     const int key = first_of_tile() + own_key();
     entry_ = key / params.block_size;
     row_ = key % params.block_size;
-  }
-
-  // Prefetches the queries to L2: loads behind those of the keys take several microseconds.
-  CUKIT_DEVICE void fetch_queries(const Rows& rows, const Arrays& arrays,
-                                  const PagedParameters& params) {
-    constexpr int kLine = 128 / sizeof(T);
-    constexpr int kLines = (HEAD_DIM + kLine - 1) / kLine;
-    for (int i = threadIdx.x; i < rows.count * kLines; i += kWarpSize) {
-      const int row = i / kLines;
-      const int column = i % kLines * kLine;
-      if (PADDED && column >= params.head_dim) continue;
-      prefetch_l2(arrays.q + offset_of(params.q, rows.batch(), rows.token(row, params),
-                                       rows.head(row, params)) + column);
-    }
   }
 
   CUKIT_DEVICE int first_of_tile() const {
@@ -214,7 +198,9 @@ class Loader {
   };
 
   // int4: the rows of a step, which are contiguous in one block; zeros if all are masked. Rows
-  // beyond the last key are copied too: they are within the block.
+  // beyond the last key are copied too: they are within the block. A row is half of a cache line
+  // and may be next to a row of another head, which another thread block reads a little later: L2
+  // fetches both at once.
   CUKIT_DEVICE void copy_group(unsigned keys, const Arrays& arrays, const PagedParameters& params) {
     using Copy = Loader::Copy<CacheForm>;
     constexpr int kRowsAtOnce = kWarpSize / Copy::kChunks;
@@ -232,8 +218,8 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < Copy::kCopies; ++i) {
       const Copy copy(i);
-      cp_async_16_fetch<FETCH_BYTES>(keys + copy.to, k_valid ? k : arrays.k, k_valid);
-      cp_async_16_fetch<FETCH_BYTES>(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
+      cp_async_16_prefetch_256(keys + copy.to, k_valid ? k : arrays.k, k_valid);
+      cp_async_16_prefetch_256(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
       k += kRowsAtOnce * params.k.row;
       v += kRowsAtOnce * params.v.row;
     }
@@ -252,9 +238,8 @@ class Loader {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const Copy copy(first + i);
-        cp_async_16_fetch<FETCH_BYTES>(keys + copy.to, from[i].k + copy.chunk * kElements);
-        cp_async_16_fetch<FETCH_BYTES>(keys + copy.to + kPartBytes,
-                                       from[i].v + copy.chunk * kElements);
+        cp_async_16(keys + copy.to, from[i].k + copy.chunk * kElements);
+        cp_async_16(keys + copy.to + kPartBytes, from[i].v + copy.chunk * kElements);
       }
     }
   }

@@ -3,12 +3,6 @@
 // Macros: those of paged_attention.cu.
 #pragma once
 
-#ifndef FETCH_BYTES
-#define FETCH_BYTES 0
-#endif
-#ifndef PART
-#define PART STEP
-#endif
 #ifndef RECENT
 #define RECENT 0
 #endif
@@ -17,24 +11,6 @@
 #endif
 #ifndef CLUSTER
 #define CLUSTER 1
-#endif
-#ifndef LEAST
-#define LEAST 256
-#endif
-#ifndef ONE_PASS
-#define ONE_PASS 0
-#endif
-#ifndef LIGHT
-#define LIGHT 0
-#endif
-#ifndef FETCH_QUERIES
-#define FETCH_QUERIES 0
-#endif
-#ifndef RELEASE
-#define RELEASE 0
-#endif
-#ifndef ABLATE
-#define ABLATE 9
 #endif
 
 #include "attention/paged_work.cuh"
@@ -78,7 +54,6 @@ struct Form {
   static constexpr int kPartBytes = Step * kTileColumns * 2;   // of keys, or of values
 };
 using CacheForm = Form<CODE, STEP>;
-using PartForm = Form<CODE, PART>;
 using RecentForm = Form<0, 16>;
 
 constexpr int kStep = STEP;
@@ -96,7 +71,7 @@ constexpr int kPartBytes = RECENT && RecentForm::kPartBytes > CacheForm::kPartBy
 constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
 constexpr int kScaleBytes = kKeyScaleBytes + (CODE == 0 ? 0 : 4 * kStep);
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kLeastKeys = LEAST;  // minimum of a share: smaller pieces cost more than they save
+constexpr int kLeastKeys = 256;  // minimum of a share: smaller pieces cost more than they save
 constexpr int kLeastShare = UNIT_TILES || kTile >= kLeastKeys ? 1 : kLeastKeys / kTile;
 constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 

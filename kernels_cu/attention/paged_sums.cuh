@@ -231,16 +231,6 @@ CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const 
 // the counter to 0.
 CUKIT_DEVICE bool finishes(int* counter, int pieces) {
   __shared__ bool last;
-#if LIGHT
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();  // orders the stores of all threads before the barrier
-    last = atomicAdd(counter, 1) == pieces - 1;
-    if (last) *counter = 0;
-    __threadfence();
-  }
-  __syncthreads();
-#else
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -249,7 +239,6 @@ CUKIT_DEVICE bool finishes(int* counter, int pieces) {
   }
   __syncthreads();
   __threadfence();
-#endif
   return last;
 }
 
@@ -292,8 +281,8 @@ struct ClusterSums {
 #pragma unroll
       for (int piece = 0; piece < CLUSTER; ++piece) {
         const Statistics own = statistics[piece][row];
+        if (own.max == -infinity()) continue;  // no outputs were sent
         const float2 part = *reinterpret_cast<const float2*>(&out[piece][row][column]);
-        if (own.max == -infinity()) continue;  // nothing was sent
         const float weight = exp2f(own.max - all.max);
         all.sum = fmaf(own.sum, weight, all.sum);
         total.x = fmaf(part.x, weight, total.x);

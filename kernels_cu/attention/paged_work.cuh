@@ -146,12 +146,11 @@ struct Place {
   int unit;        // of the problem
   Request_ request;
 
-  // The number of units of the batch, in every lane. `own`: the request with the lane's number.
+  // The number of units of the batch, in every lane.
   template <typename Lengths, typename Parameters>
-  CUKIT_DEVICE static int count(const Request_& own, const Lengths& lengths,
-                                const Parameters& params) {
-    int total = PackedRows ? own.units * own.problems(params) : own.units;
-    for (int b = threadIdx.x % kWarpSize + kWarpSize; b < params.batch; b += kWarpSize) {
+  CUKIT_DEVICE static int count(const Lengths& lengths, const Parameters& params) {
+    int total = 0;
+    for (int b = threadIdx.x % kWarpSize; b < params.batch; b += kWarpSize) {
       const Request_ request(b, lengths, params);
       total += PackedRows ? request.units * request.problems(params) : request.units;
     }
@@ -162,21 +161,19 @@ struct Place {
     return PackedRows ? total : total * (params.problems / TEAM);
   }
 
-  // The position of unit `index` of the batch. `own`: the request with the lane's number.
+  // The position of unit `index` of the batch.
   template <typename Lengths, typename Parameters>
-  CUKIT_DEVICE static Place find(int index, const Request_& own, const Lengths& lengths,
-                                 const Parameters& params) {
+  CUKIT_DEVICE static Place find(int index, const Lengths& lengths, const Parameters& params) {
     const int lane = threadIdx.x % kWarpSize;
     int before = 0;
-    Request_ candidate = own;
     for (int first = 0;; first += kWarpSize) {
-      if (first > 0) candidate = Request_(first + lane, lengths, params);
-      const int units = candidate.units * candidate.problems(params);
-      const int scan = inclusive_scan(units);
+      const Request_ candidate(first + lane, lengths, params);
+      const int own = candidate.units * candidate.problems(params);
+      const int scan = inclusive_scan(own);
       const unsigned behind = __ballot_sync(kFullMask, before + scan > index);
       if (behind != 0) {
         const int found = __ffs(behind) - 1;
-        const int begin = before + __shfl_sync(kFullMask, scan - units, found);
+        const int begin = before + __shfl_sync(kFullMask, scan - own, found);
         const int b = first + found;
         const Request_ request(b, lengths, params);
         const int inside = index - begin;
@@ -184,12 +181,6 @@ struct Place {
       }
       before += __shfl_sync(kFullMask, scan, kWarpSize - 1);
     }
-  }
-
-  template <typename Lengths, typename Parameters>
-  CUKIT_DEVICE static Place find(int index, const Lengths& lengths, const Parameters& params) {
-    const Request_ own(threadIdx.x % kWarpSize, lengths, params);
-    return find(index, own, lengths, params);
   }
 
   // The first unit of the next problem.
