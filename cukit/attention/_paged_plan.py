@@ -27,14 +27,14 @@ _MOST_TEAM = 8
 _UNIT_KEYS = 1024
 """Keys per split of a batch-invariant call, the same on every device."""
 _CLUSTER = 16
-"""Thread blocks of a cluster: twice the portable size. On an H200, eight clusters of 16 are resident
-at once only with two thread blocks per SM."""
+"""Thread blocks of a cluster: twice the portable size. Eight clusters of 16 are resident at once on
+an H200 only with two thread blocks per SM."""
 _CLUSTER_SHARE = 0.8
 """Least share of the SMs that clusters must fill: a long request would suffer from idle SMs."""
 _MANY_PROBLEMS = 6
 """Problems per SM from which thread blocks of one warp are used: most process whole problems."""
-_ONE_WARP_ROWS = 64
-"""Keys of an int4 group with which eight thread blocks of one warp per SM were measured."""
+_ONE_WARP_STEP = 64
+"""Keys per step with which eight thread blocks of one warp per SM were measured."""
 _SYSTEM_BYTES = 1024
 """Shared memory that the driver reserves per block."""
 
@@ -197,11 +197,13 @@ def plan_paged_attention(
     query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < (2 if packed else 4)
     row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
-    problems = 0 if packed or batch_invariant else batch * heads_kv * row_tiles
+    # Clusters and thread blocks of one warp were measured on sm_90 only.
+    known = device.arch == "sm_90" and not (packed or batch_invariant)
+    problems = batch * heads_kv * row_tiles if known else 0
     many = problems >= _MANY_PROBLEMS * device.num_sms
-    one_warp = many and narrowest and group_rows == _ONE_WARP_ROWS and not recent
+    one_warp = known and many and narrowest and step == _ONE_WARP_STEP and not recent
     fills = _CLUSTER_SHARE * device.num_sms <= _CLUSTER * problems <= device.num_sms
-    cluster = _CLUSTER if fills and width <= 128 and device.arch == "sm_90" else 1
+    cluster = _CLUSTER if known and fills and width <= 128 else 1
     blocks = 8 if one_warp else 1 if width > 128 else 3 if three and cluster == 1 else 2
     stage_bytes = _stage_bytes(width, codes, step, recent=recent)
     places = _RECENT_STEP if narrowest else step

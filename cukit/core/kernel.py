@@ -59,7 +59,7 @@ class Kernel:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self.compiled = compiled
         self.function = raw.kernel
-        if dict(spec.defines).get("CLUSTER", 1) > _PORTABLE_CLUSTER:
+        if int(dict(spec.defines).get("CLUSTER", 1)) > _PORTABLE_CLUSTER:
             _allow_large_clusters(self.function)
         self.block = (spec.threads, 1, 1)
         self.shared_bytes = spec.shared_bytes

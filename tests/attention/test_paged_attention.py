@@ -11,6 +11,7 @@ import pytest
 
 import cukit as ck
 from cukit.attention import _paged_arguments, _paged_plan, paged
+from cukit.attention._paged_plan import PagedConfig, plan_paged_attention
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
@@ -431,7 +432,7 @@ def check_replanned(device: str, codes: str, heads_q: int = 6) -> None:
     """Checks five to seven requests with two key heads, with constants of the plan changed."""
 
     def forget() -> None:
-        _paged_plan.plan_paged_attention.cache_clear()
+        plan_paged_attention.cache_clear()
         paged._prepare.forget()  # type: ignore[attr-defined]
 
     forget()
@@ -451,8 +452,8 @@ def check_replanned(device: str, codes: str, heads_q: int = 6) -> None:
 def test_plans_of_few_and_many_problems() -> None:
     device = typical_device("sm_90a")
 
-    def plan(batch: int, heads_kv: int = 8, **options: Any) -> _paged_plan.PagedConfig:
-        return _paged_plan.plan_paged_attention(
+    def plan(batch: int, heads_kv: int = 8, **options: Any) -> PagedConfig:
+        return plan_paged_attention(
             128, 128, heads_kv, 4, "bfloat16", device, batch=batch, **options
         )
 
@@ -467,8 +468,7 @@ def test_plans_of_few_and_many_problems() -> None:
         plan(1, batch_invariant=True),
     ):
         assert other.cluster == 1
-    groups = {"codes": "int4", "group_rows": 64}
-    many, few = plan(128, **groups), plan(32, **groups)
+    many, few = (plan(batch, codes="int4", group_rows=64) for batch in (128, 32))
     assert (many.warps, many.stages, many.blocks_per_sm) == (1, 2, 8)
     assert (few.warps, few.stages, few.blocks_per_sm) == (4, 3, 2)
 
