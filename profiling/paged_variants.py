@@ -24,7 +24,7 @@ from profiling.run import Runner, run_cases
 
 TILINGS = {
     "": ((16, 4, 2, 3), (16, 4, 3, 2), (32, 2, 2, 3), (16, 8, 1, 3)),
-    "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3)),
+    "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3), (64, 1, 8, 2)),
     "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 2, 4, 3)),
 }
 """(step, warps, blocks_per_sm, stages) for heads of 128, by the dtype of the cache."""
@@ -72,7 +72,7 @@ def _impl(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
     """Return a call of cukit with its own plan, outside the launch cache."""
 
     def plan(*args: Any, **kwargs: Any) -> PagedConfig:
-        return tiled(plan_paged_attention(*args, **kwargs), *tiling)
+        return tiled(plan_paged_attention(*args, **kwargs | {"batch": 0}), *tiling)
 
     original: Any = paged._prepare
 

@@ -26,6 +26,15 @@ _MOST_WARPS = 4
 _MOST_TEAM = 8
 _UNIT_KEYS = 1024
 """Keys per split of a batch-invariant call, the same on every device."""
+_CLUSTER = 16
+"""Thread blocks of a cluster: twice the portable size. Eight clusters of 16 are resident at once on
+an H200 only with two thread blocks per SM."""
+_CLUSTER_SHARE = 0.8
+"""Least share of the SMs that clusters must fill: a long request would suffer from idle SMs."""
+_MANY_PROBLEMS = 6
+"""Problems per SM from which thread blocks of one warp are used: most process whole problems."""
+_ONE_WARP_STEP = 64
+"""Keys per step with which eight thread blocks of one warp per SM were measured."""
 _SYSTEM_BYTES = 1024
 """Shared memory that the driver reserves per block."""
 
@@ -42,8 +51,7 @@ class PagedConfig:
     team: thread blocks that process neighbouring heads of the same keys.
     recent: whether the newest keys are in ring buffers, in 16 bits.
     packed: whether each request has a number of queries of its own.
-    part: int4: keys of a step that are processed at once; 0: all.
-    fetch_bytes: L2 prefetch size of the copies of keys and values: 0, 64, 128 or 256.
+    cluster: thread blocks of a cluster, which processes one problem; 1: no clusters.
     """
 
     dtype: str
@@ -66,8 +74,7 @@ class PagedConfig:
     sinks: bool
     recent: bool = False
     packed: bool = False
-    part: int = 0
-    fetch_bytes: int = 0
+    cluster: int = 1
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -91,12 +98,12 @@ class PagedConfig:
             ("SINKS", int(self.sinks)),
             *((("RECENT", 1),) if self.recent else ()),
             *((("PACKED", 1),) if self.packed else ()),
-            *((("PART", self.part),) if self.part else ()),
-            *((("FETCH_BYTES", self.fetch_bytes),) if self.fetch_bytes else ()),
+            *((("CLUSTER", self.cluster),) if self.cluster > 1 else ()),
         )
         stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
         stages = self.warps * self.stages * stage
         shared = stages + _query_bytes(self.head_dim, self.query_tiles, recent=self.recent)
+        shared += _cluster_bytes(self.head_dim, self.query_tiles, self.cluster)
         return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
     def slots(
@@ -144,6 +151,12 @@ def _query_bytes(head_dim: int, query_tiles: int, *, recent: bool = False) -> in
     return 2 * (1 + recent) * _QUERY_TILE * query_tiles * head_dim
 
 
+def _cluster_bytes(head_dim: int, query_tiles: int, cluster: int) -> int:
+    """Bytes of the sums that a thread block merges for its cluster."""
+    rows = _QUERY_TILE * query_tiles
+    return rows * (4 * head_dim + 8 * cluster) if cluster > 1 else 0
+
+
 @lru_cache(maxsize=1024)
 def plan_paged_attention(
     head_dim: int,
@@ -162,13 +175,17 @@ def plan_paged_attention(
     group_rows: int = 0,
     recent: bool = False,
     packed: bool = False,
+    batch: int = 0,
 ) -> PagedConfig:
     """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
     codes, and as many warps and then stages as fit.
 
+    A cluster for each problem if there are so few that clusters fill the GPU just once. Thread
+    blocks of one warp, which merge less and wait for no other warp, for many problems of int4.
+
     rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
     that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
-    `rows` is then what one tile should hold, as far as it can.
+    `rows` is then what one tile should hold, as far as it can. batch: requests; 0 if unknown.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
@@ -179,19 +196,29 @@ def plan_paged_attention(
     most_tiles = 1 if narrowest else 2 if width > 128 or (codes and packed) else 4
     query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < (2 if packed else 4)
-    blocks = 1 if width > 128 else 3 if three else 2
+    row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
+    # Clusters and thread blocks of one warp were measured on sm_90 only.
+    known = device.arch == "sm_90" and not (packed or batch_invariant)
+    problems = batch * heads_kv * row_tiles if known else 0
+    many = problems >= _MANY_PROBLEMS * device.num_sms
+    one_warp = known and many and narrowest and step == _ONE_WARP_STEP and not recent
+    fills = _CLUSTER_SHARE * device.num_sms <= _CLUSTER * problems <= device.num_sms
+    cluster = _CLUSTER if known and fills and width <= 128 else 1
+    blocks = 8 if one_warp else 1 if width > 128 else 3 if three and cluster == 1 else 2
     stage_bytes = _stage_bytes(width, codes, step, recent=recent)
     places = _RECENT_STEP if narrowest else step
     static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, _MOST_WARPS)
     room = device.shared_bytes_per_sm // blocks - static_bytes
     room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
     room -= _query_bytes(width, query_tiles, recent=recent)
+    room -= _cluster_bytes(width, query_tiles, cluster)
     warps = _MOST_WARPS
     while 2 * warps * stage_bytes > room:
         warps //= 2
     # The largest team among those that leave the fewest thread blocks idle.
     num_blocks = blocks * device.num_sms
     sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
+    sizes = [1] if cluster > 1 else sizes
     team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
     return PagedConfig(
         dtype=dtype,
@@ -200,18 +227,19 @@ def plan_paged_attention(
         padded=head_dim < width,
         value_padded=value_dim < width,
         query_tiles=query_tiles,
-        row_tiles=-(-rows // (_QUERY_TILE * query_tiles)),
+        row_tiles=row_tiles,
         step=step,
         warps=warps,
         stages=min(8, room // (warps * stage_bytes)),
         unit_tiles=_UNIT_KEYS // (step * warps) if batch_invariant else 0,
         team=team,
         blocks_per_sm=blocks,
-        num_blocks=num_blocks // team * team,
+        num_blocks=cluster * problems if cluster > 1 else num_blocks // team * team,
         causal=causal,
         window=window,
         softcap=softcap,
         sinks=sinks,
         recent=recent,
         packed=packed,
+        cluster=cluster,
     )

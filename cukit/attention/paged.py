@@ -356,9 +356,10 @@ class _Planned:
             self._forward = PagedForward(self.problem, arrays)
         return self._forward
 
-    def variant(self, rows: int, batch_invariant: bool) -> tuple[PagedConfig, Launches]:
-        """The configuration for `rows` query rows per KV head, and its kernel's launches."""
-        key = rows, batch_invariant
+    def variant(self, rows: int, batch_invariant: bool, batch: int) -> tuple[PagedConfig, Launches]:
+        """The configuration for `rows` query rows per KV head of `batch` requests (0: any number),
+        and its kernel's launches."""
+        key = rows, batch_invariant, batch
         found = self._variants.get(key)
         if found is None:
             problem = self.problem
@@ -367,7 +368,7 @@ class _Planned:
                 current_device(), codes=self.codes, causal=problem.causal,
                 window=problem.window is not None, softcap=problem.softcap, sinks=self.sinks,
                 batch_invariant=batch_invariant, group_rows=self.group_rows,
-                recent=self.recent, packed=self.packed,
+                recent=self.recent, packed=self.packed, batch=batch,
             )  # fmt: skip
             found = self._variants[key] = config, _launches(config)
         return found
@@ -431,7 +432,9 @@ def _prepare(
         )
     *_, seq_q, heads_q, _ = q.shape
     queries = min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
-    config, launches = planned.variant(problem.group * queries, batch_invariant and not packed)
+    config, launches = planned.variant(
+        problem.group * queries, batch_invariant and not packed, 0 if packed else batch
+    )
     shape = (*q.shape[:-1], problem.head_dim_v)
     block_size = arrays.k_cache.shape[1]
     most_keys = block_table.shape[1] * block_size + planned.recent_rows
@@ -475,7 +478,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         return plan_paged_attention(*shape, "bfloat16", device, **options).spec()
 
     too_old = device.compute_capability < _FLOAT8_ARCH
-    return [
+    specs = [
         *prefill_specs(device),
         *(spec(width) for width in HEAD_DIMS),
         spec(128, 32),
@@ -490,7 +493,12 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, 4, codes="int4", group_rows=64, recent=True, packed=True),
         *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
         spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
+        *(spec(128, rows, batch=1) for rows in (4, 32)),
+        spec(128, codes="int8", batch=1),
+        *(spec(128, codes="int4", group_rows=64, recent=new, batch=1) for new in (False, True)),
+        spec(128, codes="int4", group_rows=64, batch=128),
     ]
+    return [*dict.fromkeys(specs)]
 
 
 register(

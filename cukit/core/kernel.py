@@ -35,6 +35,8 @@ Argument = Any
 `by_value`."""
 
 _POINTER_BYTES = 8
+_PORTABLE_CLUSTER = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
 _MOST_SCALARS = 4096
 
 
@@ -58,6 +60,8 @@ class Kernel:
         self._accepted: set[tuple[Any, ...]] = set()
         self.compiled = compiled
         self.function = raw.kernel
+        if int(dict(spec.defines).get("CLUSTER", 1)) > _PORTABLE_CLUSTER:
+            _allow_large_clusters(self.function)
         self.block = (spec.threads, 1, 1)
         self.shared_bytes = spec.shared_bytes
 
@@ -86,6 +90,14 @@ class Kernel:
             check_arguments(self.compiled, args)
             if np.ndarray not in kinds:  # a struct whose size is not part of its type
                 self._accepted.add(kinds)
+
+
+def _allow_large_clusters(function: Any) -> None:
+    """Permits clusters of more than the portable number of blocks; CuPy has no call for it."""
+    set_attribute = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute
+    status = set_attribute(ctypes.c_void_p(function.ptr), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    if status:
+        raise LaunchError(f"cuFuncSetAttribute: CUDA error {status}")
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:

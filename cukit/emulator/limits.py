@@ -9,7 +9,10 @@ from cukit.core.device import Device
 MAX_THREADS = 1024
 _BLOCK_EXTENTS = (1024, 1024, 64)
 _GRID_EXTENTS = (2**31 - 1, 65535, 65535)
-_CLUSTER_BLOCKS = 8  # the portable cluster size
+_CLUSTER_BLOCKS = 8
+"""The portable cluster size."""
+_MOST_CLUSTER_BLOCKS = {9: 16, 10: 16}
+"""The non-portable one, by the major compute capability; `core.kernel` permits it."""
 STATIC_SHARED_BYTES = 48 * 1024
 
 
@@ -40,8 +43,9 @@ def refusal(
     blocks = math.prod(cluster)
     if blocks > 1 and device.compute_capability < (9, 0):
         return f"clusters of {blocks} blocks: clusters need sm_90 or newer, this is {device.arch}"
-    if blocks > _CLUSTER_BLOCKS:
-        return f"clusters of {blocks} blocks, the limit is {_CLUSTER_BLOCKS}"
+    most_blocks = _MOST_CLUSTER_BLOCKS.get(device.compute_capability[0], _CLUSTER_BLOCKS)
+    if blocks > most_blocks:
+        return f"clusters of {blocks} blocks, the limit is {most_blocks}"
     if any(extent % along for extent, along in zip(grid, cluster, strict=False)):
         return f"the cluster's extents {cluster} do not divide the grid's {grid}"
     if static_bytes > STATIC_SHARED_BYTES:

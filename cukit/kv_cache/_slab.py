@@ -30,7 +30,8 @@ class KVCacheSlab:
         block has the same number in all layers.
     scales: with 8-bit codes, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1]; else
         None. They are stored after the codes of their block, head by head, so that one copy moves
-        both; so are the scales and zero points of int4, whose groups are blocks.
+        both; so are the scales and zero points of int4, whose groups are blocks. int4 codes are
+        stored head by head within a block too: a row of a head is half of a cache line.
     recent: with int4, [2, num_layers, num_rings, block_size, num_heads_kv, head_dim] in 16 bits,
         the ring buffers of blocks that are not full yet; else None.
     block_bytes: of one block: keys and values of all layers, with their scales.
@@ -163,8 +164,10 @@ class KVCacheSlab:
             return self._buffer.array((2, *shape), stored), None
         part_bytes = row_bytes + scale_bytes
         parts = self._buffer.array((2, *shape[:2], part_bytes // stored.itemsize), stored)
-        if self._codes is int4:
-            return parts[..., :row_bytes].reshape(2, *shape), None
+        if self._codes is int4:  # head by head
+            layers, blocks, size, heads, width = shape
+            rows = parts[..., :row_bytes].reshape(2, layers, blocks, heads, size, width)
+            return rows.swapaxes(3, 4), None
         words = self._buffer.array((2, *shape[:2], part_bytes // 4), np.float32)
         rows = parts[..., : row_bytes // stored.itemsize].reshape(2, *shape)
         scales = words[..., row_bytes // 4 :].reshape(2, *shape[:2], shape[3], shape[2])

@@ -13,17 +13,19 @@
 //   has its own accumulators, softmax state and pipeline of STAGES stages: the loop over tiles has
 //   no block-wide barrier. paged_work.cuh schedules the tiles. A piece that does not cover its
 //   problem is stored to `partial`; the last block to finish a piece merges the problem's pieces.
+//   CLUSTER > 1: a cluster of blocks processes one problem, block r the r-th part of its tiles. The
+//   blocks send their sums to each other's shared memory, and each merges HEAD_DIM / CLUSTER columns.
 // Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 *
 //   HEAD_DIM; for codes half of that plus 8 * STEP), reused to merge eight rows of every warp;
 //   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the column orders of both kinds
-//   of keys.
+//   of keys. CLUSTER > 1: ClusterSums.
 // Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
 //   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
 //   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
-//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PART 16|32|64 keys of a step processed at once, int4;
-//   FETCH_BYTES of L2 prefetches 0|64|128|256; PACKED 0|1, without UNIT_TILES; CAUSAL, WINDOW,
-//   SOFTCAP, SINKS of score_options.cuh.
+//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PACKED 0|1, without UNIT_TILES; CLUSTER 1, or thread blocks
+//   of a cluster, with TEAM 1, without UNIT_TILES and PACKED; CAUSAL, WINDOW, SOFTCAP, SINKS of
+//   score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order depends on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -31,6 +33,7 @@
 #include "attention/paged_operands.cuh"
 #include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/min_max_packed.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/softmax/online_softmax.cuh"
@@ -85,13 +88,13 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
 #if CODE == 3
 // int4: scales and zero points of values, as pairs of keys 16 m + 8 half + 2 (lane % 4) on.
 struct ValueFactors {
-  unsigned scales[PartForm::kKeyTiles][2];
-  unsigned zeros[PartForm::kKeyTiles][2];
+  unsigned scales[CacheForm::kKeyTiles][2];
+  unsigned zeros[CacheForm::kKeyTiles][2];
 
   CUKIT_DEVICE explicit ValueFactors(const unsigned char* from) {
     const unsigned* pairs = reinterpret_cast<const unsigned*>(from) + threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
       scales[i / 2][i % 2] = pairs[4 * i];
       zeros[i / 2][i % 2] = pairs[4 * i + kStep / 2];
     }
@@ -100,7 +103,7 @@ struct ValueFactors {
   // Zeroes the factors beyond the last key, since 0 times the memory there may be NaN.
   CUKIT_DEVICE void hide(int first_key, int end) {
 #pragma unroll
-    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
       const int left = end - (first_key + 8 * i + threadIdx.x % 4 * 2);
       const unsigned seen = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
       scales[i / 2][i % 2] &= seen;
@@ -112,7 +115,7 @@ struct ValueFactors {
   CUKIT_DEVICE float top() const {
     unsigned most = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * PartForm::kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
       most = cukit::max_packed<__half>(most, scales[i / 2][i % 2] & 0x7fff7fffu);
     }
     float pair[2];
@@ -263,10 +266,10 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned c
 
 #if CODE == 3
 // The same for int4. Scales multiply the operands: P is at most 2^kLazyGrowth.
-CUKIT_DEVICE void add_group(Sums& sums, const Scores<PartForm>& scores,
+CUKIT_DEVICE void add_group(Sums& sums, const Scores<CacheForm>& scores,
                             const unsigned char* values, const ValueFactors& factors,
                             float factor) {
-  using F = PartForm;
+  using F = CacheForm;
   update_maxima<F>(sums, scores, factors.top(), factor);
   Probabilities<F> p;
   exponentiate<F>(p, sums, scores, factor, [](int, int) { return 1.0f; });
@@ -300,9 +303,24 @@ CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
   add_keys<F>(sums, scores, keys + kPartBytes, none, factor);
 }
 
+#if CLUSTER > 1
+static_assert(TEAM == 1 && UNIT_TILES == 0 && !PACKED, "a cluster processes one problem");
+
+// The block's part of its cluster's problem; may be empty.
+CUKIT_DEVICE Share cluster_share(const Lengths& lengths, const cukit::PagedParameters& params) {
+  const int problem = blockIdx.x / CLUSTER;
+  const int b = problem / params.problems;
+  const Place::Request_ request(b, lengths, params);
+  const int part = max(kLeastShare, (request.units + CLUSTER - 1) / CLUSTER);
+  const int first = part * cukit::cluster_rank();
+  return {{b, problem % params.problems, first, request}, first, min(request.units, first + part)};
+}
+#endif
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE
+__launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     const T* __restrict__ q, const cache_t* __restrict__ k, const cache_t* __restrict__ v,
     const scale_t* __restrict__ k_scales, const scale_t* __restrict__ v_scales,
     const scale_t* __restrict__ k_zeros, const scale_t* __restrict__ v_zeros,
@@ -336,11 +354,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const float factor = cukit::exponent_factor(params.scale_log2);
 
+#if CLUSTER > 1
+  cukit::cluster_arrive();
+#endif
   // Prefetches the block table, which is needed next, to L2 while the lengths are read.
   const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
   const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
                             (params.most_keys - params.recent_rows) / params.block_size;
   if (entry < entries) cukit::prefetch_l2(block_table + entry);
+#if CLUSTER > 1
+  Share share = cluster_share(lengths, params);
+  const Rows own_rows(share.place, params);
+  auto& cluster_sums = *reinterpret_cast<ClusterSums*>(query_tile + (1 + RECENT) * kQueryBytes);
+#else
   const int teams = gridDim.x / TEAM;
   const int team = blockIdx.x / TEAM;
   const int member = blockIdx.x % TEAM;
@@ -350,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   if (first_unit >= total) return;
   Share share{Place::find(first_unit, lengths, params), first_unit,
               min(total, first_unit + share_units)};
-
+#endif
   Loader loader(share, cukit::shared_address(stages), places[warp], arrays, params);
 #pragma unroll 1  // the body is long
   for (int i = 0; i < STAGES - 1; ++i) {
@@ -398,20 +424,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       const bool masked = cukit::kScoresModified || first_key < visible_begin ||
                           first_key + kStep > (RECENT ? min(visible_end, end) : visible_end);
 #if CODE == 3
-      const GroupQueries group(queries, factors);
-#pragma unroll 1  // the body is long
-      for (int part = 0; part < kStep / PART; ++part) {
-        using P = PartForm;
-        const int first = first_key + part * PART;
-        Scores<P> scores;
-        group.multiply(scores, keys + part * P::kPartBytes);
-        ValueFactors value_factors(factors + kKeyScaleBytes + part * PART * 2);
-        if (masked) {
-          apply_options<P>(scores, first, rows, seq_kv, end, params);
-          value_factors.hide(first, end);
-        }
-        add_group(sums, scores, keys + kPartBytes + part * P::kPartBytes, value_factors, factor);
+      Scores<F> scores;
+      GroupQueries(queries, factors).multiply(scores, keys);
+      ValueFactors value_factors(factors + kKeyScaleBytes);
+      if (masked) {
+        apply_options<F>(scores, first_key, rows, seq_kv, end, params);
+        value_factors.hide(first_key, end);
       }
+      add_group(sums, scores, keys + kPartBytes, value_factors, factor);
 #else
       Scores<F> scores;
       Scales<F> value_scales;
@@ -433,6 +453,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     }
 
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
+#if CLUSTER > 1
+    cukit::cluster_wait();
+    merge_warps(sums, rows, factor, merge, statistics,
+                [&](int row, int column, float2 total, const Statistics& all) {
+                  cluster_sums.send(row, column, total, all);
+                });
+    break;
+  }
+  if (share.done()) {
+    cukit::cluster_wait();
+    cluster_sums.send_nothing();
+  }
+  cukit::cluster_arrive();
+  cukit::cluster_wait();
+  cluster_sums.merge(own_rows, arrays, params);
+#else
     const int problem_first = share.index - piece.place.unit;  // its first unit
     // Slots: two per block or, with UNIT_TILES, one per unit. Counters: one per block or problem.
     const cukit::PieceSlots slots(problem_first, piece.place.request.units, share_units);
@@ -448,11 +484,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
         UNIT_TILES
             ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
             : slots.first_team * TEAM + member;
-    merge_warps(sums, rows, piece.complete, slot_of(own), factor, merge, statistics, partial,
-                arrays, params);
+    const long long own_slot = slot_of(own);
+    merge_warps(sums, rows, factor, merge, statistics,
+                [&](int row, int column, float2 total, const Statistics& all) {
+                  if (piece.complete) {
+                    const float by = finish_row(all, rows, row, arrays, params, column == 0);
+                    store_pair(total.x * by, total.y * by, rows, row, column, arrays, params);
+                    return;
+                  }
+                  float* to = partial.out(own_slot) + row * HEAD_DIM + column;
+                  *reinterpret_cast<float2*>(to) = total;
+                  if (column == 0) partial.statistics(own_slot)[row] = all;
+                });
     if (!piece.complete && finishes(counters + counter, pieces)) {
       merge_pieces(rows, pieces, slot_of, partial, arrays, params);
     }
     share.advance(lengths, params);
   }
+#endif
 }

@@ -198,7 +198,9 @@ class Loader {
   };
 
   // int4: the rows of a step, which are contiguous in one block; zeros if all are masked. Rows
-  // beyond the last key are copied too: they are within the block.
+  // beyond the last key are copied too: they are within the block. A row is half of a cache line
+  // and may be next to a row of another head, which another thread block reads a little later: L2
+  // fetches both at once.
   CUKIT_DEVICE void copy_group(unsigned keys, const Arrays& arrays, const PagedParameters& params) {
     using Copy = Loader::Copy<CacheForm>;
     constexpr int kRowsAtOnce = kWarpSize / Copy::kChunks;
@@ -216,8 +218,8 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < Copy::kCopies; ++i) {
       const Copy copy(i);
-      cp_async_16_fetch<FETCH_BYTES>(keys + copy.to, k_valid ? k : arrays.k, k_valid);
-      cp_async_16_fetch<FETCH_BYTES>(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
+      cp_async_16_prefetch_256(keys + copy.to, k_valid ? k : arrays.k, k_valid);
+      cp_async_16_prefetch_256(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
       k += kRowsAtOnce * params.k.row;
       v += kRowsAtOnce * params.v.row;
     }
@@ -236,9 +238,8 @@ class Loader {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const Copy copy(first + i);
-        cp_async_16_fetch<FETCH_BYTES>(keys + copy.to, from[i].k + copy.chunk * kElements);
-        cp_async_16_fetch<FETCH_BYTES>(keys + copy.to + kPartBytes,
-                                       from[i].v + copy.chunk * kElements);
+        cp_async_16(keys + copy.to, from[i].k + copy.chunk * kElements);
+        cp_async_16(keys + copy.to + kPartBytes, from[i].v + copy.chunk * kElements);
       }
     }
   }

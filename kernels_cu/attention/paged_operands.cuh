@@ -234,9 +234,9 @@ class GroupQueries {
       }
   }
 
-  // scores = K Q^T of PART keys of the group.
-  CUKIT_DEVICE void multiply(Scores<PartForm>& scores, const unsigned char* keys) const {
-    using F = PartForm;
+  // scores = K Q^T of STEP keys of the group.
+  CUKIT_DEVICE void multiply(Scores<CacheForm>& scores, const unsigned char* keys) const {
+    using F = CacheForm;
     const int lane = threadIdx.x % kWarpSize;
     clear(scores);
 #pragma unroll
@@ -368,13 +368,13 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
 }
 
 #if CODE == 3
-// int4: out += V^T P^T of PART keys; `zeros`: pairs of their zero points, of keys 16 m + 8 half
+// int4: out += V^T P^T of STEP keys; `zeros`: pairs of their zero points, of keys 16 m + 8 half
 // + 2 (lane % 4) on. The bias of the codes and the zero points, which add the same to all columns,
 // are the initial accumulators of each step: `out` then holds no large sums that cancel.
-CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<PartForm>& p,
-                                        const unsigned (&zeros)[PartForm::kKeyTiles][2],
+CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<CacheForm>& p,
+                                        const unsigned (&zeros)[CacheForm::kKeyTiles][2],
                                         const unsigned char* values) {
-  using F = PartForm;
+  using F = CacheForm;
   float start[QUERY_TILES][4] = {};
 #pragma unroll
   for (int m = 0; m < F::kKeyTiles; ++m) {

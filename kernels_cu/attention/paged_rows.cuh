@@ -3,17 +3,14 @@
 // Macros: those of paged_attention.cu.
 #pragma once
 
-#ifndef FETCH_BYTES
-#define FETCH_BYTES 0
-#endif
-#ifndef PART
-#define PART STEP
-#endif
 #ifndef RECENT
 #define RECENT 0
 #endif
 #ifndef PACKED
 #define PACKED 0
+#endif
+#ifndef CLUSTER
+#define CLUSTER 1
 #endif
 
 #include "attention/paged_work.cuh"
@@ -57,7 +54,6 @@ struct Form {
   static constexpr int kPartBytes = Step * kTileColumns * 2;   // of keys, or of values
 };
 using CacheForm = Form<CODE, STEP>;
-using PartForm = Form<CODE, PART>;
 using RecentForm = Form<0, 16>;
 
 constexpr int kStep = STEP;

@@ -9,6 +9,7 @@
 
 #include "attention/paged_operands.cuh"
 #include "attention/paged_rows.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/pack.cuh"
 
 namespace cukit::paged {
@@ -115,13 +116,12 @@ CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, i
   *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
 }
 
-// Merges the warps' results, and stores them to the output or, if the piece is not `complete`, to a
-// slot of `partial`. `merge`: the stage that each warp read last, into which nothing is copied
-// before the next tile.
-CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool complete, long long slot,
-                              float factor, unsigned char* merge, Statistics (*statistics)[kRows],
-                              const Partial& partial, const Arrays& arrays,
-                              const PagedParameters& params) {
+// Merges the warps' results and passes them to `store`: a row, a column, the sums of this column and
+// the next, and the row's statistics. `merge`: the stage that each warp read last, into which
+// nothing is copied before the next tile.
+template <typename Store>
+CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, float factor, unsigned char* merge,
+                              Statistics (*statistics)[kRows], Store store) {
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
 #pragma unroll
@@ -173,13 +173,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool complete, long 
         const float max = statistics[w][number].max;
         if (max > -infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
       }
-      if (complete) {
-        const float by = finish_row(all, rows, number, arrays, params, column == 0);
-        store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
-      } else {
-        *reinterpret_cast<float2*>(partial.out(slot) + number * HEAD_DIM + column) = total;
-        if (column == 0) partial.statistics(slot)[number] = all;
-      }
+      store(number, column, total, all);
     }
     __syncthreads();
   }
@@ -247,5 +241,66 @@ CUKIT_DEVICE bool finishes(int* counter, int pieces) {
   __threadfence();
   return last;
 }
+
+#if CLUSTER > 1
+// The pieces of a problem that a cluster of blocks merges, in shared memory. Block r merges columns
+// r * kOwnColumns on; the others write their sums of these columns to its memory.
+struct ClusterSums {
+  static constexpr int kOwnColumns = HEAD_DIM / CLUSTER;
+  static_assert(kOwnColumns % 2 == 0, "pairs of columns");
+
+  float out[CLUSTER][kRows][kOwnColumns];
+  Statistics statistics[CLUSTER][kRows];
+
+  // Every block of the cluster must have started.
+  CUKIT_DEVICE void send(int row, int column, float2 sums, const Statistics& own) {
+    const int rank = cluster_rank();
+    float* to = &out[rank][row][column % kOwnColumns];
+    store_remote(to, column / kOwnColumns, sums.x);
+    store_remote(to + 1, column / kOwnColumns, sums.y);
+    if (column < 2 * CLUSTER) send(row, column / 2, own);
+  }
+  // For a block without keys.
+  CUKIT_DEVICE void send_nothing() {
+    for (int i = threadIdx.x; i < kRows * CLUSTER; i += kThreads) {
+      send(i % kRows, i / kRows, {-infinity(), 0.0f});
+    }
+  }
+
+  // After a barrier of the cluster.
+  CUKIT_DEVICE void merge(const Rows& rows, const Arrays& arrays, const PagedParameters& params) {
+    for (int i = threadIdx.x; i < rows.count * kOwnColumns / 2; i += kThreads) {
+      const int row = i / (kOwnColumns / 2);
+      const int column = i % (kOwnColumns / 2) * 2;
+      Statistics all{-infinity(), 0.0f};
+#pragma unroll
+      for (int piece = 0; piece < CLUSTER; ++piece) {
+        all.max = fmaxf(all.max, statistics[piece][row].max);
+      }
+      float2 total = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int piece = 0; piece < CLUSTER; ++piece) {
+        const Statistics own = statistics[piece][row];
+        if (own.max == -infinity()) continue;  // no outputs were sent
+        const float2 part = *reinterpret_cast<const float2*>(&out[piece][row][column]);
+        const float weight = exp2f(own.max - all.max);
+        all.sum = fmaf(own.sum, weight, all.sum);
+        total.x = fmaf(part.x, weight, total.x);
+        total.y = fmaf(part.y, weight, total.y);
+      }
+      const int first = cluster_rank() * kOwnColumns;
+      const float by = finish_row(all, rows, row, arrays, params, first + column == 0);
+      store_pair(total.x * by, total.y * by, rows, row, first + column, arrays, params);
+    }
+  }
+
+ private:
+  CUKIT_DEVICE void send(int row, int to, const Statistics& own) {
+    Statistics& place = statistics[cluster_rank()][row];
+    store_remote(&place.max, to, own.max);
+    store_remote(&place.sum, to, own.sum);
+  }
+};
+#endif
 
 }  // namespace cukit::paged

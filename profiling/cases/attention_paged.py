@@ -183,10 +183,11 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
 
 
 def grouped_cache(block: tuple[int, ...], axis: int) -> Any:
-    """int4 keys (axis 1) or values (axis 3) of random codes, at the scale of a standard normal."""
+    """int4 keys (axis 1) or values (axis 3) of random codes, at the scale of a standard normal,
+    stored by head within a block as `KVCacheManager` stores them."""
     xp = array_module()
     blocks, block_size, heads, head_dim = block
-    storage = integers(0, 256, (blocks, block_size, heads, head_dim // 2), "uint8")
+    storage = integers(0, 256, (blocks, heads, block_size, head_dim // 2), "uint8").swapaxes(1, 2)
     if axis == 1:
         shape, size = (blocks, block_size // GROUP_ROWS, heads, head_dim), GROUP_ROWS
         factors = [xp.full(shape, value, xp.float16) for value in (0.2, -0.5)]

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _paged_arguments, paged
+from cukit.attention import _paged_arguments, _paged_plan, paged
+from cukit.attention._paged_plan import PagedConfig, plan_paged_attention
 from cukit.core.arrays import bfloat16, float16, namespace
+from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
 from tests.quick_run import emulated
@@ -379,6 +381,96 @@ def test_other_tilings(
             Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check(device)
     finally:
         paged._prepare.forget()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads_q", "seq_q", "options"),
+    [
+        ([500], 32, 1, {}),
+        ([1], 8, 1, {}),
+        ([0], 16, 1, {}),
+        ([3000], 80, 2, {"softcap": 20.0}),
+        (
+            [1500],
+            8,
+            5,
+            {"window_size": (70, None), "sinks": np.linspace(0, 2, 8, dtype=np.float32)},
+        ),
+    ],
+    ids=str,
+)
+@emulated(lambda lengths: True)
+def test_a_cluster_processes_a_problem(
+    device: str, lengths: list[int], heads_q: int, seq_q: int, options: dict[str, Any]
+) -> None:
+    """Eight key heads of one request: clusters of 16 on sm_90."""
+    cache = Cache(lengths, heads_q=heads_q, heads_kv=8, head_dim=128, seq_q=seq_q)
+    cache.check(device, **options)
+
+
+@pytest.mark.parametrize("codes", ["", "int8", "int4", "recent"])
+@emulated(lambda codes: True)
+def test_clusters_of_several_requests(
+    device: str, codes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters of eight."""
+    monkeypatch.setattr(_paged_plan, "_CLUSTER", 8)
+    monkeypatch.setattr(_paged_plan, "_CLUSTER_SHARE", 0)
+    check_replanned(device, codes)
+
+
+@pytest.mark.parametrize("heads_q", [2, 14])
+@emulated(lambda heads_q: True)
+def test_thread_blocks_of_one_warp(
+    device: str, heads_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_paged_plan, "_MANY_PROBLEMS", 0)
+    check_replanned(device, "int4", heads_q)
+
+
+def check_replanned(device: str, codes: str, heads_q: int = 6) -> None:
+    """Checks five to seven requests with two key heads, with constants of the plan changed."""
+
+    def forget() -> None:
+        plan_paged_attention.cache_clear()
+        paged._prepare.forget()  # type: ignore[attr-defined]
+
+    forget()
+    try:
+        if codes == "int8":
+            check_codes(device, ck.int8, "key", 128)
+        elif codes == "int4":
+            check_int4(device, 128, heads_q, 1, {}, 64)
+        elif codes == "recent":
+            check_recent(device, 128, heads_q, 1, bfloat16, {}, 64)
+        else:
+            Cache([500, 3, 150, 0, 70], heads_q=heads_q, heads_kv=2).check(device)
+    finally:
+        forget()
+
+
+def test_plans_of_few_and_many_problems() -> None:
+    device = typical_device("sm_90a")
+
+    def plan(batch: int, heads_kv: int = 8, **options: Any) -> PagedConfig:
+        return plan_paged_attention(
+            128, 128, heads_kv, 4, "bfloat16", device, batch=batch, **options
+        )
+
+    assert plan(1).cluster == plan(2, 4).cluster == 16
+    assert plan(1).num_blocks == 128
+    assert plan(1).team == 1
+    for other in (
+        plan(2),
+        plan(1, 1),
+        plan(0),
+        plan(1, packed=True),
+        plan(1, batch_invariant=True),
+    ):
+        assert other.cluster == 1
+    many, few = (plan(batch, codes="int4", group_rows=64) for batch in (128, 32))
+    assert (many.warps, many.stages, many.blocks_per_sm) == (1, 2, 8)
+    assert (few.warps, few.stages, few.blocks_per_sm) == (4, 3, 2)
 
 
 def test_values_may_be_narrower(device: str) -> None:

@@ -55,7 +55,8 @@ def test_matching_arguments_are_accepted(launch):
         ({"static_bytes": 40 * KIB, "dynamic_bytes": 200 * KIB}, "40960 bytes of static"),
         ({"static_bytes": 49 * KIB}, "50176 bytes of static .* limit is 49152"),
         ({"cluster": (2, 1, 1), "grid": (2, 1, 1), "arch": "sm_80"}, "need sm_90 .* is sm_80"),
-        ({"cluster": (16, 1, 1), "grid": (16, 1, 1)}, "of 16 blocks, the limit is 8"),
+        ({"cluster": (32, 1, 1), "grid": (32, 1, 1)}, "of 32 blocks, the limit is 16"),
+        ({"cluster": (16, 1, 1), "grid": (16, 1, 1), "arch": "sm_120"}, "the limit is 8"),
         ({"cluster": (2, 1, 1), "grid": (3, 1, 1)}, "do not divide the grid"),
     ],
 )  # fmt: skip

@@ -19,32 +19,18 @@ CUKIT_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = 
 #endif
 }
 
-// cp_async_16 with an L2 prefetch of the surrounding Fetch bytes: 0 (none), 64, 128 or 256.
-template <int Fetch>
-CUKIT_DEVICE void cp_async_16_fetch(unsigned shared, const void* global, bool valid = true) {
-  static_assert(Fetch == 0 || Fetch == 64 || Fetch == 128 || Fetch == 256, "four sizes");
+// cp_async_16 with an L2 prefetch of the surrounding 256 bytes.
+CUKIT_DEVICE void cp_async_16_prefetch_256(unsigned shared, const void* global, bool valid = true) {
 #ifdef CUKIT_EMULATE
   cp_async_16(shared, global, valid);
 #else
-  if constexpr (Fetch == 0) {
-    cp_async_16(shared, global, valid);
-  } else if constexpr (Fetch == 64) {
-    asm volatile("cp.async.cg.shared.global.L2::64B [%0], [%1], 16, %2;\n" ::"r"(shared),
-                 "l"(global), "r"(valid ? 16 : 0)
-                 : "memory");
-  } else if constexpr (Fetch == 128) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),
-                 "l"(global), "r"(valid ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n" ::"r"(shared),
-                 "l"(global), "r"(valid ? 16 : 0)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n" ::"r"(shared),
+               "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
 #endif
 }
 
-// The same of the first `present` bytes; the rest of the destination becomes zeros.
+// cp_async_16 of the first `present` bytes; the rest of the destination becomes zeros.
 CUKIT_DEVICE void cp_async_16_partial(unsigned shared, const void* global, int present) {
 #ifdef CUKIT_EMULATE
   emulator::cp_async(shared, global, 16, present);
