@@ -325,7 +325,7 @@ class _Planned:
         if codes == "int4" and k_scales is not None:
             self.group_rows = k_cache.shape[1] // k_scales.shape[1]
         self._forward: PagedForward | None = None
-        self._variants: dict[tuple[int, bool], tuple[PagedConfig, Launches]] = {}
+        self._variants: dict[tuple[int, bool, int], tuple[PagedConfig, Launches]] = {}
         # Of bias, mask and packed queries, whose strides and sizes vary, this kernel has none.
         given = ScoreArrays(None, sinks, None, None, None, None)
         shape = 1, self.problem.num_heads_q, 1, 1
