@@ -98,9 +98,13 @@ def known_spills(variant: Variant) -> int:
       has been read are spilled until then, and the passes over candidates and over rows that must
       be read again spill. Variants with 128 registers and without spills were not faster
       (profiling/notes/sampling.md).
+    - Latent attention on FP8: up to five values that are computed once per thread or piece, and
+      loaded again once per page.
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128
+    if variant.spec.entry == "mla_attention_float8_sm90":
+        return 80
     if variant.spec.entry == "sample":
         defines = dict(variant.spec.defines)
         streams = not defines["RESIDENT"]

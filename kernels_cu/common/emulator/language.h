@@ -196,11 +196,13 @@ inline float toward(double exact, float nearest, float side) {
   return error != 0 && (error > 0) == (side > 0) ? nextafterf(nearest, side) : nearest;
 }
 }  // namespace cukit::emulator
-#define CUKIT_DIRECTED(name, arguments, exact)                                                      \
-  inline float name##_rz arguments { return ::cukit::emulator::toward(exact, float(exact), 0); }          \
+#define CUKIT_DOWN_AND_UP(name, arguments, exact)                                                         \
   inline float name##_rd arguments { return ::cukit::emulator::toward(exact, float(exact), -INFINITY); } \
   inline float name##_ru arguments { return ::cukit::emulator::toward(exact, float(exact), INFINITY); }
-CUKIT_DIRECTED(__fadd, (float a, float b), (double(a) + double(b)))
+#define CUKIT_DIRECTED(name, arguments, exact)                                                      \
+  inline float name##_rz arguments { return ::cukit::emulator::toward(exact, float(exact), 0); } \
+  CUKIT_DOWN_AND_UP(name, arguments, exact)
+CUKIT_DOWN_AND_UP(__fadd, (float a, float b), (double(a) + double(b)))  // _rz: arithmetic.h
 CUKIT_DIRECTED(__fsub, (float a, float b), (double(a) - double(b)))
 CUKIT_DIRECTED(__fmul, (float a, float b), (double(a) * double(b)))
 CUKIT_DIRECTED(__fdiv, (float a, float b), (double(a) / double(b)))
@@ -211,6 +213,7 @@ CUKIT_DIRECTED(__int2float, (int x), (double(x)))
 CUKIT_DIRECTED(__uint2float, (unsigned x), (double(x)))
 CUKIT_DIRECTED(__double2float, (double x), (x))
 #undef CUKIT_DIRECTED
+#undef CUKIT_DOWN_AND_UP
 
 #define CUKIT_DOUBLE_TO(name, To)                                      \
   inline To name##_rn(double x) { return cukit_saturate<To>(rint(x)); }  \
