@@ -160,6 +160,8 @@ def _describe_varying(arrays: PagedArrays) -> Hashable:
     q, k_cache, v_cache, k_scales, v_scales, table, lengths, sinks, out, ends, *more = arrays
     if q is None or table is None or lengths is None or q.ndim != (4 if ends is None else 3):
         return None
+    if ends is not None and ends.ndim != 1:
+        return None
     batch, rows = arrays.batch, q.shape[-3:-2]
     queries = [describe_but_length(each, rows) for each in (q, out) if each is not None]
     if None in queries or (out is not None and out.shape[:-2] != q.shape[:-2]):

@@ -239,8 +239,12 @@ def scratch_for(
     prepared = _prepare(codes, options, batch_invariant, *arrays)
     if not isinstance(prepared, PreparedPaged):
         return None
-    sums = empty(arrays.q, (prepared.floats,), np.float32)
-    return PagedScratch(sums, namespace(sums).zeros(prepared.counters, int32))
+    # Fewer requests may take a plan without clusters, which has more thread blocks.
+    planned = _planned(codes, options, *arrays)
+    config, _ = planned.variant(planned.problem.group, batch_invariant, 0)
+    slots, counters = config.slots(1, 1, 0)
+    sums = empty(arrays.q, (max(prepared.floats, slots * config.slot_floats),), np.float32)
+    return PagedScratch(sums, namespace(sums).zeros(max(prepared.counters, counters), int32))
 
 
 def _decoded(
@@ -362,6 +366,8 @@ class _Planned:
         key = rows, batch_invariant, batch
         found = self._variants.get(key)
         if found is None:
+            if len(self._variants) >= _MOST_VARIANTS:
+                self._variants.clear()
             problem = self.problem
             config = plan_paged_attention(
                 problem.head_dim, problem.head_dim_v, problem.num_heads_kv, rows, problem.dtype,
@@ -458,6 +464,7 @@ def _prepare(
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)
 
 
+_MOST_VARIANTS = 256  # of a cache's calls; their configurations are cached by the plan, too
 _ones: dict[int | None, Array] = {}
 
 

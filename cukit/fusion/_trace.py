@@ -36,6 +36,11 @@ class CannotTraceError(Exception):
     """The function does something that a graph of operations cannot represent."""
 
 
+class CannotRepeatError(CannotTraceError):
+    """It may do something else in the next call, or to another call's arrays: a CUDA graph would
+    repeat what it did in its capture."""
+
+
 @dataclass(eq=False)
 class Node:
     """One operation, or an input.
@@ -192,14 +197,14 @@ class Traced:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
-            raise CannotTraceError(f"{ufunc.__name__} writes to out=")
+            raise CannotRepeatError(f"{ufunc.__name__} writes to out=")
         if method != "__call__":
             return record(f"{ufunc.__name__}.{method}", getattr(ufunc, method), inputs, kwargs)
         return record(ufunc.__name__, ufunc, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
-            raise CannotTraceError(f"{function.__name__} writes to out=")
+            raise CannotRepeatError(f"{function.__name__} writes to out=")
         return record(function.__name__, function, args, kwargs)
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
@@ -232,7 +237,7 @@ class Traced:
         return record("getitem", operator.getitem, (self, key), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise CannotTraceError("it assigns to elements of an array")
+        raise CannotRepeatError("it assigns to elements of an array")
 
     def _reads(self, *_: Any, **__: Any) -> Any:
         raise CannotTraceError("it reads values on the host")
@@ -253,7 +258,7 @@ def _operator(name: str, function: Callable[..., Any], swapped: bool) -> Callabl
 
 
 def _in_place(self: Traced, _: Any) -> Any:
-    raise CannotTraceError("it changes an array in place")
+    raise CannotRepeatError("it changes an array in place")
 
 
 _BINARY = {
@@ -293,7 +298,7 @@ def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if not leaves((args, kwargs), _is_traced):
             return function(*args, **kwargs)
         if kwargs.get("out") is not None:
-            raise CannotTraceError(f"{name} writes to out=")
+            raise CannotRepeatError(f"{name} writes to out=")
         return record(name, function, args, kwargs)
 
     return call

@@ -18,7 +18,15 @@ from cukit.errors import ConfigError, CukitError
 from cukit.fusion._match import Match, match, uncast
 from cukit.fusion._patterns import Pattern, patterns
 from cukit.fusion._program import Fusion, GraphedCall, Program, Recomputed
-from cukit.fusion._trace import CannotTraceError, Node, Trace, is_node, is_same, trace
+from cukit.fusion._trace import (
+    CannotRepeatError,
+    CannotTraceError,
+    Node,
+    Trace,
+    is_node,
+    is_same,
+    trace,
+)
 from cukit.fusion._tree import arrays_of, is_array, leaves
 from cukit.fusion.report import (
     TOLERANCES,
@@ -146,7 +154,8 @@ def optimize(
         dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
             NumPy references.
         cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
-            captured and the graph is faster. The graph reads the arrays of the sample in place; an
+            captured, writes to no array in place, computes the same in every call, and the graph is
+            faster. The graph reads the arrays of the sample in place; an
             argument that a later call replaces by another array is copied from then on. Calls
             return copies of the graph's outputs; arrays that the function closes over must not be
             reallocated.
@@ -200,9 +209,11 @@ def optimize(
     try:
         found = trace(function, args, kwargs)
         if not is_same(found, trace(function, args, kwargs)):
-            raise CannotTraceError("it computes with values that change from call to call")
+            raise CannotRepeatError("it computes with values that change from call to call")
     except CannotTraceError as reason:
         notes.append(f"nothing was replaced: {reason}")
+        if isinstance(reason, CannotRepeatError):
+            cuda_graph = bool(cuda_graph)
     except Exception as error:
         notes.append(f"nothing was replaced: the trace failed with {_summary(error)}")
     else:

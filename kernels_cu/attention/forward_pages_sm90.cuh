@@ -81,13 +81,13 @@ static_assert(kBoxes <= cukit::kWarpSize, "one lane per box");
 
 // The lane's box of a tile.
 struct Box {
-  int b, tile;     // the sequence and tile that the box belongs to
-  int block, row;  // of the cache; block -1: no key of the box is visible
+  int b, tile, first_key;  // the sequence, tile and first visible key that the box belongs to
+  int block, row;          // of the cache; block -1: no key of the box is visible
 
-  CUKIT_DEVICE Box() : b(-1), tile(0), block(-1), row(0) {}
+  CUKIT_DEVICE Box() : b(-1), tile(0), first_key(0), block(-1), row(0) {}
 
   CUKIT_DEVICE Box(const FetchRequest& request, int tile, const Blocks& blocks)
-      : b(request.b), tile(tile), block(-1) {
+      : b(request.b), tile(tile), first_key(request.first_key), block(-1) {
     const int lane = threadIdx.x % cukit::kWarpSize;
     const int key = tile * TILE_N + lane * PAGE_ROWS;
     const int entry = key / blocks.size;
@@ -104,7 +104,9 @@ struct Box {
 template <typename Tile, typename Acquire>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, unsigned char* stages, Box& next, const Acquire& acquire) {
-  if (next.b != request.b || next.tile != request.tile) next = Box(request, request.tile, blocks);
+  if (next.b != request.b || next.tile != request.tile || next.first_key != request.first_key) {
+    next = Box(request, request.tile, blocks);
+  }
   cukit::Mbarrier* const full = acquire(Tile::kBytes);
   const int lane = threadIdx.x % cukit::kWarpSize;
   if (lane < kBoxes) {

@@ -380,7 +380,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         bool exceeded = true;
         Cut cut;
 #pragma unroll 1
-        for (bool narrowed = false; suffices; narrowed = true) {
+        for (bool narrowed = false; suffices || narrowed; narrowed = true) {
           if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
           suffices = narrowed ? !exceeded && candidates.exceeds(least_weight, largest, slope)
                               : most > 0 || (part < 1.0f && !exceeded) ||

@@ -12,6 +12,7 @@ import pytest
 import cukit as ck
 from cukit.attention import _paged_gather, _paged_prefill, paged
 from cukit.attention._paged_prefill_plan import (
+    PagedForwardConfig,
     few_packed_queries,
     plan_paged_prefill,
     prefers_gather,
@@ -117,6 +118,16 @@ def test_packed_queries(prefill: str, block_size: int, window: Any) -> None:
     generator = np.random.default_rng(7)
     cache.q = generator.standard_normal((ends[-1], 4, 64), np.float32).astype(float16)
     cache.check(prefill, cu_seqlens_q=ends, window_size=window)
+
+
+@pytest.mark.parametrize("heads_q", [1, 2])
+def test_a_thread_block_processes_tiles_of_a_window_one_after_the_other(
+    prefill: str, monkeypatch: pytest.MonkeyPatch, heads_q: int
+) -> None:
+    """The window of each tile of queries begins at another key of the same tile of keys."""
+    monkeypatch.setattr(PagedForwardConfig, "grid", lambda *_: 1)
+    cache = Cache([384], heads_q=heads_q, heads_kv=1, head_dim=64, seq_q=384)
+    cache.check(prefill, window_size=(100, 0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -279,6 +290,7 @@ def test_a_slab_beyond_32_bits() -> None:
         ({"cu_seqlens_q": np.array([0, 3], np.int64)}, ArrayDtypeError, "cu_seqlens_q"),
         ({"cu_seqlens_q": np.array([0, 2], np.int32)}, ConfigError, "from 0 to 3"),
         ({"cu_seqlens_q": np.array([], np.int32)}, ArrayShapeError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": np.array(0, np.int32)}, ArrayShapeError, "cu_seqlens_q"),
         ({"cu_seqlens_q": np.array([0, 1, 3], np.int32)}, ArrayShapeError, "block_table"),
         ({"q": np.zeros((1, 3, 4, 64), np.float32)}, ArrayShapeError, "q"),
     ],

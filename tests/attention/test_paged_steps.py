@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
+from cukit.attention import paged
 from cukit.core.arrays import float16
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from tests.attention.test_paged_attention import Cache, array_module
@@ -42,6 +43,28 @@ def test_steps_have_the_bits_of_single_calls(device: str, options: dict[str, Any
         out, lse = attention.run(q, 1, return_lse=True)
         assert (out == want).all()
         assert (lse == want_lse).all()
+
+
+def test_steps_of_fewer_requests_need_no_more_memory(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four requests are processed by clusters, one by more thread blocks with partial results."""
+    xp = array_module(device)
+    cache = Cache([90, 300, 200, 7], heads_q=4, heads_kv=2)
+    attention = steps(device, cache, max_batch=4)
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("memory was allocated")
+
+    monkeypatch.setattr(paged, "zero_counters", refused)
+    for rows in ([0, 1, 2, 3], [1]):
+        attention.plan(cache.table[rows], cache.lengths[rows])
+        q = xp.asarray(cache.q[rows])
+        out = attention.run(q, 0)
+        monkeypatch.undo()
+        arrays = cache.k, cache.v, cache.table[rows], cache.lengths[rows]
+        assert (out == ck.paged_attention(q, *map(xp.asarray, arrays))).all()
+        monkeypatch.setattr(paged, "zero_counters", refused)
 
 
 def test_quantised_caches_and_sinks(device: str) -> None:

@@ -437,7 +437,7 @@ def test_on_the_gpu_a_block_is_fused_captured_and_timed(rng):
     """Later calls with other arrays, with one of them changed in place, and with the first ones."""
     import cupy
 
-    arrays = arrays_of_block(rng, "float16")
+    arrays = list(arrays_of_block(rng, "float16"))
     block = functools.partial(block_of_cupy, cupy)
     optimized = optimize(block, tuple(arrays), only_faster=False, cuda_graph=True)
     assert isinstance(optimized, Optimized)
@@ -476,3 +476,12 @@ def test_on_the_gpu_what_cannot_be_captured_is_named(rng):
     optimized = optimize(lambda x: x / float(x.max()), x)
     assert "no CUDA graph" in optimized.note
     np.testing.assert_allclose(to_host(optimized(x)), to_host(x / float(x.max())))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [assigns, adds_in_place])
+def test_on_the_gpu_what_writes_in_place_is_not_captured(function, rng):
+    """A graph would write to the sample."""
+    (x,) = to_device("gpu", random(rng, (4, 8), "float32"))
+    optimized = optimize(function, x)
+    assert optimized._graph is None

@@ -247,3 +247,18 @@ def test_creation_of_large_pages_is_all_or_nothing() -> None:
     with pytest.raises(DeviceOutOfMemory):
         pages.create_large_pages(4)
     assert not driver.handles
+
+
+def test_defragment_joins_what_the_return_of_single_pages_leaves() -> None:
+    pool, _ = make_pool(limit=8 * MANY)
+    blocks = [pool.allocate(MANY * PAGE)]
+    singles = [pool.allocate(PAGE) for _ in range(2 * MANY)]
+    for block in singles[::2]:
+        pool.free(block)
+    blocks.append(pool.allocate(MANY * PAGE))
+    for block in blocks + singles[1::2]:
+        pool.free(block)
+    report = pool.defragment()
+    assert report.fragmentation_after == 0
+    assert report.largest_free_after == pool.statistics().reserved_bytes
+    check_invariants(pool)

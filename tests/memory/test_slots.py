@@ -93,3 +93,10 @@ def test_what_is_left_to_the_general_planner(address: list[int], size: list[int]
     at = BEGIN + columns(*address)
     none = columns()
     assert plan_slots(BEGIN, BEGIN + 6 * PAGE, at, columns(*size), none, none, PAGE) is None
+
+
+def test_pages_that_are_no_power_of_two_are_left_to_the_general_planner() -> None:
+    address = BEGIN + 4096 * np.arange(0, 30, 5, dtype=np.int64)
+    size = np.full(len(address), 4096)
+    nothing = columns()
+    assert plan_slots(BEGIN, BEGIN + 30 * 4096, address, size, nothing, nothing, 12288) is None

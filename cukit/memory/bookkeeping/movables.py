@@ -93,11 +93,12 @@ class Movables:
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Row numbers, addresses and sizes, in the order of the rows."""
         self.settle()
-        # Views of the columns must not outlive this call: they block `append`.
-        sizes = np.frombuffer(self._size, np.int64)
-        rows = (sizes != 0).nonzero()[0]  # twice as fast as from integers
+        # Views of the columns must not outlive this call, also if it fails: they block `append`.
+        rows = (np.frombuffer(self._size, np.int64) != 0).nonzero()[
+            0
+        ]  # twice as fast as from integers
         address: Ints = np.frombuffer(self._address, np.int64)[rows]
-        size: Ints = sizes[rows]
+        size: Ints = np.frombuffer(self._size, np.int64)[rows]
         return rows, address, size
 
     def holders(self, rows: Ints) -> list[Holder]:

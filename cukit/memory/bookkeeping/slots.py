@@ -46,11 +46,12 @@ def plan_slots(
 
     Returns:
         The plan, with `source` in the order of `address`. None if it would gain next to nothing, or
-        unless the buffers are of one size, a power of two of at most a page, at multiples of it.
+        unless pages are a power of two, and buffers of one size, a power of two of at most a page,
+        at multiples of it.
     """
     count = len(address)
     length = int(size[0]) if count else 0
-    if not length or length & (length - 1) or page_bytes % length:
+    if not length or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
         return None
     if np.count_nonzero(size != length):
         return None

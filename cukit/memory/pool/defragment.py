@@ -84,7 +84,7 @@ class Defragmenter:
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
         shed = self._pager.shed(ALL)
-        remapped = self._pager.consolidate() if undone or scattered else 0
+        remapped = self._pager.consolidate() if undone or shed or scattered else 0
         if undone or shed or remapped or spare != self._pager.num_spare:
             after = self._merged_holes()
         self.count += 1

@@ -208,7 +208,6 @@ class Pager:
                 found += run.pages
             if found >= most:
                 break
-        self._excess -= found
         before = len(self.spare)
         for run in self._joined(runs):
             self.unmap(run, remapped=False)
@@ -217,6 +216,7 @@ class Pager:
             self._provider.destroy_pages(pages)
             del self.spare[before:]
             self.reserved_bytes -= len(pages) * self.page_bytes
+        self._excess -= found
         return len(pages)
 
     def make_ready(self, count: int) -> bool:

@@ -64,8 +64,10 @@ class DeviceCopy:
             plan.check_aligned(0)
         if not self._lock.acquire(blocking=False):  # another thread, or a finalizer in this call
             other = DeviceCopy(self._cupy)
-            other(moves, stream, apart=apart)
-            other._last.synchronize()  # its memory goes now
+            try:
+                other(moves, stream, apart=apart)
+            finally:
+                stream.synchronize()  # its memory goes now
             return
         try:
             if self._table is None:
@@ -115,7 +117,8 @@ class DeviceCopy:
             kernel = load_kernel(plan_batched_copy(plan.ordered))
             kernel.check(args)
             self._kernels[plan.ordered] = kernel
-        kernel.function((plan.num_tiles,), kernel.block, args, kernel.shared_bytes, stream)
+        if plan.num_tiles:
+            kernel.function((plan.num_tiles,), kernel.block, args, kernel.shared_bytes, stream)
 
 
 def _overlap(moves: Moves) -> bool:
