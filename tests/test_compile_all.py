@@ -98,11 +98,15 @@ def known_spills(variant: Variant) -> int:
       has been read are spilled until then, and the passes over candidates and over rows that must
       be read again spill. Variants with 128 registers and without spills were not faster
       (profiling/notes/sampling.md).
+    - Attention with the divergence from a teacher, 96 keys: descriptors are spilled in the loop;
+      80 keys without spills were not faster under a causal mask (attention_distillation.md).
     - Latent attention on FP8: up to five values that are computed once per thread or piece, and
       loaded again once per page.
     """
     if variant.spec.entry == "weight_only_sm90":
         return 128
+    if variant.spec.entry == "flash_attention_sm90":
+        return 128 if dict(variant.spec.defines).get("TEACHER") else 0
     if variant.spec.entry == "mla_attention_float8_sm90":
         return 80
     if variant.spec.entry == "sample":
