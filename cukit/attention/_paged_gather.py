@@ -49,8 +49,10 @@ def prepare_prefill(
     batch_invariant: bool,
 ) -> tuple[PreparedForward | None, int]:
     """The launches of a call on the Hopper forward, or None, and the largest number of queries of
-    the requests that are left for the decode kernel. problem:
-    problem_of_pages. forward: returns the forward over the caches."""
+    the requests that are left for the decode kernel.
+
+    problem: of problem_of_pages. forward: returns the forward over the caches.
+    """
     if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
     most_queries = 0 if batch_invariant else short_queries(problem)

@@ -386,6 +386,7 @@ class _Planned:
 
 _PARAMETERS = parameter_structs(PARAMETERS)["PagedParameters"]
 _VARYING = "batch", "seq_q", "problems", "most_keys", "table_row", "tile_blocks", "tile_rows"
+_MOST_VARIANTS = 256  # per _Planned; plan_paged_attention caches the configurations, too
 
 
 @launch_plan
@@ -464,7 +465,6 @@ def _prepare(
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)
 
 
-_MOST_VARIANTS = 256  # of a cache's calls; their configurations are cached by the plan, too
 _ones: dict[int | None, Array] = {}
 
 

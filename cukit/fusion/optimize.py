@@ -155,10 +155,9 @@ def optimize(
             NumPy references.
         cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
             captured, writes to no array in place, computes the same in every call, and the graph is
-            faster. The graph reads the arrays of the sample in place; an
-            argument that a later call replaces by another array is copied from then on. Calls
-            return copies of the graph's outputs; arrays that the function closes over must not be
-            reallocated.
+            faster. The graph reads the arrays of the sample in place; an argument that a later call
+            replaces by another array is copied from then on. Calls return copies of the graph's
+            outputs; arrays that the function closes over must not be reallocated.
         repeats: calls per timing, which is their median.
 
     Returns:

@@ -94,9 +94,8 @@ class Movables:
         """Row numbers, addresses and sizes, in the order of the rows."""
         self.settle()
         # Views of the columns must not outlive this call, also if it fails: they block `append`.
-        rows = (np.frombuffer(self._size, np.int64) != 0).nonzero()[
-            0
-        ]  # twice as fast as from integers
+        # nonzero() takes half as long on flags as on integers.
+        rows = (np.frombuffer(self._size, np.int64) != 0).nonzero()[0]
         address: Ints = np.frombuffer(self._address, np.int64)[rows]
         size: Ints = np.frombuffer(self._size, np.int64)[rows]
         return rows, address, size
