@@ -21,10 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cukit.analyzer.report.numbers import num_bytes, printable
-from cukit.distill.data import Corpus
-from cukit.distill.report import PHASES, TITLES, DistillReport, TrainingRecord
-from cukit.distill.settings import DistillSettings
-from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.distill.run.report import PHASES, TITLES, DistillReport, TrainingRecord
+from cukit.distill.run.settings import DistillSettings
+from cukit.distill.training.data import Corpus
+from cukit.distill.training.trainer import StepStatistics, Trainer
 from cukit.memory import PoolStatistics
 
 REFRESH_SECONDS = 0.5

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cukit.distill import data
-from cukit.distill.data import (
+from cukit.distill.training import data
+from cukit.distill.training.data import (
     VALIDATION_SHARE,
     Windows,
     read_corpus,

@@ -19,7 +19,7 @@ from cukit.distill import (
     restore_checkpoint,
     save_checkpoint,
 )
-from cukit.distill._tensor_table import CHUNK
+from cukit.distill.optimizer._tensor_table import CHUNK
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError, DataError
 from tests.contract import DTYPES, dtype_of, random, to_device, to_host
 from tests.models.small import small_model

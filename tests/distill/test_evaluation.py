@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, gain_of, share_of_gap
+from cukit.distill.training.evaluation import FEWEST_WINDOWS, Evaluation, gain_of, share_of_gap
 
 
 def evaluation(bits: np.ndarray) -> Evaluation:

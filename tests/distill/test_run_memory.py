@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.commands._distill_display import pool_line
-from cukit.distill.run_memory import RunMemory
+from cukit.distill.run.memory import RunMemory
 from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
 

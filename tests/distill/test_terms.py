@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cukit.distill.terms import HiddenStateTerm, evenly_spaced_map
+from cukit.distill.training.terms import HiddenStateTerm, evenly_spaced_map
 from cukit.errors import ConfigError
 from cukit.models import StateGradients
 from tests.models.small import SMALL, small_model, small_tokens

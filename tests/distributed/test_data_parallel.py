@@ -17,7 +17,7 @@ from cukit.distill import (
     restore_checkpoint,
     save_checkpoint,
 )
-from cukit.distill._gradient_reducer import plan_buckets
+from cukit.distill.training._gradient_reducer import plan_buckets
 from cukit.distributed import Alone, HostCommunicator, Ranks
 from cukit.errors import ConfigError
 from tests.distributed.ranks import run_ranks
