@@ -43,6 +43,8 @@ _ACCESS = 8
 
 OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
 """Values of the kernel's STATES macro."""
+_STAGES = (2, 4, 3)
+"""Chunks in shared memory on Hopper; two blocks fit on an SM."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,14 @@ class ScanConfig:
         defines = (*self.defines(threads), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
-        shared = 2 * stage + (0 if states == SEGMENT_STATES else self.state_bytes)
-        if self.hopper:
-            shared += values
-        source = f"sequence/gated_scan_{'sm90' if self.hopper else 'sm80'}.cu"
-        return KernelSpec(source, "gated_scan", defines, threads, shared)
+        others = 0 if states == SEGMENT_STATES else self.state_bytes
+        if not self.hopper:
+            source = "sequence/gated_scan_sm80.cu"
+            return KernelSpec(source, "gated_scan", defines, threads, 2 * stage + others)
+        stages = _STAGES[states]
+        defines = (*defines, ("STAGES", stages))
+        shared = stages * stage + others + values
+        return KernelSpec("sequence/gated_scan_sm90.cu", "gated_scan", defines, threads, shared)
 
     def channel_spec(self, entry: str = "gated_scan_channels") -> KernelSpec:
         """The kernel that applies the decays of channels to queries, keys and scores, or the one
@@ -168,18 +173,24 @@ class SegmentStates(NamedTuple):
     """[num_sequences, segments, num_heads, state_dim, head_dim]"""
     channels: bool = False
 
-    def run(
-        self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None, outer: Array | None
-    ) -> Array:
-        """The initial states of all segments, float32, given that of the first (`outer`).
+    def start(
+        self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None
+    ) -> tuple[Array, Array]:
+        """The final states of all segments but the last, for initial states of 0, and the sums of
+        the segments' decays; float32.
 
-        Reversed launches compute the gradients of the final states of all segments, given that of
-        the last; pass grad_y for x and c for b. With a decay per channel, b (or c) and log_decay
-        are those of `ChannelInputs`.
+        Reversed launches compute the gradients of the initial states of all segments but the first;
+        pass grad_y for x and c for b. With a decay per channel, b (or c) and log_decay are those of
+        `ChannelInputs`.
         """
         states = empty(x, self.shape, float32)
         decays = empty(x, self.shape[: 4 if self.channels else 3], float32)
         self.states(x, b, NULL, log_decay, NULL, cu_seqlens, NULL, NULL, states, decays)
+        return states, decays
+
+    def finish(self, states: Array, decays: Array, outer: Array | None) -> Array:
+        """In place, the initial states of all segments, given that of the first (`outer`), or the
+        gradients of the final states of all segments, given that of the last."""
         self.join(outer, decays, states)
         return states
 
@@ -195,8 +206,9 @@ class ScanLaunches(NamedTuple):
     channel_scalars: tuple[object, ...]
 
     def launch(self, spec: KernelSpec) -> Launch:
-        """A launch over all segments."""
-        return Launch(load_kernel(spec), self.grid, self.scalars)
+        """A launch over all segments, dependent if it follows those of the segments' states."""
+        dependent = self.config.segments > 1
+        return Launch(load_kernel(spec), self.grid, self.scalars, dependent=dependent)
 
     @property
     def slots(self) -> int:
@@ -220,16 +232,22 @@ class ScanLaunches(NamedTuple):
         )
 
     def segment_states(self, reverse: bool = False) -> SegmentStates | None:
-        """The launches for the segments' states; None if sequences are not split."""
+        """The launches for the segments' states; None if sequences are not split.
+
+        Dependent launches, except the first of an op (not `reverse`): all arguments of the op must
+        have been written before it starts, since the later ones read them before they wait.
+        """
         segments, columns, heads = self.grid
         if segments == 1:
             return None
         spec = self.config.spec(SEGMENT_STATES, reverse)
-        states = Launch(load_kernel(spec), (segments - 1, columns, heads), self.scalars)
+        grid = (segments - 1, columns, heads)
+        states = Launch(load_kernel(spec), grid, self.scalars, dependent=reverse)
         sequences, num_heads, state_dim, head_dim = self.state_shape
         parts = -(-state_dim * head_dim // _JOIN_THREADS)
         channels = self.config.channels
-        join = Launch(load_kernel(join_spec(reverse, channels)), (parts, heads), self.scalars)
+        join_kernel = load_kernel(join_spec(reverse, channels))
+        join = Launch(join_kernel, (parts, heads), self.scalars, dependent=True)
         shape = (sequences, segments, num_heads, state_dim, head_dim)
         return SegmentStates(states, join, shape, channels)
 

@@ -13,18 +13,20 @@
 //
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
 //   state is decayed here.
-// Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
+// Programmatic dependent launch: the first copies of the inputs precede the wait for the segments' states.
+// Shared memory, in parts of 64 columns with a 128-byte swizzle: STAGES x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
 //   is 1, all of 2 bytes, dynamic; 64 floats per warp static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
 //   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
-//   THREADS 128, or 256 with STATES: two warpgroups, each with half of the state.
+//   THREADS 128, or 256 with STATES: two warpgroups, each with half of the state; STAGES at least 2.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
 #include "common/hopper/store.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -76,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kWarps][kChunk];
   const int warp = threadIdx.x / kWarpSize;
+  cukit::release_next_grid();
   const cukit::ScanWork work(p, cu_seqlens, REVERSE);
   const int column = work.column, columns = work.columns, length = work.length;
 
@@ -86,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   if constexpr (!CHANNELS) log_decay += work.begin * p.num_heads + work.head;
 
   const unsigned base = cukit::shared_address(memory);
-  unsigned char* const scaled = memory + 2 * kStageBytes;
+  unsigned char* const scaled = memory + STAGES * kStageBytes;
   unsigned char* const state_tile = scaled + ValueTile::kBytes;
   using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
   const auto start = [&](int chunk, int stage) {
@@ -109,10 +112,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   const Rows rows;
   const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
   const long long place = work.place(p);
-  if (!kSegments && initial != nullptr) {
-    const float* from = initial + place * state_size;
-    rows.each(h, p, column, [&](float& value, int at) { value = from[at]; });
-  }
 
   const cukit::ChunkDecays decay{decays[warp]};
   const int chunks = work.end - work.first;
@@ -120,12 +119,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   const int start_chunk = step > 0 ? work.first : work.end - 1;
   float own[2];
   Decay total;
-  if (chunks > 0) {
-    start(start_chunk, 0);
-    if constexpr (!CHANNELS) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
-    if constexpr (!kSegments) rows.template round<T>(state_tile, h);
+  if (!CHANNELS && chunks > 0) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
+#pragma unroll
+  for (int turn = 0; turn < STAGES - 1; ++turn) {
+    if (turn < chunks) start(start_chunk + step * turn, turn);
+    cukit::cp_async_commit();
   }
-  cukit::cp_async_commit();
+  if constexpr (!kSegments) {
+    cukit::wait_for_previous_grids();
+    if (initial != nullptr) {
+      const float* from = initial + place * state_size;
+      rows.each(h, p, column, [&](float& value, int at) { value = from[at]; });
+    }
+    if (chunks > 0) rows.template round<T>(state_tile, h);
+  }
 
 #pragma unroll 1
   for (int turn = 0; turn < chunks; ++turn) {
@@ -143,12 +150,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
         }
       }
     }
-    unsigned char* const keys = memory + turn % 2 * kStageBytes;
+    unsigned char* const keys = memory + turn % STAGES * kStageBytes;
     unsigned char* const values = keys + KeyTile::kBytes;
-    cukit::cp_async_wait<0>();
+    cukit::cp_async_wait<STAGES - 2>();
     cukit::fence_proxy_async();  // for the copied tiles and the rounded state
     __syncthreads();
-    if (more) start(chunk + step, (turn + 1) % 2);
+    constexpr int kAhead = STAGES - 1;
+    if (turn + kAhead < chunks) start(chunk + step * kAhead, (turn + kAhead) % STAGES);
     cukit::cp_async_commit();
     if constexpr (STATES == 2) {
       T* to = y + work.chunk_place(p, chunk) * state_size + column;
@@ -287,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
 
   if constexpr (kSegments) {
     cukit::cp_async_wait<0>();
+    cukit::wait_for_previous_grids();
     float* to = states + place * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
     if constexpr (CHANNELS) {
