@@ -13,7 +13,7 @@ from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sequence as reference
 from cukit.sequence import gated_scan, gated_scan_backward, gated_scan_step
-from cukit.sequence._plan import plan_gated_scan
+from cukit.sequence._plan import CHUNK_STATES, OUTPUTS, SEGMENT_STATES, plan_gated_scan
 from tests.contract import another_order, check_against_reference, random, to_device, to_host
 from tests.quick_run import possible
 
@@ -229,6 +229,35 @@ def test_a_million_tokens_do_not_drift(rng):
     assert distance(got.final_state, wide.final_state) < ERROR["bfloat16"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [False, True])
+def test_launches_that_start_early_keep_the_order_of_the_stream(rng, channels):
+    """Arguments are overwritten before and after each call."""
+    size = Size(1, 8192, 4, 4, 64, 128)
+    arrays = to_device("gpu", *inputs(rng, size, "bfloat16", channels=channels))
+    grad = arrays[0].copy()
+
+    def fill_with_nan(arrays):
+        for array in arrays:
+            array.view(f"i{array.dtype.itemsize}").fill(-1)
+
+    def run_both(x, b, c, decay, state):
+        return *gated_scan(x, b, c, decay, initial_state=state), *gated_scan_backward(
+            grad, x, b, c, decay, initial_state=state, grad_final_state=state
+        )
+
+    expected = [to_host(each) for each in run_both(*arrays)]
+    reused = [array.copy() for array in arrays]
+    for _ in range(10):
+        fill_with_nan(reused)
+        for array, values in zip(reused, arrays, strict=True):
+            array[...] = values
+        got = run_both(*reused)
+        fill_with_nan(reused)
+        for mine, each in zip(got, expected, strict=True):
+            assert to_host(mine).tobytes() == each.tobytes()
+
+
 # Steps -----------------------------------------------------------------------------------------
 
 
@@ -308,3 +337,12 @@ def test_the_plan(sequences, seq_len, heads, segments):
     device = TYPICAL_DEVICES["sm_90"]
     config = plan_gated_scan(sequences, seq_len, heads, 64, 128, "bfloat16", device)
     assert config.segments == segments
+
+
+@pytest.mark.parametrize("state_dim", [64, 128])
+def test_two_blocks_fit_on_an_sm(state_dim):
+    device = TYPICAL_DEVICES["sm_90"]
+    config = plan_gated_scan(1, 8192, 32, 64, state_dim, "bfloat16", device)
+    for states in (OUTPUTS, SEGMENT_STATES, CHUNK_STATES):
+        block = config.spec(states).shared_bytes + 1024 + 1024  # static, reserved by CUDA
+        assert 2 * block <= device.shared_bytes_per_sm
