@@ -45,6 +45,8 @@ OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
 """Values of the kernel's STATES macro."""
 _STAGES = (2, 4, 3)
 """Chunks in shared memory on Hopper; two blocks fit on an SM."""
+_WARPGROUPS = (2, 1, 2)
+"""Of a block on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class ScanConfig:
 
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
         """The kernel that computes `states`: OUTPUTS, SEGMENT_STATES or CHUNK_STATES."""
-        threads = 2 * THREADS if self.hopper and states == CHUNK_STATES else THREADS
+        threads = THREADS * (_WARPGROUPS[states] if self.hopper else 1)
         defines = (*self.defines(threads), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values

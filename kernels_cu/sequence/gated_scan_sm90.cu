@@ -19,7 +19,7 @@
 //   is 1, all of 2 bytes, dynamic; 64 floats per warp static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
 //   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
-//   THREADS 128, or 256 with STATES: two warpgroups, each with half of the state; STAGES at least 2.
+//   THREADS 128|256: of two warpgroups each has half of the state and of the outputs' columns; STAGES at least 2.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -46,7 +46,9 @@ constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr bool kSegments = STATES == 1;
 constexpr int kGroups = THREADS / cukit::kWarpgroupThreads;
-static_assert(kGroups == 1 || (kGroups == 2 && STATES), "one warpgroup for outputs");
+static_assert(kGroups == 1 || kGroups == 2, "one or two warpgroups");
+constexpr int kOutColumns = kColumns / kGroups;  // of outputs, per warpgroup
+constexpr int kOutStep = kOutColumns * 2 / 16;   // descriptor offset of so many columns of an MN-major tile
 static_assert(!REVERSE || kSegments, "REVERSE needs STATES 1");
 
 using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       if constexpr (!STATES) {
 #pragma unroll
         for (int k = 0; k < kChunk / 16; ++k) {
-          cukit::load_scores(packed[k], scores + slot * (kChunk * kChunk) + 16 * (warp * kChunk + k));
+          cukit::load_scores(packed[k], scores + slot * (kChunk * kChunk) + 16 * (warp % 4 * kChunk + k));
         }
       }
     }
@@ -164,11 +166,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
                                                               columns, threadIdx.x);
     }
 
-    float out[4 * kColumns / 8], score[4 * kChunk / 8];
+    const int group = cukit::warp_uniform(warp / 4);
+    float out[4 * kOutColumns / 8], score[4 * kChunk / 8];
     if constexpr (!STATES) {
       const unsigned long long queries = KeyTile::k_major(values + ValueTile::kBytes);
       const unsigned long long key_rows = KeyTile::k_major(keys);
-      const unsigned long long state = StateTile::mn_major(state_tile);
+      const unsigned long long state = StateTile::mn_major(state_tile) + group * kOutStep;
       cukit::wgmma_fence();
       if constexpr (!CHANNELS) {
 #pragma unroll
@@ -179,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       }
 #pragma unroll
       for (int k = 0; k < KeyTile::kSteps; ++k) {
-        cukit::wgmma<T, kColumns, false, true>(out, queries + KeyTile::k_step(k),
-                                               state + StateTile::mn_step(k), k > 0);
+        cukit::wgmma<T, kOutColumns, false, true>(out, queries + KeyTile::k_step(k),
+                                                  state + StateTile::mn_step(k), k > 0);
       }
       cukit::wgmma_commit();
     }
@@ -221,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
       cukit::wgmma_wait<0>(out);
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
+      for (int n = 0; n < kOutColumns / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[4 * n + i] *= grown[i / 2];
     }
@@ -237,16 +240,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
     }
     cukit::wgmma_fence();
     if constexpr (!STATES) {
-      const unsigned long long value_rows = ValueTile::mn_major(values);
+      const unsigned long long value_rows = ValueTile::mn_major(values) + group * kOutStep;
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k) {
-        cukit::wgmma<T, kColumns, true>(out, packed[k], value_rows + ValueTile::mn_step(k), true);
+        cukit::wgmma<T, kOutColumns, true>(out, packed[k], value_rows + ValueTile::mn_step(k), true);
       }
       cukit::wgmma_commit();
     }
     // Of two warpgroups each computes 64 rows of the state, or 32 columns of 64 rows.
     constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
-    const int group = cukit::warp_uniform(warp / 4);
     const unsigned long long key_columns = KeyTile::mn_major(keys) + (kSplitRows ? group * KeyTile::kPart : 0);
     const unsigned long long scaled_rows =
         ValueTile::mn_major(CHANNELS ? values : scaled) + (kSplitRows ? 0 : group * (16 * Rows::kColumnTiles / 16));
@@ -269,9 +271,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       const int token = chunk * kChunk + cukit::accumulator_row();
       const cukit::ResultRows<T> target{{1.0f, 1.0f},
                                         {token < length, token + 8 < length},
-                                        y + value_at + token * value_stride,
+                                        y + value_at + token * value_stride + kOutColumns * group,
                                         value_stride,
-                                        columns};
+                                        columns - kOutColumns * group};
       cukit::write_rows<PADDED>(out, target);
     }
     if constexpr (kSegments) {
