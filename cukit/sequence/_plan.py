@@ -43,10 +43,6 @@ _ACCESS = 8
 
 OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
 """Values of the kernel's STATES macro."""
-_STAGES = (2, 4, 3)
-"""Chunks in shared memory on Hopper; two blocks fit on an SM."""
-_WARPGROUPS = (2, 1, 2)
-"""Of a block on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +81,15 @@ class ScanConfig:
 
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
         """The kernel that computes `states`: OUTPUTS, SEGMENT_STATES or CHUNK_STATES."""
-        threads = THREADS * (_WARPGROUPS[states] if self.hopper else 1)
+        threads = 2 * THREADS if self.hopper and states == CHUNK_STATES else THREADS
         defines = (*self.defines(threads), ("STATES", states), ("REVERSE", reverse))
         values = CHUNK * COLUMNS * 2
         stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
-        others = 0 if states == SEGMENT_STATES else self.state_bytes
-        if not self.hopper:
-            source = "sequence/gated_scan_sm80.cu"
-            return KernelSpec(source, "gated_scan", defines, threads, 2 * stage + others)
-        stages = _STAGES[states]
-        defines = (*defines, ("STAGES", stages))
-        shared = stages * stage + others + values
-        return KernelSpec("sequence/gated_scan_sm90.cu", "gated_scan", defines, threads, shared)
+        shared = 2 * stage + (0 if states == SEGMENT_STATES else self.state_bytes)
+        if self.hopper:
+            shared += values
+        source = f"sequence/gated_scan_{'sm90' if self.hopper else 'sm80'}.cu"
+        return KernelSpec(source, "gated_scan", defines, threads, shared)
 
     def channel_spec(self, entry: str = "gated_scan_channels") -> KernelSpec:
         """The kernel that applies the decays of channels to queries, keys and scores, or the one
@@ -118,21 +111,24 @@ def plan_gated_scan(
     device: Device,
     *,
     channels: bool = False,
+    backward: bool = False,
 ) -> ScanConfig:
     """The launch configuration: one block per sequence, head and 64 columns of the head; if these
     do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`.
+    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: the plan of
+    the gradients, of which fewer blocks fit on an SM.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
     chunks = -(-seq_len // CHUNK)
-    wanted = _BLOCKS_PER_SM * device.num_sms
+    hopper = device.compute_capability[0] == 9
+    per_sm = 3 if hopper and tile == STATE_TILES[0] and not backward else _BLOCKS_PER_SM
+    wanted = per_sm * device.num_sms
     segments = 1
     if blocks and 2 * blocks <= wanted:
         segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
     padded = state_dim != tile or head_dim % COLUMNS != 0
-    hopper = device.compute_capability[0] == 9
     return ScanConfig(dtype, tile, padded, segments, hopper, channels)
 
 
@@ -207,9 +203,13 @@ class ScanLaunches(NamedTuple):
     tokens: int
     channel_scalars: tuple[object, ...]
 
-    def launch(self, spec: KernelSpec) -> Launch:
-        """A launch over all segments, dependent if it follows those of the segments' states."""
-        dependent = self.config.segments > 1
+    def launch(self, spec: KernelSpec, *, dependent: bool = True) -> Launch:
+        """A launch over all segments. dependent: of the launches of the segments' states.
+
+        A dependent launch fills the SMs in the order in which they become free, so as many blocks
+        as the plan counts must be all that fit on an SM.
+        """
+        dependent = dependent and self.config.segments > 1
         return Launch(load_kernel(spec), self.grid, self.scalars, dependent=dependent)
 
     @property
@@ -255,13 +255,19 @@ class ScanLaunches(NamedTuple):
 
 
 def scan_launches(
-    x: Array, num_groups: int, state_shape: tuple[int, ...], device: Device, *, channels: bool
+    x: Array,
+    num_groups: int,
+    state_shape: tuple[int, ...],
+    device: Device,
+    *,
+    channels: bool,
+    backward: bool = False,
 ) -> ScanLaunches:
     """Plans a scan over checked arrays."""
     batch, seq_len, num_heads, head_dim = x.shape
     num_sequences, _, state_dim, _ = state_shape
     sizes = (num_sequences, seq_len, num_heads, head_dim, state_dim)
-    config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels)
+    config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels, backward=backward)
     # Decayed keys are per head.
     scalars, channel_scalars = (
         STRUCTS["ScanParameters"].pack(

@@ -189,7 +189,7 @@ def _prepare(
     )
     device = current_device()
     channels = log_decay.ndim == 4
-    launches = scan_launches(x, num_groups, state_shape, device, channels=channels)
+    launches = scan_launches(x, num_groups, state_shape, device, channels=channels, backward=True)
     config = launches.config
     spec = _spec(config, device)
     if spec.shared_bytes + _STATIC_BYTES > device.shared_bytes_per_block:
@@ -213,7 +213,7 @@ def _prepare(
         gradients=launches.launch(spec),
         channels=launches.channels(),
         finish=finish,
-        chunk_states=launches.launch(config.spec(CHUNK_STATES)),
+        chunk_states=launches.launch(config.spec(CHUNK_STATES), dependent=False),
         states=launches.segment_states(),
         grad_states=launches.segment_states(reverse=True),
         sum_keys=sum_keys,

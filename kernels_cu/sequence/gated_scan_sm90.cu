@@ -14,12 +14,12 @@
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
 //   state is decayed here.
 // Programmatic dependent launch: the first copies of the inputs precede the wait for the segments' states.
-// Shared memory, in parts of 64 columns with a 128-byte swizzle: STAGES x (64 x STATE_TILE keys, 64 x 64
+// Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
 //   is 1, all of 2 bytes, dynamic; 64 floats per warp static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
 //   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
-//   THREADS 128|256: of two warpgroups each has half of the state and of the outputs' columns; STAGES at least 2.
+//   THREADS 128, or 256 with STATES: two warpgroups, each with half of the state.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -46,9 +46,7 @@ constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr bool kSegments = STATES == 1;
 constexpr int kGroups = THREADS / cukit::kWarpgroupThreads;
-static_assert(kGroups == 1 || kGroups == 2, "one or two warpgroups");
-constexpr int kOutColumns = kColumns / kGroups;  // of outputs, per warpgroup
-constexpr int kOutStep = kOutColumns * 2 / 16;   // descriptor offset of so many columns of an MN-major tile
+static_assert(kGroups == 1 || (kGroups == 2 && STATES), "one warpgroup for outputs");
 static_assert(!REVERSE || kSegments, "REVERSE needs STATES 1");
 
 using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
@@ -91,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   if constexpr (!CHANNELS) log_decay += work.begin * p.num_heads + work.head;
 
   const unsigned base = cukit::shared_address(memory);
-  unsigned char* const scaled = memory + STAGES * kStageBytes;
+  unsigned char* const scaled = memory + 2 * kStageBytes;
   unsigned char* const state_tile = scaled + ValueTile::kBytes;
   using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
   const auto start = [&](int chunk, int stage) {
@@ -121,12 +119,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   const int start_chunk = step > 0 ? work.first : work.end - 1;
   float own[2];
   Decay total;
-  if (!CHANNELS && chunks > 0) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
-#pragma unroll
-  for (int turn = 0; turn < STAGES - 1; ++turn) {
-    if (turn < chunks) start(start_chunk + step * turn, turn);
-    cukit::cp_async_commit();
+  if (chunks > 0) {
+    start(start_chunk, 0);
+    if constexpr (!CHANNELS) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
   }
+  cukit::cp_async_commit();
   if constexpr (!kSegments) {
     cukit::wait_for_previous_grids();
     if (initial != nullptr) {
@@ -148,17 +145,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       if constexpr (!STATES) {
 #pragma unroll
         for (int k = 0; k < kChunk / 16; ++k) {
-          cukit::load_scores(packed[k], scores + slot * (kChunk * kChunk) + 16 * (warp % 4 * kChunk + k));
+          cukit::load_scores(packed[k], scores + slot * (kChunk * kChunk) + 16 * (warp * kChunk + k));
         }
       }
     }
-    unsigned char* const keys = memory + turn % STAGES * kStageBytes;
+    unsigned char* const keys = memory + turn % 2 * kStageBytes;
     unsigned char* const values = keys + KeyTile::kBytes;
-    cukit::cp_async_wait<STAGES - 2>();
+    cukit::cp_async_wait<0>();
     cukit::fence_proxy_async();  // for the copied tiles and the rounded state
     __syncthreads();
-    constexpr int kAhead = STAGES - 1;
-    if (turn + kAhead < chunks) start(chunk + step * kAhead, (turn + kAhead) % STAGES);
+    if (more) start(chunk + step, (turn + 1) % 2);
     cukit::cp_async_commit();
     if constexpr (STATES == 2) {
       T* to = y + work.chunk_place(p, chunk) * state_size + column;
@@ -166,12 +162,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
                                                               columns, threadIdx.x);
     }
 
-    const int group = cukit::warp_uniform(warp / 4);
-    float out[4 * kOutColumns / 8], score[4 * kChunk / 8];
+    float out[4 * kColumns / 8], score[4 * kChunk / 8];
     if constexpr (!STATES) {
       const unsigned long long queries = KeyTile::k_major(values + ValueTile::kBytes);
       const unsigned long long key_rows = KeyTile::k_major(keys);
-      const unsigned long long state = StateTile::mn_major(state_tile) + group * kOutStep;
+      const unsigned long long state = StateTile::mn_major(state_tile);
       cukit::wgmma_fence();
       if constexpr (!CHANNELS) {
 #pragma unroll
@@ -182,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       }
 #pragma unroll
       for (int k = 0; k < KeyTile::kSteps; ++k) {
-        cukit::wgmma<T, kOutColumns, false, true>(out, queries + KeyTile::k_step(k),
-                                                  state + StateTile::mn_step(k), k > 0);
+        cukit::wgmma<T, kColumns, false, true>(out, queries + KeyTile::k_step(k),
+                                               state + StateTile::mn_step(k), k > 0);
       }
       cukit::wgmma_commit();
     }
@@ -224,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
       cukit::wgmma_wait<0>(out);
 #pragma unroll
-      for (int n = 0; n < kOutColumns / 8; ++n)
+      for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[4 * n + i] *= grown[i / 2];
     }
@@ -240,15 +235,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
     }
     cukit::wgmma_fence();
     if constexpr (!STATES) {
-      const unsigned long long value_rows = ValueTile::mn_major(values) + group * kOutStep;
+      const unsigned long long value_rows = ValueTile::mn_major(values);
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k) {
-        cukit::wgmma<T, kOutColumns, true>(out, packed[k], value_rows + ValueTile::mn_step(k), true);
+        cukit::wgmma<T, kColumns, true>(out, packed[k], value_rows + ValueTile::mn_step(k), true);
       }
       cukit::wgmma_commit();
     }
     // Of two warpgroups each computes 64 rows of the state, or 32 columns of 64 rows.
     constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
+    const int group = cukit::warp_uniform(warp / 4);
     const unsigned long long key_columns = KeyTile::mn_major(keys) + (kSplitRows ? group * KeyTile::kPart : 0);
     const unsigned long long scaled_rows =
         ValueTile::mn_major(CHANNELS ? values : scaled) + (kSplitRows ? 0 : group * (16 * Rows::kColumnTiles / 16));
@@ -271,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       const int token = chunk * kChunk + cukit::accumulator_row();
       const cukit::ResultRows<T> target{{1.0f, 1.0f},
                                         {token < length, token + 8 < length},
-                                        y + value_at + token * value_stride + kOutColumns * group,
+                                        y + value_at + token * value_stride,
                                         value_stride,
-                                        columns - kOutColumns * group};
+                                        columns};
       cukit::write_rows<PADDED>(out, target);
     }
     if constexpr (kSegments) {
