@@ -14,7 +14,7 @@ from cukit.emulator.check import check_kernel
 from cukit.errors import CompileError, ConfigError, EmulatorError
 
 _ERRORS_FOUND = 1  # exit code
-_MOST_ELEMENTS = 1 << 28
+_MAX_ELEMENTS = 1 << 28
 _FILLS = ("random", "zeros", "ones", "arange", "empty")
 _NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "char": "int8",
@@ -128,8 +128,8 @@ def argument(text: str, rng: np.random.Generator) -> Any:
             f"--arg {text}: expected dtype:shape[:fill], dtype=value, a .npy file or null"
         )
     shape = tuple(int(extent) for extent in shape_text.split("x"))
-    if np.prod(shape, dtype=object) > _MOST_ELEMENTS:
-        raise ConfigError(f"--arg {text}: at most {_MOST_ELEMENTS} elements")
+    if np.prod(shape, dtype=object) > _MAX_ELEMENTS:
+        raise ConfigError(f"--arg {text}: at most {_MAX_ELEMENTS} elements")
     return _filled(text, dtype, shape, fill or "random", rng)
 
 

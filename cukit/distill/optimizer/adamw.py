@@ -172,7 +172,7 @@ def adamw(
 _Lists = tuple[Sequence[Array], ...]
 _Tables = list[tuple[KernelSpec, TensorTable]]
 
-_MOST_TABLES = 64
+_MAX_TABLES = 64
 _known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
@@ -182,7 +182,7 @@ def _tables(lists: _Lists) -> _Tables:
     tables = _known_tables.get(key)
     if tables is None:
         _check_arrays(lists, KERNEL_DTYPES)
-        if len(_known_tables) >= _MOST_TABLES:
+        if len(_known_tables) >= _MAX_TABLES:
             _known_tables.clear()
         tables = _known_tables[key] = _build_tables(lists)
     return tables

@@ -88,7 +88,7 @@ def ema_update(
 
 _Tables = list[tuple[KernelSpec, TensorTable]]
 
-_MOST_TABLES = 64
+_MAX_TABLES = 64
 _known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
@@ -104,7 +104,7 @@ def _tables(lists: Sequence[Sequence[Array]]) -> _Tables:
                 spec = plan_ema_update(value.dtype.name, copy[0].dtype.name if copy else None)
                 row = (average, value, copy[0] if copy else average)
                 groups.setdefault(spec, []).append(row)
-        if len(_known_tables) >= _MOST_TABLES:
+        if len(_known_tables) >= _MAX_TABLES:
             _known_tables.clear()
         tables = [(spec, build_table(rows)) for spec, rows in groups.items()]
         _known_tables[key] = tables

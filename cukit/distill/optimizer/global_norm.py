@@ -96,7 +96,7 @@ def clip_scale(norm: Array, max_norm: float) -> Array:
 
 _Tables = list[tuple[KernelSpec, TensorTable]]
 
-_MOST_TABLES = 64
+_MAX_TABLES = 64
 _known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
@@ -110,7 +110,7 @@ def _tables(grads: Sequence[Array]) -> _Tables:
             check_array(_OP, f"grads[{index}]", grad, dtypes=KERNEL_DTYPES)
             if grad.size:
                 by_dtype.setdefault(grad.dtype.name, []).append(grad)
-        if len(_known_tables) >= _MOST_TABLES:
+        if len(_known_tables) >= _MAX_TABLES:
             _known_tables.clear()
         tables = _known_tables[key] = [
             (
