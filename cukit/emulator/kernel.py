@@ -18,7 +18,7 @@ from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, l
 from cukit.emulator.limits import reason_against_launch
 from cukit.emulator.report import describe_fault
 from cukit.emulator.settings import Settings
-from cukit.emulator.signature import misfit, parameter_name
+from cukit.emulator.signature import mismatch, parameter_name
 from cukit.errors import EmulatorError, LaunchError
 
 _BY_VALUE_ALIGNMENT = 64
@@ -77,10 +77,10 @@ class EmulatedKernel(Kernel):
             )
         for index, argument in enumerate(args):
             name = parameter_name(self._entry.parameter_types[index].decode())
-            misfitting = misfit(name, argument)
-            if misfitting is not None:
+            mismatched = mismatch(name, argument)
+            if mismatched is not None:
                 raise LaunchError(
-                    f"{self._build.spec}: argument {index} is {misfitting}, "
+                    f"{self._build.spec}: argument {index} is {mismatched}, "
                     f"the kernel takes `{name}`"
                 )
 

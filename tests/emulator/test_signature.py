@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.emulator.signature import misfit, parameter_name
+from cukit.emulator.signature import mismatch, parameter_name
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def array(dtype: object) -> np.ndarray:
     ],
 )
 def test_compatible_arguments_are_accepted(name, argument):
-    assert misfit(name, argument) is None
+    assert mismatch(name, argument) is None
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_compatible_arguments_are_accepted(name, argument):
     ],
 )
 def test_incompatible_arguments_are_named(name, argument, what):
-    assert misfit(name, argument) == what
+    assert mismatch(name, argument) == what
