@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument(
-        "--missing", action="store_true", help="run only cases of which --out holds no result"
+        "--missing", action="store_true", help="run only cases without a result in --out"
     )
     parser.add_argument("--small", action="store_true", help="tiny sizes, few samples")
     parser.add_argument(
@@ -237,7 +237,7 @@ def bench(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_result(cases: Sequence[Case], out: Path | None) -> list[Case]:
-    """Return the cases of which a results file holds no record of cukit."""
+    """Return the cases without a record of cukit in a results file."""
     if out is None:
         raise ConfigError("--missing needs --out, the results file that is completed")
     measured = {case_key(record) for record in read(out)["records"] if record["impl"] == OURS}

@@ -28,9 +28,9 @@ from cukit.distill.training.trainer import StepStatistics, Trainer
 from cukit.memory import PoolStatistics
 
 REFRESH_SECONDS = 0.5
-"""Time between updates of the loss, each of which waits for the GPU to finish the step."""
+"""Time between updates of the loss. An update waits until the GPU has finished the step."""
 PLAIN_SECONDS = 15.0
-"""The same when the output is not a terminal, where every line stays."""
+"""The same if the output is not a terminal, where lines are not overwritten."""
 
 
 class ProgressDisplay:

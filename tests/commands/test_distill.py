@@ -421,7 +421,7 @@ def test_a_folder_with_a_run_is_not_overwritten(
     assert model_bytes(folder) != before
 
 
-def test_a_folder_in_use_is_refused(
+def test_a_folder_in_use_is_rejected(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

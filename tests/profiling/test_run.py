@@ -170,7 +170,7 @@ def test_missing_runs_the_cases_without_a_result(
     assert "0 cases in" in capsys.readouterr().out
 
 
-def test_results_of_another_gpu_are_refused(
+def test_results_of_another_gpu_are_rejected(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results.json"

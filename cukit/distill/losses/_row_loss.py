@@ -1,4 +1,4 @@
-"""Shared by the losses on logits: the split of a row over a cluster, and the reductions."""
+"""Shared by the losses on logits: how a row is split over threads and blocks, and reductions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOTAL_THREADS = 1024
 
 
 def row_access_width(*arrays: Array | None, strides: tuple[int, int] = (0, 0)) -> int:
-    """Elements per vector access. Only base addresses matter: kernels align row starts down.
+    """Elements per vector access. Only base addresses matter: kernels round row starts down.
 
     strides: of the student's and the teacher's rows; a row must have the same misalignment in both.
     """
@@ -78,9 +78,9 @@ def split_vocabulary(
 
     reserved: bytes of shared memory that a block needs for something else.
 
-    Three blocks per SM overlap one block's loads with another's arithmetic. A row is split over as
-    many blocks as bring the share of each below a third of the shared memory. If eight are not
-    enough, larger blocks cache what fits and read the rest again.
+    Three blocks per SM overlap one block's loads with another's arithmetic, so each may use a third
+    of the shared memory. A row is split over the fewest blocks, up to eight, that can cache it;
+    otherwise blocks are larger, cache what fits and read the rest again.
     """
     vecs = -(-vocab_size // vec)
     vec_bytes = vec * itemsize * num_tensors

@@ -40,7 +40,7 @@ from cukit.errors import ArrayError, ArrayShapeError
 TAILS = ("renormalise", "bucket")
 SAMPLED = "sampled"
 _BY_NUMBER = (*TAILS, SAMPLED)
-MOST_KNOWN = 1024
+MAX_KNOWN = 1024
 """Most teacher tokens per row."""
 
 
@@ -76,7 +76,7 @@ class KnownTokens(NamedTuple):
         named, tokens = self.named(tail), self.ids
         name, *values = named
         check_array(op, name, tokens, dtypes=(int32,), shape=(*row_shape, None))
-        most = MOST_KNOWN if sampled else min(MOST_KNOWN, vocab_size)
+        most = MAX_KNOWN if sampled else min(MAX_KNOWN, vocab_size)
         if not 1 <= tokens.shape[-1] <= most:
             raise ArrayShapeError(
                 f"{op}: {name} must have 1 to {most} tokens a row, got {tokens.shape[-1]}"
@@ -113,7 +113,7 @@ class TopkConfig:
             ("DTYPE", self.dtype),
             ("ID", self.index_dtype),
             *self.split.defines(),
-            ("MOST", MOST_KNOWN),
+            ("MOST", MAX_KNOWN),
             ("GRAD", self.grad),
             ("TAIL", _BY_NUMBER.index(self.tail)),
             ("HARD", self.hard),
@@ -144,7 +144,7 @@ def plan_topk_divergence(
     one. The teacher's tokens leave less shared memory for caching the row."""
     sweeps = 2 if grad else 1
     split = split_vocabulary(
-        vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MOST_KNOWN, **choice
+        vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MAX_KNOWN, **choice
     )
     return TopkConfig(dtype, index_dtype, grad, hard, transform, tail, split)
 

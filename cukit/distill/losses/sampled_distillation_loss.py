@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.core.arrays import (
-    Array,
-)
+from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 from cukit.distill.losses._loss_options import LossOptions, RowOptions
@@ -50,7 +48,7 @@ def sampled_distillation_loss(
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
             only.
-        sample_ids: int32 [..., k], k up to 1024: tokens, which may occur several times in a row.
+        sample_ids: int32 [..., k], k up to 1024: tokens; a row may contain duplicates.
         sample_weights: float32 [..., k]; None: 1 / k. Tokens of weight 0 are ignored: use them to
             pad rows with fewer samples.
         teacher_log_probs: float32 [..., k]: of `softmax(teacher / T)` at these tokens.

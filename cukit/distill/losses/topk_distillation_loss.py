@@ -20,7 +20,7 @@ from cukit.core.scalars import check_choice, check_integer, check_number
 from cukit.distill.losses._loss_options import LossOptions, RowOptions
 from cukit.distill.losses._row_loss import count_spec, total_spec
 from cukit.distill.losses._topk_rows import (
-    MOST_KNOWN,
+    MAX_KNOWN,
     TAILS,
     KnownTokens,
     evaluate_known,
@@ -127,7 +127,7 @@ def teacher_top_k(
     op = "teacher_top_k"
     (teacher_logits,) = adopt(op, teacher_logits)
     check_array(op, "teacher_logits", teacher_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
-    check_integer(op, "k", k, least=1, most=min(MOST_KNOWN, teacher_logits.shape[-1]))
+    check_integer(op, "k", k, least=1, most=min(MAX_KNOWN, teacher_logits.shape[-1]))
     check_number(op, "temperature", temperature, above=0)
     xp = namespace(teacher_logits)
     rows = teacher_logits.reshape(-1, teacher_logits.shape[-1])

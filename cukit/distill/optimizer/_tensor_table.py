@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of, namespace
+from cukit.core.kernel import KernelSpec
 
 CHUNK = 16384
 """Elements of a tensor per block."""
+
+_MAX_CACHED = 64
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,25 @@ def build_table(arrays: Sequence[tuple[Array, ...]]) -> TensorTable:
     tensor_of_block = np.repeat(np.arange(size.size, dtype=np.int32), blocks)
     xp = namespace(arrays[0][0])
     return TensorTable(xp.asarray(descriptors), xp.asarray(tensor_of_block))
+
+
+class TableCache:
+    """The tables of an op, one per kernel variant, cached by the arrays' addresses."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Hashable, list[tuple[KernelSpec, TensorTable]]] = {}
+
+    def tables(
+        self,
+        key: Hashable,
+        grouped: Callable[[], Mapping[KernelSpec, Sequence[tuple[Array, ...]]]],
+    ) -> list[tuple[KernelSpec, TensorTable]]:
+        """The tables of `key`. If new, `grouped` returns the arrays of each tensor by variant, as
+        for :func:`build_table`, after checking them."""
+        tables = self._tables.get(key)
+        if tables is None:
+            tables = [(spec, build_table(rows)) for spec, rows in grouped().items()]
+            if len(self._tables) >= _MAX_CACHED:
+                self._tables.clear()
+            self._tables[key] = tables
+        return tables

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from cukit.core.scalars import (
     check_number,
     check_scalar,
 )
-from cukit.distill.optimizer._tensor_table import CHUNK, TensorTable, build_table
+from cukit.distill.optimizer._tensor_table import CHUNK, TableCache
 from cukit.distill.optimizer.global_norm import clip_scale, global_norm
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import optimizer as reference
@@ -156,7 +156,7 @@ def adamw(
         1.0 / math.sqrt(1.0 - beta2**step),
         1.0 if on_gpu or grad_scale is None else grad_scale,
     )
-    for spec, table in _tables(lists):
+    for spec, table in _TABLES.tables(identify(*arrays), partial(_grouped, lists)):
         load_kernel(spec)(
             (table.num_blocks,),
             (
@@ -170,25 +170,12 @@ def adamw(
 
 
 _Lists = tuple[Sequence[Array], ...]
-_Tables = list[tuple[KernelSpec, TensorTable]]
-
-_MOST_TABLES = 64
-_known_tables: dict[tuple[Hashable, ...], _Tables] = {}
+_TABLES = TableCache()
 
 
-def _tables(lists: _Lists) -> _Tables:
-    """Tables of the checked arrays, one per kernel variant, cached by the arrays' addresses."""
-    key = identify(*(array for column in lists for array in column))
-    tables = _known_tables.get(key)
-    if tables is None:
-        _check_arrays(lists, KERNEL_DTYPES)
-        if len(_known_tables) >= _MOST_TABLES:
-            _known_tables.clear()
-        tables = _known_tables[key] = _build_tables(lists)
-    return tables
-
-
-def _build_tables(lists: _Lists) -> _Tables:
+def _grouped(lists: _Lists) -> dict[KernelSpec, list[tuple[Array, ...]]]:
+    """The arrays of each parameter by kernel variant, checked."""
+    _check_arrays(lists, KERNEL_DTYPES)
     groups: dict[KernelSpec, list[tuple[Array, ...]]] = {}
     for row in zip(*lists, strict=True):
         param, grad, master, *_ = row
@@ -196,10 +183,7 @@ def _build_tables(lists: _Lists) -> _Tables:
             own = address_of(param) == address_of(master)
             spec = plan_adamw(param.dtype.name, grad.dtype.name, has_master=not own)
             groups.setdefault(spec, []).append(row)
-    tables: _Tables = []
-    for spec, rows in groups.items():
-        tables.append((spec, build_table(rows)))
-    return tables
+    return groups
 
 
 @cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, load_kernel
 from cukit.core.scalars import check_number
-from cukit.distill.optimizer._tensor_table import CHUNK, TensorTable, build_table
+from cukit.distill.optimizer._tensor_table import CHUNK, TableCache
 from cukit.errors import ArrayShapeError
 from cukit.reference import optimizer as reference
 from cukit.registry import register
@@ -78,7 +78,8 @@ def ema_update(
         _check(lists, FLOAT_DTYPES)
         reference.ema_update(averages, values, decay, copies)
         return
-    for spec, table in _tables(lists):
+    key = identify(*arrays), len(lists)
+    for spec, table in _TABLES.tables(key, partial(_grouped, lists)):
         load_kernel(spec)(
             (table.num_blocks,),
             (table.tensors, table.tensor_of_block, np.float32(1.0 - decay)),
@@ -86,29 +87,19 @@ def ema_update(
         )
 
 
-_Tables = list[tuple[KernelSpec, TensorTable]]
-
-_MOST_TABLES = 64
-_known_tables: dict[tuple[Hashable, ...], _Tables] = {}
+_TABLES = TableCache()
 
 
-def _tables(lists: Sequence[Sequence[Array]]) -> _Tables:
-    """Tables of the checked arrays, one per kernel variant, cached by the arrays' addresses."""
-    key = identify(*(array for column in lists for array in column)), len(lists)
-    tables = _known_tables.get(key)
-    if tables is None:
-        _check(lists, KERNEL_DTYPES)
-        groups: dict[KernelSpec, list[tuple[Array, ...]]] = {}
-        for average, value, *copy in zip(*lists, strict=True):
-            if average.size:
-                spec = plan_ema_update(value.dtype.name, copy[0].dtype.name if copy else None)
-                row = (average, value, copy[0] if copy else average)
-                groups.setdefault(spec, []).append(row)
-        if len(_known_tables) >= _MOST_TABLES:
-            _known_tables.clear()
-        tables = [(spec, build_table(rows)) for spec, rows in groups.items()]
-        _known_tables[key] = tables
-    return tables
+def _grouped(lists: Sequence[Sequence[Array]]) -> dict[KernelSpec, list[tuple[Array, ...]]]:
+    """The arrays of each average by kernel variant, checked."""
+    _check(lists, KERNEL_DTYPES)
+    groups: dict[KernelSpec, list[tuple[Array, ...]]] = {}
+    for average, value, *copy in zip(*lists, strict=True):
+        if average.size:
+            spec = plan_ema_update(value.dtype.name, copy[0].dtype.name if copy else None)
+            row = (average, value, copy[0] if copy else average)
+            groups.setdefault(spec, []).append(row)
+    return groups
 
 
 @cache

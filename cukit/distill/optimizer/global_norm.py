@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, load_kernel
-from cukit.distill.optimizer._tensor_table import CHUNK, TensorTable, build_table
+from cukit.distill.optimizer._tensor_table import CHUNK, TableCache
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import optimizer as reference
 from cukit.registry import register
@@ -57,7 +57,7 @@ def global_norm(grads: Sequence[Array]) -> Array:
         for index, grad in enumerate(grads):
             check_array(_OP, f"grads[{index}]", grad, dtypes=FLOAT_DTYPES)
         return reference.global_norm(grads)
-    tables = _tables(grads)
+    tables = _TABLES.tables(identify(*grads), partial(_grouped, grads))
     num_blocks = sum(table.num_blocks for _, table in tables)
     partials = empty(grads[0], (num_blocks,), np.float32)
     start = 0
@@ -94,32 +94,18 @@ def clip_scale(norm: Array, max_norm: float) -> Array:
     return xp.minimum(one, norm.dtype.type(max_norm) / (norm + norm.dtype.type(1e-6)))
 
 
-_Tables = list[tuple[KernelSpec, TensorTable]]
-
-_MOST_TABLES = 64
-_known_tables: dict[tuple[Hashable, ...], _Tables] = {}
+_TABLES = TableCache()
 
 
-def _tables(grads: Sequence[Array]) -> _Tables:
-    """Tables of the checked arrays, one per dtype, cached by the arrays' addresses."""
-    key = identify(*grads)
-    tables = _known_tables.get(key)
-    if tables is None:
-        by_dtype: dict[str, list[Array]] = {}
-        for index, grad in enumerate(grads):
-            check_array(_OP, f"grads[{index}]", grad, dtypes=KERNEL_DTYPES)
-            if grad.size:
-                by_dtype.setdefault(grad.dtype.name, []).append(grad)
-        if len(_known_tables) >= _MOST_TABLES:
-            _known_tables.clear()
-        tables = _known_tables[key] = [
-            (
-                plan_global_norm(name, group[0].itemsize),
-                build_table([(grad,) for grad in group]),
-            )
-            for name, group in by_dtype.items()
-        ]
-    return tables
+def _grouped(grads: Sequence[Array]) -> dict[KernelSpec, list[tuple[Array, ...]]]:
+    """The arrays by kernel variant, checked."""
+    groups: dict[KernelSpec, list[tuple[Array, ...]]] = {}
+    for index, grad in enumerate(grads):
+        check_array(_OP, f"grads[{index}]", grad, dtypes=KERNEL_DTYPES)
+        if grad.size:
+            spec = plan_global_norm(grad.dtype.name, grad.itemsize)
+            groups.setdefault(spec, []).append((grad,))
+    return groups
 
 
 @cache

@@ -46,7 +46,7 @@ _SKIPPED_IN_PACKAGES = {*_SKIPPED_IN_STDLIB, "testing", "_vendor", "_vendored", 
 _COPIES_OF_STDLIB = {"typing_extensions.py", "six.py"}
 _LONGEST_SOURCE = 1 << 18  # bytes; longer files are taken to be generated
 
-MOST_TEXT = 64 << 20
+MAX_TEXT = 64 << 20
 """Limit on the bytes of training text that includes packages."""
 
 
@@ -84,7 +84,7 @@ class Corpus:
 def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus:
     """The text in files and folders (searched recursively), or the standard library's.
 
-    packages: without paths, also train on the sources of installed packages, up to MOST_TEXT bytes
+    packages: without paths, also train on the sources of installed packages, up to MAX_TEXT bytes
     of training text. The validation text stays the same.
 
     Whole files go to training or to validation, by a hash of their content: the split depends only
@@ -113,7 +113,7 @@ def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus
         validation.append(ordered.pop(0))
     if packages and not paths:
         description += " and installed packages"
-        ordered += _more_texts(texts.keys(), MOST_TEXT - sum(map(len, ordered)))
+        ordered += _more_texts(texts.keys(), MAX_TEXT - sum(map(len, ordered)))
     return Corpus(description, _join(ordered), _join(validation), len(ordered), len(validation))
 
 

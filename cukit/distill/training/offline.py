@@ -326,7 +326,7 @@ class _Shards:
         count = int(self._ends[number]) - (int(self._ends[number - 1]) if number else 0)
         for name in _PARTS:
             if name not in arrays or len(arrays[name]) != count:
-                raise DataError(f"{path}: does not contain {count} batches, as {INDEX} says")
+                raise DataError(f"{path}: does not contain {count} batches, as stated in {INDEX}")
         return arrays
 
 

@@ -9,14 +9,14 @@
 
 namespace cukit {
 
-// N sums at once: pass every term to `see`, then call `scale`, then pass every term to `add`, in any order.
+// N sums at once: pass every term to `observe`, then call `scale`, then pass every term to `add`, in any order.
 template <int N>
-struct SumsInAnyOrder {
+struct ReproducibleSums {
   float largest[N];
   int shift[N];
   long long sums[N];
 
-  CUKIT_DEVICE SumsInAnyOrder() {
+  CUKIT_DEVICE ReproducibleSums() {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       largest[i] = 0.0f;
@@ -25,7 +25,7 @@ struct SumsInAnyOrder {
   }
 
   // A non-finite term makes `largest` infinite.
-  CUKIT_DEVICE void see(int i, float term) {
+  CUKIT_DEVICE void observe(int i, float term) {
     const float size = fabsf(term);
     largest[i] = size < infinity() ? fmaxf(largest[i], size) : infinity();
   }
