@@ -60,6 +60,7 @@ def cases(small: bool = False) -> list[Case]:
         Shape("32x8064", (8064,) * 32, 128),
         *(Shape("32x8192", (8192,) * 32, heads, coded=True) for heads in (16, 64, 128)),
         Shape("128x4096", (4096,) * 128, 64, coded=True),
+        *(Shape("1x32768", (32768,), heads, coded=True) for heads in (16, 64, 128)),
     ]
     return [_case(shape) for shape in shapes]
 
