@@ -33,9 +33,9 @@ _FEWEST_BINS = 32
 _MOST_THREADS = 1024
 _SMALLEST_CHUNK = 8
 """Tokens per block: with fewer, adding up the chunks' counts would take longer than counting."""
-COUNT = np.dtype(np.uint16)
-"""Dtype of the counts: the choices of each expert in a chunk."""
-_MOST_COUNT = 2**16 - 1
+_COUNT_WORD = np.dtype(np.uint64)
+_MOST_COUNT = 2**14 - 1
+"""The most choices of an expert in a chunk: a sum of four counts has 16 bits."""
 
 
 def expert_order(experts: Array, num_experts: int, *, capacity: int | None = None) -> ExpertOrder:
@@ -47,7 +47,7 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
     rank `capacity` or above are dropped.
 
     Args:
-        experts: int32 [num_tokens, top_k], C-contiguous; top_k up to 65535 on the GPU. Ids outside
+        experts: int32 [num_tokens, top_k], C-contiguous; top_k up to 16383 on the GPU. Ids outside
             [0, num_experts) get no row.
         num_experts: 1 to 1024 on the GPU.
         capacity: rows of each expert, or None for as many rows as choices.
@@ -82,7 +82,7 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
         empty(experts, (num_experts,)),
         empty(experts, (num_experts + 1,)),
     )
-    counts = empty(experts, (chunks, num_experts), COUNT)
+    counts = empty_counts(experts, chunks, num_experts)
     count(experts, counts)
     place(experts, counts, NULL, *order, NULL, NULL)
     return order
@@ -104,9 +104,12 @@ class OrderConfig:
         """The kernel that counts the choices of each chunk."""
         return KernelSpec("moe/count_experts.cu", "count_experts", self.defines(), self.threads)
 
-    def place_spec(self, losses: bool = False) -> KernelSpec:
-        """The kernel that assigns rows to choices; with `losses` it also computes the losses."""
-        defines = (*self.defines(), ("LOSSES", losses))
+    def place_spec(self, losses: bool = False, polls: bool = False) -> KernelSpec:
+        """The kernel that assigns rows to choices; with `losses` it also computes the losses.
+
+        polls: the kernel before it writes the choices.
+        """
+        defines = (*self.defines(), ("LOSSES", losses), ("POLLS", polls))
         return KernelSpec("moe/order_experts.cu", "order_experts", defines, self.threads)
 
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -127,6 +130,11 @@ def plan_expert_order(
     chunk = max(_SMALLEST_CHUNK, -(-num_tokens // num_sms))
     chunk = max(1, min(chunk, _MOST_COUNT // max(1, top_k)))
     return OrderConfig(bins, threads, chunk, max(1, -(-num_tokens // chunk)))
+
+
+def empty_counts(like: Array, chunks: int, num_experts: int) -> Array:
+    """For the choices of each expert in each chunk: words of four 16-bit counts."""
+    return empty(like, (chunks, -(-num_experts // 4)), _COUNT_WORD)
 
 
 def check_expert_count(op: str, num_experts: int) -> None:

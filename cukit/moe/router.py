@@ -26,12 +26,12 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ConfigError
 from cukit.moe.order import (
-    COUNT,
     OrderConfig,
     check_capacity,
     check_choices,
     check_expert_count,
     check_expert_limit,
+    empty_counts,
     plan_expert_order,
     routing_parameters,
 )
@@ -135,7 +135,7 @@ def topk_router(
     if launches.place is None:
         launches.route(logits, bias, weights, experts, NULL, sums, rows, counts, offsets, both)
     else:
-        chunk_counts = empty(logits, (launches.chunks, num_experts), COUNT)
+        chunk_counts = empty_counts(logits, launches.chunks, num_experts)
         launches.route(logits, bias, weights, experts, chunk_counts, sums, NULL, NULL, NULL, NULL)
         dropped = NULL if capacity is None else weights
         launches.place(experts, chunk_counts, sums, rows, counts, offsets, dropped, both)
@@ -249,7 +249,7 @@ def plan_topk_router(
 
     vec: logits per access, a divisor of `num_experts`.
     """
-    order = plan_expert_order(num_tokens, num_experts, num_sms, _MOST_CHOICES)
+    order = plan_expert_order(num_tokens, num_experts, num_sms)  # an expert once per token
     whole = num_tokens <= _WHOLE_TOKENS
     if whole:
         threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)
@@ -300,7 +300,7 @@ def _prepare(
     if config.whole:
         return _Launches(route, None, 1)
     place = Launch(
-        load_kernel(order.place_spec(losses)),
+        load_kernel(order.place_spec(losses, polls=True)),
         (order.num_chunks + losses,),
         scalars,
         dependent=True,
@@ -418,7 +418,9 @@ def _specs(device: Device) -> list[KernelSpec]:
             (4096, "sigmoid", False, False, True),
         )
     ]
-    places = [config.order.place_spec(losses=True) for config in options if not config.whole]
+    places = [
+        config.order.place_spec(losses=True, polls=True) for config in options if not config.whole
+    ]
     return [config.spec() for config in (*common, *options)] + places
 
 

@@ -9,12 +9,12 @@
 #include "moe/expert_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
-    const int* __restrict__ experts,      // [num_tokens, top_k]
-    unsigned short* __restrict__ counts,  // [chunks, num_experts]
+    const int* __restrict__ experts,  // [num_tokens, top_k]
+    cukit::CountWord* counts,         // [chunks, ceil(num_experts / 4)]
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ int bins[BINS];
   cukit::release_next_grid();
-  for (int bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
+  cukit::clear_bins(bins);
   __syncthreads();
   const cukit::Choices choices(p, blockIdx.x);
   for (int i = choices.first + threadIdx.x; i < choices.end; i += THREADS) {
@@ -22,7 +22,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
     if (expert < p.num_experts) atomicAdd(&bins[expert], 1);
   }
   __syncthreads();
-  for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
-    counts[blockIdx.x * p.num_experts + bin] = bins[bin];
-  }
+  cukit::write_counts(counts, bins, p.num_experts);
 }

@@ -6,15 +6,23 @@
 //   offsets[expert] + rank              without a capacity: experts' rows are contiguous
 //   expert * capacity + rank            with a capacity; -1 (dropped) if rank >= capacity
 //
-// First, each block counts the choices of one chunk of tokens, at most 65535 choices. The counts
-// [chunk, expert] are 16-bit, because every block reads all of them and this takes most of the
-// time. Then each block adds up the counts of the chunks before its own and places its choices: the
-// result does not depend on the order in which blocks run.
+// A first kernel counts the choices of each expert in each chunk of tokens. In a second kernel each
+// block adds up the counts of the chunks before its own and places its choices: the result does not
+// depend on the order in which blocks run.
+//
+// The second kernel is a dependent launch, which starts when all blocks of the first are running or
+// have ended. After a router it polls the words that the router writes instead of waiting for the
+// end of that grid: before a block of the router lets the second kernel start, it fills its words
+// with a value that is never a result. Polling is safe, because all blocks that write are running.
+// A chunk of more choices than threads is not polled (Choices::polled). After count_experts, which
+// is too short to fill its words first, only the counts wait, for the end of that grid.
 //
 // Macros: BINS, the most experts: a power of two, at least 32; THREADS.
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/ptx/global_order.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/reduce.cuh"
 #include "moe/parameters.cuh"
 
@@ -25,9 +33,19 @@ constexpr int kBinsPerLane = BINS / kWarpSize;
 
 // Shared memory of a block that places choices.
 struct OrderTables {
-  int totals[BINS];          // choices of each expert; after scan_tables, offsets
+  int earlier[BINS];         // choices of each expert in earlier chunks; then its next row
+  int others[BINS];          // in this chunk and later ones
   int ranks[kWarps * BINS];  // [warp][expert]: choices of the previous warp, then next ranks
 };
+
+// Called by all threads; the caller synchronises afterwards.
+CUKIT_DEVICE void clear_bins(int* bins) {
+#pragma unroll
+  for (int first = 0; first < BINS; first += THREADS) {
+    const int bin = first + threadIdx.x;
+    if (bin < BINS) bins[bin] = 0;
+  }
+}
 
 // The output arrays.
 struct OrderResult {
@@ -36,6 +54,19 @@ struct OrderResult {
   int* offsets;    // [num_experts + 1]
   float* weights;  // [num_tokens, top_k], set to 0 for dropped choices; may be null
 };
+
+// The counts of a chunk: words of four 16-bit counts; word w has experts w, w + words, ... A
+// count is at most kMostCount, so that sums of kSummed words do not carry, and no word of counts is
+// kNoCounts.
+using CountWord = unsigned long long;
+constexpr int kSummed = 4;
+constexpr int kMostCount = 16383;
+static_assert(kSummed * kMostCount < 1 << 16, "sums do not carry");
+constexpr CountWord kNoCounts = ~0ull;
+constexpr int kNoExpert = -1;
+
+CUKIT_DEVICE int count_words(int num_experts) { return (num_experts + 3) / 4; }
+static_assert(BINS / 4 <= THREADS, "a thread writes at most one word of counts");
 
 // A chunk's choices [first, end), and this warp's contiguous part of them, one choice per lane and
 // round.
@@ -54,109 +85,192 @@ struct Choices {
     own_first = first + static_cast<int>(threadIdx.x) / kWarpSize * each;
     own_end = min(own_first + each, end);
   }
+
+  // Whether the second kernel polls a router; the same for all chunks.
+  CUKIT_DEVICE static bool polled(const RoutingParameters& p) {
+    return static_cast<long long>(p.chunk) * p.top_k <= THREADS;
+  }
 };
+
+// In a router: lets the second kernel start. Called by all threads; has a barrier.
+CUKIT_DEVICE void release_order(CountWord* counts, int* experts, const Choices& choices,
+                                const RoutingParameters& p) {
+  const bool polled = Choices::polled(p);
+  if (polled) {
+    const int words = count_words(p.num_experts);
+    if (threadIdx.x < words) store_relaxed(counts + blockIdx.x * words + threadIdx.x, kNoCounts);
+    const int i = choices.first + threadIdx.x;
+    if (i < choices.end) store_relaxed(experts + i, kNoExpert);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (polled) __threadfence();
+    release_next_grid();
+  }
+}
+
+// In the first kernel: writes the counts of this block's chunk from bins[BINS].
+CUKIT_DEVICE void write_counts(CountWord* counts, const int* bins, int num_experts) {
+  const int words = count_words(num_experts);
+  const int word = threadIdx.x;
+  if (word >= words) return;
+  CountWord packed = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    packed |= static_cast<CountWord>(bins[word + j * words]) << 16 * j;
+  }
+  store_relaxed(counts + blockIdx.x * words + word, packed);
+}
 
 // Called by all threads; the caller synchronises afterwards.
 CUKIT_DEVICE void clear_tables(OrderTables& tables, const Choices& choices) {
-  for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
+  clear_bins(tables.earlier);
+  clear_bins(tables.others);
   for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
 }
 
-// Adds counts[chunks, num_experts] of all chunks to totals, and those of chunks before `chunk` to
-// the first row of ranks. Called by all threads after clear_tables; the caller synchronises
-// afterwards.
-CUKIT_DEVICE void sum_counts(OrderTables& tables, const unsigned short* counts, int chunks, int chunk,
+CUKIT_DEVICE void add_counts(int* bins, int words, CountWord packed) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    atomicAdd(bins + j * words, static_cast<int>(packed >> 16 * j & 0xffff));
+  }
+}
+
+// Adds the counts of chunks before `chunk` to tables.earlier, and those of the others to
+// tables.others; polls them. Called by all threads after clear_tables and a barrier; the caller
+// synchronises afterwards.
+CUKIT_DEVICE void sum_counts(OrderTables& tables, const CountWord* counts, int chunks, int chunk,
                              int num_experts) {
-  constexpr int kParts = THREADS / BINS > 0 ? THREADS / BINS : 1;  // threads that share an expert
-  for (int bin = threadIdx.x % BINS; bin < num_experts; bin += THREADS) {
-    int total = 0, earlier = 0;
-#pragma unroll 16
-    for (int c = threadIdx.x / BINS; c < chunks; c += kParts) {
-      const int count = counts[c * num_experts + bin];
-      total += count;
-      if (c < chunk) earlier += count;
+  const int words = count_words(num_experts);
+  const int parts = THREADS / words;  // of the chunks
+  const int each = (chunks + parts - 1) / parts;
+  const int part = static_cast<int>(threadIdx.x) / words;
+  const int word = static_cast<int>(threadIdx.x) - part * words;
+  const int end = part < parts ? min((part + 1) * each, chunks) : 0;
+  for (int base = part * each; base < end; base += kSummed) {
+    CountWord packed[kSummed];
+#pragma unroll
+    for (int i = 0; i < kSummed; ++i) {
+      packed[i] = base + i < end ? load_relaxed(counts + (base + i) * words + word) : 0;
     }
-    atomicAdd(&tables.totals[bin], total);
-    atomicAdd(&tables.ranks[bin], earlier);
-  }
-}
-
-// The expert of a lane's first choice, loaded early to hide its latency. experts[i] belongs to
-// choice choices.first + i.
-CUKIT_DEVICE int first_expert(const int* experts, const Choices& choices) {
-  const int i = choices.own_first + threadIdx.x % kWarpSize;
-  return i < choices.own_end ? experts[i - choices.first] : BINS;
-}
-
-// Adds the choices of each warp to the next warp's row of ranks. Synchronisation as for sum_counts;
-// `first` is from first_expert().
-CUKIT_DEVICE void count_warps(OrderTables& tables, const int* experts, const Choices& choices,
-                              int num_experts, int first) {
-  const int warp = threadIdx.x / kWarpSize;
-  if (warp + 1 >= choices.warps) return;
-  for (int i = choices.own_first + threadIdx.x % kWarpSize; i < choices.own_end; i += kWarpSize) {
-    const bool is_first = i - choices.own_first < kWarpSize;
-    const unsigned expert = is_first ? first : experts[i - choices.first];
-    if (expert < num_experts) atomicAdd(&tables.ranks[(warp + 1) * BINS + expert], 1);
-  }
-}
-
-// Replaces totals by offsets and the warps' choices by ranks. writes: whether this block writes
-// counts and offsets to memory. Called by all threads after a barrier; ends with a barrier.
-CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const OrderResult& result,
-                              int num_experts, bool writes) {
-  if (threadIdx.x < kWarpSize) {
-    const int lane = threadIdx.x;
-    int* const own = tables.totals + lane * kBinsPerLane;
-    int sum = 0;
+    CountWord earlier = 0, others = 0;
 #pragma unroll
-    for (int j = 0; j < kBinsPerLane; ++j) sum += own[j];
-    int before = warp_sum_before(sum);
-#pragma unroll
-    for (int j = 0; j < kBinsPerLane; ++j) {
-      const int expert = lane * kBinsPerLane + j;
-      const int count = own[j];
-      own[j] = before;
-      if (writes && expert < num_experts) {
-        result.counts[expert] = count;
-        result.offsets[expert] = before;
+    for (int i = 0; i < kSummed; ++i) {
+      while (packed[i] == kNoCounts) packed[i] = load_relaxed(counts + (base + i) * words + word);
+      if (base + i < chunk) {
+        earlier += packed[i];
+      } else {
+        others += packed[i];
       }
-      before += count;
     }
-    if (writes && lane == kWarpSize - 1) result.offsets[num_experts] = before;
+    if (base < chunk) add_counts(tables.earlier + word, words, earlier);
+    if (base + kSummed > chunk) add_counts(tables.others + word, words, others);
   }
-  // Starts with the last threads, because the first warp scans the totals.
-  for (int bin = THREADS - 1 - threadIdx.x; bin < num_experts; bin += THREADS) {
-    int rank = tables.ranks[bin];
+}
+
+// A lane's first choice: its expert, or an invalid one, and the lanes of the warp with the same.
+struct FirstChoice {
+  unsigned expert, peers;
+};
+
+CUKIT_DEVICE unsigned same_expert(unsigned expert, int num_experts) {
+  return __match_any_sync(kFullMask, expert < num_experts ? expert : BINS);
+}
+
+// Adds the choices of each warp to the next warp's row of ranks. experts[i] belongs to choice
+// choices.first + i; Polls: read until the router has written it. Called by all threads after
+// clear_tables and a barrier; the caller synchronises afterwards.
+template <bool Polls>
+CUKIT_DEVICE FirstChoice count_warps(OrderTables& tables, const int* experts, const Choices& choices,
+                                     int num_experts) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+  FirstChoice first = {BINS, 0};
+  for (int base = choices.own_first; base < choices.own_end; base += kWarpSize) {
+    const int i = base + lane;
+    unsigned expert = BINS;
+    if (i < choices.own_end) {
+      const int* const from = experts + (i - choices.first);
+      do {
+        expert = Polls ? load_relaxed(from) : *from;
+      } while (Polls && static_cast<int>(expert) == kNoExpert);
+    }
+    const unsigned peers = same_expert(expert, num_experts);
+    if (base == choices.own_first) first = {expert, peers};
+    const bool leads = (peers & ((1u << lane) - 1)) == 0;
+    if (warp + 1 < choices.warps && expert < num_experts && leads) {
+      tables.ranks[(warp + 1) * BINS + expert] += __popc(peers);
+    }
+    __syncwarp();
+  }
+  return first;
+}
+
+// Replaces the warps' choices by ranks within the chunk. Called by all threads after count_warps and
+// a barrier; the caller synchronises afterwards.
+CUKIT_DEVICE void rank_warps(OrderTables& tables, const Choices& choices, int num_experts) {
+  for (int bin = threadIdx.x; bin < num_experts; bin += THREADS) {
+    int rank = 0;
     for (int warp = 1; warp < choices.warps; ++warp) {
       rank += tables.ranks[warp * BINS + bin];
       tables.ranks[warp * BINS + bin] = rank;
     }
   }
+}
+
+// Replaces tables.earlier by the row of each expert's first choice in this chunk. writes: whether
+// this block writes counts and offsets to memory. Called by all threads after a barrier; ends with a
+// barrier.
+CUKIT_DEVICE void scan_tables(OrderTables& tables, const OrderResult& result,
+                              const RoutingParameters& p, bool writes) {
+  if (threadIdx.x < kWarpSize) {
+    const int lane = threadIdx.x;
+    const int first = lane * kBinsPerLane;
+    int sum = 0;
+#pragma unroll
+    for (int j = 0; j < kBinsPerLane; ++j) sum += tables.earlier[first + j] + tables.others[first + j];
+    int before = warp_sum_before(sum);
+#pragma unroll
+    for (int j = 0; j < kBinsPerLane; ++j) {
+      const int expert = first + j;
+      const int earlier = tables.earlier[expert];
+      const int count = earlier + tables.others[expert];
+      tables.earlier[expert] = earlier + (p.capacity == 0 ? before : expert * p.capacity);
+      if (writes && expert < p.num_experts) {
+        result.counts[expert] = count;
+        result.offsets[expert] = before;
+      }
+      before += count;
+    }
+    if (writes && lane == kWarpSize - 1) result.offsets[p.num_experts] = before;
+  }
   __syncthreads();
 }
 
-// Assigns a row to each choice of this chunk. Called by all threads after scan_tables; `experts`
-// and `first` as for count_warps.
+// Assigns a row to each choice of this chunk. Called by all threads after scan_tables; `experts` and
+// `first` from count_warps.
 CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const Choices& choices,
-                                const RoutingParameters& p, const OrderResult& result, int first) {
+                                const RoutingParameters& p, const OrderResult& result,
+                                const FirstChoice& first) {
   const int lane = threadIdx.x % kWarpSize;
   int* const ranks = tables.ranks + threadIdx.x / kWarpSize * BINS;
   for (int base = choices.own_first; base < choices.own_end; base += kWarpSize) {
     const int i = base + lane;
-    unsigned expert = first;
-    if (base > choices.own_first) expert = i < choices.own_end ? experts[i - choices.first] : BINS;
+    unsigned expert = first.expert;
+    unsigned peers = first.peers;
+    if (base > choices.own_first) {
+      expert = i < choices.own_end ? experts[i - choices.first] : BINS;
+      peers = same_expert(expert, p.num_experts);
+    }
     const bool chosen = expert < p.num_experts;
-    const unsigned peers = __match_any_sync(kFullMask, chosen ? expert : BINS);
     const int before = __popc(peers & ((1u << lane) - 1));
-    const int rank = chosen ? ranks[expert] + before : 0;
+    const int row = chosen ? tables.earlier[expert] + ranks[expert] + before : 0;
     __syncwarp();
     if (chosen && before == 0) ranks[expert] += __popc(peers);
     __syncwarp();
     if (i >= choices.own_end) continue;
-    const bool fits = chosen && (p.capacity == 0 || rank < p.capacity);
-    const int start = chosen ? (p.capacity == 0 ? tables.totals[expert] : expert * p.capacity) : 0;
-    result.rows[i] = fits ? start + rank : -1;
+    const bool fits = chosen && (p.capacity == 0 || row < (expert + 1) * p.capacity);
+    result.rows[i] = fits ? row : -1;
     if (!fits && result.weights != nullptr) result.weights[i] = 0.0f;
   }
 }

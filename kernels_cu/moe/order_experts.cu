@@ -2,11 +2,11 @@
 // losses.
 //
 // Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one
-//   more block computes the losses. Blocks may start while the first kernel still runs, and
-//   then wait for it. The arrays that it writes are not __restrict__, which would let the compiler
-//   load them before the wait.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES
-//   0|1.
+//   more block computes the losses. Blocks may start while the first kernel still runs
+//   (moe/expert_order.cuh). The arrays that it writes are not __restrict__, which would let the
+//   compiler load them earlier.
+// Shared memory: 4 * BINS * (THREADS / 32 + 2) bytes, static. Macros: moe/expert_order.cuh; LOSSES
+//   0|1; POLLS 0|1: whether the first kernel is a router, which writes `experts`; 1 with LOSSES.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and
 //   topk_router.
 #include "common/platform.cuh"
@@ -14,9 +14,12 @@
 #include "moe/expert_order.cuh"
 #include "moe/router_losses.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
+static_assert(POLLS || !LOSSES, "losses are a router's");
+
+// Registers leave room for a block of 1024 threads of the first kernel, which may have 32 registers.
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) order_experts(
     const int* experts,                     // [num_tokens, top_k]
-    const unsigned short* chunk_counts,     // [chunks, num_experts]
+    const cukit::CountWord* chunk_counts,   // [chunks, ceil(num_experts / 4)]
     const float* chunk_sums,                // [chunks, num_experts + 1], with LOSSES
     int* __restrict__ rows,                 // [num_tokens, top_k]
     int* __restrict__ counts,               // [num_experts]
@@ -30,19 +33,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
   const int chunk = blockIdx.x;
   const cukit::Choices choices(p, chunk);
   const int* const own = experts + choices.first;
+  const bool computes_losses = LOSSES && chunk == chunks;
   cukit::clear_tables(tables, choices);
-  cukit::wait_for_previous_grids();
-  const int first = cukit::first_expert(own, choices);
+  if (POLLS && (computes_losses || !cukit::Choices::polled(p))) cukit::wait_for_previous_grids();
   __syncthreads();
-  cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
-  if (LOSSES && chunk == chunks) {
+  if (computes_losses) {
     __shared__ float scratch[cukit::kWarps];
+    cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
     __syncthreads();
-    cukit::write_losses(losses, tables.totals, chunk_sums, chunks, p, scratch);
+    cukit::write_losses(losses, tables.earlier, chunk_sums, chunks, p, scratch);
     return;
   }
-  cukit::count_warps(tables, own, choices, p.num_experts, first);
+  const cukit::FirstChoice first = cukit::count_warps<POLLS>(tables, own, choices, p.num_experts);
   __syncthreads();
-  cukit::scan_tables(tables, choices, result, p.num_experts, chunk == 0);
+  cukit::rank_warps(tables, choices, p.num_experts);
+  if (!POLLS) cukit::wait_for_previous_grids();
+  cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
+  __syncthreads();
+  cukit::scan_tables(tables, result, p, chunk == 0);
+  if (weights != nullptr) cukit::wait_for_previous_grids();  // dropped choices overwrite them
   cukit::place_choices(tables, own, choices, p, result, first);
+  cukit::wait_for_previous_grids();  // the next kernel may read what the first one wrote
 }

@@ -18,21 +18,42 @@ static_assert(kPerLane % VEC == 0, "a lane's logits are a multiple of an access"
 enum class Scoring { Softmax, Sigmoid };
 constexpr Scoring kScoring = Scoring::SCORING;
 
-// Loads a token's logits, with -infinity beyond the last expert. -0 becomes 0, so that both rank
-// equal.
+// A token's logits as they are loaded. They are converted separately, so that a warp does not wait
+// for them before a barrier.
 template <typename T>
-CUKIT_DEVICE void load_logits(float (&logits)[kPerLane], const T* row, int num_experts) {
-  const int first = threadIdx.x % kWarpSize * kPerLane;
+struct LogitRow {
+  Vec<T, VEC> chunks[kPerLane / VEC];
+
+  CUKIT_DEVICE void load(const T* row, int num_experts) {
+    const int first = threadIdx.x % kWarpSize * kPerLane;
 #pragma unroll
-  for (int j = 0; j < kPerLane; j += VEC) {
-    Vec<T, VEC> chunk;
-    const bool exists = first + j < num_experts;
-    if (exists) load(chunk, row + first + j);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      logits[j + i] = exists ? to_float(chunk[i]) + 0.0f : -infinity();
+    for (int j = 0; j < kPerLane; j += VEC) {
+      if (first + j < num_experts) cukit::load(chunks[j / VEC], row + first + j);
     }
   }
+
+  // With -infinity beyond the last expert. -0 becomes 0, so that both rank equal.
+  CUKIT_DEVICE void convert(float (&logits)[kPerLane], int num_experts) const {
+    const int first = threadIdx.x % kWarpSize * kPerLane;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const bool exists = first + j / VEC * VEC < num_experts;
+      logits[j] = exists ? to_float(chunks[j / VEC][j % VEC]) + 0.0f : -infinity();
+    }
+  }
+};
+
+constexpr unsigned kNotANumber = 1;
+
+// An order-preserving unsigned key, above 0; NaN is the smallest.
+CUKIT_DEVICE unsigned key_of(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return x != x ? kNotANumber : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+CUKIT_DEVICE float number_of(unsigned key) {
+  if (key == kNotANumber) return __uint_as_float(0x7fffffffu);
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
 // Maximum and sum of a row's softmax. Probabilities are NaN if the row has a NaN or +infinity, or
@@ -40,17 +61,21 @@ CUKIT_DEVICE void load_logits(float (&logits)[kPerLane], const T* row, int num_e
 struct RowSoftmax {
   float largest, sum;
 
-  CUKIT_DEVICE explicit RowSoftmax(const float (&logits)[kPerLane]) {
+  // with_sum false: `sum` is not computed, and only relative() is defined.
+  CUKIT_DEVICE explicit RowSoftmax(const float (&logits)[kPerLane], bool with_sum = true) {
     largest = -infinity();
     sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) largest = fmaxf(largest, logits[j]);
-    largest = warp_reduce<Max>(largest);
+    largest = number_of(__reduce_max_sync(kFullMask, key_of(largest)));
+    if (!with_sum) return;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) sum += expf(logits[j] - largest);
     sum = warp_reduce<Sum>(sum);
   }
 
+  // Relative to the largest probability.
+  CUKIT_DEVICE float relative(float logit) const { return expf(logit - largest); }
   CUKIT_DEVICE float probability(float logit) const { return expf(logit - largest) / sum; }
   CUKIT_DEVICE float log_sum_exp() const { return largest + logf(sum); }
 };

@@ -12,8 +12,8 @@
 // Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
 //   choice takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE:
 //   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
-//   from `chunk_counts`, and its blocks may already be resident on the same SMs.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES
+//   from `chunk_counts`, and its blocks may already be resident on the same SMs and poll both.
+// Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES
 //   more; static.
 // Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
 //   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MOST_CHOICES, an upper
@@ -21,7 +21,7 @@
 //   Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
 #include "common/platform.cuh"
-#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/global_order.cuh"
 #include "common/types.cuh"
 #include "moe/expert_order.cuh"
 #include "moe/router_losses.cuh"
@@ -36,19 +36,10 @@ using cukit::kWarps;
 using cukit::kWarpSize;
 
 constexpr unsigned kTaken = 0;  // below every key
-constexpr unsigned kNotANumber = 1;
-constexpr int kMostSorted = 8;  // experts per lane
 
-// An order-preserving unsigned key; NaN is the smallest.
-CUKIT_DEVICE unsigned key_of(float x) {
-  const unsigned bits = __float_as_uint(x);
-  return x != x ? kNotANumber : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-CUKIT_DEVICE float number_of(unsigned key) {
-  if (key == kNotANumber) return __uint_as_float(0x7fffffffu);
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
+constexpr bool kSoftmax = cukit::kScoring == cukit::Scoring::Softmax;
+// Whether the softmax's sum is computed. Weights with a sum of 1 do not depend on it.
+constexpr bool kNeedsSum = LOSSES || (kSoftmax && (BIASED || !RENORMALIZE));
 
 // A chosen expert, passed through shared memory to the lane of the choice.
 struct Chosen {
@@ -56,11 +47,54 @@ struct Chosen {
   int expert;
 };
 
-// A lane's remaining experts and the best of them; among equal ones the lowest index. A few experts
-// are sorted once, which halves the instructions of a choice; with many, each choice searches for
-// the best.
-template <bool Sorted>
+// How a lane finds the best of its remaining experts; among equal ones the lowest index. A few
+// experts are sorted once, which halves the instructions of a choice; with many, each choice
+// searches for the best.
+enum class Search { Packed, Sorted, Scan };
+constexpr Search kSearch = kPerLane <= 4   ? Search::Packed
+                           : kPerLane <= 8 ? Search::Sorted
+                                           : Search::Scan;
+
+// A lane's remaining experts: sorted keys, and the experts in the bytes of a word, the best in the
+// lowest byte.
+template <Search Kind>
 struct Left {
+  CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
+    static_assert(Kind == Search::Packed && BINS <= 256, "an expert in a byte");
+    packed = threadIdx.x % kWarpSize * kPerLane * 0x01010101u + 0x03020100u;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) keys[j] = all[j];
+#pragma unroll
+    for (int round = 0; round < kPerLane; ++round)
+#pragma unroll
+      for (int j = round % 2; j + 1 < kPerLane; j += 2) {
+        const bool exchanged = keys[j + 1] > keys[j];
+        const unsigned larger = max(keys[j], keys[j + 1]);
+        keys[j + 1] = min(keys[j], keys[j + 1]);
+        keys[j] = larger;
+        const unsigned swapped = __byte_perm(packed, 0, j == 0 ? 0x3201 : j == 1 ? 0x3120 : 0x2310);
+        packed = exchanged ? swapped : packed;
+      }
+  }
+
+  CUKIT_DEVICE Chosen best() const { return {keys[0], static_cast<int>(packed)}; }
+  CUKIT_DEVICE static int expert_of(const Chosen& chosen) { return chosen.expert & 0xff; }
+
+  CUKIT_DEVICE void take_best() {
+#pragma unroll
+    for (int j = 0; j + 1 < kPerLane; ++j) keys[j] = keys[j + 1];
+    keys[kPerLane - 1] = kTaken;
+    packed >>= 8;
+  }
+
+ private:
+  unsigned keys[kPerLane];
+  unsigned packed;
+};
+
+// The same with sorted pairs.
+template <>
+struct Left<Search::Sorted> {
   CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
     const int first_expert = threadIdx.x % kWarpSize * kPerLane;
 #pragma unroll
@@ -72,6 +106,7 @@ struct Left {
   }
 
   CUKIT_DEVICE const Chosen& best() const { return sorted[0]; }
+  CUKIT_DEVICE static int expert_of(const Chosen& chosen) { return chosen.expert; }
 
   CUKIT_DEVICE void take_best() {
 #pragma unroll
@@ -90,8 +125,9 @@ struct Left {
   }
 };
 
+// The same without an order.
 template <>
-struct Left<false> {
+struct Left<Search::Scan> {
   CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) keys[j] = all[j];
@@ -99,6 +135,7 @@ struct Left<false> {
   }
 
   CUKIT_DEVICE const Chosen& best() const { return found; }
+  CUKIT_DEVICE static int expert_of(const Chosen& chosen) { return chosen.expert; }
 
   CUKIT_DEVICE void take_best() {
 #pragma unroll
@@ -131,7 +168,7 @@ struct TokenSums {
   CUKIT_DEVICE void add(const float (&logits)[kPerLane], const float (&scores)[kPerLane],
                         const cukit::RowSoftmax& softmax) {
     float total = 1.0f;
-    if constexpr (cukit::kScoring == cukit::Scoring::Sigmoid) {
+    if constexpr (!kSoftmax) {
       total = 0.0f;
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) total += scores[j];
@@ -150,6 +187,13 @@ struct Choice {
   float score = 0.0f;
 };
 
+CUKIT_DEVICE bool has_nan(const float (&logits)[kPerLane]) {
+  bool found = false;
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) found = found || logits[j] != logits[j];
+  return found;
+}
+
 CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores)[kPerLane],
                            const cukit::RowSoftmax& softmax, const float* bias,
                            const cukit::RoutingParameters& p) {
@@ -162,9 +206,9 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const int expert = lane * kPerLane + j;
     const bool exists = expert < p.num_experts;
     const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
-    keys[j] = exists ? key_of(ranked) : kTaken;
+    keys[j] = exists ? cukit::key_of(ranked) : kTaken;
   }
-  Left<(kPerLane <= kMostSorted)> left(keys);
+  Left<kSearch> left(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
     const unsigned key = __reduce_max_sync(kFullMask, left.best().key);
     const bool has_it = left.best().key == key;
@@ -176,7 +220,7 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
   }
   __syncwarp();
   Choice choice;
-  if (lane < p.top_k) choice = {own[lane].expert, number_of(own[lane].key)};
+  if (lane < p.top_k) choice = {left.expert_of(own[lane]), cukit::number_of(own[lane].key)};
   __syncwarp();  // `own` is reused for the next token
   if constexpr (BIASED) {
     // The ranked value includes the bias: fetch the score from the lane that holds it.
@@ -185,14 +229,18 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
       const float score = __shfl_sync(kFullMask, scores[j], choice.expert / kPerLane);
       if (choice.expert % kPerLane == j) choice.score = score;
     }
-  } else if constexpr (cukit::kScoring == cukit::Scoring::Softmax) {
-    choice.score = softmax.probability(choice.score);
+  } else if constexpr (kSoftmax) {
+    choice.score = kNeedsSum ? softmax.probability(choice.score) : softmax.relative(choice.score);
   } else {
     choice.score = cukit::sigmoid(choice.score);
   }
   if (lane >= p.top_k) choice.score = 0.0f;
   if constexpr (RENORMALIZE) {
-    choice.score /= cukit::nonzero(cukit::warp_reduce<cukit::Sum>(choice.score));
+    float total = cukit::nonzero(cukit::warp_reduce<cukit::Sum>(choice.score));
+    if constexpr (kSoftmax && !kNeedsSum) {
+      if (__any_sync(kFullMask, has_nan(logits))) total = __uint_as_float(0x7fffffffu);
+    }
+    choice.score /= total;
   }
   return choice;
 }
@@ -227,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     const float* __restrict__ bias,  // [num_experts], with BIASED
     float* weights,                  // [num_tokens, top_k]
     int* experts,                    // [num_tokens, top_k]
-    unsigned short* __restrict__ chunk_counts,  // [chunks, num_experts], without WHOLE
+    cukit::CountWord* chunk_counts,  // [chunks, ceil(num_experts / 4)], without WHOLE
     float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
     int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE
     int* __restrict__ counts,        // [num_experts], with WHOLE
@@ -237,20 +285,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
   __shared__ cukit::OrderTables tables;
   __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (!WHOLE) cukit::release_next_grid();
-  for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
-  __syncthreads();
+  const cukit::Choices choices(p, blockIdx.x);
+  const int end = min((static_cast<int>(blockIdx.x) + 1) * p.chunk, p.num_tokens);
+  int token = blockIdx.x * p.chunk + threadIdx.x / kWarpSize;
+  const auto logits_of = [&](int t) { return logits + static_cast<long long>(t) * p.num_experts; };
+  cukit::LogitRow<T> next;
+  if (token < end) next.load(logits_of(token), p.num_experts);
+  cukit::clear_bins(tables.others);
+  if constexpr (WHOLE) cukit::clear_bins(tables.earlier);
+  if constexpr (WHOLE) {
+    __syncthreads();
+  } else {
+    cukit::release_order(chunk_counts, experts, choices, p);
+  }
 
   TokenSums sums;
-  const int end = min((static_cast<int>(blockIdx.x) + 1) * p.chunk, p.num_tokens);
-  for (int token = blockIdx.x * p.chunk + threadIdx.x / kWarpSize; token < end; token += kWarps) {
+  while (token < end) {
     float row[kPerLane], scores[kPerLane];
-    cukit::load_logits(row, logits + static_cast<long long>(token) * p.num_experts, p.num_experts);
-    const cukit::RowSoftmax softmax(row);
+    next.convert(row, p.num_experts);
+    const cukit::RowSoftmax softmax(row, kNeedsSum);
     if constexpr (BIASED || LOSSES) {
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        scores[j] = cukit::kScoring == cukit::Scoring::Softmax ? softmax.probability(row[j])
+        scores[j] = kSoftmax ? softmax.probability(row[j])
                                                                : cukit::sigmoid(row[j]);
       }
     }
@@ -259,10 +316,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     if (lane < p.top_k) {
       const int at = token * p.top_k + lane;
       weights[at] = choice.score;
-      experts[at] = choice.expert;
+      cukit::store_relaxed(experts + at, choice.expert);
       if constexpr (WHOLE) chosen[at] = choice.expert;
-      atomicAdd(&tables.totals[choice.expert], 1);
+      atomicAdd(&tables.others[choice.expert], 1);
     }
+    token += kWarps;
+    if (token < end) next.load(logits_of(token), p.num_experts);
   }
 
   if constexpr (LOSSES) {
@@ -272,21 +331,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
   __syncthreads();
   if constexpr (WHOLE) {
     if constexpr (LOSSES) {
-      cukit::write_losses(losses, tables.totals, chunk_sums, 1, p,
+      cukit::write_losses(losses, tables.others, chunk_sums, 1, p,
                           reinterpret_cast<float*>(tables.ranks));
     }
     const cukit::OrderResult result{rows, counts, offsets, weights};
-    const cukit::Choices choices(p, 0);
     for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
     __syncthreads();
-    const int first = cukit::first_expert(chosen, choices);
-    cukit::count_warps(tables, chosen, choices, p.num_experts, first);
+    const cukit::FirstChoice first =
+        cukit::count_warps<false>(tables, chosen, choices, p.num_experts);
     __syncthreads();
-    cukit::scan_tables(tables, choices, result, p.num_experts, true);
+    cukit::rank_warps(tables, choices, p.num_experts);
+    cukit::scan_tables(tables, result, p, true);
     cukit::place_choices(tables, chosen, choices, p, result, first);
   } else {
-    for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
-      chunk_counts[blockIdx.x * p.num_experts + bin] = tables.totals[bin];
-    }
+    cukit::write_counts(chunk_counts, tables.others, p.num_experts);
   }
 }

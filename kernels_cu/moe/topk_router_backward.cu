@@ -40,7 +40,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router_backward(
   if (token >= p.num_tokens) return;
 
   float row[kPerLane], scores[kPerLane];
-  cukit::load_logits(row, logits + token * p.num_experts, p.num_experts);
+  cukit::LogitRow<T> loaded;
+  loaded.load(logits + token * p.num_experts, p.num_experts);
+  loaded.convert(row, p.num_experts);
   const cukit::RowSoftmax softmax(row);
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) {

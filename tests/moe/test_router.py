@@ -61,7 +61,7 @@ SIZES = [
     Size(90, 1000, 6),
     Size(0, 8, 2),
 ]
-LARGE = [Size(4096, 128, 8), Size(5000, 257, 9)]
+LARGE = [Size(4096, 128, 8), Size(5000, 257, 9), Size(20_000, 64, 8)]
 
 
 def spread(rng, num_tokens, num_experts, dtype):
@@ -253,11 +253,18 @@ def test_limits_of_the_kernel_are_named(device):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "whole", "chunks"),
-    [(1, 128, True, 1), (16, 256, True, 1), (65, 128, False, 9), (4096, 128, False, 128)],
+    [
+        (1, 128, True, 1),
+        (16, 256, True, 1),
+        (65, 128, False, 9),
+        (4096, 128, False, 128),
+        (10**6, 128, False, 132),
+    ],
 )
 def test_the_plan(num_tokens, num_experts, whole, chunks):
     config = plan_topk_router(num_tokens, num_experts, 132, "float32", 4)
     assert config.whole == whole
     assert config.order.num_chunks == chunks
     assert config.order.chunk * chunks >= num_tokens
+    assert 4 * config.order.chunk < 2**16, "a sum of four counts has 16 bits"
     assert num_experts % config.vec == 0
