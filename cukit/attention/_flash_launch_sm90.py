@@ -70,9 +70,9 @@ class Prologue:
         self._size = size
         self._dtype = dtype
 
-    def __call__(self, like: Array, *arrays: Any) -> Array:
-        """Launches on the current stream and returns the new array."""
-        result = empty(like, (self._size,), self._dtype)
+    def __call__(self, like: Array, *arrays: Any, into: Array | None = None) -> Array:
+        """Launches on the current stream and returns the array: a new one, or `into`."""
+        result = empty(like, (self._size,), self._dtype) if into is None else into
         self._launch(*arrays, result)
         return result
 
@@ -109,19 +109,20 @@ class MappedLaunch:
         block_mask: Array | None = None,
         descales: tuple[Array | None, ...] | None = None,
         more: tuple[Any, ...] = (),
+        schedule: Array | None = None,
     ) -> None:
         """Launches on the current stream.
 
         options: ScoreArrays. descales: of FP8 inputs. more: the kernel's further arguments: the
         block table of a paged cache, and the caches themselves where the kernel reads them without
-        TMA; or those of a teacher.
+        TMA; or those of a teacher. schedule: memory for that of the tiles; None allocates it.
         """
         pointers = self._nothing
         if pointers is None:
             plan: Any = NULL
             if self._plan is not None:
                 planned = options[-2:] if block_mask is None else (block_mask,)
-                plan = self._plan(q, *planned)
+                plan = self._plan(q, *planned, into=schedule)
             pointers = (*options, plan, block_mask)
         values = self._v(v)
         if descales is not None:

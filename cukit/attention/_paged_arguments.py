@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cukit.attention._arguments import ScoreOptions, check_kernel_layout, describe_but_length
 from cukit.attention._problem import Window
@@ -19,6 +21,7 @@ from cukit.core.arrays import (
     check_array,
     check_same_dtype,
     describe,
+    empty,
     float16,
     float32,
     int32,
@@ -70,14 +73,42 @@ class PagedArrays(NamedTuple):
         return RecentKV(self.recent_k, self.recent_v, self.rings, self.packed_lens)
 
 
-class PagedScratch(NamedTuple):
-    """Scratch memory of a launch.
+class PagedScratch:
+    """Scratch memory that launches of one stream share: arrays by name.
 
-    sums: float32 partial results. counters: int32, zero between launches: each launch resets them.
+    An array is replaced when a larger one is needed, but freed only with this object: captured
+    graphs keep its address.
     """
 
-    sums: Array
-    counters: Array
+    __slots__ = ("_arrays", "_outgrown")
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, Array] = {}
+        self._outgrown: list[Array] = []
+
+    def take(self, like: Array, name: str, size: int, dtype: npt.DTypeLike) -> Array:
+        """One axis of at least `size` elements, in the memory space of `like`. New arrays are
+        zero."""
+        found = self._arrays.get(name)
+        if found is None or found.size < size:
+            if found is not None:
+                self._outgrown.append(found)
+            found = self._arrays[name] = namespace(like).zeros(size, dtype)
+        return found
+
+
+def take(
+    scratch: PagedScratch | None,
+    like: Array,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+) -> Array:
+    """An array of `scratch` with this shape, or a new one if there is no scratch memory."""
+    if scratch is None:
+        return empty(like, shape, dtype)
+    size = math.prod(shape)
+    return scratch.take(like, name, size, dtype)[:size].reshape(shape)
 
 
 def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cukit.attention._arguments import PARAMETERS, ScoreOptions, strides_of
-from cukit.attention._paged_arguments import PagedArrays
+from cukit.attention._paged_arguments import PagedArrays, PagedScratch, take
 from cukit.attention._paged_prefill import (
     PagedForward,
     PreparedForward,
@@ -27,7 +27,7 @@ from cukit.attention._paged_prefill_plan import (
 )
 from cukit.attention._problem import AttentionProblem, ceil_div
 from cukit.attention.cache_arrays import scale_strides
-from cukit.core.arrays import Array, empty, int32
+from cukit.core.arrays import Array, int32
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
@@ -74,7 +74,7 @@ def prepare_prefill(
 class _Copy:
     """The keys and values of consecutive requests, copied and then attended to."""
 
-    __slots__ = ("_attend", "_gather", "_shapes")
+    __slots__ = ("_attend", "_gather", "_keys", "_options", "_shapes")
 
     def __init__(
         self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
@@ -107,25 +107,45 @@ class _Copy:
         )
         grid = config.grid(batch * tiles)
         self._gather = Launch(load_kernel(config.spec()), (grid,), (parameters,))
-        copied = self._copied(arrays, *self._scratch(q))
-        problem = problem_of_pages(copied, "", options)
-        forward = PagedForward(problem, copied)
-        self._attend = PreparedPrefill(forward, problem, options, copied, most_keys, least_queries)
+        self._options = options
+        self._keys = most_keys, least_queries
+        self._attend: PreparedPrefill | None = None  # planned with the first copy
 
-    def __call__(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
+        """Takes the memory of the copy and of the forward."""
+        copied = self._copied(arrays, *self._blocks(arrays.q, scratch))
+        self._forward(copied).reserve(copied, scratch)
+
+    def __call__(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None
+    ) -> None:
         """Launches the kernels."""
-        scratch = self._scratch(arrays.q)
+        blocks = self._blocks(arrays.q, scratch)
         self._gather(
             *(arrays.k_cache, arrays.v_cache, arrays.k_scales, arrays.v_scales),
             *(arrays.k_zeros, arrays.v_zeros, arrays.block_table, arrays.seq_lens),
             *(arrays.cu_seqlens_q, arrays.recent_k, arrays.recent_v, arrays.rings),
-            *(arrays.packed_lens, *scratch),
+            *(arrays.packed_lens, *blocks),
         )
-        self._attend.launch(self._copied(arrays, *scratch), out, lse)
+        copied = self._copied(arrays, *blocks)
+        self._forward(copied).launch(copied, out, lse, scratch)
 
-    def _scratch(self, like: Array) -> tuple[Array, Array, Array]:
-        k, v, blocks = self._shapes
-        return empty(like, k), empty(like, v), empty(like, blocks, int32)
+    def _forward(self, copied: PagedArrays) -> PreparedPrefill:
+        """The forward over the copy."""
+        if self._attend is None:
+            problem = problem_of_pages(copied, "", self._options)
+            forward = PagedForward(problem, copied)
+            self._attend = PreparedPrefill(forward, problem, self._options, copied, *self._keys)
+        return self._attend
+
+    def _blocks(self, like: Array, scratch: PagedScratch | None) -> tuple[Array, Array, Array]:
+        """The copied keys and values, and their block table."""
+        k, v, table = self._shapes
+        return (
+            take(scratch, like, "keys", k, like.dtype),
+            take(scratch, like, "values", v, like.dtype),
+            take(scratch, like, "table", table, int32),
+        )
 
     @staticmethod
     def _copied(arrays: PagedArrays, k: Array, v: Array, blocks: Array) -> PagedArrays:
@@ -159,15 +179,22 @@ class PreparedGather(PreparedForward):
                 planned[part.batch] = _Copy(config, options, part, least_queries)
             self._copies.append((requests, planned[part.batch]))
 
-    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
+        """Takes the memory of the copies, which share it."""
+        for requests, copy in self._copies:
+            copy.reserve(_part(arrays, requests), scratch)
+
+    def launch(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None = None
+    ) -> None:
         """Launches the kernels; `out` is not empty."""
         if len(self._copies) == 1:
-            self._copies[0][1](arrays, out, lse)
+            self._copies[0][1](arrays, out, lse, scratch)
             return
         packed = arrays.cu_seqlens_q is not None
         for requests, copy in self._copies:
             rows = slice(None) if packed else requests
-            copy(_part(arrays, requests), out[rows], lse if lse is NULL else lse[rows])
+            copy(_part(arrays, requests), out[rows], lse if lse is NULL else lse[rows], scratch)
 
 
 def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:

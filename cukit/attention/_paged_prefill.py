@@ -73,15 +73,22 @@ class PreparedForward:
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
-        """Launches the kernels. scratch: unused."""
+        """Launches the kernels. scratch: as in `launch`."""
         out = empty(arrays.q, self._shape) if arrays.out is None else arrays.out
         lse = empty(arrays.q, self._lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            self.launch(arrays, out, lse)
+            self.launch(arrays, out, lse, scratch)
         return (out, lse) if return_lse else out
 
-    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
-        """Launches the kernels; `out` is not empty. lse: an array or NULL."""
+    def launch(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None = None
+    ) -> None:
+        """Launches the kernels; `out` is not empty. lse: an array or NULL. scratch: memory of the
+        caller; None allocates it."""
+        raise NotImplementedError
+
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
+        """Takes the memory of a launch from `scratch`."""
         raise NotImplementedError
 
 
@@ -123,7 +130,7 @@ class PagedForward:
 class PreparedPrefill(PreparedForward):
     """A planned call that reads the cache itself."""
 
-    __slots__ = ("_boxes", "_launch")
+    __slots__ = ("_boxes", "_launch", "_schedule_size")
 
     def __init__(
         self,
@@ -166,15 +173,25 @@ class PreparedPrefill(PreparedForward):
         blocks = kernels.config.grid(math.prod(rows), batch)
         launch = kernels.launches((blocks,), (keys, parameters))
         scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, least_queries, blocks))
-        plan = Prologue(kernels.plan_launches((1,), tuple(scalars)), sequences_plan_size(batch))
+        self._schedule_size = sequences_plan_size(batch)
+        plan = Prologue(kernels.plan_launches((1,), tuple(scalars)), self._schedule_size)
         maps = (TensorMapCache(kernels.encoders[0]), *forward.cache_maps)
         self._launch = MappedLaunch(launch, maps, plan, None, None)
 
-    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
+        """Takes the memory of the schedule."""
+        scratch.take(arrays.q, "schedule", self._schedule_size, np.int32)
+
+    def launch(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None = None
+    ) -> None:
         """Launches the kernels; `out` is not empty."""
+        schedule = None
+        if scratch is not None:
+            schedule = scratch.take(arrays.q, "schedule", self._schedule_size, np.int32)
         q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, _, cu_seqlens_q, *_ = arrays
         options = ScoreArrays(None, sinks, None, None, cu_seqlens_q, seq_lens)
         # Without TMA boxes the kernel reads no tensor map of the cache; pass that of q.
         maps = (k_cache, v_cache) if self._boxes else (q, q)
         pages = (block_table,) if self._boxes else (block_table, k_cache, v_cache)
-        self._launch(q, *maps, out, lse, *options, more=pages)
+        self._launch(q, *maps, out, lse, *options, more=pages, schedule=schedule)

@@ -196,7 +196,7 @@ def attend(
 ) -> Array | tuple[Array, Array]:
     """`paged_attention` with adopted arrays and converted options.
 
-    scratch: memory of the caller, used if it is large enough.
+    scratch: memory of the caller; None allocates it.
     """
     if runs_kernel(_OP, *arrays) and not _too_old(arrays, codes, batch_invariant):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
@@ -229,22 +229,18 @@ def attend(
     return (written, lse) if return_lse else written
 
 
-def scratch_for(
-    arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
-) -> PagedScratch | None:
-    """Checks a call, loads its kernel and allocates its scratch memory; None if it needs none."""
+def reserve(
+    arrays: PagedArrays,
+    codes: str,
+    options: ScoreOptions,
+    batch_invariant: bool,
+    scratch: PagedScratch,
+) -> None:
+    """Checks a call, loads its kernels and takes the memory that they need from `scratch`."""
     if not runs_kernel(_OP, *arrays) or _too_old(arrays, codes, batch_invariant):
         check_arrays(arrays, codes, options)
-        return None
-    prepared = _prepare(codes, options, batch_invariant, *arrays)
-    if not isinstance(prepared, PreparedPaged):
-        return None
-    # Fewer requests may take a plan without clusters, which has more thread blocks.
-    planned = _planned(codes, options, *arrays)
-    config, _ = planned.variant(planned.problem.group, batch_invariant, 0)
-    slots, counters = config.slots(1, 1, 0)
-    sums = empty(arrays.q, (max(prepared.floats, slots * config.slot_floats),), np.float32)
-    return PagedScratch(sums, namespace(sums).zeros(max(prepared.counters, counters), int32))
+        return
+    _prepare(codes, options, batch_invariant, *arrays).reserve(arrays, scratch)
 
 
 def _decoded(
@@ -292,24 +288,30 @@ class PreparedPaged(NamedTuple):
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            if scratch is None or not self._fits(scratch):
-                sums = empty(q, (self.floats,), np.float32)
-                scratch = PagedScratch(sums, zero_counters(q, self.counters))
+            sums, counters = self.reserve(arrays, scratch)
             if self.coded:
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
                 *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
                 *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
-                *(arrays.rings, arrays.packed_lens, sinks, *scratch),
+                *(arrays.rings, arrays.packed_lens, sinks, sums, counters),
                 *((arrays.cu_seqlens_q,) if self.packed else ()),
             )
             if self.prefill is not None:
-                self.prefill.launch(arrays, out, lse)
+                self.prefill.launch(arrays, out, lse, scratch)
         return (out, lse) if return_lse else out
 
-    def _fits(self, scratch: PagedScratch) -> bool:
-        return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch | None) -> tuple[Array, Array]:
+        """Memory for partial results, and counters that are zero between launches, because each
+        launch resets them; of `scratch`, or new."""
+        like = arrays.q
+        if scratch is None:
+            return empty(like, (self.floats,), np.float32), zero_counters(like, self.counters)
+        if self.prefill is not None:
+            self.prefill.reserve(arrays, scratch)
+        sums = scratch.take(like, "sums", self.floats, np.float32)
+        return sums, scratch.take(like, "counters", self.counters, int32)
 
 
 class _Planned:
