@@ -63,6 +63,7 @@ def test_sectors_by_hand() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_the_table_of_this_gpu() -> None:
     from cukit.analyzer.kernel_analyzer import KernelAnalyzer
 
