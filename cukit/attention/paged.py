@@ -24,8 +24,8 @@ from cukit.attention._paged_arguments import (
     check_arrays,
     check_contents,
     check_layout,
-    describe_paged,
     is_checked,
+    paged_but_requests,
 )
 from cukit.attention._paged_gather import prepare_prefill
 from cukit.attention._paged_plan import (
@@ -396,9 +396,10 @@ def _launches(config: PagedConfig) -> Launches:
     return Launches(load_kernel(config.spec()))
 
 
-@partial(launch_plan, describe=describe_paged)
-def _planned(codes: str, options: ScoreOptions, *given: Array | None) -> _Planned:
-    """Checks a call; cached for calls that differ only in what describe_paged leaves out."""
+def _planned(
+    codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
+) -> _Planned:
+    """Checks a call and plans what paged_but_requests does not leave out."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
     check_layout(arrays, codes)
@@ -417,12 +418,15 @@ def _planned(codes: str, options: ScoreOptions, *given: Array | None) -> _Planne
     return _Planned(arrays, codes, options)
 
 
-@launch_plan
+@partial(launch_plan, plan=_planned, shorten=paged_but_requests)
 def _prepare(
-    codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
+    planned: _Planned,
+    codes: str,
+    options: ScoreOptions,
+    batch_invariant: bool,
+    *given: Array | None,
 ) -> PreparedPaged | PreparedForward:
-    """Checks and plans a call, and loads its kernel."""
-    planned = _planned(codes, options, *given)
+    """The launches of a call."""
     arrays = PagedArrays(*given)
     q, out, block_table, packed, batch = (
         arrays.q, arrays.out, arrays.block_table, planned.packed, arrays.batch

@@ -269,18 +269,39 @@ _UNPLANNED = object()  # not None, which `prepare` may return
 
 
 def launch_plan(
-    prepare: Callable[..., Any], describe: Callable[..., Hashable] = describe
+    prepare: Callable[..., Any],
+    *,
+    plan: Callable[..., Any] | None = None,
+    shorten: Callable[[tuple[Any, ...]], Hashable] | None = None,
 ) -> Callable[..., Any]:
     """Memoises `prepare(*args)` by device and description (shape, strides, dtype) of its arrays.
 
     Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call
     costs one dictionary look-up. `prepare` must neither keep the arrays nor read their contents.
-    `.forget()` of the result clears the memo.
+    `.forget()` of the result clears the memo, `.__wrapped__` is the function without it.
 
-    describe: computes the key from the device and the arguments.
+    plan, shorten: for calls whose lengths change all the time. `plan(*args)` checks a call and
+    does what does not depend on lengths; its result is the first argument of `prepare`, before
+    `args`, and is memoised by `shorten(key)`: the key of the call (the device, then `describe` of
+    the arguments) without lengths. Calls with the same shortened key must pass the same checks.
     """
     memory: dict[Hashable, Any] = {}
+    plans: dict[Hashable, Any] = {}
     current_device_id: Callable[[], int] | None = None
+
+    def planned(key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        assert plan is not None
+        assert shorten is not None
+        short = shorten(key)
+        found = plans.get(short, _UNPLANNED)
+        if found is _UNPLANNED:
+            check_current_device(args)
+            found = plan(*args)
+            _remember(plans, short, found)
+        return found
+
+    def uncached(*args: Any) -> Any:
+        return prepare(*args) if plan is None else prepare(plan(*args), *args)
 
     @functools.wraps(prepare)
     def recall(*args: Any) -> Any:
@@ -295,17 +316,29 @@ def launch_plan(
         try:
             launch = memory.get(key, _UNPLANNED)
         except TypeError:  # an unhashable option: the checks report it
-            return prepare(*args)
+            return uncached(*args)
         if launch is _UNPLANNED:
-            check_current_device(args)
-            launch = prepare(*args)
-            if len(memory) >= _MOST_DESCRIPTIONS:
-                memory.clear()
-            memory[key] = launch
+            if plan is None:
+                check_current_device(args)
+                launch = prepare(*args)
+            else:
+                launch = prepare(planned(key, args), *args)
+            _remember(memory, key, launch)
         return launch
 
-    recall.forget = memory.clear  # type: ignore[attr-defined]
+    def forget() -> None:
+        memory.clear()
+        plans.clear()
+
+    recall.forget = forget  # type: ignore[attr-defined]
+    recall.__wrapped__ = uncached  # type: ignore[attr-defined]
     return recall
+
+
+def _remember(memory: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(memory) >= _MOST_DESCRIPTIONS:
+        memory.clear()
+    memory[key] = value
 
 
 def _device_getter() -> Callable[[], int]:

@@ -131,14 +131,27 @@ def test_launches_of_one_kernel_are_checked_once():
     assert [grid for grid, *_ in kernel.launched] == [(7,), (8,)]
 
 
-def test_a_plan_is_cached_by_its_description(monkeypatch):
+def test_a_plan_is_cached_by_the_description_without_lengths(monkeypatch):
     monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: 0)
-    calls = []
-    prepare = launch_plan(calls.append, describe=lambda device, array: (device, array.ndim))
-    prepare(np.zeros(3))
-    prepare(np.zeros(4))
-    prepare(np.zeros((4, 1)))
-    assert [array.shape for array in calls] == [(3,), (4, 1)]
+    planned, prepared = [], []
+
+    def plan(array):
+        planned.append(array.shape)
+        return array.ndim
+
+    def prepare(axes, array):
+        prepared.append((axes, array.shape))
+        return len(prepared)
+
+    recall = launch_plan(prepare, plan=plan, shorten=lambda key: len(key[1][0]))
+    shapes = [(3,), (4,), (4, 1), (3,)]
+    assert [recall(np.zeros(shape)) for shape in shapes] == [1, 2, 3, 1]
+    assert planned == [(3,), (4, 1)]
+    assert prepared == [(1, (3,)), (1, (4,)), (2, (4, 1))]
+    assert recall.__wrapped__(np.zeros(3)) == 4
+    recall.forget()
+    assert recall(np.zeros(3)) == 5
+    assert planned == [(3,), (4, 1), (3,), (3,)]
 
 
 def test_cupy_still_passes_values_by_address():
