@@ -29,7 +29,7 @@ from cukit.attention._paged_prefill_plan import (
 from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, Launches, launch_plan, load_kernel
+from cukit.core.kernel import NULL, Launches, int32s, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache
 
@@ -172,9 +172,9 @@ class PreparedPrefill(PreparedForward):
         )
         blocks = kernels.config.grid(math.prod(rows), batch)
         launch = kernels.launches((blocks,), (keys, parameters))
-        scalars = map(np.int32, (batch, heads_q, most_keys, seq_q, least_queries, blocks))
+        scalars = int32s(batch, heads_q, most_keys, seq_q, least_queries, blocks)
         self._schedule_size = sequences_plan_size(batch)
-        plan = Prologue(kernels.plan_launches((1,), tuple(scalars)), self._schedule_size)
+        plan = Prologue(kernels.plan_launches((1,), scalars), self._schedule_size)
         maps = (TensorMapCache(kernels.encoders[0]), *forward.cache_maps)
         self._launch = MappedLaunch(launch, maps, plan, None, None)
 

@@ -17,7 +17,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, int32s, launch_plan, load_kernel
 from cukit.errors import ArrayShapeError
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
@@ -112,7 +112,7 @@ def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, shared: int
         )
     vecs = out_a.size // _VEC
     extents = (head_dim // _VEC, heads, seq, *((shared,) if shared > 1 else ()))
-    scalars = (np.int64(vecs), *map(np.int32, extents))
+    scalars = (np.int64(vecs), *int32s(*extents))
     blocks = -(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1
     return Launch(load_kernel(_spec(out_a.dtype.name, shared > 1)), (blocks,), scalars)
 

@@ -36,7 +36,7 @@ from cukit.core.arrays import (
     write_out,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, int32s, launch_plan, load_kernel
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -449,7 +449,7 @@ def _prepare(
     )
     units = config.units_per_merge_block(batch)
     merge_blocks = batch * config.row_tiles * (config.rows // units)
-    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(units)
+    merge_scalars = parameters, *int32s(config.num_blocks, units)
     return PreparedMla(
         shape=(*q.shape[:-1], latent_dim),
         lse_shape=(batch, heads, seq_q),

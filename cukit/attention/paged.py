@@ -58,7 +58,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, int32s, launch_plan, load_kernel
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -464,7 +464,7 @@ def _prepare(
         tile_rows=config.tile % block_size,
     )
     slots, counters = config.slots(batch, problems, most_keys, planned.recent_rows)
-    scalars = (np.int32(most_queries), parameters) if packed else (parameters,)
+    scalars = (*int32s(most_queries), parameters) if packed else (parameters,)
     launch = launches((config.num_blocks,), scalars)
     row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats

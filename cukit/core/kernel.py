@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "Launch",
     "Launches",
     "by_value",
+    "int32s",
     "launch_plan",
     "load_kernel",
 ]
@@ -35,6 +37,7 @@ Argument = Any
 `by_value`."""
 
 _POINTER_BYTES = 8
+_INT32_BYTES = 4
 _PORTABLE_CLUSTER = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
 _MOST_SCALARS = 4096
@@ -158,22 +161,54 @@ def by_value(value: Argument) -> Argument:
         return value
     if isinstance(value, np.integer):
         return _integer_by_value(value)
-    storage = _bytes_type(value.nbytes).from_buffer_copy(value.tobytes())
-    return wrapper(storage, ctypes.addressof(storage), value.nbytes)
+    return _wrapped(wrapper, value.tobytes())
 
 
 @functools.lru_cache(maxsize=_MOST_SCALARS, typed=True)
 def _integer_by_value(value: np.integer[Any]) -> Argument:
     """Cached, because launches repeat a few values: lengths, head counts, block counts."""
-    storage = _bytes_type(value.nbytes).from_buffer_copy(value.tobytes())
-    return _by_value_type()(storage, ctypes.addressof(storage), value.nbytes)
+    return _wrapped(_by_value_type(), value.tobytes())
+
+
+def int32s(*values: int) -> tuple[Argument, ...]:
+    """The values as launch arguments of type int; faster than `by_value` of each."""
+    try:
+        packed = struct.pack(f"<{len(values)}i", *values)
+    except struct.error as error:
+        raise LaunchError(f"{error}, got {values}") from None
+    wrapper = None if backend.active is not None else _by_value_type()
+    if wrapper is None:
+        return tuple(np.frombuffer(packed, np.int32))
+    storage = _bytes_type(len(packed)).from_buffer_copy(packed)
+    address = ctypes.addressof(storage)
+    arguments = []
+    for place in range(address, address + len(packed), _INT32_BYTES):
+        argument = wrapper(place)
+        argument.nbytes = _INT32_BYTES
+        argument.storage = storage
+        arguments.append(argument)
+    return tuple(arguments)
+
+
+def _wrapped(wrapper: Any, data: bytes) -> Argument:
+    nbytes = len(data)
+    storage = _bytes_type(nbytes).from_buffer_copy(data)
+    argument = wrapper(ctypes.addressof(storage))
+    argument.nbytes = nbytes
+    argument.storage = storage
+    return argument
 
 
 def bytes_by_value(storage: Any, address: int, nbytes: int) -> Argument | None:
     """The `nbytes` at `address`, owned by `storage`, as a reusable launch argument as `by_value`
     makes it. None if CuPy has no such form."""
     wrapper = _by_value_type()
-    return None if wrapper is None else wrapper(storage, address, nbytes)
+    if wrapper is None:
+        return None
+    argument = wrapper(address)
+    argument.nbytes = nbytes
+    argument.storage = storage
+    return argument
 
 
 @functools.cache
@@ -193,12 +228,7 @@ def _by_value_type() -> Any:
         return None
 
     class ByValue(CPointer):  # type: ignore[misc]
-        __slots__ = ("nbytes", "storage")
-
-        def __init__(self, storage: Any, address: int, nbytes: int) -> None:
-            self.nbytes = nbytes
-            self.storage = storage
-            super().__init__(address)
+        __slots__ = ("nbytes", "storage")  # set after construction: no method in Python
 
     return ByValue
 
