@@ -16,11 +16,13 @@ from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
+    Described,
     address_of,
     bfloat16,
     check_array,
     check_same_dtype,
     float16,
+    is_contiguous,
     is_gpu_array,
     namespace,
 )
@@ -449,10 +451,6 @@ def fits_tensor_maps(*arrays: Array) -> bool:
     return True
 
 
-Described = tuple[Any, ...]
-"""An array as `core.arrays.describe` returns it: shape, strides, dtype, misalignment, device."""
-
-
 def forward_but_lengths(key: tuple[Any, ...]) -> Hashable:
     """The key of a forward's checks and plan: `key` of (device, q, k, v, out, options, others)
     without exact lengths. others: further arguments, ScoreArrays last."""
@@ -522,17 +520,6 @@ def but_length(array: Described, rows: tuple[int, ...]) -> tuple[Any, ...] | Non
     if not even or shape[-3:-2] != rows or rows[0] == 0:
         return None
     return batch, rows[0] > 1, shape[-2:], strides[-3:], dtype, misalignment, place
-
-
-def is_contiguous(array: Described) -> bool:
-    """Whether a described array is C-contiguous; at least one axis."""
-    shape, strides, dtype, *_ = array
-    step = dtype.itemsize
-    for extent, stride in zip(shape[::-1], strides[::-1], strict=True):
-        if extent != 1 and stride != step:
-            return 0 in shape
-        step *= extent
-    return True
 
 
 def problem_of(

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cukit.attention._arguments import (
-    Described,
     ScoreOptions,
     but_length,
     check_kernel_layout,
@@ -21,6 +20,7 @@ from cukit.attention.cache_arrays import RecentKV, check_code_layout
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
+    Described,
     check_array,
     check_same_dtype,
     empty,

@@ -11,7 +11,6 @@ import numpy as np
 from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
-    is_contiguous,
     scales_of,
     score_options,
     score_settings,
@@ -31,6 +30,7 @@ from cukit.core.arrays import (
     empty,
     float32,
     int32,
+    is_contiguous,
     namespace,
     runs_kernel,
     write_out,
