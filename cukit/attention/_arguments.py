@@ -164,7 +164,7 @@ def score_settings(
     """
     slopes = arrays.alibi_slopes
     settings = _settings(
-        options._replace(max_seqlen_q=None, max_seqlen_kv=None) if arrays.varlen else options,
+        ScoreOptions(*options[:_LENGTHS], None, None) if arrays.varlen else options,
         q.shape[-1],
         slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
         _matrix_strides(arrays.bias, shape),

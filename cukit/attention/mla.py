@@ -36,7 +36,16 @@ from cukit.core.arrays import (
     write_out,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, int32s, launch_plan, load_kernel
+from cukit.core.kernel import (
+    NULL,
+    KernelSpec,
+    Launch,
+    Launches,
+    by_value,
+    int32s,
+    launch_plan,
+    load_kernel,
+)
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -444,8 +453,10 @@ def _prepare(
     config = planned.config
     batch, seq_q, heads, _ = q.shape
     columns = block_table.shape[1]
-    parameters = _PARAMETERS.changed(
-        planned.parameters, batch=batch, most_keys=columns * BLOCK_SIZE, table_row=columns
+    parameters = by_value(  # of both launches
+        _PARAMETERS.changed(
+            planned.parameters, batch=batch, most_keys=columns * BLOCK_SIZE, table_row=columns
+        )
     )
     units = config.units_per_merge_block(batch)
     merge_blocks = batch * config.row_tiles * (config.rows // units)
