@@ -164,7 +164,11 @@ def score_settings(
     """
     slopes = arrays.alibi_slopes
     settings = _settings(
-        ScoreOptions(*options[:_LENGTHS], None, None) if arrays.varlen else options,
+        ScoreOptions(
+            options.causal, options.window_size, options.softcap, options.scale, None, None
+        )
+        if arrays.varlen
+        else options,
         q.shape[-1],
         slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
         _matrix_strides(arrays.bias, shape),

@@ -59,9 +59,7 @@ def prepare_prefill(
     device = current_device()
     block_size = arrays.k_cache.shape[1]
     if not prefers_gather(problem, block_size, codes, device, batch_invariant=batch_invariant):
-        prefill = PreparedPrefill(
-            forward(), problem, options, arrays, least_queries=most_queries + 1
-        )
+        prefill = PreparedPrefill(forward(), problem, arrays, least_queries=most_queries + 1)
         return prefill, most_queries
     group = 0
     if codes == "int4" and arrays.k_scales is not None:
@@ -134,8 +132,8 @@ class _Copy:
         """The forward over the copy."""
         if self._attend is None:
             problem = problem_of_pages(copied, "", self._options)
-            forward = PagedForward(problem, copied)
-            self._attend = PreparedPrefill(forward, problem, self._options, copied, *self._keys)
+            forward = PagedForward(problem, self._options, copied)
+            self._attend = PreparedPrefill(forward, problem, copied, *self._keys)
         return self._attend
 
     def _blocks(self, like: Array, scratch: PagedScratch | None) -> tuple[Array, Array, Array]:

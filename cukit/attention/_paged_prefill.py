@@ -107,23 +107,42 @@ class _Kernels:
 
 
 _loaded = launch_plan(_Kernels)
+_STRUCTS = parameter_structs(PARAMETERS)
 
 
 class PagedForward:
     """The forward over caches of one description, for any numbers of requests and queries."""
 
-    def __init__(self, problem: AttentionProblem, arrays: PagedArrays) -> None:
-        """problem: its lengths and batch do not matter."""
-        k_cache, v_cache = arrays.k_cache, arrays.v_cache
+    def __init__(
+        self, problem: AttentionProblem, options: ScoreOptions, arrays: PagedArrays
+    ) -> None:
+        """problem: its lengths and batch do not matter, as those of the arrays."""
+        q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
         block_size, mapped = k_cache.shape[1], fits_tensor_maps(k_cache, v_cache)
         self.kernels = _loaded(problem.at_lengths(1, 1, 1), block_size, mapped)
         self.cache_maps = tuple(map(TensorMapCache, self.kernels.encoders[1:]))
-        self.keys = parameter_structs(PARAMETERS)["PagedKeys"].pack(
+        self.keys = _STRUCTS["PagedKeys"].pack(
             k=strides_of(k_cache),
             v=strides_of(v_cache),
             block_size=block_size,
             table_row=0,
             head_dim=problem.head_dim,
+        )
+        given = ScoreArrays(None, arrays.sinks, None, None, None, None)
+        shape = 1, problem.num_heads_q, 1, 1
+        self.settings = score_settings(q, options, given, shape)
+        self.parameters = _STRUCTS["MappedForwardParameters"].pack(
+            out=(0, 0, 0),
+            batch=0,
+            heads_q=problem.num_heads_q,
+            group=problem.group,
+            seq_q=0,
+            seq_kv=0,
+            value_dim=problem.head_dim_v,
+            mask_heads=1,
+            scale_log2=scales_of(q, options)[1],
+            settings=self.settings,
+            float8=NO_FLOAT8,
         )
 
 
@@ -136,39 +155,34 @@ class PreparedPrefill(PreparedForward):
         self,
         forward: PagedForward,
         problem: AttentionProblem,
-        options: ScoreOptions,
         arrays: PagedArrays,
         most_keys: int | None = None,
         least_queries: int = 1,
     ) -> None:
         """most_keys: bound of the lengths; None: the capacity of the block table. least_queries:
         requests with fewer are left out."""
-        q, _, v_cache, _, _, block_table, _, sinks, out, cu_seqlens_q, *_ = arrays
+        q, _, v_cache, _, _, block_table, _, _, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
         kernels = forward.kernels
-        given = ScoreArrays(None, sinks, None, None, cu_seqlens_q, None)
         if most_keys is None:
             most_keys = block_table.shape[1] * block_size
-        seq_q = 0 if cu_seqlens_q is not None else problem.seq_len_q
+        seq_q, settings = problem.seq_len_q, forward.settings
+        if cu_seqlens_q is not None:
+            seq_q = 0
+            settings = _STRUCTS["ScoreSettings"].changed(settings, total_q=q.shape[0])
         batch, heads_q = problem.batch, problem.num_heads_q
         *rows, _, _ = q.shape
         super().__init__(q.shape, value_dim)
         self._boxes = kernels.boxes
-        structs = parameter_structs(PARAMETERS)
         table_row = block_table.strides[0] // block_table.itemsize
-        keys = structs["PagedKeys"].changed(forward.keys, table_row=table_row)
-        parameters = structs["MappedForwardParameters"].pack(
+        keys = _STRUCTS["PagedKeys"].changed(forward.keys, table_row=table_row)
+        parameters = _STRUCTS["MappedForwardParameters"].changed(
+            forward.parameters,
             out=dense_strides(self._shape) if out is None else strides_of(out),
             batch=batch,
-            heads_q=heads_q,
-            group=problem.group,
             seq_q=seq_q,
             seq_kv=most_keys,
-            value_dim=value_dim,
-            mask_heads=1,
-            scale_log2=scales_of(q, options)[1],
-            settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
-            float8=NO_FLOAT8,
+            settings=settings,
         )
         blocks = kernels.config.grid(math.prod(rows), batch)
         launch = kernels.launches((blocks,), (keys, parameters))

@@ -323,6 +323,7 @@ class _Planned:
         recent_k, recent_v = arrays.recent_k, arrays.recent_v
         self.problem = problem_of_pages(arrays, codes, options)
         self.codes = codes
+        self.options = options
         self.sinks = sinks is not None
         self.packed = arrays.cu_seqlens_q is not None
         self.recent = recent_k is not None
@@ -359,7 +360,7 @@ class _Planned:
     def forward(self, arrays: PagedArrays) -> PagedForward:
         """The Hopper forward over the caches."""
         if self._forward is None:
-            self._forward = PagedForward(self.problem, arrays)
+            self._forward = PagedForward(self.problem, self.options, arrays)
         return self._forward
 
     def variant(self, rows: int, batch_invariant: bool, batch: int) -> tuple[PagedConfig, Launches]:

@@ -361,7 +361,7 @@ def launch_plan(
         plans.clear()
 
     recall.forget = forget  # type: ignore[attr-defined]
-    recall.__wrapped__ = uncached  # type: ignore[attr-defined]
+    recall.__wrapped__ = uncached
     return recall
 
 
