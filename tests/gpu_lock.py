@@ -47,6 +47,12 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests marked `timing` last, so that few others are running when each begins."""
+    items.sort(key=lambda item: "timing" in item.keywords)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Hold the lock around set-up, test and teardown; the time limit of a test begins after it."""

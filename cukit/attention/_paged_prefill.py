@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from cukit.attention._flash_plan_sm90 import covers, sequences_plan_size
 from cukit.attention._flash_tilings import WARPGROUP_ROWS
 from cukit.attention._paged_arguments import PagedArrays, PagedScratch
 from cukit.attention._paged_prefill_plan import (
+    PagedForwardConfig,
     few_packed_queries,
     plan_paged_prefill,
     prefers_prefill,
@@ -93,17 +95,14 @@ class PreparedForward:
 
 
 class _Kernels:
-    """The loaded kernels of a problem, of any lengths."""
+    """The loaded kernels of a configuration, for calls of any lengths."""
 
-    def __init__(self, problem: AttentionProblem, block_size: int, mapped: bool) -> None:
-        config = plan_paged_prefill(problem, block_size, mapped, current_device())
-        self.config = config
-        self.boxes = config.page_rows > 0
+    def __init__(self, config: PagedForwardConfig) -> None:
         self.launches = Launches(load_kernel(config.spec()))
         self.plan_launches = Launches(load_kernel(config.plan_spec()))
         queries = encoder((1, WARPGROUP_ROWS, 1, config.box_columns(config.width)))
         box = 1, config.page_rows, 1, config.box_columns(config.width)
-        self.encoders = (queries, *(encoder(box) if self.boxes else queries for _ in range(2)))
+        self.encoders = (queries, *(encoder(box) if config.page_rows else queries for _ in "kv"))
 
 
 _loaded = launch_plan(_Kernels)
@@ -119,8 +118,8 @@ class PagedForward:
         """problem: its lengths and batch do not matter, as those of the arrays."""
         q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
         block_size, mapped = k_cache.shape[1], fits_tensor_maps(k_cache, v_cache)
-        self.kernels = _loaded(problem.at_lengths(1, 1, 1), block_size, mapped)
-        self.cache_maps = tuple(map(TensorMapCache, self.kernels.encoders[1:]))
+        problem = problem.at_lengths(1, 1, 1)
+        self.config = plan_paged_prefill(problem, block_size, mapped, current_device())
         self.keys = _STRUCTS["PagedKeys"].pack(
             k=strides_of(k_cache),
             v=strides_of(v_cache),
@@ -144,6 +143,17 @@ class PagedForward:
             settings=self.settings,
             float8=NO_FLOAT8,
         )
+
+    @cached_property
+    def kernels(self) -> _Kernels:
+        """Loaded when the first call is prepared, not if all calls read a copy."""
+        kernels: _Kernels = _loaded(self.config)
+        return kernels
+
+    @cached_property
+    def cache_maps(self) -> tuple[TensorMapCache, ...]:
+        """The tensor maps of the caches."""
+        return tuple(map(TensorMapCache, self.kernels.encoders[1:]))
 
 
 class PreparedPrefill(PreparedForward):
@@ -173,7 +183,7 @@ class PreparedPrefill(PreparedForward):
         batch, heads_q = problem.batch, problem.num_heads_q
         *rows, _, _ = q.shape
         super().__init__(q.shape, value_dim)
-        self._boxes = kernels.boxes
+        self._boxes = forward.config.page_rows > 0
         table_row = block_table.strides[0] // block_table.itemsize
         keys = _STRUCTS["PagedKeys"].changed(forward.keys, table_row=table_row)
         parameters = _STRUCTS["MappedForwardParameters"].changed(
@@ -184,7 +194,7 @@ class PreparedPrefill(PreparedForward):
             seq_kv=most_keys,
             settings=settings,
         )
-        blocks = kernels.config.grid(math.prod(rows), batch)
+        blocks = forward.config.grid(math.prod(rows), batch)
         launch = kernels.launches((blocks,), (keys, parameters))
         scalars = int32s(batch, heads_q, most_keys, seq_q, least_queries, blocks)
         self._schedule_size = sequences_plan_size(batch)
