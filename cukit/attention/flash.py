@@ -135,7 +135,7 @@ def flash_attention(
 
     Runs on CuPy's current stream, accumulates in float32 and is deterministic. On Hopper, arrays
     with positive strides are read by TMA; the first call with new addresses takes about 25 us more
-    on the host, to encode three tensor maps, and the first with new lengths about 55 us.
+    on the host, to encode three tensor maps, and the first with new lengths about 50 us.
     Papers: Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3,
     arXiv:2407.08608; Press et al., ALiBi, arXiv:2108.12409; Xiao et al., attention sinks,
     arXiv:2309.17453.
