@@ -53,12 +53,12 @@ def serves(
     problem: AttentionProblem, arrays: PagedArrays, codes: str, *, batch_invariant: bool
 ) -> bool:
     """Whether a call runs on the Hopper forward."""
-    device = current_device()
-    fits = fits_tensor_maps(arrays.q)
+    device, q = current_device(), arrays.q
     if problem.varlen:
         few = few_packed_queries(problem) and not batch_invariant
-        return covers(problem, device) and not few and (fits or not arrays.q.size)
-    return fits and prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
+        return covers(problem, device) and not few and (fits_tensor_maps(q) or not q.size)
+    preferred = prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
+    return preferred and fits_tensor_maps(q)
 
 
 class PreparedForward:

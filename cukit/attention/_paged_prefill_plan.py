@@ -169,7 +169,7 @@ def prefers_prefill(
     so few tiles leave SMs idle; quantised keys are decoded first. The estimates are times per key
     of every request. With batch_invariant the batch must not matter: it is assumed to be large.
     """
-    if not covers(problem, device) or problem.group * problem.seq_len_q <= _DECODE_ROWS:
+    if problem.group * problem.seq_len_q <= _DECODE_ROWS or not covers(problem, device):
         return False
     if batch_invariant:  # whole waves of tiles
         problem = problem.at_lengths(problem.seq_len_q, problem.seq_len_kv, device.num_sms)
