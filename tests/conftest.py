@@ -15,7 +15,7 @@ import pytest
 import cukit
 from cukit.core.device import gpu_available
 
-pytest_plugins = ("tests.guard", "tests.quick_run")
+pytest_plugins = ("tests.guard", "tests.gpu_lock", "tests.quick_run")
 
 os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of compiles would clutter the report
 

@@ -16,12 +16,13 @@ from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
+    Described,
     address_of,
     bfloat16,
     check_array,
     check_same_dtype,
-    describe,
     float16,
+    is_contiguous,
     is_gpu_array,
     namespace,
 )
@@ -163,7 +164,11 @@ def score_settings(
     """
     slopes = arrays.alibi_slopes
     settings = _settings(
-        options._replace(max_seqlen_q=None, max_seqlen_kv=None) if arrays.varlen else options,
+        ScoreOptions(
+            options.causal, options.window_size, options.softcap, options.scale, None, None
+        )
+        if arrays.varlen
+        else options,
         q.shape[-1],
         slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
         _matrix_strides(arrays.bias, shape),
@@ -450,65 +455,47 @@ def fits_tensor_maps(*arrays: Array) -> bool:
     return True
 
 
-def describe_forward(
-    device: Hashable,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array | None,
-    options: ScoreOptions,
-    *others: Any,
-) -> Hashable:
-    """The cache key of a forward's checks and plan, without exact lengths (_describe_but_lengths).
-
-    others: the arguments after options, ScoreArrays last.
-    """
+def forward_but_lengths(key: tuple[Any, ...]) -> Hashable:
+    """The key of a forward's checks and plan: `key` of (device, q, k, v, out, options, others)
+    without exact lengths. others: further arguments, ScoreArrays last."""
+    device, q, k, v, out, options, *others = key
     queries = (q,) if out is None else (q, out)
-    return _describe_but_lengths(device, queries, (k, v), options, others)
+    return _but_lengths(device, queries, (k, v), options, others) or key
 
 
-def describe_backward(
+def backward_but_lengths(key: tuple[Any, ...]) -> Hashable:
+    """The same for `key` of (device, grad_out, q, k, v, out, lse, options, others)."""
+    device, grad_out, q, k, v, out, lse, options, *others = key
+    if q is None or lse is None or len(q[0]) < _DENSE_AXES - 1:  # rejected by the checks, by name
+        return key
+    *batch, rows, heads, _ = q[0]
+    if lse[0] != (*batch, heads, rows) or not is_contiguous(lse):
+        return key
+    short = _but_lengths(device, (q, grad_out, out), (k, v), options, others)
+    return key if short is None else (lse[2:], short)
+
+
+def _but_lengths(
     device: Hashable,
-    grad_out: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    queries: tuple[Described, ...],
+    keys: tuple[Described, ...],
     options: ScoreOptions,
-    deterministic: bool,
-    *given: Array | None,
-) -> Hashable:
-    """The same for the backward."""
-    queries, others = (q, grad_out, out), (deterministic, *given)
-    if q is None or lse is None:  # rejected by the checks, by name
-        return describe(device, *queries, k, v, lse, options, *others)
-    if q.ndim < _DENSE_AXES - 1 or lse.shape != lse_shape(q) or not lse.flags.c_contiguous:
-        return describe(device, *queries, k, v, lse, options, *others)
-    return lse.dtype, _describe_but_lengths(device, queries, (k, v), options, others)
+    others: list[Any],
+) -> Hashable | None:
+    """A key with rounded lengths (rounded_length) and without batch strides, which change with the
+    length. Calls with equal keys pass the same checks.
 
-
-def _describe_but_lengths(
-    device: Hashable,
-    queries: tuple[Array, ...],
-    keys: tuple[Array, ...],
-    options: ScoreOptions,
-    others: tuple[Any, ...],
-) -> Hashable:
-    """A cache key with rounded lengths (rounded_length) and without batch strides, which change
-    with the length. Calls with equal keys pass the same checks.
-
-    Where that is not certain, the key is the full description: inconsistent lengths, empty arrays,
-    unaligned batch strides, bias or mask.
+    None where that is not certain: inconsistent lengths, empty arrays, unaligned batch strides,
+    bias or mask.
 
     queries, keys: the arrays that have the length of the queries, of the keys.
     """
-    if any(array is None for array in (*queries, *keys)):  # rejected by the checks, by name
-        return describe(device, *queries, *keys, options, *others)
-    rows_q, rows_kv = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
+    if None in queries or None in keys:  # rejected by the checks, by name
+        return None
+    rows_q, rows_kv = queries[0][0][-3:-2], keys[0][0][-3:-2]
     most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
-    inputs = [describe_but_length(array, rows_q) for array in queries]
-    inputs += [describe_but_length(array, rows_kv) for array in keys]
+    inputs = [but_length(array, rows_q) for array in queries]
+    inputs += [but_length(array, rows_kv) for array in keys]
     if (
         None in inputs
         or others[-_LAST_OF_BIAS] is not None
@@ -516,19 +503,19 @@ def _describe_but_lengths(
         or (most_q is not None and most_q < 0)
         or (most_kv is not None and most_kv < 0)
     ):
-        return describe(device, *queries, *keys, options, *others)
+        return None
     rounded = (
         rounded_length(rows_q[0] if most_q is None else most_q),
         rounded_length(rows_kv[0] if most_kv is None else most_kv),
     )
     ragged = most_q is not None, most_kv is not None
-    return device, rounded, len(queries), *inputs, options[:_LENGTHS], ragged, describe(*others)
+    return device, rounded, len(queries), *inputs, options[:_LENGTHS], ragged, *others
 
 
-def describe_but_length(array: Array, rows: tuple[int, ...]) -> tuple[Any, ...] | None:
-    """The array's batch and the rest of its key, without its length; None where the length may
-    decide whether it passes the checks, for instance where it differs from `rows`."""
-    shape, strides = array.shape, array.strides
+def but_length(array: Described, rows: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """A described array's batch and the rest of its key, without its length; None where the length
+    may decide whether it passes the checks, for instance where it differs from `rows`."""
+    shape, strides, dtype, misalignment, place = array
     if len(shape) == _DENSE_AXES:
         batch, step = shape[0], strides[0]
         even = batch == 1 or (0 < step < _MAX_MAP_STRIDE and step % ACCESS_BYTES == 0)
@@ -536,8 +523,7 @@ def describe_but_length(array: Array, rows: tuple[int, ...]) -> tuple[Any, ...] 
         batch, even = None, len(shape) == _DENSE_AXES - 1
     if not even or shape[-3:-2] != rows or rows[0] == 0:
         return None
-    misalignment = address_of(array) % ACCESS_BYTES
-    return batch, rows[0] > 1, shape[-2:], strides[-3:], array.dtype, misalignment
+    return batch, rows[0] > 1, shape[-2:], strides[-3:], dtype, misalignment, place
 
 
 def problem_of(

@@ -10,8 +10,8 @@ from cukit.attention._arguments import (
     ScoreOptions,
     check_forward,
     check_sequence_ends,
-    describe_forward,
     fits_tensor_maps,
+    forward_but_lengths,
     lse_shape,
     problem_of,
 )
@@ -167,29 +167,6 @@ def _factor(name: str, given: Any, batch: int, heads: int, xp: Any) -> Array:
     return factors.reshape(()) if factors.size == 1 else factors
 
 
-@launch_plan
-def _prepare(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array | None,
-    options: ScoreOptions,
-    precise: bool,
-    q_descale: Array | None,
-    k_descale: Array | None,
-    v_descale: Array | None,
-    *given: Array | None,
-) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | None:
-    """The launch, and the shapes of out and lse; None where class sm90 does not cover the call."""
-    descales = (q_descale, k_descale, v_descale)
-    mapped = _planned(q, k, v, out, options, precise, *descales, *given)
-    if mapped is None:
-        return None
-    launch = mapped.launch(q, k, v, out, options, ScoreArrays(*given), descales=descales)
-    return launch, (*q.shape[:-1], v.shape[-1]), lse_shape(q)
-
-
-@partial(launch_plan, describe=describe_forward)
 def _planned(
     q: Array,
     k: Array,
@@ -199,7 +176,7 @@ def _planned(
     precise: bool,
     *others: Array | None,
 ) -> MappedForward | None:
-    """Checks a call and plans it; cached for calls that differ only in lengths."""
+    """Checks a call and plans it, for all lengths that round alike."""
     arrays = ScoreArrays(*others[-len(ScoreArrays._fields) :])
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
@@ -214,6 +191,28 @@ def _planned(
     )
     mapped: MappedForward | None = mapped_forward(problem)
     return mapped
+
+
+@partial(launch_plan, plan=_planned, shorten=forward_but_lengths)
+def _prepare(
+    mapped: MappedForward | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    options: ScoreOptions,
+    precise: bool,
+    q_descale: Array | None,
+    k_descale: Array | None,
+    v_descale: Array | None,
+    *given: Array | None,
+) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | None:
+    """The launch, and the shapes of out and lse; None where class sm90 does not cover the call."""
+    if mapped is None:
+        return None
+    descales = (q_descale, k_descale, v_descale)
+    launch = mapped.launch(q, k, v, out, options, ScoreArrays(*given), descales=descales)
+    return launch, (*q.shape[:-1], v.shape[-1]), lse_shape(q)
 
 
 def _aligned(array: Array | None) -> bool:

@@ -32,11 +32,21 @@ from cukit.attention._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS, Float8Ti
 from cukit.attention._problem import AttentionProblem
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, by_value, launch_plan, load_kernel
+from cukit.core.kernel import (
+    NULL,
+    KernelSpec,
+    Launch,
+    Launches,
+    by_value,
+    int32s,
+    launch_plan,
+    load_kernel,
+)
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 
-NO_FLOAT8 = parameter_structs(PARAMETERS)["Float8Settings"].pack(
+_STRUCTS = parameter_structs(PARAMETERS)
+NO_FLOAT8 = _STRUCTS["Float8Settings"].pack(
     **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), 0),
     value_tiles=0,
 )
@@ -51,13 +61,9 @@ def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array
     row (encode_sequence_map).
     """
     if longest is None:
-        return partial(_encode_rows, box=box)
+        # Packed sequences are rows of a single batch.
+        return partial(encode_tensor_map, box=box, swizzle_bytes=None, batches=True)
     return partial(encode_sequence_map, longest=longest, box=box)
-
-
-def _encode_rows(array: Array, box: tuple[int, ...]) -> Any:
-    # Packed sequences are rows of a single batch.
-    return encode_tensor_map(array, box, swizzle_bytes=box[-1] * array.itemsize, batches=True)
 
 
 class Prologue:
@@ -70,9 +76,9 @@ class Prologue:
         self._size = size
         self._dtype = dtype
 
-    def __call__(self, like: Array, *arrays: Any) -> Array:
-        """Launches on the current stream and returns the new array."""
-        result = empty(like, (self._size,), self._dtype)
+    def __call__(self, like: Array, *arrays: Any, into: Array | None = None) -> Array:
+        """Launches on the current stream and returns the array: a new one, or `into`."""
+        result = empty(like, (self._size,), self._dtype) if into is None else into
         self._launch(*arrays, result)
         return result
 
@@ -109,19 +115,20 @@ class MappedLaunch:
         block_mask: Array | None = None,
         descales: tuple[Array | None, ...] | None = None,
         more: tuple[Any, ...] = (),
+        schedule: Array | None = None,
     ) -> None:
         """Launches on the current stream.
 
         options: ScoreArrays. descales: of FP8 inputs. more: the kernel's further arguments: the
         block table of a paged cache, and the caches themselves where the kernel reads them without
-        TMA; or those of a teacher.
+        TMA; or those of a teacher. schedule: memory for that of the tiles; None allocates it.
         """
         pointers = self._nothing
         if pointers is None:
             plan: Any = NULL
             if self._plan is not None:
                 planned = options[-2:] if block_mask is None else (block_mask,)
-                plan = self._plan(q, *planned)
+                plan = self._plan(q, *planned, into=schedule)
             pointers = (*options, plan, block_mask)
         values = self._v(v)
         if descales is not None:
@@ -173,7 +180,7 @@ class MappedForward:
         settings = score_settings(q, options, arrays, shape)
         blocks = config.num_blocks(seq_len_q)
         tiles = config.value_tiles(v.shape[-3]) if descales else 0
-        parameters = parameter_structs(PARAMETERS)["MappedForwardParameters"].pack(
+        parameters = _STRUCTS["MappedForwardParameters"].pack(
             out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
             batch=batch,
             heads_q=heads_q,
@@ -197,13 +204,13 @@ class MappedForward:
             extents = (mask_heads, seq_len_q, seq_len_kv, blocks)
             if problem.varlen:
                 extents = (batch, heads_q, seq_len_kv, blocks)
-            scalars = (*map(np.int32, extents), *(() if problem.varlen else (settings,)))
+            scalars = (*int32s(*extents), *(() if problem.varlen else (settings,)))
             grid = (config.plan_blocks(seq_len_q, mask_heads),)
             plan = Prologue(self._plan_launches(grid, scalars), size)
         if self._values_launches is not None:
             assert isinstance(config.tiling, Float8Tiling)
             count = tiles * problem.num_heads_kv
-            scalars = tuple(map(np.int32, (tiles, batch, seq_len_kv)))
+            scalars = int32s(tiles, batch, seq_len_kv)
             values = Prologue(
                 self._values_launches((count,), scalars),
                 count * config.tiling.value_bytes(config.value_width),
@@ -355,8 +362,7 @@ class MappedKernels:
             "scale_log2": scale_log2,
             "settings": settings,
         }
-        structs = parameter_structs(PARAMETERS)
-        parameters = structs["MappedKeyParameters"].pack(
+        parameters = _STRUCTS["MappedKeyParameters"].pack(
             **common,
             heads=heads,
             group=problem.group // splits,
@@ -370,7 +376,7 @@ class MappedKernels:
         keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
         if self._queries is None:
             return keys, None
-        parameters = structs["MappedQueryParameters"].pack(
+        parameters = _STRUCTS["MappedQueryParameters"].pack(
             **common, heads_q=problem.num_heads_q, group=problem.group
         )
         blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
@@ -387,5 +393,5 @@ def _schedule_prologue(
 ) -> Prologue | None:
     if launches is None:
         return None
-    scalars = tuple(map(np.int32, (batch, heads, longest, blocks)))
+    scalars = int32s(batch, heads, longest, blocks)
     return Prologue(launches((1,), scalars), sequences_plan_size(batch))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from cukit.attention._arguments import ScoreOptions, check_kernel_layout, describe_but_length
+from cukit.attention._arguments import (
+    ScoreOptions,
+    but_length,
+    check_kernel_layout,
+)
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import RecentKV, check_code_layout
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
+    Described,
     check_array,
     check_same_dtype,
-    describe,
+    empty,
     float16,
     float32,
     int32,
@@ -70,14 +75,45 @@ class PagedArrays(NamedTuple):
         return RecentKV(self.recent_k, self.recent_v, self.rings, self.packed_lens)
 
 
-class PagedScratch(NamedTuple):
-    """Scratch memory of a launch.
+_ARRAYS = len(PagedArrays._fields)
 
-    sums: float32 partial results. counters: int32, zero between launches: each launch resets them.
+
+class PagedScratch:
+    """Scratch memory that launches of one stream share: arrays by name.
+
+    An array is replaced when a larger one is needed, but freed only with this object: captured
+    graphs keep its address.
     """
 
-    sums: Array
-    counters: Array
+    __slots__ = ("_arrays", "_outgrown")
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, Array] = {}
+        self._outgrown: list[Array] = []
+
+    def take(self, like: Array, name: str, size: int, dtype: npt.DTypeLike) -> Array:
+        """One axis of at least `size` elements, in the memory space of `like`. New arrays are
+        zero."""
+        found = self._arrays.get(name)
+        if found is None or found.size < size:
+            if found is not None:
+                self._outgrown.append(found)
+            found = self._arrays[name] = namespace(like).zeros(size, dtype)
+        return found
+
+
+def take(
+    scratch: PagedScratch | None,
+    like: Array,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+) -> Array:
+    """An array of `scratch` with this shape, or a new one if there is no scratch memory."""
+    if scratch is None:
+        return empty(like, shape, dtype)
+    size = math.prod(shape)
+    return scratch.take(like, name, size, dtype)[:size].reshape(shape)
 
 
 def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
@@ -142,47 +178,58 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
-def describe_paged(
-    device: Hashable, codes: str, options: ScoreOptions, *given: Array | None
-) -> Hashable:
-    """The cache key of a call's checks and of what they determine, without the numbers of requests,
+def paged_but_requests(key: tuple[Any, ...]) -> Hashable:
+    """The key of a call's checks and of what they determine, without the numbers of requests,
     queries and table columns, which change from step to step.
 
-    Where those may decide whether a call passes the checks, the key is the full description.
+    key: the device, the element format of the cache, ScoreOptions, batch_invariant, PagedArrays.
     """
-    varying = _describe_varying(PagedArrays(*given))
-    if varying is None:
-        return describe(device, codes, options, *given)
-    return device, codes, options, varying
+    settings, given = key[:-_ARRAYS], PagedArrays(*key[-_ARRAYS:])
+    q, table, lengths, ends = given.q, given.block_table, given.seq_lens, given.cu_seqlens_q
+    if q is None or table is None or lengths is None or len(q[0]) != (4 if ends is None else 3):
+        return key
+    batch = q[0][0] if ends is None else math.prod(ends[0]) - 1
+    lists = (lengths, batch), (ends, batch + 1), (given.rings, batch), (given.packed_lens, batch)
+    short = but_requests(batch, q, given.out, table, *lists)
+    if short is None:
+        return key
+    caches = given.k_cache, given.v_cache, given.k_scales, given.v_scales
+    others = given.sinks, given.k_zeros, given.v_zeros, given.recent_k, given.recent_v
+    return settings, short, caches, others
 
 
-def _describe_varying(arrays: PagedArrays) -> Hashable:
-    q, k_cache, v_cache, k_scales, v_scales, table, lengths, sinks, out, ends, *more = arrays
-    if q is None or table is None or lengths is None or q.ndim != (4 if ends is None else 3):
+def but_requests(
+    batch: int,
+    q: Described,
+    out: Described | None,
+    table: Described,
+    *lists: tuple[Described | None, int],
+) -> Hashable | None:
+    """The key of a step's described arrays without the numbers of requests, queries and table
+    columns. None where those may decide whether the call passes the checks.
+
+    lists: arrays of one axis, and the entries that they must have.
+    """
+    rows = q[0][-3:-2]
+    queries = [but_length(each, rows) for each in (q, out) if each is not None]
+    if None in queries or (out is not None and out[0][:-2] != q[0][:-2]):
         return None
-    if ends is not None and ends.ndim != 1:
+    if batch < 1 or len(table[0]) != 2 or table[0][0] != batch:
         return None
-    batch, rows = arrays.batch, q.shape[-3:-2]
-    queries = [describe_but_length(each, rows) for each in (q, out) if each is not None]
-    if None in queries or (out is not None and out.shape[:-2] != q.shape[:-2]):
-        return None
-    if batch < 1 or table.ndim != 2 or table.shape[0] != batch:
-        return None
-    *others, rings, packed = more
-    lists = [(lengths, batch), (ends, batch + 1), (rings, batch), (packed, batch)]
-    if any(each is not None and each.shape != (count,) for each, count in lists):
-        return None
+    for each, entries in lists:
+        if each is not None and each[0] != (entries,):
+            return None
     return (
+        len(q[0]),
         *[each and each[1:] for each in queries],  # without the batch
-        _kind(table),
-        *[None if each is None else _kind(each) for each, _ in lists],
-        describe(k_cache, v_cache, k_scales, v_scales, sinks, *others),
+        _but_entries(table),
+        *[None if each is None else _but_entries(each) for each, _ in lists],
     )
 
 
-def _kind(array: Array) -> tuple[Any, ...]:
-    stride = array.strides[-1] if array.shape[-1] > 1 else array.itemsize
-    return array.dtype, stride, address_of(array) % ACCESS_BYTES
+def _but_entries(array: Described) -> tuple[Any, ...]:
+    shape, strides, dtype, misalignment, place = array
+    return strides[-1] if shape[-1] > 1 else dtype.itemsize, dtype, misalignment, place
 
 
 def check_layout(arrays: PagedArrays, codes: str) -> None:

@@ -1,8 +1,9 @@
 """Prefill over a paged cache through a copy of its keys and values.
 
-The Hopper forward loads blocks of 16-bit elements by TMA. Blocks that are not a multiple of 8 keys
-it loads row by row, and it has no products of quantised keys. A copy in 16 bits and blocks of one
-tile reads the keys once more, which costs less with many queries.
+The Hopper forward loads blocks of 16-bit elements by TMA, with boxes of at most a block, of which
+small ones take longer. Blocks that are not a multiple of 8 keys it loads row by row, and it has no
+products of quantised keys. A copy in 16 bits and blocks of one tile reads the keys once more, which
+costs less with many queries.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cukit.attention._arguments import PARAMETERS, ScoreOptions, strides_of
-from cukit.attention._paged_arguments import PagedArrays
+from cukit.attention._paged_arguments import PagedArrays, PagedScratch, take
 from cukit.attention._paged_prefill import (
     PagedForward,
     PreparedForward,
@@ -27,7 +28,7 @@ from cukit.attention._paged_prefill_plan import (
 )
 from cukit.attention._problem import AttentionProblem, ceil_div
 from cukit.attention.cache_arrays import scale_strides
-from cukit.core.arrays import Array, empty, int32
+from cukit.core.arrays import Array, int32
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
@@ -35,6 +36,9 @@ from cukit.core.parameters import parameter_structs
 ANY_QUERIES = 2**31 - 1
 _SCRATCH_BYTES = 1 << 30
 """Upper bound of the copy, unless a single request needs more: requests are processed in parts."""
+_SMALL_BYTES = 256 << 20
+"""Upper bound of a copy that saves little: with boxes of 16 rows, at most 7 % of the time."""
+_MUCH_SLOWER = 1.2
 _MOST_REQUESTS = 1 << 16
 """Requests per part."""
 
@@ -58,11 +62,14 @@ def prepare_prefill(
     most_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
     block_size = arrays.k_cache.shape[1]
-    if not prefers_gather(problem, block_size, codes, device, batch_invariant=batch_invariant):
-        prefill = PreparedPrefill(
-            forward(), problem, options, arrays, least_queries=most_queries + 1
-        )
-        return prefill, most_queries
+    if not codes:  # the forward has no products of quantised keys
+        direct = forward()
+        slowdown = direct.config.slowdown
+        copied = prefers_gather(problem, slowdown, device, batch_invariant=batch_invariant)
+        size = arrays.batch * _bytes_of_request(arrays, problem)
+        if not copied or (slowdown < _MUCH_SLOWER and size > _SMALL_BYTES):
+            prefill = PreparedPrefill(direct, problem, arrays, least_queries=most_queries + 1)
+            return prefill, most_queries
     group = 0
     if codes == "int4" and arrays.k_scales is not None:
         group = block_size // arrays.k_scales.shape[1]
@@ -74,7 +81,7 @@ def prepare_prefill(
 class _Copy:
     """The keys and values of consecutive requests, copied and then attended to."""
 
-    __slots__ = ("_attend", "_gather", "_shapes")
+    __slots__ = ("_attend", "_gather", "_keys", "_options", "_shapes")
 
     def __init__(
         self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
@@ -107,25 +114,45 @@ class _Copy:
         )
         grid = config.grid(batch * tiles)
         self._gather = Launch(load_kernel(config.spec()), (grid,), (parameters,))
-        copied = self._copied(arrays, *self._scratch(q))
-        problem = problem_of_pages(copied, "", options)
-        forward = PagedForward(problem, copied)
-        self._attend = PreparedPrefill(forward, problem, options, copied, most_keys, least_queries)
+        self._options = options
+        self._keys = most_keys, least_queries
+        self._attend: PreparedPrefill | None = None  # planned with the first copy
 
-    def __call__(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
+        """Takes the memory of the copy and of the forward."""
+        copied = self._copied(arrays, *self._blocks(arrays.q, scratch))
+        self._forward(copied).reserve(copied, scratch)
+
+    def __call__(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None
+    ) -> None:
         """Launches the kernels."""
-        scratch = self._scratch(arrays.q)
+        blocks = self._blocks(arrays.q, scratch)
         self._gather(
             *(arrays.k_cache, arrays.v_cache, arrays.k_scales, arrays.v_scales),
             *(arrays.k_zeros, arrays.v_zeros, arrays.block_table, arrays.seq_lens),
             *(arrays.cu_seqlens_q, arrays.recent_k, arrays.recent_v, arrays.rings),
-            *(arrays.packed_lens, *scratch),
+            *(arrays.packed_lens, *blocks),
         )
-        self._attend.launch(self._copied(arrays, *scratch), out, lse)
+        copied = self._copied(arrays, *blocks)
+        self._forward(copied).launch(copied, out, lse, scratch)
 
-    def _scratch(self, like: Array) -> tuple[Array, Array, Array]:
-        k, v, blocks = self._shapes
-        return empty(like, k), empty(like, v), empty(like, blocks, int32)
+    def _forward(self, copied: PagedArrays) -> PreparedPrefill:
+        """The forward over the copy."""
+        if self._attend is None:
+            problem = problem_of_pages(copied, "", self._options)
+            forward = PagedForward(problem, self._options, copied)
+            self._attend = PreparedPrefill(forward, problem, copied, *self._keys)
+        return self._attend
+
+    def _blocks(self, like: Array, scratch: PagedScratch | None) -> tuple[Array, Array, Array]:
+        """The copied keys and values, and their block table."""
+        k, v, table = self._shapes
+        return (
+            take(scratch, like, "keys", k, like.dtype),
+            take(scratch, like, "values", v, like.dtype),
+            take(scratch, like, "table", table, int32),
+        )
 
     @staticmethod
     def _copied(arrays: PagedArrays, k: Array, v: Array, blocks: Array) -> PagedArrays:
@@ -144,11 +171,8 @@ class PreparedGather(PreparedForward):
     ) -> None:
         problem = config.problem
         super().__init__(arrays.q.shape, problem.head_dim_v)
-        _, block_size, heads, _ = arrays.k_cache.shape
-        keys = arrays.block_table.shape[1] * block_size
-        width = problem.head_dim + problem.head_dim_v
-        bytes_each = keys * heads * width * arrays.q.itemsize
-        most = min(_MOST_REQUESTS, max(1, _SCRATCH_BYTES // max(1, bytes_each)))
+        bytes_each = max(1, _bytes_of_request(arrays, problem))
+        most = min(_MOST_REQUESTS, max(1, _SCRATCH_BYTES // bytes_each))
         size = max(1, ceil_div(arrays.batch, max(1, ceil_div(arrays.batch, most))))
         self._copies: list[tuple[slice, _Copy]] = []
         planned: dict[int, _Copy] = {}
@@ -159,15 +183,29 @@ class PreparedGather(PreparedForward):
                 planned[part.batch] = _Copy(config, options, part, least_queries)
             self._copies.append((requests, planned[part.batch]))
 
-    def launch(self, arrays: PagedArrays, out: Array, lse: Any) -> None:
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
+        """Takes the memory of the copies, which share it."""
+        for requests, copy in self._copies:
+            copy.reserve(_part(arrays, requests), scratch)
+
+    def launch(
+        self, arrays: PagedArrays, out: Array, lse: Any, scratch: PagedScratch | None = None
+    ) -> None:
         """Launches the kernels; `out` is not empty."""
         if len(self._copies) == 1:
-            self._copies[0][1](arrays, out, lse)
+            self._copies[0][1](arrays, out, lse, scratch)
             return
         packed = arrays.cu_seqlens_q is not None
         for requests, copy in self._copies:
             rows = slice(None) if packed else requests
-            copy(_part(arrays, requests), out[rows], lse if lse is NULL else lse[rows])
+            copy(_part(arrays, requests), out[rows], lse if lse is NULL else lse[rows], scratch)
+
+
+def _bytes_of_request(arrays: PagedArrays, problem: AttentionProblem) -> int:
+    """Bytes of the copy of a request whose row of the block table is full."""
+    block_size, heads = arrays.k_cache.shape[1:3]
+    width = problem.head_dim + problem.head_dim_v
+    return int(arrays.block_table.shape[1] * block_size * heads * width * arrays.q.itemsize)
 
 
 def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from cukit.attention._flash_plan_sm90 import (
     WarpgroupForwardConfig,
@@ -25,8 +24,11 @@ _DECODE_ROWS = 32  # query rows per tile of the decode kernel
 # Nanoseconds per key of 128 columns, measured on an H200.
 _DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
 _PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
-# Time of the forward where it loads row by row, in units of its time with TMA.
+# Time of the forward, in units of its time over blocks of whole tiles: row by row, and
+# 1 + (constant / rows)^2 with boxes of 8, 16, 32 or 64 rows.
 _ROW_BY_ROW = 2.1
+_BOXES = 4.1
+_NARROW_BOXES = 2.5  # three consumer warpgroups
 # Packed batches that may hold decode steps.
 _MIXED_BATCH = 8
 _MIXED_QUERIES = 256  # on average
@@ -47,6 +49,14 @@ class PagedForwardConfig(WarpgroupForwardConfig):
 
     page_rows: int = 0
     """Rows of a cache block per TMA box; 0: warps copy row by row."""
+
+    @property
+    def slowdown(self) -> float:
+        """Estimated time, in units of that over cache blocks of whole tiles."""
+        if not self.page_rows:
+            return _ROW_BY_ROW
+        constant = _BOXES if self.tiling.consumers == 2 else _NARROW_BOXES
+        return 1.0 + (constant / self.page_rows) ** 2
 
     def grid(self, rows: int, batch: int) -> int:
         """Grid size for `rows` queries of all requests; a counter assigns the tiles."""
@@ -130,34 +140,22 @@ def plan_gather(
 
 
 def prefers_gather(
-    problem: AttentionProblem,
-    block_size: int,
-    codes: str,
-    device: Device,
-    *,
-    batch_invariant: bool,
+    problem: AttentionProblem, slowdown: float, device: Device, *, batch_invariant: bool
 ) -> bool:
-    """Whether the forward should read a copy of the cache: always if it is quantised, else in place
-    of loading it row by row, where that takes longer."""
-    if codes:
-        return True
+    """Whether the forward over a copy of the cache is faster than over the cache itself, which
+    takes `slowdown` (PagedForwardConfig) times as long. The bits of the result are the same."""
     batch, queries = problem.batch, problem.seq_len_q
     if problem.varlen:
         # The queries of each request are unknown to the host: assume equal numbers.
         queries = ceil_div(queries, max(1, batch))
     elif batch_invariant:
         batch = device.num_sms
-    problem = problem.at_lengths(queries, 1, batch)
-    saved = (_ROW_BY_ROW - 1.0) * prefill_time(problem, device)
-    if saved <= gather_time(problem, codes):
-        return False
-    return _reads_row_by_row(problem.at_lengths(1, 1, 1), block_size, device)
-
-
-@lru_cache(maxsize=256)
-def _reads_row_by_row(problem: AttentionProblem, block_size: int, device: Device) -> bool:
-    dense = replace(problem, varlen=False)
-    return plan_paged_prefill(dense, block_size, True, device).page_rows == 0
+    if (batch, queries) != (problem.batch, problem.seq_len_q):
+        problem = problem.at_lengths(queries, 1, batch)
+    # A prompt: on average its queries see half of its keys, in whole tiles.
+    visible = min(1.0, (queries + _TILE_M) / (2 * queries)) if problem.causal else 1.0
+    saved = (slowdown - 1.0) * visible * prefill_time(problem, device)
+    return saved > gather_time(problem, "")
 
 
 def prefers_prefill(
@@ -171,7 +169,7 @@ def prefers_prefill(
     so few tiles leave SMs idle; quantised keys are decoded first. The estimates are times per key
     of every request. With batch_invariant the batch must not matter: it is assumed to be large.
     """
-    if not covers(problem, device) or problem.group * problem.seq_len_q <= _DECODE_ROWS:
+    if problem.group * problem.seq_len_q <= _DECODE_ROWS or not covers(problem, device):
         return False
     if batch_invariant:  # whole waves of tiles
         problem = problem.at_lengths(problem.seq_len_q, problem.seq_len_kv, device.num_sms)

@@ -45,7 +45,7 @@ from cukit.attention.kl_pairs import (
 )
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, int32s, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag
 from cukit.core.tensor_map import TensorMapCache
@@ -289,7 +289,7 @@ class MappedSweep:
         sort = launches_of(config.plan_spec())
         if sort is not None:
             scalars = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
-            launch = sort((1,), tuple(map(np.int32, scalars)))
+            launch = sort((1,), int32s(*scalars))
             self._plan = Prologue(launch, sequences_plan_size(problem.batch))
 
     def __call__(self, q_s: Array, k_s: Array, q_t: Array, k_t: Array, *rows: Any) -> None:

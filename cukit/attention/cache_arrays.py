@@ -85,6 +85,8 @@ class CacheParts(NamedTuple):
 
 def stored_parts(op: str, k_cache: Any, v_cache: Any) -> CacheParts:
     """The parts of caches of any format."""
+    if not (isinstance(k_cache, QuantizedArray) or isinstance(v_cache, QuantizedArray)):
+        return CacheParts("", k_cache, None, v_cache, None)  # without the names of their dtypes
     groups = group_parts(op, k_cache, v_cache)
     if groups is None:
         return CacheParts(*cache_parts(op, k_cache, v_cache))

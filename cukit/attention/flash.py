@@ -14,8 +14,8 @@ from cukit.attention._arguments import (
     check_kernel_layout,
     check_sequence_ends,
     dense_strides,
-    describe_forward,
     fits_tensor_maps,
+    forward_but_lengths,
     lse_shape,
     problem_of,
     refuse_dropout,
@@ -135,7 +135,7 @@ def flash_attention(
 
     Runs on CuPy's current stream, accumulates in float32 and is deterministic. On Hopper, arrays
     with positive strides are read by TMA; the first call with new addresses takes about 25 us more
-    on the host, to encode three tensor maps, and the first with new lengths about 55 us.
+    on the host, to encode three tensor maps, and the first with new lengths about 50 us.
     Papers: Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3,
     arXiv:2407.08608; Press et al., ALiBi, arXiv:2108.12409; Xiao et al., attention sinks,
     arXiv:2309.17453.
@@ -192,12 +192,34 @@ def _refuse_descales(q: Array, **descales: Array | None) -> None:
 Shape = tuple[int, ...]
 
 
-@launch_plan
-def _prepare_forward(
+def _planned_forward(
     q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
+) -> MappedForward | tuple[FlashAttentionConfig, Kernel]:
+    """Checks a call and plans it, for all lengths that round alike."""
+    arrays = ScoreArrays(*given)
+    check_forward(q, k, v, out, options, arrays)
+    check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, v, options, arrays, rounded=True)
+    mapped: MappedForward | None = None
+    if fits_tensor_maps(q, k, v):
+        mapped = mapped_forward(problem)
+    if mapped is not None:
+        return mapped
+    config = plan_flash_attention(problem, current_device())
+    return config, load_kernel(config.spec())
+
+
+@partial(launch_plan, plan=_planned_forward, shorten=forward_but_lengths)
+def _prepare_forward(
+    planned: MappedForward | tuple[FlashAttentionConfig, Kernel],
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    options: ScoreOptions,
+    *given: Array | None,
 ) -> tuple[Launch | MappedLaunch, Shape, Shape]:
     """The launch, and the shapes of out and lse."""
-    planned = _planned_forward(q, k, v, out, options, *given)
     arrays = ScoreArrays(*given)
     shapes = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
     if isinstance(planned, MappedForward):
@@ -222,24 +244,6 @@ def _prepare_forward(
         settings=score_settings(q, options, arrays, shape),
     )
     return Launch(kernel, (config.num_blocks(seq_len_q),), (parameters,)), *shapes
-
-
-@partial(launch_plan, describe=describe_forward)
-def _planned_forward(
-    q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
-) -> MappedForward | tuple[FlashAttentionConfig, Kernel]:
-    """Checks a call and plans it; cached for calls that differ only in lengths."""
-    arrays = ScoreArrays(*given)
-    check_forward(q, k, v, out, options, arrays)
-    check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
-    problem = problem_of(q, k, v, options, arrays, rounded=True)
-    mapped: MappedForward | None = None
-    if fits_tensor_maps(q, k, v):
-        mapped = mapped_forward(problem)
-    if mapped is not None:
-        return mapped
-    config = plan_flash_attention(problem, current_device())
-    return config, load_kernel(config.spec())
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:

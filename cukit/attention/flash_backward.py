@@ -12,10 +12,10 @@ from cukit.attention._arguments import (
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
+    backward_but_lengths,
     check_backward,
     check_kernel_layout,
     check_sequence_ends,
-    describe_backward,
     fits_tensor_maps,
     problem_of,
     refuse_dropout,
@@ -200,8 +200,47 @@ class _BackwardKernels(NamedTuple):
     sinks: Launches | None
 
 
-@launch_plan
+def _planned_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: ScoreOptions,
+    deterministic: bool,
+    *given: Array | None,
+) -> _BackwardKernels:
+    """Checks a call and loads its kernels, for all lengths that round alike."""
+    arrays = ScoreArrays(*given)
+    check_backward(grad_out, q, k, v, out, lse, options, arrays)
+    check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, v, options, arrays, rounded=True)
+    device = current_device()
+    config: FlashAttentionBackwardConfig
+    keys: Launches | MappedKernels
+    queries: KernelSpec | None
+    if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
+        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
+        keys = MappedKernels(config)
+        queries = config.finish_spec() if config.accumulates_grad_q else None
+    else:
+        config = plan_flash_attention_backward(problem, deterministic, device)
+        keys = Launches(load_kernel(config.keys_spec()))
+        queries = config.finish_spec() if config.accumulates_grad_q else config.queries_spec()
+    return _BackwardKernels(
+        config,
+        Launches(load_kernel(config.prepare_spec())),
+        keys,
+        launches_of(config.sum_spec() if config.splits > 1 else None),
+        launches_of(queries),
+        launches_of(config.sinks_spec() if problem.sinks else None),
+    )
+
+
+@partial(launch_plan, plan=_planned_backward, shorten=backward_but_lengths)
 def _prepare_backward(
+    kernels: _BackwardKernels,
     grad_out: Array,
     q: Array,
     k: Array,
@@ -212,7 +251,6 @@ def _prepare_backward(
     deterministic: bool,
     *given: Array | None,
 ) -> _BackwardSteps:
-    kernels = _planned_backward(grad_out, q, k, v, out, lse, options, deterministic, *given)
     arrays = ScoreArrays(*given)
     shape = score_shape(q, k, options, arrays)
     config = kernels.config.at_lengths(*shape[2:])
@@ -299,45 +337,6 @@ def _prepare_backward(
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
         *(config.accumulates_grad_q, rows, config.counters(total_q), config.width, splits),
-    )
-
-
-@partial(launch_plan, describe=describe_backward)
-def _planned_backward(
-    grad_out: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    options: ScoreOptions,
-    deterministic: bool,
-    *given: Array | None,
-) -> _BackwardKernels:
-    """Checks a call and loads its kernels; cached for calls that differ only in lengths."""
-    arrays = ScoreArrays(*given)
-    check_backward(grad_out, q, k, v, out, lse, options, arrays)
-    check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
-    problem = problem_of(q, k, v, options, arrays, rounded=True)
-    device = current_device()
-    config: FlashAttentionBackwardConfig
-    keys: Launches | MappedKernels
-    queries: KernelSpec | None
-    if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
-        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
-        keys = MappedKernels(config)
-        queries = config.finish_spec() if config.accumulates_grad_q else None
-    else:
-        config = plan_flash_attention_backward(problem, deterministic, device)
-        keys = Launches(load_kernel(config.keys_spec()))
-        queries = config.finish_spec() if config.accumulates_grad_q else config.queries_spec()
-    return _BackwardKernels(
-        config,
-        Launches(load_kernel(config.prepare_spec())),
-        keys,
-        launches_of(config.sum_spec() if config.splits > 1 else None),
-        launches_of(queries),
-        launches_of(config.sinks_spec() if problem.sinks else None),
     )
 
 

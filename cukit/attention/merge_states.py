@@ -17,7 +17,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, int32s, launch_plan, load_kernel
 from cukit.errors import ArrayShapeError
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
@@ -26,7 +26,7 @@ _OP = "merge_attention_states"
 _THREADS = 256
 _VEC = 8
 _VECS_PER_THREAD = 2
-_MAX_VECS = 2**31
+_MAX_VECS = 2**31 - 1
 """The kernel computes indices in 32 bits."""
 
 
@@ -118,7 +118,7 @@ def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, shared: int
             f"{_OP}: out_a may have at most {_MAX_VECS * _VEC} elements, got {out_a.size}"
         )
     extents = (head_dim // _VEC, heads, seq, *((shared,) if shared > 1 else ()))
-    scalars = tuple(map(np.uint32, (vecs, *extents)))
+    scalars = int32s(vecs, *extents)
     blocks = -(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1
     return Launch(load_kernel(_spec(out_a.dtype.name, shared > 1)), (blocks,), scalars)
 

@@ -16,28 +16,36 @@ from cukit.attention._arguments import (
     score_settings,
 )
 from cukit.attention._mla_plan import BLOCK_SIZE, MlaConfig, plan_mla_attention
-from cukit.attention._paged_arguments import check_table
+from cukit.attention._paged_arguments import but_requests, check_table
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
-    address_of,
     adopt,
     bfloat16,
     check_addresses,
     check_array,
     check_same_dtype,
-    describe,
     empty,
     float32,
     int32,
+    is_contiguous,
     namespace,
     runs_kernel,
     write_out,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.kernel import (
+    NULL,
+    KernelSpec,
+    Launch,
+    Launches,
+    by_value,
+    int32s,
+    launch_plan,
+    load_kernel,
+)
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -358,29 +366,19 @@ class PreparedMla(NamedTuple):
         return (out, lse) if return_lse else out
 
 
-def _describe(
-    device: Hashable, causal: bool, scale: float, latent_dim: int, *arrays: Any
-) -> Hashable:
-    """The cache key of a call's checks and kernels, without the number of requests and the columns
-    of the block table, which change from step to step.
-
-    Where those may decide whether a call passes the checks, the key is the full description.
-    """
-    q, kv_cache, block_table, seq_lens, out = arrays
-    rows = [q, block_table, seq_lens] + ([] if out is None else [out])
-    if (
-        any(each is None or each.ndim == 0 or not each.size for each in rows)
-        or len({each.shape[0] for each in rows}) > 1
-        or not all(each.flags.c_contiguous for each in rows)
-    ):
-        return describe(device, causal, scale, latent_dim, *arrays)
-    kinds = [
-        (each.shape[1:], each.dtype, address_of(each) % ACCESS_BYTES)
-        for each in (q, seq_lens, out)
-        if each is not None
-    ]
-    table = block_table.ndim, block_table.dtype, address_of(block_table) % ACCESS_BYTES
-    return device, causal, scale, latent_dim, *kinds, table, describe(kv_cache)
+def _but_requests(key: tuple[Any, ...]) -> Hashable:
+    """The key of a call's checks and kernels: `key` of (device, causal, scale, latent_dim, arrays)
+    without the number of requests and the columns of the block table, which change from step to
+    step."""
+    *settings, q, kv_cache, table, lengths, out = key
+    if q is None or table is None or lengths is None or len(q[0]) != 4:
+        return key
+    batch, seq_q = q[0][:2]
+    short = but_requests(batch, q, out, table, (lengths, batch))
+    arrays = (q, table) if out is None else (q, table, out)
+    if short is None or not all(map(is_contiguous, arrays)):
+        return key
+    return *settings, seq_q, short, kv_cache
 
 
 class _Planned(NamedTuple):
@@ -393,7 +391,6 @@ class _Planned(NamedTuple):
     merge: Launches
 
 
-@partial(launch_plan, describe=_describe)
 def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Planned:
     """Checks a call and loads its kernels."""
     _check(causal, scale, latent_dim, *arrays)
@@ -447,20 +444,23 @@ def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Plan
     )
 
 
-@launch_plan
-def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> PreparedMla:
-    """Checks and plans a call, and loads its kernels."""
-    planned = _planned(causal, scale, latent_dim, *arrays)
+@partial(launch_plan, plan=_planned, shorten=_but_requests)
+def _prepare(
+    planned: _Planned, causal: bool, scale: float, latent_dim: int, *arrays: Any
+) -> PreparedMla:
+    """The launches of a call."""
     q, _, block_table, _, _ = arrays
     config = planned.config
     batch, seq_q, heads, _ = q.shape
     columns = block_table.shape[1]
-    parameters = _PARAMETERS.changed(
-        planned.parameters, batch=batch, most_keys=columns * BLOCK_SIZE, table_row=columns
+    parameters = by_value(  # of both launches
+        _PARAMETERS.changed(
+            planned.parameters, batch=batch, most_keys=columns * BLOCK_SIZE, table_row=columns
+        )
     )
     units = config.units_per_merge_block(batch)
     merge_blocks = batch * config.row_tiles * (config.rows // units)
-    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(units)
+    merge_scalars = parameters, *int32s(config.num_blocks, units)
     return PreparedMla(
         shape=(*q.shape[:-1], latent_dim),
         lse_shape=(batch, heads, seq_q),

@@ -24,8 +24,8 @@ from cukit.attention._paged_arguments import (
     check_arrays,
     check_contents,
     check_layout,
-    describe_paged,
     is_checked,
+    paged_but_requests,
 )
 from cukit.attention._paged_gather import prepare_prefill
 from cukit.attention._paged_plan import (
@@ -58,7 +58,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, int32s, launch_plan, load_kernel
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -146,8 +146,9 @@ def paged_attention(
     the device, from `seq_lens`; the last block of a request to finish reduces its partial results
     in a fixed order. With many queries per request, Hopper runs the forward of
     :func:`flash_attention` with a dynamic tile scheduler, and loads cache blocks of a multiple of 8
-    keys by TMA. Smaller blocks, where that is faster, and quantised caches are first copied to 16
-    bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block table.
+    keys by TMA. Small blocks, where that is faster, and quantised caches are first copied to 16
+    bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block table;
+    of 256 MiB where the copy saves a few percent.
     Packed queries of a mixed batch (at least 8 requests, at most 256 queries each on average) take
     two launches on Hopper: requests of up to 16 rows per KV head use the first kernel, the others
     the second. Smaller batches of at most 32 rows on average use the first kernel for all, and so
@@ -196,7 +197,7 @@ def attend(
 ) -> Array | tuple[Array, Array]:
     """`paged_attention` with adopted arrays and converted options.
 
-    scratch: memory of the caller, used if it is large enough.
+    scratch: memory of the caller; None allocates it.
     """
     if runs_kernel(_OP, *arrays) and not _too_old(arrays, codes, batch_invariant):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
@@ -229,22 +230,18 @@ def attend(
     return (written, lse) if return_lse else written
 
 
-def scratch_for(
-    arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
-) -> PagedScratch | None:
-    """Checks a call, loads its kernel and allocates its scratch memory; None if it needs none."""
+def reserve(
+    arrays: PagedArrays,
+    codes: str,
+    options: ScoreOptions,
+    batch_invariant: bool,
+    scratch: PagedScratch,
+) -> None:
+    """Checks a call, loads its kernels and takes the memory that they need from `scratch`."""
     if not runs_kernel(_OP, *arrays) or _too_old(arrays, codes, batch_invariant):
         check_arrays(arrays, codes, options)
-        return None
-    prepared = _prepare(codes, options, batch_invariant, *arrays)
-    if not isinstance(prepared, PreparedPaged):
-        return None
-    # Fewer requests may take a plan without clusters, which has more thread blocks.
-    planned = _planned(codes, options, *arrays)
-    config, _ = planned.variant(planned.problem.group, batch_invariant, 0)
-    slots, counters = config.slots(1, 1, 0)
-    sums = empty(arrays.q, (max(prepared.floats, slots * config.slot_floats),), np.float32)
-    return PagedScratch(sums, namespace(sums).zeros(max(prepared.counters, counters), int32))
+        return
+    _prepare(codes, options, batch_invariant, *arrays).reserve(arrays, scratch)
 
 
 def _decoded(
@@ -292,24 +289,30 @@ class PreparedPaged(NamedTuple):
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            if scratch is None or not self._fits(scratch):
-                sums = empty(q, (self.floats,), np.float32)
-                scratch = PagedScratch(sums, zero_counters(q, self.counters))
+            sums, counters = self.reserve(arrays, scratch)
             if self.coded:
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
                 *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
                 *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
-                *(arrays.rings, arrays.packed_lens, sinks, *scratch),
+                *(arrays.rings, arrays.packed_lens, sinks, sums, counters),
                 *((arrays.cu_seqlens_q,) if self.packed else ()),
             )
             if self.prefill is not None:
-                self.prefill.launch(arrays, out, lse)
+                self.prefill.launch(arrays, out, lse, scratch)
         return (out, lse) if return_lse else out
 
-    def _fits(self, scratch: PagedScratch) -> bool:
-        return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
+    def reserve(self, arrays: PagedArrays, scratch: PagedScratch | None) -> tuple[Array, Array]:
+        """Memory for partial results, and counters that are zero between launches, because each
+        launch resets them; of `scratch`, or new."""
+        like = arrays.q
+        if scratch is None:
+            return empty(like, (self.floats,), np.float32), zero_counters(like, self.counters)
+        if self.prefill is not None:
+            self.prefill.reserve(arrays, scratch)
+        sums = scratch.take(like, "sums", self.floats, np.float32)
+        return sums, scratch.take(like, "counters", self.counters, int32)
 
 
 class _Planned:
@@ -321,6 +324,7 @@ class _Planned:
         recent_k, recent_v = arrays.recent_k, arrays.recent_v
         self.problem = problem_of_pages(arrays, codes, options)
         self.codes = codes
+        self.options = options
         self.sinks = sinks is not None
         self.packed = arrays.cu_seqlens_q is not None
         self.recent = recent_k is not None
@@ -357,7 +361,7 @@ class _Planned:
     def forward(self, arrays: PagedArrays) -> PagedForward:
         """The Hopper forward over the caches."""
         if self._forward is None:
-            self._forward = PagedForward(self.problem, arrays)
+            self._forward = PagedForward(self.problem, self.options, arrays)
         return self._forward
 
     def variant(self, rows: int, batch_invariant: bool, batch: int) -> tuple[PagedConfig, Launches]:
@@ -394,9 +398,10 @@ def _launches(config: PagedConfig) -> Launches:
     return Launches(load_kernel(config.spec()))
 
 
-@partial(launch_plan, describe=describe_paged)
-def _planned(codes: str, options: ScoreOptions, *given: Array | None) -> _Planned:
-    """Checks a call; cached for calls that differ only in what describe_paged leaves out."""
+def _planned(
+    codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
+) -> _Planned:
+    """Checks a call and plans what paged_but_requests does not leave out."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
     check_layout(arrays, codes)
@@ -415,12 +420,15 @@ def _planned(codes: str, options: ScoreOptions, *given: Array | None) -> _Planne
     return _Planned(arrays, codes, options)
 
 
-@launch_plan
+@partial(launch_plan, plan=_planned, shorten=paged_but_requests)
 def _prepare(
-    codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
+    planned: _Planned,
+    codes: str,
+    options: ScoreOptions,
+    batch_invariant: bool,
+    *given: Array | None,
 ) -> PreparedPaged | PreparedForward:
-    """Checks and plans a call, and loads its kernel."""
-    planned = _planned(codes, options, *given)
+    """The launches of a call."""
     arrays = PagedArrays(*given)
     q, out, block_table, packed, batch = (
         arrays.q, arrays.out, arrays.block_table, planned.packed, arrays.batch
@@ -458,7 +466,7 @@ def _prepare(
         tile_rows=config.tile % block_size,
     )
     slots, counters = config.slots(batch, problems, most_keys, planned.recent_rows)
-    scalars = (np.int32(most_queries), parameters) if packed else (parameters,)
+    scalars = (*int32s(most_queries), parameters) if packed else (parameters,)
     launch = launches((config.num_blocks,), scalars)
     row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats

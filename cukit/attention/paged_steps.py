@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 
 from cukit.attention._arguments import score_options
-from cukit.attention._paged_arguments import PagedArrays, check_table, is_checked
+from cukit.attention._paged_arguments import (
+    PagedArrays,
+    PagedScratch,
+    check_table,
+    is_checked,
+)
 from cukit.attention._problem import Window
 from cukit.attention.cache_arrays import RecentKV, stored_parts
-from cukit.attention.paged import attend, scratch_for
+from cukit.attention.paged import attend, reserve
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer
@@ -43,8 +48,10 @@ class PagedAttention:
     Raises:
         ArrayError, ConfigError: as :func:`paged_attention`, most of them in the constructor.
 
-    On the GPU the constructor compiles and loads the kernel; `plan` enqueues copies and `run` one
-    launch, on CuPy's current stream, without synchronisation. Use one stream at a time.
+    On the GPU the constructor loads the kernels of steps of one query and allocates their memory;
+    the first `plan` of another number of requests or queries does so for that step. Otherwise
+    `plan` only enqueues copies and `run` launches, on CuPy's current stream, without
+    synchronisation. Use one stream at a time.
 
     >>> import numpy as np, cukit as ck
     >>> k = np.zeros((1, 2, 4, 1, 8), np.float32)    # one layer, two blocks of four keys
@@ -107,9 +114,9 @@ class PagedAttention:
                 namespace(k_cache).zeros(int(max_batch), int32) for _ in range(2)
             )
         self._batch, self._seq_len_q = int(max_batch), 1
-        width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
-        q = empty(k_cache, (self._batch, 1, self.num_heads_q, width), self.dtype)
-        self._scratch = scratch_for(self._arrays(q, 0), codes, self._options, self._batch_invariant)
+        self._scratch = PagedScratch()
+        self._reserved: set[tuple[int, int]] = set()
+        self._reserve(self._batch, 1)
 
     @property
     def num_layers(self) -> int:
@@ -151,6 +158,7 @@ class PagedAttention:
                 f"{_OP}: block_table must have at most max_batch x max_blocks = "
                 f"{self._table.shape} entries, got {table.shape}"
             )
+        self._reserve(batch, int(seq_len_q))
         xp = namespace(self._table)
         newest: list[Array] = []
         if self._recent is not None:
@@ -199,16 +207,30 @@ class PagedAttention:
         flags = self._batch_invariant, False, bool(return_lse)  # `plan` has checked the contents
         return attend(arrays, self._layers[layer][0], self._options, *flags, self._scratch)
 
+    def _reserve(self, batch: int, seq_len_q: int) -> None:
+        """Loads the kernels for steps of this shape and allocates their memory, once."""
+        if (batch, seq_len_q) in self._reserved:
+            return
+        codes, k_cache, *_ = self._layers[0]
+        width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
+        # First the largest number of requests, so that other numbers need little more memory.
+        for requests in (self._table.shape[0], batch):
+            q = empty(k_cache, (requests, seq_len_q, self.num_heads_q, width), self.dtype)
+            flags = self._batch_invariant, self._scratch
+            reserve(self._arrays(q, 0), codes, self._options, *flags)
+            self._reserved.add((requests, seq_len_q))
+
     def _arrays(self, q: Array, layer: int, out: Array | None = None) -> PagedArrays:
         _, k_cache, k_scales, v_cache, v_scales, *zeros = self._layers[layer]
-        step = self._table[: self._batch], self._lengths[: self._batch]
+        batch = q.shape[0]
+        step = self._table[:batch], self._lengths[:batch]
         arrays = PagedArrays(
             *(q, k_cache, v_cache, k_scales, v_scales, *step, self._sinks, out, None, *zeros)
         )
         if self._recent is None or self._rings is None or self._packed is None:
             return arrays
         k, v = self._recent[layer]
-        rings, packed = self._rings[: self._batch], self._packed[: self._batch]
+        rings, packed = self._rings[:batch], self._packed[:batch]
         return arrays._replace(recent_k=k, recent_v=v, rings=rings, packed_lens=packed)
 
 

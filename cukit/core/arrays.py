@@ -121,8 +121,12 @@ def foreign_namespace(array: Any) -> Any:
     return array.__array_namespace__()
 
 
-def describe(*values: Any) -> tuple[Hashable, ...]:
-    """Shape, strides, dtype, alignment and device of each array; other values unchanged.
+Described = tuple[Any, ...]
+"""An array as `describe` returns it: shape, strides, dtype, misalignment and device."""
+
+
+def describe(*values: Any) -> tuple[Any, ...]:
+    """A Described of each array; other values unchanged.
 
     Runs on every launch, hence one loop without function calls for CuPy arrays.
     """
@@ -141,6 +145,17 @@ def describe(*values: Any) -> tuple[Hashable, ...]:
 
 def _describe_array(a: np.ndarray[Any, Any]) -> Hashable:
     return a.shape, a.strides, a.dtype, a.ctypes.data % ACCESS_BYTES, -1
+
+
+def is_contiguous(array: Described) -> bool:
+    """Whether a described array, of at least one axis, is C-contiguous."""
+    shape, strides, dtype, *_ = array
+    step = dtype.itemsize
+    for extent, stride in zip(shape[::-1], strides[::-1], strict=True):
+        if extent != 1 and stride != step:
+            return 0 in shape
+        step *= extent
+    return True
 
 
 def identify(*arrays: Array) -> tuple[Hashable, ...]:

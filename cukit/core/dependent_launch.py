@@ -63,9 +63,8 @@ class DependentFunction:
         places = (ctypes.c_void_p * len(args))()
         start = ctypes.addressof(pointers)
         for index, argument in enumerate(args):
-            storage = getattr(argument, "storage", None)
-            if storage is not None:
-                places[index] = ctypes.addressof(storage)
+            if hasattr(argument, "storage"):
+                places[index] = argument.ptr
                 continue
             places[index] = start + index * ctypes.sizeof(ctypes.c_uint64)
             if argument is not None:

@@ -60,13 +60,14 @@ class ParameterStruct:
         self._raw = np.dtype((np.void, self.dtype.itemsize))
         self._layout = struct.Struct(_format(self.dtype))
         self._places = {}
-        """By name: offset, format, and the ParameterStruct of a nested struct, else None."""
+        """By name: offset, function that packs, and the ParameterStruct of a nested struct, else
+        None."""
         for key, field in fields.items():
             nested = field if isinstance(field, ParameterStruct) else None
             assert self.dtype.fields is not None
             kind, offset = self.dtype.fields[key][:2]
             layout = f"<{kind.itemsize}s" if nested else f"<{_CHARACTERS[kind.char]}"
-            self._places[key] = offset, struct.Struct(layout), nested
+            self._places[key] = offset, struct.Struct(layout).pack_into, nested
 
     def pack(self, **values: Any) -> np.ndarray[Any, Any]:
         """The struct as a kernel argument: an array of one element of type void.
@@ -92,14 +93,13 @@ class ParameterStruct:
     def changed(self, packed: np.ndarray[Any, Any], **values: Any) -> np.ndarray[Any, Any]:
         """A copy of a packed struct with some fields replaced; faster than packing all fields."""
         data = bytearray(packed)
-        for name, value in values.items():
-            offset, layout, nested = self._places[name]
-            try:
-                if nested is not None:
-                    value = nested._as_bytes(value)
-                layout.pack_into(data, offset, value)
-            except struct.error as error:
-                raise LaunchError(f"{self.name}: {error}, got {name}={value!r}") from None
+        places = self._places
+        try:
+            for name, value in values.items():
+                offset, pack_into, nested = places[name]
+                pack_into(data, offset, value if nested is None else nested._as_bytes(value))
+        except struct.error as error:
+            raise LaunchError(f"{self.name}: {error}, got {name}={value!r}") from None
         return np.frombuffer(data, self._raw)
 
     def _bytes(self, values: Sequence[Any]) -> bytes:

@@ -13,7 +13,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.arrays import Array, address_of
 from cukit.core.device import require_cupy
-from cukit.core.kernel import by_value, bytes_by_value
+from cukit.core.kernel import bytes_by_value
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, UnsupportedDeviceError
 
 SWIZZLE_BYTES = (0, 32, 64, 128)
@@ -33,29 +33,37 @@ class TensorMapCache:
     memory pools reuse addresses.
     """
 
-    __slots__ = ("_encode", "_known")
+    __slots__ = ("_encode", "_last", "_others")
 
     def __init__(self, encode: Callable[[Array], Any]) -> None:
         """encode: returns the map of an array."""
         self._encode = encode
-        self._known: dict[int, Any] = {}
+        # Apart from the others, because with a new length there is only one address.
+        self._last: tuple[int, Any] = _NO_MAP
+        self._others: dict[int, Any] = {}
 
     def __call__(self, array: Array) -> Any:
         """The map of an array as a launch argument."""
         address = address_of(array)
-        found = self._known.get(address)
+        known, found = last = self._last
+        if address == known:
+            return found
+        found = self._others.get(address)
         if found is None:
             found = self._encode(array)
-            if type(found) is np.ndarray:
-                found = by_value(found)
-            if len(self._known) >= _MOST_MAPS:
-                self._known.clear()
-            self._known[address] = found
+        if last is not _NO_MAP:
+            if len(self._others) >= _MOST_MAPS:
+                self._others.clear()
+            self._others[known] = last[1]
+        self._last = address, found
         return found
 
 
+_NO_MAP = (-1, None)
+
+
 def encode_tensor_map(
-    array: Array, box: Box, *, swizzle_bytes: int = 128, batches: bool = False
+    array: Array, box: Box, *, swizzle_bytes: int | None = 128, batches: bool = False
 ) -> Any:
     """A `CUtensorMap` over `array`, passed by value to a kernel (`const __grid_constant__`).
 
@@ -66,7 +74,8 @@ def encode_tensor_map(
         box: extent of one tile on each axis of `array`, each at most 256; the innermost extent
             times the element size must be a multiple of 16 bytes, and at most `swizzle_bytes`
             unless that is 0.
-        swizzle_bytes: 0, 32, 64 or 128: width of the shared-memory swizzle pattern.
+        swizzle_bytes: 0, 32, 64 or 128: width of the shared-memory swizzle pattern; None: of a row
+            of the box.
         batches: if `array` has one axis fewer than `box`, prepend a batch axis of extent 1.
 
     Returns:
@@ -80,7 +89,10 @@ def encode_tensor_map(
     shape, strides = array.shape, array.strides
     if batches and len(shape) < len(box):
         shape, strides = (1, *shape), (0, *strides)
-    layout = _layout(shape, strides, array.itemsize)
+    itemsize = array.itemsize
+    layout = _layout(shape, strides, itemsize)
+    if swizzle_bytes is None:
+        swizzle_bytes = box[-1] * itemsize
     return _encode(array, _aligned_address(array), layout, box, swizzle_bytes)
 
 

@@ -37,8 +37,17 @@ _STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements 
 
 def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | LinearSm80:
     """A launch of `product` on the current device, for arrays like `arrays`."""
+    return launch_linear(plan_for(product, *arrays))
+
+
+def plan_for(product: Product, *arrays: Array | None) -> Sm90Config | Sm80Config:
+    """The plan of `product` on the current device, for arrays like `arrays`."""
     aligned = all(array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays)
-    config = plan_linear(product, aligned, current_device())
+    return plan_linear(product, aligned, current_device())
+
+
+def launch_linear(config: Sm90Config | Sm80Config) -> LinearSm90 | LinearSm80:
+    """A launch of a planned product."""
     return LinearSm90(config) if isinstance(config, Sm90Config) else LinearSm80(config)
 
 
@@ -112,7 +121,7 @@ def _launches(
 ) -> Launches:
     """The launches of a variant, for products of all extents."""
     product = Product(0, 0, 0, dtype, major_a, major_b, activation, gated, keeps)
-    return Launches(load_kernel(Sm90Config(product, tiling, 0, 0).spec()))
+    return Launches(load_kernel(Sm90Config(product, tiling, 0, 0, 0).spec()))
 
 
 class LinearSm80:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from typing import Any
 
 from cukit.core.arrays import (
@@ -13,6 +15,7 @@ from cukit.core.arrays import (
     check_same_dtype,
     empty,
     float16,
+    is_contiguous,
     runs_kernel,
     write_out,
 )
@@ -20,8 +23,15 @@ from cukit.core.kernel import launch_plan
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ArrayError, ArrayLayoutError, ArrayShapeError
-from cukit.gemm._linear_launch import linear_specs, prepare_linear
-from cukit.gemm._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
+from cukit.gemm._linear_launch import launch_linear, linear_specs, plan_for
+from cukit.gemm._linear_plan import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    Product,
+    Sm80Config,
+    Sm90Config,
+    rounded_rows,
+)
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
@@ -154,26 +164,40 @@ def _written(out: Array | None, result: Any) -> Any:
     return write_out(out, result)
 
 
-@launch_plan
-def _prepare_linear(
+def _plan_linear(
     x: Array, w: Array, bias: Array | None, activation: str | None, out: Array | None, keeps: bool
-) -> Any:
+) -> Sm90Config | Sm80Config | None:
+    """Checks a call and plans it; None if there is nothing to multiply, and the reference runs."""
     _check_linear(x, w, bias, activation, out)
     check_array("linear", "x", x, dtypes=KERNEL_DTYPES)
     n, k = w.shape
     if w.size == 0 or x.size == 0:
-        return None  # nothing to multiply: the reference
+        return None
     major = "K" if w.flags.c_contiguous else "MN"
     product = Product(
         x.size // k, n, k, x.dtype.name, major_b=major, activation=activation, keeps=keeps
     )
-    return prepare_linear(product, x, w, bias, out)
+    return plan_for(product, x, w, bias, out)
 
 
-@launch_plan
-def _prepare_gated(
+def _but_rows(key: tuple[Any, ...]) -> Hashable:
+    """The key of a call's checks and plan: `key` of (device, x, w, bias or second weight,
+    activation, out, keeps) with rounded_rows in place of the leading axes of x and out."""
+    device, x, w, other, activation, out, keeps = key
+    if x is None or w is None or not x[0][:-1] or 0 in x[0] or not is_contiguous(x):
+        return key
+    *rows, k = x[0]
+    if out is not None:
+        if out[0][:-1] != x[0][:-1] or not is_contiguous(out):
+            return key
+        out = out[0][-1], out[2:]
+    return device, rounded_rows(math.prod(rows)), k, x[2:], w, other, activation, out, keeps
+
+
+def _plan_gated(
     x: Array, gate: Array, up: Array | None, activation: str, out: Array | None, keeps: bool
-) -> Any:
+) -> Sm90Config | Sm80Config | None:
+    """The same for `gated_linear`."""
     _check_gated(x, gate, up, activation, out)
     check_array("gated_linear", "x", x, dtypes=KERNEL_DTYPES)
     n, k = gate.shape
@@ -181,11 +205,20 @@ def _prepare_gated(
         n //= 2
         up = gate[n:]
     if up.size == 0 or x.size == 0:
-        return None  # nothing to multiply: the reference
+        return None
     product = Product(
         x.size // k, n, k, x.dtype.name, activation=activation, gated=True, keeps=keeps
     )
-    return prepare_linear(product, x, gate, up, out)
+    return plan_for(product, x, gate, up, out)
+
+
+def _launch(config: Sm90Config | Sm80Config | None, x: Array, w: Array, *_: Any) -> Any:
+    """The launch of a planned call."""
+    return None if config is None else launch_linear(config.at_rows(x.size // w.shape[1]))
+
+
+_prepare_linear = launch_plan(_launch, plan=_plan_linear, shorten=_but_rows)
+_prepare_gated = launch_plan(_launch, plan=_plan_gated, shorten=_but_rows)
 
 
 def check_weight(

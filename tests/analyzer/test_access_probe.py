@@ -62,6 +62,7 @@ def test_sector_fractions() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_the_table_of_this_gpu() -> None:
     from cukit.analyzer.kernel_analyzer import KernelAnalyzer
 

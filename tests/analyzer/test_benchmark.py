@@ -120,6 +120,7 @@ def test_the_names_of_the_package() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_every_clock_and_the_energy_on_the_gpu() -> None:
     import cupy
 

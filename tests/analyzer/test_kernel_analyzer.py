@@ -299,6 +299,7 @@ def analyzer() -> KernelAnalyzer:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
     n = 1 << 26
     x, y = (cupy.ones(n, cupy.float32) for _ in range(2))
@@ -333,6 +334,7 @@ higher, with a similar spread, so the bound leaves 0.7 us on either side."""
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_short_kernels_are_corrected_for_event_overhead(analyzer: KernelAnalyzer) -> None:
     n = 1 << 18
     x, y = (cupy.ones(n, cupy.float32) for _ in range(2))
@@ -347,6 +349,7 @@ def test_short_kernels_are_corrected_for_event_overhead(analyzer: KernelAnalyzer
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_an_elementwise_kernel_and_an_op_on_the_gpu(analyzer: KernelAnalyzer) -> None:
     import cukit as ck
 
@@ -365,6 +368,7 @@ def test_an_elementwise_kernel_and_an_op_on_the_gpu(analyzer: KernelAnalyzer) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_a_broken_elementwise_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
     broken = cupy.ElementwiseKernel("float32 x", "float32 y", "y = z * x", "broken")
     with pytest.raises(CompileError, match=r'(?s)broken does not compile.*"z" is undefined'):

@@ -36,6 +36,7 @@ def test_results_of_a_cpu_have_no_ceilings() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_ceilings_of_this_gpu_are_plausible() -> None:
     found = environment(current_device(), static=False, timer=GpuTimer()).ceilings
     assert found.measured_copy_gbps is not None

@@ -42,6 +42,7 @@ def test_samples_are_corrected_and_stay_positive() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_events_of_this_gpu_read_a_few_microseconds_more() -> None:
     from cukit.analyzer.timing import GpuTimer, GraphTimer
 

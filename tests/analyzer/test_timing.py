@@ -92,6 +92,7 @@ def test_the_host_timer_waits_for_the_call() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
     """A copy on the device, launched by a slow host."""
     import time
@@ -113,6 +114,7 @@ def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_the_clocks_of_a_gpu_agree_on_a_long_kernel() -> None:
     """A copy of 300 MB takes much longer than any clock's overhead, and exceeds any L2."""
     import cupy
@@ -133,6 +135,7 @@ def test_the_clocks_of_a_gpu_agree_on_a_long_kernel() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_the_enqueue_timer_times_the_host_and_not_the_device() -> None:
     import cupy
 

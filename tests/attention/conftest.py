@@ -45,12 +45,10 @@ def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes class sm80 run every call if `place` is "gpu sm80"."""
     if place == "gpu sm80":
         monkeypatch.setattr(flash, "mapped_forward", lambda problem: None)
-        for cached in ("_planned_forward", "_prepare_forward"):
-            monkeypatch.setattr(flash, cached, getattr(flash, cached).__wrapped__)
+        monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
         monkeypatch.setattr(flash_backward, "covers", lambda problem, device: False)
-        for cached in ("_planned_backward", "_prepare_backward"):
-            bare = getattr(flash_backward, cached).__wrapped__
-            monkeypatch.setattr(flash_backward, cached, bare)
+        bare = flash_backward._prepare_backward.__wrapped__
+        monkeypatch.setattr(flash_backward, "_prepare_backward", bare)
         monkeypatch.setattr(_indexer_plan, "has_wgmma", lambda device: False)
         bare = INDEXER.prepare_indexer.__wrapped__
         for module in (INDEXER, INDEXER_BACKWARD):

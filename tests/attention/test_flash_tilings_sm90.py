@@ -33,7 +33,7 @@ def force(monkeypatch):
             "plan_flash_attention_sm90",
             lambda problem, *_: WarpgroupForwardConfig(problem, tiling, _BLOCKS),
         )
-        for cached in ("mapped_forward", "_planned_forward", "_prepare_forward"):
+        for cached in ("mapped_forward", "_prepare_forward"):
             monkeypatch.setattr(flash, cached, getattr(flash, cached).__wrapped__)
 
     return choose

@@ -19,9 +19,11 @@ from cukit.attention._paged_prefill_plan import (
     prefers_prefill,
 )
 from cukit.attention._problem import AttentionProblem
+from cukit.core import backend
 from cukit.core.arrays import bfloat16, float16
 from cukit.core.device import KIB, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from tests.attention.test_new_lengths import Recorder
 from tests.attention.test_paged_attention import (
     DTYPES,
     Cache,
@@ -42,7 +44,7 @@ def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
-    monkeypatch.setattr(_paged_gather, "prefers_gather", lambda _, __, codes, *___, **____: codes)
+    monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: False)
     paged._prepare.forget()  # type: ignore[attr-defined]
     yield device
     paged._prepare.forget()  # type: ignore[attr-defined]
@@ -335,21 +337,55 @@ def test_which_kernel_a_call_takes() -> None:
 
 
 def test_which_caches_are_copied() -> None:
-    """Where the saved time of the forward exceeds that of the copy."""
+    """Where the saved time of the forward exceeds that of the copy: as measured
+    (profiling/notes/paged_prefill.md)."""
 
-    def prefers(batch: int, seq_q: int, block_size: int, codes: str = "", **changes: Any) -> bool:
+    def prefers(batch: int, seq_q: int, block_size: int, **changes: Any) -> bool:
         problem = replace(PROBLEM, batch=batch, seq_len_q=seq_q, **changes)
-        return prefers_gather(problem, block_size, codes, H200, batch_invariant=False)
+        slowdown = plan_paged_prefill(problem, block_size, True, H200).slowdown
+        return prefers_gather(problem, slowdown, H200, batch_invariant=False)
 
-    assert prefers(8, 2048, 1)
-    assert prefers(2, 8192, 7)
-    assert prefers(64, 64, 1)
-    assert not prefers(4, 128, 1), "as long as the launch"
-    assert prefers(64, 1, 16, "int8")
+    narrow = {"head_dim": 64}
+    wide = {"head_dim": 256, "num_heads_q": 16, "num_heads_kv": 4}
+    for copied in (
+        (8, 2048, 1), (2, 8192, 7), (64, 64, 1), (1, 512, 1), (16, 256, 1),
+        (8, 2048, 8), (2, 8192, 8), (4, 1024, 8),
+        (2, 8192, 16), (1, 32768, 16), (1, 32768, 32), (1, 4096, 16),
+    ):  # fmt: skip
+        assert prefers(*copied), copied
+    for direct in (
+        (4, 128, 1), (8, 2048, 16), (8, 2048, 32), (2, 8192, 32), (2, 8192, 64), (2, 8192, 128),
+        (4, 1024, 16), (64, 64, 16), (8, 256, 16),
+    ):  # fmt: skip
+        assert not prefers(*direct), direct
+    assert prefers(2, 8192, 8, **narrow)
+    assert not prefers(8, 2048, 16, **narrow)
+    assert prefers(2, 8192, 16, **wide)
+    assert prefers(8, 2048, 8, **wide)
+    assert not prefers(8, 2048, 16, **wide)
+    assert not prefers(4, 1024, 64, **wide)
+    assert not prefers(2, 8192, 80, **wide), "blocks are whole tiles"
+    assert prefers(2, 8192, 16, head_dim=96)
+    assert prefers(2, 8192, 16, head_dim=192)
     assert prefers(1, 8 * 2048 * 8, 1, varlen=True)
-    assert not prefers(8, 2048, 128), "blocks are whole tiles"
-    assert not prefers(64, 64, 16)
     assert not prefers(512, 512, 1, varlen=True), "a query per request"
+
+
+@pytest.mark.parametrize(
+    ("block_size", "keys", "copied"), [(16, 8192, True), (16, 1 << 20, False), (1, 1 << 20, True)]
+)
+def test_a_copy_that_saves_little_is_small(block_size: int, keys: int, copied: bool) -> None:
+    """The block table has room for `keys` keys."""
+    recorder = Recorder("sm_90")
+    before = backend.activate(recorder)
+    try:
+        q = np.zeros((2, 8192, 32, 128), bfloat16)
+        cache = np.zeros((1, block_size, 8, 128), bfloat16)
+        table = np.zeros((2, keys // block_size), np.int32)
+        ck.paged_attention(q, cache, cache, table, np.zeros(2, np.int32))
+    finally:
+        backend.activate(before)
+    assert ("gather_kv" in [spec.entry for spec in recorder.loaded]) == copied
 
 
 def test_small_packed_batches_of_few_queries_take_the_decode_kernel() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged
+from cukit.attention import _paged_gather, _paged_prefill, paged
+from cukit.core import backend
 from cukit.core.arrays import float16
+from cukit.core.device import current_device
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from tests.attention.test_paged_attention import Cache, array_module
 
@@ -45,26 +49,66 @@ def test_steps_have_the_bits_of_single_calls(device: str, options: dict[str, Any
         assert (lse == want_lse).all()
 
 
-def test_steps_of_fewer_requests_need_no_more_memory(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four requests are processed by clusters, one by more thread blocks with partial results."""
-    xp = array_module(device)
-    cache = Cache([90, 300, 200, 7], heads_q=4, heads_kv=2)
-    attention = steps(device, cache, max_batch=4)
+@contextmanager
+def no_allocations(device: str) -> Iterator[None]:
+    """Every allocation of an op's output or scratch memory fails."""
 
     def refused(*_: Any) -> None:
         raise AssertionError("memory was allocated")
 
-    monkeypatch.setattr(paged, "zero_counters", refused)
-    for rows in ([0, 1, 2, 3], [1]):
-        attention.plan(cache.table[rows], cache.lengths[rows])
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "gpu":
+            cupy = pytest.importorskip("cupy")
+            with cupy.cuda.using_allocator(refused):
+                yield
+            return
+        if device == "emulator":
+            patch.setattr(type(backend.active), "poison", refused)  # what empty() calls
+            patch.setattr(paged, "zero_counters", refused)
+        yield
+
+
+KERNELS = ("decode", "forward", "copy")
+
+
+def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes one of KERNELS serve every call."""
+    if device != "cpu" and kernel != "decode" and current_device().arch != "sm_90":
+        pytest.skip("the kernel is for Hopper")
+    monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: kernel != "decode")
+    monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: kernel == "copy")
+    monkeypatch.setattr(_paged_gather, "_MOST_REQUESTS", 3)
+    paged._prepare.forget()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Drops the plans of a test, which `choose` has influenced."""
+    yield
+    paged._prepare.forget()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("seq_q", [1, 3, 20])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_runs_allocate_nothing(
+    device: str, kernel: str, seq_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any number of queries and requests. With one query, four requests are processed by
+    clusters, one by more thread blocks with partial results."""
+    choose(kernel, device, monkeypatch)
+    xp = array_module(device)
+    cache = Cache([90, 300, 200, 7], seq_q=seq_q, heads_q=8, heads_kv=2)
+    attention = steps(device, cache, max_batch=4)
+    for rows in ([0, 1, 2, 3], [1], [0, 1, 2, 3]):
+        attention.plan(cache.table[rows], cache.lengths[rows], seq_len_q=seq_q)
         q = xp.asarray(cache.q[rows])
-        out = attention.run(q, 0)
-        monkeypatch.undo()
+        out = xp.zeros_like(q)
+        for layer in (0, 1):
+            with no_allocations(device):
+                attention.run(q, layer, out=out)
         arrays = cache.k, cache.v, cache.table[rows], cache.lengths[rows]
         assert (out == ck.paged_attention(q, *map(xp.asarray, arrays))).all()
-        monkeypatch.setattr(paged, "zero_counters", refused)
 
 
 def test_quantised_caches_and_sinks(device: str) -> None:
@@ -122,24 +166,33 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_of_runs_replays_after_other_plans() -> None:
-    """Replays do not write to memory that was allocated after the capture."""
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("seq_q", [1, 20])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_graph_of_runs_replays_after_other_plans(
+    kernel: str, seq_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays do not write to memory that was allocated after the capture, also where later plans
+    needed more memory."""
     import cupy
 
-    cache = Cache([100, 250, 3], seed=3)
+    choose(kernel, "gpu", monkeypatch)
+    cache = Cache([100, 250, 3], seed=3, seq_q=seq_q, heads_q=8)
     attention = steps("gpu", cache)
     q = cupy.asarray(cache.q)
     out = cupy.empty_like(q)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        attention.plan(cache.table, cache.lengths)
+        attention.plan(cache.table, cache.lengths, seq_len_q=seq_q)
         stream.begin_capture()
-        attention.run(q, 1, out=out)
+        with no_allocations("gpu"):
+            attention.run(q, 1, out=out)
         graph = stream.end_capture()
+        attention.plan(cache.table, cache.lengths, seq_len_q=3 * seq_q)
         others = [cupy.zeros(1 << n, cupy.float32) for n in range(4, 24)]
         for lengths in ([100, 250, 3], [5, 1, 0], [100, 200, 2]):
             lengths = np.asarray(lengths, np.int32)
-            attention.plan(cache.table, lengths)
+            attention.plan(cache.table, lengths, seq_len_q=seq_q)
             graph.launch(stream)
             arrays = q, *map(cupy.asarray, (cache.k, cache.v, cache.table, lengths))
             assert (out == ck.paged_attention(*arrays)).all()

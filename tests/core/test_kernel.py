@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import cukit
 from cukit.core import kernel
 from cukit.core.compiler import KernelSpec, compile_kernel
-from cukit.core.kernel import NULL, Launch, Launches, by_value, check_arguments, launch_plan
+from cukit.core.kernel import NULL, Launch, Launches, by_value, check_arguments, int32s, launch_plan
 from cukit.errors import LaunchError
 
 
@@ -131,14 +132,27 @@ def test_launches_of_one_kernel_are_checked_once():
     assert [grid for grid, *_ in kernel.launched] == [(7,), (8,)]
 
 
-def test_a_plan_is_cached_by_its_description(monkeypatch):
+def test_a_plan_is_cached_by_the_description_without_lengths(monkeypatch):
     monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: 0)
-    calls = []
-    prepare = launch_plan(calls.append, describe=lambda device, array: (device, array.ndim))
-    prepare(np.zeros(3))
-    prepare(np.zeros(4))
-    prepare(np.zeros((4, 1)))
-    assert [array.shape for array in calls] == [(3,), (4, 1)]
+    planned, prepared = [], []
+
+    def plan(array):
+        planned.append(array.shape)
+        return array.ndim
+
+    def prepare(axes, array):
+        prepared.append((axes, array.shape))
+        return len(prepared)
+
+    recall = launch_plan(prepare, plan=plan, shorten=lambda key: len(key[1][0]))
+    shapes = [(3,), (4,), (4, 1), (3,)]
+    assert [recall(np.zeros(shape)) for shape in shapes] == [1, 2, 3, 1]
+    assert planned == [(3,), (4, 1)]
+    assert prepared == [(1, (3,)), (1, (4,)), (2, (4, 1))]
+    assert recall.__wrapped__(np.zeros(3)) == 4
+    recall.forget()
+    assert recall(np.zeros(3)) == 5
+    assert planned == [(3,), (4, 1), (3,), (3,)]
 
 
 def test_cupy_still_passes_values_by_address():
@@ -164,8 +178,22 @@ def test_equal_numbers_of_different_types_are_distinct():
     pytest.importorskip("cupy")
     values = [by_value(kind(4)) for kind in (np.int32, np.int64, np.float32)]
     assert [value.nbytes for value in values] == [4, 8, 4]
-    assert by_value(np.float32(-0.0)).storage.raw == np.float32(-0.0).tobytes()
-    assert by_value(np.float32(0.0)).storage.raw == np.float32(0.0).tobytes()
+    for zero in (np.float32(-0.0), np.float32(0.0)):
+        assert ctypes.string_at(by_value(zero).ptr, 4) == zero.tobytes()
+
+
+def test_integers_of_a_launch():
+    pytest.importorskip("cupy")
+    given = (-7, 0, 2**31 - 1, np.int64(5))
+    arguments = int32s(*given)
+    assert [argument.nbytes for argument in arguments] == [4] * 4
+    for argument, want in zip(arguments, given, strict=True):
+        assert ctypes.string_at(argument.ptr, 4) == np.int32(want).tobytes()
+    with pytest.raises(LaunchError, match="got \\(1, 2147483648\\)"):
+        int32s(1, 2**31)
+    with cukit.backend("emulator"):
+        assert int32s(3, -4) == (3, -4)
+        assert all(type(value) is np.int32 for value in int32s(3, -4))
 
 
 def test_values_are_checked_like_scalars(column_sum):

@@ -433,6 +433,7 @@ def check_block(optimized, arrays):
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_on_the_gpu_a_block_is_fused_captured_and_timed(rng):
     """Later calls with other arrays, with one of them changed in place, and with the first ones."""
     import cupy

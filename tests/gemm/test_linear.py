@@ -382,6 +382,36 @@ def test_rounded_tokens_make_as_many_tiles_and_nearly_the_fastest_plan(n, k):
             assert counts[0] == counts[1], (m, tiling)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("n", "k", "gated"), [(4096, 4096, False), (11008, 4096, True)])
+def test_a_plan_serves_all_tokens_that_round_alike(arch, n, k, gated):
+    device = TYPICAL_DEVICES[arch]
+    for rounded in (16, 32, 64, 240, 512, 576, 2048, 8192):
+        planned = plan_linear(Product(rounded, n, k, "bfloat16", gated=gated), True, device)
+        for m in (
+            m for m in range(max(1, rounded - 63), rounded + 1) if rounded_rows(m) == rounded
+        ):
+            product = Product(m, n, k, "bfloat16", gated=gated)
+            assert planned.at_rows(m) == plan_linear(product, True, device)
+
+
+def test_rows_that_round_alike_are_checked_alike(device):
+    """After a valid call: another bound of `out`, another layout, another width."""
+    x, w, out = to_device(
+        device, *(np.ones(shape, np.float16) for shape in ((70, 64), (32, 64), (70, 32)))
+    )
+    for rows in (70, 66, 70):
+        linear(x[:rows], w, out=out[:rows])
+    with pytest.raises(ArrayShapeError, match="linear: out must have shape"):
+        linear(x[:69], w, out=out[:70])
+    with pytest.raises(ArrayLayoutError, match="x must be C-contiguous"):
+        linear(x[:69].T, w)
+    with pytest.raises(ArrayLayoutError, match="x must be C-contiguous"):
+        linear(x[::2], w)
+    with pytest.raises(ArrayShapeError):
+        linear(x[:, :32].copy(), w)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiling"),
     [
