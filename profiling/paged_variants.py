@@ -90,7 +90,9 @@ def _impl(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
         mock.patch.object(paged, "plan_paged_attention", plan),
         mock.patch.object(paged, "_prepare", prepare),
     ):
+        paged._planned.forget()  # type: ignore[attr-defined]
         ours()()
+    paged._planned.forget()  # type: ignore[attr-defined]
     return calls[-1]
 
 
