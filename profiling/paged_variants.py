@@ -22,6 +22,8 @@ from profiling.case import Call, Case, Workload
 from profiling.cases.attention_paged import GROUP_ROWS, Shape, paged_case
 from profiling.run import Runner, run_cases
 
+Tiling = tuple[int, int, int, int]
+
 TILINGS = {
     "": ((16, 4, 2, 3), (16, 4, 3, 2), (32, 2, 2, 3), (16, 8, 1, 3)),
     "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3), (64, 1, 8, 2)),
@@ -33,14 +35,23 @@ TILINGS["float8_e4m3"] = TILINGS["int8"]
 
 SHAPES = (Shape("128x2048", (2048,) * 128), Shape("1x4096", (4096,)))
 
+OTHER_SHAPES = {
+    Shape("32x8192", (8192,) * 32, head_dim=64): ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4)),
+    Shape("32x8192", (8192,) * 32, 16, 1): ((16, 8, 1, 3), (16, 4, 2, 2)),
+}
+"""Shapes with tilings of their own, with caches of 16 bits."""
+
 
 def cases() -> list[Case]:
     """Compare the tilings for each shape and dtype of the cache."""
-    return [
-        _with_tilings(replace(shape, codes=codes, block_size=GROUP_ROWS if codes == "int4" else 16))
+    same = [
+        _with_tilings(
+            replace(shape, codes=codes, block_size=GROUP_ROWS if codes == "int4" else 16), tilings
+        )
         for shape in SHAPES
-        for codes in TILINGS
+        for codes, tilings in TILINGS.items()
     ]
+    return same + [_with_tilings(shape, tilings) for shape, tilings in OTHER_SHAPES.items()]
 
 
 def tiled(config: PagedConfig, step: int, warps: int, blocks: int, stages: int) -> PagedConfig:
@@ -52,14 +63,14 @@ def tiled(config: PagedConfig, step: int, warps: int, blocks: int, stages: int) 
     )
 
 
-def _with_tilings(shape: Shape) -> Case:
+def _with_tilings(shape: Shape, tilings: tuple[Tiling, ...]) -> Case:
     case = paged_case(shape)
 
     def build() -> Workload:
         workload = case.build()
         ours = workload.impls["cukit"]
         impls: dict[str, Callable[[], Call]] = {"cukit": ours}
-        for tiling in TILINGS[shape.codes]:
+        for tiling in tilings:
             step, warps, blocks, stages = tiling
             name = f"{step}x{warps}-{blocks}-{stages}"
             impls[name] = partial(_impl, ours, tiling)
@@ -68,7 +79,7 @@ def _with_tilings(shape: Shape) -> Case:
     return replace(case, build=build)
 
 
-def _impl(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
+def _impl(ours: Callable[[], Call], tiling: Tiling) -> Call:
     """Return a call of cukit with its own plan, outside the launch cache."""
 
     def plan(*args: Any, **kwargs: Any) -> PagedConfig:
@@ -90,7 +101,9 @@ def _impl(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
         mock.patch.object(paged, "plan_paged_attention", plan),
         mock.patch.object(paged, "_prepare", prepare),
     ):
+        paged._planned.forget()  # type: ignore[attr-defined]
         ours()()
+    paged._planned.forget()  # type: ignore[attr-defined]
     return calls[-1]
 
 

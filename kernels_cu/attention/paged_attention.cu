@@ -370,12 +370,12 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
   const int teams = gridDim.x / TEAM;
   const int team = blockIdx.x / TEAM;
   const int member = blockIdx.x % TEAM;
-  const int total = Place::count(lengths, params);
-  const int share_units = max(kLeastShare, (total + teams - 1) / teams);
+  const cukit::Total total = Place::count(lengths, params);
+  const int share_units = max(kLeastShare, total.share(teams));
   const int first_unit = team * share_units;
-  if (first_unit >= total) return;
+  if (first_unit >= total.units) return;
   Share share{Place::find(first_unit, lengths, params), first_unit,
-              min(total, first_unit + share_units)};
+              min(total.units, first_unit + share_units)};
 #endif
   Loader loader(share, cukit::shared_address(stages), places[warp], arrays, params);
 #pragma unroll 1  // the body is long

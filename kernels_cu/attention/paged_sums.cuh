@@ -179,51 +179,87 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, float factor, unsign
   }
 }
 
+constexpr int kLoadsInFlight = 16;  // of a thread, when pieces are merged
+
+// Merges pieces 0 .. count - 1, in slots slot_of(0) on: `Items` times four columns of a row of the
+// output, kThreads times four columns apart, from number `index` on.
+template <int Items, typename Slot>
+CUKIT_DEVICE void merge_columns(int index, const Rows& rows, int count, Slot slot_of,
+                                const Partial& partial, const Arrays& arrays,
+                                const PagedParameters& params) {
+  constexpr int kAtOnce = kLoadsInFlight / Items;
+  Statistics all[Items];
+  float total[Items][4] = {};
+  int row[Items];
+  int column[Items];
+#pragma unroll
+  for (int item = 0; item < Items; ++item) {
+    all[item] = {-infinity(), 0.0f};
+    row[item] = (index + item * kThreads) / (HEAD_DIM / 4);
+    column[item] = (index + item * kThreads) % (HEAD_DIM / 4) * 4;
+  }
+  for (int first = 0; first < count; first += kAtOnce) {
+    float2 own[Items][kAtOnce];
+    float4 part[Items][kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+      for (int item = 0; item < Items; ++item) {
+        own[item][i] = make_float2(-infinity(), 0.0f);
+        part[item][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i < count && row[item] < rows.count) {
+          const long long slot = slot_of(first + i);
+          own[item][i] =
+              __ldcg(reinterpret_cast<const float2*>(partial.statistics(slot) + row[item]));
+          part[item][i] = __ldcg(reinterpret_cast<const float4*>(
+              partial.out(slot) + row[item] * HEAD_DIM + column[item]));
+        }
+      }
+#pragma unroll
+    for (int item = 0; item < Items; ++item) {
+      float top = all[item].max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, own[item][i].x);
+      if (top == -infinity()) continue;
+      const float shrink = exp2f(all[item].max - top);
+      all[item] = {top, all[item].sum * shrink};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[item][j] *= shrink;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = exp2f(own[item][i].x - top);
+        all[item].sum = fmaf(own[item][i].y, weight, all[item].sum);
+        total[item][0] = fmaf(part[item][i].x, weight, total[item][0]);
+        total[item][1] = fmaf(part[item][i].y, weight, total[item][1]);
+        total[item][2] = fmaf(part[item][i].z, weight, total[item][2]);
+        total[item][3] = fmaf(part[item][i].w, weight, total[item][3]);
+      }
+    }
+  }
+#pragma unroll
+  for (int item = 0; item < Items; ++item) {
+    if (row[item] >= rows.count) break;
+    const float by =
+        finish_row(all[item], rows, row[item], arrays, params, column[item] == 0);
+    const float(&sums)[4] = total[item];
+    store_pair(sums[0] * by, sums[1] * by, rows, row[item], column[item], arrays, params);
+    store_pair(sums[2] * by, sums[3] * by, rows, row[item], column[item] + 2, arrays, params);
+  }
+}
+
 // Merges the pieces of a problem, in slots slot_of(0) .. slot_of(count - 1), into its output.
 template <typename Slot>
 CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
                                const Arrays& arrays, const PagedParameters& params) {
-  constexpr int kAtOnce = 16;  // loads in flight
-  for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
-    const int row = index / (HEAD_DIM / 4);
-    const int column = index % (HEAD_DIM / 4) * 4;
-    Statistics all{-infinity(), 0.0f};
-    float total[4] = {};
-    for (int first = 0; first < count; first += kAtOnce) {
-      float2 own[kAtOnce];
-      float4 part[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        own[i] = make_float2(-infinity(), 0.0f);
-        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (first + i < count) {
-          const long long slot = slot_of(first + i);
-          own[i] = __ldcg(reinterpret_cast<const float2*>(partial.statistics(slot) + row));
-          part[i] = __ldcg(
-              reinterpret_cast<const float4*>(partial.out(slot) + row * HEAD_DIM + column));
-        }
-      }
-      float top = all.max;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, own[i].x);
-      if (top == -infinity()) continue;
-      const float shrink = exp2f(all.max - top);
-      all = {top, all.sum * shrink};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) total[j] *= shrink;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = exp2f(own[i].x - top);
-        all.sum = fmaf(own[i].y, weight, all.sum);
-        total[0] = fmaf(part[i].x, weight, total[0]);
-        total[1] = fmaf(part[i].y, weight, total[1]);
-        total[2] = fmaf(part[i].z, weight, total[2]);
-        total[3] = fmaf(part[i].w, weight, total[3]);
-      }
+  const int items = rows.count * HEAD_DIM / 4;
+  int index = threadIdx.x;
+  if (count <= kLoadsInFlight / 2) {  // else two at once would take as many rounds of loads
+    for (; index + kThreads < items; index += 2 * kThreads) {
+      merge_columns<2>(index, rows, count, slot_of, partial, arrays, params);
     }
-    const float by = finish_row(all, rows, row, arrays, params, column == 0);
-    store_pair(total[0] * by, total[1] * by, rows, row, column, arrays, params);
-    store_pair(total[2] * by, total[3] * by, rows, row, column + 2, arrays, params);
+  }
+  for (; index < items; index += kThreads) {
+    merge_columns<1>(index, rows, count, slot_of, partial, arrays, params);
   }
 }
 

@@ -8,7 +8,8 @@
 // A team's problems are ordered request by request, TEAM heads at once; each has at least one tile,
 // so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1 of their
 // concatenation, in pieces that end at problem boundaries. The load is balanced for any lengths,
-// and nothing is planned on the host: a captured graph replays with other lengths.
+// and nothing is planned on the host: a captured graph replays with other lengths. For requests of
+// equal length shares may be rounded so that fewer problems are split.
 //
 // With UNIT_TILES > 0 (batch-invariant) a problem is split after every UNIT_TILES of its own tiles
 // instead, and teams share units: the result of a request does not depend on the rest of the batch.
@@ -137,6 +138,23 @@ CUKIT_DEVICE int inclusive_scan(int value) {
   return value;
 }
 
+// The units of a batch.
+struct Total {
+  int units;  // of all problems of a team's block
+  int each;   // of every problem if they are equal; else 0
+
+  // The units of a team's share. With equal problems it is rounded up to whole problems, or so that
+  // whole shares make a problem, if that adds at most one tile, which costs about as much as
+  // merging pieces.
+  CUKIT_DEVICE int share(int teams) const {
+    const int fair = (units + teams - 1) / teams;
+    if (each == 0) return fair;
+    const int parts = each / fair;
+    const int whole = parts > 0 ? (each + parts - 1) / parts : (fair + each - 1) / each * each;
+    return whole <= fair + 1 ? whole : fair;
+  }
+};
+
 // A position among the units of all problems. Without UnitTiles a unit is a tile.
 template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Place {
@@ -146,19 +164,26 @@ struct Place {
   int unit;        // of the problem
   Request_ request;
 
-  // The number of units of the batch, in every lane.
+  // The units of the batch, in every lane.
   template <typename Lengths, typename Parameters>
-  CUKIT_DEVICE static int count(const Lengths& lengths, const Parameters& params) {
+  CUKIT_DEVICE static Total count(const Lengths& lengths, const Parameters& params) {
     int total = 0;
+    int least = 0x7fffffff;
+    int most = 0;
     for (int b = threadIdx.x % kWarpSize; b < params.batch; b += kWarpSize) {
       const Request_ request(b, lengths, params);
       total += PackedRows ? request.units * request.problems(params) : request.units;
+      least = min(least, request.units);
+      most = max(most, request.units);
     }
 #pragma unroll
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       total += __shfl_xor_sync(kFullMask, total, offset);
+      least = min(least, __shfl_xor_sync(kFullMask, least, offset));
+      most = max(most, __shfl_xor_sync(kFullMask, most, offset));
     }
-    return PackedRows ? total : total * (params.problems / TEAM);
+    if (PackedRows) return {total, 0};
+    return {total * (params.problems / TEAM), UnitTiles == 0 && least == most ? most : 0};
   }
 
   // The position of unit `index` of the batch.

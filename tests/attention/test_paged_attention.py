@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,20 @@ class Cache:
         empty = np.isneginf(want_lse)
         assert (np.isneginf(host(lse)) == empty).all()
         np.testing.assert_allclose(host(lse)[~empty], want_lse[~empty], atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture
+def replanned() -> Iterator[None]:
+    """Plans of earlier and of later calls are not those of this test, which changes the planner."""
+
+    def forget() -> None:
+        plan_paged_attention.cache_clear()
+        for memo in (paged._planned, paged._prepare):
+            memo.forget()  # type: ignore[attr-defined]
+
+    forget()
+    yield
+    forget()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -364,6 +380,7 @@ def check_recent(
     [("", 32, 2, 2), ("int8", 16, 4, 3), ("int8", 32, 1, 2), ("float8_e4m3", 16, 8, 2)],
 )
 @emulated(lambda codes: True)
+@pytest.mark.usefixtures("replanned")
 def test_other_tilings(
     device: str, codes: str, step: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,14 +390,10 @@ def test_other_tilings(
     monkeypatch.setattr(
         paged, "plan_paged_attention", lambda *a, **k: replace(plan(*a, **k), **tiling)
     )
-    paged._prepare.forget()  # type: ignore[attr-defined]
-    try:
-        if codes:
-            check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
-        else:
-            Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check(device)
-    finally:
-        paged._prepare.forget()  # type: ignore[attr-defined]
+    if codes:
+        check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
+    else:
+        Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check(device)
 
 
 @pytest.mark.parametrize(
@@ -410,43 +423,36 @@ def test_a_cluster_processes_a_problem(
 
 @pytest.mark.parametrize("codes", ["", "int8", "int4", "recent"])
 @emulated(lambda codes: True)
+@pytest.mark.usefixtures("replanned")
 def test_clusters_of_several_requests(
     device: str, codes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters of eight."""
     monkeypatch.setattr(_paged_plan, "_CLUSTER", 8)
     monkeypatch.setattr(_paged_plan, "_CLUSTER_SHARE", 0)
-    check_replanned(device, codes)
+    check_kind(device, codes)
 
 
 @pytest.mark.parametrize("heads_q", [2, 14])
 @emulated(lambda heads_q: True)
+@pytest.mark.usefixtures("replanned")
 def test_thread_blocks_of_one_warp(
     device: str, heads_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_paged_plan, "_MANY_PROBLEMS", 0)
-    check_replanned(device, "int4", heads_q)
+    check_kind(device, "int4", heads_q)
 
 
-def check_replanned(device: str, codes: str, heads_q: int = 6) -> None:
-    """Checks five to seven requests with two key heads, with constants of the plan changed."""
-
-    def forget() -> None:
-        plan_paged_attention.cache_clear()
-        paged._prepare.forget()  # type: ignore[attr-defined]
-
-    forget()
-    try:
-        if codes == "int8":
-            check_codes(device, ck.int8, "key", 128)
-        elif codes == "int4":
-            check_int4(device, 128, heads_q, 1, {}, 64)
-        elif codes == "recent":
-            check_recent(device, 128, heads_q, 1, bfloat16, {}, 64)
-        else:
-            Cache([500, 3, 150, 0, 70], heads_q=heads_q, heads_kv=2).check(device)
-    finally:
-        forget()
+def check_kind(device: str, codes: str, heads_q: int = 6) -> None:
+    """Checks caches of one kind with five to seven requests and two key heads."""
+    if codes == "int8":
+        check_codes(device, ck.int8, "key", 128)
+    elif codes == "int4":
+        check_int4(device, 128, heads_q, 1, {}, 64)
+    elif codes == "recent":
+        check_recent(device, 128, heads_q, 1, bfloat16, {}, 64)
+    else:
+        Cache([500, 3, 150, 0, 70], heads_q=heads_q, heads_kv=2).check(device)
 
 
 def test_plans_of_few_and_many_problems() -> None:
@@ -603,23 +609,43 @@ def test_a_graph_replays_with_other_lengths() -> None:
             assert (out == ck.paged_attention(*arrays)).all()
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+@pytest.mark.usefixtures("replanned")
+@pytest.mark.parametrize(
+    ("num_blocks", "lengths", "heads_q"),
+    [
+        *((blocks, [500, 3, 150, 0, 70], 6) for blocks in (1, 2, 5)),
+        (5, [500, 3, 150, 0, 70], 24),  # rows for which pieces are merged two columns at a time
+        (2, [128] * 17, 6),  # equal: nine whole problems each, of two tiles, instead of 17 tiles
+        (7, [1088] * 3, 6),  # half a problem each, nine tiles instead of eight
+        (9, [1088] * 5, 24),  # nothing to round: 10 tiles each
+    ],
+)
 def test_a_few_thread_blocks_share_problems(
-    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+    num_blocks: int, lengths: list[int], heads_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thread blocks that start or end within a problem, or process whole ones."""
-    plan = paged.plan_paged_attention
-    monkeypatch.setattr(
-        paged,
-        "plan_paged_attention",
-        lambda *a, **k: replace(plan(*a, **k), num_blocks=2 * num_blocks),
-    )
-    paged._prepare.forget()  # type: ignore[attr-defined]
-    try:
+    monkeypatch.setattr(paged, "plan_paged_attention", partial(_with_blocks, 2 * num_blocks))
+    with ck.backend("emulator"):
+        Cache(lengths, heads_q=heads_q, heads_kv=2).check("emulator")
+
+
+@pytest.mark.usefixtures("replanned")
+def test_shares_of_equal_requests_are_whole_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two teams as with one, no problem is split: bitwise the same result."""
+    cache = Cache([128] * 17, heads_q=6, heads_kv=2)
+    arrays = cache.q, cache.k, cache.v, cache.table, cache.lengths
+    results = []
+    for teams in (1, 2):
+        monkeypatch.setattr(paged, "plan_paged_attention", partial(_with_blocks, 2 * teams))
+        for memo in (paged._planned, paged._prepare):
+            memo.forget()  # type: ignore[attr-defined]
         with ck.backend("emulator"):
-            Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check("emulator")
-    finally:
-        paged._prepare.forget()  # type: ignore[attr-defined]
+            results.append(np.asarray(ck.paged_attention(*arrays)).tobytes())
+    assert results[0] == results[1]
+
+
+def _with_blocks(num_blocks: int, *args: Any, **kwargs: Any) -> PagedConfig:
+    return replace(plan_paged_attention(*args, **kwargs), num_blocks=num_blocks)
 
 
 @pytest.mark.gpu
