@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
-KINDS = ("attention", "rope", "norm", "mlp", "activation")
+KINDS = ("attention", "rope", "projection", "norm", "mlp", "activation")
 """Kinds of swaps, in the order in which they are tried."""
 
 _ATTENTION = "cukit"
+
+_LEAST_TOKENS = 4096  # for which the concatenation of weights takes less than a tenth of the product
 
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -58,6 +60,8 @@ def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]
     if "attention" in kinds or "rope" in kinds:
         yield from _of_transformers(model, named, kinds)
     for name, module in named:
+        if "projection" in kinds and (swap := _projections(name, module)):
+            yield [swap]
         if "norm" in kinds and (norms := _norms(name, module)):
             yield norms
         if "mlp" in kinds and (forward := _gated_mlp(module)):
@@ -79,6 +83,76 @@ def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[...
             module.forward = before
 
     return Swap(name, kind, module, enable, disable)
+
+
+# --- Projections of attention ---------------------------------------------------------------------
+
+
+class _OneProduct:
+    """The outputs of linear layers with the same input, from one product.
+
+    The layer that is called first computes the outputs of all. They are kept only during a call of
+    the module that contains the layers, and used only for the same tensor.
+    """
+
+    def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
+        self.layers = layers
+        self.active = False
+        self.x: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def during(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the module that contains the layers."""
+
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            self.active = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.active, self.x, self.outputs = False, None, ()
+
+        return scoped
+
+    def forward_of(self, index: int) -> Callable[..., Any]:
+        """The forward of one layer."""
+        layer = self.layers[index]
+
+        def forward(x: Tensor) -> Tensor:
+            if not self.active or x.numel() < _LEAST_TOKENS * layer.in_features:
+                return nn.functional.linear(x, layer.weight, layer.bias)
+            if self.x is not x:
+                weight = torch.cat([each.weight for each in self.layers])
+                biases = [each.bias for each in self.layers if each.bias is not None]
+                bias = torch.cat(biases) if biases else None
+                product = nn.functional.linear(x, weight, bias)
+                sizes = [each.out_features for each in self.layers]
+                self.x, self.outputs = x, product.split(sizes, dim=-1)
+            return self.outputs[index]
+
+        return forward
+
+
+def _projections(name: str, module: nn.Module) -> Swap | None:
+    """The queries, keys and values of Llama's q_proj, k_proj and v_proj from one product."""
+    layers = tuple(getattr(module, f"{each}_proj", None) for each in "qkv")
+    if not all(type(each) is nn.Linear for each in layers):
+        return None
+    if len({(each.bias is None, each.in_features, each.weight.dtype) for each in layers}) != 1:
+        return None
+    shared = _OneProduct(layers)
+    parts = [_with_forward(name, "projection", module, shared.during(module.forward))]
+    for index, each in enumerate(layers):
+        parts.append(_with_forward(name, "projection", each, shared.forward_of(index)))
+
+    def enable() -> None:
+        for each in parts:
+            each.enable()
+
+    def disable() -> None:
+        for each in parts:
+            each.disable()
+
+    return Swap(name, "projection", module, enable, disable)
 
 
 # --- Norms ----------------------------------------------------------------------------------------
