@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
-KINDS = ("attention", "rope", "projection", "norm", "mlp", "activation")
+KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activation", "linear")
 """Kinds of swaps, in the order in which they are tried."""
 
 _ATTENTION = "cukit"
@@ -66,6 +66,10 @@ def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]
             yield norms
         if "mlp" in kinds and (forward := _gated_mlp(module)):
             yield [_with_forward(name, "mlp", module, forward)]
+        if "residual" in kinds and (forward := _decoder_layer(module)):
+            yield [_with_forward(name, "residual", module, forward)]
+        if "linear" in kinds and type(module) is nn.Linear:
+            yield [_with_forward(name, "linear", module, _product(module))]
         if "activation" in kinds and (forward := _linear_activation(module)):
             yield [_with_forward(name, "activation", module, forward)]
 
@@ -88,6 +92,9 @@ def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[...
 # --- Projections of attention ---------------------------------------------------------------------
 
 
+PRODUCT = nn.functional.linear
+
+
 class _OneProduct:
     """The outputs of linear layers with the same input, from one product.
 
@@ -97,6 +104,7 @@ class _OneProduct:
 
     def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
         self.layers = layers
+        self.product = PRODUCT
         self.active = False
         self.x: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -124,7 +132,7 @@ class _OneProduct:
                 weight = torch.cat([each.weight for each in self.layers])
                 biases = [each.bias for each in self.layers if each.bias is not None]
                 bias = torch.cat(biases) if biases else None
-                product = nn.functional.linear(x, weight, bias)
+                product = self.product(x, weight, bias)
                 sizes = [each.out_features for each in self.layers]
                 self.x, self.outputs = x, product.split(sizes, dim=-1)
             return self.outputs[index]
@@ -168,8 +176,8 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
             return functional.layer_norm(x, module.weight, module.bias, module.eps)
 
         return [_with_forward(name, "norm", module, layer_norm)]
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or (eps is None and type(module) is not nn.RMSNorm):
+    eps = _rms_eps(module)
+    if eps is None and type(module) is not nn.RMSNorm:
         return []
 
     def rms_norm(x: Tensor) -> Any:
@@ -183,6 +191,40 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
     if "Gemma" in type(module).__name__:
         forwards.reverse()
     return [_with_forward(name, "norm", module, each) for each in forwards]
+
+
+def _rms_eps(module: Any) -> float | None:
+    """The epsilon of an RMSNorm, None for other modules and for torch's default."""
+    if "RMSNorm" not in type(module).__name__:
+        return None
+    eps: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps
+
+
+# --- Decoder layers -------------------------------------------------------------------------------
+
+_DECODER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
+
+def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
+    """Llama's decoder layer with the addition before its second norm fused with that norm."""
+    if {name for name, _ in module.named_children()} != set(_DECODER_PARTS):
+        return None
+    layer: Any = module
+    original, norm = layer.forward, layer.post_attention_layernorm
+    eps = _rms_eps(norm)
+    if eps is None or _gated_mlp(layer.mlp) is None:
+        return None
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return original(hidden_states, *args, **kwargs)
+        x = layer.input_layernorm(hidden_states)
+        x = layer.self_attn(hidden_states=x, **kwargs)[0]
+        x, total = functional.rms_norm(x, norm.weight, eps, residual=hidden_states)
+        return total + layer.mlp(x)
+
+    return forward
 
 
 # --- Feed-forward layers --------------------------------------------------------------------------
@@ -241,6 +283,10 @@ def _linear_activation(module: nn.Module) -> Callable[..., Any] | None:
         return x
 
     return forward
+
+
+def _product(layer: nn.Linear) -> Callable[..., Any]:
+    return lambda x: functional.linear(x, layer.weight, layer.bias)
 
 
 def _fused(layer: nn.Linear, activation: str) -> Callable[..., Any]:
