@@ -203,6 +203,27 @@ def _rms_eps(module: Any) -> float | None:
 
 # --- Decoder layers -------------------------------------------------------------------------------
 
+SKIP = False
+
+
+class _NormAndSkip(torch.autograd.Function):
+    """(rms_norm(x), x): the backward adds the gradient of the second result in the norm's kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return torch.ops.cukit.rms_norm(x, weight, eps), x
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_total: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = torch.ops.cukit.add_rms_norm_backward(
+            grad_out, grad_total, x, weight, ctx.eps
+        )
+        return grad_x, grad_weight, None
+
+
 _DECODER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
@@ -215,11 +236,16 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
     eps = _rms_eps(norm)
     if eps is None or _gated_mlp(layer.mlp) is None:
         return None
+    skips = SKIP
+    first = layer.input_layernorm
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return original(hidden_states, *args, **kwargs)
-        x = layer.input_layernorm(hidden_states)
+        if skips:
+            x, hidden_states = _NormAndSkip.apply(hidden_states, first.weight, eps)
+        else:
+            x = first(hidden_states)
         x = layer.self_attn(hidden_states=x, **kwargs)[0]
         x, total = functional.rms_norm(x, norm.weight, eps, residual=hidden_states)
         return total + layer.mlp(x)
