@@ -24,7 +24,7 @@ from cukit.torch._swaps import KINDS, Swap, find_swaps
 class SwapReport:
     """The result of one swap.
 
-    name: of the module. kind: attention, rope, norm, mlp or activation. modules: number of modules
+    name: of the module. kind: a row of the table of :func:`optimize`. modules: number of modules
     it changes. error: largest difference of the outputs over the largest output; NaN if the swap
     could not run. before_us, after_us: median times of the module, None without a GPU.
     outcome: "swapped", "would swap", or why the original is kept.
@@ -125,8 +125,10 @@ def optimize(
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
     rope        their `apply_rotary_pos_emb`, for all models of the same file while it is swapped
+    projection  `q_proj(x)`, `k_proj(x)` and `v_proj(x)` as one product, from 4096 tokens on
     norm        RMSNorm of any library, nn.LayerNorm
     mlp         `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: gate and up in one kernel
+    residual    Llama's decoder layer: residual connections as part of its norms
     activation  nn.Linear followed by ReLU, GELU or SiLU in an nn.Sequential; BERT's intermediate
     ==========  ===================================================================================
 
