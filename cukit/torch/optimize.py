@@ -324,7 +324,8 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
     befores, afters = _tensors(before), _tensors(after)
-    if len(befores) != len(afters):
+    alike = pytree.tree_structure(before) == pytree.tree_structure(after)
+    if not alike or len(befores) != len(afters):
         return math.inf, allowed
     for one, other in zip(befores, afters, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -105,6 +105,16 @@ def test_what_differs_is_kept() -> None:
     assert "forward" not in model[0].__dict__
 
 
+def test_another_structure_of_outputs_is_kept() -> None:
+    class PairRMSNorm(nn.RMSNorm):
+        def forward(self, x):
+            return (super().forward(x),)
+
+    (row,) = ckt.optimize(PairRMSNorm(32, eps=1e-6), torch.randn(4, 32), dry_run=False).report
+    assert row.outcome.startswith("kept: error above")
+    assert row.error == math.inf
+
+
 def test_what_fails_is_kept_with_its_reason() -> None:
     class DoubledRMSNorm(nn.RMSNorm):
         def forward(self, x):
