@@ -233,17 +233,17 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
         return None
     layer: Any = module
     original, norm = layer.forward, layer.post_attention_layernorm
-    eps = _rms_eps(norm)
-    if eps is None or _gated_mlp(layer.mlp) is None:
+    first = layer.input_layernorm
+    eps, first_eps = _rms_eps(norm), _rms_eps(first)
+    if eps is None or first_eps is None or _gated_mlp(layer.mlp) is None:
         return None
     skips = SKIP
-    first = layer.input_layernorm
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return original(hidden_states, *args, **kwargs)
         if skips:
-            x, hidden_states = _NormAndSkip.apply(hidden_states, first.weight, eps)
+            x, hidden_states = _NormAndSkip.apply(hidden_states, first.weight, first_eps)
         else:
             x = first(hidden_states)
         x = layer.self_attn(hidden_states=x, **kwargs)[0]

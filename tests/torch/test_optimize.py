@@ -239,7 +239,7 @@ def test_projections_that_are_not_alike_stay() -> None:
 def test_a_training_step_has_the_same_gradients(family, backend, device, monkeypatch) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.setattr(_swaps, "_LEAST_TOKENS", 16)
-    dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 5e-2)
+    dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.1)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 97, (2, 13), generator=generator).to(device)
     gradients = []
