@@ -23,7 +23,7 @@ KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activati
 
 _ATTENTION = "cukit"
 
-_LEAST_TOKENS = 4096  # for which the concatenation of weights takes less than a tenth of the product
+_LEAST_TOKENS = 4096  # concatenating the weights takes less than a tenth of such a product
 
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -142,7 +142,7 @@ class _OneProduct:
 
 def _projections(name: str, module: nn.Module) -> Swap | None:
     """The queries, keys and values of Llama's q_proj, k_proj and v_proj from one product."""
-    layers = tuple(getattr(module, f"{each}_proj", None) for each in "qkv")
+    layers: tuple[Any, ...] = tuple(getattr(module, f"{each}_proj", None) for each in "qkv")
     if not all(type(each) is nn.Linear for each in layers):
         return None
     if len({(each.bias is None, each.in_features, each.weight.dtype) for each in layers}) != 1:
@@ -207,7 +207,7 @@ SKIP = False
 
 
 class _NormAndSkip(torch.autograd.Function):
-    """(rms_norm(x), x): the backward adds the gradient of the second result in the norm's kernel."""
+    """(rms_norm(x), x): the norm's backward adds the gradient of the second result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

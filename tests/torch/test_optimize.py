@@ -210,11 +210,12 @@ def test_projections_of_one_tensor_are_one_product(bias: bool, monkeypatch) -> N
     x, other, few = (torch.randn(rows, 8, dtype=torch.float64) for rows in (5, 5, 3))
     for inputs, products in (((x, x, x), 1), ((x, other, other), 2), ((few, few, few), 0)):
         want = model(*inputs)
-        gradients = torch.autograd.grad(sum(each.sin().sum() for each in want), [*model.parameters()])
+        weights = [*model.parameters()]
+        gradients = torch.autograd.grad(sum(each.sin().sum() for each in want), weights)
         (swap,) = next(_swaps.find_swaps(model, ("projection",)))
         swap.enable()
         got = model(*inputs)
-        again = torch.autograd.grad(sum(each.sin().sum() for each in got), [*model.parameters()])
+        again = torch.autograd.grad(sum(each.sin().sum() for each in got), weights)
         torch.testing.assert_close((got, again), (want, gradients))
         assert len({id(each._base) for each in got if each._base is not None}) == products
         torch.testing.assert_close(model.q_proj(x), nn.Linear.forward(model.q_proj, x))
