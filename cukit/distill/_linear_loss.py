@@ -32,7 +32,7 @@ from cukit.reference.losses import LinearKlResult
 
 _FEWEST_TOKENS = 1024
 _MOST_TOKENS = 2048
-_GRADIENT_SIZE = 6 << 20  # chunk_tokens x hidden_size: 192 tiles of 128 x 256
+_GRADIENT_SIZE = 3 << 20  # chunk_tokens x hidden_size: 128 tiles of 128 x 192
 _LOGITS_BYTES = 512 << 20
 _TILE_TOKENS = 128
 _ALIGNMENT = 8

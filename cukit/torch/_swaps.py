@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
-KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activation", "linear")
+KINDS = ("attention", "rope", "norm", "mlp", "residual", "activation")
 """Kinds of swaps, in the order in which they are tried."""
 
 _ATTENTION = "cukit"
-
-_LEAST_TOKENS = 4096  # concatenating the weights takes less than a tenth of such a product
 
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -60,16 +58,12 @@ def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]
     if "attention" in kinds or "rope" in kinds:
         yield from _of_transformers(model, named, kinds)
     for name, module in named:
-        if "projection" in kinds and (swap := _projections(name, module)):
-            yield [swap]
         if "norm" in kinds and (norms := _norms(name, module)):
             yield norms
         if "mlp" in kinds and (forward := _gated_mlp(module)):
             yield [_with_forward(name, "mlp", module, forward)]
         if "residual" in kinds and (forward := _decoder_layer(module)):
             yield [_with_forward(name, "residual", module, forward)]
-        if "linear" in kinds and type(module) is nn.Linear:
-            yield [_with_forward(name, "linear", module, _product(module))]
         if "activation" in kinds and (forward := _linear_activation(module)):
             yield [_with_forward(name, "activation", module, forward)]
 
@@ -87,80 +81,6 @@ def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[...
             module.forward = before
 
     return Swap(name, kind, module, enable, disable)
-
-
-# --- Projections of attention ---------------------------------------------------------------------
-
-
-PRODUCT = nn.functional.linear
-
-
-class _OneProduct:
-    """The outputs of linear layers with the same input, from one product.
-
-    The layer that is called first computes the outputs of all. They are kept only during a call of
-    the module that contains the layers, and used only for the same tensor.
-    """
-
-    def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
-        self.layers = layers
-        self.product = PRODUCT
-        self.active = False
-        self.x: Tensor | None = None
-        self.outputs: tuple[Tensor, ...] = ()
-
-    def during(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the module that contains the layers."""
-
-        def scoped(*args: Any, **kwargs: Any) -> Any:
-            self.active = True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.active, self.x, self.outputs = False, None, ()
-
-        return scoped
-
-    def forward_of(self, index: int) -> Callable[..., Any]:
-        """The forward of one layer."""
-        layer = self.layers[index]
-
-        def forward(x: Tensor) -> Tensor:
-            if not self.active or x.numel() < _LEAST_TOKENS * layer.in_features:
-                return nn.functional.linear(x, layer.weight, layer.bias)
-            if self.x is not x:
-                weight = torch.cat([each.weight for each in self.layers])
-                biases = [each.bias for each in self.layers if each.bias is not None]
-                bias = torch.cat(biases) if biases else None
-                product = self.product(x, weight, bias)
-                sizes = [each.out_features for each in self.layers]
-                self.x, self.outputs = x, product.split(sizes, dim=-1)
-            return self.outputs[index]
-
-        return forward
-
-
-def _projections(name: str, module: nn.Module) -> Swap | None:
-    """The queries, keys and values of Llama's q_proj, k_proj and v_proj from one product."""
-    layers: tuple[Any, ...] = tuple(getattr(module, f"{each}_proj", None) for each in "qkv")
-    if not all(type(each) is nn.Linear for each in layers):
-        return None
-    if len({(each.bias is None, each.in_features, each.weight.dtype) for each in layers}) != 1:
-        return None
-    shared = _OneProduct(layers)
-    parts = [_with_forward(name, "projection", module, shared.during(module.forward))]
-    for index, each in enumerate(layers):
-        parts.append(_with_forward(name, "projection", each, shared.forward_of(index)))
-
-    def enable() -> None:
-        for each in parts:
-            each.enable()
-
-    def disable() -> None:
-        for each in parts:
-            each.disable()
-
-    return Swap(name, "projection", module, enable, disable)
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -203,27 +123,6 @@ def _rms_eps(module: Any) -> float | None:
 
 # --- Decoder layers -------------------------------------------------------------------------------
 
-SKIP = False
-
-
-class _NormAndSkip(torch.autograd.Function):
-    """(rms_norm(x), x): the norm's backward adds the gradient of the second result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return torch.ops.cukit.rms_norm(x, weight, eps), x
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_total: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad_x, grad_weight = torch.ops.cukit.add_rms_norm_backward(
-            grad_out, grad_total, x, weight, ctx.eps
-        )
-        return grad_x, grad_weight, None
-
-
 _DECODER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
@@ -233,20 +132,14 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
         return None
     layer: Any = module
     original, norm = layer.forward, layer.post_attention_layernorm
-    first = layer.input_layernorm
-    eps, first_eps = _rms_eps(norm), _rms_eps(first)
-    if eps is None or first_eps is None or _gated_mlp(layer.mlp) is None:
+    eps = _rms_eps(norm)
+    if eps is None or _gated_mlp(layer.mlp) is None:
         return None
-    skips = SKIP
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return original(hidden_states, *args, **kwargs)
-        if skips:
-            x, hidden_states = _NormAndSkip.apply(hidden_states, first.weight, first_eps)
-        else:
-            x = first(hidden_states)
-        x = layer.self_attn(hidden_states=x, **kwargs)[0]
+        x = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
         x, total = functional.rms_norm(x, norm.weight, eps, residual=hidden_states)
         return total + layer.mlp(x)
 
@@ -309,10 +202,6 @@ def _linear_activation(module: nn.Module) -> Callable[..., Any] | None:
         return x
 
     return forward
-
-
-def _product(layer: nn.Linear) -> Callable[..., Any]:
-    return lambda x: functional.linear(x, layer.weight, layer.bias)
 
 
 def _fused(layer: nn.Linear, activation: str) -> Callable[..., Any]:

@@ -125,10 +125,9 @@ def optimize(
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
     rope        their `apply_rotary_pos_emb`, for all models of the same file while it is swapped
-    projection  `q_proj(x)`, `k_proj(x)` and `v_proj(x)` as one product, from 4096 tokens on
     norm        RMSNorm of any library, nn.LayerNorm
     mlp         `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: gate and up in one kernel
-    residual    Llama's decoder layer: residual connections as part of its norms
+    residual    Llama's decoder layer: the addition before its second norm as part of that norm
     activation  nn.Linear followed by ReLU, GELU or SiLU in an nn.Sequential; BERT's intermediate
     ==========  ===================================================================================
 

@@ -218,10 +218,11 @@ def test_plan_covers_every_token_once(tokens, hidden_size, vocab_size):
 @pytest.mark.parametrize(
     ("hidden_size", "vocab_size", "chunk_tokens"),
     [
-        (384, 32000, 8320),  # limited by the memory for logits
-        (768, 32000, 8192),  # grad_hidden fills the GPU
-        (2048, 32768, 3072),
+        (256, 32000, 8320),  # limited by the memory for logits
+        (384, 32000, 8192),
+        (768, 32000, 4096),  # grad_hidden fills the GPU
         (1024, 151936, 1664),
+        (2048, 32768, 2048),
         (768, 256000, 1024),
         (2304, 256000, 2048),
         (4096, 32000, 2048),

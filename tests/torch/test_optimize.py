@@ -13,7 +13,6 @@ from torch import nn  # noqa: E402
 import cukit.torch as ckt  # noqa: E402
 from cukit.core.device import gpu_available  # noqa: E402
 from cukit.errors import ConfigError  # noqa: E402
-from cukit.torch import _swaps  # noqa: E402
 from tests.torch.small import FAMILIES, small_model  # noqa: E402
 
 
@@ -163,7 +162,8 @@ def test_models_of_transformers(family: str) -> None:
         want = model(tokens).logits
     with ckt.optimize(model, {"input_ids": tokens}, dry_run=False) as result:
         kinds = {row.kind for row in result.report if row.outcome == "swapped"}
-        assert kinds == {"attention", "rope", "norm", "mlp"}
+        own = set() if family == "gemma3" else {"residual"}  # Gemma 3 norms before it adds
+        assert kinds == {"attention", "rope", "norm", "mlp"} | own
         assert not [row for row in result.report if row.outcome != "swapped"]
         assert model.config._attn_implementation == "cukit"
         with torch.no_grad():
@@ -190,56 +190,11 @@ def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
     assert modeling_llama.apply_rotary_pos_emb is original
 
 
-class Projections(nn.Module):
-    """Calls its layers with the tensors of `inputs`, in order."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            setattr(self, name, nn.Linear(8, 4 + 2 * index, bias=bias, dtype=torch.float64))
-
-    def forward(self, *inputs):
-        layers = self.q_proj, self.k_proj, self.v_proj
-        return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_projections_of_one_tensor_are_one_product(bias: bool, monkeypatch) -> None:
-    monkeypatch.setattr(_swaps, "_LEAST_TOKENS", 4)
-    model = Projections(bias)
-    x, other, few = (torch.randn(rows, 8, dtype=torch.float64) for rows in (5, 5, 3))
-    for inputs, products in (((x, x, x), 1), ((x, other, other), 2), ((few, few, few), 0)):
-        want = model(*inputs)
-        weights = [*model.parameters()]
-        gradients = torch.autograd.grad(sum(each.sin().sum() for each in want), weights)
-        (swap,) = next(_swaps.find_swaps(model, ("projection",)))
-        swap.enable()
-        got = model(*inputs)
-        again = torch.autograd.grad(sum(each.sin().sum() for each in got), weights)
-        torch.testing.assert_close((got, again), (want, gradients))
-        assert len({id(each._base) for each in got if each._base is not None}) == products
-        torch.testing.assert_close(model.q_proj(x), nn.Linear.forward(model.q_proj, x))
-        assert model.q_proj(x)._base is None  # outside the module's forward
-        swap.disable()
-        assert all("forward" not in each.__dict__ for each in model.modules())
-
-
-def test_projections_that_are_not_alike_stay() -> None:
-    for change in (
-        {"k_proj": nn.Linear(6, 4)}, {"v_proj": nn.Linear(8, 4)}, {"q_proj": nn.Identity()},
-    ):  # fmt: skip
-        model = Projections()
-        for name, layer in change.items():
-            setattr(model, name, layer)
-        assert not list(_swaps.find_swaps(model, ("projection",)))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_training_step_has_the_same_gradients(family, backend, device, monkeypatch) -> None:
+def test_a_training_step_has_the_same_gradients(family, backend, device) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.setattr(_swaps, "_LEAST_TOKENS", 16)
     dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.1)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 97, (2, 13), generator=generator).to(device)
