@@ -120,7 +120,8 @@ def optimize(
 
     The model runs on `sample` once. For every supported module, the swap runs on the inputs that
     the module receives; it is kept if the outputs agree and, on a GPU, if it is faster.
-    Parameters, names, hooks and state dicts are unchanged, and gradients work.
+    Parameters, names, hooks and state dicts are unchanged, and gradients work. A fused module does
+    not call the hooks of a module inside it whose work it took over.
 
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
