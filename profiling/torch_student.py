@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> list[Student]:
     teacher = torch.randn(batch * seq, teacher_size, device=device).to(dtype)
     teacher_weight = (torch.randn(vocab, teacher_size, device=device) * 0.05).to(dtype)
     batches = [torch.randint(0, vocab, (batch, seq), device=device) for _ in range(options.steps)]
-    all_of_it, but_norms = ("attention", "norm", "mlp"), ("attention", "mlp")
+    all_of_it, but_norms = ("attention", "norm", "mlp", "residual"), ("attention", "mlp")
     table: list[tuple[str, Loss, tuple[str, ...] | None, bool]] = [
         ("torch: compile, SDPA, logits", torch.compile(torch_loss), None, True),
         ("torch: compile, SDPA, Liger JSD", liger_jsd, None, True),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
-KINDS = ("attention", "rope", "norm", "mlp", "activation")
+KINDS = ("attention", "rope", "norm", "mlp", "residual", "activation")
 """Kinds of swaps, in the order in which they are tried."""
 
 _ATTENTION = "cukit"
@@ -62,6 +62,8 @@ def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]
             yield norms
         if "mlp" in kinds and (forward := _gated_mlp(module)):
             yield [_with_forward(name, "mlp", module, forward)]
+        if "residual" in kinds and (forward := _decoder_layer(module)):
+            yield [_with_forward(name, "residual", module, forward)]
         if "activation" in kinds and (forward := _linear_activation(module)):
             yield [_with_forward(name, "activation", module, forward)]
 
@@ -94,8 +96,8 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
             return functional.layer_norm(x, module.weight, module.bias, module.eps)
 
         return [_with_forward(name, "norm", module, layer_norm)]
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or (eps is None and type(module) is not nn.RMSNorm):
+    eps = _rms_eps(module)
+    if eps is None and type(module) is not nn.RMSNorm:
         return []
 
     def rms_norm(x: Tensor) -> Any:
@@ -109,6 +111,39 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
     if "Gemma" in type(module).__name__:
         forwards.reverse()
     return [_with_forward(name, "norm", module, each) for each in forwards]
+
+
+def _rms_eps(module: Any) -> float | None:
+    """The epsilon of an RMSNorm, None for other modules and for torch's default."""
+    if "RMSNorm" not in type(module).__name__:
+        return None
+    eps: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps
+
+
+# --- Decoder layers -------------------------------------------------------------------------------
+
+_DECODER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
+
+def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
+    """Llama's decoder layer with the addition before its second norm fused with that norm."""
+    if {name for name, _ in module.named_children()} != set(_DECODER_PARTS):
+        return None
+    layer: Any = module
+    original, norm = layer.forward, layer.post_attention_layernorm
+    eps = _rms_eps(norm)
+    if eps is None or _gated_mlp(layer.mlp) is None:
+        return None
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            return original(hidden_states, *args, **kwargs)
+        x = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+        x, total = functional.rms_norm(x, norm.weight, eps, residual=hidden_states)
+        return total + layer.mlp(x)
+
+    return forward
 
 
 # --- Feed-forward layers --------------------------------------------------------------------------

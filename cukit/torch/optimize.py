@@ -24,7 +24,7 @@ from cukit.torch._swaps import KINDS, Swap, find_swaps
 class SwapReport:
     """The result of one swap.
 
-    name: of the module. kind: attention, rope, norm, mlp or activation. modules: number of modules
+    name: of the module. kind: a row of the table of :func:`optimize`. modules: number of modules
     it changes. error: largest difference of the outputs over the largest output; NaN if the swap
     could not run. before_us, after_us: median times of the module, None without a GPU.
     outcome: "swapped", "would swap", or why the original is kept.
@@ -120,13 +120,15 @@ def optimize(
 
     The model runs on `sample` once. For every supported module, the swap runs on the inputs that
     the module receives; it is kept if the outputs agree and, on a GPU, if it is faster.
-    Parameters, names, hooks and state dicts are unchanged, and gradients work.
+    Parameters, names, hooks and state dicts are unchanged, and gradients work. A fused module does
+    not call the hooks of a module inside it whose work it took over.
 
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
     rope        their `apply_rotary_pos_emb`, for all models of the same file while it is swapped
     norm        RMSNorm of any library, nn.LayerNorm
     mlp         `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: gate and up in one kernel
+    residual    Llama's decoder layer: the addition before its second norm as part of that norm
     activation  nn.Linear followed by ReLU, GELU or SiLU in an nn.Sequential; BERT's intermediate
     ==========  ===================================================================================
 
@@ -322,7 +324,8 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
     befores, afters = _tensors(before), _tensors(after)
-    if len(befores) != len(afters):
+    alike = pytree.tree_structure(before) == pytree.tree_structure(after)
+    if not alike or len(befores) != len(afters):
         return math.inf, allowed
     for one, other in zip(befores, afters, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -206,17 +206,36 @@ def test_the_boost_is_a_power_of_two_near_the_divisor():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 2049, 4096, 100_000])
-@pytest.mark.parametrize("hidden_size", [64, 2304, 8192])
-def test_plan_covers_every_token_once(tokens, hidden_size):
-    config = plan_linear_loss(tokens, hidden_size)
+@pytest.mark.parametrize("hidden_size", [64, 768, 2304, 8192])
+@pytest.mark.parametrize("vocab_size", [32000, 256000])
+def test_plan_covers_every_token_once(tokens, hidden_size, vocab_size):
+    config = plan_linear_loss(tokens, hidden_size, 2 * vocab_size)
     covered = [t for chunk in config.chunks() for t in range(chunk.start, chunk.stop)]
     assert covered == list(range(tokens))
-    assert config.chunk_tokens <= 2048
+    assert config.chunk_tokens <= max(2048, (512 << 20) // (2 * vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "vocab_size", "chunk_tokens"),
+    [
+        (256, 32000, 8320),  # limited by the memory for logits
+        (384, 32000, 8192),
+        (768, 32000, 4096),  # grad_hidden fills the GPU
+        (1024, 151936, 1664),
+        (2048, 32768, 2048),
+        (768, 256000, 1024),
+        (2304, 256000, 2048),
+        (4096, 32000, 2048),
+    ],
+)
+def test_chunks_of_small_models_are_larger(hidden_size, vocab_size, chunk_tokens):
+    config = plan_linear_loss(3 << 20, hidden_size, 2 * vocab_size)
+    assert config.chunk_tokens == chunk_tokens
 
 
 def test_plan_of_the_large_vocabulary_leaves_room():
     """BT 4096, H 2304, V 256000 in bfloat16: two chunks of logits, and the gradients."""
-    config = plan_linear_loss(4096, 2304)
+    config = plan_linear_loss(4096, 2304, 2 * 256000)
     logits = 2 * config.chunk_tokens * 256000 * 2
     assert logits + 256000 * 2304 * 2 + 4096 * 2304 * 2 < 3.2 * 2**30
 

@@ -334,7 +334,7 @@ def test_a_workspace_is_kept(tokens, vocab_size):
         assert 2 * 4 * vocab_size * config.chunk_tokens <= limit
         covered = [t for chunk in config.chunks() for t in range(chunk.start, chunk.stop)]
         assert covered == list(range(tokens))
-    assert plan_linear_loss(4096, 2304, None, 1048).chunk_tokens == 1024
+    assert plan_linear_loss(4096, 2304, 2 * 256000, None, 1048).chunk_tokens == 1024
 
 
 LOGITS = np.ones((2, 4), np.float32)

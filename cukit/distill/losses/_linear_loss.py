@@ -32,6 +32,8 @@ from cukit.reference.losses import LinearKlResult
 
 _FEWEST_TOKENS = 1024
 _MOST_TOKENS = 2048
+_GRADIENT_SIZE = 3 << 20  # chunk_tokens x hidden_size: 128 tiles of 128 x 192
+_LOGITS_BYTES = 512 << 20
 _TILE_TOKENS = 128
 _ALIGNMENT = 8
 
@@ -53,19 +55,25 @@ class LinearLossConfig:
 def plan_linear_loss(
     tokens: int,
     hidden_size: int,
+    row_bytes: int,
     chunk_tokens: int | None = None,
     most: int | None = None,
 ) -> LinearLossConfig:
-    """Chunks of nearly equal size, of at most `hidden_size` tokens clamped to 1024..2048.
+    """Chunks of nearly equal size, of at most `hidden_size` tokens clamped to 1024..2048, or more
+    if hidden_size and vocabulary are small.
 
     The GEMM for the weight's gradient has k = chunk_tokens, the one for the logits k = hidden_size:
     neither k is small. A chunk of logits takes about as much memory as the weight, and grad_weight
-    is rounded to its dtype once per chunk, a few times in all.
+    is rounded to its dtype once per chunk, a few times in all. If hidden_size is small, the
+    gradient of a chunk's hidden states has too few tiles for the GPU; chunks are then larger, as
+    long as their logits take at most 512 MiB.
 
-    most: tokens whose logits fit the workspace; None: no limit.
+    row_bytes: of a row of logits. most: tokens whose logits fit the workspace; None: no limit.
     """
     if chunk_tokens is None:
         preferred = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
+        fitting = _LOGITS_BYTES // max(row_bytes, 1) // _TILE_TOKENS * _TILE_TOKENS
+        preferred = max(preferred, min(_GRADIENT_SIZE // max(hidden_size, 1), fitting))
         if most is not None and most < preferred:
             preferred = most // _TILE_TOKENS * _TILE_TOKENS or most
         num_chunks = max(1, -(-tokens // preferred))
@@ -164,15 +172,16 @@ class HeadOptions(NamedTuple):
         Raises ConfigError if the workspace cannot hold the logits of one row.
         """
         tokens, hidden_size = head.hidden.shape
+        row_bytes = _padded(head.weight.shape[0]) * head.hidden.itemsize
         if self.workspace_bytes is None:
-            return plan_linear_loss(tokens, hidden_size, self.chunk_tokens)
-        row_bytes = tensors * _padded(head.weight.shape[0]) * head.hidden.itemsize
-        if self.workspace_bytes < row_bytes:
+            return plan_linear_loss(tokens, hidden_size, row_bytes, self.chunk_tokens)
+        if self.workspace_bytes < tensors * row_bytes:
             raise ConfigError(
-                f"{op}: workspace_bytes must be at least {row_bytes}, the logits of one row, got "
-                f"{self.workspace_bytes}"
+                f"{op}: workspace_bytes must be at least {tensors * row_bytes}, the logits of one "
+                f"row, got {self.workspace_bytes}"
             )
-        return plan_linear_loss(tokens, hidden_size, None, self.workspace_bytes // row_bytes)
+        most = self.workspace_bytes // (tensors * row_bytes)
+        return plan_linear_loss(tokens, hidden_size, row_bytes, None, most)
 
 
 RowLaunch = Callable[[slice, Array], tuple[Callable[..., None], tuple[Array | None, ...]]]
