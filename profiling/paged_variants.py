@@ -101,9 +101,7 @@ def _impl(ours: Callable[[], Call], tiling: Tiling) -> Call:
         mock.patch.object(paged, "plan_paged_attention", plan),
         mock.patch.object(paged, "_prepare", prepare),
     ):
-        paged._planned.forget()  # type: ignore[attr-defined]
         ours()()
-    paged._planned.forget()  # type: ignore[attr-defined]
     return calls[-1]
 
 
