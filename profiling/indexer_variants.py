@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from cukit.attention import _indexer_plan
-from cukit.attention._indexer_plan import IndexerTiling
+from cukit.attention.divergence import _indexer_plan
+from cukit.attention.divergence._indexer_plan import IndexerTiling
 from profiling.case import Call, Case, Workload
 from profiling.cases.indexer_kl import Shape, backward_case, forward_case
 from profiling.run import Runner, run_cases

@@ -35,8 +35,8 @@ from cukit.distill import (
 )
 from cukit.distill.losses import _divergence_rows
 from cukit.gemm import explain_matmul
-from cukit.gemm._matmul_candidates import MatmulOptions
-from cukit.gemm._matmul_decision import prepare
+from cukit.gemm.dispatch._matmul_candidates import MatmulOptions
+from cukit.gemm.dispatch._matmul_decision import prepare
 from profiling.case import Call, Case, Workload
 from profiling.cases.distill import DIVERGENCES, DTYPE, TEMPERATURE, divergence_case, kl_case
 from profiling.data import array_module, integers, normal

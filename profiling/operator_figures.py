@@ -15,7 +15,7 @@ import numpy as np
 import cukit as ck
 from cukit.analyzer.report import svg
 from cukit.core.device import typical_device
-from cukit.gemm._linear_plan import Product, Sm90Config, plan_linear
+from cukit.gemm.dense._linear_plan import Product, Sm90Config, plan_linear
 from cukit.graph_memory import Transition, graph_diffusion, memory_write, retrieve_top_k
 from cukit.moe import layer_bank, topk_router
 from cukit.reference.sampling import kept_tokens

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from cukit.attention import paged
-from cukit.attention._paged_plan import PagedConfig, plan_paged_attention
+from cukit.attention.paged import paged
+from cukit.attention.paged._paged_plan import PagedConfig, plan_paged_attention
 from profiling.case import Call, Case, Workload
 from profiling.cases.attention_paged import GROUP_ROWS, Shape, paged_case
 from profiling.run import Runner, run_cases

@@ -66,6 +66,18 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "training": {"losses", "optimizer"},
         "run": {"losses", "optimizer", "training"},
     },
+    "attention": {
+        "flash": set(),
+        "paged": {"flash"},
+        "divergence": {"flash"},
+    },
+    "gemm": {
+        "dense": set(),
+        "quantized": {"dense"},
+        "grouped": {"dense", "quantized"},
+        "dispatch": {"dense", "quantized"},
+        "sparse": {"dispatch"},
+    },
     "memory": {
         "batched_copy": set(),
         "uninterrupted": set(),

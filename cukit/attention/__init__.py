@@ -1,26 +1,26 @@
 """Attention: exact, block-sparse, paged and latent, and KL divergences between attentions."""
 
-from cukit.attention.append_kv import append_kv
-from cukit.attention.attention_kl import attention_kl
-from cukit.attention.attention_kl_backward import attention_kl_backward
-from cukit.attention.block_sparse import block_sparse_attention
-from cukit.attention.cache_arrays import RecentKV
-from cukit.attention.cascade import cascade_attention
-from cukit.attention.flash import flash_attention
-from cukit.attention.flash_backward import flash_attention_backward
-from cukit.attention.indexer_kl import indexer_kl
-from cukit.attention.indexer_kl_backward import indexer_kl_backward
-from cukit.attention.merge_states import merge_attention_states
-from cukit.attention.mla import (
+from cukit.attention.divergence.attention_kl import attention_kl
+from cukit.attention.divergence.attention_kl_backward import attention_kl_backward
+from cukit.attention.divergence.indexer_kl import indexer_kl
+from cukit.attention.divergence.indexer_kl_backward import indexer_kl_backward
+from cukit.attention.flash.block_sparse import block_sparse_attention
+from cukit.attention.flash.flash import flash_attention
+from cukit.attention.flash.flash_backward import flash_attention_backward
+from cukit.attention.flash.merge_states import merge_attention_states
+from cukit.attention.paged.append_kv import append_kv
+from cukit.attention.paged.cache_arrays import RecentKV
+from cukit.attention.paged.cascade import cascade_attention
+from cukit.attention.paged.mla import (
     MlaMetadata,
     absorb_mla_projections,
     encode_mla_latents,
     mla_attention,
     mla_metadata,
 )
-from cukit.attention.pack_kv import pack_kv
-from cukit.attention.paged import paged_attention
-from cukit.attention.paged_steps import PagedAttention
+from cukit.attention.paged.pack_kv import pack_kv
+from cukit.attention.paged.paged import paged_attention
+from cukit.attention.paged.paged_steps import PagedAttention
 
 __all__ = [
     "MlaMetadata",

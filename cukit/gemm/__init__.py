@@ -6,26 +6,26 @@ in one module. `matmul_fp8` and `matmul_int8` share `_matmul_8bit_plan` and `_ma
 Modules that begin with an underscore are helpers of this package.
 """
 
-from cukit.gemm._matmul_decision import MatmulPlan, forget_decisions
-from cukit.gemm.block_sparse import (
+from cukit.gemm.dense.gemv import gemv
+from cukit.gemm.dense.linear import gated_linear, linear
+from cukit.gemm.dense.linear_backward import gated_linear_backward, linear_backward
+from cukit.gemm.dense.tma import matmul_tma
+from cukit.gemm.dispatch._matmul_decision import MatmulPlan, forget_decisions
+from cukit.gemm.dispatch.matmul import explain_matmul, matmul, tune_matmul
+from cukit.gemm.dispatch.tree import tree_matmul
+from cukit.gemm.grouped.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
+from cukit.gemm.grouped.grouped_fp8 import grouped_gemm_fp8
+from cukit.gemm.quantized.fp8 import matmul_fp8
+from cukit.gemm.quantized.int8 import matmul_int8
+from cukit.gemm.quantized.weight_only import quantized_linear
+from cukit.gemm.quantized.weight_only_layout import PackedWeight, pack_weight
+from cukit.gemm.sparse.block_sparse import (
     BlockPattern,
     BlockSparseMatrix,
     bsr_from_mask,
     create_sparse_mask,
 )
-from cukit.gemm.bsr import bsr_matmul
-from cukit.gemm.fp8 import matmul_fp8
-from cukit.gemm.gemv import gemv
-from cukit.gemm.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
-from cukit.gemm.grouped_fp8 import grouped_gemm_fp8
-from cukit.gemm.int8 import matmul_int8
-from cukit.gemm.linear import gated_linear, linear
-from cukit.gemm.linear_backward import gated_linear_backward, linear_backward
-from cukit.gemm.matmul import explain_matmul, matmul, tune_matmul
-from cukit.gemm.tma import matmul_tma
-from cukit.gemm.tree import tree_matmul
-from cukit.gemm.weight_only import quantized_linear
-from cukit.gemm.weight_only_layout import PackedWeight, pack_weight
+from cukit.gemm.sparse.bsr import bsr_matmul
 
 __all__ = [
     "BlockPattern",

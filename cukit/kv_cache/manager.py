@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cukit.attention.cache_arrays import GROUP_ROWS
+from cukit.attention.paged.cache_arrays import GROUP_ROWS
 from cukit.core.arrays import Array, bfloat16, float16, float32
 from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int4, int8
 from cukit.core.scalars import check_choice, check_flag, check_integer

@@ -146,7 +146,7 @@ def tree_matmul(
     out: Array | None = None,
     out_dtype: Any = None,
 ) -> Array:
-    """a @ b with the sum over k halved recursively down to `leaf` terms; see cukit.gemm.tree."""
+    """a @ b with the sum over k halved recursively down to `leaf` terms, as ck.tree_matmul."""
     xp = array_namespace(a)
     left, right = upcast(working_dtype(a, b), _rows(a), b.T if transpose_b else b)
     product = _strassen(xp, left, right, leaf) if strassen else _halves(xp, left, right, leaf)

@@ -23,7 +23,7 @@ from cukit.distill import (
     linear_topk_distillation_loss,
     sampled_distillation_loss,
 )
-from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription
+from cukit.gemm.quantized.weight_only_layout import PackedWeight, WeightDescription
 from cukit.torch._arrays import NUMPY_DTYPES
 from cukit.torch._operators import Operator, arguments_of, define, names_of
 

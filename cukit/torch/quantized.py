@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import cukit
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ConfigError
-from cukit.gemm.weight_only_layout import WeightDescription, pack_weight
+from cukit.gemm.quantized.weight_only_layout import WeightDescription, pack_weight
 from cukit.torch import _table as _table  # defines the operators
 from cukit.torch._arrays import as_array, as_tensor, on_current_stream
 from cukit.torch._table import packed_weight

@@ -6,7 +6,7 @@
 //   scales       Scale [128 / Group][4 warps][8][2]: rows g and g + 8 of a warp are adjacent
 //   zero points  with ZeroPoints: one byte [128 / Group][4 warps][8], row g in the lower nibble
 // Two blocks form a pair of 128 rows; pairs are stored consecutively along k. Rows and columns
-// beyond the weight are zeros. cukit/gemm/weight_only_layout.py writes this layout.
+// beyond the weight are zeros. cukit/gemm/quantized/weight_only_layout.py writes this layout.
 //
 // A step is 32 bytes of the other operand along k: 16 columns of 16-bit elements, 32 of float8.
 // Lane l, with g = l / 4 and t = l % 4, holds this fragment of operand A of wgmma and mma.sync:

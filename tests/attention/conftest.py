@@ -8,12 +8,13 @@ from importlib import import_module
 import pytest
 
 import cukit
-from cukit.attention import _indexer_plan, flash, flash_backward
+from cukit.attention.divergence import _indexer_plan
+from cukit.attention.flash import flash, flash_backward
 
-KL = import_module("cukit.attention.attention_kl")
-KL_BACKWARD = import_module("cukit.attention.attention_kl_backward")
-INDEXER = import_module("cukit.attention.indexer_kl")
-INDEXER_BACKWARD = import_module("cukit.attention.indexer_kl_backward")
+KL = import_module("cukit.attention.divergence.attention_kl")
+KL_BACKWARD = import_module("cukit.attention.divergence.attention_kl_backward")
+INDEXER = import_module("cukit.attention.divergence.indexer_kl")
+INDEXER_BACKWARD = import_module("cukit.attention.divergence.indexer_kl_backward")
 
 
 @pytest.fixture(

@@ -14,7 +14,6 @@ import pytest
 from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
     RecentKV,
-    _cascade_plan,
     append_kv,
     attention_kl,
     attention_kl_backward,
@@ -29,6 +28,7 @@ from cukit.attention import (
     pack_kv,
     paged_attention,
 )
+from cukit.attention.paged import _cascade_plan
 from tests.attention.checks import run
 from tests.attention.conftest import choose_class
 from tests.attention.options import OPTIONS, options_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention.append_kv import plan_append_kv
+from cukit.attention.paged.append_kv import plan_append_kv
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import narrow

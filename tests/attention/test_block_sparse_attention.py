@@ -9,9 +9,9 @@ import pytest
 
 import cukit
 from cukit.attention import block_sparse_attention, flash_attention
-from cukit.attention._arguments import PARAMETERS
-from cukit.attention._flash_plan_sm90 import plan_flash_attention_sm90
-from cukit.attention._problem import AttentionProblem
+from cukit.attention.flash._arguments import PARAMETERS
+from cukit.attention.flash._flash_plan_sm90 import plan_flash_attention_sm90
+from cukit.attention.flash._problem import AttentionProblem
 from cukit.core.device import typical_device
 from cukit.core.kernel import load_kernel
 from cukit.core.parameters import parameter_structs

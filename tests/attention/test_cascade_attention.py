@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _cascade_plan, cascade
-from cukit.attention._cascade_plan import Pass, Prefix, plan_cascade
-from cukit.attention._problem import AttentionProblem
+from cukit.attention.flash._problem import AttentionProblem
+from cukit.attention.paged import _cascade_plan, cascade
+from cukit.attention.paged._cascade_plan import Pass, Prefix, plan_cascade
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import current_device, typical_device
 from cukit.errors import ArrayShapeError, ConfigError
@@ -104,7 +104,7 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
 
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of all requests packed into tiles of the Hopper forward."""
-    from cukit.attention import _paged_prefill, paged
+    from cukit.attention.paged import _paged_prefill, paged
 
     if shared == "gpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")

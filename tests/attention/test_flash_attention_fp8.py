@@ -16,10 +16,11 @@ import pytest
 
 import cukit
 from cukit.array_api import NarrowArray, float8_e4m3, float8_e5m2
-from cukit.attention import _flash_launch_sm90, flash_attention, flash_attention_backward
-from cukit.attention import _flash_plan_sm90 as plan
-from cukit.attention._flash_tilings import Float8Tiling
-from cukit.attention._problem import FLOAT8, AttentionProblem
+from cukit.attention import flash_attention, flash_attention_backward
+from cukit.attention.flash import _flash_launch_sm90
+from cukit.attention.flash import _flash_plan_sm90 as plan
+from cukit.attention.flash._flash_tilings import Float8Tiling
+from cukit.attention.flash._problem import FLOAT8, AttentionProblem
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import attention as reference

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import _flash_plan_sm90, flash_attention, flash_attention_backward
-from cukit.attention._flash_plan_sm90 import covers, plan_flash_attention_backward_sm90
-from cukit.attention._flash_tilings import (
+from cukit.attention import flash_attention, flash_attention_backward
+from cukit.attention.flash import _flash_plan_sm90
+from cukit.attention.flash._flash_plan_sm90 import covers, plan_flash_attention_backward_sm90
+from cukit.attention.flash._flash_tilings import (
     LONG_KEY_TILING,
     LONG_KEY_WIDTH,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
 )
-from cukit.attention._problem import AttentionProblem
+from cukit.attention.flash._problem import AttentionProblem
 from cukit.core.device import KIB, typical_device
 from tests.attention.checks import check_backward, inputs_of
 from tests.contract import poison_pool, to_device, to_host

@@ -8,14 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from cukit.attention._arguments import fits_tensor_maps
-from cukit.attention._flash_plan import (
+from cukit.attention.flash._arguments import fits_tensor_maps
+from cukit.attention.flash._flash_plan import (
     choose_raster_group,
     kernel_class,
     plan_flash_attention,
     plan_flash_attention_backward,
 )
-from cukit.attention._flash_tilings import (
+from cukit.attention.flash._flash_tilings import (
     FORWARD_TILINGS,
     HEAD_WIDTHS,
     KEY_TILINGS,
@@ -23,7 +23,7 @@ from cukit.attention._flash_tilings import (
     QUERY_TILINGS,
     first_fit,
 )
-from cukit.attention._problem import AttentionProblem
+from cukit.attention.flash._problem import AttentionProblem
 from cukit.core.device import KIB, TYPICAL_DEVICES, typical_device
 from cukit.errors import ArrayShapeError, UnsupportedDeviceError
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cukit.attention._flash_plan_sm90 import (
+from cukit.attention.flash._flash_plan_sm90 import (
     covers,
     plan_flash_attention_sm90,
     specs_of,
     tilings_of,
 )
-from cukit.attention._flash_tilings import WARPGROUP_TILINGS, warpgroup_tilings
-from cukit.attention._problem import AttentionProblem, rounded_length
+from cukit.attention.flash._flash_tilings import WARPGROUP_TILINGS, warpgroup_tilings
+from cukit.attention.flash._problem import AttentionProblem, rounded_length
 from cukit.core.device import KIB, typical_device
 from cukit.core.kernel import load_kernel
 from tests.contract import to_device, to_host

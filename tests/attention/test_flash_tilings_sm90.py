@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import _flash_launch_sm90, flash, flash_attention
-from cukit.attention._flash_plan_sm90 import WarpgroupForwardConfig
-from cukit.attention._flash_tilings import WARPGROUP_TILINGS
+from cukit.attention import flash_attention
+from cukit.attention.flash import _flash_launch_sm90, flash
+from cukit.attention.flash._flash_plan_sm90 import WarpgroupForwardConfig
+from cukit.attention.flash._flash_tilings import WARPGROUP_TILINGS
 from cukit.reference import attention as reference
 from tests.attention import plain
 from tests.contract import assert_close, random, to_device, to_host

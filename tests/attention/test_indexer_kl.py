@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.attention import (
-    _indexer_plan,
-    attention_kl,
-    indexer_kl,
-    indexer_kl_backward,
-)
+from cukit.attention import attention_kl, indexer_kl, indexer_kl_backward
+from cukit.attention.divergence import _indexer_plan
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import indexer_kl as reference
 from cukit.reference.attention import flash_attention

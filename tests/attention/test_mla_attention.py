@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import mla
-from cukit.attention._mla_plan import plan_mla_attention
+from cukit.attention.paged import mla
+from cukit.attention.paged._mla_plan import plan_mla_attention
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
 from cukit.errors import (

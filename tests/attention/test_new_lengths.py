@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _flash_fp8, flash, flash_backward, mla
-from cukit.attention import paged as paged_module
+from cukit.attention.flash import _flash_fp8, flash, flash_backward
+from cukit.attention.paged import mla
+from cukit.attention.paged import paged as paged_module
 from cukit.core import backend
 from cukit.core.device import typical_device
 from cukit.core.parameters import parameter_structs

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _paged_gather, paged
-from cukit.attention._arguments import score_options
-from cukit.attention._paged_plan import plan_paged_attention
-from cukit.attention._paged_prefill import PreparedPrefill
-from cukit.attention._paged_prefill_plan import short_queries
-from cukit.attention._problem import AttentionProblem
+from cukit.attention.flash._arguments import score_options
+from cukit.attention.flash._problem import AttentionProblem
+from cukit.attention.paged import _paged_gather, paged
+from cukit.attention.paged._paged_plan import plan_paged_attention
+from cukit.attention.paged._paged_prefill import PreparedPrefill
+from cukit.attention.paged._paged_prefill_plan import short_queries
 from cukit.core.arrays import bfloat16, float16
 from tests.attention.test_paged_attention import DTYPES, Cache, array_module, grouped
 from tests.quick_run import emulated

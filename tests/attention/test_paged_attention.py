@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _paged_arguments, _paged_plan, paged
-from cukit.attention._paged_plan import PagedConfig, plan_paged_attention
+from cukit.attention.paged import _paged_arguments, _paged_plan, paged
+from cukit.attention.paged._paged_plan import PagedConfig, plan_paged_attention
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _paged_gather, _paged_prefill, paged
-from cukit.attention._paged_prefill_plan import (
+from cukit.attention.flash._problem import AttentionProblem
+from cukit.attention.paged import _paged_gather, _paged_prefill, paged
+from cukit.attention.paged._paged_prefill_plan import (
     PagedForwardConfig,
     few_packed_queries,
     plan_paged_prefill,
     prefers_gather,
     prefers_prefill,
 )
-from cukit.attention._problem import AttentionProblem
 from cukit.core import backend
 from cukit.core.arrays import bfloat16, float16
 from cukit.core.device import KIB, current_device, typical_device

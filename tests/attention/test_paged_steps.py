@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import _paged_gather, _paged_prefill, paged
+from cukit.attention.paged import _paged_gather, _paged_prefill, paged
 from cukit.core import backend
 from cukit.core.arrays import float16
 from cukit.core.device import current_device

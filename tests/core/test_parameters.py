@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.attention._flash_plan import plan_flash_attention
-from cukit.attention._problem import AttentionProblem
+from cukit.attention.flash._flash_plan import plan_flash_attention
+from cukit.attention.flash._problem import AttentionProblem
 from cukit.core.compiler import compile_kernel
 from cukit.core.device import typical_device
 from cukit.core.parameters import layout_assertions, parameter_structs

@@ -12,7 +12,7 @@ import pytest
 
 import cukit
 from cukit.attention import attention_kl, flash_attention
-from cukit.attention.attention_with_kl import attention_with_kl
+from cukit.attention.divergence.attention_with_kl import attention_with_kl
 from cukit.distill import (
     AttentionTerm,
     distillation_attention,

@@ -24,12 +24,12 @@ from cukit.gemm import (
     pack_weight,
     quantized_linear,
 )
-from cukit.gemm import _matmul_8bit_plan as plan_8bit
-from cukit.gemm._bsr_plan import TILINGS as SPARSE_TILINGS
-from cukit.gemm._linear_launch import LinearSm90
-from cukit.gemm._linear_plan import Product, configure
-from cukit.gemm._matmul_8bit_launch import Matmul8BitSm90
-from cukit.gemm._matmul_8bit_plan import Product8Bit
+from cukit.gemm.dense._linear_launch import LinearSm90
+from cukit.gemm.dense._linear_plan import Product, configure
+from cukit.gemm.quantized import _matmul_8bit_plan as plan_8bit
+from cukit.gemm.quantized._matmul_8bit_launch import Matmul8BitSm90
+from cukit.gemm.quantized._matmul_8bit_plan import Product8Bit
+from cukit.gemm.sparse._bsr_plan import TILINGS as SPARSE_TILINGS
 from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place

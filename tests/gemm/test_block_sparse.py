@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_from_mask, create_sparse_mask
-from cukit.gemm._bsr_plan import (
+from cukit.gemm.sparse._bsr_plan import (
     SAMPLED_TILINGS,
     TILINGS,
     Transposed,
     plan_bsr_matmul,
     plan_bsr_sampled,
 )
-from cukit.gemm._bsr_schedule import (
+from cukit.gemm.sparse._bsr_schedule import (
     assign_tiles,
     group_rows,
     matmul_work,

@@ -9,8 +9,8 @@ import pytest
 
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
-from cukit.gemm._bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
-from cukit.gemm._bsr_plan import (
+from cukit.gemm.sparse._bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
+from cukit.gemm.sparse._bsr_plan import (
     SAMPLED_TILINGS,
     TILINGS,
     BsrMatmulConfig,
@@ -138,7 +138,7 @@ def test_every_tiling(device, rng, tiling, flag):
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_expanded(device, rng, monkeypatch, sparse_first, transpose_a, transpose_b):
     """As a dense product, which the plan chooses for large matrices of many small blocks."""
-    monkeypatch.setattr("cukit.gemm.bsr.prefers_dense", lambda *_: True)
+    monkeypatch.setattr("cukit.gemm.sparse.bsr.prefers_dense", lambda *_: True)
     pattern = pattern_of(32)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     inner = pattern.shape[not transpose_a] if sparse_first else pattern.shape[transpose_b]

@@ -8,8 +8,8 @@ import pytest
 import cukit
 from cukit.errors import ArrayDtypeError, ConfigError
 from cukit.gemm import matmul_fp8
-from cukit.gemm._matmul_8bit_launch import Matmul8BitSm90
-from cukit.gemm._matmul_8bit_plan import (
+from cukit.gemm.quantized._matmul_8bit_launch import Matmul8BitSm90
+from cukit.gemm.quantized._matmul_8bit_plan import (
     Product8Bit,
     Tiling8Bit,
     configure,

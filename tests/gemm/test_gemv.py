@@ -8,8 +8,8 @@ import pytest
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.gemm import gemv
-from cukit.gemm.cublas import Matrix
-from cukit.gemm.gemv import Operands, operands_of, plan_gemv
+from cukit.gemm.dense.cublas import Matrix
+from cukit.gemm.dense.gemv import Operands, operands_of, plan_gemv
 from cukit.reference import gemm as reference
 from tests.contract import check_against_reference, poisoned, random, to_device, to_host
 

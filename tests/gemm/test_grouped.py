@@ -10,11 +10,11 @@ import pytest
 import cukit
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
-from cukit.gemm import _grouped_plan as grouped_plan
 from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
-from cukit.gemm._grouped_launch import GroupedSm80, GroupedSm90
-from cukit.gemm._grouped_plan import GroupedProblem, Layout, plan_grouped_sm80
-from cukit.gemm._linear_plan import Product
+from cukit.gemm.dense._linear_plan import Product
+from cukit.gemm.grouped import _grouped_plan as grouped_plan
+from cukit.gemm.grouped._grouped_launch import GroupedSm80, GroupedSm90
+from cukit.gemm.grouped._grouped_plan import GroupedProblem, Layout, plan_grouped_sm80
 from cukit.reference import grouped_gemm as reference
 from tests.contract import (
     another_order,

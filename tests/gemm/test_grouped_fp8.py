@@ -12,7 +12,7 @@ import cukit as ck
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import grouped_gemm_fp8
-from cukit.gemm.grouped_fp8 import (
+from cukit.gemm.grouped.grouped_fp8 import (
     TILINGS,
     GroupedFp8Launch,
     configure,

@@ -13,8 +13,8 @@ from cukit.core.narrow_dtype import int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul_int8
-from cukit.gemm._matmul_8bit_launch import Matmul8BitSm90
-from cukit.gemm._matmul_8bit_plan import (
+from cukit.gemm.quantized._matmul_8bit_launch import Matmul8BitSm90
+from cukit.gemm.quantized._matmul_8bit_plan import (
     Product8Bit,
     Tiling8Bit,
     configure,

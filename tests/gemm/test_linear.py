@@ -14,8 +14,8 @@ from cukit.gemm import (
     gated_linear,
     linear,
 )
-from cukit.gemm._linear_launch import LinearSm80, LinearSm90
-from cukit.gemm._linear_plan import (
+from cukit.gemm.dense._linear_launch import LinearSm80, LinearSm90
+from cukit.gemm.dense._linear_plan import (
     ACTIVATIONS,
     CLUSTER_TILING,
     GATED_ACTIVATIONS,

@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import gated_linear_backward, linear_backward
-from cukit.gemm._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS
+from cukit.gemm.dense._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS
 from cukit.reference import gemm as reference
 from tests.contract import check_against_reference, check_gradient, random
 from tests.gemm.test_linear import DTYPES, SHAPES, operands

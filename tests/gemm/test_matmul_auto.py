@@ -12,10 +12,10 @@ import pytest
 import cukit as ck
 from cukit.core.device import current_device, typical_device
 from cukit.errors import ConfigError, UnsupportedDeviceError
-from cukit.gemm import _matmul_times as measured_times
 from cukit.gemm import forget_decisions
-from cukit.gemm._matmul_candidates import MatmulProblem, plan_matmul
-from cukit.gemm._matmul_narrowing import sampled_error
+from cukit.gemm.dispatch import _matmul_times as measured_times
+from cukit.gemm.dispatch._matmul_candidates import MatmulProblem, plan_matmul
+from cukit.gemm.dispatch._matmul_narrowing import sampled_error
 from tests.contract import random, to_device, to_host
 
 H200 = typical_device("sm_90")
@@ -197,7 +197,7 @@ def test_sampled_errors(place, rng):
 
 
 def test_a_decision_is_made_once(monkeypatch, rng, caplog):
-    from cukit.gemm import _matmul_decision as decision
+    from cukit.gemm.dispatch import _matmul_decision as decision
 
     calls = []
 

@@ -13,15 +13,15 @@ from cukit.core.arrays import bfloat16
 from cukit.core.device import TYPICAL_DEVICES, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import pack_weight, quantized_linear
-from cukit.gemm._weight_only_plan import (
+from cukit.gemm.quantized._weight_only_plan import (
     configure,
     few_tiling,
     hopper_tiling,
     plan_weight_only,
     sm80_tiling,
 )
-from cukit.gemm.weight_only import WeightOnlyLaunch
-from cukit.gemm.weight_only_layout import WeightDescription
+from cukit.gemm.quantized.weight_only import WeightOnlyLaunch
+from cukit.gemm.quantized.weight_only_layout import WeightDescription
 from cukit.reference import weight_only as reference
 from tests.contract import (
     another_order,

@@ -27,7 +27,7 @@ from cukit.distill.losses._row_loss import Losses, empty_rows, normalizer_of, re
 from cukit.distributed import Communicator
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import matmul
-from cukit.gemm.cublas import Matrix, gemm
+from cukit.gemm.dense.cublas import Matrix, gemm
 from cukit.reference.losses import LinearKlResult
 
 _FEWEST_TOKENS = 1024

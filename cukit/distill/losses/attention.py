@@ -13,8 +13,8 @@ from cukit.attention import (
     flash_attention,
     flash_attention_backward,
 )
-from cukit.attention.attention_with_kl import attention_with_kl
-from cukit.attention.kl_pairs import RowArrays, head_map_of, kl_options
+from cukit.attention.divergence.attention_with_kl import attention_with_kl
+from cukit.attention.divergence.kl_pairs import RowArrays, head_map_of, kl_options
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError
@@ -81,7 +81,7 @@ def distillation_attention(
         v_s: the student's values, as k_s; their head_dim may differ.
         lse_t: as in attention_kl.
 
-    All other arguments as in :func:`~cukit.attention.attention_kl.attention_kl`.
+    All other arguments as in :func:`~cukit.attention.divergence.attention_kl.attention_kl`.
 
     Returns:
         A DistillationAttention.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.kl_pairs import RowArrays, check_pairs, head_map_of, kl_options
+from cukit.attention.divergence.kl_pairs import RowArrays, check_pairs, head_map_of, kl_options
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_number
 

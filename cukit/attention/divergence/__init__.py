@@ -1,0 +1,1 @@
+"""KL divergences between attention distributions, and of sparse-attention indexers."""

@@ -1,0 +1,111 @@
+"""Reduction of per-row divergences to a loss, shared by attention_kl and indexer_kl."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.attention.divergence.kl_pairs import KlOptions, RowArrays
+from cukit.attention.flash._problem import ceil_div
+from cukit.core.arrays import Array, empty
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+
+_TOTAL_THREADS = 512
+_ROWS_PER_BLOCK = 4096
+_MOST_BLOCKS = 1024
+
+
+def total_blocks(rows: int) -> int:
+    """Grid size of the kernel that sums `rows` rows of a loss."""
+    return min(_MOST_BLOCKS, max(1, ceil_div(rows, _ROWS_PER_BLOCK)))
+
+
+def sum_spec() -> KernelSpec:
+    """The kernel that computes partial sums of the rows."""
+    return _total_spec("attention_kl_sum", False)
+
+
+def total_spec(weighed: bool) -> KernelSpec:
+    """The kernel that adds the partial sums. weighed: and divides by the sum of the weights."""
+    return _total_spec("attention_kl_total", weighed)
+
+
+def _total_spec(entry: str, weighed: bool) -> KernelSpec:
+    defines = (("THREADS", _TOTAL_THREADS), ("WEIGHED", weighed))
+    return KernelSpec("attention/attention_kl_total.cu", entry, defines, _TOTAL_THREADS)
+
+
+class Divisor(NamedTuple):
+    """The factor of the sum of the rows: a number on the host, divided on the device by
+    `normalizer` or, if `weighed`, by the sum of the weights."""
+
+    factor: float
+    normalizer: Array | None
+    weighed: bool
+
+    @property
+    def on_host(self) -> bool:
+        """Whether nothing is divided on the device."""
+        return self.normalizer is None and not self.weighed
+
+
+def divisor_of(
+    shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
+) -> Divisor:
+    """The divisor of a reduction. shape: of the rows, [batch, heads, seq] or [heads, total]."""
+    factor = options.loss_factor
+    if options.reduction != "mean":
+        return Divisor(factor, None, False)
+    factor /= max(1, shape[-2])
+    if normalizer is None:
+        if weights is not None:
+            return Divisor(factor, None, True)
+        normalizer = max(1, math.prod(shape) // max(1, shape[-2]))
+    if isinstance(normalizer, numbers.Real):
+        return Divisor(factor / float(normalizer), None, False)
+    return Divisor(factor, normalizer, False)
+
+
+def totals(
+    like: Array,
+    rows: Array | None,
+    shape: tuple[int, ...],
+    weights: Array | None,
+    divisor: Divisor,
+    grad: Array | None = None,
+) -> Array:
+    """float32 [2] on the GPU: the sum of the weighted rows times `divisor`, and the gradient of a
+    row of weight 1, which is `grad` (0-d; None: 1) times `divisor`."""
+    count, heads = math.prod(shape), shape[-2]
+    blocks = total_blocks(count)
+    partials = empty(like, (2, blocks), np.float32)
+    add, end = _total_launches(blocks, divisor.weighed)
+    add(rows, weights, partials, then=(np.int64(count), np.int32(heads), np.int64(shape[-1])))
+    both = empty(like, (2,), np.float32)
+    scalars = (np.int32(blocks), np.float32(divisor.factor), np.int32(heads))
+    end(partials, divisor.normalizer, grad, both, then=scalars)
+    return both
+
+
+@launch_plan
+def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
+    return Launch(load_kernel(sum_spec()), (blocks,)), Launch(
+        load_kernel(total_spec(weighed)), (1,)
+    )
+
+
+def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
+    """The loss from the rows of the divergence, on the GPU; of "none" the rows, in place."""
+    weights = arrays.row_weights
+    if options.reduction != "none":
+        divisor = divisor_of(rows.shape, options, weights, normalizer)
+        return totals(rows, rows, rows.shape, weights, divisor)[0]
+    if weights is not None:
+        by_rows = weights[None] if arrays.varlen else weights[:, None]
+        rows *= by_rows
+    if options.loss_factor != 1.0:
+        rows *= np.float32(options.loss_factor)
+    return rows

@@ -1,0 +1,1 @@
+"""Exact attention: plans, launches, forward, backward, FP8, block masks."""

@@ -1,0 +1,397 @@
+"""Launches of the sm90 attention kernels, forward and backward, which read their inputs by TMA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cukit.attention.flash._arguments import (
+    NO_TEACHER,
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
+    dense_strides,
+    scales_of,
+    score_settings,
+    score_shape,
+    strides_of,
+)
+from cukit.attention.flash._flash_plan_sm90 import (
+    BlockSize,
+    WarpgroupBackwardConfig,
+    WarpgroupForwardConfig,
+    covers,
+    plan_flash_attention_sm90,
+    sequences_plan_size,
+)
+from cukit.attention.flash._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS, Float8Tiling
+from cukit.attention.flash._problem import AttentionProblem
+from cukit.core.arrays import Array, empty
+from cukit.core.device import current_device
+from cukit.core.kernel import (
+    NULL,
+    KernelSpec,
+    Launch,
+    Launches,
+    by_value,
+    int32s,
+    launch_plan,
+    load_kernel,
+)
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
+
+_STRUCTS = parameter_structs(PARAMETERS)
+NO_FLOAT8 = _STRUCTS["Float8Settings"].pack(
+    **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), 0),
+    value_tiles=0,
+)
+_OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the schedule and the block mask
+
+
+def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array], Any]:
+    """A function that encodes the tensor map of an array for boxes of one shape.
+
+    The array is [batch, seq, heads, head_dim] or [seq, heads, head_dim]. longest: the maximum
+    length of packed sequences whose tiles must read zeros, not the next sequence, after their last
+    row (encode_sequence_map).
+    """
+    if longest is None:
+        # Packed sequences are rows of a single batch.
+        return partial(encode_tensor_map, box=box, swizzle_bytes=None, batches=True)
+    return partial(encode_sequence_map, longest=longest, box=box)
+
+
+class Prologue:
+    """A launch that computes an array for the main launch: its schedule, or prepared FP8 values."""
+
+    __slots__ = ("_dtype", "_launch", "_size")
+
+    def __init__(self, launch: Launch, size: int, dtype: npt.DTypeLike = np.int32) -> None:
+        self._launch = launch
+        self._size = size
+        self._dtype = dtype
+
+    def __call__(self, like: Array, *arrays: Any, into: Array | None = None) -> Array:
+        """Launches on the current stream and returns the array: a new one, or `into`."""
+        result = empty(like, (self._size,), self._dtype) if into is None else into
+        self._launch(*arrays, result)
+        return result
+
+
+class MappedLaunch:
+    """A launch of `flash_attention_sm90`, for arrays of the same shapes, strides and dtypes."""
+
+    __slots__ = ("_k", "_launch", "_nothing", "_plan", "_q", "_v", "_values")
+
+    def __init__(
+        self,
+        launch: Launch,
+        maps: tuple[TensorMapCache, ...],
+        plan: Prologue | None,
+        values: Prologue | None,
+        nothing: tuple[Any, ...] | None,
+    ) -> None:
+        """maps: of q, k and v. nothing: the null pointers of all optional arrays, if the call
+        uses none and needs no schedule."""
+        self._launch = launch
+        self._plan = plan
+        self._values = values
+        self._nothing = nothing
+        self._q, self._k, self._v = maps
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array | None,
+        *options: Array | None,
+        block_mask: Array | None = None,
+        descales: tuple[Array | None, ...] | None = None,
+        more: tuple[Any, ...] = (),
+        schedule: Array | None = None,
+    ) -> None:
+        """Launches on the current stream.
+
+        options: ScoreArrays. descales: of FP8 inputs. more: the kernel's further arguments: the
+        block table of a paged cache, and the caches themselves where the kernel reads them without
+        TMA; or those of a teacher. schedule: memory for that of the tiles; None allocates it.
+        """
+        pointers = self._nothing
+        if pointers is None:
+            plan: Any = NULL
+            if self._plan is not None:
+                planned = options[-2:] if block_mask is None else (block_mask,)
+                plan = self._plan(q, *planned, into=schedule)
+            pointers = (*options, plan, block_mask)
+        values = self._v(v)
+        if descales is not None:
+            prepared = NULL if self._values is None else self._values(q, values, options[-1])
+            pointers = (*pointers, prepared, *descales)
+        self._launch(self._q(q), self._k(k), values, out, lse, *pointers, *more)
+
+
+class MappedForward:
+    """The loaded sm90 kernels of a problem; a call supplies its lengths, strides and options."""
+
+    def __init__(self, config: WarpgroupForwardConfig) -> None:
+        self._config = config
+        problem = config.problem
+        self._plain = not problem.features & {"alibi", "bias", "mask", "sinks", "varlen"}
+        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
+        self._launches = Launches(load_kernel(config.spec()))
+        self._plan_launches = launches_of(config.plan_spec())
+        self._values_launches = launches_of(config.values_spec())
+        tiling, columns = config.tiling, config.box_columns(config.width)
+        value_columns = config.box_columns(config.value_width)
+        self._encoders = (
+            encoder((1, WARPGROUP_ROWS, 1, columns)),
+            encoder((1, tiling.tile_n, 1, columns)),
+            encoder((1, tiling.tile_n, 1, value_columns)),
+        )
+
+    def launch(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array | None,
+        options: ScoreOptions,
+        arrays: ScoreArrays,
+        mask_heads: int = 1,
+        descales: tuple[Array | None, ...] | None = None,
+        teacher: Mapping[str, float] | None = None,
+    ) -> MappedLaunch:
+        """The launch for arrays like these, already checked.
+
+        mask_heads: heads of a block mask. descales: of FP8 inputs, each float32 [], [heads_kv],
+        [batch, heads_kv] or None. teacher: the second model's parameters, for its divergence.
+        """
+        config = self._config
+        problem = config.problem
+        shape = score_shape(q, k, options, arrays)
+        batch, heads_q, seq_len_q, seq_len_kv = shape
+        settings = score_settings(q, options, arrays, shape)
+        blocks = config.num_blocks(seq_len_q)
+        tiles = config.value_tiles(v.shape[-3]) if descales else 0
+        parameters = _STRUCTS["MappedForwardParameters"].pack(
+            out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
+            batch=batch,
+            heads_q=heads_q,
+            group=problem.group,
+            seq_q=seq_len_q,
+            seq_kv=seq_len_kv,
+            value_dim=problem.head_dim_v,
+            mask_heads=mask_heads,
+            scale_log2=scales_of(q, options)[1],
+            settings=settings,
+            float8=_float8_settings(descales, tiles) if descales else NO_FLOAT8,
+        )
+        structs: tuple[Any, ...] = (parameters,)
+        if teacher is not None:
+            of_teacher = parameter_structs(PARAMETERS)["TeacherParameters"].pack(**teacher)
+            structs = (of_teacher, parameters)
+        launch = self._launches((blocks,), structs)
+        plan = values = None
+        if self._plan_launches is not None:
+            size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)
+            extents = (mask_heads, seq_len_q, seq_len_kv, blocks)
+            if problem.varlen:
+                extents = (batch, heads_q, seq_len_kv, blocks)
+            scalars = (*int32s(*extents), *(() if problem.varlen else (settings,)))
+            grid = (config.plan_blocks(seq_len_q, mask_heads),)
+            plan = Prologue(self._plan_launches(grid, scalars), size)
+        if self._values_launches is not None:
+            assert isinstance(config.tiling, Float8Tiling)
+            count = tiles * problem.num_heads_kv
+            scalars = int32s(tiles, batch, seq_len_kv)
+            values = Prologue(
+                self._values_launches((count,), scalars),
+                count * config.tiling.value_bytes(config.value_width),
+                np.uint8,
+            )
+        nothing = self._nothing if plan is None and self._plain else None
+        maps = tuple(map(TensorMapCache, self._encoders))
+        return MappedLaunch(launch, maps, plan, values, nothing)
+
+
+@launch_plan
+def mapped_forward(
+    problem: AttentionProblem, block_size: BlockSize | None = None
+) -> MappedForward | None:
+    """The loaded sm90 forward of a problem, cached; None where class sm90 does not cover it."""
+    device = current_device()
+    if not covers(problem, device):
+        return None
+    return MappedForward(plan_flash_attention_sm90(problem, device, block_size))
+
+
+def launches_of(spec: KernelSpec | None) -> Launches | None:
+    """The launches of a loaded kernel; None for None."""
+    return None if spec is None else Launches(load_kernel(spec))
+
+
+def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tuple[int, ...]:
+    """Batch and head strides of the descales of q, k and v, in elements (0 where shared), and the
+    tiles of prepared V per KV head."""
+    strides: tuple[int, ...] = ()
+    for factors in descales:
+        steps = () if factors is None else factors.strides
+        size = 1 if factors is None else factors.itemsize
+        strides += (0,) * (2 - len(steps)) + tuple(step // size for step in steps)
+    return *strides, value_tiles
+
+
+class InputMaps:
+    """The tensor maps of q, k, v and grad_out, cached by address."""
+
+    __slots__ = ("_grad_out", "_k", "_q", "_v")
+
+    def __init__(self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]) -> None:
+        """rows: queries and keys per box. longest: maximum lengths of packed sequences."""
+        query_box, key_box = ((1, each, 1, BOX_COLUMNS) for each in rows)
+        query_encoder, key_encoder = encoder(query_box, longest[0]), encoder(key_box, longest[1])
+        self._q, self._grad_out = TensorMapCache(query_encoder), TensorMapCache(query_encoder)
+        self._k, self._v = TensorMapCache(key_encoder), TensorMapCache(key_encoder)
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array) -> tuple[Any, ...]:
+        return self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)
+
+
+class _MappedGradients:
+    """A backward launch, for arrays of the same shapes, strides and dtypes."""
+
+    __slots__ = ("_launch", "_maps", "_plan")
+
+    def __init__(self, launch: Launch, maps: InputMaps, plan: Prologue | None) -> None:
+        """plan: the schedule of variable-length sequences."""
+        self._launch = launch
+        self._maps = maps
+        self._plan = plan
+
+
+class MappedKeys(_MappedGradients):
+    """A launch of `flash_attention_backward_sm90`."""
+
+    __slots__ = ()
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
+        """Launches on the current stream."""
+        lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
+        # With a teacher, an upstream gradient follows.
+        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *upstream = options
+        plan: Any = NULL
+        if self._plan is not None:
+            # Swapped: the schedule is one of query tiles, and here the tiles hold keys.
+            plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
+        self._launch(
+            *self._maps(q, k, v, grad_out),
+            *(lse_log2, delta, counters, total, grad_k, grad_v),
+            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan, *upstream),
+        )
+
+
+class MappedQueries(_MappedGradients):
+    """A launch of `flash_attention_backward_query_sm90`."""
+
+    __slots__ = ()
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
+        """Launches on the current stream."""
+        lse_log2, delta, grad_q, *options = rest
+        alibi_slopes, _sinks, bias, mask, *ends = options
+        plan: Any = NULL if self._plan is None else self._plan(q, *ends)
+        self._launch(
+            *self._maps(q, k, v, grad_out),
+            *(lse_log2, delta, grad_q),
+            *(alibi_slopes, bias, mask, *ends, plan),
+        )
+
+
+class MappedKernels:
+    """The loaded sm90 backward kernels, shared by calls that differ only in lengths."""
+
+    def __init__(self, config: WarpgroupBackwardConfig) -> None:
+        self._keys = Launches(load_kernel(config.keys_spec()))
+        self._key_plan = launches_of(config.sequences_spec())
+        self._queries = self._query_plan = None
+        if not config.accumulates_grad_q:
+            self._queries = Launches(load_kernel(config.queries_spec()))
+            self._query_plan = launches_of(config.query_sequences_spec())
+
+    def launches(
+        self,
+        q: Array,
+        k: Array,
+        options: ScoreOptions,
+        settings: Any,
+        config: WarpgroupBackwardConfig,
+        rows: tuple[int, int],
+        num_sms: int,
+        teacher: Mapping[str, float] | None = None,
+        factor: float = 1.0,
+    ) -> tuple[MappedKeys, MappedQueries | None]:
+        """The dK/dV launch, and the dQ launch unless the former accumulates dQ.
+
+        config: for the lengths of the call. settings: score_settings. rows: heads of the scratch
+        arrays, and rows per head. num_sms: persistent blocks. teacher: the second model's
+        parameters, for the attention KL. factor: of the gradients.
+        """
+        problem, splits = config.problem, config.splits
+        lengths = problem.seq_len_q, problem.seq_len_kv
+        heads = problem.num_heads_kv * splits
+        longest: tuple[int, int] | tuple[None, None] = None, None
+        if problem.varlen:
+            # No sequence is longer than all of them together.
+            longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
+        maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
+        scale, scale_log2 = scales_of(q, options)
+        common = {
+            "batch": problem.batch,
+            "seq_q": lengths[0],
+            "seq_kv": lengths[1],
+            "rows_per_head": rows[1],
+            "head_dim": problem.head_dim,
+            "scale": scale * factor,
+            "scale_log2": scale_log2,
+            "settings": settings,
+        }
+        parameters = _STRUCTS["MappedKeyParameters"].pack(
+            **common,
+            heads=heads,
+            group=problem.group // splits,
+            splits=splits,
+            value_dim=problem.head_dim_v,
+            section=config.key_raster_group,
+            **(NO_TEACHER if teacher is None else teacher),
+        )
+        blocks = config.most_key_blocks(k.shape[0])
+        plan = _schedule_prologue(self._key_plan, problem.batch, heads, lengths[0], blocks)
+        keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
+        if self._queries is None:
+            return keys, None
+        parameters = _STRUCTS["MappedQueryParameters"].pack(
+            **common, heads_q=problem.num_heads_q, group=problem.group
+        )
+        blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
+        launch = self._queries((blocks,), (parameters,))
+        plan = _schedule_prologue(
+            self._query_plan, problem.batch, problem.num_heads_q, lengths[1], blocks
+        )
+        maps = InputMaps((WARPGROUP_ROWS, config.queries.tile_n), longest)
+        return keys, MappedQueries(launch, maps, plan)
+
+
+def _schedule_prologue(
+    launches: Launches | None, batch: int, heads: int, longest: int, blocks: int
+) -> Prologue | None:
+    if launches is None:
+        return None
+    scalars = int32s(batch, heads, longest, blocks)
+    return Prologue(launches((1,), scalars), sequences_plan_size(batch))

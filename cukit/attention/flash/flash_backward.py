@@ -1,0 +1,377 @@
+"""Gradients of exact attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.attention.flash._arguments import (
+    NO_TEACHER,
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
+    backward_but_lengths,
+    check_backward,
+    check_kernel_layout,
+    check_sequence_ends,
+    fits_tensor_maps,
+    problem_of,
+    refuse_dropout,
+    scales_of,
+    score_options,
+    score_settings,
+    score_shape,
+    strides_of,
+)
+from cukit.attention.flash._flash_fp8 import refuse_float8
+from cukit.attention.flash._flash_launch_sm90 import (
+    MappedKernels,
+    MappedKeys,
+    MappedQueries,
+    launches_of,
+)
+from cukit.attention.flash._flash_plan import (
+    FlashAttentionBackwardConfig,
+    plan_flash_attention_backward,
+    representative_specs,
+)
+from cukit.attention.flash._flash_plan_sm90 import (
+    WarpgroupBackwardConfig,
+    covers,
+    plan_flash_attention_backward_sm90,
+)
+from cukit.attention.flash._problem import AttentionProblem, Window
+from cukit.core.arrays import Array, adopt, empty, runs_kernel
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag
+from cukit.reference import attention as reference
+from cukit.registry import register
+
+_OP = "flash_attention_backward"
+
+
+def flash_attention_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool = False,
+    window_size: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    dropout: float = 0.0,
+) -> tuple[Array, ...]:
+    """Gradients of :func:`~cukit.attention.flash.flash.flash_attention`.
+
+    Args:
+        grad_out: gradient of `out`; dtype and shape of out, strides as for q.
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: what the forward returned; strides as for q.
+        lse: what the forward returned, C-contiguous.
+        causal: as in the forward, and so are all options down to `scale`. Slopes, bias and mask
+            are constants: they get no gradient.
+        window_size: as in the forward.
+        softcap: as in the forward.
+        alibi_slopes: as in the forward.
+        sinks: as in the forward.
+        bias: as in the forward.
+        mask: as in the forward.
+        cu_seqlens_q: as in the forward.
+        cu_seqlens_kv: as in the forward.
+        max_seqlen_q: as in the forward.
+        max_seqlen_kv: as in the forward.
+        scale: as in the forward.
+        deterministic: sum grad_q in a fixed order. On Hopper blocks then add one after another; on
+            other GPUs two more matrix products are computed (about 30 % more time). Otherwise
+            blocks add to grad_q in float32 in the order in which they finish, and its last bits
+            vary from run to run. On Hopper, head_dims above 128 are always deterministic.
+        dropout: must be 0: attention dropout is not supported.
+
+    Returns:
+        `(grad_q, grad_k, grad_v)`, C-contiguous, dtypes and shapes of q, k and v; with sinks a
+        fourth, grad_sinks, like sinks. All but grad_q are always summed in a fixed order.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
+
+    Runs on CuPy's current stream and accumulates in float32. Scratch memory: two float32 per query
+    and head; a float32 copy of grad_q (on Hopper for head_dims up to 128, on other GPUs unless
+    deterministic); and, where there are too few KV heads to fill the GPU, several float32 copies of
+    grad_k and grad_v.
+    Paper: Dao, FlashAttention-2, arXiv:2307.08691.
+
+    >>> import numpy as np, cukit as ck
+    >>> q, k, v = (np.random.rand(1, 3, 2, 8).astype(np.float32) for _ in range(3))
+    >>> out, lse = ck.flash_attention(q, k, v, return_lse=True)
+    >>> grads = ck.flash_attention_backward(np.ones_like(out), q, k, v, out, lse)
+    >>> grads[2].sum(axis=1)[0, 0].round(3).tolist()
+    [3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    """
+    refuse_float8(_OP, q, k, v)
+    grad_out, q, k, v, out, lse, *given = adopt(
+        _OP,
+        *(grad_out, q, k, v, out, lse),
+        *(alibi_slopes, sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv),
+    )
+    arrays = ScoreArrays(*given)
+    options = score_options(_OP, causal, window_size, softcap, scale, max_seqlen_q, max_seqlen_kv)
+    refuse_dropout(_OP, dropout)
+    check_flag(_OP, "deterministic", deterministic)
+    if not runs_kernel(_OP, grad_out, q, k, v, out, lse, *arrays):
+        check_backward(grad_out, q, k, v, out, lse, options, arrays)
+        check_sequence_ends(_OP, q, k, options, arrays)
+        settings = {**options._asdict(), **arrays._asdict()}
+        return reference.flash_attention_backward(
+            grad_out, q, k, v, out, lse, deterministic=deterministic, **settings
+        )
+    steps = _prepare_backward(grad_out, q, k, v, out, lse, options, bool(deterministic), *arrays)
+    if arrays.varlen:
+        check_sequence_ends(_OP, q, k, options, arrays)
+    ends_q = arrays.cu_seqlens_q
+    statistics = empty(q, (2, *steps.scratch_rows), np.float32)
+    lse_log2, delta = statistics[0], statistics[1]
+    grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
+    total: Any = NULL
+    if steps.accumulates_grad_q:
+        total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
+    counters: Any = empty(q, (steps.counters,), np.int32) if steps.counters else NULL
+    sums = [grad_k, grad_v]
+    if steps.splits > 1:
+        sums = [empty(x, (*x.shape[:-1], steps.splits, x.shape[-1]), np.float32) for x in (k, v)]
+
+    steps.prepare(out, grad_out, lse, lse_log2, delta, total, counters, ends_q)
+    scratch = (total, counters) if steps.counters else (total,)
+    steps.keys(q, k, v, grad_out, lse_log2, delta, *scratch, *sums, *arrays)
+    if steps.sums is not None:
+        for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
+            add(partial, gradient)
+    if steps.accumulates_grad_q:
+        steps.queries(total, counters, grad_q, ends_q)
+    else:
+        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
+    if steps.sinks is None:
+        return grad_q, grad_k, grad_v
+    grad_sinks = empty(q, arrays.sinks.shape, np.float32)  # type: ignore[union-attr]
+    steps.sinks(lse_log2, delta, arrays.sinks, grad_sinks)
+    return grad_q, grad_k, grad_v, grad_sinks
+
+
+class _BackwardSteps(NamedTuple):
+    """The launches of a backward, and the extents of its scratch arrays."""
+
+    prepare: Launch
+    keys: Launch | MappedKeys
+    sums: tuple[Launch, Launch] | None
+    queries: Launch | MappedQueries
+    sinks: Launch | None
+    accumulates_grad_q: bool
+    """Whether `keys` accumulates dQ in scratch, which `queries` then converts."""
+    scratch_rows: tuple[int, int]
+    counters: int
+    """FlashAttentionBackwardConfig.counters."""
+    width: int
+    splits: int
+
+
+class _BackwardKernels(NamedTuple):
+    """The loaded kernels, shared by calls that differ only in lengths."""
+
+    config: FlashAttentionBackwardConfig
+    """For the rounded lengths."""
+    prepare: Launches
+    keys: Launches | MappedKernels
+    sums: Launches | None
+    queries: Launches | None
+    """finish or the dQ kernel; None where `keys` includes the latter."""
+    sinks: Launches | None
+
+
+def _planned_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: ScoreOptions,
+    deterministic: bool,
+    *given: Array | None,
+) -> _BackwardKernels:
+    """Checks a call and loads its kernels, for all lengths that round alike."""
+    arrays = ScoreArrays(*given)
+    check_backward(grad_out, q, k, v, out, lse, options, arrays)
+    check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, v, options, arrays, rounded=True)
+    device = current_device()
+    config: FlashAttentionBackwardConfig
+    keys: Launches | MappedKernels
+    queries: KernelSpec | None
+    if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
+        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
+        keys = MappedKernels(config)
+        queries = config.finish_spec() if config.accumulates_grad_q else None
+    else:
+        config = plan_flash_attention_backward(problem, deterministic, device)
+        keys = Launches(load_kernel(config.keys_spec()))
+        queries = config.finish_spec() if config.accumulates_grad_q else config.queries_spec()
+    return _BackwardKernels(
+        config,
+        Launches(load_kernel(config.prepare_spec())),
+        keys,
+        launches_of(config.sum_spec() if config.splits > 1 else None),
+        launches_of(queries),
+        launches_of(config.sinks_spec() if problem.sinks else None),
+    )
+
+
+@partial(launch_plan, plan=_planned_backward, shorten=backward_but_lengths)
+def _prepare_backward(
+    kernels: _BackwardKernels,
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: ScoreOptions,
+    deterministic: bool,
+    *given: Array | None,
+) -> _BackwardSteps:
+    arrays = ScoreArrays(*given)
+    shape = score_shape(q, k, options, arrays)
+    config = kernels.config.at_lengths(*shape[2:])
+    problem = config.problem
+    total_q = q.shape[0] if problem.varlen else 0
+    rows = config.scratch_rows(total_q)
+    splits = config.splits
+    settings = score_settings(q, options, arrays, shape)
+    factor, factor_log2 = scales_of(q, options)
+    structs = parameter_structs(PARAMETERS)
+    rows_of = {
+        "batch": problem.batch,
+        "heads_q": problem.num_heads_q,
+        "seq_q": problem.seq_len_q,
+        "rows_per_head": rows[1],
+    }
+    statistics = structs["RowStatisticsParameters"].pack(
+        **rows_of,
+        out=strides_of(out),
+        grad_out=strides_of(grad_out),
+        total_q=total_q,
+        value_dim=problem.head_dim_v,
+    )
+    prepare = kernels.prepare((config.prepare_blocks(total_q),), (statistics,))
+    keys: Launch | MappedKeys
+    queries: Launch | MappedQueries | None = None
+    if isinstance(kernels.keys, MappedKernels):
+        assert isinstance(config, WarpgroupBackwardConfig)
+        sms = current_device().num_sms
+        keys, queries = kernels.keys.launches(q, k, options, settings, config, rows, sms)
+    else:
+        strides = {
+            "q": strides_of(q),
+            "k": strides_of(k),
+            "v": strides_of(v),
+            "grad_out": strides_of(grad_out),
+        }
+        common = {
+            "batch": problem.batch,
+            "seq_q": problem.seq_len_q,
+            "seq_kv": problem.seq_len_kv,
+            "rows_per_head": rows[1],
+            "head_dim": problem.head_dim,
+            "value_dim": problem.head_dim_v,
+            "scale": factor,
+            "scale_log2": factor_log2,
+            "settings": settings,
+        }
+        work = structs["MappedKeyParameters"].pack(
+            **common,
+            heads=problem.num_heads_kv * splits,
+            group=problem.group // splits,
+            splits=splits,
+            section=config.key_raster_group,
+            **NO_TEACHER,
+        )
+        parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
+        keys = kernels.keys((config.key_blocks,), (parameters,))
+        if not config.accumulates_grad_q:
+            assert kernels.queries is not None
+            parameters = structs["QueryGradientParameters"].pack(
+                **strides,
+                **common,
+                heads_q=problem.num_heads_q,
+                group=problem.group,
+                section=config.query_raster_group,
+                **NO_TEACHER,
+            )
+            queries = kernels.queries((config.query_blocks,), (parameters,))
+    if queries is None:
+        assert kernels.queries is not None
+        summed = structs["QuerySumParameters"].pack(
+            **rows_of, head_dim=problem.head_dim, scale=factor
+        )
+        queries = kernels.queries((config.finish_blocks(total_q),), (summed,))
+    sums = None
+    if kernels.sums is not None:
+        sums = sum_launch(kernels.sums, config, k), sum_launch(kernels.sums, config, v)
+    sinks = None
+    if kernels.sinks is not None:
+        parts = np.int32(rows[0] // problem.num_heads_q)
+        scalars = (parts, np.int32(problem.num_heads_q), np.int32(rows[1]))
+        sinks = kernels.sinks((problem.num_heads_q,), scalars)
+    return _BackwardSteps(
+        *(prepare, keys, sums, queries, sinks),
+        *(config.accumulates_grad_q, rows, config.counters(total_q), config.width, splits),
+    )
+
+
+def sum_launch(launches: Launches, config: FlashAttentionBackwardConfig, x: Array) -> Launch:
+    """The launch that reduces the splits of the gradient of k or v."""
+    rows, head_dim = x.size // x.shape[-1], x.shape[-1]
+    scalars = (np.int64(rows), np.int32(config.splits), np.int32(head_dim))
+    return launches((config.sum_blocks(rows, head_dim),), scalars)
+
+
+def _backward_specs(device: Device) -> list[KernelSpec]:
+    def specs(problem: AttentionProblem) -> list[KernelSpec]:
+        configs = [
+            plan_flash_attention_backward(problem, deterministic, device)
+            for deterministic in (False, True)
+        ]
+        if covers(problem, device):
+            configs += [
+                plan_flash_attention_backward_sm90(problem, deterministic, device)
+                for deterministic in (False, True)
+            ]
+        return [spec for config in configs for spec in config.specs()]
+
+    return representative_specs(specs)
+
+
+register(
+    name=_OP,
+    family="attention",
+    function=flash_attention_backward,
+    reference=reference.flash_attention_backward,
+    specs=_backward_specs,
+)

@@ -1,0 +1,1 @@
+"""Attention over paged KV caches, and writes to them; cascades; latent attention."""

@@ -1,0 +1,245 @@
+"""Plans of paged attention with few queries per request (decoding)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cukit.attention.paged.cache_arrays import CODES
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Tile widths; other head_dims use the next larger one."""
+CODE_HEAD_DIMS = (64, 128, 192, 256)
+"""The same for 8-bit codes."""
+GROUP_HEAD_DIMS = (128,)
+"""The same for int4."""
+
+_OP = "paged_attention"
+_STEP_BYTES = 32
+"""Keys per warp and step, times element bytes: 16 keys of 16 bits, 32 of 8."""
+_QUERY_TILE = 8
+_RECENT_STEP = 16
+"""Recent keys per warp and step."""
+_MOST_WARPS = 4
+_MOST_TEAM = 8
+_UNIT_KEYS = 1024
+"""Keys per split of a batch-invariant call, the same on every device."""
+_CLUSTER = 16
+"""Thread blocks of a cluster: twice the portable size. Eight clusters of 16 are resident at once on
+an H200 only with two thread blocks per SM."""
+_CLUSTER_SHARE = 0.8
+"""Least share of the SMs that clusters must fill: a long request would suffer from idle SMs."""
+_MANY_PROBLEMS = 6
+"""Problems per SM from which thread blocks of one warp are used: most process whole problems."""
+_ONE_WARP_STEP = 64
+"""Keys per step with which eight thread blocks of one warp per SM were measured."""
+_SYSTEM_BYTES = 1024
+"""Shared memory that the driver reserves per block."""
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """The configuration of a call.
+
+    codes: element format of the caches; "" if it is `dtype`.
+    head_dim: columns per tile. row_tiles: tiles of 8 * query_tiles query rows per KV head.
+    warps: per thread block; each has its own `step` keys of a tile.
+    stages: pipeline stages of each warp's keys and values.
+    unit_tiles: key tiles per split of a batch-invariant call; 0 otherwise.
+    team: thread blocks that process neighbouring heads of the same keys.
+    recent: whether the newest keys are in ring buffers, in 16 bits.
+    packed: whether each request has a number of queries of its own.
+    cluster: thread blocks of a cluster, which processes one problem; 1: no clusters.
+    """
+
+    dtype: str
+    codes: str
+    head_dim: int
+    padded: bool
+    value_padded: bool
+    query_tiles: int
+    row_tiles: int
+    step: int
+    warps: int
+    stages: int
+    unit_tiles: int
+    team: int
+    blocks_per_sm: int
+    num_blocks: int
+    causal: bool
+    window: bool
+    softcap: bool
+    sinks: bool
+    recent: bool = False
+    packed: bool = False
+    cluster: int = 1
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines = (
+            ("DTYPE", self.dtype),
+            ("CODE", CODES[self.codes]),
+            ("HEAD_DIM", self.head_dim),
+            ("PADDED", int(self.padded)),
+            ("VALUE_DIM", self.head_dim),
+            ("VALUE_PADDED", int(self.value_padded)),
+            ("QUERY_TILES", self.query_tiles),
+            ("STEP", self.step),
+            ("WARPS", self.warps),
+            ("STAGES", self.stages),
+            ("UNIT_TILES", self.unit_tiles),
+            ("TEAM", self.team),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+            ("CAUSAL", int(self.causal)),
+            ("WINDOW", int(self.window)),
+            ("SOFTCAP", int(self.softcap)),
+            ("SINKS", int(self.sinks)),
+            *((("RECENT", 1),) if self.recent else ()),
+            *((("PACKED", 1),) if self.packed else ()),
+            *((("CLUSTER", self.cluster),) if self.cluster > 1 else ()),
+        )
+        stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
+        stages = self.warps * self.stages * stage
+        shared = stages + _query_bytes(self.head_dim, self.query_tiles, recent=self.recent)
+        shared += _cluster_bytes(self.head_dim, self.query_tiles, self.cluster)
+        return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
+
+    def slots(
+        self, batch: int, problems: int, most_keys: int, recent_rows: int = 0
+    ) -> tuple[int, int]:
+        """Upper bounds of partial results and counters. recent_rows: those of most_keys."""
+        if not self.unit_tiles:
+            return 2 * self.num_blocks, self.num_blocks
+        recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
+        tiles = -(-(most_keys - recent_rows) // self.tile) + recent_tiles
+        units = -(-tiles // self.unit_tiles) + 1
+        return batch * problems * units, batch * problems
+
+    @property
+    def tile(self) -> int:
+        """Keys per step of a thread block."""
+        return self.step * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Query rows per tile."""
+        return _QUERY_TILE * self.query_tiles
+
+    @property
+    def slot_floats(self) -> int:
+        """float32 elements of one partial result: outputs, row maxima and row sums."""
+        return self.rows * (self.head_dim + 2)
+
+
+def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) -> int:
+    """Bytes of a warp's keys and values in one stage, with their scales."""
+    if codes == "int4":
+        rows = max(step * head_dim, 4 * _RECENT_STEP * head_dim if recent else 0)
+        return rows + 4 * (head_dim + step)
+    return 2 * step * (head_dim + 4 if codes else 2 * head_dim)
+
+
+def _static_bytes(query_tiles: int, places: int, warps: int) -> int:
+    """Bytes of row maxima, row sums and key addresses."""
+    return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * places
+
+
+def _query_bytes(head_dim: int, query_tiles: int, *, recent: bool = False) -> int:
+    """Bytes of the queries: permuted like the cache's columns and, with `recent`, in order too."""
+    return 2 * (1 + recent) * _QUERY_TILE * query_tiles * head_dim
+
+
+def _cluster_bytes(head_dim: int, query_tiles: int, cluster: int) -> int:
+    """Bytes of the sums that a thread block merges for its cluster."""
+    rows = _QUERY_TILE * query_tiles
+    return rows * (4 * head_dim + 8 * cluster) if cluster > 1 else 0
+
+
+@lru_cache(maxsize=1024)
+def plan_paged_attention(
+    head_dim: int,
+    value_dim: int,
+    heads_kv: int,
+    rows: int,
+    dtype: str,
+    device: Device,
+    *,
+    codes: str = "",
+    causal: bool = True,
+    window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+    batch_invariant: bool = False,
+    group_rows: int = 0,
+    recent: bool = False,
+    packed: bool = False,
+    batch: int = 0,
+) -> PagedConfig:
+    """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
+    codes, and as many warps and then stages as fit.
+
+    A cluster for each problem if there are so few that clusters fill the GPU just once. Thread
+    blocks of one warp, which merge less and wait for no other warp, for many problems of int4.
+
+    rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
+    that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
+    `rows` is then what one tile should hold, as far as it can. batch: requests; 0 if unknown.
+    """
+    narrowest = codes == "int4"
+    widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
+    width = next(each for each in widths if each >= head_dim)
+    step = group_rows or _STEP_BYTES // (1 if codes else 2)
+    # A second query tile would need too many registers with the scores of 64 keys (int4).
+    # Packed 8-bit codes: more tiles, or three thread blocks per SM with two tiles, would spill.
+    most_tiles = 1 if narrowest else 2 if width > 128 or (codes and packed) else 4
+    query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
+    three = codes and not narrowest and query_tiles < (2 if packed else 4)
+    row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
+    # Clusters and thread blocks of one warp were measured on sm_90 only.
+    known = device.arch == "sm_90" and not (packed or batch_invariant)
+    problems = batch * heads_kv * row_tiles if known else 0
+    many = problems >= _MANY_PROBLEMS * device.num_sms
+    one_warp = known and many and narrowest and step == _ONE_WARP_STEP and not recent
+    fills = _CLUSTER_SHARE * device.num_sms <= _CLUSTER * problems <= device.num_sms
+    cluster = _CLUSTER if known and fills and width <= 128 else 1
+    blocks = 8 if one_warp else 1 if width > 128 else 3 if three and cluster == 1 else 2
+    stage_bytes = _stage_bytes(width, codes, step, recent=recent)
+    places = _RECENT_STEP if narrowest else step
+    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, _MOST_WARPS)
+    room = device.shared_bytes_per_sm // blocks - static_bytes
+    room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
+    room -= _query_bytes(width, query_tiles, recent=recent)
+    room -= _cluster_bytes(width, query_tiles, cluster)
+    warps = _MOST_WARPS
+    while 2 * warps * stage_bytes > room:
+        warps //= 2
+    # The largest team among those that leave the fewest thread blocks idle.
+    num_blocks = blocks * device.num_sms
+    sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
+    sizes = [1] if cluster > 1 else sizes
+    team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
+    return PagedConfig(
+        dtype=dtype,
+        codes=codes,
+        head_dim=width,
+        padded=head_dim < width,
+        value_padded=value_dim < width,
+        query_tiles=query_tiles,
+        row_tiles=row_tiles,
+        step=step,
+        warps=warps,
+        stages=min(8, room // (warps * stage_bytes)),
+        unit_tiles=_UNIT_KEYS // (step * warps) if batch_invariant else 0,
+        team=team,
+        blocks_per_sm=blocks,
+        num_blocks=cluster * problems if cluster > 1 else num_blocks // team * team,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        recent=recent,
+        packed=packed,
+        cluster=cluster,
+    )

@@ -1,0 +1,1 @@
+"""Dense products: cuBLAS, linear layers, few rows or columns."""

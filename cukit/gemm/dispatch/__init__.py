@@ -1,0 +1,1 @@
+"""`matmul`, which chooses kernel and precision."""

@@ -1,0 +1,1 @@
+"""Products of int8, FP8 and int4 operands."""

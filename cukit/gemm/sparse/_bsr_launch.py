@@ -1,0 +1,140 @@
+"""Launches of the block-sparse kernels, each for one pattern and fixed shapes and strides."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import Array, bfloat16
+from cukit.core.device import current_device
+from cukit.core.kernel import Launch, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
+from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, BsrTiling
+from cukit.gemm.sparse._bsr_schedule import group_rows, matmul_work, sampled_pieces, sampled_work
+from cukit.gemm.sparse.block_sparse import BlockPattern
+
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
+
+
+class MatmulSm90:
+    """A launch of bsr_matmul_sm90.cu: op(sparse) @ op(dense), [m, n].
+
+    xp: the namespace of the arrays.
+    """
+
+    __slots__ = ("_dense", "_index", "_launch", "_out", "_values", "_zeros")
+
+    def __init__(
+        self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
+    ) -> None:
+        tiling, transposed = config.tiling, config.transposed
+        assert tiling is not None
+        k = pattern.shape[not transposed.sparse]
+        groups = group_rows(*pattern.entries(transposed.sparse), k // tiling.block, tiling.slots)
+        cluster = tiling.cluster
+        num_clusters = current_device().num_sms // cluster
+        work = matmul_work(groups.starts, n, tiling.block, tiling.columns * cluster, num_clusters)
+        columns = np.append(groups.columns, np.int32(-1))
+        numbers = np.append(groups.numbers, np.full((1, tiling.slots), -1, np.int32), axis=0)
+        self._index = tuple(map(xp.asarray, (work, columns, numbers)))
+        self._zeros = xp.zeros((tiling.block, tiling.block), _dtype(config.dtype))
+        rows, turns, _ = work.shape
+        scalars = (np.int32(n), np.int32(turns))
+        self._launch = Launch(load_kernel(config.spec()), (rows * cluster,), scalars)
+        box_rows, box_columns = _boxes(tiling, tiling.block, not transposed.sparse, tiling.block)
+        self._values = _maps(box_rows // cluster, box_columns)
+        self._out = _maps(64, 64)
+        self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
+
+    def __call__(self, values: Array, dense: Array, out: Array) -> None:
+        self._launch(
+            self._values(_rows(values)),
+            self._values(self._zeros),
+            self._dense(_rows(dense)),
+            self._out(_rows(out)),
+            *self._index,
+        )
+
+
+class SampledSm90:
+    """A launch of bsr_sampled_sm90.cu: blocks of op(a) @ op(b), inner extent k."""
+
+    __slots__ = ("_a", "_b", "_index", "_launch", "_values")
+
+    def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
+        tiling = config.tiling
+        assert tiling is not None
+        block = tiling.block
+        groups = group_rows(*pattern.entries(False), pattern.grid[1], tiling.slots)
+        steps, most = -(-k // tiling.tile_k), tiling.columns // block
+        work = sampled_work(groups.starts, steps, most, current_device().num_sms)
+        self._index = tuple(map(xp.asarray, (work, groups.columns, groups.numbers)))
+        num_blocks, turns, _ = work.shape
+        self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
+        self._a = _maps(*_boxes(tiling, tiling.rows, not config.a_transposed))
+        self._b = _maps(*_boxes(tiling, block, config.b_transposed, block))
+        self._values = _maps(min(block, 64), min(block, 64))
+
+    def __call__(self, a: Array, b: Array, values: Array) -> None:
+        self._launch(self._a(_rows(a)), self._b(b), self._values(_rows(values)), *self._index)
+
+
+class MatmulSm80:
+    """A launch of bsr_matmul_sm80.cu: op(sparse) @ op(dense), [m, n]."""
+
+    __slots__ = ("_index", "_launch")
+
+    def __init__(
+        self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
+    ) -> None:
+        block = config.block
+        indptr, entries = pattern.entries(config.transposed.sparse)
+        k = pattern.shape[not config.transposed.sparse]
+        groups = group_rows(indptr, entries, k // block, TILE_SM80 // block)
+        order = np.argsort(-np.diff(groups.starts), kind="stable").astype(np.int32)
+        self._index = tuple(map(xp.asarray, (order, *groups)))
+        parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=order.size)
+        grid = (order.size * -(-n // TILE_SM80),)
+        self._launch = Launch(load_kernel(config.spec()), grid, (parameters,))
+
+    def __call__(self, values: Array, dense: Array, out: Array) -> None:
+        self._launch(values, dense, out, *self._index)
+
+
+class SampledSm80:
+    """A launch of bsr_sampled_sm80.cu: blocks of op(a) @ op(b), inner extent k."""
+
+    __slots__ = ("_index", "_launch")
+
+    def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
+        (m, n), slots = pattern.shape, TILE_SM80 // config.block
+        groups = group_rows(*pattern.entries(False), n // config.block, slots)
+        tiles = sampled_pieces(groups.starts, slots)
+        self._index = tuple(map(xp.asarray, (tiles, groups.columns, groups.numbers)))
+        parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=groups.starts.size - 1)
+        self._launch = Launch(load_kernel(config.spec()), (len(tiles),), (parameters,))
+
+    def __call__(self, a: Array, b: Array, values: Array) -> None:
+        self._launch(a, b, values, *self._index)
+
+
+def _boxes(tiling: BsrTiling, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
+    """The TMA box of an operand: k is its last axis if `k_major`, else its first."""
+    return (extent, tiling.tile_k) if k_major else (tiling.tile_k, min(width, 64))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
+def _maps(rows: int, columns: int) -> TensorMapCache:
+    encode = partial(encode_tensor_map, box=(rows, columns), swizzle_bytes=2 * columns)
+    return TensorMapCache(encode)
+
+
+def _rows(array: Array) -> Array:
+    """The array with all axes but the last flattened, which stacks the blocks of values."""
+    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
