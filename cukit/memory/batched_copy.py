@@ -230,14 +230,25 @@ def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> No
 
 
 @cache
-def plan_batched_copy(ordered: bool) -> KernelSpec:
-    """32 KiB per block: enough work to hide the search, small enough to balance the load."""
-    defines = (("THREADS", _THREADS), ("VECS", _VECS), ("ORDERED", ordered))
+def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
+    """32 KiB per block: enough work to hide the search, small enough to balance the load.
+
+    planned: the moves and their number are written by another kernel (bookkeeping/slots.py).
+    """
+    defines = (
+        ("THREADS", _THREADS),
+        ("VECS", _VECS),
+        ("ORDERED", ordered),
+        ("PLANNED", planned),
+    )
     return KernelSpec("memory/batched_copy.cu", "batched_copy", defines, _THREADS)
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    return [plan_batched_copy(ordered) for ordered in (False, True)]
+    from cukit.memory.providers.slot_mover import plan_slot_planner  # it imports this module
+
+    kinds = ((False, False), (True, False), (False, True))
+    return [plan_batched_copy(*kind) for kind in kinds] + [plan_slot_planner()]
 
 
 register(

@@ -55,6 +55,7 @@ def check_invariants(pool: MemoryPool) -> None:
     for span in live.values():
         assert span.holder is None or span.holder.span is span
     movables = pool._movables
+    movables.settle()
     rows, addresses, row_sizes = movables.columns()
     assert len(rows) == len(movables)
     assert set(rows.tolist()) == set(range(len(movables._holders))) - set(movables._empty)

@@ -35,6 +35,8 @@ class Movables:
         self._replace_first = replace_first
         self._address, self._size = array("q"), array("q")
         """By row; an empty row has address and size 0."""
+        self._num_of_size: dict[int, int] = {}
+        """Rows by size."""
         self._holders: list[Holder | None] = []
         self.num_packed = 0
         self._groups: list[Span | None] = []
@@ -55,6 +57,16 @@ class Movables:
         """Bytes of all packed buffers."""
         return sum(span.size for span in self._groups if span is not None)
 
+    @property
+    def addresses(self) -> array[int]:
+        """By row; 0: empty. Not to be changed."""
+        return self._address
+
+    @property
+    def only_size(self) -> int:
+        """The size of all rows; 0: there are none, or several sizes."""
+        return next(iter(self._num_of_size)) if len(self._num_of_size) == 1 else 0
+
     def starts_at(self, address: object) -> bool:
         """Whether a buffer that has a row starts at the address."""
         return bool(address) and address in self._address
@@ -72,6 +84,7 @@ class Movables:
             self._address.append(span.address)
             self._size.append(span.size)
         holder.row = row
+        self._num_of_size[span.size] = self._num_of_size.get(span.size, 0) + 1
 
     def remove(self, holder: Holder) -> None:
         """Removes a buffer that is pinned or freed, if it has a row; it is not packed."""
@@ -79,6 +92,10 @@ class Movables:
         if row == NO_ROW:
             return
         holder.row = NO_ROW
+        size = self._size[row]
+        self._num_of_size[size] -= 1
+        if not self._num_of_size[size]:
+            del self._num_of_size[size]
         self._address[row] = self._size[row] = 0
         self._holders[row] = None
         self._empty.append(row)
@@ -92,7 +109,6 @@ class Movables:
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Row numbers, addresses and sizes, in the order of the rows."""
-        self.settle()
         # Views of the columns must not outlive this call, also if it fails: they block `append`.
         # nonzero() takes half as long on flags as on integers.
         rows = (np.frombuffer(self._size, np.int64) != 0).nonzero()[0]

@@ -2,12 +2,14 @@
 
 The rule is that of compaction.py: pages with anything unmovable stay in use, then the fullest,
 until all buffers fit; the buffers of the other pages move into free slots of those. With equal
-sizes any free slot is as good as any other, so nothing is sorted by address, no hole is searched,
-and the copies start after two dozen NumPy calls. On a device that copies a gigabyte in half a
-millisecond, each call counts.
+sizes any free slot is as good as any other, so nothing is sorted by address and no hole is
+searched: a few passes over bit masks plan it, on a GPU without the host (kernels_cu/memory/
+plan_slots.cu), so that the copies start at once.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,53 +26,71 @@ LEAST_GAIN = 2
 without whole pages is smaller than two."""
 
 
-def plan_slots(
-    begin: int,
-    end: int,
-    address: Ints,
-    size: Ints,
-    fixed: Ints,
-    fixed_size: Ints,
-    page_bytes: int,
-) -> Plan | None:
+class Grid(NamedTuple):
+    """The slots of a reservation."""
+
+    begin: int
+    """Address of the first slot."""
+    slot_shift: int
+    """log2 of the bytes of a slot."""
+    page_shift: int
+    """log2 of the slots of a page."""
+    num_slots: int
+    """A multiple of the slots of a page."""
+    num_buffers: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return 1 << self.slot_shift
+
+    @property
+    def per_page(self) -> int:
+        return 1 << self.page_shift
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_slots >> self.page_shift
+
+
+def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) -> Grid | None:
+    """The grid for `count` buffers of `length` bytes between `begin` and `end`, multiples of the
+    page. None unless a page and a buffer have sizes that are powers of two, a buffer is at most a
+    page, and enough slots are occupied."""
+    if not count or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
+        return None
+    slot_shift = length.bit_length() - 1
+    num_slots = (end - begin) >> slot_shift
+    if count < num_slots * LEAST_OCCUPIED:
+        return None
+    return Grid(begin, slot_shift, page_bytes.bit_length() - 1 - slot_shift, num_slots, count)
+
+
+def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan | None:
     """Plans a compaction for a pool that can remap pages.
 
     Args:
-        begin: of the only reservation, a multiple of the page.
-        end: of what was ever mapped of it, likewise.
+        grid: of the only reservation.
         address: [buffers], of the movable buffers, in any order.
-        size: [buffers].
         fixed: [spans], where nothing can move to: walls and unmapped addresses, in any order.
         fixed_size: [spans].
-        page_bytes: of a page.
 
     Returns:
         The plan, with `source` in the order of `address`. None if it would gain next to nothing, or
-        unless pages are a power of two, and buffers of one size, a power of two of at most a page,
-        at multiples of it.
+        if a buffer is not at a multiple of its size.
     """
-    count = len(address)
-    length = int(size[0]) if count else 0
-    if not length or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
-        return None
-    if np.count_nonzero(size != length):
-        return None
-    shift = length.bit_length() - 1
-    per_page = page_bytes >> shift
-    number = (end - begin) >> shift
-    if count < number * LEAST_OCCUPIED:
-        return None
-    offset = address - begin
+    shift, per_page, length = grid.slot_shift, grid.per_page, grid.slot_bytes
+    count, number = grid.num_buffers, grid.num_slots
+    offset = address - grid.begin
     if int(np.bitwise_or.reduce(offset)) & (length - 1):
         return None
     slot = offset >> shift
-    page = slot >> (per_page.bit_length() - 1)
+    page = slot >> grid.page_shift
     taken = np.zeros(number, bool)
     taken[slot] = True
-    held = np.bincount(page, minlength=number // per_page)
+    held = np.bincount(page, minlength=grid.num_pages)
     kept = np.zeros(len(held), bool)
     if len(fixed):
-        walls = _covered(number, fixed - begin, fixed_size, length)
+        walls = _covered(number, fixed - grid.begin, fixed_size, length)
         taken |= walls
         blocked = np.add.reduce(walls.reshape(-1, per_page), axis=1, dtype=np.int64)
         room = per_page - blocked
@@ -88,12 +108,17 @@ def plan_slots(
     moving = left[page].nonzero()[0]
     taken.reshape(-1, per_page)[left] = True
     free = np.logical_not(taken, out=taken).nonzero()[0][: len(moving)]
-    to = free << shift
-    to += begin
+    return plan_of(grid, address, moving, free)
+
+
+def plan_of(grid: Grid, address: Ints, moving: Ints, slots: Ints) -> Plan:
+    """The plan that moves the buffers of these indices to these slots."""
+    to = slots << grid.slot_shift
+    to += grid.begin
     step = np.empty((len(moving), 3), np.int64)
     step[:, 0] = to
     step[:, 1] = address[moving]
-    step[:, 2] = length
+    step[:, 2] = grid.slot_bytes
     target = address.copy()
     target[moving] = to
     return Plan(address, target, [step])

@@ -7,10 +7,12 @@ and never visits free spans: free memory is computed as the complement.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ import numpy as np
 from cukit.memory.bookkeeping.arena import AddressRange, Arena
 from cukit.memory.bookkeeping.blocks import Frame
 from cukit.memory.bookkeeping.compaction import Ints, Pages, Pieces
+from cukit.memory.bookkeeping.slots import Grid, make_grid
 from cukit.memory.bookkeeping.spans import ALIASED, LIVE, PENDING, UNMAPPED, Span
 from cukit.memory.bookkeeping.statistics import StreamStatistics
 from cukit.memory.bookkeeping.streams import CaptureKey
@@ -54,6 +57,38 @@ class Holes(NamedTuple):
         return 1 - self.largest / self.free if self.free else 0.0
 
 
+class FixedSpans(NamedTuple):
+    """Everything that is not free and cannot move."""
+
+    live: list[Span]
+    idle: list[Span]
+    """In use by other streams, at a second mapping, or reserved for a captured graph."""
+    unmapped: list[Span]
+    """In address order."""
+    ranges: Sequence[AddressRange]
+
+    def grid(self, length: int, count: int, page_bytes: int) -> Grid | None:
+        """The grid for `count` buffers of `length` bytes; None if there is none, or several
+        reservations. The unmapped addresses above all pages are not part of it."""
+        if len(self.ranges) != 1:
+            return None
+        (part,) = self.ranges
+        end = part.address + part.size
+        if self.unmapped and self.unmapped[-1].end == end:
+            end = self.unmapped[-1].address
+        return make_grid(part.address, end, length, count, page_bytes)
+
+    def walls(self, grid: Grid) -> array[int]:
+        """Addresses and sizes in turn of all spans in the grid."""
+        found = array("q")
+        end = grid.begin + (grid.num_slots << grid.slot_shift)
+        for span in chain(self.live, self.idle, self.unmapped):
+            if span.address < end:
+                found.append(span.address)
+                found.append(span.size)
+        return found
+
+
 @dataclass(frozen=True)
 class UsedSpans:
     """Everything that is not free."""
@@ -74,16 +109,9 @@ class UsedSpans:
     ranges: Sequence[AddressRange]
 
     @classmethod
-    def of(
-        cls,
-        columns: tuple[Ints, Ints, Ints],
-        live: list[Span],
-        idle: list[Span],
-        unmapped: list[Span],
-        ranges: Sequence[AddressRange],
-    ) -> UsedSpans:
-        """`columns`: rows, addresses and sizes from Movables. `live` and `idle` spans cannot
-        move."""
+    def of(cls, columns: tuple[Ints, Ints, Ints], fixed: FixedSpans) -> UsedSpans:
+        """`columns`: rows, addresses and sizes from Movables."""
+        live, idle, unmapped, ranges = fixed
         others = live + idle + unmapped
         at = np.array(list(map(_address, others)), np.int64)
         size = np.array(list(map(_size, others)), np.int64)

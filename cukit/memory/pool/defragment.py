@@ -14,10 +14,17 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
-from cukit.memory.bookkeeping.slots import plan_slots
+from cukit.memory.bookkeeping.slots import Grid, plan_of, plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
-from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
+from cukit.memory.bookkeeping.survey import (
+    FixedSpans,
+    Holes,
+    Survey,
+    UsedSpans,
+    measure,
+    survey,
+)
 from cukit.memory.pool.listeners import Listeners
 from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.stitch import Stitcher
@@ -62,8 +69,13 @@ class Defragmenter:
         return self._used_spans().holes(self._pager.paging())
 
     def _used_spans(self) -> UsedSpans:
+        fixed = self._fixed_spans()
+        return UsedSpans.of(self._movables.columns(), fixed)
+
+    def _fixed_spans(self) -> FixedSpans:
+        """What cannot move. The rows of Movables are all that can, until they are settled again."""
         live, movables = self._live, self._movables
-        columns = movables.columns()
+        movables.settle()
         fixed: list[Span] = []
         if len(live) > len(movables) - movables.num_packed:
             fixed = [
@@ -75,7 +87,7 @@ class Defragmenter:
             if state.private:  # a launch of the captured graph uses them again
                 idle += [*chain.from_iterable(state.bins.values()), *state.index]
         unmapped = sorted(self._arena.unmapped.values(), key=attrgetter("address"))
-        return UsedSpans.of(columns, fixed, idle, unmapped, self._arena.ranges())
+        return FixedSpans(fixed, idle, unmapped, self._arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
@@ -115,12 +127,60 @@ class Defragmenter:
 
     def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int, bool]:
         """Returns the holes before and after, the bytes moved, and whether wholly free pages are in
-        several places. The device is idle before the copies and at the end; the moves are planned
-        while it finishes earlier work, and all else is computed while it copies."""
+        several places. The device is idle before the copies and at the end; what the copies do not
+        need is computed while they run."""
         if self._supply.pending:  # the plan needs to know their end
             self._supply.synchronize()
-        used = self._used_spans()
-        plan = self._plan_slots(used)
+        fixed = self._fixed_spans()
+        grid = None
+        if self._provider.can_remap:
+            movables, page = self._movables, self._pager.page_bytes
+            grid = fixed.grid(movables.only_size, len(movables), page)
+        found = None
+        if grid is not None and self._provider.plans_slots:
+            found = self._compact_on_device(fixed, grid, stream)
+        return found or self._compact_from_host(fixed, grid, stream)
+
+    def _compact_on_device(
+        self, fixed: FixedSpans, grid: Grid, stream: Hashable
+    ) -> tuple[Holes, Holes, int, bool] | None:
+        """`_compact` with a plan made by the device; None if that moves nothing."""
+        self._supply.synchronize()
+        provider = self._provider
+        try:
+            started = provider.move_slots(grid, self._movables.addresses, fixed.walls(grid), stream)
+            if started is None:
+                return None
+            event = provider.record(stream)
+            try:
+                used = UsedSpans.of(self._movables.columns(), fixed)
+                before = used.holes(self._pager.paging())
+                moves = started.wait()
+                if moves is None:
+                    return None
+                rows, slots = moves
+                plan = plan_of(grid, used.movable, used.rows.searchsorted(rows), slots)
+                after, scattered = self._commit(used, plan), self._pager.scattered()
+                provider.synchronize(event)
+            finally:
+                provider.discard(event)
+        except BaseException:
+            # Before the commit nothing is lost: the copies only write to free memory.
+            provider.synchronize_device()
+            raise
+        self.bytes_moved += plan.bytes_moved
+        return before, after, plan.bytes_moved, scattered
+
+    def _compact_from_host(
+        self, fixed: FixedSpans, grid: Grid | None, stream: Hashable
+    ) -> tuple[Holes, Holes, int, bool]:
+        """`_compact` with a plan made while the device finishes earlier work."""
+        used = UsedSpans.of(self._movables.columns(), fixed)
+        plan = None
+        if grid is not None:
+            inside = used.others_at < grid.begin + (grid.num_slots << grid.slot_shift)
+            walls, wall_size = used.others_at[inside], used.others_size[inside]
+            plan = plan_slots(grid, used.movable, walls, wall_size)
         if plan is None:
             used = used.in_address_order()
             page, remap = self._pager.page_bytes, self._provider.can_remap
@@ -143,24 +203,6 @@ class Defragmenter:
             self._provider.discard(event)
         self.bytes_moved += moved
         return before, after, moved, scattered
-
-    def _plan_slots(self, used: UsedSpans) -> Plan | None:
-        """`plan_slots`, if it applies."""
-        if not self._provider.can_remap or len(used.ranges) != 1:
-            return None
-        (part,) = used.ranges
-        end, fixed = part.address + part.size, len(used.others)
-        if used.unmapped and used.unmapped[-1].end == end:  # the addresses above all pages
-            end, fixed = used.unmapped[-1].address, fixed - 1
-        return plan_slots(
-            part.address,
-            end,
-            used.movable,
-            used.movable_size,
-            used.others_at[:fixed],
-            used.others_size[:fixed],
-            self._pager.page_bytes,
-        )
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
         """Enqueues the copies; returns an event recorded after them."""

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ import numpy as np
 from cukit.core.device import gpu_available, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.memory.batched_copy import Moves
+from cukit.memory.bookkeeping.slots import Grid
 from cukit.memory.providers.cuda_captures import CaptureWatch, between_captures
 from cukit.memory.providers.cuda_driver import call
 from cukit.memory.providers.device_copy import DeviceCopy
+from cukit.memory.providers.slot_mover import SlotMover, SlotMoves
 
 LEGACY_KEY = 0
 """The legacy default stream. Other streams have the driver's ids, which are larger."""
@@ -64,7 +67,8 @@ a driver call of another thread on that stream, which crashes the driver."""
 
 
 _COPIES: dict[int, DeviceCopy] = {}
-"""One per device."""
+_SLOT_MOVERS: dict[int, SlotMover] = {}
+"""One of each per device."""
 
 
 class CudaDevice:
@@ -82,6 +86,7 @@ class CudaDevice:
     """
 
     uncaptured: Container[Hashable] = (LEGACY_KEY,)
+    plans_slots = True
 
     def __init__(self, device_id: int | None = None) -> None:
         cupy = require_cupy("the CUDA memory pool")
@@ -102,6 +107,7 @@ class CudaDevice:
         self._spare_events: list[int] = []
         self._captures = CaptureWatch()
         self._copy = _COPIES.setdefault(self.device_id, DeviceCopy(cupy))
+        self._move_slots = _SLOT_MOVERS.setdefault(self.device_id, SlotMover(cupy))
         with self.current():
             self._runtime.memGetInfo()  # creates the primary context
         _living.add(self)
@@ -133,6 +139,12 @@ class CudaDevice:
     def copy(self, moves: Moves, stream: Hashable) -> None:
         with self.current():
             self._copy(moves, self._object_of(stream), apart=True)
+
+    def move_slots(
+        self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
+    ) -> SlotMoves | None:
+        with self.current():
+            return self._move_slots(grid, addresses, walls, self._object_of(stream))
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
