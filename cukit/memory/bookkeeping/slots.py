@@ -56,7 +56,7 @@ def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) ->
     """The grid for `count` buffers of `length` bytes between `begin` and `end`, multiples of the
     page. None unless a page and a buffer have sizes that are powers of two, a buffer is at most a
     page, and enough slots are occupied."""
-    if not count or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
+    if not length or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
         return None
     slot_shift = length.bit_length() - 1
     num_slots = (end - begin) >> slot_shift
