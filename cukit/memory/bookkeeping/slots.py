@@ -40,6 +40,11 @@ class Grid(NamedTuple):
     num_buffers: int
 
     @property
+    def end(self) -> int:
+        """The address behind the last slot."""
+        return self.begin + (self.num_slots << self.slot_shift)
+
+    @property
     def slot_bytes(self) -> int:
         return 1 << self.slot_shift
 
@@ -109,6 +114,17 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     taken.reshape(-1, per_page)[left] = True
     free = np.logical_not(taken, out=taken).nonzero()[0][: len(moving)]
     return plan_of(grid, address, moving, free)
+
+
+def free_slots(grid: Grid, address: Ints) -> tuple[Ints, Ints]:
+    """Addresses and sizes of the pieces between buffers at these addresses, each as large as
+    possible, in address order."""
+    taken = np.ones(grid.num_slots + 2, bool)
+    taken[1:-1] = False
+    taken[((address - grid.begin) >> grid.slot_shift) + 1] = True
+    edges = (taken[1:] != taken[:-1]).nonzero()[0]
+    edges <<= grid.slot_shift
+    return edges[::2] + grid.begin, edges[1::2] - edges[::2]
 
 
 def plan_of(grid: Grid, address: Ints, moving: Ints, slots: Ints) -> Plan:

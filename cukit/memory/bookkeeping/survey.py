@@ -81,9 +81,8 @@ class FixedSpans(NamedTuple):
     def walls(self, grid: Grid) -> array[int]:
         """Addresses and sizes in turn of all spans in the grid."""
         found = array("q")
-        end = grid.begin + (grid.num_slots << grid.slot_shift)
         for span in chain(self.live, self.idle, self.unmapped):
-            if span.address < end:
+            if span.address < grid.end:
                 found.append(span.address)
                 found.append(span.size)
         return found

@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
-from cukit.memory.bookkeeping.slots import Grid, plan_of, plan_slots
+from cukit.memory.bookkeeping.slots import Grid, free_slots, plan_of, plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import (
@@ -32,6 +32,22 @@ from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
 
 ALL = 1 << 62
+
+
+_NO_EVENT = object()
+
+
+class _Compaction(NamedTuple):
+    """Moves that are enqueued and recorded."""
+
+    before: Holes
+    after: Holes
+    moved: int
+    """Bytes; 0: there is no event."""
+    scattered: bool
+    """Whether wholly free pages are in several places."""
+    event: Any
+    """Recorded after the copies."""
 
 
 class Defragmenter:
@@ -92,24 +108,37 @@ class Defragmenter:
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
-        before, after, moved, scattered = self._compact(stream)
+        copied = self._compact(stream)
+        before, after = copied.before, copied.after
+        fragmentation, remapped = before.fragmentation, 0
+        more = copied.scattered or self._stitcher.stitched or self._pager.excess
+        self.count += 1
+        self._listeners.emit("defragment", 0, copied.moved, stream)
+        if not more:
+            left = after.fragmentation
+        self._finish(copied)
+        if more:
+            remapped, after = self._gather(after, scattered=copied.scattered)
+            left = after.fragmentation
+        return DefragmentReport(
+            bytes_moved=copied.moved,
+            pages_remapped=remapped,
+            fragmentation_before=fragmentation,
+            fragmentation_after=left,
+            largest_free_before=before.largest,
+            largest_free_after=after.largest,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _gather(self, after: Holes, *, scattered: bool) -> tuple[int, Holes]:
+        """Remaps what is wholly free; returns the number of pages and the holes."""
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
         shed = self._pager.shed(ALL)
         remapped = self._pager.consolidate() if undone or shed or scattered else 0
         if undone or shed or remapped or spare != self._pager.num_spare:
             after = self._merged_holes()
-        self.count += 1
-        self._listeners.emit("defragment", 0, moved, stream)
-        return DefragmentReport(
-            bytes_moved=moved,
-            pages_remapped=remapped,
-            fragmentation_before=before.fragmentation,
-            fragmentation_after=after.fragmentation,
-            largest_free_before=before.largest,
-            largest_free_after=after.largest,
-            seconds=time.perf_counter() - start,
-        )
+        return remapped, after
 
     def _merged_holes(self) -> Holes:
         """`holes` after a compaction, when all free memory is merged and in the shared index."""
@@ -121,64 +150,79 @@ class Defragmenter:
 
     def compact(self, stream: Hashable) -> int:
         """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
-        _, _, moved, _ = self._compact(stream)
+        copied = self._compact(stream)
+        self._finish(copied)
         self._stitcher.undo()
-        return moved
+        return copied.moved
 
-    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int, bool]:
-        """Returns the holes before and after, the bytes moved, and whether wholly free pages are in
-        several places. The device is idle before the copies and at the end; what the copies do not
-        need is computed while they run."""
+    def _compact(self, stream: Hashable) -> _Compaction:
+        """Moves buffers. The device is idle before the copies. What they do not need is computed
+        while they run, and they may still run at the end (`_finish`)."""
         if self._supply.pending:  # the plan needs to know their end
             self._supply.synchronize()
         fixed = self._fixed_spans()
         grid = None
         if self._provider.can_remap:
-            movables, page = self._movables, self._pager.page_bytes
-            grid = fixed.grid(movables.only_size, len(movables), page)
+            movables = self._movables
+            grid = fixed.grid(movables.only_size, len(movables), self._pager.page_bytes)
         found = None
         if grid is not None and self._provider.plans_slots:
             found = self._compact_on_device(fixed, grid, stream)
         return found or self._compact_from_host(fixed, grid, stream)
 
+    def _finish(self, copied: _Compaction) -> None:
+        """Waits for the copies."""
+        if not copied.moved:
+            return
+        try:
+            self._provider.synchronize(copied.event)
+        except BaseException:
+            self._provider.synchronize_device()
+            raise
+        finally:
+            self._provider.discard(copied.event)
+
     def _compact_on_device(
         self, fixed: FixedSpans, grid: Grid, stream: Hashable
-    ) -> tuple[Holes, Holes, int, bool] | None:
+    ) -> _Compaction | None:
         """`_compact` with a plan made by the device; None if that moves nothing."""
-        self._supply.synchronize()
-        provider = self._provider
+        provider, movables = self._provider, self._movables
+        walls = fixed.walls(grid)
+        provider.synchronize_device()
+        event: Any = _NO_EVENT
         try:
-            started = provider.move_slots(grid, self._movables.addresses, fixed.walls(grid), stream)
+            started = provider.move_slots(grid, movables.addresses, walls, stream)
             if started is None:
                 return None
             event = provider.record(stream)
-            try:
-                used = UsedSpans.of(self._movables.columns(), fixed)
+            self._arena.streams.mark_all_done()
+            used = UsedSpans.of(movables.columns(), fixed)
+            if walls:
                 before = used.holes(self._pager.paging())
-                moves = started.wait()
-                if moves is None:
-                    return None
-                rows, slots = moves
-                plan = plan_of(grid, used.movable, used.rows.searchsorted(rows), slots)
-                after, scattered = self._commit(used, plan), self._pager.scattered()
-                provider.synchronize(event)
-            finally:
+            else:
+                before = measure(*free_slots(grid, used.movable), self._pager.paging())
+            moves = started.wait()
+            if moves is None:
                 provider.discard(event)
+                return None
+            rows, slots = moves
+            plan = plan_of(grid, used.movable, used.rows.searchsorted(rows), slots)
+            return self._committed(used, plan, before, event)
         except BaseException:
             # Before the commit nothing is lost: the copies only write to free memory.
             provider.synchronize_device()
+            if event is not _NO_EVENT:
+                provider.discard(event)
             raise
-        self.bytes_moved += plan.bytes_moved
-        return before, after, plan.bytes_moved, scattered
 
     def _compact_from_host(
         self, fixed: FixedSpans, grid: Grid | None, stream: Hashable
-    ) -> tuple[Holes, Holes, int, bool]:
+    ) -> _Compaction:
         """`_compact` with a plan made while the device finishes earlier work."""
         used = UsedSpans.of(self._movables.columns(), fixed)
         plan = None
         if grid is not None:
-            inside = used.others_at < grid.begin + (grid.num_slots << grid.slot_shift)
+            inside = used.others_at < grid.end
             walls, wall_size = used.others_at[inside], used.others_size[inside]
             plan = plan_slots(grid, used.movable, walls, wall_size)
         if plan is None:
@@ -187,22 +231,20 @@ class Defragmenter:
             plan = plan_compaction(used.pieces, page, remap=remap)
         self._supply.synchronize()
         if not plan.steps:
-            before, after = used.holes(self._pager.paging()), self._commit(used, plan)
-            return before, after, 0, self._pager.scattered()
+            return self._committed(used, plan, used.holes(self._pager.paging()), _NO_EVENT)
         event = self._copy(plan, stream)
         try:
-            before = used.holes(self._pager.paging())
-            after = self._commit(used, plan)
-            scattered = self._pager.scattered()
-            moved = plan.bytes_moved
-            self._provider.synchronize(event)
+            return self._committed(used, plan, used.holes(self._pager.paging()), event)
         except BaseException:
             self._provider.synchronize_device()
-            raise
-        finally:
             self._provider.discard(event)
+            raise
+
+    def _committed(self, used: UsedSpans, plan: Plan, before: Holes, event: Any) -> _Compaction:
+        after = self._commit(used, plan)
+        moved = plan.bytes_moved
         self.bytes_moved += moved
-        return before, after, moved, scattered
+        return _Compaction(before, after, moved, self._pager.scattered(), event)
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
         """Enqueues the copies; returns an event recorded after them."""
