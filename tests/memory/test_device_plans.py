@@ -26,7 +26,7 @@ class Scene:
         for number in range(200):
             self.add(number)
             if raw and number % 40 == 7:
-                self.raw.append(self.pool.allocate(self.random.choice([512, SIZE, 3 * PAGE])))
+                self.raw.append(self.pool.allocate(self.random.choice([SIZE, 2 * SIZE, 3 * PAGE])))
         self.close(100)
 
     def add(self, number: int) -> None:
