@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cukit.commands.compile import DEFAULT_ARCHS
 from cukit.core.compiler import compile_kernel
-from cukit.core.kernel import load_kernel
-from cukit.memory.batched_copy import TILE_BYTES
+from cukit.core.kernel import NULL, load_kernel
+from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid, make_grid, plan_slots
 from cukit.memory.providers.slot_mover import describe, fits, num_blocks, plan_slot_planner
@@ -210,6 +210,40 @@ def test_the_kernel_refuses_what_the_reference_refuses(device, rng):
     assert check_kernel(device, grid._replace(num_buffers=1), few, walls) == 0
 
 
+def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
+    """Plans and copies in two launches; checks all bytes of all buffers."""
+    grid, rows, walls = make_rows(rng, 640, 64, 0.4, 3)
+    size = grid.slot_bytes
+    before = rng.integers(0, 256, (grid.num_slots, size)).astype(np.uint8)
+    (memory,) = to_device(device, before.copy())
+    begin = memory.ctypes.data if device != "gpu" else memory.data.ptr
+    at = np.where(rows, rows - BEGIN + begin, 0)
+    walls[:, 0] += begin - BEGIN
+    grid = grid._replace(begin=begin)
+    request = np.array(describe(grid, len(at), len(walls)))
+    table, targets = np.zeros((len(at) + 1, 3), np.int64), np.zeros((len(at), 2), np.int32)
+    count, result = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    arrays = to_device(device, request, at, walls, table, count, result, targets)
+    load_kernel(plan_slot_planner())((1,), arrays)
+    copy = load_kernel(plan_batched_copy(ordered=False, planned=True))
+    copy((blocks,), (NULL, arrays[3], arrays[4], np.int32(0)), reachable=(memory,))
+    plan = plan_slots(grid, at[at > 0], walls[:, 0], walls[:, 1])
+    assert plan is not None
+    after = to_host(memory)
+    slots = (plan.target - begin) // size
+    np.testing.assert_array_equal(after[slots], before[(plan.source - begin) // size])
+    untouched = np.ones(len(before), bool)
+    untouched[slots[plan.moved]] = False
+    np.testing.assert_array_equal(after[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("blocks", [1, 7, 1000])
+def test_the_copies_follow_the_plan(device, rng, blocks):
+    """With fewer blocks than tiles, and with more."""
+    move_bytes(device, rng, blocks)
+
+
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS)
 def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path))
@@ -219,7 +253,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
 
 def test_blocks_for_the_copies():
     """One for each tile of the most that can move."""
-    grid, rows, _ = make_rows(np.random.default_rng(0), 64 * 16, 16, 0.5, 0)
+    grid, _, _ = make_rows(np.random.default_rng(0), 64 * 16, 16, 0.5, 0)
     tiles = grid.slot_bytes * (grid.num_buffers - grid.num_buffers // 2) // TILE_BYTES
     assert num_blocks(grid, 0) in (tiles, tiles + 1)
     assert num_blocks(grid, 1) == -(-grid.num_buffers * grid.slot_bytes // TILE_BYTES)
