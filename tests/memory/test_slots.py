@@ -14,7 +14,6 @@ from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid, make_grid, plan_slots
 from cukit.memory.providers.slot_mover import describe, fits, num_blocks, plan_slot_planner
-
 from tests.contract import to_device, to_host
 
 DEVICES = [
