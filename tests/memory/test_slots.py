@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from cukit.commands.compile import DEFAULT_ARCHS
 from cukit.core.compiler import compile_kernel
 from cukit.core.kernel import NULL, load_kernel
-from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
+from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid, make_grid, plan_slots
-from cukit.memory.providers.slot_mover import describe, fits, num_blocks, plan_slot_planner
+from cukit.memory.providers.slot_mover import describe, fits, plan_slot_planner
 from tests.contract import to_device, to_host
 
 DEVICES = [
@@ -248,12 +248,3 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path))
     info = compile_kernel(plan_slot_planner(), arch).info
     assert info.spill_store_bytes == info.spill_load_bytes == 0
-
-
-def test_blocks_for_the_copies():
-    """One for each tile of the most that can move."""
-    grid, _, _ = make_rows(np.random.default_rng(0), 64 * 16, 16, 0.5, 0)
-    tiles = grid.slot_bytes * (grid.num_buffers - grid.num_buffers // 2) // TILE_BYTES
-    assert num_blocks(grid, 0) in (tiles, tiles + 1)
-    assert num_blocks(grid, 1) == -(-grid.num_buffers * grid.slot_bytes // TILE_BYTES)
-    assert num_blocks(grid._replace(num_buffers=grid.num_slots), 0) == 0

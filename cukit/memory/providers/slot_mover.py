@@ -76,12 +76,13 @@ def describe(grid: Grid, num_rows: int, num_walls: int) -> array[int]:
 
 
 def num_blocks(grid: Grid, num_walls: int) -> int:
-    """Thread blocks for the copies: one for each tile, if as many buffers move as can."""
+    """Thread blocks for the copies: one for each tile, if as many buffers move as can; at least
+    one."""
     most = grid.num_buffers
     if not num_walls:  # the fullest pages, which stay in use, hold at least the mean
         kept = min(-(-grid.num_buffers >> grid.page_shift), grid.num_pages)
         most -= grid.num_buffers * kept // grid.num_pages
-    return min(-(-(most << grid.slot_shift) // TILE_BYTES), _MOST_BLOCKS)
+    return max(1, min(-(-(most << grid.slot_shift) // TILE_BYTES), _MOST_BLOCKS))
 
 
 class SlotMover:
