@@ -30,8 +30,8 @@ struct Request {  // int64 [8] on the host
   long long slot_shift;  // log2 of the bytes of a slot
   long long page_shift;  // log2 of the slots of a page
   long long num_slots;   // a multiple of the slots of a page
-  long long num_rows;
-  long long num_buffers;  // rows that are not empty
+  long long num_buffers;
+  long long num_rows;  // of buffers, and empty ones
   long long num_walls;
   long long unused;
 };

@@ -68,7 +68,7 @@ class Device:
         self.calls.append("plan")
         assert blocks == (1,)
         request_at, rows_at, walls_at, _, _, result_at, targets_at = args
-        begin, slot_shift, page_shift, num_slots, num_rows, count, num_walls, _ = map(
+        begin, slot_shift, page_shift, num_slots, count, num_rows, num_walls, _ = map(
             int, words(request_at, 8)
         )
         rows, walls = words(rows_at, num_rows), words(walls_at, 2 * num_walls).reshape(-1, 2)

@@ -13,7 +13,7 @@ from cukit.core.kernel import NULL, load_kernel
 from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid, make_grid, plan_slots
-from cukit.memory.providers.slot_mover import describe, fits, plan_slot_planner
+from cukit.memory.providers.slot_mover import REQUEST, fits, plan_slot_planner
 from tests.contract import to_device, to_host
 
 DEVICES = [
@@ -121,11 +121,15 @@ def test_what_is_left_to_the_general_planner(address: list[int]) -> None:
 # On the device ------------------------------------------------------------------------------------
 
 
+def request_of(grid: Grid, num_rows: int, num_walls: int) -> np.ndarray:
+    return np.frombuffer(REQUEST.pack(*grid, num_rows, num_walls), np.int64)
+
+
 def run_kernel(
     device: str, grid: Grid, rows: np.ndarray, walls: np.ndarray
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """The kernel's result, its table up to the total, and the targets."""
-    request = np.array(describe(grid, len(rows), len(walls)))
+    request = request_of(grid, len(rows), len(walls))
     wall_rows = walls if len(walls) else np.zeros((1, 2), np.int64)
     table = np.full((len(rows) + 1, 3), -7, np.int64)
     targets = np.full((len(rows), 2), -7, np.int32)
@@ -219,7 +223,7 @@ def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
     at = np.where(rows, rows - BEGIN + begin, 0)
     walls[:, 0] += begin - BEGIN
     grid = grid._replace(begin=begin)
-    request = np.array(describe(grid, len(at), len(walls)))
+    request = request_of(grid, len(at), len(walls))
     table, targets = np.zeros((len(at) + 1, 3), np.int64), np.zeros((len(at), 2), np.int32)
     count, result = np.zeros(1, np.int32), np.zeros(1, np.int32)
     arrays = to_device(device, request, at, walls, table, count, result, targets)

@@ -53,6 +53,11 @@ class Movables:
         return len(self._holders) - len(self._empty)
 
     @property
+    def num_alone(self) -> int:
+        """Rows of buffers that are not packed."""
+        return len(self._holders) - len(self._empty) - self.num_packed
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of all packed buffers."""
         return sum(span.size for span in self._groups if span is not None)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -80,11 +79,12 @@ class FixedSpans(NamedTuple):
 
     def walls(self, grid: Grid) -> array[int]:
         """Addresses and sizes in turn of all spans in the grid."""
-        found = array("q")
-        for span in chain(self.live, self.idle, self.unmapped):
-            if span.address < grid.end:
-                found.append(span.address)
-                found.append(span.size)
+        found, end = array("q"), grid.end
+        for spans in (self.live, self.idle, self.unmapped):
+            for span in spans:
+                if span.address < end:
+                    found.append(span.address)
+                    found.append(span.size)
         return found
 
 

@@ -89,21 +89,30 @@ class Defragmenter:
         return UsedSpans.of(self._movables.columns(), fixed)
 
     def _fixed_spans(self) -> FixedSpans:
-        """What cannot move. The rows of Movables are all that can, until they are settled again."""
-        live, movables = self._live, self._movables
+        """What cannot move. The rows of Movables are all that can, until they are settled again.
+
+        Nothing is copied before this returns, and code that runs for the first time in a while is
+        ten times as slow as later: so whatever is empty is skipped.
+        """
+        arena, live, movables = self._arena, self._live, self._movables
         movables.settle()
         fixed: list[Span] = []
-        if len(live) > len(movables) - movables.num_packed:
+        idle: list[Span] = []
+        if len(live) > movables.num_alone:
             fixed = [
                 span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
             ]
-        idle = [span for span, _ in self._supply.pending]
-        idle += self._stitcher.aliased()
-        for state in self._arena.streams.states.values():
+        if self._supply.pending:
+            idle += [span for span, _ in self._supply.pending]
+        if self._stitcher.stitched:
+            idle += self._stitcher.aliased()
+        for state in arena.streams.states.values():
             if state.private:  # a launch of the captured graph uses them again
                 idle += [*chain.from_iterable(state.bins.values()), *state.index]
-        unmapped = sorted(self._arena.unmapped.values(), key=attrgetter("address"))
-        return FixedSpans(fixed, idle, unmapped, self._arena.ranges())
+        unmapped = list(arena.unmapped.values())
+        if len(unmapped) > 1:
+            unmapped.sort(key=attrgetter("address"))
+        return FixedSpans(fixed, idle, unmapped, arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
@@ -161,10 +170,9 @@ class Defragmenter:
         if self._supply.pending:  # the plan needs to know their end
             self._supply.synchronize()
         fixed = self._fixed_spans()
-        grid = None
-        if self._provider.can_remap:
-            movables = self._movables
-            grid = fixed.grid(movables.only_size, len(movables), self._pager.page_bytes)
+        grid, size = None, self._movables.only_size
+        if size and self._provider.can_remap:
+            grid = fixed.grid(size, len(self._movables), self._pager.page_bytes)
         found = None
         if grid is not None and self._provider.plans_slots:
             found = self._compact_on_device(fixed, grid, stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from functools import cache
+from struct import Struct
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -28,8 +29,11 @@ _THREADS = 1024
 _MOST_BLOCKS = 1 << 16
 """Thread blocks of the copies; each copies several tiles if there are more."""
 
-_REQUEST = 8
-"""int64 words that describe the grid."""
+REQUEST = Struct("7q8x")
+"""What the kernel gets by value: a Grid, the number of rows and that of walls."""
+_REQUEST = REQUEST.size // 8
+_WALLS = _REQUEST + MOST_ROWS
+"""The first words of the rows and of the walls in pinned memory."""
 
 
 class SlotMoves(Protocol):
@@ -47,8 +51,8 @@ def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
         num_rows <= MOST_ROWS
         and num_walls <= MOST_WALLS
         and grid.num_slots <= MOST_SLOTS
-        and grid.num_pages <= MOST_PAGES
-        and grid.per_page <= MOST_PER_PAGE
+        and grid.num_slots >> grid.page_shift <= MOST_PAGES
+        and 1 << grid.page_shift <= MOST_PER_PAGE
     )
 
 
@@ -64,15 +68,6 @@ def plan_slot_planner() -> KernelSpec:
     )
     shared = (2 * MOST_SLOTS // 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4
     return KernelSpec("memory/plan_slots.cu", "plan_slots", defines, _THREADS, shared)
-
-
-def describe(grid: Grid, num_rows: int, num_walls: int) -> array[int]:
-    """The kernel's request."""
-    begin, slot_shift, page_shift, num_slots, num_buffers = grid
-    return array(
-        "q",
-        (begin, slot_shift, page_shift, num_slots, num_rows, num_buffers, num_walls, 0),
-    )
 
 
 def num_blocks(grid: Grid, num_walls: int) -> int:
@@ -118,19 +113,20 @@ class _Launcher:
 
     def __init__(self, cupy: ModuleType) -> None:
         cuda = cupy.cuda
-        words = _REQUEST + MOST_ROWS + 2 * MOST_WALLS + 1 + MOST_ROWS
+        words = _WALLS + 2 * MOST_WALLS + 1 + MOST_ROWS
         self._pinned = cuda.alloc_pinned_memory(8 * words)
         self._words = memoryview(self._pinned).cast("B")[: 8 * words].cast("q")
         halves = np.frombuffer(self._words, np.int32)
-        rows, walls = _REQUEST, _REQUEST + MOST_ROWS
-        result = walls + 2 * MOST_WALLS
+        result = _WALLS + 2 * MOST_WALLS
         self._result = halves[2 * result : 2 * result + 1]
         self._targets = halves[2 * result + 2 :].reshape(-1, 2)
         memory = cuda.MemoryPointer(cuda.Memory(24 * (MOST_ROWS + 1) + 4), 0)
         table = cupy.ndarray((MOST_ROWS + 1, 3), np.int64, memory)
         num_moves = cupy.ndarray((1,), np.int32, memory + table.nbytes)
         at = int(self._pinned.ptr)
-        host = [by_value(np.int64(at + 8 * word)) for word in (0, rows, walls, result, result + 1)]
+        host = [
+            by_value(np.int64(at + 8 * word)) for word in (0, _REQUEST, _WALLS, result, result + 1)
+        ]
         self._plan_args = (*host[:3], table, num_moves, *host[3:])
         self._copy_args = (NULL, table, num_moves, by_value(np.int32(0)))
         self._plan, self._copy = (
@@ -145,10 +141,10 @@ class _Launcher:
     def launch(self, grid: Grid, addresses: array[int], walls: array[int], stream: Any) -> None:
         self._copied.synchronize()  # the table is in use until then
         words, num_rows, num_walls = self._words, len(addresses), len(walls) // 2
-        words[:_REQUEST] = describe(grid, num_rows, num_walls)
+        REQUEST.pack_into(words, 0, *grid, num_rows, num_walls)
         words[_REQUEST : _REQUEST + num_rows] = addresses
-        begin = _REQUEST + MOST_ROWS
-        words[begin : begin + len(walls)] = walls
+        if num_walls:
+            words[_WALLS : _WALLS + len(walls)] = walls
         _launch(self._plan, 1, self._plan_args, stream)
         self._planned.record(stream)
         _launch(self._copy, num_blocks(grid, num_walls), self._copy_args, stream)
