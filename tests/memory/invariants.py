@@ -67,7 +67,7 @@ def check_invariants(pool: MemoryPool) -> None:
             continue
         assert group.state == PACKED
         of = movables._packed_rows[movables._first[number] : movables._first[number + 1]].tolist()
-        assert (movables._group_of[of] == number).all()
+        assert (movables._groups_by_row()[of] == number).all()
         at = group.address
         for row in of:
             assert movables._address[row] == at

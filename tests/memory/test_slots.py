@@ -13,6 +13,7 @@ from cukit.core.kernel import NULL, load_kernel
 from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid, make_grid, plan_slots
+from cukit.memory.bookkeeping.survey import Paging, measure, measure_slots
 from cukit.memory.providers.slot_mover import REQUEST, fits, plan_slot_planner
 from tests.contract import to_device, to_host
 
@@ -252,3 +253,17 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path))
     info = compile_kernel(plan_slot_planner(), arch).info
     assert info.spill_store_bytes == info.spill_load_bytes == 0
+
+
+@pytest.mark.parametrize("per_page", [1, 4, 64])
+@pytest.mark.parametrize("occupied", [0.07, 0.5, 0.95, 1.0])
+def test_the_holes_of_a_grid(rng: np.random.Generator, per_page: int, occupied: float) -> None:
+    """As measured on the pieces between the buffers."""
+    grid, rows, _ = make_rows(rng, 320, per_page, occupied, 0)
+    address = rows[rows > 0]
+    sizes = np.full(len(address), grid.slot_bytes)
+    pieces = Pieces(
+        columns(BEGIN), columns(grid.end), np.sort(address), sizes, columns(), columns()
+    )
+    paging = Paging(PAGE, 3 * PAGE, remap=True, large_pages=1, large_at=columns())
+    assert measure_slots(grid, address, paging) == measure(*pieces.free, paging)

@@ -41,9 +41,11 @@ class Movables:
         self.num_packed = 0
         self._groups: list[Span | None] = []
         """The PACKED spans; None: unpacked. The last is of the rows that were empty."""
-        self._packed_rows = self._first = self._group_of = np.empty(0, np.int64)
+        self._packed_rows = self._first = np.empty(0, np.int64)
         """The rows that the last defragmentation packed, in address order; where the rows of each
-        group begin in that list; the group by row."""
+        group begin in that list."""
+        self._group_of: Ints | None = None
+        """The group by row, once a buffer is unpacked."""
         self._empty: list[int] = []
         self._unpinned: set[Holder] = set()
         self.note = self._unpinned.add
@@ -158,8 +160,7 @@ class Movables:
             Span(at, many, PACKED) for at, many in zip(low.tolist(), length.tolist(), strict=True)
         ]
         self._packed_rows, self._first = rows[order], first
-        self._group_of = np.full(len(self._holders), len(spans), np.int64)
-        self._group_of[self._packed_rows] = apart[:-1].cumsum() - 1
+        self._group_of = None
         self._groups = [*spans, None]
         self.num_packed = len(rows)
         return spans, low, length
@@ -167,8 +168,20 @@ class Movables:
     def unpack(self, holder: Holder) -> None:
         """Gives a buffer its own span, and those in its group theirs, if it is packed."""
         row = holder.row
-        if self.num_packed and NO_ROW < row < len(self._group_of):
-            self._unpack(int(self._group_of[row]))
+        if self.num_packed and row > NO_ROW:
+            groups = self._group_of
+            if groups is None:
+                groups = self._group_of = self._groups_by_row()
+            if row < len(groups):
+                self._unpack(groups[row])
+
+    def _groups_by_row(self) -> Ints:
+        """The group of each row; one without buffers for rows that were not packed."""
+        number = np.arange(len(self._first) - 1).repeat(np.diff(self._first))
+        rows = self._packed_rows
+        groups = np.full(int(rows.max(initial=-1)) + 1, len(self._groups) - 1)
+        groups[rows] = number
+        return groups
 
     def _unpack(self, number: int) -> None:
         group = self._groups[number]

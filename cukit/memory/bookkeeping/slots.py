@@ -116,17 +116,6 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     return plan_of(grid, address, moving, free)
 
 
-def free_slots(grid: Grid, address: Ints) -> tuple[Ints, Ints]:
-    """Addresses and sizes of the pieces between buffers at these addresses, each as large as
-    possible, in address order."""
-    taken = np.ones(grid.num_slots + 2, bool)
-    taken[1:-1] = False
-    taken[((address - grid.begin) >> grid.slot_shift) + 1] = True
-    edges = (taken[1:] != taken[:-1]).nonzero()[0]
-    edges <<= grid.slot_shift
-    return edges[::2] + grid.begin, edges[1::2] - edges[::2]
-
-
 def plan_of(grid: Grid, address: Ints, moving: Ints, slots: Ints) -> Plan:
     """The plan that moves the buffers of these indices to these slots."""
     to = slots << grid.slot_shift

@@ -173,6 +173,20 @@ def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
     )
 
 
+def measure_slots(grid: Grid, address: Ints, paging: Paging) -> Holes:
+    """`measure` of what buffers at these addresses, in any order, leave free of a grid without
+    walls; there are no large pages. Takes half as many calls."""
+    slot = (address - grid.begin) >> grid.slot_shift
+    pages = grid.num_pages - np.count_nonzero(np.bincount(slot >> grid.page_shift))
+    slot.sort()
+    gap = int((slot[1:] - slot[:-1]).max(initial=1)) - 1
+    most = max(gap, int(slot[0]), grid.num_slots - 1 - int(slot[-1]))
+    free = grid.num_slots - grid.num_buffers << grid.slot_shift
+    whole = pages << grid.page_shift + grid.slot_shift
+    spare = paging.spare_bytes
+    return Holes(spare + free, most << grid.slot_shift, spare + (whole if paging.remap else 0))
+
+
 @dataclass
 class Survey:
     """Totals over all spans, in bytes."""

@@ -14,7 +14,7 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
-from cukit.memory.bookkeeping.slots import Grid, free_slots, plan_of, plan_slots
+from cukit.memory.bookkeeping.slots import Grid, plan_of, plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import (
@@ -23,6 +23,7 @@ from cukit.memory.bookkeeping.survey import (
     Survey,
     UsedSpans,
     measure,
+    measure_slots,
     survey,
 )
 from cukit.memory.pool.listeners import Listeners
@@ -205,10 +206,11 @@ class Defragmenter:
             event = provider.record(stream)
             self._arena.streams.mark_all_done()
             used = UsedSpans.of(movables.columns(), fixed)
-            if walls:
-                before = used.holes(self._pager.paging())
+            paging = self._pager.paging()
+            if walls or len(paging.large_at):
+                before = used.holes(paging)
             else:
-                before = measure(*free_slots(grid, used.movable), self._pager.paging())
+                before = measure_slots(grid, used.movable, paging)
             moves = started.wait()
             if moves is None:
                 provider.discard(event)
