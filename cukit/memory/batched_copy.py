@@ -245,10 +245,8 @@ def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    from cukit.memory.providers.slot_mover import plan_slot_planner  # it imports this module
-
     kinds = ((False, False), (True, False), (False, True))
-    return [plan_batched_copy(*kind) for kind in kinds] + [plan_slot_planner()]
+    return [plan_batched_copy(ordered, planned) for ordered, planned in kinds]
 
 
 register(

@@ -156,6 +156,7 @@ def test_nothing_gained(device: Device) -> None:
 @pytest.mark.parametrize(
     ("change", "rows", "walls"),
     [
+        ({"num_buffers": 15}, 1, 0),
         ({}, MOST_ROWS + 1, 0),
         ({}, 1, MOST_WALLS + 1),
         ({"num_slots": 1 << 20}, 1, 0),
@@ -163,9 +164,7 @@ def test_nothing_gained(device: Device) -> None:
         ({"page_shift": 0, "num_slots": 1 << 14}, 1, 0),
     ],
 )
-def test_more_than_the_kernel_has_room_for(
-    device: Device, change: dict[str, int], rows: int, walls: int
-) -> None:
+def test_what_the_host_plans(device: Device, change: dict[str, int], rows: int, walls: int) -> None:
     grid = request(0, 0)[0]._replace(**change)
     mover = SlotMover(device.cupy)
     assert mover(grid, array("q", [BEGIN] * rows), array("q", [BEGIN, SIZE] * walls), None) is None

@@ -113,8 +113,8 @@ class Provider(Protocol):
         `bookkeeping.slots.plan_slots`, which the device makes. Never blocks the host.
 
         addresses: of the buffers; 0: none. walls: addresses and sizes, in turn, of the spans in the
-        grid that nothing can move to. Returns None if the device cannot plan so many; nothing is
-        enqueued then.
+        grid that nothing can move to. Returns None if there are too few buffers for that or too
+        many; nothing is enqueued then.
         """
         ...
 

@@ -20,6 +20,8 @@ from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Ints
 from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid
 
+LEAST_BUFFERS = 16
+"""Fewer are planned by the host: they may move without any kernel (device_copy.py)."""
 MOST_ROWS = 1 << 16
 MOST_WALLS = 1 << 13
 MOST_SLOTS = 1 << 17
@@ -30,7 +32,7 @@ _MOST_BLOCKS = 1 << 16
 """Thread blocks of the copies; each copies several tiles if there are more."""
 
 REQUEST = Struct("7q8x")
-"""What the kernel gets by value: a Grid, the number of rows and that of walls."""
+"""The first words of the pinned memory: a Grid, the number of rows and that of walls."""
 _REQUEST = REQUEST.size // 8
 _WALLS = _REQUEST + MOST_ROWS
 """The first words of the rows and of the walls in pinned memory."""
@@ -46,9 +48,10 @@ class SlotMoves(Protocol):
 
 
 def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
-    """Whether the kernel has room for a compaction."""
+    """Whether the kernel has room for a compaction, and enough to do."""
     return (
-        num_rows <= MOST_ROWS
+        grid.num_buffers >= LEAST_BUFFERS
+        and num_rows <= MOST_ROWS
         and num_walls <= MOST_WALLS
         and grid.num_slots <= MOST_SLOTS
         and grid.num_slots >> grid.page_shift <= MOST_PAGES
@@ -96,7 +99,7 @@ class SlotMover:
         """Enqueues the plan and its copies on `stream`, a CuPy stream, on the current device.
 
         addresses: of the buffers; 0: none. walls: addresses and sizes where nothing can move to.
-        Returns None if the kernel has no room for as many; nothing is enqueued then.
+        Returns None if there are too few buffers or too many; nothing is enqueued then.
         """
         if not fits(grid, len(addresses), len(walls) // 2):
             return None
