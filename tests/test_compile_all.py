@@ -23,7 +23,6 @@ from tests.quick_run import cover
 
 MEASURING = {f"analyzer/{name}.cu" for name in ("access_probe", "copy", "fma_rate", "spin")}
 """Sources of the analyzer, which belong to no op."""
-OF_THE_POOL = {"memory/guard_pages.cu", "memory/plan_slots.cu"}
 
 # On the architecture that a kernel is tuned for, main loops do not spill, and at most a few values
 # are spilled from prologue to epilogue; on other architectures a few more may be.
@@ -142,7 +141,7 @@ def test_compiles_without_spills(variant: Variant) -> None:
 
 
 def test_every_source_belongs_to_an_op() -> None:
-    used = {variant.spec.source for variant in VARIANTS} | MEASURING | OF_THE_POOL
+    used = {variant.spec.source for variant in VARIANTS} | MEASURING | {"memory/guard_pages.cu"}
     there = {path.relative_to(kernels_root()).as_posix() for path in kernels_root().rglob("*.cu")}
     assert there - used == set(), "not compiled by the specs of any op"
 

@@ -22,6 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
 from cukit.errors import ArrayLayoutError, ArrayShapeError
+from cukit.memory.slot_grid import plan_slot_planner
 from cukit.reference import memory as reference
 from cukit.registry import register
 
@@ -246,7 +247,10 @@ def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
 
 def _specs(device: Device) -> list[KernelSpec]:
     kinds = ((False, False), (True, False), (False, True))
-    return [plan_batched_copy(ordered, planned) for ordered, planned in kinds]
+    return [
+        *(plan_batched_copy(ordered, planned) for ordered, planned in kinds),
+        plan_slot_planner(),
+    ]
 
 
 register(

@@ -18,8 +18,9 @@ import numpy as np
 from cukit.memory import HostProvider, Move
 from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.compaction import Ints
-from cukit.memory.bookkeeping.slots import Grid, plan_slots
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.providers.slot_mover import SlotMoves
+from cukit.memory.slot_grid import Grid
 
 KIB = 1 << 10
 PAGE = 64 * KIB

@@ -12,11 +12,12 @@ FOLDER = Path(cukit.memory.__file__).parent
 PACKAGE = "cukit.memory"
 
 BELOW: dict[str, set[str]] = {
-    "batched_copy": set(),
+    "slot_grid": set(),
+    "batched_copy": {"slot_grid"},
     "uninterrupted": set(),
-    "providers": {"batched_copy"},
-    "bookkeeping": {"batched_copy", "providers"},
-    "pool": {"batched_copy", "bookkeeping", "providers", "uninterrupted"},
+    "providers": {"batched_copy", "slot_grid"},
+    "bookkeeping": {"batched_copy", "providers", "slot_grid"},
+    "pool": {"batched_copy", "bookkeeping", "providers", "slot_grid", "uninterrupted"},
 }
 """What each of these may import; the tools next to them may import all."""
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from cukit.memory.batched_copy import TILE_BYTES
-from cukit.memory.bookkeeping.slots import Grid, make_grid, plan_slots
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.providers import slot_mover
-from cukit.memory.providers.slot_mover import MOST_ROWS, MOST_WALLS, SlotMover, num_blocks
+from cukit.memory.providers.slot_mover import SlotMover, num_blocks
+from cukit.memory.slot_grid import MOST_ROWS, MOST_WALLS, Grid, make_grid
 
 PAGE, SIZE, BEGIN = 512 << 10, 64 << 10, 3 << 20
 

@@ -12,9 +12,9 @@ from cukit.core.compiler import compile_kernel
 from cukit.core.kernel import NULL, load_kernel
 from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
-from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid, make_grid, plan_slots
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.survey import Paging, measure, measure_slots
-from cukit.memory.providers.slot_mover import REQUEST, fits, plan_slot_planner
+from cukit.memory.slot_grid import LEAST_GAIN, REQUEST, Grid, fits, make_grid, plan_slot_planner
 from tests.contract import to_device, to_host
 
 DEVICES = [

@@ -9,65 +9,13 @@ plan_slots.cu), so that the copies start at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
 from cukit.memory.bookkeeping.compaction import Ints, Plan
+from cukit.memory.slot_grid import LEAST_GAIN, Grid
 
 Flags = npt.NDArray[np.bool_]
-
-LEAST_OCCUPIED = 1 / 16
-"""The grid has at most 16 slots per buffer; sparser pools are planned by compaction.py."""
-
-LEAST_GAIN = 2
-"""Pages by which the wholly free ones must become more. Then the largest hole grows too: a hole
-without whole pages is smaller than two."""
-
-
-class Grid(NamedTuple):
-    """The slots of a reservation."""
-
-    begin: int
-    """Address of the first slot."""
-    slot_shift: int
-    """log2 of the bytes of a slot."""
-    page_shift: int
-    """log2 of the slots of a page."""
-    num_slots: int
-    """A multiple of the slots of a page."""
-    num_buffers: int
-
-    @property
-    def end(self) -> int:
-        """The address behind the last slot."""
-        return self.begin + (self.num_slots << self.slot_shift)
-
-    @property
-    def slot_bytes(self) -> int:
-        return 1 << self.slot_shift
-
-    @property
-    def per_page(self) -> int:
-        return 1 << self.page_shift
-
-    @property
-    def num_pages(self) -> int:
-        return self.num_slots >> self.page_shift
-
-
-def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) -> Grid | None:
-    """The grid for `count` buffers of `length` bytes between `begin` and `end`, multiples of the
-    page. None unless a page and a buffer have sizes that are powers of two, a buffer is at most a
-    page, and enough slots are occupied."""
-    if not length or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
-        return None
-    slot_shift = length.bit_length() - 1
-    num_slots = (end - begin) >> slot_shift
-    if count < num_slots * LEAST_OCCUPIED:
-        return None
-    return Grid(begin, slot_shift, page_bytes.bit_length() - 1 - slot_shift, num_slots, count)
 
 
 def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan | None:

@@ -20,10 +20,10 @@ import numpy as np
 from cukit.memory.bookkeeping.arena import AddressRange, Arena
 from cukit.memory.bookkeeping.blocks import Frame
 from cukit.memory.bookkeeping.compaction import Ints, Pages, Pieces
-from cukit.memory.bookkeeping.slots import Grid, make_grid
 from cukit.memory.bookkeeping.spans import ALIASED, LIVE, PENDING, UNMAPPED, Span
 from cukit.memory.bookkeeping.statistics import StreamStatistics
 from cukit.memory.bookkeeping.streams import CaptureKey
+from cukit.memory.slot_grid import Grid, make_grid
 
 _address, _size = attrgetter("address"), attrgetter("size")
 

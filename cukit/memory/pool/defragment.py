@@ -14,7 +14,7 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
-from cukit.memory.bookkeeping.slots import Grid, plan_of, plan_slots
+from cukit.memory.bookkeeping.slots import plan_of, plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import (
@@ -31,6 +31,7 @@ from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
+from cukit.memory.slot_grid import Grid
 
 ALL = 1 << 62
 

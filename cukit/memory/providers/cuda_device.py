@@ -18,11 +18,11 @@ import numpy as np
 from cukit.core.device import gpu_available, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.memory.batched_copy import Moves
-from cukit.memory.bookkeeping.slots import Grid
 from cukit.memory.providers.cuda_captures import CaptureWatch, between_captures
 from cukit.memory.providers.cuda_driver import call
 from cukit.memory.providers.device_copy import DeviceCopy
 from cukit.memory.providers.slot_mover import SlotMover, SlotMoves
+from cukit.memory.slot_grid import Grid
 
 LEGACY_KEY = 0
 """The legacy default stream. Other streams have the driver's ids, which are larger."""

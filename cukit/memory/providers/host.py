@@ -22,9 +22,9 @@ import numpy as np
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ConfigError
 from cukit.memory.batched_copy import Moves
-from cukit.memory.bookkeeping.slots import Grid
 from cukit.memory.providers.provider import DeviceOutOfMemory
 from cukit.memory.providers.slot_mover import SlotMoves
+from cukit.memory.slot_grid import Grid
 
 # From <sys/mman.h> and <linux/falloc.h>; Python's mmap module does not define them.
 _MAP_FIXED = 0x10

@@ -27,8 +27,8 @@ from collections.abc import Container, Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cukit.memory.batched_copy import Moves
-from cukit.memory.bookkeeping.slots import Grid
 from cukit.memory.providers.slot_mover import SlotMoves
+from cukit.memory.slot_grid import Grid
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818

@@ -8,31 +8,21 @@ two kernels, the plan and the copies, and reads the plan while the copies run.
 from __future__ import annotations
 
 from array import array
-from functools import cache
-from struct import Struct
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from cukit.core.kernel import NULL, Kernel, KernelSpec, by_value, load_kernel
+from cukit.core.kernel import NULL, Kernel, by_value, load_kernel
 from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
-from cukit.memory.bookkeeping.compaction import Ints
-from cukit.memory.bookkeeping.slots import LEAST_GAIN, Grid
+from cukit.memory.slot_grid import MOST_ROWS, MOST_WALLS, REQUEST, Grid, fits, plan_slot_planner
 
-LEAST_BUFFERS = 16
-"""Fewer are planned by the host: they may move without any kernel (device_copy.py)."""
-MOST_ROWS = 1 << 16
-MOST_WALLS = 1 << 13
-MOST_SLOTS = 1 << 17
-MOST_PAGES = 1 << 13
-MOST_PER_PAGE = 1 << 12
-_THREADS = 1024
+Ints = npt.NDArray[np.int64]
+
 _MOST_BLOCKS = 1 << 16
 """Thread blocks of the copies; each copies several tiles if there are more."""
 
-REQUEST = Struct("7q8x")
-"""The first words of the pinned memory: a Grid, the number of rows and that of walls."""
 _REQUEST = REQUEST.size // 8
 _WALLS = _REQUEST + MOST_ROWS
 """The first words of the rows and of the walls in pinned memory."""
@@ -45,32 +35,6 @@ class SlotMoves(Protocol):
         """Waits for the plan, not for the copies. Returns the rows of the buffers that move,
         ascending, and their slots; None if nothing moves: it would gain next to nothing, or a
         buffer is in no slot. May be called once."""
-
-
-def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
-    """Whether the kernel has room for a compaction, and enough to do."""
-    return (
-        grid.num_buffers >= LEAST_BUFFERS
-        and num_rows <= MOST_ROWS
-        and num_walls <= MOST_WALLS
-        and grid.num_slots <= MOST_SLOTS
-        and grid.num_slots >> grid.page_shift <= MOST_PAGES
-        and 1 << grid.page_shift <= MOST_PER_PAGE
-    )
-
-
-@cache
-def plan_slot_planner() -> KernelSpec:
-    """One block: a plan for 2048 buffers takes a few microseconds."""
-    defines = (
-        ("THREADS", _THREADS),
-        ("MOST_SLOTS", MOST_SLOTS),
-        ("MOST_PAGES", MOST_PAGES),
-        ("MOST_PER_PAGE", MOST_PER_PAGE),
-        ("LEAST_GAIN", LEAST_GAIN),
-    )
-    shared = (2 * MOST_SLOTS // 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4
-    return KernelSpec("memory/plan_slots.cu", "plan_slots", defines, _THREADS, shared)
 
 
 def num_blocks(grid: Grid, num_walls: int) -> int:
