@@ -7,7 +7,8 @@
 // Mapping: one block. Occupied slots and walls are bit masks in shared memory, buffers per page are
 //   counters. The fullest pages are found through a histogram of these counters: all pages above a
 //   threshold stay in use, and of those at the threshold the first few. `rows` and `result` are in
-//   pinned host memory; each row is read once.
+//   pinned host memory; each row is read once. The kernel runs once in a while, so its code is in no
+//   cache: loops are not unrolled, because fetching instructions would take longer than the work.
 // Shared memory: dynamic, (2 * MOST_SLOTS / 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4 bytes; static,
 //   152 bytes. Macros: THREADS multiple of 32, 32..1024; MOST_SLOTS, MOST_PAGES, MOST_PER_PAGE: most
 //   slots, pages, and slots per page; LEAST_GAIN: fewer pages freed are not worth the moves.
@@ -73,11 +74,10 @@ CUKIT_DEVICE int block_sum_before(int value, int* warps, int* total) {
 }
 
 // Mask of the bits [first, last) of word `word`.
-CUKIT_DEVICE unsigned bits_between(long long first, long long last, long long word) {
-  const long long low = max(first - word * kWarpSize, 0ll);
-  const long long high = min(last - word * kWarpSize, static_cast<long long>(kWarpSize));
-  if (low >= high) return 0;
-  return (high == kWarpSize ? kFullMask : (1u << high) - 1) & ~((1u << low) - 1);
+CUKIT_DEVICE unsigned bits_between(int first, int last, int word) {
+  const int low = max(first - word * kWarpSize, 0);
+  const int high = min(last - word * kWarpSize, kWarpSize);
+  return low < high ? kFullMask >> (kWarpSize - high + low) << low : 0;
 }
 
 // Number of bits set in [first, first + count), a power of two aligned to itself.
@@ -86,6 +86,7 @@ CUKIT_DEVICE int count_bits(const unsigned* words, int first, int count) {
     return __popc(words[first / kWarpSize] & bits_between(first, first + count, first / kWarpSize));
   }
   int found = 0;
+#pragma unroll 1
   for (int i = 0; i < count / kWarpSize; ++i) found += __popc(words[first / kWarpSize + i]);
   return found;
 }
@@ -97,6 +98,7 @@ CUKIT_DEVICE void find_threshold(const int* histogram, int per_page, int wanted,
   int threshold = wanted > 0 ? -1 : per_page + 1;
   int quota = 0;
   int above = 0;
+#pragma unroll 1
   for (int top = per_page; top >= 0 && wanted > 0 && threshold < 0; top -= kWarpSize) {
     const int bin = top - lane;
     const int pages = bin >= 0 ? histogram[bin] : 0;
@@ -143,16 +145,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
   const int lane = thread % kWarpSize;
   const int warp = thread / kWarpSize;
 
-  for (int i = thread; i < num_words; i += THREADS) taken[i] = walls[i] = 0;
-  for (int i = thread; i < num_pages; i += THREADS) held[i] = 0;
-  for (int i = thread; i <= per_page; i += THREADS) histogram[i] = 0;
+#pragma unroll 4
+  for (int row = thread; row < num_rows; row += THREADS) table[row].source = rows[row];
+  const int most = max(max(num_words, num_pages), per_page + 1);
+#pragma unroll 1
+  for (int i = thread; i < most; i += THREADS) {
+    if (i < num_words) taken[i] = walls[i] = 0;
+    if (i < num_pages) held[i] = 0;
+    if (i <= per_page) histogram[i] = 0;
+  }
   if (thread == 0) scratch.room = scratch.gain = scratch.misplaced = 0;
   __syncthreads();
 
-#pragma unroll 4
+#pragma unroll 1
   for (int row = thread; row < num_rows; row += THREADS) {
-    const long long address = rows[row];
-    table[row].source = address;
+    const long long address = table[row].source;
     if (address == 0) continue;
     const long long offset = address - request.begin;
     const long long slot = offset >> slot_shift;
@@ -163,18 +170,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     atomicOr(taken + slot / kWarpSize, 1u << slot % kWarpSize);
     atomicAdd(held + (slot >> page_shift), 1);
   }
+#pragma unroll 1
   for (int i = warp; i < request.num_walls; i += kWarps) {
     const Wall wall = walls_of[i];
     const long long offset = wall.address - request.begin;
-    const long long first = offset >> slot_shift;
     const long long end = (offset + wall.size + (1ll << slot_shift) - 1) >> slot_shift;
-    const long long last = min(end, static_cast<long long>(num_slots));
-    for (long long word = first / kWarpSize + lane; word * kWarpSize < last; word += kWarpSize) {
+    const int first = static_cast<int>(offset >> slot_shift);
+    const int last = static_cast<int>(min(end, request.num_slots));
+#pragma unroll 1
+    for (int word = first / kWarpSize + lane; word * kWarpSize < last; word += kWarpSize) {
       atomicOr(walls + word, bits_between(first, last, word));
     }
   }
   __syncthreads();
 
+#pragma unroll 1
   for (int page = thread; page < num_pages; page += THREADS) {
     const int blocked = request.num_walls ? count_bits(walls, page << page_shift, per_page) : 0;
     if (blocked != 0) {
@@ -184,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
       atomicAdd(histogram + held[page], 1);
     }
   }
+#pragma unroll 1
   for (int i = thread; i < num_words; i += THREADS) taken[i] |= walls[i];
   __syncthreads();
   if (warp == 0) {
@@ -194,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
   __syncthreads();
 
   int done = 0;  // pages at the threshold so far
+#pragma unroll 1
   for (int first = 0; first < num_pages; first += THREADS) {
     const int page = first + thread;
     const int buffers = page < num_pages ? held[page] : kBlocked;
@@ -218,12 +230,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
 
   // The free slots of the pages in use; more than needed.
   done = 0;
+#pragma unroll 1
   for (int first = 0; first < num_words && done < num_rows; first += THREADS) {
     const int word = first + thread;
     unsigned free = 0;
     if (word < num_words) {
       free = ~taken[word] & bits_between(0, num_slots, word);
       const int begin = word * kWarpSize;
+#pragma unroll 1
       for (int slot = begin; slot < min(begin + kWarpSize, num_slots);
            slot += min(per_page, kWarpSize)) {
         if (held[slot >> page_shift] < 0) free &= ~bits_between(slot, slot + per_page, word);
@@ -232,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     int total;
     int number = done + block_sum_before(__popc(free), scratch.warps, &total);
     done += total;
+#pragma unroll 1
     for (; free != 0 && number < num_rows; free &= free - 1, ++number) {
       const long long slot = word * kWarpSize + __ffs(free) - 1;
       table[number].destination = request.begin + (slot << slot_shift);
@@ -239,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
   }
   // The buffers that move: row r has number r or a lower one, so its place in the table is read.
   done = 0;
+#pragma unroll 1
   for (int first = 0; first < num_rows; first += THREADS) {
     const int row = first + thread;
     const long long source = row < num_rows ? table[row].source : 0;
