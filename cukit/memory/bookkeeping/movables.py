@@ -149,10 +149,7 @@ class Movables:
         np.not_equal(address[1:], end[:-1], out=apart[1:-1])
         if len(bounds) > 1:
             apart[:-1] |= np.isin(address, bounds)
-        place = np.arange(len(rows) + 1)
-        # Each run of adjacent buffers is cut into groups.
-        run = np.maximum.accumulate(np.where(apart, place, 0))
-        apart |= (place - run) % MOST_PER_GROUP == 0
+        apart[:-1:MOST_PER_GROUP] = True
         first = apart.nonzero()[0]
         low = address[first[:-1]]
         length = end[first[1:] - 1] - low

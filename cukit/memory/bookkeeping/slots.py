@@ -61,17 +61,12 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     moving = left[page].nonzero()[0]
     taken.reshape(-1, per_page)[left] = True
     free = np.logical_not(taken, out=taken).nonzero()[0][: len(moving)]
-    return plan_of(grid, address, moving, free)
-
-
-def plan_of(grid: Grid, address: Ints, moving: Ints, slots: Ints) -> Plan:
-    """The plan that moves the buffers of these indices to these slots."""
-    to = slots << grid.slot_shift
+    to = free << shift
     to += grid.begin
     step = np.empty((len(moving), 3), np.int64)
     step[:, 0] = to
     step[:, 1] = address[moving]
-    step[:, 2] = grid.slot_bytes
+    step[:, 2] = length
     target = address.copy()
     target[moving] = to
     return Plan(address, target, [step])

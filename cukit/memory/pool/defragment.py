@@ -14,7 +14,7 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.bookkeeping.arena import Arena
 from cukit.memory.bookkeeping.compaction import Ints, Plan, plan_compaction
 from cukit.memory.bookkeeping.movables import Movables
-from cukit.memory.bookkeeping.slots import plan_of, plan_slots
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
 from cukit.memory.bookkeeping.survey import (
@@ -217,8 +217,10 @@ class Defragmenter:
                 provider.discard(event)
                 return None
             rows, slots = moves
-            plan = plan_of(grid, used.movable, used.rows.searchsorted(rows), slots)
-            return self._committed(used, plan, before, event)
+            target = used.movable.copy()
+            target[used.rows.searchsorted(rows)] = (slots << grid.slot_shift) + grid.begin
+            moved = len(rows) << grid.slot_shift
+            return self._committed(used, Plan(used.movable, target), moved, before, event)
         except BaseException:
             # Before the commit nothing is lost: the copies only write to free memory.
             provider.synchronize_device()
@@ -242,18 +244,20 @@ class Defragmenter:
             plan = plan_compaction(used.pieces, page, remap=remap)
         self._supply.synchronize()
         if not plan.steps:
-            return self._committed(used, plan, used.holes(self._pager.paging()), _NO_EVENT)
+            return self._committed(used, plan, 0, used.holes(self._pager.paging()), _NO_EVENT)
         event = self._copy(plan, stream)
         try:
-            return self._committed(used, plan, used.holes(self._pager.paging()), event)
+            before = used.holes(self._pager.paging())
+            return self._committed(used, plan, plan.bytes_moved, before, event)
         except BaseException:
             self._provider.synchronize_device()
             self._provider.discard(event)
             raise
 
-    def _committed(self, used: UsedSpans, plan: Plan, before: Holes, event: Any) -> _Compaction:
+    def _committed(
+        self, used: UsedSpans, plan: Plan, moved: int, before: Holes, event: Any
+    ) -> _Compaction:
         after = self._commit(used, plan)
-        moved = plan.bytes_moved
         self.bytes_moved += moved
         return _Compaction(before, after, moved, self._pager.scattered(), event)
 
