@@ -8,8 +8,7 @@ import threading
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Hashable
 from sys import getrefcount
 from typing import Any, NamedTuple, NoReturn
 
@@ -116,18 +115,9 @@ class CudaDevice:
         """The same kind of provider for another device."""
         return type(self)(device_id)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> _Current:
         """Makes this device current inside the block."""
-        before = self._runtime.getDevice()
-        if before == self.device_id:
-            yield
-            return
-        self._runtime.setDevice(self.device_id)
-        try:
-            yield
-        finally:
-            self._runtime.setDevice(before)
+        return _Current(self._runtime, self.device_id)
 
     between_captures = staticmethod(between_captures)
 
@@ -330,6 +320,25 @@ class CudaDevice:
     def ended_captures(self) -> list[int]:
         """Captures whose graphs, and all executable graphs made from them, are destroyed."""
         return self._captures.ended()
+
+
+class _Current:
+    """`with device.current():`. Calls of the driver wait for it, so it is no generator, which would
+    take twice as long to enter."""
+
+    __slots__ = ("_before", "_device_id", "_runtime")
+
+    def __init__(self, runtime: Any, device_id: int) -> None:
+        self._runtime, self._device_id = runtime, device_id
+
+    def __enter__(self) -> None:
+        self._before = self._runtime.getDevice()
+        if self._before != self._device_id:
+            self._runtime.setDevice(self._device_id)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._device_id:
+            self._runtime.setDevice(self._before)
 
 
 class _Foreign:
