@@ -258,14 +258,25 @@ def test_threads_have_streams_of_their_own(device: CudaDevice, runtime: Runtime)
 
 
 def test_the_device_is_current_inside_a_block(runtime: Runtime, device: CudaDevice) -> None:
-    """And the one before is current again, also after an error."""
     current = [0]
     runtime.getDevice = lambda: current[-1]  # type: ignore[method-assign]
     runtime.setDevice = current.append  # type: ignore[attr-defined]
     with device.current():
         assert current == [0]
-    current[:] = [3]
-    with pytest.raises(RefusedError), device.current():
-        assert current == [3, 0]
-        raise RefusedError(1)
+
+
+def test_the_device_before_is_current_again_after_an_error(
+    runtime: Runtime, device: CudaDevice
+) -> None:
+    current = [3]
+    runtime.getDevice = lambda: current[-1]  # type: ignore[method-assign]
+    runtime.setDevice = current.append  # type: ignore[attr-defined]
+
+    def fail() -> None:
+        with device.current():
+            assert current == [3, 0]
+            raise RefusedError(1)
+
+    with pytest.raises(RefusedError):
+        fail()
     assert current == [3, 0, 3]
