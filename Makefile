@@ -24,6 +24,8 @@ RESULTS ?= profiling/results/h200.json
 # Additional packages for the tests of cukit.torch. Empty by default: on Linux the default build of
 # torch installs 3 GB of CUDA libraries; PyTorch's CPU build is 200 MB.
 TORCH ?=
+# Processes that share the GPU during the tests. Fewer need less of its memory.
+GPU_WORKERS ?= 4
 
 # cuda12, cuda13 or empty, by the driver of this machine. cukit/core/driver.py prints the reason.
 GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)
@@ -38,12 +40,15 @@ TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-t
 # Tests start several hundred Python programs. Without cached bytecode, each compiles all of cukit.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One process per core; then the tests marked `gpu` in a single process, so they do not share the GPU.
-# $(1) selects cases by their marks. pytest exits with 5 if $(ARGS) selects no test.
+# One process per core without the GPU; then a few that share it, most of whose time is compilation;
+# then the tests that compare times, alone. $(1) selects cases by their marks. pytest exits with 5 if
+# $(ARGS) selects no test.
 define run_tests
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "$(1) and not gpu" $(ARGS) || [ $$? -eq 5 ]
-	$(if $(GPU_EXTRA),$(BIN)/python -m pytest -m "$(1) and gpu" $(ARGS) || [ $$? -eq 5 ])
+	$(call pytest,-n auto,$(1) and not gpu)
+	$(if $(GPU_EXTRA),$(call pytest,-n auto --maxprocesses $(GPU_WORKERS),$(1) and gpu and not timing))
+	$(if $(GPU_EXTRA),$(call pytest,-n 0,$(1) and gpu and timing))
 endef
+pytest = $(BIN)/python -m pytest $(1) --dist worksteal -m "$(2)" $(ARGS) || [ $$? -eq 5 ]
 
 .PHONY: demo test test-all lint site bench tables clean
 

@@ -13,7 +13,7 @@ CukitError
 ├── LaunchError                a launch is invalid, e.g. arguments do not match the kernel
 ├── EmulatorError              the emulator found an error in a kernel: kind, thread, source line
 ├── OutOfMemoryError           (also a MemoryError)
-├── CommunicationError         processes of a run lost contact or are out of step
+├── CommunicationError         processes lost contact or called different collectives
 ├── PointerError               an address that a pool cannot free (also a ValueError)
 └── CacheError                 the kernel cache cannot be used
 

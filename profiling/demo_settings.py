@@ -19,13 +19,13 @@ from functools import lru_cache
 from typing import Any
 
 from cukit.core.device import gpu_available
-from cukit.distill.data import Corpus, Windows, read_corpus, validation_batches
-from cukit.distill.distiller import Distiller, LanguageModelling, Objective
-from cukit.distill.evaluation import Evaluation, evaluate, gain_of
-from cukit.distill.schedule import WarmupCosine
-from cukit.distill.settings import DEFAULTS, DistillSettings
-from cukit.distill.terms import AttentionTerm, HiddenStateTerm, evenly_spaced_map
-from cukit.distill.trainer import Trainer
+from cukit.distill.run.settings import DEFAULTS, DistillSettings
+from cukit.distill.training.data import Corpus, Windows, read_corpus, validation_batches
+from cukit.distill.training.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.training.evaluation import Evaluation, evaluate, gain_of
+from cukit.distill.training.schedule import WarmupCosine
+from cukit.distill.training.terms import AttentionTerm, HiddenStateTerm, evenly_spaced_map
+from cukit.distill.training.trainer import Trainer
 from cukit.models import Transformer
 from cukit.models.parameters import namespace_for
 

@@ -27,8 +27,8 @@ CLOCK_FIELDS = {
 
 def describe(timer: Timer) -> dict[str, Any]:
     """Return the environment that is stored with the results, to interpret and reproduce them."""
-    found = results_environment(timer) | {"commit": _commit()}
-    return found | {"clocks": _clocks(_gemm())} if gpu_available() else found
+    environment = results_environment(timer) | {"commit": _commit()}
+    return environment | {"clocks": _clocks(_gemm())} if gpu_available() else environment
 
 
 def _gemm() -> Callable[[], Any]:
@@ -45,15 +45,15 @@ def _clocks(gemm: Callable[[], Any]) -> dict[str, Any]:
     """Return clocks and power limit, queried while matrix products run on the GPU."""
     command = [*NVIDIA_SMI, f"--query-gpu={','.join(CLOCK_FIELDS)}"]
     try:
-        question = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        query = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     except OSError:
         return {}
     synchronize = array_module().cuda.Device().synchronize
-    while question.poll() is None:
+    while query.poll() is None:
         for _ in range(50):
             gemm()
         synchronize()
-    values = question.communicate()[0].strip().split(", ")
+    values = query.communicate()[0].strip().split(", ")
     if len(values) != len(CLOCK_FIELDS):
         return {}
     return {name: _number(text) for name, text in zip(CLOCK_FIELDS.values(), values, strict=True)}

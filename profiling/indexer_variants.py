@@ -1,10 +1,10 @@
-"""Compares tilings of `indexer_kl` and its backward with the planned one:
+"""Times tilings of `indexer_kl` and its backward against the planned one:
 
     python -m profiling.indexer_variants [--quick]
 
-A variant `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has tiles of M queries and N keys in the sweep, tiles of
-KEYS and QUERIES in the gradient of the keys, and BLOCKS thread blocks per SM. Results are printed
-only; conclusions are in profiling/notes/attention_distillation.md.
+A variant `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has tiles of M queries and N keys in the sweep over all
+scores, tiles of KEYS and QUERIES in the key-gradient kernel, and BLOCKS thread blocks per SM.
+Results are only printed; conclusions are in profiling/notes/attention_distillation.md.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def _with_tilings(case: Case) -> Case:
 
 
 def _impl(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
-    """Return a call of cukit with its own launches, outside the launch cache."""
+    """Return a call of cukit with launches for `tiling`, which bypass the launch cache."""
     from cukit.attention import indexer_kl, indexer_kl_backward
 
     modules = [sys.modules[each.__module__] for each in (indexer_kl, indexer_kl_backward)]
     call = ours()
     original: Any = modules[0].prepare_indexer  # type: ignore[attr-defined]
-    memory: dict[bool, Any] = {}
+    launches: dict[bool, Any] = {}
 
     def prepare(op: str, *args: Any) -> Any:
         backward = op.endswith("backward")
-        if backward not in memory:
+        if backward not in launches:
             with mock.patch.dict(_indexer_plan.WARPGROUP_INDEXER_TILINGS, {128: tiling}):
-                memory[backward] = original.__wrapped__(op, *args)
-        return memory[backward]
+                launches[backward] = original.__wrapped__(op, *args)
+        return launches[backward]
 
     def run() -> Any:
         kept = [module.prepare_indexer for module in modules]  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ import numpy as np
 
 from cukit.attention import flash_attention, merge_attention_states
 from cukit.distill import cross_entropy, read_corpus
-from cukit.distill.data import validation_batches
+from cukit.distill.training.data import validation_batches
 from cukit.kv_cache import CompressedKV, compress_kv
 from cukit.models import Transformer, load_model
 from profiling.tables import ROOT, markdown

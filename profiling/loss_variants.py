@@ -25,7 +25,6 @@ from cukit.analyzer.benchmark import KernelBenchmark, Sampling
 from cukit.commands.compile import Variant, build
 from cukit.core.device import current_device
 from cukit.distill import (
-    _divergence_rows,
     cross_entropy,
     distillation_loss,
     kl_divergence,
@@ -34,6 +33,7 @@ from cukit.distill import (
     teacher_top_k,
     topk_distillation_loss,
 )
+from cukit.distill.losses import _divergence_rows
 from cukit.gemm import explain_matmul
 from cukit.gemm._matmul_candidates import MatmulOptions
 from cukit.gemm._matmul_decision import prepare

@@ -19,6 +19,7 @@ from cukit.gemm._linear_plan import Product, Sm90Config, plan_linear
 from cukit.graph_memory import Transition, graph_diffusion, memory_write, retrieve_top_k
 from cukit.moe import layer_bank, topk_router
 from cukit.reference.sampling import kept_tokens
+from profiling.drawing import background, write_changed
 from profiling.tables import ROOT
 
 WIDTH, MARGIN = 720.0, 24.0
@@ -26,20 +27,14 @@ WIDTH, MARGIN = 720.0, 24.0
 
 def main() -> int:
     """Update the figures; print the names of those that changed."""
-    for name, draw in FIGURES.items():
-        path, new = ROOT / "docs" / name, draw()
-        if not path.exists() or path.read_text(encoding="utf-8") != new:
-            path.write_text(new, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
+    write_changed({ROOT / "docs" / name: draw() for name, draw in FIGURES.items()})
     return 0
 
 
 def page(height: float, title: str, parts: list[str]) -> str:
     """Return a self-contained figure that supports light and dark mode."""
-    panel = svg.element("rect", class_="panel", width=WIDTH, height=height, rx=12.0)
-    style = svg.element("style", svg.style() + "svg .panel { fill: var(--page); }\n")
     head = svg.text(title, MARGIN, 34.0, "label")
-    return svg.figure(WIDTH, height, title, [style, panel, head, *parts]) + "\n"
+    return svg.figure(WIDTH, height, title, [*background(WIDTH, height), head, *parts]) + "\n"
 
 
 def bar(x: float, y: float, width: float, height: float, class_: str, opacity: float = 1.0) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,22 +18,19 @@ from cukit.analyzer.results import read
 from cukit.memory import MemoryPool, MemoryPoolConfig
 from cukit.memory.picture import map_svg
 from cukit.memory.providers.host import HostProvider
+from profiling.drawing import MARGIN, WIDTH, figure, swatch, write_changed
 from profiling.memory_pool import FAMILY
 from profiling.tables import PUBLISHED, ROOT
 
 BARS = ROOT / "docs" / "memory_pools.svg"
 MAP = ROOT / "docs" / "memory_map.svg"
 
-WIDTH, MARGIN, HEAD = 960.0, 24.0, 74.0
 MIB = 1 << 20
 
 
 def main() -> int:
     """Update the figures; print the names of those that changed."""
-    for path, new in ((BARS, draw_bars(read(PUBLISHED))), (MAP, draw_map())):
-        if new is not None and (not path.exists() or path.read_text(encoding="utf-8") != new):
-            path.write_text(new, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
+    write_changed({BARS: draw_bars(read(PUBLISHED)), MAP: draw_map()})
     return 0
 
 
@@ -43,21 +39,13 @@ def draw_bars(results: Mapping[str, Any]) -> str | None:
     records = [record for record in results["records"] if record["family"] == FAMILY]
     if not records:
         return None
-    chart = draw_held(records, WIDTH - 2 * MARGIN)
-    height = float(ElementTree.fromstring(chart).attrib["height"])
-    whole = HEAD + height + MARGIN / 2
-    machine = f"{results['environment']['gpu']}. Shorter is better."
-    parts = [
-        svg.element("style", svg.style() + "svg .panel { fill: var(--page); }\n"),
-        svg.element("rect", class_="panel", width=WIDTH, height=whole, rx=12.0),
-        svg.element(
-            "text", escape(HELD), x=MARGIN, y=36.0, style="font-size: 17px; font-weight: 650"
-        ),
-        svg.text(machine, MARGIN, 56.0, "detail"),
-        *_legend([pool_title(pool) for pool in replayed_on(records)]),
-        svg.element("g", chart, transform=f"translate({MARGIN:.0f} {HEAD:.0f})"),
-    ]
-    return svg.figure(WIDTH, whole, HELD, parts) + "\n"
+    return figure(
+        draw_held(records, WIDTH - 2 * MARGIN),
+        label=HELD,
+        title=HELD,
+        subtitle=f"{results['environment']['gpu']}. Shorter is better.",
+        legend=_legend([pool_title(pool) for pool in replayed_on(records)]),
+    )
 
 
 def _legend(names: list[str]) -> list[str]:
@@ -65,10 +53,7 @@ def _legend(names: list[str]) -> list[str]:
     x = WIDTH - MARGIN
     for number, name in reversed(list(enumerate(names))):
         x -= svg.text_width(name) * 1.2 + 19
-        square = svg.element(
-            "rect", x=x, y=26.0, width=11.0, height=11.0, rx=2.0, class_=svg.colour(number)
-        )
-        parts.append(square)
+        parts.append(swatch(x, number))
         parts.append(svg.text(name, x + 15, 36.0, "label"))
         x -= 12
     return parts

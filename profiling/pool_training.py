@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.distill import Distiller, LanguageModelling, Trainer, Windows
-from cukit.distill.run_memory import POOLS, RunMemory
-from cukit.distill.settings import DEFAULTS, DistillSettings
+from cukit.distill.run.memory import POOLS, RunMemory
+from cukit.distill.run.settings import DEFAULTS, DistillSettings
 from cukit.models import Transformer
 
 SETTINGS = DEFAULTS["gpu"]

@@ -14,7 +14,7 @@ from cukit.analyzer.ceiling_probes import COPY_SPEC, WORD_BYTES, copy_grid
 from cukit.analyzer.timing import GpuTimer, measure
 from cukit.core.device import current_device, require_cupy
 from cukit.core.kernel import load_kernel
-from cukit.distill.adamw import AdamWState
+from cukit.distill.optimizer.adamw import AdamWState
 from profiling.data import integers, normal
 
 THREADS = 256

@@ -2,6 +2,7 @@
 
     python -m profiling.run                                  # every case
     python -m profiling.run --family layers --only rms_norm  # one op
+    python -m profiling.run --missing --out results.json     # cases without a result in that file
     python -m profiling.run --small                          # tiny sizes, with or without a GPU
     python -m profiling.run --list
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import profiling.cases
 from cukit.analyzer.benchmark import KernelBenchmark, Sampling
-from cukit.analyzer.results import Record, ResultsFile
+from cukit.analyzer.results import Record, ResultsFile, case_key, read
 from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.errors import ConfigError, CukitError
 from profiling.case import Call, Case, PeerMissing, Workload
@@ -188,6 +189,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run only this op; may be repeated",
     )
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
+    parser.add_argument(
+        "--missing", action="store_true", help="run only cases without a result in --out"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, few samples")
     parser.add_argument(
         "--peers", metavar="NAMES", help="run only these peers, comma-separated: torch,liger"
@@ -217,6 +221,8 @@ def bench(arguments: Sequence[str] | None = None) -> int:
     if not cases:
         named = ", ".join(name[:60] for name in options.only)
         raise ConfigError(f"no case of {named}; --list prints all cases")
+    if options.missing:
+        cases = _without_result(cases, options.out)
     if options.list:
         for case in cases:
             print(f"{case.family:<12}{case.op:<28}{case.name:<32}{case.dtype}")
@@ -228,6 +234,14 @@ def bench(arguments: Sequence[str] | None = None) -> int:
     # Cases of a family may come from several modules.
     known = () if options.only else load_cases(small=options.small)
     return run_cases(cases, runner, out=options.out, known=known)
+
+
+def _without_result(cases: Sequence[Case], out: Path | None) -> list[Case]:
+    """Return the cases without a record of cukit in a results file."""
+    if out is None:
+        raise ConfigError("--missing needs --out, the results file that is completed")
+    measured = {case_key(record) for record in read(out)["records"] if record["impl"] == OURS}
+    return [case for case in cases if case.key() not in measured]
 
 
 def run_cases(

@@ -39,13 +39,13 @@ from cukit.distill import (
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_distillation_loss,
 )
-from cukit.distill._cross_entropy_rows import cross_entropy_specs
-from cukit.distill._divergence_rows import (
+from cukit.distill.losses._cross_entropy_rows import cross_entropy_specs
+from cukit.distill.losses._divergence_rows import (
     DivergenceConfig,
     divergence_specs,
     plan_divergence,
 )
-from cukit.distill._loss_options import (
+from cukit.distill.losses._loss_options import (
     DIVERGENCES,
     LossOptions,
     RowOptions,

@@ -25,10 +25,10 @@ import threadpoolctl
 PLACES = ("device", "place", "anywhere", "gpu", "provider")
 """Fixtures that select the device: the cases of each device are a separate grid."""
 
-MOST_EMULATED = 1 << 16
+MAX_EMULATED = 1 << 16
 """Largest number of elements of a shape parameter in the emulator."""
 
-MOST_EMULATED_TESTS = 3
+MAX_EMULATED_TESTS = 3
 """Number of tests in a file, in order, that the quick run runs in the emulator as well. Every op
 runs in the emulator in tests/emulator/test_every_op.py, too."""
 
@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             emulated_tests[path] += 1
             # Chosen by a hash of the name, so that the tests together cover different values.
             quick = {sorted(quick)[zlib.crc32(test.encode()) % len(quick)]}
-            if emulated_tests[path] > MOST_EMULATED_TESTS:
+            if emulated_tests[path] > MAX_EMULATED_TESTS:
                 quick = set()
         for index, item in enumerate(grid):
             if index not in quick:
@@ -149,8 +149,8 @@ def _why_not(item: pytest.Function) -> str | None:
     if not _meets(item, "emulated"):
         return "not selected for the emulator; runs on the GPU"
     shapes = filter(_is_shape, item.callspec.params.values())
-    if any(math.prod(shape) > MOST_EMULATED for shape in shapes):
-        return f"more than {MOST_EMULATED} elements: for the GPU"
+    if any(math.prod(shape) > MAX_EMULATED for shape in shapes):
+        return f"more than {MAX_EMULATED} elements: for the GPU"
     return None
 
 

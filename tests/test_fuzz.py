@@ -158,7 +158,7 @@ ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
 
 
 Calls = Iterator[tuple[dict[str, Any], str]]
-"""Arguments, and the names of the replaced ones."""
+"""Arguments of a call, and the names of those that were replaced."""
 
 
 def mutations(value: Any, rng: np.random.Generator) -> Any:
@@ -177,7 +177,7 @@ def random_generator(op: Op | Function) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(op.name.encode()))
 
 
-def right_arguments(op: Op | Function, rng: np.random.Generator) -> dict[str, Any]:
+def valid_arguments(op: Op | Function, rng: np.random.Generator) -> dict[str, Any]:
     args, kwargs = (SAMPLES.get(op.name) or FUNCTIONS[op.name])(rng)
     bound = inspect.signature(op.function).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -187,9 +187,9 @@ def right_arguments(op: Op | Function, rng: np.random.Generator) -> dict[str, An
 def calls(op: Op | Function, count: int) -> Calls:
     """Replace one or two arguments, at random."""
     rng = random_generator(op)
-    right = right_arguments(op, rng)
+    valid = valid_arguments(op, rng)
     for _ in range(count):
-        arguments = copy.deepcopy(right)
+        arguments = copy.deepcopy(valid)
         names = rng.choice(
             list(arguments), size=min(len(arguments), int(rng.integers(1, 3))), replace=False
         )
@@ -200,23 +200,23 @@ def calls(op: Op | Function, count: int) -> Calls:
 
 def all_calls(op: Op | Function) -> Calls:
     """Replace each argument by every candidate, with valid values for the others."""
-    right = right_arguments(op, random_generator(op))
-    for name, value in right.items():
+    valid = valid_arguments(op, random_generator(op))
+    for name, value in valid.items():
         if isinstance(value, np.ndarray):
             wrong: Iterator[Any] = (mutate(value.copy()) for mutate in ARRAYS)
         else:
             wrong = iter(SCALARS)
         for each in wrong:
-            yield {**copy.deepcopy(right), name: each}, name
+            yield {**copy.deepcopy(valid), name: each}, name
 
 
 def calls_without(op: Op | Function) -> Calls:
     """Replace each array by None, alone and together with the previous one."""
-    right = right_arguments(op, random_generator(op))
-    arrays = [name for name, value in right.items() if isinstance(value, np.ndarray)]
+    valid = valid_arguments(op, random_generator(op))
+    arrays = [name for name, value in valid.items() if isinstance(value, np.ndarray)]
     for first, second in zip(arrays, arrays[-1:] + arrays[:-1], strict=True):
         for names in ([first], [first, second]):
-            yield {**copy.deepcopy(right), **dict.fromkeys(names)}, ", ".join(names)
+            yield {**copy.deepcopy(valid), **dict.fromkeys(names)}, ", ".join(names)
 
 
 def contents(value: Any) -> Any:
@@ -247,14 +247,16 @@ def show(arguments: dict[str, Any], names: str) -> str:
     return ", ".join(f"{name}={text}" for name, text in described.items())
 
 
-def try_wrong_inputs(op: Op | Function, wrong: Calls) -> None:
+def try_wrong_inputs(op: Op | Function, calls: Calls) -> None:
+    """Fail if a call raises another error than CukitError or MemoryError, or changes arguments that
+    it may not change. A call that raises may change none."""
     positional = [
         p.name
         for p in inspect.signature(op.function).parameters.values()
         if p.kind is p.POSITIONAL_OR_KEYWORD
     ]
-    complaints = []
-    for count, (arguments, names) in enumerate(wrong, 1):  # noqa: B007
+    failures = []
+    for count, (arguments, names) in enumerate(calls, 1):  # noqa: B007
         before = {key: contents(value) for key, value in arguments.items()}
         args = [arguments[name] for name in positional]
         options = {k: v for k, v in arguments.items() if k not in positional}
@@ -267,36 +269,32 @@ def try_wrong_inputs(op: Op | Function, wrong: Calls) -> None:
         except (CukitError, MemoryError):
             pass
         except Exception as error:
-            complaints.append(
-                f"{show(arguments, names)}: {type(error).__name__}: {str(error)[:200]}"
-            )
+            failures.append(f"{show(arguments, names)}: {type(error).__name__}: {str(error)[:200]}")
         allowed = WRITES.get(op.name, set()) | WRITTEN_ON_REQUEST
         if arguments.get("inplace") is True:
             allowed = set(arguments)
         after = {key: contents(value) for key, value in arguments.items()}
         changed = [key for key in arguments if before[key] != after[key]]
-        wrong = changed if failed else [key for key in changed if key not in allowed]
-        if wrong:
-            complaints.append(f"{show(arguments, names)}: changed {', '.join(wrong)}")
-    assert not complaints, f"{op.name}: {len(complaints)} of {count}:\n" + "\n".join(
-        complaints[:40]
-    )
+        illegal = changed if failed else [key for key in changed if key not in allowed]
+        if illegal:
+            failures.append(f"{show(arguments, names)}: changed {', '.join(illegal)}")
+    assert not failures, f"{op.name}: {len(failures)} of {count}:\n" + "\n".join(failures[:40])
 
 
-NO_KIND = ("no", "0.5", 1j, object())
+NEVER_VALID = ("no", "0.5", 1j, object())
 WRONG_SCALARS: dict[type, tuple[Any, ...]] = {
-    bool: (*NO_KIND, None, 1.5, 2),
-    int: (*NO_KIND, 1.5, float("nan"), True),
-    float: (*NO_KIND, None, float("nan"), True),
+    bool: (*NEVER_VALID, None, 1.5, 2),
+    int: (*NEVER_VALID, 1.5, float("nan"), True),
+    float: (*NEVER_VALID, None, float("nan"), True),
     str: ("zzz", 3, True),
-    type(None): NO_KIND,
+    type(None): NEVER_VALID,
 }
 """Replacements by the type of the valid value."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
-def test_options_of_another_kind_are_refused(op: Op) -> None:
+def test_options_of_a_wrong_type_are_rejected(op: Op) -> None:
     """Flags reject strings, numbers reject text."""
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
     bound = inspect.signature(op.function).bind(*args, **kwargs)
@@ -324,7 +322,7 @@ WRITERS = [
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
-def test_unaligned_arrays_are_refused(op: Op) -> None:
+def test_unaligned_arrays_are_rejected(op: Op) -> None:
     """Misaligned arrays would fault on the GPU and end the process."""
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
     bound = inspect.signature(op.function).bind(*args, **kwargs)
@@ -337,7 +335,7 @@ def test_unaligned_arrays_are_refused(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
-def test_a_read_only_output_is_refused(op: Op) -> None:
+def test_a_read_only_output_is_rejected(op: Op) -> None:
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
     result = op.function(*args, **kwargs)
     out = np.zeros_like(result[0] if isinstance(result, tuple) else result)
@@ -348,7 +346,7 @@ def test_a_read_only_output_is_refused(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
-def test_an_output_that_overlaps_an_input_is_refused(op: Op) -> None:
+def test_an_output_that_overlaps_an_input_is_rejected(op: Op) -> None:
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
     result = op.function(*args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
@@ -435,12 +433,12 @@ def test_creation_functions_reject_bad_arguments_by_name(
 
 
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
-def test_references_refuse_or_work(op: Op) -> None:
+def test_references_reject_or_work(op: Op) -> None:
     try_wrong_inputs(op, calls(op, 60))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_refuse_or_work(name: str) -> None:
+def test_functions_reject_or_work(name: str) -> None:
     function = Function(name, getattr(cukit, name))
     try_wrong_inputs(function, calls(function, 60))
 

@@ -1,8 +1,8 @@
 """Import rules between the packages of cukit.
 
 Layers, bottom up: errors; core and the references; op families, which do not import each other
-except quantization and gemm; models; the distillation loop, the analyzer and the commands. Imports
-inside functions count too.
+except quantization and gemm; models; the distillation loop, the analyzer and the commands. Inside a
+package with folders, these also import one way. Imports inside functions count too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "graph_memory": OPS | {"attention"},
     "quantization": OPS,
     "distributed": BASE | {"core"},
-    "distill (ops)": OPS | {"distill", "distributed"},
+    "distill/losses": OPS | {"attention", "distributed"},
+    "distill/optimizer": OPS,
     "fusion": BASE | {"core", "attention", "gemm", "layers"},
     "models": MODELS,
     "distill": LOOP,
@@ -57,6 +58,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": MODELS
     | {"_start", "distill", "distributed", "emulator", "fusion", "kv_cache", "memory", "models"},
 }
+
+FOLDERS: dict[str, dict[str, set[str]]] = {
+    "distill": {
+        "losses": set(),
+        "optimizer": set(),
+        "training": {"losses", "optimizer"},
+        "run": {"losses", "optimizer", "training"},
+    },
+    "memory": {
+        "slot_grid": set(),
+        "batched_copy": {"slot_grid"},
+        "uninterrupted": set(),
+        "providers": {"batched_copy", "slot_grid"},
+        "bookkeeping": {"batched_copy", "providers", "slot_grid"},
+        "pool": {"batched_copy", "bookkeeping", "providers", "slot_grid", "uninterrupted"},
+    },
+}
+"""What folders and modules of a package may import from it. Those not named may import all."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
@@ -84,11 +103,11 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def room(path: Path) -> str:
+def layer(path: Path) -> str:
     """Return the row of MAY_IMPORT for a module."""
-    first = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    registers = re.search(r"^from cukit\.registry import .*\bregister\b", path.read_text(), re.M)
-    return "distill (ops)" if first == "distill" and registers else first
+    family, *inside = path.relative_to(PACKAGE).with_suffix("").parts
+    own = f"{family}/{inside[0]}" if inside else family
+    return own if own in MAY_IMPORT else family
 
 
 def name(path: Path) -> str:
@@ -97,7 +116,7 @@ def name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_a_module_imports_only_lower_layers(path: Path) -> None:
-    own = room(path)
+    own = layer(path)
     assert own in MAY_IMPORT, f"{name(path)}: add its permitted imports to MAY_IMPORT"
     family = path.relative_to(PACKAGE).parts[0]
     forbidden = imports(path) - MAY_IMPORT[own] - {family}
@@ -126,12 +145,35 @@ def test_modules_do_not_import_one_another_in_cycles() -> None:
     assert not left, f"in or above a cycle: {', '.join(sorted(map(name, left)))}"
 
 
+@pytest.mark.parametrize("family", FOLDERS)
+def test_folders_of_a_package_import_one_way(family: str) -> None:
+    package = PACKAGE / family
+    for path in package.rglob("*.py"):
+        own = path.relative_to(package).with_suffix("").parts[0]
+        imported = {
+            other.relative_to(package).with_suffix("").parts[0]
+            for other in module_imports(path)
+            if other.is_relative_to(package)
+        }
+        forbidden = imported - FOLDERS[family].get(own, imported) - {own}
+        assert not forbidden, f"{name(path)} may not import {', '.join(sorted(forbidden))}"
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_modules_do_not_import_their_own_package(family: str) -> None:
+    """`from cukit.memory import X` inside `cukit.memory` would import all of it."""
+    for path in set((PACKAGE / family).rglob("*.py")) - {PACKAGE / family / "__init__.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            own = isinstance(node, ast.ImportFrom) and node.module == f"cukit.{family}"
+            assert not own, name(path)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_optional_packages_are_never_required(path: Path) -> None:
     """CuPy, torch and other optional packages are imported inside functions. Exception: torch in
     `cukit.torch`, which no other module imports."""
     optional = {"cupy", "cupyx", "cupy_backends", "cuda", "torch", "jinja2", "matplotlib", "pynvml"}
-    if room(path) == "torch":
+    if layer(path) == "torch":
         optional -= {"torch"}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cukit as ck
-from cukit.distill._host_workers import one_thread_each
+from cukit.distill.run._host_workers import one_thread_each
 from tests.distributed.ranks import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -1,4 +1,4 @@
-"""The quick run: few cases that cover every value; together with the slow cases, all cases."""
+"""The quick run covers every parameter value with few cases; the slow run has all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.quick_run import cover, pytest_report_header
 ROOT = Path(__file__).parents[1]
 
 ONLY_NAMED_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-"""Without it pytest imports all of cukit and hypothesis, which takes longer than the tests."""
+"""Other plugins would import cukit and hypothesis, which takes longer than the tests."""
 
 SUITE = """
 import pytest
@@ -120,12 +120,12 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
         ("slow and gpu", "cases: slow"),
     ],
 )
-def test_the_report_begins_with_what_runs(expression: str, message: str) -> None:
+def test_the_report_header_names_the_selection(expression: str, message: str) -> None:
     config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
     assert pytest_report_header(config).startswith(message)
 
 
-def test_few_cases_cover_a_grid_and_mix_its_values() -> None:
+def test_few_cases_cover_a_grid_and_balance_its_values() -> None:
     axes = [[("size", n) for n in range(6)], [("dtype", n) for n in range(3)], [("bias", 0)]]
     cases = list(itertools.product(*axes))
     chosen = [cases[index] for index in sorted(cover(cases))]

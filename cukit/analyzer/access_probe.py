@@ -1,8 +1,8 @@
 """Measures the bandwidth that strided loads reach on this GPU.
 
-Memory moves in sectors of 32 bytes. A thread that loads 4 of them, while its neighbours load from
-other sectors, pays for all 32. The table gives the cost on this GPU for each access width and
-distance between neighbours: the evidence behind advice on a kernel's accesses.
+Memory is transferred in sectors of 32 bytes: a thread that loads 4 bytes while its neighbours load
+from other sectors causes a transfer of 32. The table gives the bandwidth on this GPU for each width
+of accesses and distance between adjacent threads. Advice on a kernel's accesses cites it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ def sector_fraction(width_bytes: int, stride: int) -> float:
     return width_bytes / min(apart, max(SECTOR_BYTES, width_bytes))
 
 
-def launch(words: Any, sums: Any, width_bytes: int, stride: int) -> int:
-    """Runs the probe over all of `words` [float32]; returns the bytes it loads.
+def num_loads(words: Any, width_bytes: int, stride: int) -> int:
+    """Loads of one launch, each of `width_bytes`."""
+    return int(words.size * 4 // width_bytes // stride)
+
+
+def launch(words: Any, sums: Any, width_bytes: int, stride: int) -> None:
+    """Runs the probe over all of `words` [float32].
 
     sums: float32, one element per thread; its size determines the grid.
     """
-    count = words.size * 4 // width_bytes // stride
+    count = num_loads(words, width_bytes, stride)
     grid = (sums.size // THREADS,)
     kernel = load_kernel(probe_spec(width_bytes))
     kernel(grid, (words, sums, np.int64(count), np.int32(stride)))
-    return int(count * width_bytes)
 
 
 def probe_accesses(timer: Timer, device: Device | None = None) -> tuple[AccessPoint, ...]:
@@ -62,7 +66,7 @@ def probe_accesses(timer: Timer, device: Device | None = None) -> tuple[AccessPo
         calls = {str(stride): partial(launch, words, sums, width, stride) for stride in STRIDES}
         timings = measure(calls, timer, rounds=2, max_samples=10, pause_s=0.01)
         for stride in STRIDES:
-            loaded = words.size * 4 // width // stride * width
+            loaded = num_loads(words, width, stride) * width
             rates[width, stride] = loaded / timings[str(stride)].median_us / 1e3
     best = max(rates.values())
     return tuple(

@@ -1,6 +1,6 @@
-"""Turns whatever can be launched into one form: a call without arguments, and what it launches.
+"""Converts everything that can be launched to one form: a call without arguments, and a launch.
 
-Launches that must fail (a block that is too large, too much shared memory, a kernel that does not
+Launches that would fail (a block that is too large, too much shared memory, a kernel that does not
 compile) are reported here, with the reason, before anything runs.
 """
 

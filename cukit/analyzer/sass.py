@@ -76,7 +76,7 @@ _NOP = 0x118
 _NEVER = 0xF
 """The predicate !PT, in bits 12..15: ptxas adds loads with it before asynchronous copies."""
 _IADD_SINCE_BLACKWELL = 0x035
-"""HFMA2.MMA before."""
+"""HFMA2.MMA on earlier architectures."""
 
 # Opcodes of memory instructions, and their operations.
 _ACCESSES = {
@@ -102,30 +102,30 @@ def memory_access(code: bytes, compute_capability: tuple[int, int]) -> MemoryAcc
     opcodes, widths = low & np.uint64(0x1FF), high >> np.uint64(9) & np.uint64(7)
     counts = np.bincount((opcodes << np.uint64(3) | widths).astype(np.intp), minlength=1 << 12)
     rows = [
-        AccessWidth(operation, bits, int(counts[opcode << 3 | places].sum()))
+        AccessWidth(operation, bits, int(counts[opcode << 3 | encodings].sum()))
         for opcode, operation in _ACCESSES.items()
-        for bits, places in _places_of_bits(operation, compute_capability).items()
+        for bits, encodings in _encodings_by_width(operation, compute_capability).items()
     ]
     by_opcode = counts.reshape(-1, 8).sum(axis=1)
     bulk_copies, atomics = (int(by_opcode[list(c)].sum()) for c in (_BULK_COPIES, _ATOMICS))
-    found = sorted((row for row in rows if row.instructions), key=lambda r: (r.operation, r.bits))
-    return MemoryAccess("decoded", tuple(found), bulk_copies, atomics)
+    present = sorted((row for row in rows if row.instructions), key=lambda r: (r.operation, r.bits))
+    return MemoryAccess("decoded", tuple(present), bulk_copies, atomics)
 
 
-def _places_of_bits(
+def _encodings_by_width(
     operation: str, compute_capability: tuple[int, int]
 ) -> dict[int, npt.NDArray[np.intp]]:
-    """Access width in bits -> the values that encode it."""
+    """By access width in bits: the values of the width field that encode it."""
     since_blackwell = operation == "async copy" and compute_capability >= (10, 0)
     table = _ASYNC_COPY_BITS_SINCE_BLACKWELL if since_blackwell else _WIDTH_BITS
     return {
-        bits: np.array([place for place in table if table[place] == bits])
+        bits: np.array([encoding for encoding in table if table[encoding] == bits])
         for bits in table.values()
     }
 
 
 def instruction_mix(code: bytes, compute_capability: tuple[int, int]) -> InstructionMix:
-    """Counts the instructions of one kernel by class; padding is left out."""
+    """Counts the instructions of one kernel by class, without NOPs."""
     low, _ = _words(code)
     counts = np.bincount((low & np.uint64(0x1FF)).astype(np.intp), minlength=1 << 9)
     counts[_NOP] = 0

@@ -1,6 +1,6 @@
 """Converts dataclasses to JSON and back, and derives the JSON Schema of the format.
 
-All of it follows from the type hints of `cukit.analyzer.schema`: the fields are listed only once.
+Both follow from the type hints of `cukit.analyzer.schema`, so fields are listed only there.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ One sample of the main clock, CUDA events with a cold L2: overwrite a buffer sev
 of L2, keep the stream busy while the host enqueues the call, start event, the call, stop event. The
 flush and the host's time are outside the timed window, so that a call of twenty small kernels is
 charged for its kernels and the gaps between them on the device, not for the Python code that
-launches them. Implementations under comparison run interleaved, with a short pause before each: a
-GPU at its power limit lowers its clocks, and no implementation should inherit the heat of the
-previous one.
+launches them. Implementations under comparison run interleaved, with a short pause before each,
+because a GPU at its power limit lowers its clocks: without the pause an implementation would run at
+clocks that depend on the previous one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FLUSH_FACTOR = 4
 
 SPIN = KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1)
 
-LONGEST_SPIN_US = 10_000.0
-"""A call that takes the host longer than this waits for the device itself: no spin hides that."""
+MAX_SPIN_US = 10_000.0
+"""A call that occupies the host for longer synchronises with the device, which no spin can hide."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Timer(Protocol):
 class GpuTimer:
     """Times calls that enqueue work on CuPy's current stream, between two CUDA events.
 
-    cold: overwrite L2 before each sample; else the caches are as the previous call left them.
+    cold: overwrite L2 before each sample; otherwise the caches keep what the previous call left.
     """
 
     name = "events"
@@ -105,7 +105,7 @@ class GpuTimer:
             call()
             durations_us.append((time.perf_counter() - begin) * 1e6)
         self._synchronize()
-        spin_us = min(20.0 + 2.0 * min(durations_us), LONGEST_SPIN_US)
+        spin_us = min(20.0 + 2.0 * min(durations_us), MAX_SPIN_US)
         return partial(self._sample_us, call, np.int64(spin_us * self._cycles_per_us))
 
     def flush(self) -> None:
@@ -127,8 +127,8 @@ class GpuTimer:
 class GraphTimer:
     """Times replays of a CUDA graph that contains the call many times: the device alone, warm.
 
-    No event, spin or host launch is between two of the calls, so this is the clock for kernels of a
-    few microseconds. The call must be capturable: no allocation, no synchronisation.
+    There is no event, spin or host launch between calls, so this is the clock for kernels of a few
+    microseconds. The call must be capturable: no allocation, no synchronisation.
     """
 
     name = "graph replay"
@@ -178,7 +178,7 @@ class GraphTimer:
                 for _ in range(calls):
                     call()
             except BaseException:
-                with suppress(Exception):  # it only reports again that the capture has failed
+                with suppress(Exception):  # reports the failed capture a second time
                     stream.end_capture()
                 raise
             return stream.end_capture()
@@ -232,8 +232,8 @@ class WallTimer:
 
 
 class EnqueueTimer:
-    """Times the host's cost of a call: the mean of a batch that is enqueued on an idle device and
-    is short enough not to fill the launch queue."""
+    """Times a call on the host: the mean over a batch that is enqueued on an idle device and is
+    short enough not to fill the launch queue."""
 
     name = "host enqueue"
     BATCH = 100
@@ -293,9 +293,9 @@ def measure(
 
 
 class PeakMemory:
-    """The most bytes that CuPy's pool and torch's allocator had allocated at once within a `with`.
+    """Peak bytes allocated by CuPy's pool and torch's allocator within a `with` block.
 
-    Memory in use on entry is not counted: the result is what the call needs in addition to its
+    Memory in use on entry is not counted: the result is what a call needs in addition to its
     inputs. torch is queried only if the process has imported it.
     """
 

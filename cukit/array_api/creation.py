@@ -35,8 +35,8 @@ Shape = int | Sequence[int]
 Dtype = Any
 """A NumPy dtype or its name, including `"bfloat16"` and the types of ml_dtypes."""
 
-_MOST_AXES = 64
-_MOST_BYTES = 2**63
+_MAX_AXES = 64
+_MAX_BYTES = 2**63
 
 
 def default_device() -> DeviceName:
@@ -238,7 +238,7 @@ def _holds_numbers(dtype: np.dtype[Any]) -> bool:
 
 def _extents(op: str, shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
     extents = check_shape(op, shape)
-    if len(extents) > _MOST_AXES or math.prod(extents) * dtype.itemsize >= _MOST_BYTES:
+    if len(extents) > _MAX_AXES or math.prod(extents) * dtype.itemsize >= _MAX_BYTES:
         raise ArrayShapeError(f"{op}: shape {shape!r} exceeds the limits of an array")
     return extents
 

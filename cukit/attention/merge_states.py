@@ -25,7 +25,9 @@ from cukit.registry import register
 _OP = "merge_attention_states"
 _THREADS = 256
 _VEC = 8
-_VECS_PER_THREAD = 4
+_VECS_PER_THREAD = 2
+_MAX_VECS = 2**31
+"""The kernel computes indices in 32 bits."""
 
 
 def merge_attention_states(
@@ -111,8 +113,12 @@ def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, shared: int
             f"got {head_dim}"
         )
     vecs = out_a.size // _VEC
+    if vecs > _MAX_VECS:
+        raise ArrayShapeError(
+            f"{_OP}: out_a may have at most {_MAX_VECS * _VEC} elements, got {out_a.size}"
+        )
     extents = (head_dim // _VEC, heads, seq, *((shared,) if shared > 1 else ()))
-    scalars = (np.int64(vecs), *map(np.int32, extents))
+    scalars = tuple(map(np.uint32, (vecs, *extents)))
     blocks = -(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1
     return Launch(load_kernel(_spec(out_a.dtype.name, shared > 1)), (blocks,), scalars)
 

@@ -21,16 +21,16 @@ from rich.table import Table
 from rich.text import Text
 
 from cukit.analyzer.report.numbers import num_bytes, printable
-from cukit.distill.data import Corpus
-from cukit.distill.report import PHASES, TITLES, DistillReport, TrainingRecord
-from cukit.distill.settings import DistillSettings
-from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.distill.run.report import PHASES, TITLES, DistillReport, TrainingRecord
+from cukit.distill.run.settings import DistillSettings
+from cukit.distill.training.data import Corpus
+from cukit.distill.training.trainer import StepStatistics, Trainer
 from cukit.memory import PoolStatistics
 
 REFRESH_SECONDS = 0.5
-"""Time between updates of the loss, each of which waits for the GPU to finish the step."""
+"""Time between updates of the loss. An update waits until the GPU has finished the step."""
 PLAIN_SECONDS = 15.0
-"""The same when the output is not a terminal, where every line stays."""
+"""The same if the output is not a terminal, where lines are not overwritten."""
 
 
 class ProgressDisplay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,8 @@ import typer
 from cukit.emulator.check import check_kernel
 from cukit.errors import CompileError, ConfigError, EmulatorError
 
-FOUND = 1
-_MOST_ELEMENTS = 1 << 28
+_ERRORS_FOUND = 1  # exit code
+_MAX_ELEMENTS = 1 << 28
 _FILLS = ("random", "zeros", "ones", "arange", "empty")
 _NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "char": "int8",
@@ -95,7 +96,7 @@ def check(
         )
     except EmulatorError as error:
         print(error)
-        raise typer.Exit(FOUND) from None
+        raise typer.Exit(_ERRORS_FOUND) from None
     except CompileError as error:
         raise ConfigError(first_error(str(error))) from None
     print(f"{source}: no errors found")
@@ -127,8 +128,8 @@ def argument(text: str, rng: np.random.Generator) -> Any:
             f"--arg {text}: expected dtype:shape[:fill], dtype=value, a .npy file or null"
         )
     shape = tuple(int(extent) for extent in shape_text.split("x"))
-    if np.prod(shape, dtype=object) > _MOST_ELEMENTS:
-        raise ConfigError(f"--arg {text}: at most {_MOST_ELEMENTS} elements")
+    if np.prod(shape, dtype=object) > _MAX_ELEMENTS:
+        raise ConfigError(f"--arg {text}: at most {_MAX_ELEMENTS} elements")
     return _filled(text, dtype, shape, fill or "random", rng)
 
 
@@ -150,7 +151,7 @@ def _filled(
         number = {"zeros": 0.0, "ones": 1.0}[fill] if fill in ("zeros", "ones") else float(fill)
     except ValueError:
         raise ConfigError(
-            f"--arg {text}: no fill {fill!r}; expected {', '.join(_FILLS)} or a number"
+            f"--arg {text}: unknown fill {fill!r}; expected {', '.join(_FILLS)} or a number"
         ) from None
     return np.full(shape, number).astype(dtype)
 
@@ -159,14 +160,12 @@ def _dtype(name: str, text: str) -> np.dtype[Any]:
     import ml_dtypes
 
     name = _NAMES.get(name, name)
-    try:
-        extension = getattr(ml_dtypes, name, None)
+    extension = getattr(ml_dtypes, name, None)
+    with suppress(TypeError):
         dtype = np.dtype(name if extension is None else extension)
-    except TypeError:
-        raise ConfigError(f"--arg {text}: no dtype {name!r}; for example float32, int32") from None
-    if dtype.hasobject or dtype.itemsize == 0:
-        raise ConfigError(f"--arg {text}: no dtype {name!r}; for example float32, int32")
-    return dtype
+        if not dtype.hasobject and dtype.itemsize > 0:
+            return dtype
+    raise ConfigError(f"--arg {text}: unknown dtype {name!r}; for example float32, int32")
 
 
 def extents_of(option: str, text: str) -> tuple[int, ...]:

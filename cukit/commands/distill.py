@@ -20,9 +20,7 @@ from cukit.commands._console import stdout
 from cukit.commands._distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
 from cukit.core.interrupts import INTERRUPTED
-from cukit.distill.data import VOCAB_SIZE, read_corpus
-from cukit.distill.pipeline import DistillRun, Interrupted
-from cukit.distill.run_folder import (
+from cukit.distill.run.folder import (
     REPORT,
     check_resumable,
     exclusive,
@@ -30,8 +28,10 @@ from cukit.distill.run_folder import (
     start_run,
     stored_run,
 )
-from cukit.distill.run_memory import POOLS
-from cukit.distill.settings import DEFAULTS
+from cukit.distill.run.memory import POOLS
+from cukit.distill.run.pipeline import DistillRun, Interrupted
+from cukit.distill.run.settings import DEFAULTS
+from cukit.distill.training.data import VOCAB_SIZE, read_corpus
 from cukit.errors import ConfigError, DataError, MissingDependencyError
 from cukit.models import generate as generate_tokens
 from cukit.models import load_model

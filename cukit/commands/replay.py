@@ -20,7 +20,7 @@ from cukit.memory.replay.processes import PoolMissing, Request, replay_apart
 from cukit.memory.replay.replay import ReplayResult, Script
 
 TIGHT = "tight"
-_MOST_BYTES = 2**63
+_MAX_BYTES = 2**63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?)?B?", re.IGNORECASE)
 
 
@@ -91,8 +91,8 @@ def limit_of(text: str | None) -> int | str | None:
     size = 0.0
     if found is not None:
         power = " KMGT".index(found[2].upper()) if found[2] else 0
-        size = min(float(found[1]) * 1024**power, _MOST_BYTES)
-    if not 1 <= size < _MOST_BYTES:
+        size = min(float(found[1]) * 1024**power, _MAX_BYTES)
+    if not 1 <= size < _MAX_BYTES:
         raise ConfigError(
             f"--limit: expected bytes, a size such as 12GiB, or tight; got {text[:40]!r}"
         )

@@ -11,7 +11,7 @@ import numpy as np
 from cukit.core.arrays import Array, address_of
 from cukit.errors import ArrayLayoutError
 
-_MOST_WORK = 10_000
+_MAX_WORK = 10_000
 """Effort limit of NumPy's exact test for strided arrays; beyond it an overlap is assumed."""
 
 
@@ -59,7 +59,7 @@ def _share(a: Array, b: Array) -> bool:
         return True
     try:
         return bool(
-            np.shares_memory(_shadow(a), _shadow(b), max_work=_MOST_WORK)  # type: ignore[arg-type]
+            np.shares_memory(_shadow(a), _shadow(b), max_work=_MAX_WORK)  # type: ignore[arg-type]
         )
     except np.exceptions.TooHardError:
         return True

@@ -238,7 +238,7 @@ class QuantizedArray:
         A slice that spans several groups of the first axis must start at a group boundary.
         """
         if self.ndim < 2:
-            raise ArrayShapeError(f"{_NAME}: one axis of codes cannot be indexed; use decode()")
+            raise ArrayShapeError(f"{_NAME}: arrays of one axis cannot be indexed; use decode()")
         if not isinstance(index, (int, np.integer, slice)):
             raise ArrayError(
                 f"{_NAME}: index must be an int or a slice of the first axis, "

@@ -1,4 +1,7 @@
-"""Checks of scalar options; errors name the option, its value and the allowed values."""
+"""Checks of scalar options; errors name the option, its value and the allowed values.
+
+Some options, such as an upstream gradient, are a number or a 0-d array, which may be on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import FLOAT_DTYPES, bfloat16
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    adopt,
+    bfloat16,
+    check_array,
+    float32,
+    float64,
+    is_gpu_array,
+)
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 
 
@@ -53,6 +65,34 @@ def check_real(op: str, name: str, value: numbers.Real) -> None:
         raise ConfigError(
             f"{op}: {name} must be a number in the range of a float, got {value!r}"
         ) from None
+
+
+def check_scalar(op: str, name: str, value: Any) -> None:
+    """Raises ConfigError or ArrayError unless `value` is a Python or NumPy number, or a 0-d float32
+    array; in host memory also float64."""
+    if isinstance(value, numbers.Real):
+        check_real(op, name, value)
+    else:
+        check_array(op, name, value, dtypes=scalar_dtypes(value), shape=())
+
+
+def scalar_dtypes(value: Array) -> tuple[np.dtype[Any], ...]:
+    """The dtypes of an array that stands for a number, or for one number per row."""
+    return (float32,) if is_gpu_array(value) else (float32, float64)
+
+
+def adopt_scalars(op: str, *values: Any) -> tuple[Any, ...]:
+    """Like `adopt`, for arguments that may be plain numbers."""
+    return tuple(v if _is_number(v) else adopt(op, v)[0] for v in values)
+
+
+def arrays_among(*values: Any) -> tuple[Array, ...]:
+    """The arguments that are not plain numbers or None."""
+    return tuple(v for v in values if not _is_number(v))
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, numbers.Real)
 
 
 def check_integer(

@@ -1,33 +1,50 @@
-"""Knowledge distillation: losses, optimiser, and the training loop."""
+"""Knowledge distillation.
 
-from cukit.distill.adamw import AdamWState, adamw
-from cukit.distill.attention import (
+`losses/` has the losses, `optimizer/` the optimiser, `training/` the loop and what it needs, `run/`
+the complete run behind `cukit distill`. Each imports only those before it.
+"""
+
+from cukit.distill.losses.attention import (
     DistillationAttention,
     distillation_attention,
     distillation_attention_backward,
     relation_kl,
 )
-from cukit.distill.callbacks import Checkpoints, Progress, stop_on_request
-from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
-from cukit.distill.cross_entropy import cross_entropy, cross_entropy_backward
-from cukit.distill.data import BatchSource, Corpus, Windows, read_corpus, validation_batches
-from cukit.distill.distillation_loss import distillation_loss
-from cukit.distill.distiller import Distiller, LanguageModelling, Objective
-from cukit.distill.ema_update import ema_update
-from cukit.distill.evaluation import Evaluation, evaluate
-from cukit.distill.exponential_average import ExponentialAverage
-from cukit.distill.global_norm import clip_scale, global_norm
-from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
-from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
-from cukit.distill.linear_distillation_loss import linear_distillation_loss
-from cukit.distill.linear_kl_divergence import linear_kl_divergence
-from cukit.distill.linear_topk_distillation_loss import (
+from cukit.distill.losses.cross_entropy import cross_entropy, cross_entropy_backward
+from cukit.distill.losses.distillation_loss import distillation_loss
+from cukit.distill.losses.kl_divergence import kl_divergence, kl_divergence_backward
+from cukit.distill.losses.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
+from cukit.distill.losses.linear_distillation_loss import linear_distillation_loss
+from cukit.distill.losses.linear_kl_divergence import linear_kl_divergence
+from cukit.distill.losses.linear_topk_distillation_loss import (
     linear_sampled_distillation_loss,
     linear_topk_distillation_loss,
 )
-from cukit.distill.offline import OfflineBatches, SignalWriter, record_teacher
-from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
-from cukit.distill.schedule import (
+from cukit.distill.losses.sampled_distillation_loss import sampled_distillation_loss
+from cukit.distill.losses.score_mse import attention_score_mse
+from cukit.distill.losses.topk_distillation_loss import teacher_top_k, topk_distillation_loss
+from cukit.distill.losses.vocabulary_parallel import (
+    VocabularyShard,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_distillation_loss,
+)
+from cukit.distill.optimizer.adamw import AdamWState, adamw
+from cukit.distill.optimizer.ema_update import ema_update
+from cukit.distill.optimizer.global_norm import clip_scale, global_norm
+from cukit.distill.training.callbacks import Checkpoints, Progress, stop_on_request
+from cukit.distill.training.checkpoint import restore_checkpoint, save_checkpoint
+from cukit.distill.training.data import (
+    BatchSource,
+    Corpus,
+    Windows,
+    read_corpus,
+    validation_batches,
+)
+from cukit.distill.training.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.training.evaluation import Evaluation, evaluate
+from cukit.distill.training.exponential_average import ExponentialAverage
+from cukit.distill.training.offline import OfflineBatches, SignalWriter, record_teacher
+from cukit.distill.training.schedule import (
     Constant,
     Cosine,
     Linear,
@@ -35,16 +52,14 @@ from cukit.distill.schedule import (
     WarmupCosine,
     WarmupDecay,
 )
-from cukit.distill.score_mse import attention_score_mse
-from cukit.distill.signals import OfflineTeacher, TeacherSignals
-from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
-from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
-from cukit.distill.trainer import StepStatistics, Trainer
-from cukit.distill.vocabulary_parallel import (
-    VocabularyShard,
-    vocabulary_parallel_cross_entropy,
-    vocabulary_parallel_distillation_loss,
+from cukit.distill.training.signals import OfflineTeacher, TeacherSignals
+from cukit.distill.training.terms import (
+    AttentionTerm,
+    HiddenStateTerm,
+    StateTerm,
+    evenly_spaced_map,
 )
+from cukit.distill.training.trainer import StepStatistics, Trainer
 from cukit.reference.losses import LinearKlResult
 
 __all__ = [

@@ -165,7 +165,7 @@ class HostCommunicator:
         return [found[rank] for rank in sorted(found)]
 
     def _listen(self) -> socket.socket:
-        refused: OSError | None = None
+        bind_error: OSError | None = None
         for port in self._ports():
             server = socket.socket()
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -175,13 +175,13 @@ class HostCommunicator:
                 server.bind(("127.0.0.1" if local else "", port))
                 server.listen(self.size)
             except OSError as error:
-                refused = error
+                bind_error = error
                 server.close()
                 continue
             return server
         raise CommunicationError(
-            f"rank 0 found no free port from {self.ranks.port} on: {refused}"
-        ) from refused
+            f"rank 0 found no free port from {self.ranks.port} on: {bind_error}"
+        ) from bind_error
 
     def _ports(self) -> range:
         return range(self.ranks.port, min(self.ranks.port + _PORTS, 65536))

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from cukit.core.scalars import check_integer
+from cukit.emulator.limits import MAX_THREADS
 from cukit.emulator.program import Program, Source, as_argument, only_kernel, parameters_of, scan
 from cukit.emulator.settings import settings_from
 from cukit.errors import ConfigError, LaunchError
-
-_MAX_THREADS = 1024
 
 
 def check_kernel(
@@ -65,8 +64,8 @@ def check_kernel(
     chosen = settings_from(**settings)
     program_source = source_of(source, options, include, defines or {})
     blocks, threads = extents("grid", grid), extents("block", block)
-    if math.prod(threads) > _MAX_THREADS:
-        raise ConfigError(f"block: at most {_MAX_THREADS} threads, got {math.prod(threads)}")
+    if math.prod(threads) > MAX_THREADS:
+        raise ConfigError(f"block: at most {MAX_THREADS} threads, got {math.prod(threads)}")
     check_integer("check_kernel", "shared_bytes", shared_bytes, least=0, most=232448)
     if entry is None:
         entry = only_kernel(scan(program_source), program_source.name)
@@ -112,7 +111,7 @@ def source_of(
 
 
 def extents(what: str, value: int | Sequence[int]) -> tuple[int, int, int]:
-    """One to three extents, as three. Raises ConfigError for anything else."""
+    """One to three extents, padded with 1 to three. Raises ConfigError for anything else."""
     given = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
     if not 1 <= len(given) <= 3:
         raise ConfigError(f"{what}: expected one to three extents, got {len(given)}")

@@ -15,10 +15,10 @@ from cukit.core.device import typical_device
 from cukit.core.kernel import NULL, Argument, Kernel
 from cukit.emulator.builder import Build, arch_number
 from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, load_entry
-from cukit.emulator.limits import refusal
+from cukit.emulator.limits import reason_against_launch
 from cukit.emulator.report import describe_fault
 from cukit.emulator.settings import Settings
-from cukit.emulator.signature import misfit, parameter_name
+from cukit.emulator.signature import mismatch, parameter_name
 from cukit.errors import EmulatorError, LaunchError
 
 _BY_VALUE_ALIGNMENT = 64
@@ -77,10 +77,10 @@ class EmulatedKernel(Kernel):
             )
         for index, argument in enumerate(args):
             name = parameter_name(self._entry.parameter_types[index].decode())
-            misfitting = misfit(name, argument)
-            if misfitting is not None:
+            mismatched = mismatch(name, argument)
+            if mismatched is not None:
                 raise LaunchError(
-                    f"{self._build.spec}: argument {index} is {misfitting}, "
+                    f"{self._build.spec}: argument {index} is {mismatched}, "
                     f"the kernel takes `{name}`"
                 )
 
@@ -107,7 +107,7 @@ class EmulatedKernel(Kernel):
             settings = getattr(backend.active, "settings", self._settings)
         cluster = self._build.cluster
         extents = (*grid, 1, 1)[:3]
-        refused = refusal(
+        reason = reason_against_launch(
             typical_device(self._settings.arch),
             extents,
             block,
@@ -116,8 +116,8 @@ class EmulatedKernel(Kernel):
             shared_bytes,
             self._entry.most_threads,
         )
-        if refused is not None:
-            raise LaunchError(f"{self._build.spec}: {refused}")
+        if reason is not None:
+            raise LaunchError(f"{self._build.spec}: {reason}")
         if self._settings.checked and self._build.uninitialised:
             raise EmulatorError(f"{self._build.spec}: {self._build.uninitialised[0]}")
         values = [_parameter(argument) for argument in args]

@@ -59,7 +59,7 @@ def parameter_name(printed: str) -> str:
     return re.sub(r" ?\*", "*", re.sub(r" ?__restrict(__)?", "", name)).strip()
 
 
-def misfit(name: str, argument: Any) -> str | None:
+def mismatch(name: str, argument: Any) -> str | None:
     """A description of `argument` if a parameter of the type `name` cannot take it; else None."""
     is_pointer = name.endswith("*")
     known = _type_of(name.rstrip("*") if name.count("*") <= 1 else "")

@@ -30,7 +30,7 @@ class Pattern:
     op: str
     spelling: Callable[..., Any]
     replace: Callable[..., Any]
-    settle: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
+    arguments: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
     """Converts the matched inputs, and those of them that are constant arrays, to the arguments of
     `replace`; returns None if the op does not apply. Default: the inputs as they are."""
 
@@ -103,7 +103,7 @@ def _rms_norms() -> list[Pattern]:
         ),
         lambda x, weight, eps: weight * (x * ((x * x).mean(axis=-1, keepdims=True) + eps) ** -0.5),
     ]
-    return [Pattern("rms_norm", each, rms_norm, _settle_rows) for each in spellings]
+    return [Pattern("rms_norm", each, rms_norm, _row_arguments) for each in spellings]
 
 
 def _layer_norms() -> list[Pattern]:
@@ -127,13 +127,13 @@ def _layer_norms() -> list[Pattern]:
                 "layer_norm",
                 lambda x, weight, bias, eps, normed=normed: normed(x, eps) * weight + bias,
                 layer_norm,
-                _settle_rows,
+                _row_arguments,
             ),
             Pattern(
                 "layer_norm",
                 lambda x, weight, eps, normed=normed: normed(x, eps) * weight,
                 layer_norm,
-                _settle_rows,
+                _row_arguments,
             ),
         ]
     return patterns
@@ -155,7 +155,7 @@ _NEW_AXES = {2: (None, None), 3: (slice(None), None), 4: (slice(None), slice(Non
 """The index that adds axes to arrays of fewer than four."""
 
 
-def _settle_rows(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
+def _row_arguments(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
     """Requires weight and bias vectors as wide as the rows of x, or as the result of x @ w."""
     shapes = {name: getattr(value, "shape", ()) for name, value in _values(inputs).items()}
     width = shapes["x"][-1:]
@@ -173,22 +173,22 @@ def _values(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settle_mask(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
+def _mask_arguments(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:
     """Converts a constant triangular mask to causal=True. Rejects arrays with different numbers of
     axes, and masks that set hidden scores to a value above _HIDDEN, which would not hide them."""
     values = _values(inputs)
     if len({values[name].ndim for name in "qkv"}) > 1 or values["q"].ndim not in _NEW_AXES:
         return None
-    settled = dict(inputs)
-    if settled.pop("hidden", -np.inf) > _HIDDEN:
+    converted = dict(inputs)
+    if converted.pop("hidden", -np.inf) > _HIDDEN:
         return None
     mask = constants.get("mask")
     if mask is not None:
         rows, columns = mask.shape[-2:]
         triangle = namespace(mask).tri(rows, columns, columns - rows, dtype=bool)
         if mask.size == triangle.size and bool((mask.reshape(triangle.shape) == triangle).all()):
-            settled["mask"], settled["causal"] = None, True
-    return settled
+            converted["mask"], converted["causal"] = None, True
+    return converted
 
 
 _HIDDEN = -1e4
@@ -209,12 +209,12 @@ def _attentions() -> list[Pattern]:
             ),
             lambda q, k, v, scale, added, f=scores: _softmax(f(q, k, scale) + added) @ v,
         ]
-        patterns += [Pattern("flash_attention", s, _attention, _settle_mask) for s in spellings]
+        patterns += [Pattern("flash_attention", s, _attention, _mask_arguments) for s in spellings]
     plain: list[Callable[..., Any]] = [
         lambda q, k, v: _softmax(q @ k.swapaxes(-1, -2)) @ v,
         lambda q, k, v, mask, hidden: _softmax(np.where(mask, q @ k.swapaxes(-1, -2), hidden)) @ v,
     ]
-    return patterns + [Pattern("flash_attention", s, _attention, _settle_mask) for s in plain]
+    return patterns + [Pattern("flash_attention", s, _attention, _mask_arguments) for s in plain]
 
 
 def _linears() -> list[Pattern]:
@@ -230,11 +230,11 @@ def _linears() -> list[Pattern]:
                 lambda x, w, act=act: act(x @ w),
             ):
                 replace = functools.partial(_linear, activation=name)
-                patterns.append(Pattern("linear", spelling, replace, _settle_rows))
+                patterns.append(Pattern("linear", spelling, replace, _row_arguments))
     return [
         *patterns,
-        Pattern("linear", lambda x, w, bias: x @ w + bias, _linear, _settle_rows),
-        Pattern("linear", lambda x, w: x @ w, _linear, _settle_rows),
+        Pattern("linear", lambda x, w, bias: x @ w + bias, _linear, _row_arguments),
+        Pattern("linear", lambda x, w: x @ w, _linear, _row_arguments),
     ]
 
 

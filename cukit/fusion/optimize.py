@@ -127,7 +127,7 @@ def optimize(
     to one of cukit's ops are candidates. Each op runs on the inputs of its subgraph; it is kept if
     the results agree and, on a GPU, if it is faster. This also compiles the kernels. On a GPU the
     function is then captured in a CUDA graph, which calls with the sample's shapes replay. CuPy
-    cannot capture cuBLAS, so slower products of cukit are used where the graph makes up for them.
+    cannot capture cuBLAS, so slower products of cukit replace it if the graph as a whole is faster.
 
     ===============  ============================================================================
     flash_attention  softmax(q k^T scale) v over [..., heads, positions, head_dim], with a boolean
@@ -147,9 +147,9 @@ def optimize(
             host, assigns to elements or modifies an array in place cannot; its operations are not
             replaced. Models of cukit already consist of fused ops and are only captured.
         sample: the input: an array, a tuple of arguments or a dict of keyword arguments.
-        use_cuda_kernels: False changes nothing.
-        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. The error of the
-            whole function may be four times that; beyond, nothing is replaced.
+        use_cuda_kernels: False: replace nothing.
+        tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. Nothing is
+            replaced if the error of the whole function exceeds four times that.
         only_faster: keep the original if the op is not faster.
         dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
             NumPy references.
@@ -203,7 +203,7 @@ def optimize(
     if not on_gpu:
         here = "the arrays are on the CPU" if gpu_available() else "this machine has no GPU"
         notes.append(f"{here}: ops ran on cukit's references, nothing was timed")
-    choice = _Choice((args, kwargs), before, tolerance)
+    candidates = _Candidates((args, kwargs), before, tolerance)
     for_graph: tuple[Program, float] | None = None
     try:
         found = trace(function, args, kwargs)
@@ -217,33 +217,33 @@ def optimize(
         notes.append(f"nothing was replaced: the trace failed with {_summary(error)}")
     else:
         for fusion in _find(found):
-            choice.rows[fusion] = _judge(fusion, tolerance, only_faster, on_gpu, repeats)
-        fused = choice.having(_FUSED)
-        result._program, result.error = choice.verified(found, fused)
+            candidates.rows[fusion] = _judge(fusion, tolerance, only_faster, on_gpu, repeats)
+        fused = candidates.having(_FUSED)
+        result._program, result.error = candidates.verified(found, fused)
         if result._program is None:
-            choice.mark(fused, "kept: the function's result changed too much")
-        products = choice.slower_products()
+            candidates.mark(fused, "kept: the function's result changed too much")
+        products = candidates.slower_products()
         if products:
-            program, whole = choice.verified(found, [*choice.having(_FUSED), *products])
+            program, whole = candidates.verified(found, [*candidates.having(_FUSED), *products])
             for_graph = None if program is None else (program, whole)
         found.free()
     if dry:
-        choice.mark(choice.having(_FUSED), "would fuse")
+        candidates.mark(candidates.having(_FUSED), "would fuse")
         result.restore()
     elif on_gpu and cuda_graph is not False:
         note = _capture(result, for_graph, (args, kwargs), bool(cuda_graph), repeats)
         if note:
             notes.append(note)
         elif for_graph is not None:
-            choice.mark(choice.slower_products(), _FOR_GRAPH)
-    result.report = list(choice.rows.values())
+            candidates.mark(candidates.slower_products(), _FOR_GRAPH)
+    result.report = list(candidates.rows.values())
     if on_gpu and not dry:
         result.after_us = _median_us(lambda: result(*args, **kwargs), repeats)
     result.note = "; ".join(notes)
     return result
 
 
-class _Choice:
+class _Candidates:
     """The candidates of a function, each with its report, and programs with some of them."""
 
     def __init__(self, call: Call, before: Any, tolerance: float | None) -> None:
@@ -316,7 +316,7 @@ def _summary(error: Exception) -> str:
 
 
 def _find(found: Trace) -> list[Fusion]:
-    """Disjoint candidates in execution order; earlier patterns take precedence."""
+    """Disjoint candidates in execution order; patterns that are listed first take precedence."""
     nodes = found.nodes()
     users: dict[Node, set[Node]] = {}
     for node in nodes:
@@ -333,11 +333,13 @@ def _find(found: Trace) -> list[Fusion]:
             inner = set(matched.inner)
             # Other users of a cast may recompute it, because it is cheap.
             replaced_ops = {each for each in inner if uncast(each) is None}
-            seen = any(
+            used_elsewhere = any(
                 each is not node and (each in outputs or users[each] - inner)
                 for each in replaced_ops
             )
-            arguments = None if seen or taken & replaced_ops else _settled(pattern, matched)
+            if used_elsewhere or taken & replaced_ops:
+                continue
+            arguments = _arguments(pattern, matched)
             if arguments is not None:
                 taken |= replaced_ops
                 fusions.append(Fusion(pattern, matched, arguments, node.value.dtype))
@@ -345,11 +347,12 @@ def _find(found: Trace) -> list[Fusion]:
     return sorted(fusions, key=lambda fusion: order[fusion.match.root])
 
 
-def _settled(pattern: Pattern, matched: Match) -> dict[str, Any] | None:
-    if pattern.settle is None:
+def _arguments(pattern: Pattern, matched: Match) -> dict[str, Any] | None:
+    """The arguments of the fused op, None if it does not apply."""
+    if pattern.arguments is None:
         return matched.inputs
     constants = {name: value for name, value in matched.inputs.items() if is_array(value)}
-    return pattern.settle(matched.inputs, constants)
+    return pattern.arguments(matched.inputs, constants)
 
 
 def _judge(
@@ -368,8 +371,8 @@ def _judge(
     before_us = _median_us(original, repeats) if on_gpu else None
     try:
         after = fused()
-    except CukitError as refusal:
-        reason = str(refusal).splitlines()[0]
+    except CukitError as exception:
+        reason = str(exception).splitlines()[0]
         return FusionReport(*facts, math.nan, math.nan, before_us, None, f"kept: {reason}")
     error, allowed = _difference(root.value, after, tolerance)
     after_us = _median_us(fused, repeats) if on_gpu else None

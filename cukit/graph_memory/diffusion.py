@@ -37,7 +37,7 @@ _WARP = 32
 _LANES = (8, 16, 32)
 _L2_SHARE = 0.7
 """Share of L2 for the data that the steps on a slice of columns access."""
-_MOST_STEPS = 1000
+_MAX_STEPS = 1000
 
 
 def graph_diffusion(
@@ -322,7 +322,7 @@ def _adopt(op: str, memory: Any, transition: Any) -> tuple[Array, Transition]:
 
 
 def _options(op: str, steps: Any, restart: Any, method: Any, time: Any) -> dict[str, Any]:
-    check_integer(op, "steps", steps, least=0, most=_MOST_STEPS)
+    check_integer(op, "steps", steps, least=0, most=_MAX_STEPS)
     check_number(op, "restart", restart, least=0, most=1)
     check_choice(op, "method", method, METHODS)
     check_number(op, "time", time, least=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,13 +37,14 @@ GROUP = 32
 """Rows per group; the first pass keeps only the best score of a group."""
 _ACCESS = 8
 """Elements of a 16-byte copy."""
-_MOST_DIM = 256
-MOST_K = 256
+_MAX_DIM = 256
+MAX_K = 256
 _MAXIMA_BYTES = 128 << 20
 """Limit of the workspace for the queries of a launch."""
 _CAPACITY = 4096
-"""Keys that a block can sort: 32 KiB."""
-_MOST_INT32 = 2**31 - 1
+"""Keys of 8 bytes that a block can sort in shared memory."""
+_MAX_ROWS = 2**31 - 4097
+"""Row numbers are int32, and tiles may extend past the last row."""
 
 
 def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
@@ -75,7 +76,7 @@ def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
     """
     op = "retrieve_top_k"
     queries, memory = adopt(op, queries, memory)
-    check_integer(op, "k", k, least=1, most=MOST_K)
+    check_integer(op, "k", k, least=1, most=MAX_K)
     k = int(k)
     if not runs_kernel(op, queries, memory):
         _check(queries, memory, k)
@@ -97,10 +98,10 @@ def _retrieve(
     launches.maxima(queries, memory, maxima)
     keys = empty(queries, (rows, launches.parts, k), np.uint64)
     launches.select(maxima, NULL, keys, NULL, NULL)
-    for join, parts in launches.joins:
-        joined = empty(queries, (rows, parts, k), np.uint64)
-        join(NULL, keys, joined, NULL, NULL)
-        keys = joined
+    for merge, parts in launches.merges:
+        merged = empty(queries, (rows, parts, k), np.uint64)
+        merge(NULL, keys, merged, NULL, NULL)
+        keys = merged
     rescored = empty(queries, (rows, k, GROUP), np.uint64)
     launches.rescore(queries, memory, keys, rescored)
     launches.last(NULL, rescored, NULL, scores, indices)
@@ -151,11 +152,11 @@ def _power_of_two(value: int) -> int:
 def plan_maxima(
     num_queries: int, num_rows: int, dim: int, dtype: str, device: Device
 ) -> MaximaConfig:
-    """The launch configuration: as many queries per block as fit in registers, because all of them
-    share the loads of a tile of the memory."""
+    """The launch configuration. All queries of a block share its loads of the memory, so a block
+    has as many queries as fit in registers."""
     width = -(-dim // 64) * 64
-    most = next(tiles for tiles in (4, 2, 1) if tiles * width <= 512)
-    query_tiles = min(most, _power_of_two(-(-num_queries // 16)))
+    max_tiles = next(tiles for tiles in (4, 2, 1) if tiles * width <= 512)
+    query_tiles = min(max_tiles, _power_of_two(-(-num_queries // 16)))
     query_warps = min(4, _power_of_two(-(-num_queries // (16 * query_tiles))))
     wide = width > 128
     rows = 64 if wide else 128
@@ -190,13 +191,13 @@ class SelectConfig:
 
 @cache
 def plan_select(count: int, k: int, rows: int | None, device: Device) -> SelectConfig:
-    """The launch configuration: parts of a row small enough that the candidates of a part fit in a
-    block; if `rows` is given and small, enough parts to fill the GPU."""
+    """The launch configuration. A row is split into parts whose candidates fit in a block, and, if
+    `rows` is given and small, into enough parts to fill the GPU."""
     threads = 1024 if count > 4096 else 256
     capacity = _CAPACITY
-    most = capacity // k * threads
+    max_part = capacity // k * threads
     fill = 1 if rows is None else min(count // (16 * threads), device.num_sms // max(rows, 1))
-    return SelectConfig(threads, capacity, max(1, -(-count // most), fill))
+    return SelectConfig(threads, capacity, max(1, -(-count // max_part), fill))
 
 
 class _Launches(NamedTuple):
@@ -205,8 +206,8 @@ class _Launches(NamedTuple):
     parts: int
     maxima: Launch
     select: Launch
-    joins: list[tuple[Launch, int]]
-    """Launches that merge the parts of a row, until one is left, and the parts after each."""
+    merges: list[tuple[Launch, int]]
+    """Launches that merge parts of a row until one is left, and the number of parts after each."""
     rescore: Launch
     last: Launch
 
@@ -215,18 +216,18 @@ class _Launches(NamedTuple):
 def _prepare(queries: Array, memory: Array, k: int) -> list[tuple[int, _Launches]]:
     """First query and launches of each batch of queries."""
     _check(queries, memory, k)
-    _check_kernel(queries, memory)
+    _check_limits_of_kernel(queries, memory)
     num_queries, num_rows = len(queries), len(memory)
     groups = -(-num_rows // GROUP)
-    most = max(256, _MAXIMA_BYTES // (4 * groups) // 256 * 256)
-    made: dict[int, _Launches] = {}
-    shares = []
-    for first in range(0, num_queries, most):
-        count = min(most, num_queries - first)
-        if count not in made:
-            made[count] = _launches(count, num_rows, queries.shape[1], queries.dtype.name, k)
-        shares.append((first, made[count]))
-    return shares
+    batch = max(256, _MAXIMA_BYTES // (4 * groups) // 256 * 256)
+    by_count: dict[int, _Launches] = {}
+    batches = []
+    for first in range(0, num_queries, batch):
+        count = min(batch, num_queries - first)
+        if count not in by_count:
+            by_count[count] = _launches(count, num_rows, queries.shape[1], queries.dtype.name, k)
+        batches.append((first, by_count[count]))
+    return batches
 
 
 def _launches(num_queries: int, num_rows: int, dim: int, dtype: str, k: int) -> _Launches:
@@ -244,13 +245,13 @@ def _launches(num_queries: int, num_rows: int, dim: int, dtype: str, k: int) -> 
     grid = (num_queries, -(-k // (rescore_spec.threads // 32)))
     rescore = Launch(load_kernel(rescore_spec), grid, scalars)
     select, parts = _select(groups, k, num_queries, device, from_scores=True)
-    joins = []
-    left = parts
-    while left > 1:
-        join, left = _select(left * k, k, num_queries, device)
-        joins.append((join, left))
+    merges = []
+    remaining = parts
+    while remaining > 1:
+        merge, remaining = _select(remaining * k, k, num_queries, device)
+        merges.append((merge, remaining))
     last, _ = _select(k * GROUP, k, num_queries, device, last=True)
-    return _Launches(num_queries, groups, parts, maxima, select, joins, rescore, last)
+    return _Launches(num_queries, groups, parts, maxima, select, merges, rescore, last)
 
 
 def _select(
@@ -285,23 +286,23 @@ def _check(queries: Array, memory: Array, k: int) -> None:
         raise ConfigError(f"{op}: k must be at most the number of rows ({len(memory)}), got {k}")
 
 
-def _check_kernel(queries: Array, memory: Array) -> None:
+def _check_limits_of_kernel(queries: Array, memory: Array) -> None:
     op = "retrieve_top_k"
     check_array(op, "queries", queries, dtypes=(float16, bfloat16))
     dim = queries.shape[1]
-    if dim % _ACCESS or not 0 < dim <= _MOST_DIM:
+    if dim % _ACCESS or not 0 < dim <= _MAX_DIM:
         raise ConfigError(
-            f"{op}: dim must be a multiple of 8 and at most {_MOST_DIM} on the GPU, got {dim}"
+            f"{op}: dim must be a multiple of 8 and at most {_MAX_DIM} on the GPU, got {dim}"
         )
-    if len(memory) > _MOST_INT32 - 4096:
-        raise ArrayShapeError(f"{op}: memory must have fewer than 2^31 rows, got {len(memory)}")
+    if len(memory) > _MAX_ROWS:
+        raise ArrayShapeError(f"{op}: memory must have at most {_MAX_ROWS} rows, got {len(memory)}")
     for name, array in (("queries", queries), ("memory", memory)):
         if access_width(_ACCESS, array) < _ACCESS:
             raise ArrayLayoutError(f"{op}: {name} must be 16-byte aligned; copy it")
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    specs: list[Any] = []
+    specs: list[KernelSpec] = []
     for dtype in (float16.name, bfloat16.name):
         for num_queries, dim in ((256, 128), (4, 128), (64, 72), (300, 256)):
             specs.append(plan_maxima(num_queries, 1_000_000, dim, dtype, device).spec())

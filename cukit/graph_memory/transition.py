@@ -17,7 +17,7 @@ from cukit.core.arrays import (
 from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from cukit.graph_memory.diffusion import check_transition, row_sums, spread
-from cukit.graph_memory.retrieve import MOST_K, retrieve_top_k
+from cukit.graph_memory.retrieve import MAX_K, retrieve_top_k
 from cukit.reference.graph_memory import Transition, rows_of_edges, transpose
 
 NORMALIZATIONS = ("row", "softmax", "symmetric")
@@ -104,7 +104,7 @@ def transition_from_similarity(
     check_array(op, "memory", memory, ndim=2)
     check_choice(op, "normalize", normalize, NORMALIZATIONS)
     check_flag(op, "self_loops", self_loops)
-    check_integer(op, "k", k, least=1, most=MOST_K - 1)
+    check_integer(op, "k", k, least=1, most=MAX_K - 1)
     num_nodes, dim = memory.shape
     wanted = int(k) + (not self_loops)
     if wanted > num_nodes:

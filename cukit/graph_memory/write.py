@@ -28,7 +28,7 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("graph_memory/parameters.cuh")["WriteParameters"]
 _THREADS = 128
 _WARP = 32
-_MOST_INT32 = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 def memory_write(
@@ -191,7 +191,7 @@ def _check(op: str, memory: Array, indices: Array, values: Array, gates: Array) 
     check_array(op, "values", values, dtypes=FLOAT_DTYPES, shape=shape)
     check_same_dtype(op, memory=memory, values=values)
     check_array(op, "gates", gates, dtypes=(float32, float64), shape=indices.shape)
-    if len(memory) + len(indices) > _MOST_INT32:
+    if len(memory) + len(indices) > _MAX_INT32:
         raise ArrayShapeError(f"{op}: the number of rows plus writes must be less than 2^31")
 
 

@@ -11,7 +11,7 @@ from cukit.core.arrays import Array, namespace
 
 _COLUMNS = 8
 """head_dim of the values: the smallest that the kernels support."""
-_MOST_SUM = 2.0**15
+_MAX_SUM = 2.0**15
 """Upper bound of the sums: representable in every 16-bit dtype."""
 
 
@@ -31,7 +31,7 @@ def attention_received(queries: Any, k: Array, *, scale: float | None = None) ->
     options: dict[str, Any] = {"causal": True, "scale": scale}
     out, lse = flash_attention(queries, k, v, return_lse=True, **options)
     # A power of two, small enough that no sum overflows, and exact.
-    weight = 2.0 ** min(0, np.floor(np.log2(_MOST_SUM / (seq_q * heads_q // k.shape[2]))))
+    weight = 2.0 ** min(0, np.floor(np.log2(_MAX_SUM / (seq_q * heads_q // k.shape[2]))))
     ones = xp.full((batch, seq_q, heads_q, _COLUMNS), weight, np.float32).astype(k.dtype)
     _, _, sums = flash_attention_backward(
         ones, queries, k, v, out, lse, deterministic=True, **options

@@ -20,7 +20,7 @@ from cukit.kv_cache.group_codes import GroupCodes
 from cukit.quantization import quantize
 
 _OP = "compress_kv"
-_MOST_ERROR_QUERIES = 16
+_MAX_ERROR_QUERIES = 16
 """Queries whose outputs define the error: the last ones. The cache serves later tokens; earlier
 queries attend to neighbours that need not be kept."""
 
@@ -264,7 +264,7 @@ def _check_queries(queries: Array, k: Array) -> None:
 def _error(compressed: CompressedKV, call: _Call) -> float:
     """The relative error of the outputs of the last queries."""
     assert call.queries is not None
-    queries = call.queries[:, -_MOST_ERROR_QUERIES:]
+    queries = call.queries[:, -_MAX_ERROR_QUERIES:]
     exact: Any = flash_attention(queries, call.k, call.v, causal=True, scale=call.scale)
     exact = exact.astype(np.float32)
     difference = compressed.attend(queries, scale=call.scale).astype(np.float32) - exact

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,28 @@ from cukit.errors import ConfigError
 from cukit.kv_cache.manager import KVCacheManager, Tokens
 
 _OP = "RadixAttention"
+
+
+class _PromptStep(NamedTuple):
+    """What the layers of a prompt step over an int4 cache share.
+
+    The step's keys and values are read unquantised from a temporary array of `num_rows` rows, which
+    serves as the ring buffer of its only request, before full blocks are quantised.
+    """
+
+    table: Array
+    lengths: Array
+    num_rows: int
+    slots: Array
+    """Rows of the step's tokens in the temporary array."""
+    rings: Array
+    packed_lens: Array
+    sources: Array
+    """Blocks of the temporary array to quantise."""
+    targets: Array
+    """Blocks of the cache that get them."""
+    remainder: slice
+    """Rows of the last, partial block, which are copied to the request's ring buffer."""
 
 
 class RadixAttention:
@@ -33,8 +55,8 @@ class RadixAttention:
             :func:`paged_attention`. Attention is causal.
 
     Raises:
-        ConfigError: a step is started before the last one has ended, or as the manager.
-        OutOfMemoryError: as the manager. The call then has changed nothing.
+        ConfigError: a step is started before the last one has ended; or as the manager.
+        OutOfMemoryError: as the manager. The failed call changes nothing.
 
     This object owns the tables, slots and positions of steps of at most max_batch tokens, so a
     captured decode step replays after each `append` for as many requests.
@@ -77,8 +99,7 @@ class RadixAttention:
             options.setdefault("dtype", rings.dtype)
             options["recent"] = rings[0], rings[1]
         self._rings = None if rings is None else [(rings[0, i], rings[1, i]) for i in layers]
-        self._prompt: dict[str, Any] | None = None
-        """With int4, the arguments that the layers of a prompt step share; see `_prompt_step`."""
+        self._prompt: _PromptStep | None = None
         self._options = {
             name: options[name]
             for name in ("window_size", "softcap", "sinks", "scale", "batch_invariant")
@@ -242,29 +263,24 @@ class RadixAttention:
 
     def _prompt_step(
         self, table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], num_tokens: int
-    ) -> dict[str, Any]:
-        """The arguments that the layers of a prompt step share.
-
-        Its new keys and values are read unquantised, from an array that serves as the request's
-        ring buffer, before its full blocks are quantised to int4.
-        """
+    ) -> _PromptStep:
         xp = namespace(self.cache.slab.array)
         size, first = self.cache.block_size, int(lengths[0]) - num_tokens
         num_rows = -(-num_tokens // size) * size
-        own = np.arange(first // size, int(lengths[0]) // size)  # its new full blocks
-        left = min(int(lengths[0]) % size, num_tokens)
-        begin = (int(lengths[0]) - left) % num_rows
-        return {
-            "table": xp.asarray(table),
-            "lengths": xp.asarray(lengths),
-            "num_rows": num_rows,
-            "slots": xp.asarray((first + np.arange(num_tokens)) % num_rows),
-            "rings": xp.zeros(1, np.int32),
-            "packed_lens": xp.full(1, first, np.int32),
-            "sources": xp.asarray(own * size % num_rows // size),
-            "targets": xp.asarray(table[0, own].astype(np.int64)),
-            "left": slice(begin, begin + left),
-        }
+        full = np.arange(first // size, int(lengths[0]) // size)  # the new full blocks
+        rest = min(int(lengths[0]) % size, num_tokens)
+        begin = (int(lengths[0]) - rest) % num_rows
+        return _PromptStep(
+            table=xp.asarray(table),
+            lengths=xp.asarray(lengths),
+            num_rows=num_rows,
+            slots=xp.asarray((first + np.arange(num_tokens)) % num_rows),
+            rings=xp.zeros(1, np.int32),
+            packed_lens=xp.full(1, first, np.int32),
+            sources=xp.asarray(full * size % num_rows // size),
+            targets=xp.asarray(table[0, full].astype(np.int64)),
+            remainder=slice(begin, begin + rest),
+        )
 
     def _attend_prompt(
         self, q: Array, rows: tuple[Array, ...], layer: int, rotary: dict[str, Any]
@@ -273,22 +289,26 @@ class RadixAttention:
         assert self._prompt is not None
         assert self._rings is not None
         step = self._prompt
-        new_k, new_v = (empty(x, (1, step["num_rows"], *x.shape[1:])) for x in rows)
-        rotated = append_kv(rows[0], rows[1], new_k, new_v, step["slots"], **rotary)
+        new_k, new_v = (empty(x, (1, step.num_rows, *x.shape[1:])) for x in rows)
+        rotated = append_kv(rows[0], rows[1], new_k, new_v, step.slots, **rotary)
         if rotated is not None:
             q = rotated.reshape(q.shape)
         k_cache, v_cache = self._caches[layer]
         attended: tuple[Array, Array] = paged_attention(
-            *(q, k_cache, v_cache, step["table"], step["lengths"]),
-            recent=RecentKV(new_k, new_v, step["rings"], step["packed_lens"]),
+            q,
+            k_cache,
+            v_cache,
+            step.table,
+            step.lengths,
+            recent=RecentKV(new_k, new_v, step.rings, step.packed_lens),
             return_lse=True,
             **self._options,
         )
-        pack_kv(new_k, new_v, k_cache, v_cache, step["sources"], step["targets"])
-        left_k, left_v = (x[0, step["left"]] for x in (new_k, new_v))
-        if len(left_k):
-            slots = self._slots.reshape(-1)[-len(left_k) :]
-            append_kv(left_k, left_v, *self._rings[layer], slots)
+        pack_kv(new_k, new_v, k_cache, v_cache, step.sources, step.targets)
+        rest_k, rest_v = (x[0, step.remainder] for x in (new_k, new_v))
+        if len(rest_k):
+            slots = self._slots.reshape(-1)[-len(rest_k) :]
+            append_kv(rest_k, rest_v, *self._rings[layer], slots)
         return attended
 
     def _check_between(self, name: str) -> None:

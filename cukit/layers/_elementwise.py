@@ -11,8 +11,8 @@ from cukit.core.kernel import KernelSpec
 _BYTES_PER_OPERAND = 32
 """Bytes in flight per thread and operand. More bytes take registers and reduce occupancy; one
 16-byte access per thread, or blocks of 256 threads, are 1 to 5 % slower on an H200."""
-_MOST_VECS_PER_THREAD = 8
-_MOST_INDEX_32 = 2**32
+_MAX_VECS_PER_THREAD = 8
+_MAX_INDEX_32 = 2**32
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def plan_elementwise(
     threads, vecs_per_thread: for tuning.
     """
     if vecs_per_thread is None:
-        vecs_per_thread = min(_MOST_VECS_PER_THREAD, _BYTES_PER_OPERAND // (vec * itemsize))
+        vecs_per_thread = min(_MAX_VECS_PER_THREAD, _BYTES_PER_OPERAND // (vec * itemsize))
     num_vecs = -(-size // vec)
     vecs_per_block = threads * vecs_per_thread
     # A gated activation indexes the vectors of both halves.
@@ -62,4 +62,4 @@ def plan_elementwise(
 
 def index_type(bound: int) -> str:
     """The INDEX macro of a kernel whose indices are below `bound`."""
-    return "uint32" if bound <= _MOST_INDEX_32 else "uint64"
+    return "uint32" if bound <= _MAX_INDEX_32 else "uint64"

@@ -12,9 +12,9 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 
 _THREADS = 256
 _FEWEST_DIGIT_BITS = 8  # one bin per thread
-_MOST_DIGIT_BITS = 10  # 37 KiB of shared memory
+_MAX_DIGIT_BITS = 10  # 37 KiB of shared memory
 _SMALLEST_CHUNK = 2048
-_MOST_CHUNKS = 64
+_MAX_CHUNKS = 64
 """Limited, because every block reads the counts of all chunks."""
 
 
@@ -50,10 +50,10 @@ class IdSortConfig:
 def plan_id_sort(num_tokens: int, num_keys: int) -> IdSortConfig:
     """The fewest passes for the key range, and few enough chunks to keep the prefix sum cheap."""
     key_bits = num_keys.bit_length()  # the largest key, num_keys, is that of ids out of range
-    num_passes = max(1, -(-key_bits // _MOST_DIGIT_BITS))
+    num_passes = max(1, -(-key_bits // _MAX_DIGIT_BITS))
     digit_bits = max(_FEWEST_DIGIT_BITS, -(-key_bits // num_passes))
     chunk = _SMALLEST_CHUNK
-    while -(-num_tokens // chunk) > _MOST_CHUNKS:
+    while -(-num_tokens // chunk) > _MAX_CHUNKS:
         chunk *= 2
     return IdSortConfig(digit_bits, num_passes, chunk, -(-num_tokens // chunk))
 

@@ -12,14 +12,14 @@ from cukit.core.device import KIB, Device
 from cukit.core.scalars import check_number
 from cukit.errors import ArrayShapeError
 
-_MOST_THREADS = 1024
-_MOST_REGISTERS = 32
+_MAX_THREADS = 1024
+_MAX_REGISTERS = 32
 """32-bit registers per thread for its share of one row; more would spill."""
 
 _WARP = 32
-_MOST_SHORT_VECS = 4
+_MAX_SHORT_VECS = 4
 """Maximum accesses per thread of a row that is held by one warp."""
-_MOST_SHORT_BYTES = 2048
+_MAX_SHORT_BYTES = 2048
 _SHORT_ROW_THREADS = 128
 _COPY_BYTES = 16
 """Size of an asynchronous copy to shared memory that bypasses L1."""
@@ -118,11 +118,11 @@ def split_row(
     Raises ArrayShapeError if a row does not fit in the registers of one block.
     """
     num_vecs = max(1, cols // vec)
-    if _is_short(cols, itemsize, num_vecs, _MOST_SHORT_VECS):
-        split = _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MOST_SHORT_VECS)
-        few = split.vecs_per_thread < _MOST_SHORT_VECS
+    if _is_short(cols, itemsize, num_vecs, _MAX_SHORT_VECS):
+        split = _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MAX_SHORT_VECS)
+        few = split.vecs_per_thread < _MAX_SHORT_VECS
         return replace(split, rows_per_thread=short_rows_per_thread if few else 1)
-    return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
+    return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MAX_THREADS)
 
 
 @cache
@@ -131,7 +131,7 @@ def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> Ro
     sums per column; more sums need more registers, hence fewer threads. Raises as
     :func:`split_row`."""
     num_vecs = max(1, cols // vec)
-    most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
+    most_vecs = _MAX_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
     if _is_short(cols, itemsize, num_vecs, most_vecs):
         split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
         return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
@@ -139,12 +139,12 @@ def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> Ro
     if num_vecs <= sums * most_threads:
         split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
         return replace(split, rows_per_thread=2)
-    most = most_threads if num_vecs <= 2 * sums * most_threads else _MOST_THREADS
+    most = most_threads if num_vecs <= 2 * sums * most_threads else _MAX_THREADS
     return _split_long_row(op, cols, itemsize, vec, 2 * sums, most)
 
 
 def _is_short(cols: int, itemsize: int, num_vecs: int, most_vecs: int) -> bool:
-    return cols * itemsize <= _MOST_SHORT_BYTES and num_vecs <= _WARP * most_vecs
+    return cols * itemsize <= _MAX_SHORT_BYTES and num_vecs <= _WARP * most_vecs
 
 
 def _split_long_row(
@@ -155,8 +155,8 @@ def _split_long_row(
     threads = min(most_threads, max(_WARP, -(-threads // _WARP) * _WARP))
     per_thread = -(-num_vecs // threads)
     registers = per_thread * max(1, vec * itemsize // 4)
-    if registers > _MOST_REGISTERS:
-        longest = _MOST_REGISTERS // max(1, vec * itemsize // 4) * vec * _MOST_THREADS
+    if registers > _MAX_REGISTERS:
+        longest = _MAX_REGISTERS // max(1, vec * itemsize // 4) * vec * _MAX_THREADS
         raise ArrayShapeError(
             f"{op}: the last axis has {cols} elements; with accesses of {vec} elements the kernel "
             f"supports up to {longest}"

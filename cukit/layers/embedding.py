@@ -33,7 +33,7 @@ from cukit.layers._id_sort import plan_id_sort, sort_ids
 from cukit.reference import embedding as reference
 from cukit.registry import register
 
-_MOST_INT32 = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
@@ -189,7 +189,7 @@ def _check_backward(grad_out: Array, ids: Array, num_embeddings: int) -> None:
     op = "embedding_backward"
     check_array(op, "ids", ids, dtypes=INDEX_DTYPES)
     check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, shape=(*ids.shape, None))
-    check_integer(op, "num_embeddings", num_embeddings, least=0, most=_MOST_INT32)
+    check_integer(op, "num_embeddings", num_embeddings, least=0, most=_MAX_INT32)
 
 
 @launch_plan
@@ -215,9 +215,9 @@ def _prepare_backward(
         raise ArrayDtypeError(
             f"embedding_backward: dtype {dtype.name} is supported on the CPU only"
         )
-    if ids.size > _MOST_INT32:
+    if ids.size > _MAX_INT32:
         raise ArrayShapeError(
-            f"embedding_backward: ids may have up to {_MOST_INT32} elements, got {ids.size}"
+            f"embedding_backward: ids may have up to {_MAX_INT32} elements, got {ids.size}"
         )
     hidden = grad_out.shape[-1]
     vec = access_width(hidden, grad_out)

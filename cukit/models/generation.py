@@ -11,7 +11,7 @@ from cukit.models.parameters import host_array
 from cukit.models.transformer import Transformer
 from cukit.sampling import sample
 
-MOST_TOKENS = 1_000_000
+MAX_TOKENS = 1_000_000
 """A limit that catches typing errors: a call returns only after the last token."""
 
 
@@ -52,8 +52,8 @@ def generate(
         raise ConfigError("prompt: expected at least one token")
     if not all(0 <= token < config.vocab_size for token in prompt):
         raise ConfigError(f"prompt: tokens must be in 0..{config.vocab_size - 1}")
-    if not 0 <= num_tokens <= MOST_TOKENS:
-        raise ConfigError(f"num_tokens: expected 0 to {MOST_TOKENS}, got {num_tokens}")
+    if not 0 <= num_tokens <= MAX_TOKENS:
+        raise ConfigError(f"num_tokens: expected 0 to {MAX_TOKENS}, got {num_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError(f"temperature: expected a finite number of 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:

@@ -12,12 +12,12 @@ FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4":
 _VECTOR_BYTES = 16
 _WARP = 32
 _THREADS = 256
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 _VECTORS = 4
 """16-byte loads that a thread has in flight; fewer do not saturate an H200's bandwidth."""
 _SHARED_VECTORS = 2
 """Vectors of a small block per thread."""
-_MOST_VECTORS = 8
+_MAX_VECTORS = 8
 """The most vectors of a large block that a thread keeps in registers."""
 _SHARED_TENSOR = 1 << 16
 """The fewest values for which a block of values is divided among several thread blocks."""
@@ -143,11 +143,11 @@ def _plan_blocks(
         units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
     else:
         # For tiles, threads hold fewer vectors than for rows.
-        most = _MOST_VECTORS if matrices.block_rows == 1 else _VECTORS
-        wanted = most if vectors <= most * 512 else _MOST_VECTORS
-        threads = min(_MOST_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))
+        most = _MAX_VECTORS if matrices.block_rows == 1 else _VECTORS
+        wanted = most if vectors <= most * 512 else _MAX_VECTORS
+        threads = min(_MAX_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))
         team, units, items = threads, 1, -(-vectors // threads)
-        if items > _MOST_VECTORS:
+        if items > _MAX_VECTORS:
             held, items = False, _VECTORS
     teams = threads // team * units
     whole_bytes = rounding.format != "int4" or matrices.cols % 2 == 0

@@ -59,8 +59,8 @@ def layer_bank(
     hidden = hidden.reshape(-1, seq_len, dim)
     y = x.astype(dtype)
     for choice in range(top_k):
-        made = activate(hidden[routing.rows[:, choice]].astype(dtype, copy=False), activation)
-        y += routing.weights[:, choice, None, None].astype(dtype, copy=False) * made
+        activated = activate(hidden[routing.rows[:, choice]].astype(dtype, copy=False), activation)
+        y += routing.weights[:, choice, None, None].astype(dtype, copy=False) * activated
     y = y.astype(x.dtype)
     if not keep:
         return y
@@ -85,12 +85,12 @@ def layer_bank_backward(
     grad = grad_out.astype(dtype, copy=False)
     weights = routing.weights.astype(dtype, copy=False)
     wide = hidden.astype(dtype, copy=False)
-    made, slope = activate(wide, activation), activation_slope(wide, activation)
+    activated, slope = activate(wide, activation), activation_slope(wide, activation)
     grad_hidden = slope
     grad_weights = weights.copy()
     for choice in range(weights.shape[1]):
         rows = routing.rows[:, choice]
-        grad_weights[:, choice] = (grad * made[rows]).sum(axis=(1, 2))
+        grad_weights[:, choice] = (grad * activated[rows]).sum(axis=(1, 2))
         grad_hidden[rows] = weights[:, choice, None, None] * grad * slope[rows]
     grad_logits = topk_router_backward(
         grad_weights, logits, routing.experts, routing.rows, routing.expert_counts,

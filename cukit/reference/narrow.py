@@ -12,7 +12,7 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 FLOAT8 = {"float8_e4m3": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
-MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+LARGEST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: reciprocals of smaller numbers may be infinite."""
 
@@ -37,14 +37,14 @@ def decode(storage: Array, name: str, extent: int) -> Array:
 
 
 def encode_float8(x: Array, name: str) -> Array:
-    """Rounds to the nearest float8 (ties to even), saturating to the largest finite, as uint8.
+    """Rounds to the nearest float8 (ties to even), saturating to the largest finite; as uint8.
 
     NaN stays NaN; infinities saturate. Micikevicius et al., "FP8 Formats for Deep Learning".
     """
     xp = array_namespace(x)
     host = np.asarray(x.get() if xp is not np else x, np.float32)
     with np.errstate(invalid="ignore"):  # NaN
-        codes = np.clip(host, -MOST[name], MOST[name]).astype(FLOAT8[name])
+        codes = np.clip(host, -LARGEST[name], LARGEST[name]).astype(FLOAT8[name])
     return xp.asarray(codes.view(np.uint8))
 
 

@@ -11,8 +11,8 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 LEAST_SCALE = np.float32(2.0**-14)
-MOST_SCALE = np.float32(65504)
-MOST_ZERO = np.float32(1024)
+MAX_SCALE = np.float32(65504)
+MAX_ZERO = np.float32(1024)
 
 
 def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
@@ -23,8 +23,8 @@ def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
     low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN
         most = xp.maximum(abs(low), abs(high))
-        steps = xp.maximum((high - low) / np.float32(15), most / MOST_ZERO)
-        steps = xp.minimum(xp.maximum(steps, LEAST_SCALE), MOST_SCALE)
+        steps = xp.maximum((high - low) / np.float32(15), most / MAX_ZERO)
+        steps = xp.minimum(xp.maximum(steps, LEAST_SCALE), MAX_SCALE)
         scales = xp.where(xp.isfinite(most), steps, np.float32(np.nan)).astype(np.float16)
         inverse = np.float32(1) / scales.astype(np.float32)
         zeros = (np.float32(-8) - low * inverse).astype(np.float16)

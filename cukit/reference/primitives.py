@@ -22,13 +22,13 @@ def parallel_scan(
     ordered = xp.flip(x, axis) if reverse else x
     scan = xp.cumsum if operation == "sum" else xp.cumprod
     dtype = xp.float32 if x.dtype == xp.float16 else x.dtype
-    upto = scan(ordered.astype(dtype, copy=False), axis=axis, dtype=dtype).astype(x.dtype)
+    cumulative = scan(ordered.astype(dtype, copy=False), axis=axis, dtype=dtype).astype(x.dtype)
     if exclusive:
-        upto = xp.moveaxis(upto, axis, 0)
-        before = xp.full_like(upto, 0 if operation == "sum" else 1)
-        before[1:] = upto[:-1]
-        upto = xp.moveaxis(before, 0, axis)
-    return xp.ascontiguousarray(xp.flip(upto, axis) if reverse else upto)
+        cumulative = xp.moveaxis(cumulative, axis, 0)
+        before = xp.full_like(cumulative, 0 if operation == "sum" else 1)
+        before[1:] = cumulative[:-1]
+        cumulative = xp.moveaxis(before, 0, axis)
+    return xp.ascontiguousarray(xp.flip(cumulative, axis) if reverse else cumulative)
 
 
 def parallel_sort(
@@ -66,6 +66,7 @@ def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
     xp = array_namespace(x)
     wide = x.astype(xp.float64 if x.dtype.itemsize > 4 else xp.float32, copy=False)
     inside = (wide >= low) & (wide <= high)
-    place = xp.where(inside, wide - wide.dtype.type(low), 0) * wide.dtype.type(bins / (high - low))
-    place = xp.where(inside, xp.minimum(place.astype(xp.int64), bins - 1), bins)
-    return xp.bincount(place.ravel(), minlength=bins + 1)[:bins].astype(xp.int64)
+    scale = wide.dtype.type(bins / (high - low))
+    index = xp.where(inside, wide - wide.dtype.type(low), 0) * scale
+    index = xp.where(inside, xp.minimum(index.astype(xp.int64), bins - 1), bins)
+    return xp.bincount(index.ravel(), minlength=bins + 1)[:bins].astype(xp.int64)

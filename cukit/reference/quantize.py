@@ -110,7 +110,9 @@ def _factors(
     """Scales of blocks with the given extremes, and zero points if `low` is given."""
     xp = array_namespace(high)
     if low is None:
-        return _round_scales(high / np.float32(narrow.MOST[name]), scale_dtype, power_of_two), None
+        return _round_scales(
+            high / np.float32(narrow.LARGEST[name]), scale_dtype, power_of_two
+        ), None
     most = INTEGERS[name]
     levels = np.float32(2 * most + 1)
     steps = _flush(high / levels) + _flush(-low / levels)

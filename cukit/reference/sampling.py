@@ -11,7 +11,7 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 DRAW, ACCEPT, RESAMPLE = 0, 1, 2
-"""Random streams."""
+"""Streams of random numbers."""
 
 
 class Sample(NamedTuple):
@@ -92,21 +92,21 @@ def sample(
     """Samples a token from each row of `logits [batch, vocab_size]`."""
     xp = array_namespace(logits)
     penalties = (repetition_penalty, presence_penalty, frequency_penalty)
-    z = _lowered(xp, logits, history, prompt_lengths, penalties)
+    z = _penalized(xp, logits, history, prompt_lengths, penalties)
     rows = _Rows(xp, z, temperature, top_k, top_p, min_p)
     seeds, steps = _counters(xp, seed, step, len(z))
     tokens = rows.draw(rows.weights, philox_uint64(seeds, steps, DRAW))
-    tokens = xp.where(rows.refused, -1, tokens).astype(xp.int32)
+    tokens = xp.where(rows.invalid, -1, tokens).astype(xp.int32)
     if logprobs is None:
         return Sample(tokens)
     dtype = logits.dtype if logits.dtype == np.float64 else np.float32
-    everything = xp.where(rows.refused[:, None], xp.nan, rows.logprobs()).astype(dtype)
-    drawn = xp.take_along_axis(everything, xp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    all_logprobs = xp.where(rows.invalid[:, None], xp.nan, rows.logprobs()).astype(dtype)
+    drawn = xp.take_along_axis(all_logprobs, xp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     if logprobs == 0:
         return Sample(tokens, drawn)
     best = rows.order[:, :logprobs]
-    top_logprobs = xp.take_along_axis(everything, best, axis=1)
-    top_tokens = xp.where(rows.refused[:, None], -1, best).astype(xp.int32)
+    top_logprobs = xp.take_along_axis(all_logprobs, best, axis=1)
+    top_tokens = xp.where(rows.invalid[:, None], -1, best).astype(xp.int32)
     return Sample(tokens, drawn, top_tokens, top_logprobs)
 
 
@@ -139,46 +139,48 @@ def speculative_verify(
     xp = array_namespace(logits)
     batch, num_drafts = draft_tokens.shape
     vocab_size = logits.shape[-1]
-    turns = num_drafts + 1
-    options = [_repeated(xp, option, turns) for option in (temperature, top_k, top_p, min_p)]
+    positions = num_drafts + 1
+    options = [_repeated(xp, option, positions) for option in (temperature, top_k, top_p, min_p)]
     rows = _Rows(xp, logits.reshape(-1, vocab_size).astype(np.float64), *options)
     seeds, steps = _counters(xp, seed, step, batch)
-    seeds = xp.repeat(seeds, turns)
-    steps = (steps[:, None] + xp.arange(turns).astype(xp.uint64)).reshape(-1)
+    seeds = xp.repeat(seeds, positions)
+    steps = (steps[:, None] + xp.arange(positions).astype(xp.uint64)).reshape(-1)
 
-    drafts = xp.full((batch, turns), -1, xp.int64)
+    drafts = xp.full((batch, positions), -1, xp.int64)
     drafts[:, :num_drafts] = draft_tokens
     drafts = drafts.reshape(-1)
     exists = ((drafts >= 0) & (drafts < vocab_size))[:, None]
     one_hot = exists & (xp.arange(vocab_size)[None, :] == drafts[:, None])
     expected = one_hot.astype(np.float64)
     if draft_probs is not None:
-        expected = xp.zeros((batch, turns, vocab_size))
+        expected = xp.zeros((batch, positions, vocab_size))
         expected[:, :num_drafts] = draft_probs
         expected = expected.reshape(-1, vocab_size)
     share = rows.weights / xp.maximum(rows.weights.sum(axis=1, keepdims=True), 1e-300)
 
     at = xp.where(exists, drafts[:, None], 0)
     uniform = (philox_uint64(seeds, steps, ACCEPT) >> xp.uint64(11)).astype(np.float64) * 2.0**-53
-    likely = xp.take_along_axis(share, at, axis=1)[:, 0]
+    prob = xp.take_along_axis(share, at, axis=1)[:, 0]
     ratio = uniform * xp.take_along_axis(expected, at, axis=1)[:, 0]
-    accepted = exists[:, 0] & (ratio < likely)
+    accepted = exists[:, 0] & (ratio < prob)
     excess = xp.maximum(share - expected, 0) if draft_probs is not None else share * ~one_hot
-    is_draft = (xp.arange(len(drafts)) % turns) < num_drafts
+    is_draft = (xp.arange(len(drafts)) % positions) < num_drafts
     empty = excess.sum(axis=1, keepdims=True) == 0
     excess = xp.where(is_draft[:, None] & ~empty, excess, share)
     bits = xp.where(
         is_draft, philox_uint64(seeds, steps, RESAMPLE), philox_uint64(seeds, steps, DRAW)
     )
-    others = rows.draw(excess, bits)
+    replacements = rows.draw(excess, bits)
 
-    accepted, refused = accepted.reshape(batch, turns), rows.refused.reshape(batch, turns)
-    places = xp.arange(turns)[None, :]
-    count = xp.cumprod((accepted & ~refused).astype(xp.int64), axis=1)[:, :num_drafts].sum(axis=1)
-    drawn = xp.where(accepted, drafts.reshape(batch, turns), others.reshape(batch, turns))
-    drawn = xp.where(refused, -1, drawn)
-    tokens = xp.where(places <= count[:, None], drawn, -1)
-    stopped = xp.take_along_axis(refused, count[:, None], axis=1)[:, 0]
+    accepted, invalid = accepted.reshape(batch, positions), rows.invalid.reshape(batch, positions)
+    indices = xp.arange(positions)[None, :]
+    count = xp.cumprod((accepted & ~invalid).astype(xp.int64), axis=1)[:, :num_drafts].sum(axis=1)
+    drawn = xp.where(
+        accepted, drafts.reshape(batch, positions), replacements.reshape(batch, positions)
+    )
+    drawn = xp.where(invalid, -1, drawn)
+    tokens = xp.where(indices <= count[:, None], drawn, -1)
+    stopped = xp.take_along_axis(invalid, count[:, None], axis=1)[:, 0]
     return Verified(tokens.astype(xp.int32), xp.where(stopped, -1, count).astype(xp.int32))
 
 
@@ -188,40 +190,39 @@ class _Rows:
     def __init__(
         self, xp: Any, z: Array, temperature: Any, top_k: Any, top_p: Any, min_p: Any
     ) -> None:
-        batch, vocab_size = z.shape
-        heat = _column(xp, temperature, batch, 1.0)
-        most = _column(xp, top_k, batch, 0)
-        part = _column(xp, top_p, batch, 1.0)
-        least = _column(xp, min_p, batch, 0.0)
-        legal = (heat >= 0) & (heat < np.inf) & (most >= 0) & (part >= 0)
-        legal = legal & (least >= 0) & (least <= 1)  # of one row, or of all
-        refused = ~legal[:, 0] | xp.isnan(z).any(axis=1) | (z == np.inf).any(axis=1)
-        refused |= (z == -np.inf).all(axis=1)
-        z = xp.where(refused[:, None], 0.0, z)
-        most = xp.where(heat == 0, 1, xp.where(most <= 0, vocab_size, most))
-        self.xp, self.refused = xp, refused
+        vocab_size = z.shape[1]
+        temperature = _column(xp, temperature, 1.0)
+        top_k, top_p = _column(xp, top_k, 0), _column(xp, top_p, 1.0)
+        min_p = _column(xp, min_p, 0.0)
+        legal = (temperature >= 0) & (temperature < np.inf) & (top_k >= 0) & (top_p >= 0)
+        legal = legal & (min_p >= 0) & (min_p <= 1)  # of one row, or of all
+        invalid = ~legal[:, 0] | xp.isnan(z).any(axis=1) | (z == np.inf).any(axis=1)
+        invalid |= (z == -np.inf).all(axis=1)
+        z = xp.where(invalid[:, None], 0.0, z)
+        top_k = xp.where(temperature == 0, 1, xp.where(top_k <= 0, vocab_size, top_k))
+        self.xp, self.invalid = xp, invalid
         self.order = xp.argsort(-z, axis=1, kind="stable")
-        heat = xp.where(legal & (heat > 0), heat, 1.0)
-        self.scaled = (z - z.max(axis=1, keepdims=True)) / heat
+        temperature = xp.where(legal & (temperature > 0), temperature, 1.0)
+        self.scaled = (z - z.max(axis=1, keepdims=True)) / temperature
         weights = xp.exp(self.scaled)
         ranked = xp.take_along_axis(weights, self.order, axis=1)
-        ranked = xp.where(xp.arange(vocab_size)[None, :] < most, ranked, 0.0)
+        ranked = xp.where(xp.arange(vocab_size)[None, :] < top_k, ranked, 0.0)
         total = ranked.sum(axis=1, keepdims=True)
         before = xp.cumsum(ranked, axis=1) - ranked
         # The token that crosses top_p is kept, and always the first token.
-        kept = (part >= 1) | (before < part * total) | (xp.arange(vocab_size)[None, :] == 0)
-        ranked = xp.where(kept & (ranked >= least), ranked, 0.0)
+        kept = (top_p >= 1) | (before < top_p * total) | (xp.arange(vocab_size)[None, :] == 0)
+        ranked = xp.where(kept & (ranked >= min_p), ranked, 0.0)
         self.weights = xp.take_along_axis(ranked, xp.argsort(self.order, axis=1), axis=1)
 
     def draw(self, weights: Array, bits: Array) -> Array:
         """Inverse CDF: the first token of each row whose cumulative weight exceeds bits / 2^64 of
         the row's total."""
         xp = self.xp
-        upto = xp.cumsum(weights, axis=1)
-        place = upto[:, -1:] * (bits.astype(np.float64) * 2.0**-64)[:, None]
-        # Rounding may make `place` equal to the total: then the last token with a positive weight.
+        cumulative = xp.cumsum(weights, axis=1)
+        target = cumulative[:, -1:] * (bits.astype(np.float64) * 2.0**-64)[:, None]
+        # Rounding may make `target` equal to the total: then the last token with a positive weight.
         last = weights.shape[1] - 1 - xp.argmax(weights[:, ::-1] > 0, axis=1)
-        return xp.minimum((upto <= place).sum(axis=1), last)
+        return xp.minimum((cumulative <= target).sum(axis=1), last)
 
     def logprobs(self) -> Array:
         """Log-probabilities of all tokens, before truncation."""
@@ -229,25 +230,24 @@ class _Rows:
         return self.scaled - xp.log(xp.exp(self.scaled).sum(axis=1, keepdims=True))
 
 
-def _lowered(
+def _penalized(
     xp: Any, logits: Array, history: Array | None, prompt_lengths: Array | None, penalties: Any
 ) -> Array:
     """Logits in float64, after the penalties."""
     z = logits.astype(np.float64)
     if history is None:
         return z
-    batch, vocab_size = z.shape
     repetition, presence, frequency = (
-        _column(xp, value, batch, default)
+        _column(xp, value, default)
         for value, default in zip(penalties, (1.0, 0.0, 0.0), strict=True)
     )
-    counts = count_tokens(history, vocab_size, prompt_lengths)
+    counts = count_tokens(history, z.shape[1], prompt_lengths)
     drawn = counts & 0x7FFFFFFF
     z = xp.where(counts != 0, xp.where(z > 0, z / repetition, z * repetition), z)
     return z - xp.where(drawn > 0, presence + frequency * drawn, 0.0)
 
 
-def _column(xp: Any, value: Any, batch: int, default: float) -> Array:
+def _column(xp: Any, value: Any, default: float) -> Array:
     """[batch, 1] or [1, 1], float64."""
     if value is None:
         value = default

@@ -111,21 +111,24 @@ def plan_gated_scan(
     device: Device,
     *,
     channels: bool = False,
+    backward: bool = False,
 ) -> ScanConfig:
     """The launch configuration: one block per sequence, head and 64 columns of the head; if these
     do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`.
+    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: the plan of
+    the gradients, of which fewer blocks fit on an SM.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
     chunks = -(-seq_len // CHUNK)
-    wanted = _BLOCKS_PER_SM * device.num_sms
+    hopper = device.compute_capability[0] == 9
+    per_sm = 3 if hopper and tile == STATE_TILES[0] and not backward else _BLOCKS_PER_SM
+    wanted = per_sm * device.num_sms
     segments = 1
     if blocks and 2 * blocks <= wanted:
         segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
     padded = state_dim != tile or head_dim % COLUMNS != 0
-    hopper = device.compute_capability[0] == 9
     return ScanConfig(dtype, tile, padded, segments, hopper, channels)
 
 
@@ -168,18 +171,24 @@ class SegmentStates(NamedTuple):
     """[num_sequences, segments, num_heads, state_dim, head_dim]"""
     channels: bool = False
 
-    def run(
-        self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None, outer: Array | None
-    ) -> Array:
-        """The initial states of all segments, float32, given that of the first (`outer`).
+    def start(
+        self, x: Array, b: Array, log_decay: Array, cu_seqlens: Array | None
+    ) -> tuple[Array, Array]:
+        """The final states of all segments but the last, for initial states of 0, and the sums of
+        the segments' decays; float32.
 
-        Reversed launches compute the gradients of the final states of all segments, given that of
-        the last; pass grad_y for x and c for b. With a decay per channel, b (or c) and log_decay
-        are those of `ChannelInputs`.
+        Reversed launches compute the gradients of the initial states of all segments but the first;
+        pass grad_y for x and c for b. With a decay per channel, b (or c) and log_decay are those of
+        `ChannelInputs`.
         """
         states = empty(x, self.shape, float32)
         decays = empty(x, self.shape[: 4 if self.channels else 3], float32)
         self.states(x, b, NULL, log_decay, NULL, cu_seqlens, NULL, NULL, states, decays)
+        return states, decays
+
+    def finish(self, states: Array, decays: Array, outer: Array | None) -> Array:
+        """In place, the initial states of all segments, given that of the first (`outer`), or the
+        gradients of the final states of all segments, given that of the last."""
         self.join(outer, decays, states)
         return states
 
@@ -194,9 +203,14 @@ class ScanLaunches(NamedTuple):
     tokens: int
     channel_scalars: tuple[object, ...]
 
-    def launch(self, spec: KernelSpec) -> Launch:
-        """A launch over all segments."""
-        return Launch(load_kernel(spec), self.grid, self.scalars)
+    def launch(self, spec: KernelSpec, *, dependent: bool = True) -> Launch:
+        """A launch over all segments. dependent: of the launches of the segments' states.
+
+        A dependent launch fills the SMs in the order in which they become free, so as many blocks
+        as the plan counts must be all that fit on an SM.
+        """
+        dependent = dependent and self.config.segments > 1
+        return Launch(load_kernel(spec), self.grid, self.scalars, dependent=dependent)
 
     @property
     def slots(self) -> int:
@@ -220,28 +234,40 @@ class ScanLaunches(NamedTuple):
         )
 
     def segment_states(self, reverse: bool = False) -> SegmentStates | None:
-        """The launches for the segments' states; None if sequences are not split."""
+        """The launches for the segments' states; None if sequences are not split.
+
+        Dependent launches, except the first of an op (not `reverse`): all arguments of the op must
+        have been written before it starts, since the later ones read them before they wait.
+        """
         segments, columns, heads = self.grid
         if segments == 1:
             return None
         spec = self.config.spec(SEGMENT_STATES, reverse)
-        states = Launch(load_kernel(spec), (segments - 1, columns, heads), self.scalars)
+        grid = (segments - 1, columns, heads)
+        states = Launch(load_kernel(spec), grid, self.scalars, dependent=reverse)
         sequences, num_heads, state_dim, head_dim = self.state_shape
         parts = -(-state_dim * head_dim // _JOIN_THREADS)
         channels = self.config.channels
-        join = Launch(load_kernel(join_spec(reverse, channels)), (parts, heads), self.scalars)
+        join_kernel = load_kernel(join_spec(reverse, channels))
+        join = Launch(join_kernel, (parts, heads), self.scalars, dependent=True)
         shape = (sequences, segments, num_heads, state_dim, head_dim)
         return SegmentStates(states, join, shape, channels)
 
 
 def scan_launches(
-    x: Array, num_groups: int, state_shape: tuple[int, ...], device: Device, *, channels: bool
+    x: Array,
+    num_groups: int,
+    state_shape: tuple[int, ...],
+    device: Device,
+    *,
+    channels: bool,
+    backward: bool = False,
 ) -> ScanLaunches:
     """Plans a scan over checked arrays."""
     batch, seq_len, num_heads, head_dim = x.shape
     num_sequences, _, state_dim, _ = state_shape
     sizes = (num_sequences, seq_len, num_heads, head_dim, state_dim)
-    config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels)
+    config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels, backward=backward)
     # Decayed keys are per head.
     scalars, channel_scalars = (
         STRUCTS["ScanParameters"].pack(

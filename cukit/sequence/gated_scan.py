@@ -109,7 +109,8 @@ def gated_scan(
         b, c, log_decay, scores = prepared.channels.run(b, c, log_decay, cu_seqlens)
     before = initial_state
     if prepared.segments is not None:
-        before = prepared.segments.run(x, b, log_decay, cu_seqlens, initial_state)
+        parts = prepared.segments.start(x, b, log_decay, cu_seqlens)
+        before = prepared.segments.finish(*parts, initial_state)
     prepared.outputs(x, b, c, log_decay, scores, cu_seqlens, before, y, final, NULL)
     return Scan(y, final)
 

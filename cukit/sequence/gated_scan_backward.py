@@ -98,8 +98,10 @@ def gated_scan_backward(
             b, c, log_decay, scores = prepared.channels.run(b, c, log_decay, cu_seqlens)
         before, behind = initial_state, grad_final_state
         if prepared.states is not None and prepared.grad_states is not None:
-            before = prepared.states.run(x, b, log_decay, cu_seqlens, initial_state)
-            behind = prepared.grad_states.run(grad_y, c, log_decay, cu_seqlens, grad_final_state)
+            parts = prepared.states.start(x, b, log_decay, cu_seqlens)
+            grad_parts = prepared.grad_states.start(grad_y, c, log_decay, cu_seqlens)
+            before = prepared.states.finish(*parts, initial_state)
+            behind = prepared.grad_states.finish(*grad_parts, grad_final_state)
         chunk_states = empty(x, prepared.chunk_shape)
         prepared.chunk_states(
             x, b, NULL, log_decay, NULL, cu_seqlens, before, chunk_states, NULL, NULL
@@ -187,7 +189,7 @@ def _prepare(
     )
     device = current_device()
     channels = log_decay.ndim == 4
-    launches = scan_launches(x, num_groups, state_shape, device, channels=channels)
+    launches = scan_launches(x, num_groups, state_shape, device, channels=channels, backward=True)
     config = launches.config
     spec = _spec(config, device)
     if spec.shared_bytes + _STATIC_BYTES > device.shared_bytes_per_block:
@@ -211,7 +213,7 @@ def _prepare(
         gradients=launches.launch(spec),
         channels=launches.channels(),
         finish=finish,
-        chunk_states=launches.launch(config.spec(CHUNK_STATES)),
+        chunk_states=launches.launch(config.spec(CHUNK_STATES), dependent=False),
         states=launches.segment_states(),
         grad_states=launches.segment_states(reverse=True),
         sum_keys=sum_keys,

@@ -27,28 +27,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_attention_states(
                                       // shared * seq]
     const T* __restrict__ out_b, const float* __restrict__ lse_b,  // the same
     T* __restrict__ out, float* __restrict__ lse,                  // the same
-    long long num_vecs, int vecs, int heads, int seq
+    // 32 bits: division of 64 bits by these would take longer than the loads.
+    unsigned num_vecs, unsigned vecs, unsigned heads, unsigned seq
 #if SHARED
     ,
-    int shared
+    unsigned shared
 #endif
 ) {
-  const long long first = static_cast<long long>(blockIdx.x) * (THREADS * VECS) + threadIdx.x;
-  long long statistics[VECS];
+  const unsigned first = blockIdx.x * (THREADS * VECS) + threadIdx.x;
+  unsigned statistics[VECS];
   V side_a[VECS];
   V side_b[VECS];
   float a[VECS];
   float b[VECS];
 #pragma unroll
   for (int j = 0; j < VECS; ++j) {
-    const long long index = first + j * THREADS;
+    const unsigned index = first + j * THREADS;
     if (index >= num_vecs) break;
-    const long long row = index / vecs;
-    const long long query = row / heads;  // of the batch
+    const unsigned row = index / vecs;
+    const unsigned query = row / heads;  // of the batch
     statistics[j] = (query / seq * heads + row % heads) * seq + query % seq;
 #if SHARED
-    const long long request = query / seq;
-    const long long group = request / shared * heads + row % heads;
+    const unsigned request = query / seq;
+    const unsigned group = request / shared * heads + row % heads;
     a[j] = lse_a[(group * shared + request % shared) * seq + query % seq];
 #else
     a[j] = lse_a[statistics[j]];
@@ -59,12 +60,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_attention_states(
   }
 #pragma unroll
   for (int j = 0; j < VECS; ++j) {
-    const long long index = first + j * THREADS;
+    const unsigned index = first + j * THREADS;
     if (index >= num_vecs) break;
     const float top = fmaxf(a[j], b[j]);
     const float weight_a = a[j] == -cukit::infinity() ? 0.0f : __expf(a[j] - top);
     const float weight_b = b[j] == -cukit::infinity() ? 0.0f : __expf(b[j] - top);
     const float total = weight_a + weight_b;
+    const float scale = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
 
     float sum[8] = {};
     const auto add = [&](const V& from, float weight) {
@@ -72,10 +74,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_attention_states(
       float values[8];
       cukit::to_floats(values, from);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = fmaf(values[i], weight / total, sum[i]);
+      for (int i = 0; i < 8; ++i) sum[i] = fmaf(values[i], weight, sum[i]);
     };
-    add(side_a[j], weight_a);
-    add(side_b[j], weight_b);
+    add(side_a[j], weight_a * scale);
+    add(side_b[j], weight_b * scale);
     V packed;
     cukit::from_floats(packed, sum);
     reinterpret_cast<V*>(out)[index] = packed;

@@ -22,7 +22,7 @@ CUKIT_DEVICE float exponential(float x) {
   return sizeof(T) == 4 ? expf(x) : __expf(x);
 }
 
-// exp(-x) may become infinite: then the quotient is 0, as it should be.
+// If exp(-x) overflows to infinity, the quotient is 0, the limit of the sigmoid.
 template <typename T>
 CUKIT_DEVICE float sigmoid(float x) {
   return __fdividef(1.0f, 1.0f + exponential<T>(-x));
@@ -102,7 +102,7 @@ struct GeluTanh {
   CUKIT_DEVICE static float value(float x) { return x * detail::tanh_gate<T>(x); }
   CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
     const float gate = detail::tanh_gate<T>(x);
-    // The gate is 0 or 1 long before |x| = 16; beyond, x^2 could overflow and 0 * inf is no slope.
+    // The gate is 0 or 1 for |x| >= 16. A larger x^2 could overflow, and 0 * inf is NaN.
     const float bounded = fminf(fmaxf(x, -16.0f), 16.0f);
     const float inner = detail::kTwiceSqrt2OverPi *
                         fmaf(3.0f * detail::kCubic, bounded * bounded, 1.0f);

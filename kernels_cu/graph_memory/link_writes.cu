@@ -2,7 +2,7 @@
 // the end.
 //
 // The order within a list is the order of the atomics and differs between runs; results computed from a list
-// must not depend on it (gated_sum.cuh).
+// must not depend on it (reproducible_sums.cuh).
 // Mapping: one thread per write. Shared memory: none. Macros: THREADS. Minimum architecture: sm_80.
 // Reference: cukit/reference/graph_memory.py, memory_write.
 #include "common/platform.cuh"

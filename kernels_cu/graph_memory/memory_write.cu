@@ -3,14 +3,14 @@
 //   s = sum_w gates[w], u = sum_w gates[w] values[w] over the writes w to row i
 //   out[i] = (1 - s / c) memory[i] + u / c, c = max(1, s)
 //
-// The writes to a row are a linked list in any order (link_writes.cu); sums do not depend on it (gated_sum.cuh).
+// The writes to a row are a linked list in any order (link_writes.cu); sums do not depend on it (reproducible_sums.cuh).
 // Negative gates are treated as 0.
 // Mapping: one warp per row, VEC columns per lane; rows without writes are copied. Shared memory: none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Computes in float.
 // Reference: cukit/reference/graph_memory.py, memory_write.
 #include "common/platform.cuh"
 #include "common/types.cuh"
-#include "graph_memory/gated_sum.cuh"
+#include "graph_memory/reproducible_sums.cuh"
 #include "graph_memory/parameters.cuh"
 
 namespace {
@@ -39,10 +39,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
 
   int count = 0;
   float total = 0.0f;
-  cukit::SumsInAnyOrder<1> sum;
+  cukit::ReproducibleSums<1> sum;
   for (int write = head; write >= 0; write = next[write]) {
     total = open(gates[write]);
-    sum.see(0, total);
+    sum.observe(0, total);
     ++count;
   }
   if (count > 1) {
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
     if (count > 0) {
       float old[VEC], part[VEC], written[VEC];
       cukit::to_floats(old, held);
-      cukit::SumsInAnyOrder<VEC> sums;
+      cukit::ReproducibleSums<VEC> sums;
       for (int write = head; write >= 0; write = next[write]) {
         const float gate = open(gates[write]);
         cukit::load(held, values + static_cast<long long>(write) * p.dim + column);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
           written[i] = gate * part[i];
-          sums.see(i, written[i]);
+          sums.observe(i, written[i]);
         }
       }
       if (count > 1) {

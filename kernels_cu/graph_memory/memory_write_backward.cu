@@ -4,6 +4,9 @@
 //   else:   grad_memory[i] = 0                  grad_gates[w] = <grad[i], values[w] - out[i]> / s
 //   grad_values[w] = gates[w] / max(1, s) * grad[i]
 //
+// for each write w to row i, where s = totals[i] is the sum of the gates of these writes. Negative gates are treated
+// as 0 and have no gradient.
+//
 // Mapping: one warp per row of the memory, followed by one warp per write. Shared memory: none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Accumulates in float;
 //   deterministic.
@@ -30,29 +33,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write_backward(
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int item = blockIdx.x * (THREADS / cukit::kWarpSize) + threadIdx.x / cukit::kWarpSize;
   if (item >= p.num_rows + p.num_writes) return;
-  const bool of_row = item < p.num_rows;
+  const bool is_row = item < p.num_rows;
   const int write = item - p.num_rows;
-  const int row = of_row ? item : indices[write];
+  const int row = is_row ? item : indices[write];
   const bool exists = row >= 0 && row < p.num_rows;
   const float total = exists ? totals[row] : 0.0f;
   const bool replaced = total >= 1.0f;
   const float scale = replaced ? 1.0f / total : 1.0f;
-  const float gate = of_row || !exists ? 0.0f : gates[write];
-  const float factor = of_row ? (replaced ? 0.0f : 1.0f - total) : (gate < 0.0f ? 0.0f : gate) * scale;
+  const float gate = is_row || !exists ? 0.0f : gates[write];
+  const float factor = is_row ? (replaced ? 0.0f : 1.0f - total) : (gate < 0.0f ? 0.0f : gate) * scale;
   const long long from = static_cast<long long>(exists ? row : 0) * p.dim;
   const long long own = static_cast<long long>(write) * p.dim;
   const T* base = (replaced ? out : memory) + from;
   float sum = 0.0f;
   for (int column = lane * VEC; column < p.dim; column += cukit::kWarpSize * VEC) {
-    cukit::Vec<T, VEC> held, rounded;
+    cukit::Vec<T, VEC> loaded, rounded;
     float g[VEC] = {}, result[VEC];
     if (exists) {
-      cukit::load(held, grad + from + column);
-      cukit::to_floats(g, held);
+      cukit::load(loaded, grad + from + column);
+      cukit::to_floats(g, loaded);
     }
 #pragma unroll
     for (int j = 0; j < VEC; ++j) result[j] = factor * g[j];
-    if (!of_row && exists) {
+    if (!is_row && exists) {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const float change = cukit::to_float(values[own + column + j]) - cukit::to_float(base[column + j]);
@@ -60,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write_backward(
       }
     }
     cukit::from_floats(rounded, result);
-    cukit::store((of_row ? grad_memory + from : grad_values + own) + column, rounded);
+    cukit::store((is_row ? grad_memory + from : grad_values + own) + column, rounded);
   }
   sum = cukit::warp_reduce<cukit::Sum>(sum);
-  if (!of_row && lane == 0) grad_gates[write] = gate < 0.0f ? 0.0f : sum * scale;
+  if (!is_row && lane == 0) grad_gates[write] = gate < 0.0f ? 0.0f : sum * scale;
 }

@@ -19,6 +19,7 @@ constexpr int kMost = 1024;          // tokens that block 0 can sort
 constexpr int kBinsPerOctaveLog2 = 5;
 constexpr float kBinsPerNat = 46.166241308446828f;  // of counts: 2^5 per octave at temperature 1
 constexpr int kLowBits = 12;
+static_assert(2 * kLowBits == kMantissaBits && kLowBits + kVocabularyBits == 32, "sums of both parts fit in 32 bits");
 static_assert(((kScale + 1) << kBinsPerOctaveLog2) < kBins, "every weight has a bin");
 static_assert(kMost % THREADS == 0, "equally many entries per thread");
 
@@ -129,9 +130,12 @@ class Selection {
       if constexpr (by == By::Count) {
         atomicAdd(&space_.bins[0][at], 1u);
       } else {
+        // Of 2^24 units, those of the largest logit, odd threads add 2^12 to the low part: 2^20 such tokens would
+        // wrap the high part.
         const unsigned units = weight.units();
-        atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
-        atomicAdd(&space_.bins[1][at], units >> kLowBits);
+        const unsigned moved = units >> kMantissaBits & threadIdx.x % 2;
+        atomicAdd(&space_.bins[0][at], (units & ((1u << kLowBits) - 1)) + (moved << kLowBits));
+        atomicAdd(&space_.bins[1][at], (units >> kLowBits) - moved);
       }
     };
     source_.each([&](float x, int column) {

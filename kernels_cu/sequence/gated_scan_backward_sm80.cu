@@ -32,6 +32,7 @@
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/reduce.cuh"
@@ -143,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   __shared__ float decays[kChunk];
   __shared__ Sums sums;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  cukit::wait_for_previous_grids();
   const cukit::ScanWork work(p, cu_seqlens, 0);
   const int column = work.column, columns = work.columns, length = work.length;
 

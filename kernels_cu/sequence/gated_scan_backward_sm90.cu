@@ -20,6 +20,7 @@
 //   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
 //   each, all of 2 bytes, dynamic; 9 x 64 + 8 floats static. One stage: copies of one block overlap the products of
 //   another on the same SM.
+// Programmatic dependent launch: the first copies of the inputs precede the wait for states and gradients of states.
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
 //   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from V,
 //   D h^T, X g^T and the rows of <g, h>, which are the results here.
@@ -31,6 +32,7 @@
 #include "common/hopper/store.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/tma.cuh"
@@ -243,24 +245,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
     for (float& value : g[m]) value = 0.0f;
   const Rows state_rows;
-  if (grad_states != nullptr) {
-    const float* from = grad_states + work.place(p) * state_size;
-    state_rows.each(g, p, column, [&](float& value, int at) { value = from[at]; });
-  }
-
   const cukit::ChunkDecays decay{decays};  // computed by warp 1
   const int row = cukit::accumulator_row(), first_column = cukit::accumulator_column();
   float own[2];
-  if (work.first < work.end) {
+  const bool works = work.first < work.end;
+  if (works) {
     start_tokens(work.end - 1);
-    start_state(work.end - 1);
     if (!CHANNELS && warp == 1) {
       cukit::read_decays(own, log_decay, p.num_heads, work.end - 1, length);
       decay.scan(own);
     }
-    state_rows.template round<T>(whole.g, g);
   }
+  cukit::wait_for_previous_grids();
+  if (works) start_state(work.end - 1);
   cukit::cp_async_commit();
+  if (grad_states != nullptr) {
+    const float* from = grad_states + work.place(p) * state_size;
+    state_rows.each(g, p, column, [&](float& value, int at) { value = from[at]; });
+  }
+  if (works) state_rows.template round<T>(whole.g, g);
 
 #pragma unroll 1
   for (int chunk = work.end - 1; chunk >= work.first; --chunk) {

@@ -32,6 +32,7 @@
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
@@ -79,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kWarps][kChunk];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  cukit::wait_for_previous_grids();
   const cukit::ScanWork work(p, cu_seqlens, REVERSE);
   const int head = work.head, column = work.column, columns = work.columns, length = work.length;
   const long long begin = work.begin;

@@ -13,6 +13,7 @@
 //
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
 //   state is decayed here.
+// Programmatic dependent launch: the first copies of the inputs precede the wait for the segments' states.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
 //   is 1, all of 2 bytes, dynamic; 64 floats per warp static.
@@ -25,6 +26,7 @@
 #include "common/hopper/store.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -76,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float decays[kWarps][kChunk];
   const int warp = threadIdx.x / kWarpSize;
+  cukit::release_next_grid();
   const cukit::ScanWork work(p, cu_seqlens, REVERSE);
   const int column = work.column, columns = work.columns, length = work.length;
 
@@ -109,10 +112,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   const Rows rows;
   const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
   const long long place = work.place(p);
-  if (!kSegments && initial != nullptr) {
-    const float* from = initial + place * state_size;
-    rows.each(h, p, column, [&](float& value, int at) { value = from[at]; });
-  }
 
   const cukit::ChunkDecays decay{decays[warp]};
   const int chunks = work.end - work.first;
@@ -123,9 +122,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
   if (chunks > 0) {
     start(start_chunk, 0);
     if constexpr (!CHANNELS) cukit::read_decays(own, log_decay, p.num_heads, start_chunk, length);
-    if constexpr (!kSegments) rows.template round<T>(state_tile, h);
   }
   cukit::cp_async_commit();
+  if constexpr (!kSegments) {
+    cukit::wait_for_previous_grids();
+    if (initial != nullptr) {
+      const float* from = initial + place * state_size;
+      rows.each(h, p, column, [&](float& value, int at) { value = from[at]; });
+    }
+    if (chunks > 0) rows.template round<T>(state_tile, h);
+  }
 
 #pragma unroll 1
   for (int turn = 0; turn < chunks; ++turn) {
@@ -287,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
 
   if constexpr (kSegments) {
     cukit::cp_async_wait<0>();
+    cukit::wait_for_previous_grids();
     float* to = states + place * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
     if constexpr (CHANNELS) {

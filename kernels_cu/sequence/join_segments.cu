@@ -6,9 +6,11 @@
 // first and computes the gradients of the segments' final states from that of the sequence's final state.
 //
 // Mapping: grid (parts of a state, sequence * num_heads + head), one thread per element; in place.
+// Programmatic dependent launch: the next launches start early.
 // Macros: REVERSE 0|1; CHANNELS 0|1; THREADS. Minimum architecture: sm_80. Sequential, hence deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "sequence/parameters.cuh"
 
 constexpr int kBatch = 8;  // segments that are read before the first is used
@@ -19,6 +21,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
                                             // [.., state_dim], log2
     float* states,                          // [num_sequences, segments, num_heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
+  cukit::release_next_grid();
+  cukit::wait_for_previous_grids();
   const int sequence = static_cast<int>(blockIdx.y) / p.num_heads;
   const int head = static_cast<int>(blockIdx.y) % p.num_heads;
   const long long size = static_cast<long long>(p.state_dim) * p.head_dim;

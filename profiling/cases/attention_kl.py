@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from cukit.attention import attention_kl, attention_kl_backward, flash_attention
 from cukit.distill import distillation_attention
 from cukit.reference import attention
 from cukit.reference import attention_kl as reference
-from profiling import peers
-from profiling.case import Call, Case, PeerMissing, Workload, itemsize
+from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.cases.attention import Shape, by_key_head
 from profiling.data import array_module, normal
+from profiling.impls import backward_impls, forward_impls
 
 LONGEST_PEER = 4096
 
@@ -52,36 +53,28 @@ def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
     return q_t, k_t, q_s, k_s
 
 
-def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
+def torch_kl(shape: Shape, torch: ModuleType) -> Callable[..., Any]:
     """The mean divergence, computed with both matrices."""
-    torch = peers.torch()
-    if longest > LONGEST_PEER:
-        raise PeerMissing(f"no room for two matrices of {longest} x {longest} scores per head")
+    if shape.seq_len > LONGEST_PEER:
+        size = f"{shape.seq_len} x {shape.seq_len}"
+        raise PeerMissing(f"no room for two matrices of {size} scores per head")
 
     def log_probabilities(q: Any, k: Any) -> Any:
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5
-        if causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(hidden, float("-inf"))
+        if shape.causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
         return scores.log_softmax(dim=-1, dtype=torch.float32)
 
     def function(q_s: Any, k_s: Any, q_t: Any, k_t: Any) -> Any:
         teacher, student = log_probabilities(q_t, k_t), log_probabilities(q_s, k_s)
         terms = teacher.exp() * (teacher - student)
-        if causal:
+        if shape.causal:
             terms = terms.nan_to_num(0.0)
         return terms.sum() / terms[..., 0].numel()
 
     return function
-
-
-def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
-    return {
-        "cukit": lambda: ours,
-        "torch-eager": partial(make, False),
-        "torch-compile": partial(make, True),
-    }
 
 
 def forward_case(shape: Shape, known: bool) -> Case:
@@ -98,13 +91,9 @@ def forward_case(shape: Shape, known: bool) -> Case:
             rows: Any = reference.attention_kl(*heads, causal=shape.causal, reduction="none")
             return (rows.transpose(0, 2, 1)[..., None],)
 
-        def peer(compiled: bool) -> Call:
-            function = torch_kl(shape.causal, shape.seq_len)
-            return peers.forward(function, q_s, k_s, q_t, k_t, compiled=compiled)
-
         ours = partial(attention_kl, q_t, k_t, q_s, k_s, causal=shape.causal, **given)
         return Workload(
-            impls=_impls(ours, peer),
+            impls=forward_impls(ours, partial(torch_kl, shape), q_s, k_s, q_t, k_t),
             expected=lambda: by_key_head(shape, divergence, q_t, k_t, q_s, k_s)[0].mean(),
         )
 
@@ -178,15 +167,11 @@ def backward_case(shape: Shape) -> Case:
             _, *both = reference.attention_kl(*heads, return_lse=True, **options)
             return reference.attention_kl_backward(*heads, *both, **options)
 
-        def peer(compiled: bool) -> Call:
-            function = torch_kl(shape.causal, shape.seq_len)
-            grad = array_module().asarray(_rows(shape), dtype="float32")
-            return peers.backward(function, (q_s, k_s), grad, q_t, k_t, compiled=compiled)
-
         ours = partial(
             attention_kl_backward, *arrays, lse_t, lse_s, causal=shape.causal, reduction="sum"
         )
-        impls = _impls(ours, peer)
+        grad = array_module().asarray(_rows(shape), dtype="float32")
+        impls = backward_impls(ours, partial(torch_kl, shape), (q_s, k_s), grad, q_t, k_t)
         impls["cukit-ordered"] = lambda: partial(ours, deterministic=True)
         return Workload(
             impls=impls, expected=lambda: by_key_head(shape, gradients, q_t, k_t, q_s, k_s)

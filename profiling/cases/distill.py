@@ -333,6 +333,7 @@ def _linear_case(
     divergence: str,
     workspace_bytes: int | None = None,
 ) -> Case:
+    """Two heads, a divergence, and the gradients of the student's head and input."""
 
     def build() -> Workload:
         student = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
@@ -489,7 +490,7 @@ def linear_cross_entropy_case(tokens: int, hidden: int, vocab_size: int) -> Case
 
 
 def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
-    """float32 parameters. Momenta of zero make the step repeatable: m is g, v is its square."""
+    """float32 parameters. With beta1 = beta2 = 0 the step is repeatable: m = g, v = g^2."""
 
     def build() -> Workload:
         params = [normal(shape, "float32") for shape in shapes]
@@ -529,8 +530,8 @@ def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
 
 
 def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
-    """float32 averages of float32 masters, and bfloat16 copies. With values equal to the average, a
-    step with decay 1/2 is repeatable."""
+    """float32 averages of float32 master weights, and bfloat16 copies. With values equal to the
+    average, a step with decay 1/2 is repeatable."""
 
     def build() -> Workload:
         averages = [normal(shape, "float32") for shape in shapes]

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from cukit.attention import flash_attention, indexer_kl, indexer_kl_backward
 from cukit.reference import indexer_kl as reference
-from profiling import peers
-from profiling.case import Call, Case, PeerMissing, Workload, itemsize
+from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.data import array_module, normal
+from profiling.impls import backward_impls, forward_impls
 
 LONGEST_PEER = 4096
 CHECKED_ROWS = 512
@@ -57,7 +58,7 @@ class Shape:
 
     @property
     def bytes(self) -> float:
-        """Of the queries and keys."""
+        """The size of the queries and keys."""
         columns = (self.num_heads_t + self.num_kv_heads_t) * self.head_dim_t
         columns += (self.num_heads_s + 1) * self.head_dim_s
         return float(self.batch * self.seq_len * columns * itemsize(DTYPE))
@@ -100,9 +101,8 @@ def cases(small: bool = False) -> list[Case]:
     return [make(shape) for shape in shapes for make in (forward_case, backward_case)]
 
 
-def torch_kl(shape: Shape) -> Callable[..., Any]:
+def torch_kl(shape: Shape, torch: ModuleType) -> Callable[..., Any]:
     """The mean divergence, computed with all matrices."""
-    torch = peers.torch()
     if shape.seq_len > LONGEST_PEER:
         raise PeerMissing(f"no room for {shape.num_heads_t} matrices of {shape.seq_len} squared")
 
@@ -111,33 +111,25 @@ def torch_kl(shape: Shape) -> Callable[..., Any]:
     ) -> Any:
         k_t = k_t.repeat_interleave(q_t.shape[2] // k_t.shape[2], dim=2)
         scores = q_t.transpose(1, 2) @ k_t.permute(0, 2, 3, 1)
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q_s.device).triu(1)[None]
+        masked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q_s.device).triu(1)[None]
         if indices is not None:
-            named = torch.zeros(
+            selected = torch.zeros(
                 (q_s.shape[0], *scores.shape[-2:]), dtype=torch.bool, device=q_s.device
             )
             # Negative indices are clamped to the first key, whose flag is corrected below.
-            named.scatter_(2, indices.clamp(min=0).long(), indices >= 0)
-            named[..., 0] |= (indices == 0).any(-1)
-            hidden = hidden | ~named
+            selected.scatter_(2, indices.clamp(min=0).long(), indices >= 0)
+            selected[..., 0] |= (indices == 0).any(-1)
+            masked = masked | ~selected
         p = (scores.float() * shape.head_dim_t**-0.5 - lse[..., None]).exp().sum(1)
-        p = p.masked_fill(hidden, 0.0)
+        p = p.masked_fill(masked, 0.0)
         p = p / p.sum(-1, keepdim=True)
         products = (q_s.transpose(1, 2) @ k_s[:, None].transpose(2, 3)).relu()
         index = torch.einsum("bhij,bih->bij", products, weights.to(products.dtype)).float()
-        log_q = index.masked_fill(hidden, float("-inf")).log_softmax(-1)
+        log_q = index.masked_fill(masked, float("-inf")).log_softmax(-1)
         terms = torch.where(p > 0, p * (p.log() - log_q), 0.0)
         return terms.sum() / (p.shape[0] * p.shape[1])
 
     return function
-
-
-def _impls(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
-    return {
-        "cukit": lambda: ours,
-        "torch-eager": partial(make, False),
-        "torch-compile": partial(make, True),
-    }
 
 
 def forward_case(shape: Shape) -> Case:
@@ -146,13 +138,11 @@ def forward_case(shape: Shape) -> Case:
     def build() -> Workload:
         arrays, indices = shape.arrays(), shape.indices()
 
-        def peer(compiled: bool) -> Call:
-            q_t, k_t, lse, *student = arrays
-            more = () if indices is None else (indices,)
-            return peers.forward(torch_kl(shape), *student, q_t, k_t, lse, *more, compiled=compiled)
-
+        q_t, k_t, lse, *student = arrays
+        selection = () if indices is None else (indices,)
         ours = partial(indexer_kl, *arrays, topk_indices=indices, causal=True)
-        return Workload(_impls(ours, peer), expected=lambda: _expected(arrays, indices)[0])
+        impls = forward_impls(ours, partial(torch_kl, shape), *student, q_t, k_t, lse, *selection)
+        return Workload(impls, expected=lambda: _expected(arrays, indices)[0])
 
     return Case(
         family="attention",
@@ -174,16 +164,14 @@ def backward_case(shape: Shape) -> Case:
         options: dict[str, Any] = {"topk_indices": indices, "causal": True, "reduction": "sum"}
         _, *statistics = indexer_kl(*arrays, **options, return_statistics=True)
 
-        def peer(compiled: bool) -> Call:
-            q_t, k_t, lse, *student = arrays
-            more = () if indices is None else (indices,)
-            grad = array_module().asarray(shape.batch * shape.seq_len, dtype="float32")
-            return peers.backward(
-                torch_kl(shape), student, grad, q_t, k_t, lse, *more, compiled=compiled
-            )
-
+        q_t, k_t, lse, *student = arrays
+        selection = () if indices is None else (indices,)
+        grad = array_module().asarray(shape.batch * shape.seq_len, dtype="float32")
         ours = partial(indexer_kl_backward, *arrays, *statistics, **options)
-        return Workload(_impls(ours, peer), expected=lambda: tuple(_expected(arrays, indices)[1:]))
+        impls = backward_impls(
+            ours, partial(torch_kl, shape), student, grad, q_t, k_t, lse, *selection
+        )
+        return Workload(impls, expected=lambda: tuple(_expected(arrays, indices)[1:]))
 
     return Case(
         family="attention",

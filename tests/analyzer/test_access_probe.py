@@ -29,18 +29,17 @@ def expected_sums(words: np.ndarray, threads: int, width: int, stride: int) -> n
 @pytest.mark.emulator
 @pytest.mark.parametrize("width", WIDTHS_BYTES)
 @pytest.mark.parametrize("stride", [1, 3, 32])
-def test_sums_are_those_of_numpy(width: int, stride: int) -> None:
+def test_sums_equal_those_of_numpy(width: int, stride: int) -> None:
     words = np.arange(5000 * 4, dtype=np.float32) % 17
     sums = np.full(2 * THREADS, np.nan, np.float32)
     with cukit.backend("emulator"):
-        loaded = launch(words, sums, width, stride)
-    assert loaded == words.size * 4 // width // stride * width
+        launch(words, sums, width, stride)
     np.testing.assert_array_equal(sums, expected_sums(words, sums.size, width, stride))
 
 
 @pytest.mark.skipif(cupy_module() is None, reason="compiling needs NVRTC")
 @pytest.mark.parametrize("width", WIDTHS_BYTES)
-def test_loads_are_as_wide_as_they_say(width: int) -> None:
+def test_loads_have_the_requested_width(width: int) -> None:
     from cukit.core.compiler import compile_kernel
 
     compiled = compile_kernel(probe_spec(width), "sm_90a")
@@ -53,7 +52,7 @@ def test_loads_are_as_wide_as_they_say(width: int) -> None:
     assert loads[8 * width] >= 8, "enough in flight to fill the memory"
 
 
-def test_sectors_by_hand() -> None:
+def test_sector_fractions() -> None:
     assert sector_fraction(4, 1) == 1
     assert sector_fraction(4, 2) == 0.5
     assert sector_fraction(4, 32) == 4 / 32

@@ -35,7 +35,7 @@ def test_a_copy_copies_all_and_no_more(words: int) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("rounds", [0, 1, 3])
-def test_multiply_adds_are_those_of_numpy(rounds: int) -> None:
+def test_multiply_adds_equal_those_of_numpy(rounds: int) -> None:
     out = np.full(2 * FMA_SPEC.threads, np.nan, np.float32)
     with cukit.backend("emulator"):
         flops = launch_fma(out, rounds)

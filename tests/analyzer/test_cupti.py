@@ -1,4 +1,4 @@
-"""The layout of CUPTI's records compared with its header, buffers from a stub, and a real trace."""
+"""CUPTI traces: record layout compared with the header, buffers of a stub, kernels of this GPU."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def header_folder() -> Path | None:
     return None
 
 
-def test_fields_lie_where_the_header_puts_them(tmp_path: Path) -> None:
+def test_field_offsets_equal_those_of_the_header(tmp_path: Path) -> None:
     folder, compiler = header_folder(), shutil.which("g++")
     if folder is None or compiler is None:
         pytest.skip("no CUPTI header, or no compiler, on this machine")
     names = [field[0] for field in ActivityKernel._fields_]
-    prints = "\n".join(f'std::printf("%zu\\n", offsetof(Record, {name}));' for name in names)
+    print_offsets = "\n".join(f'std::printf("%zu\\n", offsetof(Record, {name}));' for name in names)
     for kernel in ("CUpti_ActivityKernel9", "CUpti_ActivityKernel10"):
         source = tmp_path / "offsets.cpp"
         source.write_text(
             "#include <cstddef>\n#include <cstdio>\n#include <cuda.h>\n#include <cupti.h>\n"
             "#if __has_include(<cupti_activity_deprecated.h>)\n"
             "#include <cupti_activity_deprecated.h>\n#endif\n"
-            f"using Record = {kernel};\nint main() {{ {prints} }}"
+            f"using Record = {kernel};\nint main() {{ {print_offsets} }}"
         )
         build = [compiler, "-w", f"-I{folder}", str(source), "-o", str(tmp_path / "offsets")]
         if subprocess.run(build, capture_output=True).returncode != 0:
             assert kernel == "CUpti_ActivityKernel10", "the header lacks the oldest known record"
-            continue  # CUDA 12 ends with 9
-        answer = subprocess.run([tmp_path / "offsets"], capture_output=True, text=True, check=True)
-        theirs = [int(line) for line in answer.stdout.split()]
-        assert theirs == [getattr(ActivityKernel, name).offset for name in names]
+            continue  # the newest record of CUDA 12 is number 9
+        printed = subprocess.run([tmp_path / "offsets"], capture_output=True, text=True, check=True)
+        expected = [int(line) for line in printed.stdout.split()]
+        assert expected == [getattr(ActivityKernel, name).offset for name in names]
 
 
 def activity(name: bytes, start: int) -> ActivityKernel:
@@ -65,13 +65,13 @@ def activity(name: bytes, start: int) -> ActivityKernel:
     )
 
 
-class LibraryStandIn:
-    """A stub of CUPTI: passes two kernel records and one other record to the callbacks."""
+class StubLibrary:
+    """Passes two kernel records and one record of another kind to the callbacks."""
 
     def __init__(self) -> None:
         self.enabled = False
         self.callbacks: tuple[Any, Any] = (None, None)
-        self.names: list[ActivityKernel] = []
+        self.records: list[ActivityKernel] = []
         self._position = 0
 
     def cuptiActivityRegisterCallbacks(self, requested: Any, completed: Any) -> int:  # noqa: N802
@@ -91,12 +91,12 @@ class LibraryStandIn:
         buffer, size, most = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
         requested(ctypes.byref(buffer), ctypes.byref(size), ctypes.byref(most))
         self._step = ctypes.sizeof(ActivityKernel)
-        self.names = [activity(b"second", 9000), activity(b"other", 0), activity(b"first", 1000)]
-        self.names[1].kind = 1
-        for i, record in enumerate(self.names):
+        self.records = [activity(b"second", 9000), activity(b"other", 0), activity(b"first", 1000)]
+        self.records[1].kind = 1
+        for i, record in enumerate(self.records):
             ctypes.memmove(buffer.value + i * self._step, ctypes.byref(record), self._step)
         self._position = 0
-        completed(None, 0, buffer.value, size.value, len(self.names) * self._step)
+        completed(None, 0, buffer.value, size.value, len(self.records) * self._step)
         return 0
 
     def cuptiActivityGetNextRecord(self, memory: Any, size: Any, record: Any) -> int:  # noqa: N802
@@ -114,16 +114,16 @@ class Device:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> LibraryStandIn:
+def library(monkeypatch: pytest.MonkeyPatch) -> StubLibrary:
     cupy = pytest.importorskip("cupy")
-    library = LibraryStandIn()
+    library = StubLibrary()
     monkeypatch.setattr(cupti._Cupti, "_instance", None)
     monkeypatch.setattr(cupti, "load_library", lambda: library)
     monkeypatch.setattr(cupy.cuda, "Device", Device)
     return library
 
 
-def test_a_trace_holds_the_kernels_in_order(library: LibraryStandIn) -> None:
+def test_a_trace_lists_kernels_by_start_time(library: StubLibrary) -> None:
     with KernelTrace() as trace:
         assert library.enabled
     assert not library.enabled
@@ -138,12 +138,12 @@ def test_a_trace_holds_the_kernels_in_order(library: LibraryStandIn) -> None:
     assert len(again.records) == 2
 
 
-def test_one_trace_at_a_time(library: LibraryStandIn) -> None:
+def test_one_trace_at_a_time(library: StubLibrary) -> None:
     with KernelTrace(), pytest.raises(CukitError, match="already running"), KernelTrace():
         pass
 
 
-def test_a_missing_library_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_library_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
     monkeypatch.setattr(cupti, "_candidates", lambda major: iter(["/nowhere/libcupti.so"]))
     with pytest.raises(MissingDependencyError, match=r"pip install .*nvidia-cuda-cupti"):
@@ -151,7 +151,7 @@ def test_a_missing_library_names_its_package(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_a_trace_of_this_gpu() -> None:
+def test_a_trace_of_a_gpu() -> None:
     import cupy
 
     kernel = cupy.RawKernel(

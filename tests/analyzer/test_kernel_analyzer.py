@@ -152,7 +152,7 @@ def test_counters_from_a_file_are_matched_by_name(tmp_path: Path) -> None:
     assert "have no kernel spin" in spin.missing["counters"]
 
 
-class Scripted:
+class FixedTimer:
     """A timer with predefined samples."""
 
     def __init__(self, name: str, median_us: float) -> None:
@@ -164,22 +164,22 @@ class Scripted:
         return lambda: self._median_us + next(noise)
 
 
-class NoMemory:
+class FixedPeakMemory:
     bytes = 4096
 
-    def __enter__(self) -> NoMemory:
+    def __enter__(self) -> FixedPeakMemory:
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
 
-def refuse(*arguments: object) -> None:
+def unavailable(*arguments: object) -> None:
     raise MissingDependencyError("not on this machine")
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
+def simulated(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
     """An analyzer of a simulated H200 with predefined times, without NVML and CUPTI."""
     device = typical_device("sm_90")
     synchronize = SimpleNamespace(Device=lambda: SimpleNamespace(synchronize=lambda: None))
@@ -193,20 +193,20 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
     monkeypatch.setattr(module, "gpu_available", lambda: True)
     monkeypatch.setattr(module, "current_device", lambda: device)
     monkeypatch.setattr(module, "require_cupy", lambda purpose: fake)
-    monkeypatch.setattr(module, "GpuTimer", lambda cold=True: Scripted("events", 50.0))
-    monkeypatch.setattr(module, "GraphTimer", lambda: Scripted("graph replay", 40.0))
-    monkeypatch.setattr(module, "PeakMemory", NoMemory)
-    monkeypatch.setattr(module, "KernelTrace", refuse)
-    monkeypatch.setattr(module, "energy_of", refuse)
+    monkeypatch.setattr(module, "GpuTimer", lambda cold=True: FixedTimer("events", 50.0))
+    monkeypatch.setattr(module, "GraphTimer", lambda: FixedTimer("graph replay", 40.0))
+    monkeypatch.setattr(module, "PeakMemory", FixedPeakMemory)
+    monkeypatch.setattr(module, "KernelTrace", unavailable)
+    monkeypatch.setattr(module, "energy_of", unavailable)
     monkeypatch.setattr(module, "calibration_calls", lambda: [lambda: None])
     found = environment(device, static=True)
     monkeypatch.setattr(module, "environment", lambda *_, **__: found)
     return KernelAnalyzer()
 
 
-def test_a_launched_call_is_timed_and_placed_on_the_roofline(pretended: KernelAnalyzer) -> None:
+def test_a_launched_call_is_timed_and_placed_on_the_roofline(simulated: KernelAnalyzer) -> None:
     calls = []
-    analysis = pretended.analyze(lambda x: calls.append(x), args=(3,), bytes=48e6, name="mine")
+    analysis = simulated.analyze(lambda x: calls.append(x), args=(3,), bytes=48e6, name="mine")
     assert set(calls) == {3}
     assert (analysis.name, analysis.kind, analysis.peak_bytes) == ("mine", "call", 4096)
     assert analysis.cold is not None
@@ -244,8 +244,8 @@ def test_a_typical_call_has_the_median_of_each_launch() -> None:
     assert typical_call([], 3) == []
 
 
-def test_what_a_call_launches_is_traced(
-    pretended: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
+def test_the_launches_of_a_call_are_traced(
+    simulated: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed = []
 
@@ -260,8 +260,8 @@ def test_what_a_call_launches_is_traced(
             pass
 
     monkeypatch.setattr(module, "KernelTrace", Trace)
-    monkeypatch.setattr(Scripted, "flush", lambda self: flushed.append(1), raising=False)
-    analysis = pretended.analyze(lambda: None)
+    monkeypatch.setattr(FixedTimer, "flush", lambda self: flushed.append(1), raising=False)
+    analysis = simulated.analyze(lambda: None)
     assert [launch.name for launch in analysis.launches] == ["a", "b"]
     assert [launch.device_us for launch in analysis.launches] == [4.0, 4.0]
     assert "launches" not in analysis.missing
@@ -269,14 +269,14 @@ def test_what_a_call_launches_is_traced(
 
 
 def test_calls_that_cannot_be_captured_are_timed_by_events(
-    pretended: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
+    simulated: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(module, "GraphTimer", fail)
     monkeypatch.setattr(KernelAnalyzer, "event_overhead", Overhead(10.0, 0.1))
-    analysis = pretended.analyze(lambda: None)
+    analysis = simulated.analyze(lambda: None)
     assert analysis.warm is not None
     assert (analysis.warm.timer, analysis.warm.overhead_us) == ("events", 10.0)
     assert analysis.missing["warm graph replay"] == (
@@ -284,13 +284,13 @@ def test_calls_that_cannot_be_captured_are_timed_by_events(
     )
 
 
-def test_a_launch_that_fails_is_named(pretended: KernelAnalyzer) -> None:
+def test_a_failed_launch_is_reported(simulated: KernelAnalyzer) -> None:
     def fail() -> None:
         raise OSError("an illegal memory access was encountered")
 
     with pytest.raises(LaunchError, match="fail: the launch failed: an illegal memory access"):
-        pretended.analyze(fail)
-    assert pretended.report().analyses == ()
+        simulated.analyze(fail)
+    assert simulated.report().analyses == ()
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +325,11 @@ def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
         assert 50 < analysis.energy.mean_watts < 1500
 
 
-NOT_CHARGED_US = 1.2
-"""About half of what a pair of events adds on an H200: 2.46 to 2.50 us in 16 calibrations. In as
-many analyses of one process the time by events, less that, lay between 0.12 us below and 0.08 us
-above CUPTI's; the worst that other processes have shown is 0.46 us. A kernel that is charged for
-the events is 2.5 us higher, with a similar spread: the bound leaves 0.7 us on either side."""
+MAX_REMAINING_OVERHEAD_US = 1.2
+"""About half of what a pair of events adds on an H200: 2.46 to 2.50 us in 16 calibrations. Event
+times without it were between 0.12 us below and 0.08 us above CUPTI's in 16 analyses of one
+process; in other processes they differed by up to 0.46 us. Event times that include it are 2.5 us
+higher, with a similar spread, so the bound leaves 0.7 us on either side."""
 
 
 @pytest.mark.gpu
@@ -343,7 +343,7 @@ def test_short_kernels_are_corrected_for_event_overhead(analyzer: KernelAnalyzer
     assert analysis.cold.overhead_us > 0.5
     (launch,) = analysis.launches
     if launch.device_us is not None:
-        assert abs(launch.device_us - analysis.cold.median_us) < NOT_CHARGED_US
+        assert abs(launch.device_us - analysis.cold.median_us) < MAX_REMAINING_OVERHEAD_US
 
 
 @pytest.mark.gpu
@@ -371,12 +371,12 @@ def test_a_broken_elementwise_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> Non
         analyzer.analyze(broken, args=(cupy.ones(3, cupy.float32),))
 
 
-def test_a_compile_error_of_cupy_is_one_of_ours(pretended: KernelAnalyzer) -> None:
+def test_a_compile_error_of_cupy_is_converted(simulated: KernelAnalyzer) -> None:
     def fail() -> None:
         raise cupy.cuda.compiler.CompileException('"z" is undefined', "", "f", ())
 
     with pytest.raises(CompileError, match=r'(?s)mine does not compile.*"z" is undefined'):
-        pretended.analyze(fail, name="mine")
+        simulated.analyze(fail, name="mine")
 
 
 @pytest.mark.gpu
@@ -403,12 +403,12 @@ class Cooperative(cupy.RawKernel):  # type: ignore[misc]
 
 
 def test_kernels_without_source_are_described_by_the_driver(
-    pretended: KernelAnalyzer, static: KernelAnalyzer
+    simulated: KernelAnalyzer, static: KernelAnalyzer
 ) -> None:
     kernel = Cooperative(SAXPY, "saxpy", enable_cooperative_groups=True)
     with pytest.raises(ConfigError, match="cooperative groups"):
         static.analyze(kernel, 132, 256)
-    found = invocation(kernel, pretended.device, grid=132, block=256, runnable=True)
+    found = invocation(kernel, simulated.device, grid=132, block=256, runnable=True)
     assert found.launch is not None
     assert found.launch.resources is not None
     assert found.launch.resources.registers == 64

@@ -77,7 +77,7 @@ def test_durations_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "--clock-control none" in arguments
 
 
-def test_a_file_without_a_table_is_refused() -> None:
+def test_a_file_without_a_table_is_rejected() -> None:
     with pytest.raises(DataError, match="no table"):
         parse_csv("==PROF== nothing was profiled", "empty.csv")
 

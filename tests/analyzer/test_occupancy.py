@@ -113,7 +113,7 @@ def test_agrees_with_nvidias_header(arch: str, oracle: Path) -> None:
         assert [ours.blocks, *limits] == answer, (threads, registers, shared_bytes)
 
 
-def test_names_what_limits() -> None:
+def test_the_limiter_is_named() -> None:
     h200 = typical_device("sm_90a")
     by_registers = occupancy(h200, threads=256, registers=128, shared_bytes=0)
     assert (by_registers.blocks, by_registers.warps, by_registers.limiter) == (2, 16, "registers")

@@ -66,7 +66,7 @@ def test_without_declared_work_there_is_no_point() -> None:
         ("sm_120", "NVIDIA GeForce RTX 5090", "tensor_fp16", 209.5),
     ],
 )
-def test_peaks_are_those_of_the_datasheets(arch: str, name: str, pipe: str, tflops: float) -> None:
+def test_peaks_equal_the_datasheets(arch: str, name: str, pipe: str, tflops: float) -> None:
     device = dataclasses.replace(analysis_device(arch), name=name)
     assert ceilings(device).datasheet_tflops[pipe] == pytest.approx(tflops, rel=0.01)
 

@@ -58,7 +58,7 @@ TEMPLATE = "template <typename T> __global__ void scale(T* x, T by) { x[threadId
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_widths_are_those_of_the_source(arch: str) -> None:
+def test_access_widths_equal_those_of_the_source(arch: str) -> None:
     kernel = cupy.RawKernel(WIDTHS, "widths")
     found = inspect(kernel, arch).launch(analysis_device(arch), (100, 1, 1), (192, 1, 1), 0)
     access = found.memory_access
@@ -77,7 +77,7 @@ def test_widths_are_those_of_the_source(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_instructions_are_those_of_the_source(arch: str) -> None:
+def test_instruction_counts_equal_those_of_the_source(arch: str) -> None:
     kernel = cupy.RawKernel(WIDTHS, "widths")
     mix = inspect(kernel, arch).launch(analysis_device(arch), None, (192, 1, 1), 0).instruction_mix
     assert mix is not None
@@ -118,7 +118,7 @@ extern "C" __global__ void f(float* x, double* y, const unsigned* a) {
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_spills_are_those_of_ptxas(arch: str) -> None:
+def test_spills_are_counted(arch: str) -> None:
     kernel = inspect(KernelSource("spilling", SPILLING), arch)
     resources = kernel.resources()
     assert resources.spill_store_bytes
@@ -188,7 +188,7 @@ def test_a_cubin_is_read_without_spill_information(tmp_path: Path) -> None:
     assert kernel.resources().spill_store_bytes is None
 
 
-def test_options_are_those_of_the_kernel() -> None:
+def test_options_of_the_kernel_apply() -> None:
     code = 'extern "C" __global__ void f(float* x, NUMBER y) { x[0] = y; }'
     kernel = cupy.RawKernel(code, "f", options=("-DNUMBER=double", "-arch=sm_75"))
     assert inspect(kernel, "sm_90").info.parameter_bytes == (8, 8)
@@ -200,7 +200,7 @@ def test_a_kernel_that_does_not_compile_quotes_its_line() -> None:
         inspect(broken, "sm_80")
 
 
-def test_an_entry_that_is_not_there_is_named() -> None:
+def test_a_missing_entry_is_named() -> None:
     with pytest.raises(CompileError, match=r"no extern \"C\" entry 'g'.*'widths'"):
         inspect(KernelSource("g", WIDTHS), "sm_80")
 

@@ -39,7 +39,7 @@ def test_the_interval_has_its_nominal_coverage(rng: np.random.Generator) -> None
         assert np.mean(held) > 0.945, count
 
 
-def test_ranks_of_the_interval_are_those_of_the_tables() -> None:
+def test_ranks_of_the_interval_equal_those_of_the_tables() -> None:
     """Ten samples at 95%: ranks 2 and 9 (coverage 97.9%), as in textbooks."""
     assert median_interval(range(1, 11)) == (2, 9)
     assert median_interval(range(1, 21)) == (6, 15)

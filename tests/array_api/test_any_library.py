@@ -28,7 +28,7 @@ def plain(array: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("reference", [False, True], ids=["op", "reference"])
 @pytest.mark.parametrize("op", SAMPLED, ids=lambda op: op.name)
-def test_results_are_those_of_numpy(op: Op, reference: bool):
+def test_results_equal_those_of_numpy(op: Op, reference: bool):
     expected = run(op, plain, reference=reference)
     got = run(op, strict, reference=reference)
     assert len(got) == len(expected)

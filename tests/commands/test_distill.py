@@ -18,8 +18,8 @@ import pytest
 
 from cukit.cli import run
 from cukit.core import files
-from cukit.distill import pipeline
-from cukit.distill.run_folder import exclusive
+from cukit.distill.run import pipeline
+from cukit.distill.run.folder import exclusive
 
 TINY = [
     "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
@@ -387,7 +387,7 @@ def test_out_of_memory_is_reported(
     def refuse(self: Any) -> None:
         raise MemoryError("Unable to allocate 9 GiB")
 
-    monkeypatch.setattr("cukit.distill.trainer.Trainer.train_step", refuse)
+    monkeypatch.setattr("cukit.distill.training.trainer.Trainer.train_step", refuse)
     arguments = ["distill", "-o", str(tmp_path / "run"), "--text", str(text), *TINY]
     assert run(arguments) == 2
     assert "a smaller --batch" in capsys.readouterr().err
@@ -421,7 +421,7 @@ def test_a_folder_with_a_run_is_not_overwritten(
     assert model_bytes(folder) != before
 
 
-def test_a_folder_in_use_is_refused(
+def test_a_folder_in_use_is_rejected(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

@@ -43,7 +43,7 @@ def test_writes_of_the_first_kernel_are_visible_to_the_second():
 
 
 @pytest.mark.gpu
-def test_a_refused_launch_raises():
+def test_a_rejected_launch_raises():
     cupy = pytest.importorskip("cupy")
     if current_device().compute_capability < (9, 0):
         pytest.skip("not on this GPU")

@@ -89,7 +89,7 @@ def test_symbolic_links_are_not_followed(path, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
-def test_files_of_another_user_are_refused(path):
+def test_files_of_another_user_are_rejected(path):
     store(path, b"code")
     os.chown(path, 12345, -1)
     with pytest.raises(CacheError, match="belongs to another user"):

@@ -44,12 +44,12 @@ def test_fitting_arguments_pass(column_sum):
     ],
     ids=["too few", "too wide", "no pointer"],
 )
-def test_a_wrong_list_is_refused_before_the_launch(column_sum, args):
+def test_a_wrong_list_is_rejected_before_the_launch(column_sum, args):
     with pytest.raises(LaunchError, match=r"takes 4 parameters of \(8, 8, 4, 4\) bytes"):
         check_arguments(column_sum, args)
 
 
-def test_python_numbers_are_refused(column_sum):
+def test_python_numbers_are_rejected(column_sum):
     with pytest.raises(LaunchError, match="argument 2 is a int"):
         check_arguments(column_sum, (FakeGpuArray(), NULL, 1, 2))
 

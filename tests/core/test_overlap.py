@@ -29,7 +29,7 @@ APART = {
 
 @pytest.mark.parametrize(("out", "x"), OVERLAPS.values(), ids=OVERLAPS)
 @pytest.mark.parametrize("itself", ["", "x"])
-def test_overlaps_are_refused(out, x, itself):
+def test_overlaps_are_rejected(out, x, itself):
     for first, second in ((out, x), (x, out)):
         with pytest.raises(ArrayLayoutError, match="op: out overlaps x in memory"):
             check_overlap("op", first, itself=itself, x=second)

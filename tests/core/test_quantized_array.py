@@ -137,7 +137,7 @@ def test_zeros_with_a_scale_of_zero_remain_zero(device, narrow):
     np.testing.assert_array_equal(to_host(array.decode()), x)
 
 
-def test_storage_that_does_not_fit_the_shape_is_refused():
+def test_storage_that_does_not_fit_the_shape_is_rejected():
     for dtype, shape in itertools.product((*NARROW_DTYPES, INT2), ((5,), (3, 8), (2, 3, 7))):
         quantized(shape, dtype=dtype)
         bytes_of_row = math.ceil(shape[-1] * dtype.bits / 8)
@@ -157,7 +157,7 @@ def test_storage_that_does_not_fit_the_shape_is_refused():
         ck.QuantizedArray([0, 0], ck.int4, (4,))
 
 
-def test_scales_that_do_not_fit_are_refused():
+def test_scales_that_do_not_fit_are_rejected():
     row = np.ones((3, 1), np.float32)
     with pytest.raises(ArrayDtypeError, match=r"scales must be float32, .*, got float64"):
         quantized((3, 8), row.astype(np.float64), axis=1)
@@ -177,7 +177,7 @@ def test_scales_that_do_not_fit_are_refused():
 
 
 @pytest.mark.gpu
-def test_arrays_of_two_devices_are_refused():
+def test_arrays_of_two_devices_are_rejected():
     (storage,) = to_device("gpu", storage_of((3, 8)))
     with pytest.raises(ck.ArrayLayoutError, match="storage on the GPU and scales on the CPU"):
         ck.QuantizedArray(storage, ck.int4, (3, 8), np.ones((3, 1), np.float32), axis=1)
@@ -209,7 +209,7 @@ def test_indexing_takes_the_scales_along(device, rng, axis, group_size, index):
     assert part.zero_points.shape == part.scales.shape
 
 
-def test_slices_that_split_a_group_are_refused():
+def test_slices_that_split_a_group_are_rejected():
     array = quantized((10, 4), np.ones((3, 4), np.float32), axis=0, group_size=4)
     for index in (slice(2, 6), slice(None, None, 2), slice(0, 8, 4)):
         with pytest.raises(ArrayShapeError, match="a slice across groups of 4"):

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from cukit.core.scalars import (
+    adopt_scalars,
+    arrays_among,
     check_choice,
     check_dtype,
     check_flag,
     check_integer,
     check_number,
+    check_scalar,
 )
-from cukit.errors import ArrayDtypeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 
 
 @pytest.mark.parametrize("value", [0, 1.5, np.float32(2), np.int64(3)])
@@ -28,7 +31,7 @@ def test_invalid_numbers(value):
         check_number("op", "eps", value, least=0)
 
 
-def test_a_range_without_a_lower_bound():
+def test_an_exclusive_lower_bound():
     check_number("op", "temperature", 1e-30, above=0, most=10)
     for value in (0, 10.5):
         with pytest.raises(ConfigError, match=r"a finite number above 0 and at most 10, got"):
@@ -44,6 +47,28 @@ def test_integers(value):
 def test_invalid_integers(value):
     with pytest.raises(ConfigError, match=r"op: step must be an integer of 1 or more and at most"):
         check_integer("op", "step", value, least=1, most=1 << 31)
+
+
+@pytest.mark.parametrize("value", [3, -0.5, np.float32(2), math.inf, np.array(2, np.float64)])
+def test_scalars_are_numbers_or_0d_arrays(value):
+    check_scalar("op", "grad_loss", value)
+    assert adopt_scalars("op", value, None) == (value, None)
+    arrays = [value] if isinstance(value, np.ndarray) else []
+    assert list(arrays_among(None, value)) == arrays
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (10**400, ConfigError, "must be a number in the range of a float"),
+        (np.ones(2, np.float32), ArrayShapeError, "must have shape"),
+        (np.array(1), ArrayDtypeError, "must be float32, float64"),
+        ("1", ArrayError, "must be"),
+    ],
+)
+def test_invalid_scalars(value, error, message):
+    with pytest.raises(error, match=f"op: grad_loss {message}"):
+        check_scalar("op", "grad_loss", value)
 
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None])

@@ -1,4 +1,4 @@
-"""TMA descriptors: their rules are checked before the driver call."""
+"""TMA descriptors: checks before the driver call, and results equal to those of cuda.bindings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_descriptor_is_one_128_byte_value(matrix):
     assert any(content(tensor_map))
 
 
-def test_violated_rules_are_named(matrix):
+def test_errors_name_the_violated_rule(matrix):
     with pytest.raises(ConfigError, match="box needs 2 extents"):
         encode_tensor_map(matrix, (64,))
     with pytest.raises(ConfigError, match="a box row has 256 bytes"):
@@ -48,7 +48,7 @@ def test_violated_rules_are_named(matrix):
         encode_tensor_map(matrix.ravel()[: 255 * 127].reshape(255, 127), (64, 64))
 
 
-def test_descriptors_are_those_of_cuda_bindings(matrix):
+def test_descriptors_equal_those_of_cuda_bindings(matrix):
     """cuda.bindings defines the driver's enumerators by name."""
     driver = pytest.importorskip("cuda.bindings.driver")
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle

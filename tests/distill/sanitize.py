@@ -8,7 +8,7 @@ import numpy as np
 
 from cukit import distill
 from cukit.distill import AdamWState
-from cukit.distill._loss_options import DIVERGENCES
+from cukit.distill.losses._loss_options import DIVERGENCES
 from tests.contract import random, to_device
 from tests.distill.test_adamw import OPTIONS, SHAPES
 from tests.distill.test_cross_entropy import targets_for

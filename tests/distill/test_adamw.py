@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.distill import AdamWState, adamw
-from cukit.distill._tensor_table import CHUNK
+from cukit.distill.optimizer._tensor_table import CHUNK
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from tests.contract import DTYPES, dtype_of, random, to_device, to_host
 

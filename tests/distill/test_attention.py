@@ -38,7 +38,7 @@ def models_of(rng, dtype="float64", width=8, seq=7):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_it_is_attention_and_its_divergence(rng, temperature):
+def test_it_equals_attention_and_its_divergence(rng, temperature):
     q_t, k_t, v_t, q_s, k_s, v_s = models_of(rng)
     options = {"causal": True, "temperature": temperature, "head_map": (1, 0, 0, 1)}
     result = distillation_attention(q_t, k_t, v_t, q_s, k_s, v_s, **options)
@@ -180,7 +180,7 @@ def test_one_pass(device, rng, dims, mask):
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (70, 300), (300, 70)])
-def test_one_pass_of_few_and_of_dead_rows(device, rng, lengths):
+def test_one_pass_of_few_rows_and_fully_masked_rows(device, rng, lengths):
     arrays = student_and_teacher(rng, (128, 128, 128), lengths, "bfloat16")
     check_one_pass(device, arrays, causal=True, head_map=(1, 0))
 
@@ -259,7 +259,7 @@ def student_and_teacher(rng, dims, lengths, dtype):
     ]  # fmt: skip
 
 
-def test_one_pass_runs_agree_to_the_bit(device, rng):
+def test_one_pass_is_bitwise_reproducible(device, rng):
     arrays = to_device(device, *student_and_teacher(rng, (64, 64, 64), (150, 290), "bfloat16"))
     q_t, k_t, *student = arrays
     found = []
@@ -349,7 +349,7 @@ def test_a_term_returns_the_derivatives_of_its_loss(rng, what):
     assert (values[0] - values[1]) / (2 * step) * 0.5 == pytest.approx(slope, rel=1e-5)
 
 
-def test_impossible_terms_are_refused():
+def test_impossible_terms_are_rejected():
     teacher = replace(SMALL, **TEACHER)
     for layers in ({}, {0: 1}, {5: 1}, {1: 9}):
         with pytest.raises(ConfigError, match="layer_map"):

@@ -7,7 +7,7 @@ import pytest
 
 from cukit.core.device import TYPICAL_DEVICES
 from cukit.distill import cross_entropy, cross_entropy_backward
-from cukit.distill._cross_entropy_rows import plan_cross_entropy
+from cukit.distill.losses._cross_entropy_rows import plan_cross_entropy
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import losses as reference
 from tests.contract import (

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cukit.distill import data
-from cukit.distill.data import (
+from cukit.distill.training import data
+from cukit.distill.training.data import (
     VALIDATION_SHARE,
     Windows,
     read_corpus,
@@ -88,7 +88,7 @@ def test_packages_are_training_text_but_not_validation_text(
     assert more.validation.tobytes() == plain.validation.tobytes()
     assert more.num_train_files == plain.num_train_files + 1
     assert b"# b" in more.train.tobytes()
-    monkeypatch.setattr(data, "MOST_TEXT", len(plain.train) + 10)
+    monkeypatch.setattr(data, "MAX_TEXT", len(plain.train) + 10)
     assert data.read_corpus(packages=True).train.tobytes() == plain.train.tobytes()
 
 

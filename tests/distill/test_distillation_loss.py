@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.distill import cross_entropy, distillation_loss, kl_divergence
-from cukit.distill._loss_options import DIVERGENCES
+from cukit.distill.losses._loss_options import DIVERGENCES
 from cukit.errors import ConfigError
 from cukit.reference import losses as reference
 from tests.contract import DTYPES, check_against_reference, poison_pool, random, to_device, to_host

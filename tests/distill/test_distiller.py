@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.distill._host_workers import one_thread_each
-from cukit.distill.data import Windows, validation_batches
-from cukit.distill.distiller import Distiller, LanguageModelling, Objective
-from cukit.distill.evaluation import evaluate
-from cukit.distill.schedule import Linear
-from cukit.distill.terms import HiddenStateTerm
-from cukit.distill.trainer import Trainer
+from cukit.distill.run._host_workers import one_thread_each
+from cukit.distill.training.data import Windows, validation_batches
+from cukit.distill.training.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.training.evaluation import evaluate
+from cukit.distill.training.schedule import Linear
+from cukit.distill.training.terms import HiddenStateTerm
+from cukit.distill.training.trainer import Trainer
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.models import Transformer, TransformerConfig
 from tests.models.small import CPU_AND_GPU, small_model, small_tokens

@@ -19,7 +19,7 @@ from cukit.distill import (
     restore_checkpoint,
     save_checkpoint,
 )
-from cukit.distill._tensor_table import CHUNK
+from cukit.distill.optimizer._tensor_table import CHUNK
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError, DataError
 from tests.contract import DTYPES, dtype_of, random, to_device, to_host
 from tests.models.small import small_model
@@ -93,7 +93,7 @@ def test_a_teacher_follows_its_student():
     np.testing.assert_allclose(ours.average.model.parameters.flat, expected, rtol=1e-12)
 
 
-def test_the_average_is_of_the_masters():
+def test_the_average_is_of_the_master_weights():
     ours = trainer("bfloat16")
     for _ in range(3):
         ours.train_step()
@@ -105,27 +105,27 @@ def test_the_average_is_of_the_masters():
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_a_resumed_run_has_the_same_average(tmp_path: Path, dtype: str):
     path = tmp_path / "c.safetensors"
-    unbroken = trainer(dtype)
+    uninterrupted = trainer(dtype)
     for _ in range(2):
-        unbroken.train_step()
-    save_checkpoint(path, unbroken)
+        uninterrupted.train_step()
+    save_checkpoint(path, uninterrupted)
     resumed = trainer(dtype, seed=5)
     restore_checkpoint(path, resumed)
-    for each in (unbroken, resumed):
+    for each in (uninterrupted, resumed):
         each.train_step()
-    for name, array in unbroken.state().items():
+    for name, array in uninterrupted.state().items():
         assert array.tobytes() == resumed.state()[name].tobytes(), name
     assert (
-        unbroken.average.model.parameters.flat.tobytes()
+        uninterrupted.average.model.parameters.flat.tobytes()
         == resumed.average.model.parameters.flat.tobytes()
     )
-    plain = Trainer(LanguageModelling(small_model(dtype=dtype)), unbroken.windows, lr=1e-2)
+    plain = Trainer(LanguageModelling(small_model(dtype=dtype)), uninterrupted.windows, lr=1e-2)
     save_checkpoint(path, plain)
     with pytest.raises(DataError, match="average is missing"):
         restore_checkpoint(path, resumed)
 
 
-def test_bad_averages_are_named():
+def test_errors_name_the_average():
     average = ExponentialAverage(small_model(num_layers=1))
     windows = Windows(TEXT, batch=2, seq_len=8, seed=1)
     with pytest.raises(ConfigError, match="average: its model has another shape"):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, gain_of, share_of_gap
+from cukit.distill.training.evaluation import FEWEST_WINDOWS, Evaluation, gain_of, share_of_gap
 
 
 def evaluation(bits: np.ndarray) -> Evaluation:
@@ -26,8 +26,8 @@ def test_the_interval_of_the_gain_has_its_nominal_coverage(rng: np.random.Genera
 
 
 def test_the_share_of_a_gap_and_its_interval(rng: np.random.Generator) -> None:
-    """A true share of a third; the interval contains it as often as stated."""
-    held = 0
+    """The true share is a third; the interval contains it with its nominal probability."""
+    hits = 0
     for _ in range(400):
         gaps = 0.3 + 0.1 * rng.standard_normal(64)
         noise = 0.05 * rng.standard_normal(64)
@@ -36,8 +36,8 @@ def test_the_share_of_a_gap_and_its_interval(rng: np.random.Generator) -> None:
             evaluation(alone - gaps / 3 + noise), evaluation(alone), evaluation(alone - gaps)
         )
         assert found is not None
-        held += found.low < 1 / 3 < found.high
-    assert 0.92 < held / 400 < 0.98
+        hits += found.low < 1 / 3 < found.high
+    assert 0.92 < hits / 400 < 0.98
     assert share_of_gap(evaluation(alone), evaluation(alone), evaluation(alone + 1)) is None
     few = share_of_gap(*(evaluation(x[:4]) for x in (alone - 0.1, alone, alone - 0.2)))
     assert few is not None

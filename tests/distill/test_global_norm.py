@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cukit.distill import clip_scale, global_norm
-from cukit.distill._tensor_table import CHUNK
+from cukit.distill.optimizer._tensor_table import CHUNK
 from cukit.errors import ArrayShapeError, ConfigError
 from tests.contract import DTYPES, random, to_device, to_host
 

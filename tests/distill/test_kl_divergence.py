@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cukit.core.device import TYPICAL_DEVICES, current_device
-from cukit.distill import _divergence_rows, kl_divergence, kl_divergence_backward
-from cukit.distill._divergence_rows import plan_divergence
+from cukit.distill import kl_divergence, kl_divergence_backward
+from cukit.distill.losses import _divergence_rows
+from cukit.distill.losses._divergence_rows import plan_divergence
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import losses as reference
 from tests.contract import (
@@ -254,7 +255,7 @@ def split_as(monkeypatch):
     def choose(**choice):
         plan = partial(plan_divergence, **choice)
         monkeypatch.setattr(_divergence_rows, "plan_divergence", plan)
-        ops = sys.modules["cukit.distill.distillation_loss"]
+        ops = sys.modules["cukit.distill.losses.distillation_loss"]
         monkeypatch.setattr(ops, "_prepare", ops._prepare.__wrapped__)
 
     return choose

@@ -11,7 +11,7 @@ from cukit.distill import (
     distillation_loss,
     linear_distillation_loss,
 )
-from cukit.distill._linear_loss import exact_scale, plan_linear_loss
+from cukit.distill.losses._linear_loss import exact_scale, plan_linear_loss
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul
 from cukit.reference import losses as reference

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cukit import distill
-from cukit.distill._linear_loss import Head, HeadOptions, plan_linear_loss
-from cukit.distill._loss_options import DIVERGENCES, REDUCTIONS
+from cukit.distill.losses._linear_loss import Head, HeadOptions, plan_linear_loss
+from cukit.distill.losses._loss_options import DIVERGENCES, REDUCTIONS
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul
 from cukit.reference import losses as reference

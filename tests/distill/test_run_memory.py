@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.commands._distill_display import pool_line
-from cukit.distill.run_memory import RunMemory
+from cukit.distill.run.memory import RunMemory
 from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
 
@@ -25,17 +25,17 @@ def test_on_the_cpu_there_is_no_pool() -> None:
 @pytest.mark.unguarded
 def test_on_a_gpu_arrays_come_from_the_pool() -> None:
     cupy = pytest.importorskip("cupy")
-    memory, theirs = RunMemory(cupy), RunMemory(cupy, "cupy")
+    memory, memory_of_cupy = RunMemory(cupy), RunMemory(cupy, "cupy")
     with memory.in_use():
         kept = cupy.ones(1 << 18)
     statistics = memory.statistics()
     assert statistics is not None
     assert statistics.live_bytes == kept.nbytes
     assert memory.peak_bytes() == statistics.peak_reserved_bytes >= kept.nbytes
-    with theirs.in_use():
+    with memory_of_cupy.in_use():
         cupy.ones(1 << 18)
-    assert theirs.statistics() is None
-    assert theirs.peak_bytes() >= kept.nbytes
+    assert memory_of_cupy.statistics() is None
+    assert memory_of_cupy.peak_bytes() >= kept.nbytes
 
 
 def test_a_pool_is_summarised_in_one_sentence() -> None:
@@ -43,8 +43,7 @@ def test_a_pool_is_summarised_in_one_sentence() -> None:
     blocks = [pool.allocate(3 << 20) for _ in range(20)]
     for block in blocks[::2]:
         pool.free(block)
-    pool.free(pool.allocate(20 << 20))
-    for _ in range(79):
+    for _ in range(80):
         pool.free(pool.allocate(20 << 20))
     line = pool_line(pool.statistics())
     assert (

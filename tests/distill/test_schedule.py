@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from cukit.distill.schedule import Constant, Cosine, Linear, WarmupCosine, as_schedule
+from cukit.distill.training.schedule import Constant, Cosine, Linear, WarmupCosine, as_schedule
 
 
 def test_constant_and_number() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.distill import attention_score_mse, score_mse
+from cukit.distill import attention_score_mse
+from cukit.distill.losses import score_mse
 from cukit.errors import ArrayShapeError, ConfigError
 from tests.contract import to_device, to_host
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cukit.distill.terms import HiddenStateTerm, evenly_spaced_map
+from cukit.distill.training.terms import HiddenStateTerm, evenly_spaced_map
 from cukit.errors import ConfigError
 from cukit.models import StateGradients
 from tests.models.small import SMALL, small_model, small_tokens
@@ -98,6 +98,6 @@ def test_map_spreads_over_the_depth() -> None:
 
 
 @pytest.mark.parametrize("layers", [{}, {5: 1}, {1: 9}, {-1: 0}])
-def test_impossible_maps_are_refused(layers: dict[int, int]) -> None:
+def test_impossible_maps_are_rejected(layers: dict[int, int]) -> None:
     with pytest.raises(ConfigError, match="layer_map"):
         HiddenStateTerm(layers, SMALL, replace(SMALL, **TEACHER))

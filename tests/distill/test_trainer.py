@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
-from cukit.distill.data import Windows
-from cukit.distill.distiller import Distiller, LanguageModelling, Objective
-from cukit.distill.schedule import WarmupCosine
-from cukit.distill.terms import HiddenStateTerm
-from cukit.distill.trainer import Trainer
+from cukit.distill.training.checkpoint import restore_checkpoint, save_checkpoint
+from cukit.distill.training.data import Windows
+from cukit.distill.training.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.training.schedule import WarmupCosine
+from cukit.distill.training.terms import HiddenStateTerm
+from cukit.distill.training.trainer import Trainer
 from cukit.errors import ConfigError, DataError
 from cukit.models import Transformer, TransformerConfig, load_model
 from tests.models.small import CPU_AND_GPU

@@ -17,7 +17,7 @@ from cukit.distill import (
     restore_checkpoint,
     save_checkpoint,
 )
-from cukit.distill._gradient_reducer import plan_buckets
+from cukit.distill.training._gradient_reducer import plan_buckets
 from cukit.distributed import Alone, HostCommunicator, Ranks
 from cukit.errors import ConfigError
 from tests.distributed.ranks import run_ranks
@@ -129,7 +129,7 @@ def test_an_objective_with_two_backward_passes_is_rejected_or_correct() -> None:
     assert first == second
 
 
-def test_windows_of_another_rank_are_refused() -> None:
+def test_windows_of_another_rank_are_rejected() -> None:
     windows = Windows(TEXT, batch=1, seq_len=8, seed=5, ranks=Ranks(1, 2))
     with pytest.raises(ConfigError, match=r"windows: created for rank 1 of 2.*rank 0 of 1"):
         Trainer(LanguageModelling(small_model()), windows, lr=1e-3)

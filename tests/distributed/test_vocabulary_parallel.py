@@ -13,10 +13,10 @@ from cukit.core.kernel import Launch
 from cukit.distill import (
     VocabularyShard,
     linear_distillation_loss,
-    vocabulary_parallel,
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_distillation_loss,
 )
+from cukit.distill.losses import vocabulary_parallel
 from cukit.distributed import Alone, HostCommunicator
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import losses as reference

@@ -1,13 +1,13 @@
-"""Runs public suites of data races through the emulator, none of whose code is here.
+"""Runs public suites of programs with data races in the emulator. Their code is not included here.
 
     python -m tests.emulator.public_suites scor ScoR/microbenchmarks/src
     python -m tests.emulator.public_suites indigo CUDA
 
-ScoR (github.com/csl-iisc/ScoR) is a folder of programs with one kernel, whose names say whether
-there is a race. Indigo (github.com/burtscher/IndigoSuite) generates its codes: in `Generators`,
+ScoR (github.com/csl-iisc/ScoR) is a folder of programs with one kernel, whose names state whether
+there is a race. Indigo (github.com/burtscher/IndigoSuite) generates its programs: in `Generators`,
 `python generate_CUDA_codes.py PATH/TO/NAME.idg ../copyright.txt CUDA`, once for each NAME in
-`CUDA_sources`. The names of the codes list their mistakes. Prints what was reported where nothing
-should be and the other way round, and how many of each.
+`CUDA_sources`. Their names list their bugs. Prints false reports and missed bugs, then the
+number of programs by kind and report.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from cukit.errors import CukitError, EmulatorError
 
 RACES = ("atomicBug", "guardBug", "raceBug", "syncBug")
 """Bugs of Indigo that are races. `boundsBug` is an access outside an array."""
+
+SCOR_EXTENTS = ("NBLOCKS", "TPERBLK")
+"""The macros with the grid and block size of a program of ScoR."""
 
 OPTIONS = {"global_races": True, "patience": 2.0}
 
@@ -56,11 +59,8 @@ def run_scor(path: Path, **settings: Any) -> None:
     cukit.check_kernel(path, "kmain", grid=grid, block=block, args=[data], **settings)
 
 
-SCOR_EXTENTS = ("NBLOCKS", "TPERBLK")
-
-
 def indigo(folder: Path) -> Iterator[Program]:
-    """The generated codes of Indigo."""
+    """The generated programs of Indigo."""
     for path in sorted(folder.rglob("*.cu")):
         bugs = [part for part in path.stem.split("_") if part.endswith("Bug")]
         kind = "race" if set(bugs) & set(RACES) else "bounds" if bugs else "clean"
@@ -68,8 +68,8 @@ def indigo(folder: Path) -> Iterator[Program]:
 
 
 def run_indigo(path: Path, seed: int, **settings: Any) -> None:
-    """Run a code of Indigo on a small graph per seed: a ring with a hub, edges in both
-    directions, neighbours in any order, and a vertex without edges at either end."""
+    """Run a program of Indigo on one small graph per seed: a ring with a hub, edges in both
+    directions, neighbours in random order, and a vertex without edges at either end."""
     vertices = 14
     ring = range(1, vertices - 1)
     edges = {(i, i % (vertices - 2) + 1) for i in ring} | {(1, i) for i in ring[1:]}
@@ -95,7 +95,7 @@ SUITES: dict[str, tuple[Callable[[Path], Iterator[Program]], Callable[..., None]
 }
 
 
-def judge(suite: str, seeds: int, program: Program) -> str:
+def first_report(suite: str, seeds: int, program: Program) -> str:
     """The first words of the report; "" without a report; "!" and the reason if it did not run."""
     for seed in range(seeds):
         try:
@@ -112,16 +112,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suite", choices=sorted(SUITES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", type=int, default=1, help="orders of threads that are tried")
-    parser.add_argument("--only", default="", help="those whose names match a regular expression")
+    parser.add_argument("--seeds", type=int, default=1, help="number of thread orders")
+    parser.add_argument(
+        "--only", default="", help="programs whose names match a regular expression"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("CUKIT_QUIET", "1")
-    every = SUITES[asked.suite][0](asked.folder)
-    programs = [program for program in every if re.search(asked.only, program.name)]
+    every = SUITES[arguments.suite][0](arguments.folder)
+    programs = [program for program in every if re.search(arguments.only, program.name)]
     counts: Counter[tuple[str, str]] = Counter()
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        found = pool.map(partial(judge, asked.suite, asked.seeds), programs, chunksize=4)
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        found = pool.map(
+            partial(first_report, arguments.suite, arguments.seeds), programs, chunksize=4
+        )
         for program, report in zip(programs, found, strict=True):
             what = (
                 "did not run" if report.startswith("!")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
-from cukit.distill.adamw import AdamWState
-from cukit.distill.topk_distillation_loss import teacher_top_k
+from cukit.distill.losses.topk_distillation_loss import teacher_top_k
+from cukit.distill.optimizer.adamw import AdamWState
 from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
 from cukit.graph_memory import Transition
 from cukit.quantization.encode import encode

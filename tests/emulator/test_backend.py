@@ -116,7 +116,7 @@ def test_arrays_of_the_caller_are_read_and_written(copy_kernel, checked):
 
 
 @pytest.mark.emulator
-def test_a_list_that_does_not_fit_is_refused(copy_kernel):
+def test_a_list_that_does_not_fit_is_rejected(copy_kernel):
     x = np.zeros(4, np.float32)
     with cukit.backend("emulator"):
         kernel = load_kernel(copy_kernel)

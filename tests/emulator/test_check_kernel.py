@@ -59,7 +59,7 @@ def test_instances_of_templates() -> None:
 
 @emulator
 @pytest.mark.parametrize(
-    ("entry", "args", "options", "error", "complaint"),
+    ("entry", "args", "options", "error", "message"),
     [
         ("mine::scal", (), {}, LaunchError, "did you mean mine::scale"),
         ("fill", (), {}, LaunchError, "name an instance, such as fill<float>"),
@@ -73,12 +73,12 @@ def test_instances_of_templates() -> None:
         ("mine::scale", (), {"options": ["-std=c++3"]}, ConfigError, "c++3"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    entry: str, args: tuple[Any, ...], options: dict[str, Any], error: type, complaint: str
+def test_invalid_calls_are_rejected(
+    entry: str, args: tuple[Any, ...], options: dict[str, Any], error: type, message: str
 ) -> None:
     with pytest.raises(error) as caught:
         check(entry, *args, **options)
-    assert complaint in str(caught.value)
+    assert message in str(caught.value)
 
 
 @emulator

@@ -151,7 +151,7 @@ def test_limits_of_the_kernel_itself(source):
 
 
 @pytest.mark.emulator
-def test_an_array_of_the_wrong_type_is_refused(source):
+def test_an_array_of_the_wrong_type_is_rejected(source):
     x, out = np.ones(32), np.zeros(32, np.float32)
     message = "argument 0 is an array of float64, the kernel takes `const float*`"
     with cukit.backend("emulator"), pytest.raises(LaunchError) as caught:

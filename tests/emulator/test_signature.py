@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.emulator.signature import misfit, parameter_name
+from cukit.emulator.signature import mismatch, parameter_name
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from cukit.emulator.signature import misfit, parameter_name
         ("const char* f() [with T = float* const*]", "float* const*"),
     ],
 )  # fmt: skip
-def test_the_name_is_read(printed: str, name: str):
+def test_the_name_of_the_type(printed: str, name: str):
     assert parameter_name(printed) == name
 
 
@@ -52,8 +52,8 @@ def array(dtype: object) -> np.ndarray:
         ("Parameters", np.zeros(1, np.dtype((np.void, 4)))),
     ],
 )
-def test_compatible_settings_are_accepted(name, argument):
-    assert misfit(name, argument) is None
+def test_compatible_arguments_are_accepted(name, argument):
+    assert mismatch(name, argument) is None
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_compatible_settings_are_accepted(name, argument):
         ("float*", np.float64(1), "a float64"),
     ],
 )
-def test_invalid_settings_are_named(name, argument, what):
-    assert misfit(name, argument) == what
+def test_incompatible_arguments_are_named(name, argument, what):
+    assert mismatch(name, argument) == what

@@ -222,7 +222,7 @@ def of_another(x, weight):
         (of_another, ((16,), (16,))),
     ],
 )
-def test_what_is_similar_only_stays(function, shapes, rng):
+def test_similar_operations_are_not_replaced(function, shapes, rng):
     arrays = [random(rng, shape, "float32") for shape in shapes]
     if function is hardly_masked:
         arrays[-1] = arrays[-1] > 0
@@ -274,7 +274,7 @@ def converts(x):
 @pytest.mark.parametrize(
     "function", [reads, branches, assigns, adds_in_place, converts, writes_out]
 )
-def test_what_cannot_be_traced_runs_as_it_is(function, rng):
+def test_functions_that_cannot_be_traced_are_unchanged(function, rng):
     x = random(rng, (4, 8), "float32")
     optimized = optimize(function, x, dry_run=False)
     assert optimized.report == []
@@ -457,7 +457,7 @@ def test_on_the_gpu_a_block_is_fused_captured_and_timed(rng):
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_what_stays_cublas_is_named(rng):
+def test_on_the_gpu_remaining_cublas_products_are_named(rng):
     import cupy
 
     arrays = arrays_of_block(rng, "float32")
@@ -471,7 +471,7 @@ def test_on_the_gpu_what_stays_cublas_is_named(rng):
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_what_cannot_be_captured_is_named(rng):
+def test_on_the_gpu_the_operation_that_cannot_be_captured_is_named(rng):
     (x,) = to_device("gpu", random(rng, (64, 64), "float32"))
     optimized = optimize(lambda x: x / float(x.max()), x)
     assert "no CUDA graph" in optimized.note
@@ -480,7 +480,7 @@ def test_on_the_gpu_what_cannot_be_captured_is_named(rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", [assigns, adds_in_place])
-def test_on_the_gpu_what_writes_in_place_is_not_captured(function, rng):
+def test_on_the_gpu_functions_that_write_in_place_are_not_captured(function, rng):
     """A graph would write to the sample."""
     (x,) = to_device("gpu", random(rng, (4, 8), "float32"))
     optimized = optimize(function, x)

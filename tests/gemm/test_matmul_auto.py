@@ -63,7 +63,7 @@ def test_excluded_kernels_have_a_reason():
     assert reasons(MatmulProblem(3, 3, 3, "float64", "float64")) == {"cublas": None}
 
 
-def test_coarser_arithmetic_is_faster_only_where_products_are_large():
+def test_lower_precision_is_faster_only_for_large_products():
     def order(m, n, k):
         kept = [e for e in plan_matmul(linear(m, n, k, "float32"), H200) if e.reason is None]
         return [each.precision for each in kept]
@@ -74,7 +74,7 @@ def test_coarser_arithmetic_is_faster_only_where_products_are_large():
     assert order(64, 64, 64)[0] in ("float32", "tf32")
 
 
-def test_measured_times_overrule_the_model():
+def test_measured_times_override_the_cost_model():
     problem = linear(4096, 4096, 4096)
     slow = {("cublas", "bfloat16"): 300.0, ("fp8", "float8_e4m3"): 300.0}
     chosen = best(problem, times=slow)
@@ -97,12 +97,12 @@ def test_every_device_has_a_kernel_for_everything(arch):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 40, 72), (70, 136, 64), (40, 5, 24)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_results_are_those_of_matmul(device, rng, dtype, m, n, k, transpose_a, transpose_b):
+def test_results_equal_those_of_matmul(device, rng, dtype, m, n, k, transpose_a, transpose_b):
     a = random(rng, (k, m) if transpose_a else (m, k), dtype)
     b = random(rng, (n, k) if transpose_b else (k, n), dtype)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     placed = to_device(device, a, b)
-    for _ in range(2):  # decided, then remembered
+    for _ in range(2):  # the second call uses the cached decision
         out, plan = ck.matmul(*placed, **options, precision="auto", return_plan=True)
         want = to_host(ck.matmul(*placed, **options)).astype(np.float32)
         np.testing.assert_allclose(to_host(out).astype(np.float32), want, rtol=1e-2, atol=1e-1)
@@ -150,8 +150,8 @@ def test_a_strided_out_uses_kernels_that_support_it(device, rng):
     ("rtol", "expected"), [(None, "float32"), (1e-6, "float32"), (2e-3, "tf32"), (1e-2, "bfloat16"),
      (0.1, "float8_e4m3")],
 )  # fmt: skip
-def test_the_coarsest_arithmetic_within_rtol(rng, rtol, expected):
-    """Plans only, for the emulator's H200, at a size where a coarser arithmetic is faster."""
+def test_the_lowest_precision_within_rtol(rng, rtol, expected):
+    """Plans only, for the emulator's H200, at a size where lower precision is faster."""
     a = np.broadcast_to(random(rng, (1, 512), "float32"), (4096, 512)).copy()
     b = random(rng, (4096, 512), "float32")
     with ck.backend("emulator", arch="sm_90"):
@@ -161,7 +161,7 @@ def test_the_coarsest_arithmetic_within_rtol(rng, rtol, expected):
     assert f"{plan.kernel} in {expected}" in str(plan)
 
 
-def test_a_product_in_a_coarser_arithmetic_stays_within_rtol(device, rng):
+def test_a_product_in_lower_precision_stays_within_rtol(device, rng):
     """Named precisions: every device with kernels uses the requested arithmetic."""
     a, b = random(rng, (5, 64), "float32"), random(rng, (48, 64), "float32")
     exact = a.astype(np.float64) @ b.T.astype(np.float64)
@@ -210,7 +210,7 @@ def test_a_decision_is_made_once(monkeypatch, rng, caplog):
     with ck.backend("emulator"), caplog.at_level(logging.DEBUG, "cukit.gemm"):
         for _ in range(3):
             ck.matmul(a, b, precision="auto", rtol=1e-6)
-    assert len(calls) <= 2  # one per coarser arithmetic
+    assert len(calls) <= 2  # one per lower precision
     assert len(caplog.records) == 1
     assert "cublas in float32" in caplog.text
 

@@ -53,11 +53,11 @@ def test_backward_matches_reference(device, rng, dtype, parts, monkeypatch):
     low = reference.memory_read_backward(*arrays)
     wide = reference.memory_read_backward(*(array.astype(np.float64) for array in arrays))
     got = memory_read_backward(*to_device(device, *arrays))
-    for name, mine, plain, exact in zip(("queries", "memory"), got, low, wide, strict=True):
-        assert_close(name, mine, plain, exact, 2e-2 if dtype == "bfloat16" else 3e-3)
+    for name, result, plain, exact in zip(("queries", "memory"), got, low, wide, strict=True):
+        assert_close(name, result, plain, exact, 2e-2 if dtype == "bfloat16" else 3e-3)
 
 
-def test_gradients_are_differences(rng):
+def test_gradients_by_finite_differences(rng):
     def backward(grad, queries, memory):
         out, lse = memory_read(queries, memory, scale=0.7, return_lse=True)
         return memory_read_backward(grad, queries, memory, out, lse, scale=0.7)

@@ -1,4 +1,4 @@
-"""Transitions from adjacency and similarity, and GraphDiffusionMemory."""
+"""Transition matrices from adjacency and similarity, and GraphDiffusionMemory."""
 
 from __future__ import annotations
 
@@ -105,20 +105,20 @@ def test_the_gradient_of_a_similarity(device, rng, dtype):
     np.testing.assert_allclose(to_host(got).astype(np.float64), want, atol=3e-2)
 
 
-def test_the_module_is_its_ops(device, rng):
+def test_graph_diffusion_memory_equals_its_ops(device, rng):
     dtype = "float32" if device == "cpu" else "float16"
     memory, queries = random(rng, (40, 64), dtype), random(rng, (3, 64), dtype)
-    placed, asked = to_device(device, memory, queries)
+    placed, placed_queries = to_device(device, memory, queries)
     bank = GraphDiffusionMemory.from_similarity(placed, 4, steps=2, restart=0.2)
     diffused = graph_diffusion(placed, bank.transition, steps=2, restart=0.2)
-    want = to_host(memory_read(asked, diffused))
-    assert to_host(bank.read(asked)).tobytes() == want.tobytes()
+    want = to_host(memory_read(placed_queries, diffused))
+    assert to_host(bank.read(placed_queries)).tobytes() == want.tobytes()
     before = to_host(bank.diffused)
     values, gates = random(rng, (2, 64), dtype), np.ones(2, np.float32)
     bank.write(*to_device(device, np.array([3, 9], np.int32), values, gates))
     np.testing.assert_array_equal(to_host(bank.memory)[[3, 9]], values)
     assert not np.array_equal(to_host(bank.diffused), before)
-    assert bank.retrieve_top_k(asked, 3).indices.shape == (3, 3)
+    assert bank.retrieve_top_k(placed_queries, 3).indices.shape == (3, 3)
 
 
 def test_a_memory_on_given_edges(rng):

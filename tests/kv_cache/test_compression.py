@@ -260,7 +260,7 @@ def test_parts_of_the_ranking() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_is_rejected(change: dict[str, Any], error: type[Exception], message: str) -> None:
     zeros = np.zeros((1, 100, 2, 64), np.float32)
     arguments = {"k": zeros, "v": zeros, "strategy": "int8", "queries": zeros, "budget": 10}
     ck.compress_kv(**arguments)

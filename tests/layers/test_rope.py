@@ -172,7 +172,7 @@ def test_gradient_by_finite_differences(rng, interleaved):
     check_gradient(partial(joined, reference.rope), backward, inputs, rng)
 
 
-def test_backward_undoes_forward(device, rng):
+def test_backward_inverts_forward(device, rng):
     placed = to_device(device, *heads(rng, SIZES[0], "float32"), *tables(50, 64))
     there = rope(*placed)
     back = rope_backward(*there, *placed[2:])

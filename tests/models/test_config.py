@@ -36,7 +36,7 @@ def test_dictionary_round_trip() -> None:
 
 
 @pytest.mark.parametrize("change", [{"colour": 1}, None])
-def test_foreign_dictionary_is_refused(change: dict[str, Any] | None) -> None:
+def test_foreign_dictionary_is_rejected(change: dict[str, Any] | None) -> None:
     values = SMALL.to_dict()
     if change is None:
         del values["head_dim"]

@@ -60,7 +60,7 @@ def test_damage_is_detected(damage: Any, tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
+def test_foreign_and_missing_files_are_rejected(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.safetensors"
     safetensors.numpy.save_file({"a": np.zeros(3)}, foreign)
     with pytest.raises(DataError, match="not written by cukit"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.distill.cross_entropy import cross_entropy
+from cukit.distill.losses.cross_entropy import cross_entropy
 from cukit.errors import ArrayError
 from cukit.gemm import matmul
 from cukit.models import Activations, StateGradients, Transformer

@@ -1,4 +1,4 @@
-"""moe_ffn: compared with a loop over tokens, with and without a capacity; gradients."""
+"""moe_ffn and its backward, with and without a capacity."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ def make(rng, dtype):
     )
 
 
-def widen(values):
-    return type(values)(
-        *(v.astype(np.float64) if v is not None and v.dtype.kind == "f" else v for v in values)
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_matches_reference(device, rng, dtype, capacity):
-    """Rows of no expert may differ, so results computed from the rows are compared instead."""
+    """Rows that belong to no expert are undefined, so only results computed from the others are
+    compared."""
     x, logits, gate_up, down, grad = make(rng, dtype)
     routing = routing_reference.topk_router(logits, TOP_K, capacity=capacity)
     if capacity is not None:

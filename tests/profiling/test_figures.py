@@ -25,7 +25,7 @@ def test_nothing_measured_nothing_drawn() -> None:
     assert draw({"environment": {}, "records": []}) is None
 
 
-def test_the_figures_show_what_was_measured() -> None:
+def test_the_figures_show_the_measured_values() -> None:
     expected = figures(read(PUBLISHED))
     assert FIGURE in expected
     for path, figure in expected.items():

@@ -11,7 +11,7 @@ from profiling.tables import ROOT
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_file_is_what_the_ops_compute(name: str) -> None:
+def test_the_file_equals_what_the_ops_compute(name: str) -> None:
     drawn = FIGURES[name]()
     ElementTree.fromstring(drawn)
     assert "prefers-color-scheme: dark" in drawn

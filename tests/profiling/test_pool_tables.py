@@ -117,12 +117,12 @@ def test_a_report_takes_the_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents_hold_what_was_measured(name: str) -> None:
+def test_documents_contain_the_measured_values(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert update(text, read(PUBLISHED), name) == text, "run `make tables`"
 
 
-def test_the_figures_show_what_was_measured() -> None:
+def test_the_figures_show_the_measured_values() -> None:
     drawn = BARS.read_text(encoding="utf-8") if BARS.exists() else None
     assert drawn == draw_bars(read(PUBLISHED)), "run `make tables`"
     assert MAP.read_text(encoding="utf-8") == draw_map(), "run `make tables`"

@@ -30,7 +30,7 @@ def test_results_within_the_tolerances_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         (
             {"times": [{"kernel": "a", "cupti_difference": 0.04, "cupti_doubt": 0.05}]},
@@ -46,9 +46,9 @@ def test_results_within_the_tolerances_pass() -> None:
         ({"counters": [{"kernel": "c", "difference": 0.06}]}, "c: DRAM bytes +6.0%"),
     ],
 )
-def test_exceeded_tolerances_are_named(changes: dict[str, Any], complaint: str) -> None:
+def test_exceeded_tolerances_are_named(changes: dict[str, Any], message: str) -> None:
     (missed,) = judge(found(**changes))
-    assert missed.startswith(complaint)
+    assert missed.startswith(message)
 
 
 @pytest.mark.skipif(cupy_module() is None, reason="compiling needs NVRTC")

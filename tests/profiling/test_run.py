@@ -155,7 +155,22 @@ def test_an_unknown_op_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_results_of_another_gpu_are_refused(
+def test_missing_runs_the_cases_without_a_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--family", "host", "--small", "--no-peers", "--missing"]
+    assert main(arguments) == 2
+    assert "--missing needs --out" in capsys.readouterr().err
+    cases = load_cases("host", small=True)
+    out = tmp_path / "results.json"
+    run_cases(cases[:1], Runner(peers=False, quick=True), out=out)
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert f"{len(cases) - 1} cases in" in capsys.readouterr().out
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert "0 cases in" in capsys.readouterr().out
+
+
+def test_results_of_another_gpu_are_rejected(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results.json"

@@ -202,7 +202,7 @@ def test_plans():
         assert plan_encode(entry, narrow, kind, 1, 0).num_blocks == 0
 
 
-def test_dtypes_without_codes_are_refused(device):
+def test_dtypes_without_codes_are_rejected(device):
     x = to_device(device, np.ones(4, np.float32))[0]
     with pytest.raises(ArrayDtypeError, match="x must be float32, float16, bfloat16, got int64"):
         ck.QuantizedArray.encode(x.astype(np.int64), ck.int4)

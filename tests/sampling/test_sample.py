@@ -162,6 +162,14 @@ def test_rows_of_equal_logits(device, options):
     assert tokens.max() > kept / 2
 
 
+def test_the_largest_vocabulary_with_equal_logits(device):
+    """The sum of all weights in one bin is the largest possible."""
+    logits = np.full((1, 1 << 20), 0.625, np.float32)
+    (x,) = to_device(device, logits)
+    tokens = to_host(sample(x, seed=3, top_p=0.25).tokens)
+    np.testing.assert_array_equal(tokens, reference.sample(logits, seed=3, top_p=0.25).tokens)
+
+
 def streamed(device, placed, **options):
     """Results of the same rows in a batch, or before Hopper: one block streams each row."""
     if device == "emulator":

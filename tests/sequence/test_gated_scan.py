@@ -229,6 +229,35 @@ def test_a_million_tokens_do_not_drift(rng):
     assert distance(got.final_state, wide.final_state) < ERROR["bfloat16"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [False, True])
+def test_launches_that_start_early_keep_the_order_of_the_stream(rng, channels):
+    """Arguments are overwritten before and after each call."""
+    size = Size(1, 8192, 4, 4, 64, 128)
+    arrays = to_device("gpu", *inputs(rng, size, "bfloat16", channels=channels))
+    grad = arrays[0].copy()
+
+    def fill_with_nan(arrays):
+        for array in arrays:
+            array.view(f"i{array.dtype.itemsize}").fill(-1)
+
+    def run_both(x, b, c, decay, state):
+        return *gated_scan(x, b, c, decay, initial_state=state), *gated_scan_backward(
+            grad, x, b, c, decay, initial_state=state, grad_final_state=state
+        )
+
+    expected = [to_host(each) for each in run_both(*arrays)]
+    reused = [array.copy() for array in arrays]
+    for _ in range(10):
+        fill_with_nan(reused)
+        for array, values in zip(reused, arrays, strict=True):
+            array[...] = values
+        got = run_both(*reused)
+        fill_with_nan(reused)
+        for mine, each in zip(got, expected, strict=True):
+            assert to_host(mine).tobytes() == each.tobytes()
+
+
 # Steps -----------------------------------------------------------------------------------------
 
 
@@ -301,10 +330,19 @@ def test_the_kernel_s_limits_are_named(device, rng):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "seq_len", "heads", "segments"),
-    [(8, 8192, 32, 1), (1, 8192, 32, 8), (1, 65536, 8, 33), (1, 100, 1, 1), (1, 65536, 128, 2)],
+    ("sequences", "seq_len", "heads", "state_dim", "segments"),
+    [
+        (8, 8192, 32, 128, 1),
+        (1, 8192, 32, 128, 8),
+        (1, 8192, 32, 64, 12),
+        (1, 65536, 8, 128, 33),
+        (1, 100, 1, 128, 1),
+        (1, 65536, 128, 128, 2),
+    ],
 )
-def test_the_plan(sequences, seq_len, heads, segments):
+def test_the_plan(sequences, seq_len, heads, state_dim, segments):
     device = TYPICAL_DEVICES["sm_90"]
-    config = plan_gated_scan(sequences, seq_len, heads, 64, 128, "bfloat16", device)
-    assert config.segments == segments
+    shape = (sequences, seq_len, heads, 64, state_dim, "bfloat16", device)
+    assert plan_gated_scan(*shape).segments == segments
+    fewer = 8 if segments == 12 else segments
+    assert plan_gated_scan(*shape, backward=True).segments == fewer

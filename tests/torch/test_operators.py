@@ -36,7 +36,7 @@ def place(device: str) -> str:
 
 @contextmanager
 def on_the_references() -> Iterator[None]:
-    """The oracle runs in float64, whatever backend a test is in."""
+    """The oracle runs in float64 on NumPy, in a test with any backend."""
     before = backend.activate(None)
     try:
         yield
@@ -65,7 +65,7 @@ def test_gradients_by_finite_differences(name: str, fast: bool) -> None:
 def test_every_device_agrees_with_float64(name: str, dtype: str, device: str, place: str) -> None:
     case = CASES[name]
     if device == "emulator" and (name not in EMULATED or dtype != case.dtypes[-1]):
-        pytest.skip("the emulator runs a few: the kernels have tests of their own")
+        pytest.skip("only a few run in the emulator; the kernels have tests of their own")
     if device != "cpu" and dtype not in case.dtypes:
         pytest.skip(f"the kernel takes {', '.join(case.dtypes)}")
     with on_the_references():
@@ -123,7 +123,7 @@ def test_torch_accepts_the_operator(name: str) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "slice", "expanded", "reversed storage"])
 def test_attention_takes_any_layout(layout: str, device: str, place: str) -> None:
     if device == "emulator":
-        pytest.skip("a question of strides, which the CPU answers too")
+        pytest.skip("strides are handled on the host, as for tensors on the CPU")
     dtype = torch.float32 if place == "cpu" else torch.float16
     torch.manual_seed(0)
     base = torch.randn(2, 4, 9, 48, dtype=dtype, device=place)  # [batch, heads, seq, 3 x dim]
@@ -220,7 +220,7 @@ def test_lse_is_a_constant() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 @pytest.mark.parametrize("given", [False, True])
-def test_distillation_attention_is_attention_and_divergence(
+def test_distillation_attention_equals_attention_and_divergence(
     temperature: float, given: bool
 ) -> None:
     """Results and gradients of the single operator are those of the two."""
@@ -259,7 +259,7 @@ def test_distillation_attention_is_attention_and_divergence(
         torch.testing.assert_close(one, other)
 
 
-def test_what_gets_no_gradient_is_refused() -> None:
+def test_inputs_without_gradient_are_rejected() -> None:
     q = torch.randn(1, 3, 2, 8, requires_grad=True)
     with pytest.raises(ConfigError, match="flash_attention: bias requires grad"):
         ckt.flash_attention(q, q, q, bias=torch.zeros(1, 1, 3, 3, requires_grad=True))
@@ -268,7 +268,7 @@ def test_what_gets_no_gradient_is_refused() -> None:
         ckt.rope(q, q, *tables)
 
 
-def test_errors_are_those_of_the_arrays() -> None:
+def test_errors_name_the_argument() -> None:
     with pytest.raises(ArrayError, match=r"rms_norm: weight must have shape \(8\), got \(4,\)"):
         ckt.rms_norm(torch.zeros(2, 8), torch.ones(4))
     with pytest.raises(ArrayError, match=r"rms_norm: x must be .*got torch\.complex64"):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cukit.analyzer.report import numbers, svg
 
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 14.0, 42.0
-FEW = 12
-"""Curves with at most this many points show each of them."""
+MAX_MARKED = 12
+"""Curves with at most this many points mark each of them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _curve(curve: Curve, x: svg.Scale, y: svg.Scale) -> str:
         svg.tip(curve.name),
         svg.element("path", d=path, class_=f"curve {svg.colour(curve.series)}"),
     ]
-    if len(places) <= FEW:
+    if len(places) <= MAX_MARKED:
         for (px, py), (step, value) in zip(places, curve.points, strict=True):
             tip = svg.tip(f"{curve.name}, {numbers.tick(step)}: {numbers.digits(value, 4)}")
             class_ = f"dot {svg.colour(curve.series)}"

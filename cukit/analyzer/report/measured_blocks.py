@@ -1,4 +1,4 @@
-"""Blocks for measurements other than of single kernels: a whole script, and strided accesses."""
+"""Report blocks of measurements that span kernels: a traced script, and strided accesses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cukit.analyzer.report.lines import Curve, line_chart
 from cukit.analyzer.schema import AccessPoint, AnalysisReport, TracedLaunch
 
 MAX_KERNELS = 24
-"""More bars add nothing to the table below them."""
+"""Number of bars; the table below them lists all kernels."""
 
-LONGEST_NAME = 48
-"""In letters: names of templates can be arbitrarily long."""
+MAX_NAME = 48
+"""Characters of a kernel's name; the names of templates can be arbitrarily long."""
 
 
 def script_blocks(report: AnalysisReport) -> list[Block]:
-    """For a traced script: how busy the GPU was, and with which kernels."""
+    """The GPU utilisation of a traced script, and its time by kernel."""
     traced = [analysis for analysis in report.analyses if analysis.warm]
     if not report.timeline or not traced:
         return []
@@ -47,8 +47,8 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
 
 
 def shortened(name: str) -> str:
-    """A name shortened to fit on a line."""
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+    """The name, cut to MAX_NAME characters."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
 def _busy_us(timeline: Sequence[TracedLaunch]) -> tuple[float, float]:

@@ -87,7 +87,8 @@ inline T* shared_pointer(std::uint64_t address, unsigned count) {
 template <bool Ordered, typename T, typename... To>
 inline void load(T* from, To&... to) {
   if constexpr (Ordered) {
-    // The loop may wait for another thread: an atomic without effect, at which other threads run.
+    // A loop may wait for another thread, and other threads run only at calls of the emulator. So
+    // this is an atomic that does not change the value.
     ((put(to, atomic_update(from++, [](T old) { return old; }))), ...);
   } else {
     // A value narrower than its register is sign- or zero-extended.
@@ -248,7 +249,7 @@ inline std::uint32_t shuffle(WarpOp op, std::uint32_t mask, std::uint32_t value,
                              std::uint32_t clamp) {
   return ::cukit::emulator::shuffle(op, mask, value, argument, shuffle_width(clamp));
 }
-// Whether the source lane was inside of the segment.
+// Whether the source lane is within the segment.
 inline bool shuffle_inside(WarpOp op, std::uint32_t argument, std::uint32_t clamp) {
   const unsigned width = static_cast<unsigned>(shuffle_width(clamp));
   const unsigned at = CUKIT_OF_SELF(lane) % width;

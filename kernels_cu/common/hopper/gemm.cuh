@@ -402,20 +402,20 @@ struct SharedProduct {
     multiply<0>(sums, pipeline, state, tile, [](int) {});
   }
 
-  // Calls beside(step) after issuing each of the first `Beside` k steps; the tile has at least as
-  // many.
-  template <int Beside, int Stages, typename Tile, typename Call>
+  // Calls overlapped(step) after issuing each of the first `Overlapped` k steps, so that it runs
+  // while their wgmmas do. The tile has at least as many steps.
+  template <int Overlapped, int Stages, typename Tile, typename Call>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& state, const Tile& tile,
-                             const Call& beside) const {
+                             const Call& overlapped) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
 #pragma unroll
-    for (int step = 0; step < Beside; ++step) {
+    for (int step = 0; step < Overlapped; ++step) {
       multiply_step(sums, pipeline, state, done, step > 0);
-      beside(step);
+      overlapped(step);
     }
-    for (int step = Beside; step < steps; ++step) {
+    for (int step = Overlapped; step < steps; ++step) {
       multiply_step(sums, pipeline, state, done, step > 0);
     }
 #pragma unroll

@@ -75,15 +75,15 @@ struct BlockScales {
       kOneBlock ? 1 : 1 + (Shape::kTileN - kUnit + kScaleBlock - 1) / kScaleBlock;
   // For wide tiles the block of each column is a compile-time constant: the other warpgroup's
   // wgmmas do not hide a selection for every 16 columns. Narrow tiles are memory-bound.
-  static constexpr bool kKnowsBoundary = Shape::kTileN > kScaleBlock;
+  static constexpr bool kStaticBoundary = Shape::kTileN > kScaleBlock;
 
   static constexpr int kRowBytes = Shape::kTileM * static_cast<int>(sizeof(float));
   static constexpr int kColumnBytes = kBlocks * static_cast<int>(sizeof(float));
   static constexpr int kStageBytes = (kRowBytes + kColumnBytes + 1023) / 1024 * 1024;  // aligned
   static constexpr int kColumns = Shape::kStageBytes + kStageBytes - kColumnBytes;
 
-  static_assert(kUnit <= kScaleBlock, "no tile has whole blocks only");
-  static_assert(kKnowsBoundary || kBlocks <= 2, "boundary_ is the only one");
+  static_assert(kUnit <= kScaleBlock, "a tile starts or ends within a block of columns");
+  static_assert(kStaticBoundary || kBlocks <= 2, "at most one boundary at run time");
 
   int group;  // this consumer
 
@@ -118,7 +118,7 @@ struct BlockScales {
     // scales, or 0 if it is only known at run time (boundary_).
     template <int Boundary = kUnit, typename Body>
     CUKIT_DEVICE void with_boundary(const Body& body) const {
-      if constexpr (!kKnowsBoundary) {
+      if constexpr (!kStaticBoundary) {
         body(Constant<0>{});
       } else if constexpr (Boundary == kScaleBlock) {
         body(Constant<Boundary>{});
@@ -218,11 +218,11 @@ struct PromotedProduct {
   using Partial = float[Shape::kTileN / 2];
   static constexpr int kStageBytes = Shape::kStageBytes + Scales::kStageBytes;
 
-  static_assert(Shape::kCluster == 1, "a stage that ordinary loads read is released within its block");
+  static_assert(Shape::kCluster == 1, "stages that ordinary loads read are released within a block");
   static_assert(sizeof(typename Shape::Element) == 1 && Shape::kTileK == kPromotedDepth,
-                "a step is what is summed up between promotions");
+                "one step per promotion");
   static_assert(Partials == 1 || (Partials == 2 && Shape::kRowTiles == 1 && Shape::kTileN <= 128),
-                "partial sums that registers hold");
+                "partial sums fit into registers");
 
   const unsigned char* stages;
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0

@@ -1,11 +1,11 @@
-// wgmma: products of four warps (a warpgroup) on operands in shared memory (sm_90a).
+// wgmma (sm_90a): asynchronous matrix products of a warpgroup, which is four warps.
 //
-// d += a b with a 64 x K, b K x N, K = 32 bytes of elements. Operand b, and a unless it is in
-// registers, are in shared memory, in the layout of a matrix descriptor:
-//   K-major    eight rows (of a, or columns of b) of 16 bytes times the swizzle's chunks are
-//              contiguous; groups of eight are `stride` bytes apart.
-//   MN-major   (transposed) eight steps of k of 16 bytes times the swizzle's chunks are contiguous;
-//              groups of eight are `stride` bytes apart, further rows (columns) `leading`.
+// d += a b with a 64 x K, b K x N, K = 32 bytes of elements. Operand b is in shared memory, a in
+// shared memory or registers. A matrix descriptor defines the layout in shared memory:
+//   K-major    eight rows (of a, or columns of b), each as long as the swizzle, are contiguous;
+//              groups of eight are `stride` bytes apart.
+//   MN-major   (transposed) eight steps of k, each as long as the swizzle, are contiguous; groups of
+//              eight are `stride` bytes apart, further rows (columns) `leading`.
 // Without a swizzle the 8 x 16 byte core matrices are contiguous; `leading` is their distance along
 // k and `stride` that along rows (columns), K-major or MN-major.
 //
@@ -13,8 +13,8 @@
 // l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2. A from registers: as
 // mma.sync's.
 //
-// wgmma is asynchronous: wgmma_fence before the first of a group, wgmma_commit after the last,
-// wgmma_wait before the accumulators are read or the operands overwritten.
+// Call wgmma_fence before the first product of a group, wgmma_commit after the last, and wgmma_wait
+// before the accumulators are read or the operands overwritten.
 #pragma once
 
 #include "common/codes.cuh"
@@ -26,8 +26,8 @@ namespace cukit {
 // The swizzle pattern of 16-byte chunks; the same as the tensor map's.
 enum class OperandSwizzle : unsigned long long { None = 0, Bytes128 = 1, Bytes64 = 2, Bytes32 = 3 };
 
-// A matrix descriptor. Swizzled tiles are aligned to eight times the swizzle's bytes; steps along k
-// advance `shared` within the first row.
+// A matrix descriptor. Swizzled tiles are aligned to eight rows of the swizzle; steps along k advance
+// `shared` within the first row.
 CUKIT_DEVICE unsigned long long matrix_descriptor(const void* shared, OperandSwizzle swizzle,
                                                   unsigned leading_bytes, unsigned stride_bytes) {
   return static_cast<unsigned long long>((shared_address(shared) & 0x3ffff) >> 4) |
@@ -54,8 +54,8 @@ CUKIT_DEVICE void wgmma_commit() {
 #endif
 }
 
-// wgmma.wait_group: waits until at most the last `Pending` groups are unfinished. `d`: accumulators
-// that must not be read earlier; passing them tells the compiler.
+// wgmma.wait_group: waits until at most `Pending` groups, the latest, are in flight. Passing the
+// accumulators `d` keeps the compiler from reading them before the wait.
 template <int Pending, int N>
 CUKIT_DEVICE void wgmma_wait(float (&d)[N]) {
 #ifdef CUKIT_EMULATE
@@ -78,7 +78,7 @@ CUKIT_DEVICE void wgmma_wait(int (&d)[N]) {
 #endif
 }
 
-// The same, where no accumulators are read: operands may be overwritten.
+// The same for waits after which operands are overwritten but no accumulators are read.
 template <int Pending>
 CUKIT_DEVICE void wgmma_wait() {
 #ifdef CUKIT_EMULATE
@@ -211,13 +211,13 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 #endif
 
 template <int N>
-constexpr bool kColumnsOfWgmma = N % 16 == 0 && N >= 16 && N <= 256;
+constexpr bool kValidColumns = N % 16 == 0 && N >= 16 && N <= 256;
 
 // wgmma.mma_async m64n<N>k32, FP8 (e4m3) operands, K-major.
 template <int N>
 CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b,
                              bool accumulate) {
-  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+  static_assert(kValidColumns<N>, "N is a multiple of 16, 16 to 256");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, N, d, nullptr, a, b, false,
                    false, accumulate});
@@ -230,7 +230,7 @@ CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned l
 template <int N>
 CUKIT_DEVICE void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b,
                            bool accumulate) {
-  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+  static_assert(kValidColumns<N>, "N is a multiple of 16, 16 to 256");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({emulator::Number::S8, emulator::Number::S8, N, d, nullptr, a, b, false, false,
                    accumulate});
@@ -239,12 +239,12 @@ CUKIT_DEVICE void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long 
 #endif
 }
 
-// d = a b, or d += a b, of any element type: 16-bit operands (wgmma.mma_async m64n<N>k16),
-// TransposedA and TransposedB: MN-major; or 8-bit ones, as above. a and b are matrix descriptors.
+// d = a b, or d += a b if `accumulate`. 16-bit operands (wgmma.mma_async m64n<N>k16) are MN-major
+// with TransposedA or TransposedB; 8-bit operands as above. a and b are matrix descriptors.
 template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(typename AccumulatorOf<T>::Type (&d)[N / 2], unsigned long long a,
                         unsigned long long b, bool accumulate) {
-  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+  static_assert(kValidColumns<N>, "N is a multiple of 16, 16 to 256");
   static_assert(sizeof(T) == 2 || !(TransposedA || TransposedB), "8-bit operands are K-major");
   if constexpr (detail::kIsInteger<T>) {
     wgmma_s8<N>(d, a, b, accumulate);
@@ -268,7 +268,7 @@ CUKIT_DEVICE void wgmma(typename AccumulatorOf<T>::Type (&d)[N / 2], unsigned lo
 template <typename T, int N, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
                         bool accumulate) {
-  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+  static_assert(kValidColumns<N>, "N is a multiple of 16, 16 to 256");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, a, 0, b, false, TransposedB,
                    accumulate});
@@ -285,7 +285,7 @@ CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long
 template <int N>
 CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
                              bool accumulate) {
-  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+  static_assert(kValidColumns<N>, "N is a multiple of 16, 16 to 256");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, N, d, a, 0, b, false, false,
                    accumulate});

@@ -21,8 +21,8 @@ constexpr int kCodeBits = kFormat == Format::INT4 ? 4 : 8;
 constexpr int kCodesPerByte = 8 / kCodeBits;
 constexpr unsigned kCodeMask = (1u << kCodeBits) - 1;
 
-// Integer codes go from -kMostInteger - 1 to kMostInteger.
-constexpr int kMostInteger = (1 << (kCodeBits - 1)) - 1;
+// Integer codes go from -kMaxInteger - 1 to kMaxInteger.
+constexpr int kMaxInteger = (1 << (kCodeBits - 1)) - 1;
 
 // Codes are computed four at a time.
 constexpr int kGroup = 4;
@@ -51,13 +51,14 @@ CUKIT_DEVICE unsigned encode_group(const float* x) {
     const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
     return low | high << 16;
   } else {
-    // Codes are offset to 0 ... 2^bits - 1, so that a sum joins their bits, and the constant part
-    // of all the floats is subtracted at once. Flipping the sign bits removes the offset.
-    constexpr float kLow = -kMostInteger - 1, kRaised = detail::kUnits + kMostInteger + 1;
+    // Codes are offset to 0 ... 2^bits - 1, so that the sum of the shifted floats contains them side
+    // by side, and the constant bits of all floats are subtracted at once. Flipping the sign bits
+    // removes the offset.
+    constexpr float kLow = -kMaxInteger - 1, kRaised = detail::kUnits + kMaxInteger + 1;
     unsigned sum = 0u - detail::kUnitsBits * detail::kOnes;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const float inside = fminf(fmaxf(x[i], kLow), static_cast<float>(kMostInteger));
+      const float inside = fminf(fmaxf(x[i], kLow), static_cast<float>(kMaxInteger));
       sum += __float_as_uint(__fadd_rn(inside, kRaised)) << (i * kCodeBits);
     }
     return sum ^ detail::kSigns;
@@ -73,7 +74,7 @@ CUKIT_DEVICE void decode_group(float* x, unsigned codes) {
       x[i] = both.x, x[i + 1] = both.y;
     }
   } else {
-    constexpr float kRaised = detail::kUnits + kMostInteger + 1;
+    constexpr float kRaised = detail::kUnits + kMaxInteger + 1;
     const unsigned raised = codes ^ detail::kSigns;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {

@@ -25,7 +25,7 @@ ROOFS = (
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1.01, 1e6), st.booleans(), st.integers(1, 12))
-def test_ticks_lie_on_their_scale(low: float, ratio: float, log: bool, at_most: int) -> None:
+def test_ticks_are_within_their_scale(low: float, ratio: float, log: bool, at_most: int) -> None:
     scale = svg.Scale(low, low * ratio, 10.0, 110.0, logarithmic=log)
     ticks = scale.ticks(at_most)
     assert len(ticks) <= at_most + 1
@@ -222,7 +222,7 @@ def test_an_unknown_gpu_keeps_its_measured_roofs() -> None:
     assert roofline_blocks(precisions(product(1300.0, "float8_e4m3"), gpu="Another GPU")) == []
 
 
-def test_floors_are_those_of_the_precision() -> None:
+def test_floors_equal_those_of_the_precision() -> None:
     (case,) = precisions(product(1300.0, "float8_e4m3", floor_us=176.0)).cases
     assert case.floor_us == pytest.approx(100 * 1300 / 1979, rel=1e-3)
     assert case.ours is not None

@@ -87,7 +87,7 @@ def test_every_drawing_is_valid_and_named(page: Page) -> None:
             assert right <= width + 1
 
 
-def test_times_in_the_page_are_those_of_the_json(page: Page) -> None:
+def test_times_in_the_page_equal_those_of_the_json(page: Page) -> None:
     values = page.numbers("8192x4096 bfloat16")
     assert values == pytest.approx([40.25, 44.5, 44.5 / 40.25, 0.795, 3300], abs=1e-3)
     for record in samples.benchmarks()["records"]:
@@ -321,7 +321,7 @@ def test_a_distillation_without_curves_has_none() -> None:
     assert "Loss in training" not in generate_report([run]).to_html()
 
 
-def test_an_unknown_form_is_refused_before_work(tmp_path: Path) -> None:
+def test_an_unknown_form_is_rejected_before_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"report\.pdf"):
         generate_report([tmp_path / "absent.json"], [tmp_path / "report.pdf"])
 

@@ -12,7 +12,7 @@ from cukit.errors import ConfigError
 from tests.analyzer.report import samples
 
 
-def test_spans_are_those_of_the_data() -> None:
+def test_spans_equal_those_of_the_data() -> None:
     report = generate_report([samples.analysis(), samples.distillation(), samples.kernels()])
     trace = json.loads(report.to_trace())
     spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X"}

@@ -1,3 +1,3 @@
-// Replaces cuRAND's header: curand_kernel.h has it.
+// Stands in for the cuRAND header of this name; curand_kernel.h has its contents.
 #pragma once
 #include <curand_kernel.h>

@@ -1,0 +1,1 @@
+"""Losses on logits, alone and fused with the output head, and on attention maps."""

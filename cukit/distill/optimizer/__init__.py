@@ -1,0 +1,1 @@
+"""AdamW, moving averages and gradient norms of many tensors per launch."""

@@ -1,0 +1,1 @@
+"""The run of `cukit distill`: settings, phases, folder, memory and report."""

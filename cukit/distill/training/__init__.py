@@ -1,0 +1,1 @@
+"""Data, objectives, the training loop, evaluation and recorded teachers."""

@@ -1,0 +1,46 @@
+"""Training state on disk: everything the next step depends on, in one file, written atomically."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cukit.core.files import read_arrays, write_arrays
+from cukit.distill.training.trainer import Trainer
+from cukit.errors import DataError
+
+
+def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
+    """Save parameters, optimizer state and position of `trainer`, and `extra` with them.
+
+    The position is only the step: batches and schedules are functions of it (and of the seed,
+    which is part of the settings). The model in the file can be read with `load_model`.
+
+    With several processes, whose states are the same, rank 0 writes; all return once it has.
+    """
+    communicator = trainer.communicator
+    if communicator.rank:
+        communicator.barrier()
+        return
+    description = {
+        "config": trainer.objective.model.config.to_dict(),
+        "step": trainer.step,
+        **extra,
+    }
+    write_arrays(path, trainer.state(), description)
+    communicator.barrier()
+
+
+def restore_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
+    """Restore `trainer` to the saved state, bit for bit; returns the description.
+
+    Raises DataError, with the trainer unchanged, if the file is absent, damaged or another model's.
+    """
+    arrays, description = read_arrays(path)
+    if description.get("config") != trainer.objective.model.config.to_dict():
+        raise DataError(f"{path}: contains a model of another shape")
+    step = description.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise DataError(f"{path}: contains no step to resume from")
+    trainer.restore(arrays, step, str(path))
+    return description
