@@ -120,13 +120,11 @@ class Defragmenter:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
         copied = self._compact(stream)
-        before, after = copied.before, copied.after
-        fragmentation, remapped = before.fragmentation, 0
+        before, after, remapped = copied.before, copied.after, 0
+        fragmentation, left = before.fragmentation, after.fragmentation
         more = copied.scattered or self._stitcher.stitched or self._pager.excess
         self.count += 1
         self._listeners.emit("defragment", 0, copied.moved, stream)
-        if not more:
-            left = after.fragmentation
         self._finish(copied)
         if more:
             remapped, after = self._gather(after, scattered=copied.scattered)
