@@ -8,9 +8,9 @@
 //   counters. The fullest pages are found through a histogram of these counters: all pages above a
 //   threshold stay in use, and of those at the threshold the first few. `rows` and `result` are in
 //   pinned host memory; each row is read once. The kernel runs once in a while, so its code is in no
-//   cache: loops are not unrolled, because fetching instructions would take longer than the work.
+//   cache: loops are not unrolled, which would make more of it to fetch than there is to do.
 // Shared memory: dynamic, (2 * MOST_SLOTS / 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4 bytes; static,
-//   152 bytes. Macros: THREADS multiple of 32, 32..1024; MOST_SLOTS, MOST_PAGES, MOST_PER_PAGE: most
+//   148 bytes. Macros: THREADS multiple of 32, 32..1024; MOST_SLOTS, MOST_PAGES, MOST_PER_PAGE: most
 //   slots, pages, and slots per page; LEAST_GAIN: fewer pages freed are not worth the moves.
 // Slots and pages have sizes that are powers of two; a page has at least one slot.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/memory/bookkeeping/slots.py.
