@@ -277,22 +277,32 @@ def _timed_copies() -> Iterator[list[Callable[[], float]]]:
         return
     import cupy
 
+    from cukit.memory.providers import slot_mover
     from cukit.memory.providers.device_copy import DeviceCopy
 
-    launch = DeviceCopy._launch
+    launch, launch_of_mover = DeviceCopy._launch, slot_mover._launch
 
-    def timed(copy: DeviceCopy, plan: Any, stream: Any, arrays: Any) -> None:
+    def timed(call: Callable[..., None], stream: Any, *arguments: Any) -> None:
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
         begin.record(stream)
-        launch(copy, plan, stream, arrays)
+        call(*arguments)
         end.record(stream)
         found.append(lambda: cupy.cuda.get_elapsed_time(begin, end) * 1e3)
 
-    DeviceCopy._launch = timed
+    def timed_launch(copy: DeviceCopy, plan: Any, stream: Any, arrays: Any) -> None:
+        timed(launch, stream, copy, plan, stream, arrays)
+
+    def timed_mover(kernel: Any, blocks: int, args: Any, stream: Any) -> None:
+        if kernel.compiled.spec.entry == "batched_copy":
+            timed(launch_of_mover, stream, kernel, blocks, args, stream)
+        else:
+            launch_of_mover(kernel, blocks, args, stream)
+
+    DeviceCopy._launch, slot_mover._launch = timed_launch, timed_mover
     try:
         yield found
     finally:
-        DeviceCopy._launch = launch
+        DeviceCopy._launch, slot_mover._launch = launch, launch_of_mover
 
 
 def _provider(page_bytes: int) -> Provider:

@@ -79,11 +79,12 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "sparse": {"dispatch"},
     },
     "memory": {
-        "batched_copy": set(),
+        "slot_grid": set(),
+        "batched_copy": {"slot_grid"},
         "uninterrupted": set(),
-        "providers": {"batched_copy"},
-        "bookkeeping": {"batched_copy", "providers"},
-        "pool": {"batched_copy", "bookkeeping", "providers", "uninterrupted"},
+        "providers": {"batched_copy", "slot_grid"},
+        "bookkeeping": {"batched_copy", "providers", "slot_grid"},
+        "pool": {"batched_copy", "bookkeeping", "providers", "slot_grid", "uninterrupted"},
     },
 }
 """What folders and modules of a package may import from it. Those not named may import all."""

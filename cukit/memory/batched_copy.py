@@ -22,6 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
 from cukit.errors import ArrayLayoutError, ArrayShapeError
+from cukit.memory.slot_grid import plan_slot_planner
 from cukit.reference import memory as reference
 from cukit.registry import register
 
@@ -230,14 +231,26 @@ def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> No
 
 
 @cache
-def plan_batched_copy(ordered: bool) -> KernelSpec:
-    """32 KiB per block: enough work to hide the search, small enough to balance the load."""
-    defines = (("THREADS", _THREADS), ("VECS", _VECS), ("ORDERED", ordered))
+def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
+    """32 KiB per block: enough work to hide the search, small enough to balance the load.
+
+    planned: the moves and their number are written by another kernel (bookkeeping/slots.py).
+    """
+    defines = (
+        ("THREADS", _THREADS),
+        ("VECS", _VECS),
+        ("ORDERED", ordered),
+        ("PLANNED", planned),
+    )
     return KernelSpec("memory/batched_copy.cu", "batched_copy", defines, _THREADS)
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    return [plan_batched_copy(ordered) for ordered in (False, True)]
+    kinds = ((False, False), (True, False), (False, True))
+    return [
+        *(plan_batched_copy(ordered, planned) for ordered, planned in kinds),
+        plan_slot_planner(),
+    ]
 
 
 register(

@@ -11,8 +11,10 @@
 //   ticket; each block reads its whole tile into registers, sets the tile's flag in `progress`,
 //   waits for the flags of all earlier tiles that read from its destination, and writes. Forward
 //   progress: blocks with lower tickets are already running, and read without waiting.
+// PLANNED: an earlier kernel on the stream has written the moves and their number (plan_slots.cu).
+//   Each block copies every gridDim.x-th tile.
 // Shared memory: 4 bytes, static. Macros: THREADS multiple of 32, 32..1024; VECS 16-byte vectors
-//   per thread; ORDERED 0|1. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
+//   per thread; ORDERED 0|1; PLANNED 0|1, not with ORDERED. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
 // Deterministic. Reference: cukit/reference/memory.py.
 #include "common/platform.cuh"
 #include "common/ptx/store_global.cuh"
@@ -68,8 +70,8 @@ CUKIT_DEVICE Readers find_readers(const Move* moves, int num_moves, long long be
 extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
     unsigned char* base,              // base of all addresses; may be null
     const Move* __restrict__ moves,   // [num_moves + 1]; `first` of the last one is the total size
-    int* progress,                    // [1 + tiles] zeros, ORDERED only: next ticket; flag per tile
-    int num_moves) {
+    int* progress,  // ORDERED: [1 + tiles] zeros: next ticket; flag per tile. PLANNED: [1]: moves
+    int num_moves) {  // not PLANNED
   __shared__ int ticket;
   int* has_read = progress + 1;
   int tile = blockIdx.x;
@@ -78,52 +80,56 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
     __syncthreads();
     tile = ticket;
   }
+  if constexpr (PLANNED) num_moves = *progress;
   const long long total = moves[num_moves].first;
-  const long long tile_begin = static_cast<long long>(tile) * kTileBytes;
   const int warp = threadIdx.x / cukit::kWarpSize;
   const int lane = threadIdx.x % cukit::kWarpSize;
-  const long long begin = tile_begin + static_cast<long long>(warp) * kWarpBytes;
-  const long long position = begin + lane * kVectorBytes;
-  const int first_move = find_move(moves, num_moves, &Move::first, begin);
+  do {
+    const long long tile_begin = static_cast<long long>(tile) * kTileBytes;
+    if (PLANNED && tile_begin >= total) return;
+    const long long begin = tile_begin + static_cast<long long>(warp) * kWarpBytes;
+    const long long position = begin + lane * kVectorBytes;
+    const int first_move = find_move(moves, num_moves, &Move::first, begin);
 
-  uint4 words[VECS];
-  const Move* move = moves + first_move;
+    uint4 words[VECS];
+    const Move* move = moves + first_move;
 #pragma unroll
-  for (int i = 0; i < VECS; ++i) {
-    const long long byte = position + i * kStepBytes;
-    if (byte >= total) continue;
-    while (move[1].first <= byte) ++move;
-    words[i] = *reinterpret_cast<const uint4*>(base + move->source + (byte - move->first));
-  }
-  if constexpr (ORDERED) {
-    Readers readers;
-    if (warp == 0) {
-      const Move* first = moves + first_move;
-      const long long last_byte = min(total, tile_begin + kTileBytes) - kVectorBytes;
-      const Move* last = moves + find_move(moves, num_moves, &Move::first, last_byte);
-      readers = find_readers(moves, num_moves, first->destination + tile_begin - first->first,
-                             last->destination + last_byte - last->first + kVectorBytes, tile);
+    for (int i = 0; i < VECS; ++i) {
+      const long long byte = position + i * kStepBytes;
+      if (byte >= total) continue;
+      while (move[1].first <= byte) ++move;
+      words[i] = *reinterpret_cast<const uint4*>(base + move->source + (byte - move->first));
     }
-    __syncthreads();  // the tile is read
-    if (threadIdx.x == 0) {
-      __threadfence();
-      atomicExch(has_read + tile, 1);
-    }
-    if (warp == 0) {
-      for (int other = readers.first + lane; other < readers.end; other += cukit::kWarpSize) {
-        while (atomicAdd(has_read + other, 0) == 0) __nanosleep(20);
+    if constexpr (ORDERED) {
+      Readers readers;
+      if (warp == 0) {
+        const Move* first = moves + first_move;
+        const long long last_byte = min(total, tile_begin + kTileBytes) - kVectorBytes;
+        const Move* last = moves + find_move(moves, num_moves, &Move::first, last_byte);
+        readers = find_readers(moves, num_moves, first->destination + tile_begin - first->first,
+                               last->destination + last_byte - last->first + kVectorBytes, tile);
       }
-      __threadfence();
+      __syncthreads();  // the tile is read
+      if (threadIdx.x == 0) {
+        __threadfence();
+        atomicExch(has_read + tile, 1);
+      }
+      if (warp == 0) {
+        for (int other = readers.first + lane; other < readers.end; other += cukit::kWarpSize) {
+          while (atomicAdd(has_read + other, 0) == 0) __nanosleep(20);
+        }
+        __threadfence();
+      }
+      __syncthreads();  // earlier tiles have read the destination
     }
-    __syncthreads();  // earlier tiles have read the destination
-  }
-  move = moves + first_move;
+    move = moves + first_move;
 #pragma unroll
-  for (int i = 0; i < VECS; ++i) {
-    const long long byte = position + i * kStepBytes;
-    if (byte >= total) continue;
-    while (move[1].first <= byte) ++move;
-    unsigned char* to = base + move->destination + (byte - move->first);
-    cukit::store_global_16(reinterpret_cast<uint4*>(to), words[i]);
-  }
+    for (int i = 0; i < VECS; ++i) {
+      const long long byte = position + i * kStepBytes;
+      if (byte >= total) continue;
+      while (move[1].first <= byte) ++move;
+      unsigned char* to = base + move->destination + (byte - move->first);
+      cukit::store_global_16(reinterpret_cast<uint4*>(to), words[i]);
+    }    tile += gridDim.x;
+  } while (PLANNED);
 }

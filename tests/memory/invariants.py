@@ -55,6 +55,7 @@ def check_invariants(pool: MemoryPool) -> None:
     for span in live.values():
         assert span.holder is None or span.holder.span is span
     movables = pool._movables
+    movables.settle()
     rows, addresses, row_sizes = movables.columns()
     assert len(rows) == len(movables)
     assert set(rows.tolist()) == set(range(len(movables._holders))) - set(movables._empty)
@@ -66,7 +67,7 @@ def check_invariants(pool: MemoryPool) -> None:
             continue
         assert group.state == PACKED
         of = movables._packed_rows[movables._first[number] : movables._first[number + 1]].tolist()
-        assert (movables._group_of[of] == number).all()
+        assert (movables._groups_by_row()[of] == number).all()
         at = group.address
         for row in of:
             assert movables._address[row] == at

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: the copies of a pool, and guard pages."""
+"""Groups for `tests.sanitize`: the copies and plans of a pool, and guard pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cukit.memory.batched_copy import TILE_BYTES
 from cukit.memory.cuda_guard import CHUNK_BYTES, plan_guard_pages
 from tests.contract import to_device
 from tests.memory.test_batched_copy import SLIDES, bytes_of
+from tests.memory.test_slots import check_kernel, make_rows, move_bytes
 from tests.sanitize import Group
 
 
@@ -42,7 +43,17 @@ def guard() -> None:
         memory[-3] = 5
 
 
+def plans() -> None:
+    """Plans with and without walls, and copies with fewer blocks than tiles and with more."""
+    rng = np.random.default_rng(4)
+    for per_page, walls in ((1, 0), (16, 5), (256, 3)):
+        check_kernel("gpu", *make_rows(rng, 20 * per_page, per_page, 0.4, walls))
+    for blocks in (7, 1000):
+        move_bytes("gpu", rng, blocks)
+
+
 GROUPS = {
+    "plan_slots": Group(plans, shares=True),
     "batched_copy": Group(copies, shares=True, quick=True),
     "guard_pages": Group(guard),
 }

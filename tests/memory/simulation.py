@@ -6,14 +6,21 @@ import ctypes
 import random
 import signal
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from cukit.memory import HostProvider, Move
 from cukit.memory.batched_copy import Moves
+from cukit.memory.bookkeeping.compaction import Ints
+from cukit.memory.bookkeeping.slots import plan_slots
+from cukit.memory.providers.slot_mover import SlotMoves
+from cukit.memory.slot_grid import Grid
 
 KIB = 1 << 10
 PAGE = 64 * KIB
@@ -39,6 +46,7 @@ class SimulatedProvider(HostProvider):
     """
 
     uncaptured = ()
+    plans_slots = True
 
     def __init__(
         self,
@@ -203,6 +211,22 @@ class SimulatedProvider(HostProvider):
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
         self._called("copy")
+        self._enqueue_copy(moves, stream)
+
+    def move_slots(
+        self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
+    ) -> SlotMoves | None:
+        self._called("move_slots")
+        at, fixed = np.array(addresses), np.array(walls, np.int64).reshape(-1, 2)
+        rows = at.nonzero()[0]
+        plan = plan_slots(grid, at[rows], fixed[:, 0], fixed[:, 1])
+        if plan is None:
+            return PlannedMoves(self, None)
+        self._enqueue_copy(plan.steps[0], stream)
+        slots = (plan.target[plan.moved] - grid.begin) >> grid.slot_shift
+        return PlannedMoves(self, (rows[plan.moved], slots))
+
+    def _enqueue_copy(self, moves: Moves, stream: Hashable) -> None:
         each = [Move(*row) for row in moves.tolist()]
         written = sorted((move.destination, move.destination + move.size) for move in each)
         for (_, end), (start, _) in pairwise(written):
@@ -218,7 +242,7 @@ class SimulatedProvider(HostProvider):
             for move in each:
                 assert self.accessible(move.source, move.size)
                 assert self.accessible(move.destination, move.size)
-            super(SimulatedProvider, self).copy(moves, stream)
+            HostProvider.copy(self, moves, stream)
             return True
 
         self._queue(stream, run)
@@ -319,6 +343,17 @@ class SimulatedProvider(HostProvider):
 
     def capture_id(self, stream: Hashable) -> int | None:
         return self.captures.get(stream)
+
+
+class PlannedMoves:
+    """A compaction planned by the simulated device."""
+
+    def __init__(self, provider: SimulatedProvider, moves: tuple[Ints, Ints] | None) -> None:
+        self._provider, self._moves = provider, moves
+
+    def wait(self) -> tuple[Ints, Ints] | None:
+        self._provider._called("wait for a plan")
+        return self._moves
 
 
 def fill(address: int, size: int, pattern: int) -> None:

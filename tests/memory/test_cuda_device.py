@@ -255,3 +255,28 @@ def test_threads_have_streams_of_their_own(device: CudaDevice, runtime: Runtime)
     assert device.capture_id(inside) == 43
     runtime.capturing.clear()
     assert device.current_stream() not in (inside, LEGACY_KEY)
+
+
+def test_the_device_is_current_inside_a_block(runtime: Runtime, device: CudaDevice) -> None:
+    current = [0]
+    runtime.getDevice = lambda: current[-1]  # type: ignore[method-assign]
+    runtime.setDevice = current.append  # type: ignore[attr-defined]
+    with device.current():
+        assert current == [0]
+
+
+def test_the_device_before_is_current_again_after_an_error(
+    runtime: Runtime, device: CudaDevice
+) -> None:
+    current = [3]
+    runtime.getDevice = lambda: current[-1]  # type: ignore[method-assign]
+    runtime.setDevice = current.append  # type: ignore[attr-defined]
+
+    def fail() -> None:
+        with device.current():
+            assert current == [3, 0]
+            raise RefusedError(1)
+
+    with pytest.raises(RefusedError):
+        fail()
+    assert current == [3, 0, 3]

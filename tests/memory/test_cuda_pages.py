@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import CudaMalloc, CudaVirtualMemory, DeviceBuffer, MemoryPool, MemoryPoolConfig
+from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.providers.cuda_driver import DriverError
 from cukit.memory.replay.pools import ProviderMeter
 from tests.memory.device_work import fill, intact, words_at
@@ -118,6 +120,65 @@ def test_buffers_of_all_sizes_keep_their_bits_through_defragmentations(
             buffer.unpin()
         check_invariants(pool)
     assert moved > 60 * MIB
+
+
+@pytest.mark.parametrize("provider", ["cuda-vmm"], indirect=True)
+@pytest.mark.parametrize(("size", "count"), [(64 * KIB, 3000), (MIB, 400), (512, 20000)])
+def test_buffers_of_one_size_keep_their_bits_when_the_device_plans(
+    make_pool: MakePool, size: int, count: int
+) -> None:
+    """Twice, the second time with raw blocks between them; the moves are those of the host."""
+    pool = make_pool(enable_defrag=False)
+    numbers = random.Random(size)
+    provider, planned = pool.provider, []
+    move_slots = provider.move_slots
+
+    def observed(grid: Any, addresses: Any, walls: Any, stream: Any) -> Any:
+        at, fixed = np.array(addresses), np.array(walls, np.int64).reshape(-1, 2)
+        rows = at.nonzero()[0]
+        plan = plan_slots(grid, at[rows], fixed[:, 0], fixed[:, 1])
+        planned.append(0 if plan is None else len(plan.moved))
+        started = move_slots(grid, addresses, walls, stream)
+
+        def wait() -> Any:
+            moves = started.wait()
+            assert (moves is None) == (plan is None)
+            if plan is not None:
+                np.testing.assert_array_equal(moves[0], rows[plan.moved])
+                target = grid.begin + (moves[1] << grid.slot_shift)
+                np.testing.assert_array_equal(target, plan.target[plan.moved])
+            return moves
+
+        return SimpleNamespace(wait=wait)
+
+    provider.move_slots = observed
+    buffers: list[tuple[DeviceBuffer, int]] = []
+    raw: list[int] = []
+    for turn in range(2):
+        while len(buffers) < count:
+            buffer, value = pool.allocate_buffer(size), numbers.getrandbits(31)
+            with buffer.pinned() as address:
+                if size > 512 or len(buffers) % 64 == 0:
+                    fill(words_at(provider, address, size), value, 0)
+                else:
+                    value = -1
+            buffers.append((buffer, value))
+            if turn and len(raw) < 6 and len(buffers) % 50 == 0:
+                raw.append(pool.allocate(numbers.choice([size, 3 * MIB])))
+        numbers.shuffle(buffers)
+        for buffer, _ in buffers[: count // 2]:
+            buffer.close()
+        del buffers[: count // 2]
+        report = pool.defragment()
+        assert report.bytes_moved == planned[-1] * size > 0
+        check_invariants(pool)
+        for buffer, value in buffers:
+            if value >= 0:
+                with buffer.pinned() as address:
+                    assert intact(words_at(provider, address, size), value)
+    assert len(planned) == 2
+    for address in raw:
+        pool.free(address)
 
 
 @BOTH

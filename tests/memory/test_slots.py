@@ -7,9 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cukit.commands.compile import DEFAULT_ARCHS
+from cukit.core.compiler import compile_kernel
+from cukit.core.kernel import NULL, load_kernel
+from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
-from cukit.memory.bookkeeping.slots import LEAST_GAIN, plan_slots
+from cukit.memory.bookkeeping.slots import plan_slots
+from cukit.memory.bookkeeping.survey import Paging, measure, measure_slots
+from cukit.memory.slot_grid import LEAST_GAIN, REQUEST, Grid, fits, make_grid, plan_slot_planner
+from tests.contract import to_device, to_host
 
+DEVICES = [
+    pytest.param("emulator", marks=pytest.mark.emulator),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
 PAGE = 256 << 10
 BEGIN = 7 * PAGE
 MOVABLE, FREE, WALL = range(3)
@@ -50,7 +61,10 @@ def test_as_good_as_the_general_plan(
     wall_size = np.full(len(wall), length if whole else length // 2)
     shuffled = rng.permutation(movable)
     sizes = np.full(len(movable), length)
-    plan = plan_slots(BEGIN, end, shuffled, sizes, rng.permutation(wall_at), wall_size, PAGE)
+    grid = make_grid(BEGIN, end, length, len(movable), PAGE)
+    if grid is None:
+        return
+    plan = plan_slots(grid, shuffled, rng.permutation(wall_at), wall_size)
     pieces = Pieces(columns(BEGIN), columns(end), movable, sizes, wall_at, wall_size)
     general = plan_compaction(pieces, PAGE, remap=True)
     if plan is None:
@@ -78,25 +92,178 @@ def test_as_good_as_the_general_plan(
 
 
 @pytest.mark.parametrize(
-    ("address", "size"),
+    ("length", "count", "page_bytes"),
     [
-        ([], []),
-        ([0, PAGE, 2 * PAGE], [PAGE // 2, PAGE // 2, PAGE // 4]),  # two sizes
-        ([0, PAGE + 512, 2 * PAGE], [PAGE // 2] * 3),  # not at a multiple
-        ([0, PAGE, 2 * PAGE], [3 * PAGE // 8] * 3),
-        ([0, 2 * PAGE, 4 * PAGE], [2 * PAGE] * 3),  # more than a page
-        ([0, PAGE], [PAGE // 2] * 2),  # one page becomes free
-        ([0, PAGE, 2 * PAGE], [512] * 3),  # nearly empty
+        (0, 0, PAGE),  # no buffers, or several sizes
+        (3 * PAGE // 8, 3, PAGE),
+        (2 * PAGE, 3, PAGE),  # more than a page
+        (512, 3, PAGE),  # nearly empty
+        (4096, 6, 12288),  # a page that is no power of two
     ],
 )
-def test_what_is_left_to_the_general_planner(address: list[int], size: list[int]) -> None:
+def test_what_has_no_grid(length: int, count: int, page_bytes: int) -> None:
+    assert make_grid(BEGIN, BEGIN + 6 * page_bytes, length, count, page_bytes) is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        [0, PAGE + 512, 2 * PAGE],  # not at a multiple
+        [0, PAGE],  # one page becomes free
+    ],
+)
+def test_what_is_left_to_the_general_planner(address: list[int]) -> None:
     at = BEGIN + columns(*address)
-    none = columns()
-    assert plan_slots(BEGIN, BEGIN + 6 * PAGE, at, columns(*size), none, none, PAGE) is None
+    grid = make_grid(BEGIN, BEGIN + 6 * PAGE, PAGE // 2, len(at), PAGE)
+    assert grid is not None
+    assert plan_slots(grid, at, columns(), columns()) is None
 
 
-def test_pages_that_are_no_power_of_two_are_left_to_the_general_planner() -> None:
-    address = BEGIN + 4096 * np.arange(0, 30, 5, dtype=np.int64)
-    size = np.full(len(address), 4096)
-    nothing = columns()
-    assert plan_slots(BEGIN, BEGIN + 30 * 4096, address, size, nothing, nothing, 12288) is None
+# On the device ------------------------------------------------------------------------------------
+
+
+def request_of(grid: Grid, num_rows: int, num_walls: int) -> np.ndarray:
+    return np.frombuffer(REQUEST.pack(*grid, num_rows, num_walls), np.int64)
+
+
+def run_kernel(
+    device: str, grid: Grid, rows: np.ndarray, walls: np.ndarray
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """The kernel's result, its table up to the total, and the targets."""
+    request = request_of(grid, len(rows), len(walls))
+    wall_rows = walls if len(walls) else np.zeros((1, 2), np.int64)
+    table = np.full((len(rows) + 1, 3), -7, np.int64)
+    targets = np.full((len(rows), 2), -7, np.int32)
+    count, result = np.full(1, -7, np.int32), np.full(1, -7, np.int32)
+    arrays = to_device(device, request, rows, wall_rows, table, count, result, targets)
+    load_kernel(plan_slot_planner())((1,), tuple(arrays))
+    _, _, _, table, count, result, targets = (to_host(one) for one in arrays)
+    assert count[0] == max(result[0], 0)
+    return int(result[0]), table[: count[0] + 1], targets[: count[0]]
+
+
+def check_kernel(
+    device: str, grid: Grid, rows: np.ndarray, walls: np.ndarray, *, fits: bool = True
+) -> int:
+    """Compares with plan_slots; returns the number of moves."""
+    number, table, targets = run_kernel(device, grid, rows, walls)
+    there = rows.nonzero()[0]
+    plan = plan_slots(grid, rows[there], walls[:, 0], walls[:, 1])
+    if plan is None:
+        assert number == (0 if fits else -1)
+        assert table[0, 2] == 0
+        return number
+    step = plan.steps[0]
+    assert number == len(step)
+    np.testing.assert_array_equal(table[:-1, :2], step[:, :2])
+    np.testing.assert_array_equal(table[:, 2], grid.slot_bytes * np.arange(number + 1))
+    np.testing.assert_array_equal(targets[:, 0], there[plan.moved])
+    np.testing.assert_array_equal(grid.begin + targets[:, 1] * grid.slot_bytes, step[:, 0])
+    return number
+
+
+def make_rows(
+    rng: np.random.Generator, num_slots: int, per_page: int, occupied: float, walls: int
+) -> tuple[Grid, np.ndarray, np.ndarray]:
+    """Buffers in random slots and rows, a tenth of the rows empty; walls of random sizes in between
+    that start and end anywhere."""
+    length = PAGE // per_page
+    shuffled = rng.permutation(num_slots)
+    wall_slots = np.sort(shuffled[:walls])
+    wall_at = BEGIN + wall_slots * length + rng.integers(0, length // 512, walls) * 512
+    room = BEGIN + (wall_slots + 1) * length - wall_at
+    wall_size = -(-room // (512 * rng.integers(1, 5, walls))) * 512
+    count = max(1, int(occupied * (num_slots - walls)))
+    rows = np.zeros(count + count // 10, np.int64)
+    place = np.sort(rng.permutation(len(rows))[:count])
+    rows[place] = BEGIN + shuffled[walls : walls + count] * length
+    grid = make_grid(BEGIN, BEGIN + num_slots * length, length, count, PAGE)
+    assert grid is not None
+    return grid, rows, np.stack([wall_at, wall_size], axis=1)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("per_page", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("walls", [0, 5])
+def test_the_kernel_is_the_reference(device, rng, per_page, walls):
+    moved = 0
+    for occupied in (0.1, 0.5, 0.9):
+        num_slots = max(5 * per_page, 200 // per_page * per_page)
+        grid, rows, wall_rows = make_rows(rng, num_slots, per_page, occupied, walls)
+        moved += check_kernel(device, grid, rows, wall_rows)
+    assert moved > 0 or per_page == 1
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_more_rows_and_slots_than_threads(device, rng):
+    """Every prefix sum takes several rounds; a wall covers thousands of slots."""
+    grid, rows, walls = make_rows(rng, 32768, 4, 0.15, 3)
+    clear = rows[(rows < BEGIN + 9000 * grid.slot_bytes) | (rows > BEGIN + 16000 * grid.slot_bytes)]
+    walls = np.append(walls, [[BEGIN + 9001 * grid.slot_bytes, 6998 * grid.slot_bytes]], axis=0)
+    grid = grid._replace(num_buffers=np.count_nonzero(clear))
+    assert fits(grid, len(clear), len(walls))
+    assert check_kernel(device, grid, clear, walls) > 1000
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_the_kernel_refuses_what_the_reference_refuses(device, rng):
+    grid, rows, walls = make_rows(rng, 160, 16, 0.5, 0)
+    rows[rows.nonzero()[0][3]] += 512
+    assert check_kernel(device, grid, rows, walls, fits=False) == -1
+    few = rows * (np.arange(len(rows)) == rows.nonzero()[0][0])
+    assert check_kernel(device, grid._replace(num_buffers=1), few, walls) == 0
+
+
+def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
+    """Plans and copies in two launches; checks all bytes of all buffers."""
+    grid, rows, walls = make_rows(rng, 640, 64, 0.4, 3)
+    size = grid.slot_bytes
+    before = rng.integers(0, 256, (grid.num_slots, size)).astype(np.uint8)
+    (memory,) = to_device(device, before.copy())
+    begin = memory.ctypes.data if device != "gpu" else memory.data.ptr
+    at = np.where(rows, rows - BEGIN + begin, 0)
+    walls[:, 0] += begin - BEGIN
+    grid = grid._replace(begin=begin)
+    request = request_of(grid, len(at), len(walls))
+    table, targets = np.zeros((len(at) + 1, 3), np.int64), np.zeros((len(at), 2), np.int32)
+    count, result = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    arrays = to_device(device, request, at, walls, table, count, result, targets)
+    load_kernel(plan_slot_planner())((1,), arrays)
+    copy = load_kernel(plan_batched_copy(ordered=False, planned=True))
+    copy((blocks,), (NULL, arrays[3], arrays[4], np.int32(0)), reachable=(memory,))
+    plan = plan_slots(grid, at[at > 0], walls[:, 0], walls[:, 1])
+    assert plan is not None
+    after = to_host(memory)
+    slots = (plan.target - begin) // size
+    np.testing.assert_array_equal(after[slots], before[(plan.source - begin) // size])
+    untouched = np.ones(len(before), bool)
+    untouched[slots[plan.moved]] = False
+    np.testing.assert_array_equal(after[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("blocks", [1, 7, 1000])
+def test_the_copies_follow_the_plan(device, rng, blocks):
+    """With fewer blocks than tiles, and with more."""
+    move_bytes(device, rng, blocks)
+
+
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS)
+def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path))
+    info = compile_kernel(plan_slot_planner(), arch).info
+    assert info.spill_store_bytes == info.spill_load_bytes == 0
+
+
+@pytest.mark.parametrize("per_page", [1, 4, 64])
+@pytest.mark.parametrize("occupied", [0.07, 0.5, 0.95, 1.0])
+def test_the_holes_of_a_grid(rng: np.random.Generator, per_page: int, occupied: float) -> None:
+    """As measured on the pieces between the buffers."""
+    grid, rows, _ = make_rows(rng, 320, per_page, occupied, 0)
+    address = rows[rows > 0]
+    sizes = np.full(len(address), grid.slot_bytes)
+    pieces = Pieces(
+        columns(BEGIN), columns(grid.end), np.sort(address), sizes, columns(), columns()
+    )
+    paging = Paging(PAGE, 3 * PAGE, remap=True, large_pages=1, large_at=columns())
+    assert measure_slots(grid, address, paging) == measure(*pieces.free, paging)

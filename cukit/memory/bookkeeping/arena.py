@@ -262,23 +262,26 @@ class Arena:
             size: of each span.
         """
         order = np.argsort(address)
-        begin, end = address[order], address[order] + size[order]
+        begin = address[order]
+        end = begin + size[order]
         ranges = self.ranges()
         firsts = np.searchsorted(begin, [part.address for part in ranges]).tolist()
         free: list[Span] = []
+        holes: list[Ints] = []
         for part, first, last in zip(ranges, firsts, [*firsts, len(order)][1:], strict=True):
             # The gaps before each span and after the last.
-            low = np.append(part.address, end[first:last])
-            high = np.append(begin[first:last], part.address + part.size)
-            gaps = np.flatnonzero(high > low)
+            low = np.concatenate(((part.address,), end[first:last]))
+            length = np.concatenate((begin[first:last], (part.address + part.size,)))
+            length -= low
+            gaps = length.nonzero()[0]
+            low, length = low[gaps], length[gaps]
+            holes += low, length
             kept = [spans[number] for number in order[first:last].tolist()]
             line: list[Span] = []
             done = 0
-            for gap, at, length in zip(
-                gaps.tolist(), low[gaps].tolist(), (high - low)[gaps].tolist(), strict=True
-            ):
+            for gap, at, size_of in zip(gaps.tolist(), low.tolist(), length.tolist(), strict=True):
                 line += kept[done:gap]
-                line.append(hole := Span(at, length, FREE))
+                line.append(hole := Span(at, size_of, FREE))
                 free.append(hole)
                 done = gap
             line += kept[done:]
@@ -295,8 +298,10 @@ class Arena:
             state.index.replace(())
             state.settled = state.done
         self.streams.shared.index.replace(free)
-        holes = np.array([(span.address, span.size) for span in free], np.int64).reshape(-1, 2)
-        return holes[:, 0], holes[:, 1]
+        if len(ranges) == 1:
+            return holes[0], holes[1]
+        none = np.empty(0, np.int64)
+        return np.concatenate((none, *holes[::2])), np.concatenate((none, *holes[1::2]))
 
     # Streams ----------------------------------------------------------------------------------
 

@@ -35,13 +35,17 @@ class Movables:
         self._replace_first = replace_first
         self._address, self._size = array("q"), array("q")
         """By row; an empty row has address and size 0."""
+        self._num_of_size: dict[int, int] = {}
+        """Rows by size."""
         self._holders: list[Holder | None] = []
         self.num_packed = 0
         self._groups: list[Span | None] = []
         """The PACKED spans; None: unpacked. The last is of the rows that were empty."""
-        self._packed_rows = self._first = self._group_of = np.empty(0, np.int64)
+        self._packed_rows = self._first = np.empty(0, np.int64)
         """The rows that the last defragmentation packed, in address order; where the rows of each
-        group begin in that list; the group by row."""
+        group begin in that list."""
+        self._group_of: Ints | None = None
+        """The group by row, once a buffer is unpacked."""
         self._empty: list[int] = []
         self._unpinned: set[Holder] = set()
         self.note = self._unpinned.add
@@ -51,9 +55,24 @@ class Movables:
         return len(self._holders) - len(self._empty)
 
     @property
+    def num_alone(self) -> int:
+        """Rows of buffers that are not packed."""
+        return len(self._holders) - len(self._empty) - self.num_packed
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of all packed buffers."""
         return sum(span.size for span in self._groups if span is not None)
+
+    @property
+    def addresses(self) -> array[int]:
+        """By row; 0: empty. Not to be changed."""
+        return self._address
+
+    @property
+    def only_size(self) -> int:
+        """The size of all rows; 0: there are none, or several sizes."""
+        return next(iter(self._num_of_size)) if len(self._num_of_size) == 1 else 0
 
     def starts_at(self, address: object) -> bool:
         """Whether a buffer that has a row starts at the address."""
@@ -72,6 +91,7 @@ class Movables:
             self._address.append(span.address)
             self._size.append(span.size)
         holder.row = row
+        self._num_of_size[span.size] = self._num_of_size.get(span.size, 0) + 1
 
     def remove(self, holder: Holder) -> None:
         """Removes a buffer that is pinned or freed, if it has a row; it is not packed."""
@@ -79,6 +99,10 @@ class Movables:
         if row == NO_ROW:
             return
         holder.row = NO_ROW
+        size = self._size[row]
+        self._num_of_size[size] -= 1
+        if not self._num_of_size[size]:
+            del self._num_of_size[size]
         self._address[row] = self._size[row] = 0
         self._holders[row] = None
         self._empty.append(row)
@@ -92,7 +116,6 @@ class Movables:
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Row numbers, addresses and sizes, in the order of the rows."""
-        self.settle()
         # Views of the columns must not outlive this call, also if it fails: they block `append`.
         # nonzero() takes half as long on flags as on integers.
         rows = (np.frombuffer(self._size, np.int64) != 0).nonzero()[0]
@@ -126,10 +149,7 @@ class Movables:
         np.not_equal(address[1:], end[:-1], out=apart[1:-1])
         if len(bounds) > 1:
             apart[:-1] |= np.isin(address, bounds)
-        place = np.arange(len(rows) + 1)
-        # Each run of adjacent buffers is cut into groups.
-        run = np.maximum.accumulate(np.where(apart, place, 0))
-        apart |= (place - run) % MOST_PER_GROUP == 0
+        apart[:-1:MOST_PER_GROUP] = True
         first = apart.nonzero()[0]
         low = address[first[:-1]]
         length = end[first[1:] - 1] - low
@@ -137,8 +157,7 @@ class Movables:
             Span(at, many, PACKED) for at, many in zip(low.tolist(), length.tolist(), strict=True)
         ]
         self._packed_rows, self._first = rows[order], first
-        self._group_of = np.full(len(self._holders), len(spans), np.int64)
-        self._group_of[self._packed_rows] = apart[:-1].cumsum() - 1
+        self._group_of = None
         self._groups = [*spans, None]
         self.num_packed = len(rows)
         return spans, low, length
@@ -146,8 +165,20 @@ class Movables:
     def unpack(self, holder: Holder) -> None:
         """Gives a buffer its own span, and those in its group theirs, if it is packed."""
         row = holder.row
-        if self.num_packed and NO_ROW < row < len(self._group_of):
-            self._unpack(int(self._group_of[row]))
+        if self.num_packed and row > NO_ROW:
+            groups = self._group_of
+            if groups is None:
+                groups = self._group_of = self._groups_by_row()
+            if row < len(groups):
+                self._unpack(groups[row])
+
+    def _groups_by_row(self) -> Ints:
+        """The group of each row; one without buffers for rows that were not packed."""
+        number = np.arange(len(self._first) - 1).repeat(np.diff(self._first))
+        rows = self._packed_rows
+        groups = np.full(int(rows.max(initial=-1)) + 1, len(self._groups) - 1)
+        groups[rows] = number
+        return groups
 
     def _unpack(self, number: int) -> None:
         group = self._groups[number]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,39 @@ from cukit.memory.bookkeeping.movables import Movables
 from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.spans import NO_ROW, Span
 from cukit.memory.bookkeeping.statistics import DefragmentReport
-from cukit.memory.bookkeeping.survey import Holes, Survey, UsedSpans, measure, survey
+from cukit.memory.bookkeeping.survey import (
+    FixedSpans,
+    Holes,
+    Survey,
+    UsedSpans,
+    measure,
+    measure_slots,
+    survey,
+)
 from cukit.memory.pool.listeners import Listeners
 from cukit.memory.pool.pager import Pager
 from cukit.memory.pool.stitch import Stitcher
 from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
+from cukit.memory.slot_grid import Grid
 
 ALL = 1 << 62
+
+
+_NO_EVENT = object()
+
+
+class _Compaction(NamedTuple):
+    """Moves that are enqueued and recorded."""
+
+    before: Holes
+    after: Holes
+    moved: int
+    """Bytes; 0: there is no event."""
+    scattered: bool
+    """Whether wholly free pages are in several places."""
+    event: Any
+    """Recorded after the copies."""
 
 
 class Defragmenter:
@@ -62,42 +87,67 @@ class Defragmenter:
         return self._used_spans().holes(self._pager.paging())
 
     def _used_spans(self) -> UsedSpans:
-        live, movables = self._live, self._movables
-        columns = movables.columns()
+        fixed = self._fixed_spans()
+        return UsedSpans.of(self._movables.columns(), fixed)
+
+    def _fixed_spans(self) -> FixedSpans:
+        """What cannot move. The rows of Movables are all that can, until they are settled again.
+
+        Nothing is copied before this returns, and code that runs for the first time in a while is
+        ten times as slow as later: so whatever is empty is skipped.
+        """
+        arena, live, movables = self._arena, self._live, self._movables
+        movables.settle()
         fixed: list[Span] = []
-        if len(live) > len(movables) - movables.num_packed:
+        idle: list[Span] = []
+        if len(live) > movables.num_alone:
             fixed = [
                 span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
             ]
-        idle = [span for span, _ in self._supply.pending]
-        idle += self._stitcher.aliased()
-        for state in self._arena.streams.states.values():
+        if self._supply.pending:
+            idle += [span for span, _ in self._supply.pending]
+        if self._stitcher.stitched:
+            idle += self._stitcher.aliased()
+        for state in arena.streams.states.values():
             if state.private:  # a launch of the captured graph uses them again
                 idle += [*chain.from_iterable(state.bins.values()), *state.index]
-        unmapped = sorted(self._arena.unmapped.values(), key=attrgetter("address"))
-        return UsedSpans.of(columns, fixed, idle, unmapped, self._arena.ranges())
+        unmapped = list(arena.unmapped.values())
+        if len(unmapped) > 1:
+            unmapped.sort(key=attrgetter("address"))
+        return FixedSpans(fixed, idle, unmapped, arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""
         start = time.perf_counter()
-        before, after, moved, scattered = self._compact(stream)
+        copied = self._compact(stream)
+        before, after, remapped = copied.before, copied.after, 0
+        fragmentation, left = before.fragmentation, after.fragmentation
+        more = copied.scattered or self._stitcher.stitched or self._pager.excess
+        self.count += 1
+        self._listeners.emit("defragment", 0, copied.moved, stream)
+        self._finish(copied)
+        if more:
+            remapped, after = self._gather(after, scattered=copied.scattered)
+            left = after.fragmentation
+        return DefragmentReport(
+            bytes_moved=copied.moved,
+            pages_remapped=remapped,
+            fragmentation_before=fragmentation,
+            fragmentation_after=left,
+            largest_free_before=before.largest,
+            largest_free_after=after.largest,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _gather(self, after: Holes, *, scattered: bool) -> tuple[int, Holes]:
+        """Remaps what is wholly free; returns the number of pages and the holes."""
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
         shed = self._pager.shed(ALL)
         remapped = self._pager.consolidate() if undone or shed or scattered else 0
         if undone or shed or remapped or spare != self._pager.num_spare:
             after = self._merged_holes()
-        self.count += 1
-        self._listeners.emit("defragment", 0, moved, stream)
-        return DefragmentReport(
-            bytes_moved=moved,
-            pages_remapped=remapped,
-            fragmentation_before=before.fragmentation,
-            fragmentation_after=after.fragmentation,
-            largest_free_before=before.largest,
-            largest_free_after=after.largest,
-            seconds=time.perf_counter() - start,
-        )
+        return remapped, after
 
     def _merged_holes(self) -> Holes:
         """`holes` after a compaction, when all free memory is merged and in the shared index."""
@@ -109,58 +159,105 @@ class Defragmenter:
 
     def compact(self, stream: Hashable) -> int:
         """Synchronises the device and moves unpinned buffers; returns the bytes moved."""
-        _, _, moved, _ = self._compact(stream)
+        copied = self._compact(stream)
+        self._finish(copied)
         self._stitcher.undo()
-        return moved
+        return copied.moved
 
-    def _compact(self, stream: Hashable) -> tuple[Holes, Holes, int, bool]:
-        """Returns the holes before and after, the bytes moved, and whether wholly free pages are in
-        several places. The device is idle before the copies and at the end; the moves are planned
-        while it finishes earlier work, and all else is computed while it copies."""
+    def _compact(self, stream: Hashable) -> _Compaction:
+        """Moves buffers. The device is idle before the copies. What they do not need is computed
+        while they run, and they may still run at the end (`_finish`)."""
         if self._supply.pending:  # the plan needs to know their end
             self._supply.synchronize()
-        used = self._used_spans()
-        plan = self._plan_slots(used)
+        fixed = self._fixed_spans()
+        grid, size = None, self._movables.only_size
+        if size and self._provider.can_remap:
+            grid = fixed.grid(size, len(self._movables), self._pager.page_bytes)
+        found = None
+        if grid is not None and self._provider.plans_slots:
+            found = self._compact_on_device(fixed, grid, stream)
+        return found or self._compact_from_host(fixed, grid, stream)
+
+    def _finish(self, copied: _Compaction) -> None:
+        """Waits for the copies."""
+        if not copied.moved:
+            return
+        try:
+            self._provider.synchronize(copied.event)
+        except BaseException:
+            self._provider.synchronize_device()
+            raise
+        finally:
+            self._provider.discard(copied.event)
+
+    def _compact_on_device(
+        self, fixed: FixedSpans, grid: Grid, stream: Hashable
+    ) -> _Compaction | None:
+        """`_compact` with a plan made by the device; None if that moves nothing."""
+        provider, movables = self._provider, self._movables
+        walls = fixed.walls(grid)
+        provider.synchronize_device()
+        event: Any = _NO_EVENT
+        try:
+            started = provider.move_slots(grid, movables.addresses, walls, stream)
+            if started is None:
+                return None
+            event = provider.record(stream)
+            self._arena.streams.mark_all_done()
+            used = UsedSpans.of(movables.columns(), fixed)
+            paging = self._pager.paging()
+            if walls or len(paging.large_at):
+                before = used.holes(paging)
+            else:
+                before = measure_slots(grid, used.movable, paging)
+            moves = started.wait()
+            if moves is None:
+                provider.discard(event)
+                return None
+            rows, slots = moves
+            target = used.movable.copy()
+            target[used.rows.searchsorted(rows)] = (slots << grid.slot_shift) + grid.begin
+            moved = len(rows) << grid.slot_shift
+            return self._committed(used, Plan(used.movable, target), moved, before, event)
+        except BaseException:
+            # Before the commit nothing is lost: the copies only write to free memory.
+            provider.synchronize_device()
+            if event is not _NO_EVENT:
+                provider.discard(event)
+            raise
+
+    def _compact_from_host(
+        self, fixed: FixedSpans, grid: Grid | None, stream: Hashable
+    ) -> _Compaction:
+        """`_compact` with a plan made while the device finishes earlier work."""
+        used = UsedSpans.of(self._movables.columns(), fixed)
+        plan = None
+        if grid is not None:
+            inside = used.others_at < grid.end
+            walls, wall_size = used.others_at[inside], used.others_size[inside]
+            plan = plan_slots(grid, used.movable, walls, wall_size)
         if plan is None:
             used = used.in_address_order()
             page, remap = self._pager.page_bytes, self._provider.can_remap
             plan = plan_compaction(used.pieces, page, remap=remap)
         self._supply.synchronize()
         if not plan.steps:
-            before, after = used.holes(self._pager.paging()), self._commit(used, plan)
-            return before, after, 0, self._pager.scattered()
+            return self._committed(used, plan, 0, used.holes(self._pager.paging()), _NO_EVENT)
         event = self._copy(plan, stream)
         try:
             before = used.holes(self._pager.paging())
-            after = self._commit(used, plan)
-            scattered = self._pager.scattered()
-            moved = plan.bytes_moved
-            self._provider.synchronize(event)
+            return self._committed(used, plan, plan.bytes_moved, before, event)
         except BaseException:
             self._provider.synchronize_device()
-            raise
-        finally:
             self._provider.discard(event)
-        self.bytes_moved += moved
-        return before, after, moved, scattered
+            raise
 
-    def _plan_slots(self, used: UsedSpans) -> Plan | None:
-        """`plan_slots`, if it applies."""
-        if not self._provider.can_remap or len(used.ranges) != 1:
-            return None
-        (part,) = used.ranges
-        end, fixed = part.address + part.size, len(used.others)
-        if used.unmapped and used.unmapped[-1].end == end:  # the addresses above all pages
-            end, fixed = used.unmapped[-1].address, fixed - 1
-        return plan_slots(
-            part.address,
-            end,
-            used.movable,
-            used.movable_size,
-            used.others_at[:fixed],
-            used.others_size[:fixed],
-            self._pager.page_bytes,
-        )
+    def _committed(
+        self, used: UsedSpans, plan: Plan, moved: int, before: Holes, event: Any
+    ) -> _Compaction:
+        after = self._commit(used, plan)
+        self.bytes_moved += moved
+        return _Compaction(before, after, moved, self._pager.scattered(), event)
 
     def _copy(self, plan: Plan, stream: Hashable) -> Any:
         """Enqueues the copies; returns an event recorded after them."""

@@ -89,7 +89,7 @@ class Pager:
         self.large_pages = provider.large_pages if self._remaps else 1
         self.large_from = MANY_LARGE * self.large_pages
         """Requests of this many pages or more get large ones."""
-        self._excess = 0
+        self.excess = 0
         """Pages to return to the device (`shed`)."""
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
@@ -183,7 +183,7 @@ class Pager:
             self._create_large(single // step)
         except DeviceOutOfMemory:
             return 0
-        self._excess += single // step * step
+        self.excess += single // step * step
         return single // step * step
 
     def _large_in(self, run: Run) -> int:
@@ -195,7 +195,7 @@ class Pager:
         """Returns to the device up to `most` of the pages that `_create_instead` left in place, or
         others that are wholly free; returns their number. `spared`: a free span that stays as it
         is."""
-        most = min(most, self._excess)
+        most = min(most, self.excess)
         if not most:
             return 0
         runs: list[Run] = []
@@ -216,7 +216,7 @@ class Pager:
             self._provider.destroy_pages(pages)
             del self.spare[before:]
             self.reserved_bytes -= len(pages) * self.page_bytes
-        self._excess -= found
+        self.excess -= found
         return len(pages)
 
     def make_ready(self, count: int) -> bool:
@@ -327,7 +327,7 @@ class Pager:
     def trim(self) -> int:
         """Returns every wholly free page, or segment, and every empty range to the device."""
         before = self.reserved_bytes
-        self._excess = 0
+        self.excess = 0
         if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
                 self.unmap(run, remapped=False)

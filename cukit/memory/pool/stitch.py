@@ -80,6 +80,11 @@ class Stitcher:
         self._page_bytes = provider.page_bytes
         self._aliases: list[_Alias] = []
 
+    @property
+    def stitched(self) -> bool:
+        """Whether any page is mapped twice."""
+        return bool(self._aliases)
+
     def stitch(
         self,
         size: int,

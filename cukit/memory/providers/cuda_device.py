@@ -6,9 +6,9 @@ import math
 import os
 import threading
 import weakref
+from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Hashable
 from sys import getrefcount
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +20,8 @@ from cukit.memory.batched_copy import Moves
 from cukit.memory.providers.cuda_captures import CaptureWatch, between_captures
 from cukit.memory.providers.cuda_driver import call
 from cukit.memory.providers.device_copy import DeviceCopy
+from cukit.memory.providers.slot_mover import SlotMover, SlotMoves
+from cukit.memory.slot_grid import Grid
 
 LEGACY_KEY = 0
 """The legacy default stream. Other streams have the driver's ids, which are larger."""
@@ -64,7 +66,8 @@ a driver call of another thread on that stream, which crashes the driver."""
 
 
 _COPIES: dict[int, DeviceCopy] = {}
-"""One per device."""
+_SLOT_MOVERS: dict[int, SlotMover] = {}
+"""One of each per device."""
 
 
 class CudaDevice:
@@ -82,6 +85,7 @@ class CudaDevice:
     """
 
     uncaptured: Container[Hashable] = (LEGACY_KEY,)
+    plans_slots = True
 
     def __init__(self, device_id: int | None = None) -> None:
         cupy = require_cupy("the CUDA memory pool")
@@ -102,6 +106,7 @@ class CudaDevice:
         self._spare_events: list[int] = []
         self._captures = CaptureWatch()
         self._copy = _COPIES.setdefault(self.device_id, DeviceCopy(cupy))
+        self._move_slots = _SLOT_MOVERS.setdefault(self.device_id, SlotMover(cupy))
         with self.current():
             self._runtime.memGetInfo()  # creates the primary context
         _living.add(self)
@@ -110,18 +115,9 @@ class CudaDevice:
         """The same kind of provider for another device."""
         return type(self)(device_id)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> _Current:
         """Makes this device current inside the block."""
-        before = self._runtime.getDevice()
-        if before == self.device_id:
-            yield
-            return
-        self._runtime.setDevice(self.device_id)
-        try:
-            yield
-        finally:
-            self._runtime.setDevice(before)
+        return _Current(self._runtime, self.device_id)
 
     between_captures = staticmethod(between_captures)
 
@@ -133,6 +129,12 @@ class CudaDevice:
     def copy(self, moves: Moves, stream: Hashable) -> None:
         with self.current():
             self._copy(moves, self._object_of(stream), apart=True)
+
+    def move_slots(
+        self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
+    ) -> SlotMoves | None:
+        with self.current():
+            return self._move_slots(grid, addresses, walls, self._object_of(stream))
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
@@ -318,6 +320,25 @@ class CudaDevice:
     def ended_captures(self) -> list[int]:
         """Captures whose graphs, and all executable graphs made from them, are destroyed."""
         return self._captures.ended()
+
+
+class _Current:
+    """`with device.current():`. Calls of the driver wait for it, so it is no generator, which would
+    take twice as long to enter."""
+
+    __slots__ = ("_before", "_device_id", "_runtime")
+
+    def __init__(self, runtime: Any, device_id: int) -> None:
+        self._runtime, self._device_id = runtime, device_id
+
+    def __enter__(self) -> None:
+        self._before = self._runtime.getDevice()
+        if self._before != self._device_id:
+            self._runtime.setDevice(self._device_id)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._device_id:
+            self._runtime.setDevice(self._before)
 
 
 class _Foreign:

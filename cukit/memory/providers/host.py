@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import weakref
+from array import array
 from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ConfigError
 from cukit.memory.batched_copy import Moves
 from cukit.memory.providers.provider import DeviceOutOfMemory
+from cukit.memory.providers.slot_mover import SlotMoves
+from cukit.memory.slot_grid import Grid
 
 # From <sys/mman.h> and <linux/falloc.h>; Python's mmap module does not define them.
 _MAP_FIXED = 0x10
@@ -71,6 +74,7 @@ class HostProvider:
     """
 
     uncaptured: Container[Hashable] = (0,)
+    plans_slots = False
 
     def __init__(
         self,
@@ -215,6 +219,12 @@ class HostProvider:
         """Copies immediately."""
         for destination, source, size in moves.tolist():
             ctypes.memmove(destination, source, size)
+
+    def move_slots(
+        self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
+    ) -> SlotMoves | None:
+        """Never called: the host plans at once."""
+        return None
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         """A NumPy array over the memory."""

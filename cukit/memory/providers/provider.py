@@ -22,10 +22,13 @@ consistent state.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cukit.memory.batched_copy import Moves
+from cukit.memory.providers.slot_mover import SlotMoves
+from cukit.memory.slot_grid import Grid
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818
@@ -47,6 +50,8 @@ class Provider(Protocol):
     large_pages: int
     """Pages per large page; 1: there are no large pages."""
     can_remap: bool
+    plans_slots: bool
+    """Whether `move_slots` may be called."""
     uncaptured: Container[Hashable]
     """Keys of streams that cannot be captured; the pool does not call `capture_id` for them."""
 
@@ -98,6 +103,18 @@ class Provider(Protocol):
 
         No destination overlaps a source or another destination; addresses and sizes are multiples
         of 512.
+        """
+        ...
+
+    def move_slots(
+        self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
+    ) -> SlotMoves | None:
+        """Enqueues a compaction of buffers of one size on a stream, with the plan of
+        `bookkeeping.slots.plan_slots`, which the device makes. Never blocks the host.
+
+        addresses: of the buffers; 0: none. walls: addresses and sizes, in turn, of the spans in the
+        grid that nothing can move to. Returns None if there are too few buffers for that or too
+        many; nothing is enqueued then.
         """
         ...
 

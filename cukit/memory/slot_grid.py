@@ -1,0 +1,101 @@
+"""The grid of a compaction of buffers of one size, and the kernel that plans on it."""
+
+from __future__ import annotations
+
+from functools import cache
+from struct import Struct
+from typing import NamedTuple
+
+from cukit.core.kernel import KernelSpec
+
+LEAST_OCCUPIED = 1 / 16
+"""The grid has at most 16 slots per buffer; sparser pools are planned by compaction.py."""
+
+LEAST_GAIN = 2
+"""Pages by which the wholly free ones must become more. Then the largest hole grows too: a hole
+without whole pages is smaller than two."""
+
+
+class Grid(NamedTuple):
+    """The slots of a reservation."""
+
+    begin: int
+    """Address of the first slot."""
+    slot_shift: int
+    """log2 of the bytes of a slot."""
+    page_shift: int
+    """log2 of the slots of a page."""
+    num_slots: int
+    """A multiple of the slots of a page."""
+    num_buffers: int
+
+    @property
+    def end(self) -> int:
+        """The address behind the last slot."""
+        return self.begin + (self.num_slots << self.slot_shift)
+
+    @property
+    def slot_bytes(self) -> int:
+        return 1 << self.slot_shift
+
+    @property
+    def per_page(self) -> int:
+        return 1 << self.page_shift
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_slots >> self.page_shift
+
+
+def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) -> Grid | None:
+    """The grid for `count` buffers of `length` bytes between `begin` and `end`, multiples of the
+    page. None unless a page and a buffer have sizes that are powers of two, a buffer is at most a
+    page, and enough slots are occupied."""
+    if not length or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
+        return None
+    slot_shift = length.bit_length() - 1
+    num_slots = (end - begin) >> slot_shift
+    if count < num_slots * LEAST_OCCUPIED:
+        return None
+    return Grid(begin, slot_shift, page_bytes.bit_length() - 1 - slot_shift, num_slots, count)
+
+
+# The kernel ---------------------------------------------------------------------------------------
+
+LEAST_BUFFERS = 16
+"""Fewer are planned by the host: they may move without any kernel (device_copy.py)."""
+MOST_ROWS = 1 << 16
+MOST_WALLS = 1 << 13
+MOST_SLOTS = 1 << 17
+MOST_PAGES = 1 << 13
+MOST_PER_PAGE = 1 << 12
+_THREADS = 1024
+
+REQUEST = Struct("7q8x")
+"""The first words of the pinned memory: a Grid, the number of rows and that of walls."""
+
+
+def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
+    """Whether the kernel has room for a compaction, and enough to do."""
+    return (
+        grid.num_buffers >= LEAST_BUFFERS
+        and num_rows <= MOST_ROWS
+        and num_walls <= MOST_WALLS
+        and grid.num_slots <= MOST_SLOTS
+        and grid.num_slots >> grid.page_shift <= MOST_PAGES
+        and 1 << grid.page_shift <= MOST_PER_PAGE
+    )
+
+
+@cache
+def plan_slot_planner() -> KernelSpec:
+    """One block: a plan for 2048 buffers takes a few microseconds."""
+    defines = (
+        ("THREADS", _THREADS),
+        ("MOST_SLOTS", MOST_SLOTS),
+        ("MOST_PAGES", MOST_PAGES),
+        ("MOST_PER_PAGE", MOST_PER_PAGE),
+        ("LEAST_GAIN", LEAST_GAIN),
+    )
+    shared = (2 * MOST_SLOTS // 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4
+    return KernelSpec("memory/plan_slots.cu", "plan_slots", defines, _THREADS, shared)
