@@ -80,22 +80,28 @@ HIGHLIGHTS = {
 PAGES = {
     "attention": (
         "flash_attention", "flash_attention_backward", "paged_attention", "cascade_attention",
-        "merge_attention_states", "mla_attention",
+        "merge_attention_states", "mla_attention", "block_sparse_attention",
     ),
     "distillation": (
         "cross_entropy", "cross_entropy_backward", "kl_divergence", "kl_divergence_backward",
-        "distillation_loss", "linear_cross_entropy", "linear_kl_divergence", "attention_kl",
-        "adamw", "global_norm",
+        "distillation_loss", "topk_distillation_loss", "sampled_distillation_loss",
+        "linear_cross_entropy", "linear_kl_divergence", "linear_distillation_loss",
+        "linear_topk_distillation_loss", "linear_sampled_distillation_loss", "attention_kl",
+        "attention_kl_backward", "indexer_kl", "indexer_kl_backward", "adamw", "global_norm",
+        "ema_update",
     ),
     "gemm": (
         "matmul", "matmul_tma", "linear", "linear_backward", "gated_linear",
-        "gated_linear_backward", "quantized_linear", "matmul_int8", "matmul_fp8",
+        "gated_linear_backward", "quantized_linear", "matmul_int8", "matmul_fp8", "gemv",
+        "tree_matmul",
     ),
     "graph_memory": (
         "retrieve_top_k", "graph_diffusion", "graph_diffusion_backward", "memory_read",
         "memory_read_backward", "memory_write", "memory_write_backward",
     ),
-    "kv_cache": ("paged_attention", "cascade_attention", "merge_attention_states"),
+    "kv_cache": (
+        "paged_attention", "cascade_attention", "merge_attention_states", "append_kv", "pack_kv",
+    ),
     "layers": (
         "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
         "rope_backward", "gelu", "gelu_backward", "silu_and_mul", "silu_and_mul_backward",
@@ -105,17 +111,20 @@ PAGES = {
         "topk_router", "topk_router_backward", "expert_order", "moe_permute",
         "moe_permute_backward", "moe_unpermute", "moe_unpermute_backward", "moe_ffn",
         "moe_ffn_backward", "grouped_gemm", "grouped_gemm_backward", "grouped_gated_linear",
-        "grouped_gemm_fp8", "layer_bank", "layer_bank_backward",
+        "grouped_gemm_fp8", "layer_bank", "layer_bank_backward", "depth_router",
+        "depth_router_backward", "depth_gather", "depth_combine", "depth_combine_backward",
+        "adaptive_depth", "adaptive_depth_backward",
     ),
-    "quantization": ("encode", "decode"),
-    "sampling": ("sample",),
+    "quantization": ("encode", "decode", "quantize", "dequantize"),
+    "sampling": ("sample", "speculative_verify"),
     "sequence": (
         "gated_scan", "gated_scan_backward", "gated_scan_step", "causal_conv",
-        "causal_conv_backward", "causal_conv_step",
+        "causal_conv_backward", "causal_conv_step", "meta_attention", "meta_attention_backward",
+        "meta_attention_step", "parallel_scan", "parallel_sort", "strided_reduction", "histogram",
     ),
     "sparse": ("bsr_matmul",),
 }  # fmt: skip
-"""The measured ops of each documentation page."""
+"""The ops of each documentation page that have bench cases."""
 
 FLOOR = "Share of the floor reached by each op, cukit and the fastest peer"
 """Title of a figure of the results."""
