@@ -156,7 +156,7 @@ def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
 def test_streams_end_while_other_threads_ask_about_them(
     make_pool: MakePool, provider: Provider
 ) -> None:
-    # Five arrays are live at a time and a few are pending. Each can be in another segment of 48 MiB,
+    # Five arrays are live at a time, a few are pending. Each can be in another segment of 48 MiB,
     # the rest of which cudaMalloc can neither return nor remap.
     pool = make_pool(max_pool_size=(128 if provider.can_remap else 512) * MIB)
     wrong = cupy.zeros(1, np.uint32)
