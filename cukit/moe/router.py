@@ -412,6 +412,7 @@ def _specs(device: Device) -> list[KernelSpec]:
             tokens, 1024, device.num_sms, "float32", 4, scoring, renormalize, biased, losses
         )
         for tokens, scoring, renormalize, biased, losses in (
+            (1, "softmax", True, False, False),
             (16, "softmax", True, False, True),
             (4096, "softmax", False, True, True),
             (4096, "sigmoid", True, True, False),

@@ -8,6 +8,8 @@
 #include "common/ptx/grid_dependency.cuh"
 #include "moe/expert_order.cuh"
 
+static_assert(cukit::kCountsFit, "a thread writes at most one word of counts");
+
 extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
     const int* __restrict__ experts,  // [num_tokens, top_k]
     cukit::CountWord* counts,         // [chunks, ceil(num_experts / 4)]

@@ -66,7 +66,8 @@ constexpr CountWord kNoCounts = ~0ull;
 constexpr int kNoExpert = -1;
 
 CUKIT_DEVICE int count_words(int num_experts) { return (num_experts + 3) / 4; }
-static_assert(BINS / 4 <= THREADS, "a thread writes at most one word of counts");
+// For kernels that exchange counts: a thread writes at most one word of a chunk's counts.
+constexpr bool kCountsFit = BINS / 4 <= THREADS;
 
 // A chunk's choices [first, end), and this warp's contiguous part of them, one choice per lane and
 // round.

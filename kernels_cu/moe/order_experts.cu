@@ -14,6 +14,7 @@
 #include "moe/expert_order.cuh"
 #include "moe/router_losses.cuh"
 
+static_assert(cukit::kCountsFit, "a thread reads at most one word of a chunk at once");
 static_assert(POLLS || !LOSSES, "losses are a router's");
 
 // Registers leave room for a block of 1024 threads of the first kernel, which may have 32 registers.

@@ -35,6 +35,7 @@ using cukit::kPerLane;
 using cukit::kWarps;
 using cukit::kWarpSize;
 
+static_assert(WHOLE || cukit::kCountsFit, "a thread writes at most one word of counts");
 constexpr unsigned kTaken = 0;  // below every key
 
 constexpr bool kSoftmax = cukit::kScoring == cukit::Scoring::Softmax;
