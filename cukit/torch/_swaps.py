@@ -130,6 +130,10 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
     """Llama's decoder layer with the addition before its second norm fused with that norm."""
     if {name for name, _ in module.named_children()} != set(_DECODER_PARTS):
         return None
+    # Scaled residuals (Doge's, say) may be 1 when the swap is verified, and change later.
+    if next(module.parameters(recurse=False), None) is not None:
+        return None
+    dropout = any("dropout" in name and value for name, value in vars(module).items())
     layer: Any = module
     original, norm = layer.forward, layer.post_attention_layernorm
     eps = _rms_eps(norm)
@@ -137,9 +141,12 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
         return None
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args:
+        if args or (dropout and layer.training):
             return original(hidden_states, *args, **kwargs)
         x = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+        if x.dtype != hidden_states.dtype:  # autocast
+            total = hidden_states + x
+            return total + layer.mlp(norm(total))
         x, total = functional.rms_norm(x, norm.weight, eps, residual=hidden_states)
         return total + layer.mlp(x)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cukit.core.device import gpu_available
 from cukit.core.scalars import check_flag, check_integer, check_number
-from cukit.errors import ConfigError, CukitError
+from cukit.errors import ConfigError
 from cukit.fusion.report import TOLERANCES, WHOLE_TOLERANCE, call_arguments, table, time_cell
 from cukit.torch._swaps import KINDS, Swap, find_swaps
 
@@ -290,8 +290,8 @@ def _best(
                 _median_us(lambda: swap.module.forward(*args, **kwargs), repeats)  # noqa: B023
                 if on_gpu else None
             )  # fmt: skip
-        except CukitError as refusal:
-            reason = str(refusal).splitlines()[0]
+        except Exception as refusal:  # also of a module that only looks like a known one
+            reason = (str(refusal) or type(refusal).__name__).splitlines()[0]
             row = SwapReport(*facts, math.nan, math.nan, before_us, None, f"kept: {reason}")
             continue
         finally:

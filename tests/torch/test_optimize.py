@@ -216,6 +216,81 @@ def test_a_training_step_has_the_same_gradients(family, backend, device) -> None
         assert (got - want).norm() <= tolerance * want.norm()
 
 
+def test_a_fused_residual_trains_under_autocast() -> None:
+    """Attention returns bfloat16, the stream of residuals is float32."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    tokens = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for swapped in (False, True):
+        model = small_model("llama")
+        if swapped:
+            ckt.optimize(model, tokens, kinds=["residual"], dry_run=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens).logits.float().square().mean()
+        loss.backward()
+        gradients.append([each.grad for each in model.parameters()])
+    for want, got in zip(*gradients, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+class LikeLlama(nn.Module):
+    """A decoder layer whose children have the names of Llama's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Doubled(), Gated()
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(8, eps=1e-6) for _ in range(2)
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states + self.residual(self.input_layernorm(hidden_states))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def residual(self, x: torch.Tensor) -> torch.Tensor:
+        return self.self_attn(x)[0]
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (2 * x,)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(8, 8, bias=False) for _ in range(3)
+        )
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Scaled(LikeLlama):
+    """The residual has a learned scale, 1 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def residual(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().residual(x)
+
+
+def test_layers_that_only_look_like_llamas_are_kept() -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    options = {"kinds": ["residual"], "dry_run": False}
+    with ckt.optimize(nn.Sequential(Scaled()), x, **options) as result:
+        assert result.report == []
+    # Its attention has no argument `hidden_states`.
+    with ckt.optimize(nn.Sequential(LikeLlama()), x, **options) as result:
+        (row,) = result.report
+        assert row.outcome.startswith("kept: ")
+        assert "hidden_states" in row.outcome
+
+
 @pytest.mark.gpu
 def test_times_verifies_and_captures_on_the_gpu() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
