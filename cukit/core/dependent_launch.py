@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from typing import Any
 
 from cukit.core.device import require_cupy
@@ -43,13 +44,14 @@ class DependentFunction:
     and results of `by_value`.
     """
 
-    __slots__ = ("_config", "_function")
+    __slots__ = ("_config", "_function", "_lock")
 
     def __init__(self, function: Any) -> None:
         attributes = (_Attribute * 1)()
         attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[0].value[0] = 1
         self._function = function
+        self._lock = threading.Lock()  # of _config, which threads with other streams share
         self._config = _Config(attributes=attributes, num_attributes=1)
 
     def __call__(
@@ -71,9 +73,10 @@ class DependentFunction:
                 pointers[index] = argument.data.ptr
         launch, current_stream = _driver()
         config = self._config
-        config.extents[:] = (*grid, 1, 1)[:3] + block + (shared_bytes,)
-        config.stream = current_stream().ptr
-        status = launch(ctypes.byref(config), self._function.ptr, places, None)
+        with self._lock:
+            config.extents[:] = (*grid, 1, 1)[:3] + block + (shared_bytes,)
+            config.stream = current_stream().ptr
+            status = launch(ctypes.byref(config), self._function.ptr, places, None)
         if status:
             raise LaunchError(f"cuLaunchKernelEx: CUDA error {status}")
 

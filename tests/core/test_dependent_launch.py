@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cukit.core import dependent_launch
 from cukit.core.dependent_launch import DependentFunction, _Attribute, _Config
 from cukit.core.device import current_device
 from cukit.errors import LaunchError
@@ -19,6 +23,38 @@ def test_structures_have_the_layout_of_the_driver():
     assert _Attribute.value.offset == 8
     assert (_Config.stream.offset, _Config.attributes.offset) == (32, 40)
     assert (_Config.num_attributes.offset, ctypes.sizeof(_Config)) == (48, 56)
+
+
+def test_threads_launch_on_their_own_streams(monkeypatch):
+    """They share one function, since launches are memoised per description."""
+    stream_of = threading.local()
+    wrong = []
+
+    def launch(config, *_):
+        found = ctypes.cast(config, ctypes.POINTER(_Config)).contents.stream
+        if found != stream_of.stream.ptr:
+            wrong.append(found)
+        return 0
+
+    monkeypatch.setattr(dependent_launch, "_driver", lambda: (launch, lambda: stream_of.stream))
+    function = DependentFunction(SimpleNamespace(ptr=1))
+
+    def work(stream):
+        stream_of.stream = SimpleNamespace(ptr=stream)
+        for _ in range(20_000):
+            function((1,), (1, 1, 1), (), 0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(stream,)) for stream in (111, 222)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 @pytest.mark.gpu
