@@ -7,13 +7,21 @@ from typing import Any
 import numpy as np
 
 from cukit.core import backend
-from cukit.core.arrays import Array
+from cukit.core.arrays import Array, is_gpu_array
 from cukit.core.device import require_cupy
 
 _LEAST = 4096
 """Minimum size of an allocation, large enough for most launches of a stream to share one."""
 
 _zeros: dict[tuple[Any, int], Array] = {}
+
+
+def is_captured(array: Array) -> bool:
+    """Whether launches on the current stream are captured into a graph instead of being run."""
+    if not is_gpu_array(array):
+        return False
+    cuda = require_cupy("launching kernels").cuda
+    return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr))
 
 
 def zero_counters(like: Array, count: int) -> Array:
@@ -25,9 +33,9 @@ def zero_counters(like: Array, count: int) -> Array:
     if backend.active is not None:
         return np.zeros(count, np.int32)
     cupy = require_cupy("launching kernels")
-    stream = cupy.cuda.get_current_stream().ptr
-    if cupy.cuda.runtime.streamIsCapturing(stream):
+    if is_captured(like):
         return cupy.zeros(count, cupy.int32)
+    stream = cupy.cuda.get_current_stream().ptr
     key = (like.data.device_id, stream)
     found = _zeros.get(key)
     if found is None or found.size < count:

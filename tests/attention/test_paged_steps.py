@@ -111,6 +111,32 @@ def test_runs_allocate_nothing(
         assert (out == ck.paged_attention(q, *map(xp.asarray, arrays))).all()
 
 
+def test_layers_of_several_formats_share_their_scratch_memory(device: str) -> None:
+    """An int8 layer needs more than one of 16 bits. All of it is allocated by `plan`."""
+    cache = Cache([90, 300, 200, 7] * 4, heads_q=8, heads_kv=2)
+    narrow = [ck.quantize(each.astype(np.float32), ck.int8) for each in (cache.k, cache.v)]
+    if device == "gpu":
+        narrow = [each.to_device("gpu") for each in narrow]
+    xp = array_module(device)
+    q, table, lengths = (xp.asarray(each) for each in (cache.q, cache.table, cache.lengths))
+    layers = [(xp.asarray(cache.k), xp.asarray(cache.v)), tuple(narrow)]
+    sizes = {"max_batch": len(cache.lengths), "max_blocks": cache.table.shape[1]}
+    caches, dtype = zip(*layers, strict=True), cache.q.dtype
+    attention = ck.PagedAttention(*caches, num_heads_q=8, dtype=dtype, **sizes)
+    attention.plan(table, lengths)
+    before = dict(attention._scratch._arrays)
+    for layer, (k, v) in enumerate(layers):
+        assert (attention.run(q, layer) == ck.paged_attention(q, k, v, table, lengths)).all()
+    assert all(attention._scratch._arrays[name] is array for name, array in before.items())
+    assert attention._scratch._arrays.keys() == before.keys()
+
+
+def test_plans_take_no_memory_for_queries() -> None:
+    k = np.zeros((4, 16, 64, 128), np.float16)
+    attention = ck.PagedAttention([k], [k], num_heads_q=64, max_batch=256, max_blocks=4)
+    attention.plan([[0, 1, 2, 3]], [64], seq_len_q=1 << 20)  # 4 TiB of queries for 256 requests
+
+
 def test_quantised_caches_and_sinks(device: str) -> None:
     xp = array_module(device)
     generator = np.random.default_rng(0)

@@ -30,6 +30,7 @@ from cukit.core.arrays import (
     is_gpu_array,
     namespace,
 )
+from cukit.core.counters import is_captured
 from cukit.core.scalars import check_flag
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
@@ -82,7 +83,8 @@ class PagedScratch:
     """Scratch memory that launches of one stream share: arrays by name.
 
     An array is replaced when a larger one is needed, but freed only with this object: captured
-    graphs keep its address.
+    graphs keep its address. One that is allocated during capture is zero only once the graph has
+    run, so later launches do not share it.
     """
 
     __slots__ = ("_arrays", "_outgrown")
@@ -96,9 +98,13 @@ class PagedScratch:
         zero."""
         found = self._arrays.get(name)
         if found is None or found.size < size:
+            new = namespace(like).zeros(size, dtype)
+            if is_captured(new):
+                self._outgrown.append(new)
+                return new
             if found is not None:
                 self._outgrown.append(found)
-            found = self._arrays[name] = namespace(like).zeros(size, dtype)
+            found = self._arrays[name] = new
         return found
 
 
@@ -290,7 +296,7 @@ def check_table(
     if is_gpu_array(seq_lens) and not checked:
         return
     xp = namespace(seq_lens)
-    if xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr):
+    if is_captured(seq_lens):
         raise ConfigError(
             f"{op}: checked calls synchronise with the GPU, which is not possible during graph "
             "capture; capture with checked=False"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from cukit.attention.paged._paged_arguments import (
 )
 from cukit.attention.paged.cache_arrays import RecentKV, stored_parts
 from cukit.attention.paged.paged import attend, reserve
-from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
+from cukit.core.arrays import Array, adopt, check_array, describe, int32, is_gpu_array, namespace
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError, ConfigError
@@ -114,6 +115,12 @@ class PagedAttention:
                 namespace(k_cache).zeros(int(max_batch), int32) for _ in range(2)
             )
         self._batch, self._seq_len_q = int(max_batch), 1
+        kinds = [
+            describe(*parts, *(self._recent[layer] if self._recent else ()))
+            for layer, parts in enumerate(self._layers)
+        ]
+        self._kinds = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+        """One layer of each format, shape and strides."""
         self._scratch = PagedScratch()
         self._reserved: set[tuple[int, int]] = set()
         self._reserve(self._batch, 1)
@@ -211,13 +218,15 @@ class PagedAttention:
         """Loads the kernels for steps of this shape and allocates their memory, once."""
         if (batch, seq_len_q) in self._reserved:
             return
-        codes, k_cache, *_ = self._layers[0]
-        width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
         # First the largest number of requests, so that other numbers need little more memory.
         for requests in (self._table.shape[0], batch):
-            q = empty(k_cache, (requests, seq_len_q, self.num_heads_q, width), self.dtype)
-            flags = self._batch_invariant, self._scratch
-            reserve(self._arrays(q, 0), codes, self._options, *flags)
+            for layer in self._kinds:
+                codes, k_cache, *_ = self._layers[layer]
+                width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
+                shape = requests, seq_len_q, self.num_heads_q, width
+                q = _described(self._table, shape, self.dtype)
+                flags = self._batch_invariant, self._scratch
+                reserve(self._arrays(q, layer), codes, self._options, *flags)
             self._reserved.add((requests, seq_len_q))
 
     def _arrays(self, q: Array, layer: int, out: Array | None = None) -> PagedArrays:
@@ -240,3 +249,11 @@ def _integers(array: Any) -> Array:
         array = np.asarray(array, np.int32)
     (adopted,) = adopt(_OP, array)
     return adopted
+
+
+def _described(like: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A C-contiguous array of this shape without memory for it: to be planned with, not read."""
+    if is_gpu_array(like):
+        return type(like)(shape, dtype, memptr=like.data)
+    strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
