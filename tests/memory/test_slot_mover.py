@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from cukit.memory.batched_copy import TILE_BYTES
 from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.providers import slot_mover
+from cukit.memory.providers.cuda_device import CudaDevice
 from cukit.memory.providers.slot_mover import SlotMover, num_blocks
 from cukit.memory.slot_grid import MOST_ROWS, MOST_WALLS, Grid, make_grid
 
@@ -109,6 +111,26 @@ def request(seed: int, walls: int) -> tuple[Grid, array[int], array[int]]:
     assert grid is not None
     sizes = np.full(walls, 512)
     return grid, array("q", rows.tolist()), array("q", np.stack([wall_at, sizes], 1).ravel())
+
+
+def test_without_memory_for_its_table_the_host_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DriverError(RuntimeError):
+        def __init__(self, status: int) -> None:
+            self.status = status
+
+    def moves(status: int) -> Any:
+        def fail(*_: Any) -> None:
+            raise DriverError(status)
+
+        provider: Any = object.__new__(CudaDevice)
+        monkeypatch.setattr(CudaDevice, "current", lambda self: nullcontext())
+        monkeypatch.setattr(CudaDevice, "_object_of", lambda self, stream: stream)
+        provider._move_slots = fail
+        return provider.move_slots(*request(0, 0), None)
+
+    assert moves(2) is None  # CUDA's code of missing memory
+    with pytest.raises(DriverError):
+        moves(700)
 
 
 @pytest.mark.parametrize("walls", [0, 3])

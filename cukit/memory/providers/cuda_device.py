@@ -134,7 +134,12 @@ class CudaDevice:
         self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
     ) -> SlotMoves | None:
         with self.current():
-            return self._move_slots(grid, addresses, walls, self._object_of(stream))
+            try:
+                return self._move_slots(grid, addresses, walls, self._object_of(stream))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                return None  # no memory for the table of moves: the host plans
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
