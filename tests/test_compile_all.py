@@ -112,7 +112,7 @@ def known_spills(variant: Variant) -> int:
     if variant.spec.entry == "sample":
         defines = dict(variant.spec.defines)
         streams = not defines["RESIDENT"]
-        return {"Few": 1152, "Any": 2560 * streams}.get(str(defines["DRAWS"]), 0)
+        return {"Few": 1344, "Any": 2560 * streams}.get(str(defines["DRAWS"]), 0)
     if variant.spec.entry == "indexer_kl_query_sm80":
         return 176 if dict(variant.spec.defines)["HEAD_DIM"] == 256 else 0
     return 192 if variant.spec.entry == "flash_attention_backward_sm90" else 0
