@@ -67,13 +67,19 @@ def check_real(op: str, name: str, value: numbers.Real) -> None:
         ) from None
 
 
-def check_scalar(op: str, name: str, value: Any) -> None:
+def check_scalar(
+    op: str, name: str, value: Any, *, finite: bool = False, shape: tuple[int, ...] = ()
+) -> None:
     """Raises ConfigError or ArrayError unless `value` is a Python or NumPy number, or a 0-d float32
-    array; in host memory also float64."""
-    if isinstance(value, numbers.Real):
-        check_real(op, name, value)
+    array; in host memory also float64.
+
+    finite: of numbers; contents of arrays are not checked. shape: if not (), only arrays of this
+    shape are allowed.
+    """
+    if isinstance(value, numbers.Real) and shape == ():
+        (check_number if finite else check_real)(op, name, value)
     else:
-        check_array(op, name, value, dtypes=scalar_dtypes(value), shape=())
+        check_array(op, name, value, dtypes=scalar_dtypes(value), shape=shape)
 
 
 def scalar_dtypes(value: Array) -> tuple[np.dtype[Any], ...]:

@@ -20,8 +20,8 @@ from cukit.attention.divergence._kl_reduction import reduced, sum_spec, total_sp
 from cukit.attention.divergence.kl_pairs import (
     KlOptions,
     RowArrays,
+    check_optional_scalar,
     check_pairs,
-    check_scalar,
     head_map_of,
     kl_options,
     mapped_teacher,
@@ -153,7 +153,7 @@ def attention_kl(
         (normalizer,) = adopt(_OP, normalizer)
     on_gpu = runs_kernel(_OP, q_t, k_t, q_s, k_s, *arrays, _array_or_none(normalizer))
     check_pairs(_OP, q_t, k_t, q_s, k_s, arrays, options)
-    check_scalar(_OP, "normalizer", normalizer)
+    check_optional_scalar(_OP, "normalizer", normalizer)
     heads = head_map_of(_OP, head_map, q_t.shape[-2], q_s.shape[-2])
     if arrays.varlen:
         check_sequence_ends(_OP, q_s, k_s, options.scores, arrays.scores)

@@ -13,8 +13,8 @@ from cukit.attention.divergence._kl_reduction import divisor_of, totals
 from cukit.attention.divergence.kl_pairs import (
     KlOptions,
     RowArrays,
+    check_optional_scalar,
     check_pairs,
-    check_scalar,
     head_map_of,
     kl_options,
     mapped_teacher,
@@ -131,9 +131,9 @@ def attention_kl_backward(
     exact = (float64,) if q_s.dtype == float64 else (float32,)
     for name, lse in (("lse_t", arrays.lse_t), ("lse_s", arrays.lse_s)):
         check_array(_OP, name, lse, dtypes=exact, shape=lse_shape(q_s))
-    check_scalar(_OP, "normalizer", normalizer)
+    check_optional_scalar(_OP, "normalizer", normalizer)
     each_row = options.reduction == "none" and grad_loss is not None
-    check_scalar(_OP, "grad_loss", grad_loss, lse_shape(q_s) if each_row else ())
+    check_optional_scalar(_OP, "grad_loss", grad_loss, lse_shape(q_s) if each_row else ())
     if each_row and isinstance(grad_loss, np.ndarray) and not (grad_loss >= 0).all():
         raise ArrayError(f"{_OP}: grad_loss of rows must be at least 0, got {grad_loss.min()}")
     heads = head_map_of(_OP, head_map, q_t.shape[-2], q_s.shape[-2])

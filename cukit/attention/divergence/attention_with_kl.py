@@ -13,8 +13,8 @@ from cukit.attention.divergence._kl_reduction import reduced
 from cukit.attention.divergence.kl_pairs import (
     KlOptions,
     RowArrays,
+    check_optional_scalar,
     check_pairs,
-    check_scalar,
     head_map_of,
     mapped_teacher,
     problem_of_pairs,
@@ -73,7 +73,7 @@ def attention_with_kl(
     if not runs_kernel(_OP, q_t, k_t, q_s, k_s, v_s, *arrays, None if on_host else normalizer):
         return None
     check_pairs(_OP, q_t, k_t, q_s, k_s, arrays, options)
-    check_scalar(_OP, "normalizer", normalizer)
+    check_optional_scalar(_OP, "normalizer", normalizer)
     student = options.student(q_s.shape[-1])
     check_forward(q_s, k_s, v_s, None, student, arrays.scores)
     q_t, k_t = mapped_teacher(q_t, k_t, head_map_of(_OP, head_map, q_t.shape[-2], q_s.shape[-2]))

@@ -10,7 +10,12 @@ import numpy as np
 
 from cukit.attention.divergence._indexer_plan import IndexerConfig, indexer_specs, plan_indexer_kl
 from cukit.attention.divergence._kl_reduction import reduced, sum_spec, total_spec
-from cukit.attention.divergence.kl_pairs import KlOptions, RowArrays, check_scalar, kl_options
+from cukit.attention.divergence.kl_pairs import (
+    KlOptions,
+    RowArrays,
+    check_optional_scalar,
+    kl_options,
+)
 from cukit.attention.flash._arguments import (
     PARAMETERS,
     check_kernel_layout,
@@ -229,7 +234,7 @@ def indexer_call(
     scalar = None if isinstance(normalizer, numbers.Real) else normalizer
     on_gpu = runs_kernel(op, *adopted, *arrays, scalar, *others)
     _check(op, tuple(adopted), arrays, options, statistics[0] is not None)
-    check_scalar(op, "normalizer", normalizer)
+    check_optional_scalar(op, "normalizer", normalizer)
     if arrays.varlen:
         check_sequence_ends(op, adopted[3], adopted[4], options.scores, arrays.scores)
     return IndexerCall(tuple(adopted), arrays, options, normalizer, on_gpu)

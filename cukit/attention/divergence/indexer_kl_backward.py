@@ -15,7 +15,7 @@ from cukit.attention.divergence.indexer_kl import (
     prepare_indexer,
     selection_scratch,
 )
-from cukit.attention.divergence.kl_pairs import check_scalar
+from cukit.attention.divergence.kl_pairs import check_optional_scalar
 from cukit.core.arrays import Array, adopt, empty
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
@@ -95,7 +95,7 @@ def indexer_kl_backward(
         missing = "lse_s" if arrays.lse_s is None else "mass_t"
         raise ArrayError(f"{_OP}: {missing} must be an array, got None")
     each_row = reduction == "none" and grad_loss is not None
-    check_scalar(_OP, "grad_loss", grad_loss, q_s.shape[:-2] if each_row else ())
+    check_optional_scalar(_OP, "grad_loss", grad_loss, q_s.shape[:-2] if each_row else ())
     if not call.on_gpu:
         return reference.indexer_kl_backward(
             q_t, k_t, lse_t, q_s, k_s, weights, arrays.lse_s, arrays.lse_t, topk_indices=indices,

@@ -26,10 +26,9 @@ from cukit.core.arrays import (
     check_same_dtype,
     float32,
     float64,
-    is_gpu_array,
     namespace,
 )
-from cukit.core.scalars import check_choice, check_flag, check_number
+from cukit.core.scalars import check_choice, check_flag, check_number, check_scalar
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -128,15 +127,10 @@ def kl_options(
     )
 
 
-def check_scalar(op: str, name: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-    """Checks that `value` is None, a number, or a float32 (on the CPU also float64) array."""
-    if value is None:
-        return
-    if isinstance(value, numbers.Real) and shape == ():
-        check_number(op, name, value)
-        return
-    dtypes = (float32,) if is_gpu_array(value) else (float32, float64)
-    check_array(op, name, value, dtypes=dtypes, shape=shape)
+def check_optional_scalar(op: str, name: str, value: Any, shape: tuple[int, ...] = ()) -> None:
+    """Checks that `value` is None, a finite number or a float32 array, on the CPU also float64."""
+    if value is not None:
+        check_scalar(op, name, value, finite=True, shape=shape)
 
 
 def check_pairs(
