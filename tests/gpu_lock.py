@@ -28,9 +28,6 @@ def gpu_lock(folder: Path, *, alone: bool) -> Iterator[None]:
     The gate is held by whoever waits to be alone, so later tests wait behind it; otherwise tests
     that overlap each other would keep the lock shared for good.
     """
-    if fcntl is None:
-        yield
-        return
     with _opened(folder / "gate") as gate, _opened(folder / "gpu") as gpu:
         fcntl.flock(gate, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

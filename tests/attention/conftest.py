@@ -10,6 +10,8 @@ import pytest
 import cukit
 from cukit.attention.divergence import _indexer_plan
 from cukit.attention.flash import flash, flash_backward
+from cukit.attention.paged import paged
+from cukit.attention.paged._paged_plan import plan_paged_attention
 
 KL = import_module("cukit.attention.divergence.attention_kl")
 KL_BACKWARD = import_module("cukit.attention.divergence.attention_kl_backward")
@@ -40,6 +42,19 @@ def gpu(request, monkeypatch) -> str:
     """The two classes of `place` on the GPU."""
     choose_class(request.param, monkeypatch)
     return "gpu"
+
+
+@pytest.fixture
+def replanned() -> Iterator[None]:
+    """paged_attention plans anew in a test that changes a planner, and after it."""
+
+    def forget() -> None:
+        plan_paged_attention.cache_clear()
+        paged._prepare.forget()
+
+    forget()
+    yield
+    forget()
 
 
 def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,18 +102,15 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
     SharedCache([90, 100, 66, 130], ((64, 4),), seq_q=2).check_shared(shared, **options)
 
 
+@pytest.mark.usefixtures("replanned")
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of all requests packed into tiles of the Hopper forward."""
-    from cukit.attention.paged import _paged_prefill, paged
+    from cukit.attention.paged import _paged_prefill
 
     if shared == "gpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
-    paged._prepare.forget()  # type: ignore[attr-defined]
-    try:
-        SharedCache([150, 100, 66, 130] * 2, ((64, 8),), heads_q=2).check_shared(shared)
-    finally:
-        paged._prepare.forget()  # type: ignore[attr-defined]
+    SharedCache([150, 100, 66, 130] * 2, ((64, 8),), heads_q=2).check_shared(shared)
 
 
 def test_a_strided_out(shared: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +36,10 @@ def packed(
 
 
 @pytest.fixture
-def decode(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def decode(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, with every call on the decode kernel, as on GPUs other than Hopper."""
     monkeypatch.setattr(_paged_gather, "serves", lambda *_, **__: False)
-    paged._prepare.forget()  # type: ignore[attr-defined]
-    yield device
-    paged._prepare.forget()  # type: ignore[attr-defined]
+    return device
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,19 +99,6 @@ class Cache:
         empty = np.isneginf(want_lse)
         assert (np.isneginf(host(lse)) == empty).all()
         np.testing.assert_allclose(host(lse)[~empty], want_lse[~empty], atol=2e-5, rtol=2e-5)
-
-
-@pytest.fixture
-def replanned() -> Iterator[None]:
-    """Plans of earlier and of later calls are not those of this test, which changes the planner."""
-
-    def forget() -> None:
-        plan_paged_attention.cache_clear()
-        paged._prepare.forget()  # type: ignore[attr-defined]
-
-    forget()
-    yield
-    forget()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

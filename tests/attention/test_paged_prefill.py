@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 import cukit as ck
 from cukit.attention.flash._problem import AttentionProblem
-from cukit.attention.paged import _paged_gather, _paged_prefill, paged
+from cukit.attention.paged import _paged_gather, _paged_prefill
 from cukit.attention.paged._paged_prefill_plan import (
     PagedForwardConfig,
     few_packed_queries,
@@ -39,15 +38,13 @@ PROBLEM = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
 
 
 @pytest.fixture
-def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def prefill(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, with every supported call on the Hopper forward."""
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: True)
     monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: False)
-    paged._prepare.forget()  # type: ignore[attr-defined]
-    yield device
-    paged._prepare.forget()  # type: ignore[attr-defined]
+    return device
 
 
 @pytest.fixture

@@ -78,17 +78,9 @@ def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: kernel != "decode")
     monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: kernel == "copy")
     monkeypatch.setattr(_paged_gather, "_MOST_REQUESTS", 3)
-    paged._prepare.forget()  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Drops the plans of a test, which `choose` has influenced."""
-    yield
-    paged._prepare.forget()  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("replanned")
 @pytest.mark.parametrize("seq_q", [1, 3, 20])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_runs_allocate_nothing(
@@ -192,7 +184,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("replanned")
 @pytest.mark.parametrize("seq_q", [1, 20])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_graph_of_runs_replays_after_other_plans(
