@@ -216,10 +216,10 @@ class PagedAttention:
 
     def _reserve(self, batch: int, seq_len_q: int) -> None:
         """Loads the kernels for steps of this shape and allocates their memory, once."""
-        if (batch, seq_len_q) in self._reserved:
-            return
         # First the largest number of requests, so that other numbers need little more memory.
         for requests in (self._table.shape[0], batch):
+            if (requests, seq_len_q) in self._reserved:
+                continue
             for layer in self._kinds:
                 codes, k_cache, *_ = self._layers[layer]
                 width = k_cache.shape[-1] * (2 if codes == "int4" else 1)

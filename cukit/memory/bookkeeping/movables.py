@@ -57,7 +57,7 @@ class Movables:
     @property
     def num_alone(self) -> int:
         """Rows of buffers that are not packed."""
-        return len(self._holders) - len(self._empty) - self.num_packed
+        return len(self) - self.num_packed
 
     @property
     def packed_bytes(self) -> int:
