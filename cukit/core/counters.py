@@ -24,6 +24,13 @@ def is_captured(array: Array) -> bool:
     return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr))
 
 
+def current_stream(array: Array) -> int:
+    """CuPy's current stream, as an address; 0 for arrays on the CPU."""
+    if not is_gpu_array(array):
+        return 0
+    return int(require_cupy("launching kernels").cuda.get_current_stream().ptr)
+
+
 def zero_counters(like: Array, count: int) -> Array:
     """An int32 array of at least `count` zeros, which kernels reset before they end.
 

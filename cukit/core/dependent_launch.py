@@ -40,8 +40,9 @@ class DependentFunction:
     The kernel starts once every block of the previous kernel has ended or has called
     `release_next_grid()`. It must call `wait_for_previous_grids()` before it accesses what the
     previous kernel writes (kernels_cu/common/ptx/grid_dependency.cuh), unless it polls those values
-    (kernels_cu/moe/expert_order.cuh), and in any case before it ends. Arguments are arrays, None
-    and results of `by_value`.
+    (kernels_cu/moe/expert_order.cuh), and in any case before it ends. Its parameters for what the
+    previous kernels write are not `__restrict__`. Arguments are arrays, None and results of
+    `by_value`.
     """
 
     __slots__ = ("_config", "_function", "_lock")

@@ -1,8 +1,8 @@
 """Reads and writes user files: one clear error on failure, atomic writes.
 
 A file is written under a temporary name in the same folder, flushed to disk and renamed, so that
-readers see either the old or the new file, also after a power loss. Named arrays are
-safetensors files with a description and a checksum in the header.
+readers see either the old or the new file, even after a power loss. Named arrays are safetensors
+files with a description and a checksum in the header.
 """
 
 from __future__ import annotations

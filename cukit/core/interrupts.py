@@ -32,7 +32,7 @@ _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 
 
 def end_on_interrupt_while_starting() -> None:
-    """In the `cukit` command, makes Ctrl-C exit at once until `interruptible` is entered."""
+    """In the `cukit` command, makes Ctrl-C exit immediately until `interruptible` is entered."""
     if _is_the_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
@@ -47,7 +47,7 @@ def _is_the_command() -> bool:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Within the block Ctrl-C raises KeyboardInterrupt and, after GRACE_SECONDS, ends the process;
-    after the block it ends the process at once. For the main thread of a command."""
+    after the block it ends the process immediately. For the main thread of a command."""
     if signal.getsignal(signal.SIGINT) not in (_end, signal.default_int_handler):
         yield  # SIGINT is ignored, e.g. in a background job
         return
@@ -121,7 +121,7 @@ class StopRequest:
 class _PythonsHandler:
     """`with python_handles_interrupts:` keeps Python's SIGINT handler while NVRTC compiles.
 
-    NVRTC installs a handler of its own, which ends the process with code 4; if two threads compile
+    NVRTC installs its own handler, which ends the process with code 4; if two threads compile
     at once, the last one leaves it installed. The previous handler is therefore restored every
     millisecond, and at the end. May be entered by several threads.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from cukit.core.arrays import check_current_device, describe
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
 from cukit.core.dependent_launch import DependentFunction
 from cukit.core.device import current_device, require_cupy
+from cukit.core.parameters import ParameterStruct
 from cukit.errors import LaunchError
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Launch",
     "Launches",
     "by_value",
+    "changed_by_value",
     "int32s",
     "launch_plan",
     "load_kernel",
@@ -40,7 +42,7 @@ _POINTER_BYTES = 8
 _INT32_BYTES = 4
 _PORTABLE_CLUSTER = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
-_MOST_SCALARS = 4096
+_MAX_SCALARS = 4096
 
 
 class Kernel:
@@ -73,15 +75,18 @@ class Kernel:
         grid: tuple[int, ...],
         args: tuple[Argument, ...],
         reachable: Sequence[Argument] = (),
+        *,
+        stream: Any = None,
     ) -> None:
-        """Launches `grid` blocks on the current stream. An empty grid launches nothing.
+        """Launches `grid` blocks. An empty grid launches nothing.
 
         reachable: arrays that the kernel accesses through addresses stored in `args`. The emulator
-        permits accesses to them; ignored on the GPU.
+        permits accesses to them; ignored on the GPU. stream: a CuPy stream, by default the current
+        one; ignored by the emulator.
         """
         self.check(args)
         if 0 not in grid:
-            self.function(grid, self.block, args, self.shared_bytes)
+            self.function(grid, self.block, args, self.shared_bytes, stream)
 
     def check(self, args: tuple[Argument, ...]) -> None:
         """Raises LaunchError if `args` do not match the kernel's parameters."""
@@ -152,7 +157,7 @@ def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
 def by_value(value: Argument) -> Argument:
     """`value`, a NumPy scalar or an array of one element, as a reusable launch argument.
 
-    CuPy wraps every argument of every launch in an object of its own, which for a struct takes as
+    CuPy wraps every argument of every launch in a separate object, which for a struct takes as
     long as the launch itself; an object made here is passed as it is. With an active backend,
     `value` is returned unchanged.
     """
@@ -161,19 +166,19 @@ def by_value(value: Argument) -> Argument:
         return value
     if isinstance(value, np.integer):
         return _integer_by_value(value)
-    return _wrapped(wrapper, value.tobytes())
+    return _wrapped(wrapper, value)
 
 
-@functools.lru_cache(maxsize=_MOST_SCALARS, typed=True)
+@functools.lru_cache(maxsize=_MAX_SCALARS, typed=True)
 def _integer_by_value(value: np.integer[Any]) -> Argument:
     """Cached, because launches repeat a few values: lengths, head counts, block counts."""
-    return _wrapped(_by_value_type(), value.tobytes())
+    return _wrapped(_by_value_type(), value)
 
 
 def int32s(*values: int) -> tuple[Argument, ...]:
     """The values as launch arguments of type int; faster than `by_value` of each."""
     try:
-        packed = struct.pack(f"<{len(values)}i", *values)
+        packed = _ints(len(values)).pack(*values)
     except struct.error as error:
         raise LaunchError(f"{error}, got {values}") from None
     wrapper = None if backend.active is not None else _by_value_type()
@@ -190,9 +195,29 @@ def int32s(*values: int) -> tuple[Argument, ...]:
     return tuple(arguments)
 
 
-def _wrapped(wrapper: Any, data: bytes) -> Argument:
-    nbytes = len(data)
-    storage = _bytes_type(nbytes).from_buffer_copy(data)
+@functools.cache
+def _ints(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
+
+
+def changed_by_value(
+    layout: ParameterStruct, packed: np.ndarray[Any, Any], values: Mapping[str, Any]
+) -> Argument:
+    """`by_value(layout.changed(packed, **values))`, but faster.
+
+    For what runs with every new length: a plan packs the struct once, a call sets a few fields.
+    """
+    wrapper = None if backend.active is not None else _by_value_type()
+    if wrapper is None:
+        return layout.changed(packed, **values)
+    argument = _wrapped(wrapper, packed)
+    layout.write(argument.storage, values)
+    return argument
+
+
+def _wrapped(wrapper: Any, value: Any) -> Argument:
+    nbytes = value.nbytes
+    storage = _bytes_type(nbytes).from_buffer_copy(value)
     argument = wrapper(ctypes.addressof(storage))
     argument.nbytes = nbytes
     argument.storage = storage
@@ -244,7 +269,7 @@ class Launch:
     for the previous launch (:class:`~cukit.core.dependent_launch.DependentFunction`).
     """
 
-    __slots__ = ("_checked", "_function", "_idle", "grid", "kernel", "scalars")
+    __slots__ = ("_checked", "_function", "_idle", "dependent", "grid", "kernel", "scalars")
 
     def __init__(
         self,
@@ -258,8 +283,12 @@ class Launch:
         self._function = kernel.function
         if dependent and backend.active is None and current_device().compute_capability >= (9, 0):
             self._function = DependentFunction(kernel.function)
+        self.dependent = dependent
         self.grid = grid
-        self.scalars = tuple(map(by_value, scalars))
+        wrapper = _by_value_type()
+        self.scalars = tuple(
+            [value if type(value) is wrapper else by_value(value) for value in scalars]
+        )
         self._idle = 0 in grid
         self._checked = False
 
@@ -294,7 +323,7 @@ class Launches:
         return launch
 
 
-_MOST_DESCRIPTIONS = 4096
+_MAX_DESCRIPTIONS = 4096
 _UNPLANNED = object()  # not None, which `prepare` may return
 
 
@@ -310,8 +339,8 @@ def launch_plan(
     costs one dictionary look-up. `prepare` must neither keep the arrays nor read their contents.
     `.forget()` of the result clears the memo, `.__wrapped__` is the function without it.
 
-    plan, shorten: for calls whose lengths change all the time. `plan(*args)` checks a call and
-    does what does not depend on lengths; its result is the first argument of `prepare`, before
+    plan, shorten: for calls whose lengths change from call to call. `plan(*args)` checks a call and
+    computes what does not depend on lengths; its result is the first argument of `prepare`, before
     `args`, and is memoised by `shorten(key)`: the key of the call (the device, then `describe` of
     the arguments) without lengths. Calls with the same shortened key must pass the same checks.
     """
@@ -366,7 +395,7 @@ def launch_plan(
 
 
 def _remember(memory: dict[Hashable, Any], key: Hashable, value: Any) -> None:
-    if len(memory) >= _MOST_DESCRIPTIONS:
+    if len(memory) >= _MAX_DESCRIPTIONS:
         memory.clear()
     memory[key] = value
 

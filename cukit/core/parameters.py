@@ -41,6 +41,7 @@ class ParameterStruct:
     """One struct of a `parameters.cuh`."""
 
     __slots__ = ("_layout", "_names", "_nested", "_pick", "_places", "_raw", "dtype", "name")
+    _places: dict[str, tuple[int, Callable[..., None], ParameterStruct | None]]
 
     def __init__(self, name: str, fields: Mapping[str, np.dtype[Any] | ParameterStruct]) -> None:
         """fields: dtypes or previously defined structs by name, in order of declaration."""
@@ -60,14 +61,16 @@ class ParameterStruct:
         self._raw = np.dtype((np.void, self.dtype.itemsize))
         self._layout = struct.Struct(_format(self.dtype))
         self._places = {}
-        """By name: offset, function that packs, and the ParameterStruct of a nested struct, else
-        None."""
+        """By name, those of nested structs as "outer.inner": offset, function that packs, and the
+        ParameterStruct of a nested struct, else None."""
         for key, field in fields.items():
             nested = field if isinstance(field, ParameterStruct) else None
             assert self.dtype.fields is not None
             kind, offset = self.dtype.fields[key][:2]
             layout = f"<{kind.itemsize}s" if nested else f"<{_CHARACTERS[kind.char]}"
             self._places[key] = offset, struct.Struct(layout).pack_into, nested
+            for name, (inner, pack_into, within) in (nested._places if nested else {}).items():
+                self._places[f"{key}.{name}"] = offset + inner, pack_into, within
 
     def pack(self, **values: Any) -> np.ndarray[Any, Any]:
         """The struct as a kernel argument: an array of one element of type void.
@@ -93,14 +96,21 @@ class ParameterStruct:
     def changed(self, packed: np.ndarray[Any, Any], **values: Any) -> np.ndarray[Any, Any]:
         """A copy of a packed struct with some fields replaced; faster than packing all fields."""
         data = bytearray(packed)
+        self.write(data, values)
+        return np.frombuffer(data, self._raw)
+
+    def write(self, memory: Any, values: Mapping[str, Any]) -> None:
+        """Sets fields of a packed struct in `memory`, a writable buffer.
+
+        values: by name; a field of a nested struct is "outer.inner".
+        """
         places = self._places
         try:
             for name, value in values.items():
                 offset, pack_into, nested = places[name]
-                pack_into(data, offset, value if nested is None else nested._as_bytes(value))
+                pack_into(memory, offset, value if nested is None else nested._as_bytes(value))
         except struct.error as error:
             raise LaunchError(f"{self.name}: {error}, got {name}={value!r}") from None
-        return np.frombuffer(data, self._raw)
 
     def _bytes(self, values: Sequence[Any]) -> bytes:
         """The bytes of the struct with these field values, in order."""

@@ -64,8 +64,8 @@ _conversions: dict[str, Callable[..., Any]] = {}
 
 
 def install_conversions(**functions: Callable[..., Any]) -> None:
-    """Sets the functions behind :meth:`QuantizedArray.encode` and `decode`: `encode`, `decode` and
-    `dequantize`.
+    """Sets the functions that :meth:`QuantizedArray.encode` and `decode` call: `encode`, `decode`
+    and `dequantize`.
 
     core must not import the ops, so the modules that define these functions install them on import.
     """

@@ -26,6 +26,9 @@ from cukit.core.arrays import (
 )
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 
+MAX_INT32 = 2**31 - 1
+"""Kernels index rows and choices with int32."""
+
 
 def check_number(
     op: str,

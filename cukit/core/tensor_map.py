@@ -17,9 +17,9 @@ from cukit.core.kernel import bytes_by_value
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, UnsupportedDeviceError
 
 SWIZZLE_BYTES = (0, 32, 64, 128)
-_MOST_AXES = 5
-_MOST_BOX = 256
-_MOST_MAPS = 256
+_MAX_AXES = 5
+_MAX_BOX = 256
+_MAX_MAPS = 256
 _ALIGNMENT = 16
 _DESCRIPTOR = np.dtype((np.void, 128))
 
@@ -52,7 +52,7 @@ class TensorMapCache:
         if found is None:
             found = self._encode(array)
         if last is not _NO_MAP:
-            if len(self._others) >= _MOST_MAPS:
+            if len(self._others) >= _MAX_MAPS:
                 self._others.clear()
             self._others[known] = last[1]
         self._last = address, found
@@ -224,15 +224,15 @@ class _Layout(NamedTuple):
     strides: bytes
 
 
-_WORDS = [struct.Struct(f"{count}Q") for count in range(_MOST_AXES + 1)]
+_WORDS = [struct.Struct(f"{count}Q") for count in range(_MAX_AXES + 1)]
 
 
-@functools.lru_cache(maxsize=_MOST_MAPS)
+@functools.lru_cache(maxsize=_MAX_MAPS)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Layout:
     """Cached, because several arrays of a call have one layout: keys and values, queries and their
     gradient. Axes of one element get a stride that the driver accepts."""
     axes = len(shape)
-    if not 2 <= axes <= _MOST_AXES:
+    if not 2 <= axes <= _MAX_AXES:
         raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {shape}")
     if strides[-1] != itemsize:
         raise ArrayLayoutError(
@@ -263,9 +263,9 @@ def _check_box(axes: int, itemsize: int, box: Box, swizzle_bytes: int) -> None:
         raise ConfigError(
             f"encode_tensor_map: swizzle_bytes must be one of {SWIZZLE_BYTES}, got {swizzle_bytes}"
         )
-    if len(box) != axes or not all(1 <= extent <= _MOST_BOX for extent in box):
+    if len(box) != axes or not all(1 <= extent <= _MAX_BOX for extent in box):
         raise ConfigError(
-            f"encode_tensor_map: box needs {axes} extents of 1..{_MOST_BOX}, got {box}"
+            f"encode_tensor_map: box needs {axes} extents of 1..{_MAX_BOX}, got {box}"
         )
     row_bytes = box[-1] * itemsize
     if row_bytes % 16 or (swizzle_bytes and row_bytes > swizzle_bytes):

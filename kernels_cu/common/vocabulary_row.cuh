@@ -238,7 +238,7 @@ CUKIT_DEVICE float extreme(const Vec<T, VecSize> (&vectors)[N]) {
 }
 
 // Merges over the warps of a block and the blocks of a cluster. The blocks of a cluster write their
-// results to each other's shared memory; each exchange has a slot of its own, used once.
+// results to each other's shared memory; each exchange has its own slot, used once.
 template <int Masses>
 class RowExchange {
  public:

@@ -70,7 +70,7 @@ def test_a_compile_error_quotes_the_source_line(sources):
     assert "k(N=3)" in message
 
 
-def test_a_wrong_entry_lists_the_existing_ones(sources):
+def test_a_missing_entry_lists_the_existing_ones(sources):
     with pytest.raises(CompileError, match=r"no extern \"C\" entry 'other'.*\['k'\]"):
         compile_kernel(KernelSpec("k.cu", "other", (("N", 3),), threads=32), "sm_80")
 

@@ -41,6 +41,6 @@ def test_counts_spills():
     assert (info.spill_store_bytes, info.spill_load_bytes) == (12, 16)
 
 
-def test_other_files_than_cubins_are_rejected():
+def test_files_that_are_not_cubins_are_rejected():
     with pytest.raises(CompileError, match="not a 64-bit ELF"):
         read_cubin(b"not a cubin at all", "k")

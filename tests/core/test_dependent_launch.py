@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import threading
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.core import dependent_launch
+import cukit as ck
+from cukit.core import backend, dependent_launch
 from cukit.core.dependent_launch import DependentFunction, _Attribute, _Config
 from cukit.core.device import current_device
+from cukit.core.kernel import Launch
+from cukit.core.source import kernels_root, read_source
 from cukit.errors import LaunchError
-from cukit.moe import expert_order
+from cukit.graph_memory import Transition, graph_diffusion
+from cukit.moe import expert_order, topk_router
 from cukit.reference import moe as reference
+from cukit.sequence import gated_scan, gated_scan_backward
+from tests.attention.test_new_lengths import Recorder
 
 
 def test_structures_have_the_layout_of_the_driver():
@@ -55,6 +63,110 @@ def test_threads_launch_on_their_own_streams(monkeypatch):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+def scan(channels):
+    x = np.zeros((1, 4096, 2, 64), np.float16)
+    decay = np.zeros((1, 4096, 2, *((64,) if channels else ())), np.float32)
+    state = np.zeros((1, 2, 64, 64), np.float32)
+    gated_scan(x, x, x, decay, initial_state=state)
+    gated_scan_backward(x, x, x, x, decay, initial_state=state, grad_final_state=state)
+
+
+def route(**options):
+    topk_router(np.zeros((4096, 64), np.float32), 4, **options)
+
+
+def diffuse():
+    offsets = np.arange(4097, dtype=np.int32)
+    edges = Transition(offsets, offsets[:-1].copy(), np.zeros(4096, np.float32))
+    graph_diffusion(np.zeros((4096, 512), np.float32), edges, steps=4)
+
+
+def attend(heads):
+    q = np.zeros((2, 1, heads, 576), ml_dtypes.bfloat16)
+    cache, table = np.zeros((200, 64, 1, 576), q.dtype), np.zeros((2, 100), np.int32)
+    ck.mla_attention(q, cache, table, np.full(2, 6000, np.int32))
+
+
+CHAINS = {
+    "scan": lambda: scan(channels=False),
+    "scan, channels": lambda: scan(channels=True),
+    "order": lambda: expert_order(np.zeros((4096, 4), np.int32), 64),
+    "router": lambda: route(losses=True),
+    "router, capacity": lambda: route(capacity=8),
+    "diffusion": diffuse,
+    "mla": lambda: attend(16),
+    "mla, 128 heads": lambda: attend(128),
+}
+CASES = [*((name, "sm_90") for name in CHAINS), ("scan", "sm_80"), ("scan, channels", "sm_80")]
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Returns a function that makes the calls of a chain and returns their launches with their
+    arrays."""
+    launches = []
+
+    def call(launch, *arrays, then=()):
+        launches.append((launch, arrays))
+
+    monkeypatch.setattr(Launch, "__call__", call)
+
+    def run(name, arch):
+        launches.clear()
+        previous = backend.activate(Recorder(arch))
+        try:
+            CHAINS[name]()
+        finally:
+            backend.activate(previous)
+        return list(launches)
+
+    return run
+
+
+def pointers(spec):
+    """For each of the first parameters of a kernel: whether it is `const` and `__restrict__`."""
+    text = re.sub(r"//[^\n]*", "", read_source(spec.source))
+    (parameters,) = re.findall(rf"__global__[^;{{]*?\b{spec.entry}\(([^{{]*)\) {{", text)
+    return [("const " in each, "__restrict__" in each) for each in parameters.split(",")]
+
+
+@pytest.mark.parametrize(("name", "arch"), CASES)
+def test_what_an_earlier_kernel_of_a_chain_writes_is_not_restrict(record, name, arch):
+    """Else the compiler may load it before the wait, or through the non-coherent cache."""
+    written, found = [], []
+    for launch, arrays in record(name, arch):
+        if not launch.dependent:
+            written.clear()
+        spec = launch.kernel.spec
+        flags = pointers(spec)
+        for index, (array, (const, restrict)) in enumerate(zip(arrays, flags, strict=False)):
+            if array is None or not isinstance(array, np.ndarray) or array.dtype.names:
+                continue
+            if const and restrict and any(np.shares_memory(array, each) for each in written):
+                found.append(f"{spec.source}: parameter {index} of {spec.entry}")
+        written += [
+            array
+            for array, (const, _) in zip(arrays, flags, strict=False)
+            if not const and isinstance(array, np.ndarray)
+        ]
+    assert not found
+
+
+def test_every_kernel_that_waits_is_in_a_recorded_chain(record):
+    waiting = {
+        str(path.relative_to(kernels_root()))
+        for path in kernels_root().rglob("*.cu")
+        if "wait_for_previous_grids()" in path.read_text()
+    }
+    recorded = {
+        launch.kernel.spec.source
+        for case in CASES
+        for launch, _ in record(*case)
+        if launch.dependent
+    }
+    assert recorded == waiting
 
 
 @pytest.mark.gpu

@@ -16,18 +16,18 @@ def test_parse_arch(name, expected):
 
 
 @pytest.mark.parametrize("name", ["", "sm_", "sm_9", "90", "compute_90", "sm_xy"])
-def test_parse_arch_refuses_other_names(name):
+def test_parse_arch_rejects_other_names(name):
     with pytest.raises(ConfigError, match="expected a name such as sm_80"):
         parse_arch(name)
 
 
-def test_architecture_specific_targets_from_hopper_on():
+def test_architecture_specific_targets_since_hopper():
     assert typical_device("sm_80").compile_arch == "sm_80"
     assert typical_device("sm_90a").compile_arch == "sm_90a"
     assert TYPICAL_DEVICES["sm_120"].compile_arch == "sm_120a"
 
 
-def test_unknown_arch_lists_the_known():
+def test_an_unknown_arch_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"known: .*sm_90"):
         typical_device("sm_70")
 

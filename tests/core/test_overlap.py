@@ -36,12 +36,12 @@ def test_overlaps_are_rejected(out, x, itself):
 
 
 @pytest.mark.parametrize(("out", "x"), APART.values(), ids=APART)
-def test_arrays_apart_are_not(out, x):
+def test_disjoint_arrays_are_accepted(out, x):
     check_overlap("op", out, x=x, absent=None)
     check_overlap("op", x, x=out)
 
 
-def test_an_array_itself_is_allowed_where_the_op_allows_it():
+def test_in_place_is_allowed_where_the_op_allows_it():
     check_overlap("op", FLAT[4:20], itself="x", x=FLAT[4:20])
     with pytest.raises(ArrayLayoutError, match="out overlaps x"):
         check_overlap("op", FLAT[4:20], x=FLAT[4:20])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import cukit
 from cukit.attention.flash._flash_plan import plan_flash_attention
 from cukit.attention.flash._problem import AttentionProblem
 from cukit.core.compiler import compile_kernel
 from cukit.core.device import typical_device
+from cukit.core.kernel import changed_by_value
 from cukit.core.parameters import layout_assertions, parameter_structs
 from cukit.errors import CompileError, LaunchError
 
@@ -125,3 +127,19 @@ def test_replaced_fields_are_packed_like_the_others(sources):
     assert packed.tobytes() == outer.pack(**given).tobytes()
     with pytest.raises(LaunchError, match=r"Outer: .*heads=4294967296"):
         outer.changed(packed, heads=1 << 32)
+
+
+def test_a_field_of_a_nested_struct_is_replaced(sources):
+    structs = parameter_structs("family/parameters.cuh")
+    outer, (_, last) = structs["Outer"], structs["Inner"].dtype.names
+    given = {"batch": 1, "heads": 2, "q": (3, 4), "k": (5, 6), "flags": 7, "scale": 0.5}
+    expected = outer.pack(**given | {"k": (5, 8)}).tobytes()
+    changes = {f"k.{last}": 8}
+    packed = outer.pack(**given)
+    assert outer.changed(packed, **changes).tobytes() == expected
+    assert changed_by_value(outer, packed, changes).storage.raw == expected
+    assert packed.tobytes() == outer.pack(**given).tobytes()
+    with cukit.backend("emulator"):
+        assert changed_by_value(outer, packed, changes).tobytes() == expected
+    with pytest.raises(LaunchError, match=rf"Outer: .*k.{last}='8'"):
+        changed_by_value(outer, packed, {f"k.{last}": "8"})

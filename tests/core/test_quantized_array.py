@@ -192,7 +192,7 @@ def test_arrays_of_two_devices_are_rejected():
         (None, None, slice(None, None, 3)), ((0, 2), 4, 6), ((), None, 1),
     ],
 )  # fmt: skip
-def test_indexing_takes_the_scales_along(device, rng, axis, group_size, index):
+def test_indexing_includes_the_scales(device, rng, axis, group_size, index):
     x = rng.integers(-8, 8, (10, 6, 5)).astype(np.float32)
     shape = scales_shape(x.shape, axis, group_size)
     scales, zeros = to_device(
@@ -241,7 +241,7 @@ def test_copies_and_moves(device, rng):
         copy.to_device("tpu")
 
 
-def test_moving_to_a_gpu_that_is_not_there():
+def test_moving_to_a_missing_gpu():
     if ck.default_device() == "gpu":
         pytest.skip("there is a GPU")
     with pytest.raises(UnsupportedDeviceError, match="cukit doctor"):

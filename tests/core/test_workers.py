@@ -1,4 +1,4 @@
-"""Work in other processes: results, errors, deaths, and no process left behind."""
+"""Work in other processes: results, errors, killed workers, and no process left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def die(number: int) -> int:
     return number
 
 
-def is_deaf(_: int) -> bool:
+def blocks_interrupts(_: int) -> bool:
     """True if this process blocks SIGINT."""
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
@@ -60,8 +60,8 @@ def test_workers_never_see_an_interrupt() -> None:
     """Including the first workers, with which Python also starts a helper process."""
     lines = (
         "from cukit.core.workers import run_in_workers",
-        "from tests.core.test_workers import is_deaf",
-        "if __name__ == '__main__': print(*run_in_workers(is_deaf, range(4), 2))",
+        "from tests.core.test_workers import blocks_interrupts",
+        "if __name__ == '__main__': print(*run_in_workers(blocks_interrupts, range(4), 2))",
     )
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True

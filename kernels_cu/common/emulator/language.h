@@ -190,6 +190,14 @@ inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline double __drcp_rn(double x) { return 1.0 / x; }
 // Directed rounding: the result rounded to nearest, moved by one ulp if it is on the wrong side.
 namespace cukit::emulator {
+// a + b, rounded to odd: an inexact sum has an odd last bit, so that rounding it again to float is exact.
+inline double sum_to_odd(double a, double b) {
+  const double sum = a + b, other = sum - a;
+  const double lost = (a - (sum - other)) + (b - other);
+  const bool inexact = lost < 0 || lost > 0;  // not NaN
+  if (!inexact || (__double_as_longlong(sum) & 1)) return sum;
+  return nextafter(sum, lost > 0 ? INFINITY : -INFINITY);
+}
 inline float toward(double exact, float nearest, float side) {
   const double error = exact - nearest;
   if (side == 0) return (error < 0) == (nearest > 0) && error != 0 ? nextafterf(nearest, 0) : nearest;
@@ -202,11 +210,11 @@ inline float toward(double exact, float nearest, float side) {
 #define CUKIT_DIRECTED(name, arguments, exact)                                                      \
   inline float name##_rz arguments { return ::cukit::emulator::toward(exact, float(exact), 0); } \
   CUKIT_DOWN_AND_UP(name, arguments, exact)
-CUKIT_DOWN_AND_UP(__fadd, (float a, float b), (double(a) + double(b)))  // _rz: arithmetic.h
-CUKIT_DIRECTED(__fsub, (float a, float b), (double(a) - double(b)))
+CUKIT_DOWN_AND_UP(__fadd, (float a, float b), ::cukit::emulator::sum_to_odd(a, b))  // _rz: arithmetic.h
+CUKIT_DIRECTED(__fsub, (float a, float b), ::cukit::emulator::sum_to_odd(a, -b))
 CUKIT_DIRECTED(__fmul, (float a, float b), (double(a) * double(b)))
 CUKIT_DIRECTED(__fdiv, (float a, float b), (double(a) / double(b)))
-CUKIT_DIRECTED(__fmaf, (float a, float b, float c), (double(a) * double(b) + double(c)))
+CUKIT_DIRECTED(__fmaf, (float a, float b, float c), ::cukit::emulator::sum_to_odd(double(a) * double(b), c))
 CUKIT_DIRECTED(__frcp, (float x), (1.0 / double(x)))
 CUKIT_DIRECTED(__fsqrt, (float x), (sqrt(double(x))))
 CUKIT_DIRECTED(__int2float, (int x), (double(x)))

@@ -1,3 +1,3 @@
-// Replaces CUDA's header: cuda_pipeline.h has it.
+// Replaces CUDA's header; its functions are in cuda_pipeline.h.
 #pragma once
 #include <cuda_pipeline.h>

@@ -1,3 +1,3 @@
-// Replaces CUDA's header: cooperative_groups.h has it.
+// Replaces CUDA's header; its functions are in cooperative_groups.h.
 #pragma once
 #include <cooperative_groups.h>
