@@ -26,7 +26,7 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
+from cukit.core.scalars import MAX_INT32, check_choice, check_flag, check_integer, check_number
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import grouped_gemm, grouped_gemm_backward
 from cukit.moe.permute import moe_permute
@@ -48,8 +48,7 @@ _LOGIT_THREADS = 256
 _VECS = 4
 """Vectors per thread of bank_combine_backward."""
 _TOKENS = 32
-"""Tokens of the part of a sample that a block of bank_means sums."""
-_MOST_INT32 = 2**31 - 1
+"""Tokens that one block of bank_means sums."""
 
 
 def layer_bank(
@@ -101,7 +100,7 @@ def layer_bank(
     _check(op, "x", x, router, layers)
     if top_k > len(router):
         raise ConfigError(f"{op}: top_k must be at most num_layers ({len(router)}), got {top_k}")
-    if x.size * top_k > _MOST_INT32 * x.shape[2]:
+    if x.size * top_k > MAX_INT32 * x.shape[2]:
         raise ArrayShapeError(f"{op}: batch * top_k * seq_len must be below 2^31, got {x.shape}")
     if not runs_kernel(op, x, router, layers):
         return reference.layer_bank(
@@ -454,7 +453,7 @@ def _own_specs(backward: bool) -> list[KernelSpec]:
 
 
 def _specs(backward: bool, ops: tuple[str, ...], device: Device) -> list[KernelSpec]:
-    """Kernel variants of its own and of the ops that it calls."""
+    """Its own kernel variants and those of the ops that it calls."""
     others = [spec for name in ops for spec in get_op(name).specs(device)]
     return list(dict.fromkeys([*_own_specs(backward), *others]))
 

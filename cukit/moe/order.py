@@ -18,24 +18,23 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_integer
+from cukit.core.scalars import MAX_INT32, check_integer
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import moe as reference
 from cukit.reference.moe import ExpertOrder
 from cukit.registry import register
 
 _PARAMETERS = parameter_structs("moe/parameters.cuh")["RoutingParameters"]
-_MOST_INT32 = 2**31 - 1
-MOST_EXPERTS = 1024
-_MOST_TABLE = 8192
-"""Most counters per block, one for each warp and expert: 32 KiB of shared memory."""
+MAX_EXPERTS = 1024
+_MAX_TABLE = 8192
+"""Maximum counters per block, one for each warp and expert: 32 KiB of shared memory."""
 _FEWEST_BINS = 32
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 _SMALLEST_CHUNK = 8
 """Tokens per block: with fewer, adding up the chunks' counts would take longer than counting."""
 _COUNT_WORD = np.dtype(np.uint64)
-_MOST_COUNT = 2**14 - 1
-"""The most choices of an expert in a chunk: a sum of four counts has 16 bits."""
+_MAX_COUNT = 2**14 - 1
+"""Maximum choices of one expert in a chunk: the sum of four counts must fit in 16 bits."""
 
 
 def expert_order(experts: Array, num_experts: int, *, capacity: int | None = None) -> ExpertOrder:
@@ -126,9 +125,9 @@ def plan_expert_order(
     There are more chunks if one would have more choices than a counter can hold.
     """
     bins = max(_FEWEST_BINS, 1 << (num_experts - 1).bit_length())
-    threads = min(_MOST_THREADS, _MOST_TABLE // bins * 32)
+    threads = min(_MAX_THREADS, _MAX_TABLE // bins * 32)
     chunk = max(_SMALLEST_CHUNK, -(-num_tokens // num_sms))
-    chunk = max(1, min(chunk, _MOST_COUNT // max(1, top_k)))
+    chunk = max(1, min(chunk, _MAX_COUNT // max(1, top_k)))
     return OrderConfig(bins, threads, chunk, max(1, -(-num_tokens // chunk)))
 
 
@@ -139,28 +138,28 @@ def empty_counts(like: Array, chunks: int, num_experts: int) -> Array:
 
 def check_expert_count(op: str, num_experts: int) -> None:
     """Raises ConfigError unless `num_experts` is positive and fits into int32."""
-    check_integer(op, "num_experts", num_experts, least=1, most=_MOST_INT32)
+    check_integer(op, "num_experts", num_experts, least=1, most=MAX_INT32)
 
 
 def check_capacity(op: str, capacity: int | None, num_experts: int) -> int | None:
     """`capacity` as an int. Raises ConfigError unless the rows of all experts fit into int32."""
     if capacity is None:
         return None
-    check_integer(op, "capacity", capacity, least=1, most=_MOST_INT32 // num_experts)
+    check_integer(op, "capacity", capacity, least=1, most=MAX_INT32 // num_experts)
     return int(capacity)
 
 
 def check_choices(op: str, num_choices: int) -> None:
     """Raises ArrayShapeError unless the number of choices fits into int32."""
-    if num_choices > _MOST_INT32:
-        raise ArrayShapeError(f"{op}: at most {_MOST_INT32} choices, got {num_choices}")
+    if num_choices > MAX_INT32:
+        raise ArrayShapeError(f"{op}: at most {MAX_INT32} choices, got {num_choices}")
 
 
 def check_expert_limit(op: str, num_experts: int) -> None:
     """Raises ConfigError for more experts than the kernels support."""
-    if num_experts > MOST_EXPERTS:
+    if num_experts > MAX_EXPERTS:
         raise ConfigError(
-            f"{op}: num_experts must be at most {MOST_EXPERTS} on the GPU, got {num_experts}"
+            f"{op}: num_experts must be at most {MAX_EXPERTS} on the GPU, got {num_experts}"
         )
 
 
@@ -173,9 +172,9 @@ def _check(experts: Array) -> None:
 def _prepare(experts: Array, num_experts: int, capacity: int | None) -> tuple[Launch, Launch, int]:
     _check(experts)
     check_expert_limit("expert_order", num_experts)
-    if experts.shape[1] > _MOST_COUNT:
+    if experts.shape[1] > _MAX_COUNT:
         raise ArrayShapeError(
-            f"expert_order: experts must have at most {_MOST_COUNT} columns (top_k) on the GPU, "
+            f"expert_order: experts must have at most {_MAX_COUNT} columns (top_k) on the GPU, "
             f"got shape {experts.shape}"
         )
     num_tokens, top_k = experts.shape

@@ -25,13 +25,12 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_integer
+from cukit.core.scalars import MAX_INT32, check_integer
 from cukit.errors import ArrayShapeError
 from cukit.reference import moe as reference
 from cukit.registry import register
 
 _PARAMETERS = parameter_structs("moe/parameters.cuh")["PermuteParameters"]
-_MOST_INT32 = 2**31 - 1
 _WARP = 32
 _FEW_THREADS = 128
 """Smaller blocks would leave an SM half empty."""
@@ -67,7 +66,7 @@ def moe_permute(
     x, rows, out = adopt("moe_permute", x, rows, out)
     check_overlap("moe_permute", out, x=x, rows=rows)
     if num_rows is not None:
-        check_integer("moe_permute", "num_rows", num_rows, least=0, most=_MOST_INT32)
+        check_integer("moe_permute", "num_rows", num_rows, least=0, most=MAX_INT32)
         num_rows = int(num_rows)
     if not runs_kernel("moe_permute", x, rows, out):
         _check_permute(x, rows, num_rows, out)
@@ -223,8 +222,8 @@ def _backward_spec(dtype: str, vec: int) -> KernelSpec:
 
 def _check_rows(op: str, rows: Array, weights: Array | None) -> None:
     check_array(op, "rows", rows, dtypes=(int32,), ndim=2)
-    if rows.size > _MOST_INT32:
-        raise ArrayShapeError(f"{op}: rows may have up to {_MOST_INT32} elements, got {rows.size}")
+    if rows.size > MAX_INT32:
+        raise ArrayShapeError(f"{op}: rows may have up to {MAX_INT32} elements, got {rows.size}")
     if weights is not None:
         check_array(op, "weights", weights, dtypes=(float32, float64), shape=rows.shape)
 

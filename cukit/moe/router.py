@@ -41,7 +41,7 @@ from cukit.registry import register
 
 _GRADIENT_PARAMETERS = parameter_structs("moe/parameters.cuh")["RouterGradientParameters"]
 _SCORINGS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
-_MOST_CHOICES = 32
+_MAX_CHOICES = 32
 """Each lane of a warp holds one."""
 _WHOLE_TOKENS = 16
 """The most tokens that one block routes and orders in a single launch."""
@@ -228,7 +228,7 @@ class RouterConfig:
             ("BIASED", self.biased),
             ("WHOLE", self.whole),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
-            ("MOST_CHOICES", _WHOLE_TOKENS * _MOST_CHOICES),
+            ("MAX_CHOICES", _WHOLE_TOKENS * _MAX_CHOICES),
         )
         return KernelSpec("moe/topk_router.cu", "topk_router", defines, self.order.threads)
 
@@ -396,8 +396,8 @@ def _check_top_k(op: str, top_k: int, num_experts: int) -> None:
 def _check_kernel(op: str, logits: Array, top_k: int) -> None:
     check_array(op, "logits", logits, dtypes=KERNEL_DTYPES)
     check_expert_limit(op, logits.shape[1])
-    if top_k > _MOST_CHOICES:
-        raise ConfigError(f"{op}: top_k must be at most {_MOST_CHOICES} on the GPU, got {top_k}")
+    if top_k > _MAX_CHOICES:
+        raise ConfigError(f"{op}: top_k must be at most {_MAX_CHOICES} on the GPU, got {top_k}")
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
   cukit::clear_bins(bins);
   __syncthreads();
   const cukit::Choices choices(p, blockIdx.x);
-  for (int i = choices.first + threadIdx.x; i < choices.end; i += THREADS) {
-    const unsigned expert = experts[i];
+  for (int i = threadIdx.x; i < choices.count; i += THREADS) {
+    const unsigned expert = experts[choices.first + i];
     if (expert < p.num_experts) atomicAdd(&bins[expert], 1);
   }
   __syncthreads();

@@ -56,12 +56,12 @@ struct OrderResult {
 };
 
 // The counts of a chunk: words of four 16-bit counts; word w has experts w, w + words, ... A
-// count is at most kMostCount, so that sums of kSummed words do not carry, and no word of counts is
+// count is at most kMaxCount, so that sums of kWordsPerSum words do not carry, and no word of counts is
 // kNoCounts.
 using CountWord = unsigned long long;
-constexpr int kSummed = 4;
-constexpr int kMostCount = 16383;
-static_assert(kSummed * kMostCount < 1 << 16, "sums do not carry");
+constexpr int kWordsPerSum = 4;
+constexpr int kMaxCount = 16383;
+static_assert(kWordsPerSum * kMaxCount < 1 << 16, "sums do not carry");
 constexpr CountWord kNoCounts = ~0ull;
 constexpr int kNoExpert = -1;
 
@@ -69,22 +69,26 @@ CUKIT_DEVICE int count_words(int num_experts) { return (num_experts + 3) / 4; }
 // For kernels that exchange counts: a thread writes at most one word of a chunk's counts.
 constexpr bool kCountsFit = BINS / 4 <= THREADS;
 
-// A chunk's choices [first, end), and this warp's contiguous part of them, one choice per lane and
-// round.
+// A chunk's tokens and choices, and this warp's contiguous part of the choices, one choice per lane
+// and round. Indices are relative to the chunk's first token or choice: near 2^31 tokens, absolute
+// indices beyond the end would overflow.
 struct Choices {
-  int first, end;
-  int rounds;
+  int first_token, tokens;
+  int first, count;
   int warps;  // number of warps that have choices
   int own_first, own_end;
 
   CUKIT_DEVICE Choices(const RoutingParameters& p, int chunk) {
-    first = min(chunk * p.chunk, p.num_tokens) * p.top_k;
-    end = min((chunk + 1) * p.chunk, p.num_tokens) * p.top_k;
-    rounds = (end - first + THREADS - 1) / THREADS;
+    const unsigned num_tokens = p.num_tokens;
+    first_token = min(static_cast<unsigned>(chunk) * p.chunk, num_tokens);
+    tokens = min(static_cast<unsigned>(p.chunk), num_tokens - first_token);
+    first = first_token * p.top_k;
+    count = tokens * p.top_k;
+    const int rounds = (count + THREADS - 1) / THREADS;
     const int each = max(1, rounds * kWarpSize);
-    warps = (end - first + each - 1) / each;
-    own_first = first + static_cast<int>(threadIdx.x) / kWarpSize * each;
-    own_end = min(own_first + each, end);
+    warps = (count + each - 1) / each;
+    own_first = static_cast<int>(threadIdx.x) / kWarpSize * each;
+    own_end = min(own_first + each, count);
   }
 
   // Whether the second kernel polls a router; the same for all chunks.
@@ -100,8 +104,8 @@ CUKIT_DEVICE void release_order(CountWord* counts, int* experts, const Choices& 
   if (polled) {
     const int words = count_words(p.num_experts);
     if (threadIdx.x < words) store_relaxed(counts + blockIdx.x * words + threadIdx.x, kNoCounts);
-    const int i = choices.first + threadIdx.x;
-    if (i < choices.end) store_relaxed(experts + i, kNoExpert);
+    const int i = threadIdx.x;
+    if (i < choices.count) store_relaxed(experts + choices.first + i, kNoExpert);
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -148,15 +152,15 @@ CUKIT_DEVICE void sum_counts(OrderTables& tables, const CountWord* counts, int c
   const int part = static_cast<int>(threadIdx.x) / words;
   const int word = static_cast<int>(threadIdx.x) - part * words;
   const int end = part < parts ? min((part + 1) * each, chunks) : 0;
-  for (int base = part * each; base < end; base += kSummed) {
-    CountWord packed[kSummed];
+  for (int base = part * each; base < end; base += kWordsPerSum) {
+    CountWord packed[kWordsPerSum];
 #pragma unroll
-    for (int i = 0; i < kSummed; ++i) {
+    for (int i = 0; i < kWordsPerSum; ++i) {
       packed[i] = base + i < end ? load_relaxed(counts + (base + i) * words + word) : 0;
     }
     CountWord earlier = 0, others = 0;
 #pragma unroll
-    for (int i = 0; i < kSummed; ++i) {
+    for (int i = 0; i < kWordsPerSum; ++i) {
       while (packed[i] == kNoCounts) packed[i] = load_relaxed(counts + (base + i) * words + word);
       if (base + i < chunk) {
         earlier += packed[i];
@@ -165,7 +169,7 @@ CUKIT_DEVICE void sum_counts(OrderTables& tables, const CountWord* counts, int c
       }
     }
     if (base < chunk) add_counts(tables.earlier + word, words, earlier);
-    if (base + kSummed > chunk) add_counts(tables.others + word, words, others);
+    if (base + kWordsPerSum > chunk) add_counts(tables.others + word, words, others);
   }
 }
 
@@ -178,9 +182,9 @@ CUKIT_DEVICE unsigned same_expert(unsigned expert, int num_experts) {
   return __match_any_sync(kFullMask, expert < num_experts ? expert : BINS);
 }
 
-// Adds the choices of each warp to the next warp's row of ranks. experts[i] belongs to choice
-// choices.first + i; Polls: read until the router has written it. Called by all threads after
-// clear_tables and a barrier; the caller synchronises afterwards.
+// Adds the choices of each warp to the next warp's row of ranks. experts: of the chunk's choices;
+// Polls: read until the router has written them. Called by all threads after clear_tables and a
+// barrier; the caller synchronises afterwards.
 template <bool Polls>
 CUKIT_DEVICE FirstChoice count_warps(OrderTables& tables, const int* experts, const Choices& choices,
                                      int num_experts) {
@@ -191,9 +195,8 @@ CUKIT_DEVICE FirstChoice count_warps(OrderTables& tables, const int* experts, co
     const int i = base + lane;
     unsigned expert = BINS;
     if (i < choices.own_end) {
-      const int* const from = experts + (i - choices.first);
       do {
-        expert = Polls ? load_relaxed(from) : *from;
+        expert = Polls ? load_relaxed(experts + i) : experts[i];
       } while (Polls && static_cast<int>(expert) == kNoExpert);
     }
     const unsigned peers = same_expert(expert, num_experts);
@@ -260,7 +263,7 @@ CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const C
     unsigned expert = first.expert;
     unsigned peers = first.peers;
     if (base > choices.own_first) {
-      expert = i < choices.own_end ? experts[i - choices.first] : BINS;
+      expert = i < choices.own_end ? experts[i] : BINS;
       peers = same_expert(expert, p.num_experts);
     }
     const bool chosen = expert < p.num_experts;
@@ -271,8 +274,8 @@ CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const C
     __syncwarp();
     if (i >= choices.own_end) continue;
     const bool fits = chosen && (p.capacity == 0 || row < (expert + 1) * p.capacity);
-    result.rows[i] = fits ? row : -1;
-    if (!fits && result.weights != nullptr) result.weights[i] = 0.0f;
+    result.rows[choices.first + i] = fits ? row : -1;
+    if (!fits && result.weights != nullptr) result.weights[choices.first + i] = 0.0f;
   }
 }
 

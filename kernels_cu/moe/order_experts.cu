@@ -3,8 +3,7 @@
 //
 // Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one
 //   more block computes the losses. Blocks may start while the first kernel still runs
-//   (moe/expert_order.cuh). The arrays that it writes are not __restrict__, which would let the
-//   compiler load them earlier.
+//   (moe/expert_order.cuh).
 // Shared memory: 4 * BINS * (THREADS / 32 + 2) bytes, static. Macros: moe/expert_order.cuh; LOSSES
 //   0|1; POLLS 0|1: whether the first kernel is a router, which writes `experts`; 1 with LOSSES.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and

@@ -13,10 +13,10 @@
 //   choice takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE:
 //   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
 //   from `chunk_counts`, and its blocks may already be resident on the same SMs and poll both.
-// Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES
+// Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with WHOLE 4 * MAX_CHOICES
 //   more; static.
 // Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
-//   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MOST_CHOICES, an upper
+//   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MAX_CHOICES, an upper
 //   bound of num_tokens * top_k with WHOLE. top_k is at most 32. Minimum architecture: sm_80.
 //   Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
@@ -36,7 +36,7 @@ using cukit::kWarps;
 using cukit::kWarpSize;
 
 static_assert(WHOLE || cukit::kCountsFit, "a thread writes at most one word of counts");
-constexpr unsigned kTaken = 0;  // below every key
+constexpr unsigned kRemoved = 0;  // below every key
 
 constexpr bool kSoftmax = cukit::kScoring == cukit::Scoring::Softmax;
 // Whether the softmax's sum is computed. Weights with a sum of 1 do not depend on it.
@@ -59,8 +59,8 @@ constexpr Search kSearch = kPerLane <= 4   ? Search::Packed
 // A lane's remaining experts: sorted keys, and the experts in the bytes of a word, the best in the
 // lowest byte.
 template <Search Kind>
-struct Left {
-  CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
+struct Candidates {
+  CUKIT_DEVICE explicit Candidates(const unsigned (&all)[kPerLane]) {
     static_assert(Kind == Search::Packed && BINS <= 256, "an expert in a byte");
     packed = threadIdx.x % kWarpSize * kPerLane * 0x01010101u + 0x03020100u;
 #pragma unroll
@@ -81,10 +81,10 @@ struct Left {
   CUKIT_DEVICE Chosen best() const { return {keys[0], static_cast<int>(packed)}; }
   CUKIT_DEVICE static int expert_of(const Chosen& chosen) { return chosen.expert & 0xff; }
 
-  CUKIT_DEVICE void take_best() {
+  CUKIT_DEVICE void remove_best() {
 #pragma unroll
     for (int j = 0; j + 1 < kPerLane; ++j) keys[j] = keys[j + 1];
-    keys[kPerLane - 1] = kTaken;
+    keys[kPerLane - 1] = kRemoved;
     packed >>= 8;
   }
 
@@ -95,8 +95,8 @@ struct Left {
 
 // The same with sorted pairs.
 template <>
-struct Left<Search::Sorted> {
-  CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
+struct Candidates<Search::Sorted> {
+  CUKIT_DEVICE explicit Candidates(const unsigned (&keys)[kPerLane]) {
     const int first_expert = threadIdx.x % kWarpSize * kPerLane;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) sorted[j] = {keys[j], first_expert + j};
@@ -109,10 +109,10 @@ struct Left<Search::Sorted> {
   CUKIT_DEVICE const Chosen& best() const { return sorted[0]; }
   CUKIT_DEVICE static int expert_of(const Chosen& chosen) { return chosen.expert; }
 
-  CUKIT_DEVICE void take_best() {
+  CUKIT_DEVICE void remove_best() {
 #pragma unroll
     for (int j = 0; j + 1 < kPerLane; ++j) sorted[j] = sorted[j + 1];
-    sorted[kPerLane - 1].key = kTaken;
+    sorted[kPerLane - 1].key = kRemoved;
   }
 
  private:
@@ -128,8 +128,8 @@ struct Left<Search::Sorted> {
 
 // The same without an order.
 template <>
-struct Left<Search::Scan> {
-  CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
+struct Candidates<Search::Scan> {
+  CUKIT_DEVICE explicit Candidates(const unsigned (&all)[kPerLane]) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) keys[j] = all[j];
     find();
@@ -138,10 +138,10 @@ struct Left<Search::Scan> {
   CUKIT_DEVICE const Chosen& best() const { return found; }
   CUKIT_DEVICE static int expert_of(const Chosen& chosen) { return chosen.expert; }
 
-  CUKIT_DEVICE void take_best() {
+  CUKIT_DEVICE void remove_best() {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (found.expert % kPerLane == j) keys[j] = kTaken;
+      if (found.expert % kPerLane == j) keys[j] = kRemoved;
     }
     find();
   }
@@ -151,7 +151,7 @@ struct Left<Search::Scan> {
   unsigned keys[kPerLane];
 
   CUKIT_DEVICE void find() {
-    found = {kTaken, 0};
+    found = {kRemoved, 0};
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       if (keys[j] > found.key) {
@@ -207,21 +207,21 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const int expert = lane * kPerLane + j;
     const bool exists = expert < p.num_experts;
     const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
-    keys[j] = exists ? cukit::key_of(ranked) : kTaken;
+    keys[j] = exists ? cukit::key_of(ranked) : kRemoved;
   }
-  Left<kSearch> left(keys);
+  Candidates<kSearch> candidates(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
-    const unsigned key = __reduce_max_sync(kFullMask, left.best().key);
-    const bool has_it = left.best().key == key;
+    const unsigned key = __reduce_max_sync(kFullMask, candidates.best().key);
+    const bool has_it = candidates.best().key == key;
     const unsigned holders = __ballot_sync(kFullMask, has_it);
     if (has_it && (holders & ((1u << lane) - 1)) == 0) {  // the lowest lane has the lowest expert
-      own[slot] = left.best();
-      left.take_best();
+      own[slot] = candidates.best();
+      candidates.remove_best();
     }
   }
   __syncwarp();
   Choice choice;
-  if (lane < p.top_k) choice = {left.expert_of(own[lane]), cukit::number_of(own[lane].key)};
+  if (lane < p.top_k) choice = {candidates.expert_of(own[lane]), cukit::number_of(own[lane].key)};
   __syncwarp();  // `own` is reused for the next token
   if constexpr (BIASED) {
     // The ranked value includes the bias: fetch the score from the lane that holds it.
@@ -284,14 +284,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     float* __restrict__ losses,      // [2]: balance, z; with WHOLE and LOSSES
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
-  __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
+  __shared__ int chosen[WHOLE ? MAX_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
   const cukit::Choices choices(p, blockIdx.x);
-  const int end = min((static_cast<int>(blockIdx.x) + 1) * p.chunk, p.num_tokens);
-  int token = blockIdx.x * p.chunk + threadIdx.x / kWarpSize;
-  const auto logits_of = [&](int t) { return logits + static_cast<long long>(t) * p.num_experts; };
+  const auto logits_of = [&](int token) {
+    return logits + static_cast<long long>(choices.first_token + token) * p.num_experts;
+  };
+  int token = threadIdx.x / kWarpSize;
   cukit::LogitRow<T> next;
-  if (token < end) next.load(logits_of(token), p.num_experts);
+  if (token < choices.tokens) next.load(logits_of(token), p.num_experts);
   cukit::clear_bins(tables.others);
   if constexpr (WHOLE) cukit::clear_bins(tables.earlier);
   if constexpr (WHOLE) {
@@ -301,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
   }
 
   TokenSums sums;
-  while (token < end) {
+  while (token < choices.tokens) {
     float row[kPerLane], scores[kPerLane];
     next.convert(row, p.num_experts);
     const cukit::RowSoftmax softmax(row, kNeedsSum);
@@ -315,14 +316,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     if constexpr (LOSSES) sums.add(row, scores, softmax);
     const Choice choice = choose(row, scores, softmax, bias, p);
     if (lane < p.top_k) {
-      const int at = token * p.top_k + lane;
-      weights[at] = choice.score;
-      cukit::store_relaxed(experts + at, choice.expert);
-      if constexpr (WHOLE) chosen[at] = choice.expert;
+      const int i = token * p.top_k + lane;
+      weights[choices.first + i] = choice.score;
+      cukit::store_relaxed(experts + choices.first + i, choice.expert);
+      if constexpr (WHOLE) chosen[i] = choice.expert;
       atomicAdd(&tables.others[choice.expert], 1);
     }
     token += kWarps;
-    if (token < end) next.load(logits_of(token), p.num_experts);
+    if (token < choices.tokens) next.load(logits_of(token), p.num_experts);
   }
 
   if constexpr (LOSSES) {

@@ -60,7 +60,7 @@ def test_more_tokens_than_threads(device, rng):
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [("float32", 33), ("bfloat16", 40), ("float16", 600)])
-def test_rows_go_to_the_block_and_back(device, rng, dtype, hidden):
+def test_rows_are_gathered_and_scattered_back(device, rng, dtype, hidden):
     routing = routing_of(rng)
     x = random(rng, (BATCH, SEQ_LEN, hidden), dtype)
     y, grad = random(rng, (BATCH, CAPACITY, hidden), dtype), random(rng, x.shape, dtype)
@@ -83,7 +83,7 @@ def test_rows_go_to_the_block_and_back(device, rng, dtype, hidden):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_router_s_gradient(device, rng, dtype):
+def test_the_gradient_of_the_router(device, rng, dtype):
     routing = routing_of(rng)
     grad = random(rng, routing.weights.shape, "float32")
     placed = to_device(device, grad, routing.weights, routing.slots)

@@ -83,7 +83,7 @@ def test_the_definition(rng):
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_gradients_are_differences(rng, renormalize):
+def test_gradients_match_finite_differences(rng, renormalize):
     """Through the routing weights and through the layers; the choice of layers is constant."""
     x, router, layers, _ = make(rng, (3, 4, 6, 4, 2), "float64")
     options = {"activation": "gelu", "renormalize": renormalize}
