@@ -108,7 +108,7 @@ def with_blocks(ours: Call, cluster: int, threads: int) -> Call:
     drawing = module.RequestOptions("sample", {**options, "seed": 0})
     with mock.patch.object(module, "plan_sample", plan):
         module._prepare.forget()
-        prepared = module._prepare(logits, None, module._draws(drawing, logits.shape[1], 0))
+        prepared = module._prepare(logits, None, module.draws_of(drawing, logits.shape[1]))
         module._prepare.forget()
 
     def call() -> Any:

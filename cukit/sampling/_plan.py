@@ -11,7 +11,7 @@ from cukit.core.kernel import KernelSpec
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of the kernel: sums of integer weights must fit in 63 bits."""
 MOST_LISTED = 512
-"""Most log-probabilities per row that the kernel lists."""
+"""Maximum number of log-probabilities per row that the kernel lists."""
 
 MOST_BEST = 128
 """kMostBest in kernels_cu/sampling/best.cuh: most tokens found in a single pass over a row."""
@@ -25,8 +25,6 @@ _LIGHT_ACCESS = 4
 _SMALL_BLOCK = 128
 _SMALL_SHARE = 2048
 """Most tokens per block for which four warps suffice."""
-_RESIDENT_TOKENS = 16640
-"""Most tokens per block of which two blocks fit on a Hopper SM."""
 _LARGEST_CLUSTER = 8
 _WARP = 32
 _ATOM_TOKENS = 1024
@@ -59,7 +57,9 @@ class SampleConfig:
     atoms: int
     """Atoms per block."""
     draws: str
-    """What rows may need: "Few" tokens, "All" (no truncation), "Any" or "Drafts" (verified)."""
+    """What rows may need: "Few" tokens, "All" (no truncation) or "Any"."""
+    verifies: bool
+    """Rows may have drafted tokens to verify."""
     capacity: int
     """Tokens that fit in a list of candidates; 0 without a list."""
 
@@ -72,8 +72,7 @@ class SampleConfig:
     @property
     def blocks_per_sm(self) -> int:
         """Blocks per SM for which registers are limited."""
-        streams = not self.resident and self.draws != "Drafts"
-        full_sm = streams and not self.penalized and self.threads > _SMALL_BLOCK
+        full_sm = not self.resident and not self.penalized and self.threads > _SMALL_BLOCK
         return max(_FULL_BLOCK // self.threads, 1) if full_sm else 1
 
     def spec(self) -> KernelSpec:
@@ -87,6 +86,7 @@ class SampleConfig:
             ("PENALIZED", self.penalized),
             ("ATOM", self.atom),
             ("DRAWS", self.draws),
+            ("VERIFIES", self.verifies),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
         )
         source = "sampling/sample.cu"
@@ -103,19 +103,20 @@ def plan_sample(
     *,
     penalized: bool = False,
     draws: str = "Any",
+    verifies: bool = False,
 ) -> SampleConfig:
     """The launch configuration.
 
     Rows are streamed by one block each, because the end of a row takes longer with more blocks: on
     an H200, with top_k, one large block per row took 20.7 us for one row and 29.0 us for 64 rows,
     eight and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
-    One cluster per row, with enough blocks to hold the row in shared memory, and more if there are
-    too few rows to fill the GPU, verifies drafts, and truncates otherwise than by a small top_k if
-    there are few rows: with top_p, clusters of eight took 38 us for 8 rows and 64 us, two waves,
-    for 16, single blocks 66 us and 67 us. Before Hopper clusters have one block.
+    If there are few rows, which are truncated otherwise than by a small top_k, a cluster keeps each
+    row in shared memory: with top_p, clusters of eight took 38 us for 8 rows and 64 us, two waves,
+    for 16, single blocks 66 us and 67 us. The same holds for drafts without truncation: rejected
+    drafts read the row again. Before Hopper there are no clusters.
 
     vec: logits per access, a divisor of `vocab_size`.
-    draws: as in SampleConfig.
+    draws, verifies: as in SampleConfig.
     """
     tokens = _SMALL_ATOM_TOKENS if vocab_size < _SMALL_VOCABULARY else _ATOM_TOKENS
     streamed = SampleConfig(
@@ -128,11 +129,13 @@ def plan_sample(
         atom=tokens // (_WARP * vec),
         atoms=-(-vocab_size // tokens),
         draws=draws,
+        verifies=verifies,
         capacity=0,
     )
-    if draws == "Drafts" or (draws == "Any" and _few_rows(num_rows, vocab_size, device)):
-        spread = _spread(streamed, num_rows, vocab_size, device)
-        if draws == "Drafts" or spread.resident:
+    spreads = draws == "Any" or (draws == "All" and verifies)
+    if spreads and _few_rows(num_rows, vocab_size, device):
+        spread = _spread(streamed, vocab_size)
+        if spread.shared_bytes <= device.shared_bytes_per_block:
             return spread
     alone = num_rows <= device.num_sms or draws == "Any"
     if alone and vocab_size > _SMALL_SHARE and vec <= _LIGHT_ACCESS and not penalized:
@@ -153,25 +156,19 @@ def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
     )
 
 
-def _spread(streamed: SampleConfig, num_rows: int, vocab_size: int, device: Device) -> SampleConfig:
-    """A cluster per row, which keeps the row in shared memory if it fits."""
+def _spread(streamed: SampleConfig, vocab_size: int) -> SampleConfig:
+    """A cluster per row, which keeps the row in shared memory."""
     cluster = 1
-    while (
-        device.compute_capability >= (9, 0)
-        and cluster < _LARGEST_CLUSTER
-        and _needs_more_blocks(num_rows, vocab_size, cluster, device)
-    ):
+    while cluster < _LARGEST_CLUSTER and vocab_size > 2 * _SMALL_SHARE * cluster:
         cluster *= 2
-    share = -(-vocab_size // cluster)
-    config = replace(
+    return replace(
         streamed,
-        threads=_SMALL_BLOCK if share <= _SMALL_SHARE else _SHARED_BLOCK,
+        threads=_SHARED_BLOCK,
         cluster=cluster,
         resident=True,
+        draws="Any",
         atoms=-(-streamed.atoms // cluster),
     )
-    fits = config.shared_bytes <= device.shared_bytes_per_block
-    return config if fits else replace(config, resident=False)
 
 
 def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
@@ -179,9 +176,3 @@ def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
     share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
     free = min(share, device.shared_bytes_per_block) - config.shared_bytes
     return max(min(free // 8, _MOST_CANDIDATES, vocab_size), 0)
-
-
-def _needs_more_blocks(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:
-    share = vocab_size / cluster
-    too_large = share > _RESIDENT_TOKENS
-    return too_large or (share > 2 * _SMALL_SHARE and 2 * num_rows * cluster <= device.num_sms)

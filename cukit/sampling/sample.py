@@ -148,7 +148,7 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    prepared = _prepare(logits, history, _draws(options, vocab_size, top_n))
+    prepared = _prepare(logits, history, draws_of(options, vocab_size, top_n))
     counts = NULL
     if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
@@ -208,7 +208,7 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
-def _draws(options: RequestOptions, vocab_size: int, top_n: int) -> str:
+def draws_of(options: RequestOptions, vocab_size: int, top_n: int = 0) -> str:
     """What the rows may need, as far as the host can tell: `draws` of SampleConfig."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
     top_k = options.number("top_k") if options.number("top_k") < vocab_size else 0

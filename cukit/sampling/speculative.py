@@ -25,7 +25,7 @@ from cukit.reference.sampling import Verified
 from cukit.registry import register
 from cukit.sampling._options import RequestOptions
 from cukit.sampling._plan import SampleConfig, plan_sample
-from cukit.sampling.sample import check_limits, check_vocabulary, pack_options
+from cukit.sampling.sample import check_limits, check_vocabulary, draws_of, pack_options
 
 _COLLECT = parameter_structs("sampling/parameters.cuh")["CollectParameters"]
 _COLLECT_THREADS = 128
@@ -101,7 +101,7 @@ def speculative_verify(
     if draft_probs is not None:
         check_array(op, "draft_probs", draft_probs, dtypes=(float32,))
     batch, turns, vocab_size = logits.shape
-    prepared = _prepare(logits)
+    prepared = _prepare(logits, draws_of(options, vocab_size))
     drawn, accepted = (empty(logits, (batch, turns), int32) for _ in range(2))
     tokens, num_accepted = empty(logits, (batch, turns), int32), empty(logits, (batch,), int32)
     if batch:
@@ -132,7 +132,7 @@ class _Prepared(NamedTuple):
 
 
 @launch_plan
-def _prepare(logits: Array) -> _Prepared:
+def _prepare(logits: Array, draws: str) -> _Prepared:
     batch, turns, vocab_size = logits.shape
     config = plan_sample(
         batch * turns,
@@ -140,12 +140,14 @@ def _prepare(logits: Array) -> _Prepared:
         logits.dtype.name,
         access_width(vocab_size, logits),
         current_device(),
-        draws="Drafts",
+        draws=draws,
+        verifies=True,
     )
     verify = Launch(load_kernel(config.spec()), (batch * turns * config.cluster,))
     parameters = _COLLECT.pack(num_requests=batch, num_drafts=turns - 1)
     grid = (-(-batch // _COLLECT_THREADS),)
-    return _Prepared(verify, Launch(load_kernel(_collect_spec()), grid, (parameters,)), config)
+    collect = Launch(load_kernel(_collect_spec()), grid, (parameters,), dependent=True)
+    return _Prepared(verify, collect, config)
 
 
 @cache
@@ -176,11 +178,14 @@ def _check(
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = [
-        plan_sample(rows, vocab, dtype, vec, device, draws="Drafts")
-        for rows, vocab, dtype, vec in (
-            (6, 128256, "float32", 4),
-            (256, 128256, "bfloat16", 8),
-            (8, 512, "float16", 8),
+        plan_sample(rows, vocab, dtype, vec, device, draws=draws, verifies=True)
+        for rows, vocab, dtype, vec, draws in (
+            (256, 128256, "float32", 4, "Few"),
+            (256, 128256, "float32", 4, "All"),
+            (6, 128256, "float32", 4, "Any"),
+            (256, 128256, "float32", 4, "Any"),
+            (256, 128256, "bfloat16", 8, "Any"),
+            (8, 512, "float16", 8, "Any"),
         )
     ]
     return [*(config.spec() for config in rows), _collect_spec()]

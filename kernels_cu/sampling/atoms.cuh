@@ -1,6 +1,7 @@
 // The atoms of a row (row.cuh), distributed over the warps: one reading of the row yields the sums of all atoms, from
 // which the total weight of the row follows and, without truncation, a draw: the random number selects an atom, of
-// which one warp reads the logits again and selects the token.
+// which one warp reads the logits again and selects the token. Draws with other weights, such as those of the tokens
+// above a cut, replace the sums by those of the other weights, in another pass over the row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -44,6 +45,86 @@ class Atoms {
     const AtomSum sum = row_.sum_of(vectors, first, most, slope);
     if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_] = sum;
   }
+
+  // Leaves a token out of total() and draw(). `x`: its logit. Called by all threads, after total().
+  CUKIT_DEVICE void exclude(float x, int token, float slope) {
+    excluded_ = token;
+    const int atom = token / kAtomTokens;
+    if (threadIdx.x != 0 || atom < begin_ || atom >= end_) return;
+    AtomSum& sum = sums_[atom - begin_];
+    TermSum term;
+    term.add(exp2f((x - sum.largest) * slope));
+    if (sum.sum > 0) sum.sum -= term.value();
+  }
+
+  // Sums the weights weigh(logit, token, other) over the row, and replaces the sums of the atoms, for find(). `other` is
+  // what weigh.other(token) has loaded.
+  template <typename WeightOf>
+  CUKIT_DEVICE Team::Sum sum(const WeightOf& weigh) {
+    uint64 own = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < row_.iterations(); begin += ATOM) {
+      uint64 sum = 0;
+#pragma unroll 1
+      for (int i = begin; i < begin + ATOM; i += kAccessesOf8) {
+        uint64 weights[kAccessesOf8][VEC];
+        float x[kAccessesOf8][VEC];
+        load_weights(weights, x, i, weigh);
+#pragma unroll
+        for (int u = 0; u < kAccessesOf8; ++u) {
+#pragma unroll
+          for (int j = 0; j < VEC; ++j) sum += weights[u][j];
+        }
+      }
+      own += sum;
+      replace(own_atom(begin), warp_sum(sum));
+    }
+    return team_.sum(own);
+  }
+
+  // Calls winner(logit, token) for the token at `place` of sum(weigh).
+  template <typename WeightOf, typename Winner>
+  CUKIT_DEVICE void find(const Team::Sum& sum, uint64 place, const WeightOf& weigh,
+                         const Winner& winner) const {
+    if (place < sum.before) return;
+    uint64 before = sum.before;
+    int begin = 0;
+#pragma unroll 1
+    for (; begin < row_.iterations(); begin += ATOM) {
+      const uint64 upto = before + replaced(own_atom(begin));
+      if (place < upto) break;
+      before = upto;
+    }
+    if (begin >= row_.iterations()) return;
+#pragma unroll 1
+    for (int i = begin; i < begin + ATOM; ++i) {
+      uint64 weights[1][VEC], own = 0;
+      float x[1][VEC];
+      load_weights(weights, x, i, weigh);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) own += weights[0][j];
+      const uint64 upto = warp_scan(own);
+      uint64 mine = before + upto - own;
+      if (mine <= place && place < mine + own) {
+        float logit = 0.0f;
+        int column = 0;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          if (mine <= place && place < mine + weights[0][j]) {
+            logit = x[0][j];
+            column = row_.column(i) + j;
+          }
+          mine += weights[0][j];
+        }
+        winner(logit, column);
+      }
+      before += __shfl_sync(kFullMask, upto, kWarpSize - 1);
+      if (before > place) return;
+    }
+  }
+
+  // Whether sum() includes all tokens.
+  CUKIT_DEVICE bool complete() const { return true; }
 
   // Replaces the sum of an atom, which total() and draw() no longer need, by another.
   CUKIT_DEVICE void replace(int atom, uint64 sum) {
@@ -110,7 +191,7 @@ class Atoms {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int first = number * kAtomTokens;
     const auto logit = [&](int token) {
-      return token < row_.columns() ? row_.at(token) : -infinity();
+      return token < row_.columns() && token != excluded_ ? row_.at(token) : -infinity();
     };
     TermSum terms;
 #pragma unroll 8
@@ -131,10 +212,35 @@ class Atoms {
     if (before <= place && place < before + own) winner(x, token);
   }
 
+  // The atom of this warp that begins with access i.
+  CUKIT_DEVICE int own_atom(int i) const {
+    return begin_ + static_cast<int>(threadIdx.x) / kWarpSize * row_.rounds() + i / ATOM;
+  }
+
+  // The logits and weights of this thread's N accesses from i on. All loads come first, so that they overlap.
+  template <int N, typename WeightOf>
+  CUKIT_DEVICE void load_weights(uint64 (&weights)[N][VEC], float (&x)[N][VEC], int i,
+                                 const WeightOf& weigh) const {
+    float other[N][VEC];
+#pragma unroll
+    for (int u = 0; u < N; ++u) {
+      row_.fetch(x[u], i + u);
+      const bool exists = row_.column(i + u) < row_.columns();
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) other[u][j] = exists ? weigh.other(row_.column(i + u) + j) : 0.0f;
+    }
+#pragma unroll
+    for (int u = 0; u < N; ++u) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) weights[u][j] = weigh(x[u][j], row_.column(i + u) + j, other[u][j]);
+    }
+  }
+
   Team& team_;
   const Row& row_;
   AtomSum* sums_;
   int begin_, end_;
+  int excluded_ = -1;
 };
 
 }  // namespace cukit

@@ -112,10 +112,20 @@ class Candidates {
     return weight * static_cast<float>(1ull << kScale) > static_cast<float>(least_weight);
   }
 
-  // Draws in order of token id, with weights weight_of(logit, token), which are 0 for tokens below the list: the sums
-  // of the atoms' weights select an atom, which is read again.
-  template <typename WeightOf, typename Winner>
-  CUKIT_DEVICE void draw(uint64 uniform, const WeightOf& weight_of, const Winner& winner) {
+  // Weights of the atoms.
+  struct Sum {
+    uint64 own[kBins / THREADS];  // of consecutive atoms
+    uint64 before;                // of the atoms of the threads before this one
+    uint64 total;
+  };
+
+  // Whether the list has all kept tokens: false after narrow(), which sums the weights of those above it.
+  CUKIT_DEVICE bool complete() const { return upper_ == infinity(); }
+
+  // Sums the weights weight_of(logit, token) by atom: those of the list and, unless it is complete, the sums of
+  // narrow(). Weights of tokens below the list must be 0.
+  template <typename WeightOf>
+  CUKIT_DEVICE Sum sum(const WeightOf& weight_of) {
     // Neighbours in the list are of one atom: a thread adds up neighbours.
     const auto add = [&](int atom, uint64 sum) {
       if (sum == 0) return;
@@ -139,16 +149,24 @@ class Candidates {
     }
     add(current, sum);
     __syncthreads();
-    uint64 sums[kBins / THREADS], total;
+    Sum sums;
 #pragma unroll
     for (int j = 0; j < kBins / THREADS; ++j) {
       const int atom = threadIdx.x * (kBins / THREADS) + j;
-      sums[j] = (static_cast<uint64>(space_.bins[1][atom]) << kHalf) + space_.bins[0][atom];
-      if (upper_ < infinity() && atom < row_.atoms()) sums[j] += atoms_.replaced(atom);
+      sums.own[j] = (static_cast<uint64>(space_.bins[1][atom]) << kHalf) + space_.bins[0][atom];
+      space_.bins[0][atom] = space_.bins[1][atom] = 0;
+      if (!complete() && atom < row_.atoms()) sums.own[j] += atoms_.replaced(atom);
     }
-    uint64 before = prefix(sums, total);
+    sums.before = prefix(sums.own, sums.total);
+    return sums;
+  }
+
+  // Calls winner(logit, token) for the token at `place` of sum(weight_of), in order of token id: the sums of the atoms
+  // select an atom, which is read again.
+  template <typename WeightOf, typename Winner>
+  CUKIT_DEVICE void find(const Sum& sum, uint64 place, const WeightOf& weight_of, const Winner& winner) {
     unsigned message[kMessage] = {};
-    const bool sends = find(sums, before, __umul64hi(uniform, total), [&](int j, uint64 left) {
+    const bool sends = locate(sum.own, sum.before, place, [&](int j, uint64 left) {
       message[0] = threadIdx.x * (kBins / THREADS) + j;
       message[1] = static_cast<unsigned>(left);
       message[2] = static_cast<unsigned>(left >> 32);
@@ -163,9 +181,10 @@ class Candidates {
       const bool exists = offset + j < kAtomTokens && first + j < columns();
       weights[j] = exists ? weight_of(row_.at(first + j), first + j) : 0;
     }
-    before = prefix(weights, total);
-    find(weights, before, static_cast<uint64>(message[2]) << 32 | message[1],
-         [&](int j, uint64) { winner(row_.at(first + j), first + j); });
+    uint64 total;
+    const uint64 before = prefix(weights, total);
+    locate(weights, before, static_cast<uint64>(message[2]) << 32 | message[1],
+           [&](int j, uint64) { winner(row_.at(first + j), first + j); });
   }
 
  private:
@@ -173,8 +192,8 @@ class Candidates {
   static constexpr int kHalf = 21;
   static constexpr unsigned kLowMask = (1u << kHalf) - 1;
   static_assert(kScale <= 2 * kHalf && kHalf + 10 <= 31, "sums of 1024 halves fit in 32 bits");
-  // Vectors of a lane's first atom in the sample: 8 logits, so that a block of 512 threads samples 4096.
-  static constexpr int kSampled = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VEC : ATOM;
+  // Vectors of a lane's first atom in the sample: a block of 512 threads samples 4096 logits.
+  static constexpr int kSampled = kAccessesOf8;
   static constexpr float kPerOctave = 32.0f;
   static constexpr int kBinScale = 30;
   // Standard deviations by which the number of tokens that the sample predicts may be exceeded.
@@ -202,7 +221,7 @@ class Candidates {
 
   // Calls found(j, left) in the thread whose value j contains `place`, which is true for one thread.
   template <int N, typename Found>
-  CUKIT_DEVICE bool find(const uint64 (&own)[N], uint64 before, uint64 place, const Found& found) const {
+  CUKIT_DEVICE bool locate(const uint64 (&own)[N], uint64 before, uint64 place, const Found& found) const {
     bool here = false;
 #pragma unroll
     for (int j = 0; j < N; ++j) {

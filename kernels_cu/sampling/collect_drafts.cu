@@ -4,14 +4,16 @@
 // Mapping: one thread per request. Macros: THREADS. Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, speculative_verify.
 #include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "sampling/parameters.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) collect_drafts(
-    const int* __restrict__ drawn,     // [requests, num_drafts + 1]
-    const int* __restrict__ accepted,  // [requests, num_drafts + 1]: 1, 0, or -1: invalid row
-    int* tokens,                       // [requests, num_drafts + 1]; -1 past the last
-    int* num_accepted,                 // [requests]; -1: invalid row
+    const int* drawn,     // [requests, num_drafts + 1]
+    const int* accepted,  // [requests, num_drafts + 1]: 1, 0, or -1: invalid row
+    int* tokens,          // [requests, num_drafts + 1]; -1 past the last
+    int* num_accepted,    // [requests]; -1: invalid row
     const __grid_constant__ cukit::CollectParameters p) {
+  cukit::wait_for_previous_grids();
   const int request = static_cast<int>(blockIdx.x) * THREADS + static_cast<int>(threadIdx.x);
   if (request >= p.num_requests) return;
   const long long first = static_cast<long long>(request) * (p.num_drafts + 1);

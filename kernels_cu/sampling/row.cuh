@@ -25,6 +25,11 @@ struct Penalties {
   const int* counts;  // [vocab_size], with PENALIZED
   float repetition, presence, frequency;
 
+  CUKIT_DEVICE bool valid() const {
+    return repetition > 0.0f && repetition < infinity() && fabsf(presence) < infinity() &&
+           fabsf(frequency) < infinity();
+  }
+
   // Keskar et al., arXiv:1909.05858 (repetition).
   CUKIT_DEVICE float apply(float x, int column) const {
     const int count = counts[column];
@@ -37,6 +42,8 @@ struct Penalties {
 };
 
 constexpr int kAtomTokens = ATOM * kWarpSize * VEC;
+// Accesses of a lane that are 8 logits, or an atom.
+constexpr int kAccessesOf8 = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VEC : ATOM;
 
 constexpr int kAtomScale = 45;
 

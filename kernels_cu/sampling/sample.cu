@@ -13,37 +13,43 @@
 // Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
+// Drafts (VERIFIES): each position of a request is a row. A drafted token is accepted with probability
+//   min(1, p / q), or replaced by a draw from max(p - q, 0); p: the kept weights / their sum (draft.cuh).
+//
 // Mapping, by DRAWS, which tells what the rows may need:
-//   Few, no more than 128 tokens; All, no truncation; Any, not RESIDENT: one block per row, which it reads once if
-//     possible, by best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several
-//     times.
-//   Any, RESIDENT; Drafts, which verifies drafts: one cluster per row, which keeps it in shared memory if it fits.
-//     select.cuh finds the cut, and all threads sum the kept weights.
+//   Few, no more than 128 tokens; All, no truncation; Any: one block per row, which it reads once if possible, by
+//     best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several times. Without
+//     truncation, or if candidates.cuh lists only the tokens around the cut, a rejected draft with probabilities
+//     takes another pass over the row and over the probabilities.
+//   RESIDENT: one cluster per row, which keeps it in shared memory. select.cuh finds the cut, and all threads sum the
+//     kept weights.
 // Shared memory, dynamic: kWorkspaceBytes + 16 bytes, and with RESIDENT 4 bytes per token, for each atom of the block +
 //   8 * capacity bytes.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1: needs DRAWS
-//   Any or Drafts; PENALIZED 0|1; DRAWS Few|All|Any|Drafts: CLUSTER above 1 needs RESIDENT or Drafts; ATOM: row.cuh;
-//   BLOCKS_PER_SM.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90, RESIDENT); RESIDENT 0|1: needs
+//   DRAWS Any; PENALIZED 0|1; DRAWS Few|All|Any; VERIFIES 0|1; ATOM: row.cuh; BLOCKS_PER_SM.
 //   Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
 #include "common/philox.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "sampling/best.cuh"
 #include "sampling/candidates.cuh"
+#include "sampling/draft.cuh"
 
 namespace {
 
-enum class Draws { Few, All, Any, Drafts };
+enum class Draws { Few, All, Any };
 constexpr Draws kDraws = Draws::DRAWS;
-constexpr bool kVerify = kDraws == Draws::Drafts;
-constexpr bool kStreams = !kVerify && !RESIDENT;
+constexpr bool kVerify = VERIFIES;
+constexpr bool kStreams = !RESIDENT;
 static_assert(!kStreams || CLUSTER == 1, "a block streams a row");
-static_assert(!RESIDENT || kVerify || kDraws == Draws::Any);
+static_assert(!RESIDENT || kDraws == Draws::Any);
 
 using cukit::Atoms;
 using cukit::By;
 using cukit::Candidates;
 using cukit::Cut;
+using cukit::Draft;
 using cukit::Row;
 using cukit::SampleParameters;
 using cukit::Scaled;
@@ -56,6 +62,7 @@ using T = cukit::element_t;
 
 constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // random streams
 constexpr int kListed = 512;  // largest top_k drawn from a sorted list
+constexpr int kPer = cukit::kMost / THREADS;  // entries of a sorted list per thread
 
 template <typename V>
 CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
@@ -73,60 +80,50 @@ struct Draw {
   }
 };
 
+// The weights of a row's tokens: of those that a cut and min_p keep, and what a rejected draft leaves of them.
+struct Kept {
+  float largest, slope;
+  Cut cut;
+  uint64 least_weight;
+  Draft draft{};
+  double share = 0.0;  // 1 / the kept weight, if the draft is rejected
+
+  CUKIT_DEVICE void reject(uint64 total) { share = 1.0 / static_cast<double>(total); }
+  CUKIT_DEVICE uint64 before_rejection(float x, int column) const {
+    const uint64 weight = cut.keeps(x, column) ? Scaled(largest - x, slope).weight() : 0;
+    return weight >= least_weight ? weight : 0;
+  }
+  // The draft's probability of a token, if needed. It can be loaded before the weight is known.
+  CUKIT_DEVICE float other(int column) const {
+    return kVerify && share > 0.0 ? draft.probability(column) : 0.0f;
+  }
+  CUKIT_DEVICE uint64 operator()(float x, int column, float q) const {
+    const uint64 weight = before_rejection(x, column);
+    return kVerify && share > 0.0 ? draft.excess(weight, share, column, q) : weight;
+  }
+  CUKIT_DEVICE uint64 operator()(float x, int column) const {
+    const uint64 weight = before_rejection(x, column);
+    return kVerify && share > 0.0 && weight > 0 ? draft.excess(weight, share, column, other(column)) : weight;
+  }
+};
+
 // Where the results of a row are written.
 struct Results {
   int* token;
   float* logprob;        // with p.logprobs
   int* top_tokens;       // [top_n]
   float* top_logprobs;   // [top_n]
-  int* accepted;         // with Drafts
+  int* accepted;         // with VERIFIES
 };
 
 CUKIT_DEVICE float log_of(uint64 weights) {
   return cukit::kLn2 * (log2f(static_cast<float>(weights)) - static_cast<float>(cukit::kScale));
 }
 
-// Calls winner(logit, token) for the token whose interval in the prefix sum of weights contains `place`.
-template <typename WeightOf, typename Winner>
-CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
-                             const WeightOf& weight_of, const Winner& winner) {
-  if (place < sum.before) return;
-  uint64 before = sum.before;
-#pragma unroll 1
-  for (int i = 0; i < row.iterations(); ++i) {
-    float x[VEC];
-    row.fetch(x, i);
-    uint64 own = 0;
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) own += weight_of(x[j], row.column(i) + j);
-    const uint64 upto = cukit::warp_scan(own);
-    uint64 mine = before + upto - own;
-    if (mine <= place && place < mine + own) {
-      float logit = 0.0f;
-      int column = 0;
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const uint64 weight = weight_of(x[j], row.column(i) + j);
-        if (mine <= place && place < mine + weight) {
-          logit = x[j];
-          column = row.column(i) + j;
-        }
-        mine += weight;
-      }
-      winner(logit, column);
-    }
-    before += __shfl_sync(cukit::kFullMask, upto, cukit::kWarpSize - 1);
-    if (before > place) return;
-  }
-}
-
-// Applies top_p and min_p to the first `ranked` entries of a sorted list, and draws from the kept tokens in
-// order of token id. Block 0 only. weights: shared memory for `ranked` values.
-template <typename Winner>
-CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* scans,
-                                 float largest, float slope, const Draw& draw, int ranked,
-                                 const Winner& winner) {
-  constexpr int kPer = cukit::kMost / THREADS;
+// Stores the weights of the first `ranked` entries of a sorted list: 0 for those that top_p and min_p exclude. Block 0
+// only, as the functions below; weights: shared memory for `ranked` values.
+CUKIT_DEVICE void weigh_list(const uint64* list, uint64* weights, uint64* scans, float largest, float slope,
+                             const Draw& draw, int ranked) {
   uint64 own[kPer], sum = 0, total;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
@@ -146,6 +143,47 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
     before += own[j];
   }
   __syncthreads();
+}
+
+// Returns the sum of a list's weights, and the weight of a token.
+CUKIT_DEVICE uint64 sum_of_list(const uint64* list, const uint64* weights, int ranked, int token,
+                                uint64& of_token) {
+  uint64 sum = of_token = 0;
+  for (int i = static_cast<int>(threadIdx.x) % cukit::kWarpSize; i < ranked; i += cukit::kWarpSize) {
+    sum += weights[i];
+    if (static_cast<int>(static_cast<unsigned>(list[i])) == token) of_token = weights[i];
+  }
+  of_token = cukit::warp_sum(of_token);
+  return cukit::warp_sum(sum);
+}
+
+// Replaces a list's weights by those that are left after a draft was rejected, unless nothing is left.
+CUKIT_DEVICE void subtract_draft(const uint64* list, uint64* weights, int ranked, const Draft& draft, uint64 total) {
+  const double share = 1.0 / static_cast<double>(total);
+  uint64 left[kPer], any = 0;
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    const int at = threadIdx.x * kPer + j;
+    left[j] = 0;
+    if (at < ranked && weights[at] > 0) {
+      const int token = static_cast<int>(static_cast<unsigned>(list[at]));
+      left[j] = draft.excess(weights[at], share, token, draft.probability(token));
+    }
+    any |= left[j];
+  }
+  if (__syncthreads_or(any != 0) == 0) return;
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    const int at = threadIdx.x * kPer + j;
+    if (at < ranked) weights[at] = left[j];
+  }
+  __syncthreads();
+}
+
+// Draws from a list in order of token id.
+template <typename Winner>
+CUKIT_DEVICE void draw_from_list(const uint64* list, const uint64* weights, int ranked, uint64 uniform,
+                                 const Winner& winner) {
   // kLanes lanes per entry sum the weights of all entries, and of those with a smaller token id.
   constexpr int kLanes = 8;
   const int part = threadIdx.x % kLanes;
@@ -164,7 +202,7 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
       kept += __shfl_xor_sync(cukit::kFullMask, kept, offset);
       lower += __shfl_xor_sync(cukit::kFullMask, lower, offset);
     }
-    const uint64 place = __umul64hi(draw.uniform(kDraw), kept);
+    const uint64 place = __umul64hi(uniform, kept);
     if (part == 0 && i < ranked && lower <= place && place < lower + weights[i]) {
       winner(cukit::logit_of(static_cast<unsigned>(list[i] >> 32)), static_cast<int>(token));
     }
@@ -208,14 +246,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     const float* __restrict__ frequency,
     const long long* __restrict__ seed,
     const long long* __restrict__ step,
-    const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with Drafts
+    const int* __restrict__ drafts,         // [requests, rows_per_request - 1], with VERIFIES
     const float* __restrict__ draft_probs,  // [requests, rows_per_request - 1, vocab_size] or null
     int* tokens,                            // [num_rows]; -1: invalid row
     float* logprobs,                        // [num_rows]
     int* top_tokens,                        // [num_rows, top_n]
     float* top_logprobs,                    // [num_rows, top_n]
-    int* accepted,                          // [num_rows], with Drafts: 1, 0, or -1: invalid row
+    int* accepted,                          // [num_rows], with VERIFIES: 1, 0, or -1: invalid row
     const __grid_constant__ SampleParameters p) {
+  if constexpr (kVerify) cukit::release_next_grid();
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   Workspace& space = *reinterpret_cast<Workspace*>(memory);
   auto* sums = reinterpret_cast<cukit::AtomSum*>(memory + cukit::kWorkspaceBytes);
@@ -241,11 +280,17 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     draw.step = (step == nullptr ? p.step : static_cast<uint64>(step[request])) + turn;
     return draw;
   };
+  const auto draft_of_row = [&] {
+    const long long at = static_cast<long long>(request) * (p.rows_per_request - 1) + turn;
+    const int token = drafts[at];
+    return Draft{token >= 0 && token < p.vocab_size ? token : -1,
+                 draft_probs == nullptr ? nullptr : draft_probs + at * p.vocab_size};
+  };
   const float heat = option(temperature, request, p.temperature);
   const int k = option(top_k, request, p.top_k);
   const float least_part = option(min_p, request, p.min_p), part = option(top_p, request, p.top_p);
-  const bool valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && part >= 0.0f &&
-                     least_part <= 1.0f && least_part >= 0.0f;
+  bool valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && part >= 0.0f && part <= 1.0f &&
+               least_part <= 1.0f && least_part >= 0.0f;
   // Clamped to (0, infinity), so that slope * infinity is infinity and slope * 0 is 0.
   const float slope =
       heat > 0.0f ? fminf(fmaxf(cukit::kLog2E / heat, 1.2e-38f), 3.0e38f) : cukit::kLog2E;
@@ -258,14 +303,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                  option(repetition, request, p.repetition_penalty),
                  option(presence, request, p.presence_penalty),
                  option(frequency, request, p.frequency_penalty)};
+    valid = valid && penalties.valid();
   }
   Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, static_cast<float*>(values),
           team.rank(), p);
   Atoms atoms(team, row, sums);
   const bool truncates = most > 0 || part < 1.0f || least_part > 0.0f;
   const bool drafting = kVerify && turn < p.rows_per_request - 1;
-  const bool weighs = p.logprobs || (truncates ? most == 0 && part < 1.0f : !drafting);
-  const bool short_list = !kVerify && most > 0 && most <= kListed;
+  const bool weighs = p.logprobs || !truncates || (most == 0 && part < 1.0f);
+  const bool short_list = most > 0 && most <= kListed;
   const int want = max(short_list ? most : 0, p.top_n);
 
   float largest = 0.0f;
@@ -279,6 +325,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       return false;
     }
     largest = cukit::logit_of(least);
+    if (kVerify && team.leads() && threadIdx.x == 0) *results_of_row().accepted = 0;
     return true;
   };
   // Log-probabilities are normalised over the whole vocabulary.
@@ -290,9 +337,28 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     *results.token = token;
     if (p.logprobs) *results.logprob = logprob_of(x);
   };
+  // Whether the draft, of this weight, is accepted: then writes the results.
+  const auto accepts = [&](const Draft& draft, uint64 weight, uint64 total) {
+    const bool accepted = draft.accepted(weight, total, draw_of_row().uniform(kAccept));
+    if (accepted && team.leads() && threadIdx.x == 0) {
+      const Results results = results_of_row();
+      *results.token = draft.token;
+      *results.accepted = 1;
+    }
+    return accepted;
+  };
   // Draws from the sorted list of the first `most` tokens.
-  const auto draw_listed = [&](uint64* scratch) {
-    draw_from_list(space.list, scratch, space.scans, largest, slope, draw_of_row(), most, drawn);
+  const auto draw_listed = [&](uint64* weights) {
+    const Draw draw = draw_of_row();
+    weigh_list(space.list, weights, space.scans, largest, slope, draw, most);
+    if (drafting) {
+      const Draft draft = draft_of_row();
+      uint64 of_draft;
+      const uint64 total = sum_of_list(space.list, weights, most, draft.token, of_draft);
+      if (accepts(draft, of_draft, total)) return;
+      subtract_draft(space.list, weights, most, draft, total);
+    }
+    draw_from_list(space.list, weights, most, draw.uniform(drafting ? kResample : kDraw), drawn);
   };
   // Writes the most likely tokens, and draws if `most` of them suffice. count: tokens of block 0's list.
   const auto use_list = [&](int count) {
@@ -312,15 +378,52 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     }
     return cut;
   };
-  const auto weight_within = [&](const Cut& cut, uint64 least_weight, float x, int column) -> uint64 {
-    if (!cut.keeps(x, column)) return 0;
-    const uint64 weight = Scaled(largest - x, slope).weight();
-    return weight >= least_weight ? weight : 0;
+  // Draws from the tokens that a cut and min_p keep, or verifies the draft. source: Atoms or Candidates.
+  // rejected: the kept weight, if the draft has been rejected; else 0. Returns it if it is rejected now, and cannot be
+  // replaced by a token of the source.
+  const auto draw_kept = [&](auto& source, const Cut& cut, uint64 rejected) -> uint64 {
+    Kept kept{largest, slope, cut, draw_of_row().least_weight};
+    if (drafting) kept.draft = draft_of_row();
+    if (rejected > 0) kept.reject(rejected);
+#pragma unroll 1
+    for (;;) {
+      const auto sum = source.sum(kept);
+      if (drafting && rejected == 0) {
+        const int token = kept.draft.token;
+        if (accepts(kept.draft, token < 0 ? 0 : kept(row.at(token), token), sum.total)) return 0;
+        rejected = sum.total;
+        if (!source.complete()) return rejected;
+        kept.reject(rejected);
+      } else if (sum.total > 0) {
+        const uint64 uniform = draw_of_row().uniform(drafting ? kResample : kDraw);
+        source.find(sum, __umul64hi(uniform, sum.total), kept, drawn);
+        return 0;
+      } else {
+        kept.share = 0.0;  // nothing is left
+      }
+    }
   };
-  const auto draw_atom = [&] {
-    const Team::Sum sum = atoms.total(largest, slope);
+  // The same without truncation.
+  const auto draw_atom = [&]() -> uint64 {
+    Team::Sum sum = atoms.total(largest, slope);
     all = sum.total;
-    atoms.draw(sum, __umul64hi(draw_of_row().uniform(kDraw), sum.total), largest, slope, drawn);
+    if (drafting) {
+      const Draft draft = draft_of_row();
+      const float x = draft.token < 0 ? -cukit::infinity() : row.at(draft.token);
+      if (accepts(draft, Scaled(largest - x, slope).weight(), all)) return 0;
+      if (draft.probs != nullptr) return all;
+      if (draft.token >= 0) {
+        atoms.exclude(x, draft.token, slope);
+        sum = atoms.total(largest, slope);
+        if (sum.total == 0) {  // nothing is left
+          if (team.leads() && threadIdx.x == 0) drawn(x, draft.token);
+          return 0;
+        }
+      }
+    }
+    const uint64 uniform = draw_of_row().uniform(drafting ? kResample : kDraw);
+    atoms.draw(sum, __umul64hi(uniform, sum.total), largest, slope, drawn);
+    return 0;
   };
   // Reads the row in order; returns the smallest key of this thread's logits.
   const auto read = [&] {
@@ -334,7 +437,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     return cukit::descending_key(top + 0.0f);
   };
 
-  unsigned own;  // smallest key of this thread's logits
+  Cut cut;              // the last token that top_k and top_p keep
+  uint64 rejected = 0;  // the kept weight, once a draft has been rejected: `cut` is known
+  unsigned own;         // smallest key of this thread's logits
   if constexpr (kStreams) {
     if (kDraws != Draws::All && short_list && want <= cukit::kMostBest) {
       cukit::Best best(team, row, space, atoms);
@@ -349,8 +454,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       }
     } else if (kDraws == Draws::All || !(truncates || want > 0)) {
       if (!start(team.least(read()))) return;
-      draw_atom();
-      return;
+      rejected = draw_atom();
+      if (rejected == 0) return;
     } else if constexpr (kDraws == Draws::Any) {
       const cukit::List list(static_cast<uint64*>(values), &space.cursor, p.capacity);
       Candidates candidates(team, row, space, atoms, list);
@@ -378,7 +483,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         uint64 target = cukit::part_of(all, part);
         const uint64 least_weight = draw_of_row().least_weight;
         bool exceeded = true;
-        Cut cut;
 #pragma unroll 1
         for (bool narrowed = false; suffices || narrowed; narrowed = true) {
           if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
@@ -391,18 +495,17 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           }
         }
         if (suffices) {
-          candidates.draw(
-              draw_of_row().uniform(kDraw),
-              [&](float x, int token) { return weight_within(cut, least_weight, x, token); },
-              drawn);
-          return;
+          rejected = draw_kept(candidates, cut, 0);
+          if (rejected == 0) return;
         }
       }
     }
-    __syncthreads();
-    for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
-    if (threadIdx.x == 0) space.cursor = 0;
-    __syncthreads();
+    if (rejected == 0) {
+      __syncthreads();
+      for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
+      if (threadIdx.x == 0) space.cursor = 0;
+      __syncthreads();
+    }
   } else {
     own = read();
     team.wait_for_start();
@@ -410,71 +513,24 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     if (weighs) all = atoms.total(largest, slope).total;
   }
 
-  Selection<Row> selection(team, row, space, largest, slope);
-  if (want > 0) {
-    int count = selection.collect_best(want, own);
-    if (count > cukit::kMost) {
+  if (kDraws != Draws::All && rejected == 0) {
+    Selection<Row> selection(team, row, space, largest, slope);
+    if (want > 0) {
+      int count = selection.collect_best(want, own);
+      if (count > cukit::kMost) {
+        bool exceeded;
+        count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
+      }
+      use_list(count);
+      if (short_list) return;
+    }
+    if (truncates) {
       bool exceeded;
-      count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
-    }
-    use_list(count);
-    if (short_list) return;
-  }
-  if (kVerify && !drafting && team.leads() && threadIdx.x == 0) *results_of_row().accepted = 0;
-  if (!truncates && !drafting) {
-    draw_atom();
-    return;
-  }
-  bool exceeded;
-  const Cut cut = cut_of(selection, cukit::part_of(all, part), exceeded);
-  const Results results = results_of_row();
-  const Draw draw = draw_of_row();
-  const auto weight_of = [&](float x, int column) { return weight_within(cut, draw.least_weight, x, column); };
-  const auto sum_of = [&](const auto& weigh) {
-    uint64 sum = 0;
-    row.each([&](float x, int column) { sum += weigh(x, column); });
-    return team.sum(sum);
-  };
-  const Team::Sum kept = sum_of(weight_of);
-
-  unsigned stream = kDraw;
-  if constexpr (kVerify) {
-    const int num_drafts = p.rows_per_request - 1;
-    if (drafting) {
-      const long long at = static_cast<long long>(request) * num_drafts + turn;
-      const int draft = drafts[at];
-      const bool exists = draft >= 0 && draft < p.vocab_size;
-      const float* draft_row =
-          draft_probs == nullptr ? nullptr : draft_probs + at * p.vocab_size;
-      const uint64 weight = exists ? weight_of(row.at(draft), draft) : 0;
-      const double expected = draft_row == nullptr || !exists ? 1.0 : draft_row[draft];
-      const uint64 bits = draw.uniform(kAccept);
-      const double uniform = static_cast<double>(bits >> 11) * 1.1102230246251565e-16;  // 2^-53
-      const bool accept =
-          uniform * expected * static_cast<double>(kept.total) < static_cast<double>(weight);
-      const bool writes = team.leads() && threadIdx.x == 0;
-      if (writes) *results.accepted = accept;
-      if (accept) {
-        if (writes) drawn(row.at(draft), draft);
-        return;
-      }
-      // Rejected: resample from the residual max(0, p_target - p_draft).
-      stream = kResample;
-      const double share = 1.0 / static_cast<double>(kept.total);
-      const auto excess = [&](float x, int column) -> uint64 {
-        const uint64 weight = weight_of(x, column);
-        if (weight == 0 || draft_row == nullptr) return column == draft ? 0 : weight;
-        const double more = static_cast<double>(weight) * share - draft_row[column];
-        return more > 0.0 ? static_cast<uint64>(more * static_cast<double>(1ull << cukit::kScale)) : 0;
-      };
-      const Team::Sum left = sum_of(excess);
-      if (left.total > 0) {
-        const uint64 uniform_bits = draw.uniform(stream);
-        find_token(row, left, __umul64hi(uniform_bits, left.total), excess, drawn);
-        return;
-      }
+      cut = cut_of(selection, cukit::part_of(all, part), exceeded);
+    } else {
+      rejected = draw_atom();
+      if (rejected == 0) return;
     }
   }
-  const uint64 uniform = draw.uniform(stream);
-  find_token(row, kept, __umul64hi(uniform, kept.total), weight_of, drawn);
+  draw_kept(atoms, cut, rejected);
 }

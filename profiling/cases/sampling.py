@@ -38,7 +38,9 @@ def cases(small: bool = False) -> list[Case]:
         sample_case(batches[-1], vocab_size, TOP_K_TOP_P, logprobs=5),
         sample_case(batches[-1], vocab_size, TOP_P, logprobs=0),
         sample_case(batches[-1], vocab_size, TOP_K_TOP_P, dtype="bfloat16"),
-        verify_case(batches[-1] // 4, 3, vocab_size),
+        verify_case(2, 3, vocab_size, TOP_K_TOP_P),
+        verify_case(batches[-1] // 4, 3, vocab_size, TOP_K_TOP_P),
+        verify_case(batches[-1] // 4, 3, vocab_size, PLAIN),
     ]
 
 
@@ -147,25 +149,64 @@ def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:
     return function
 
 
-def verify_case(batch: int, num_drafts: int, vocab_size: int) -> Case:
-    """Drafts that are mostly the target's most likely tokens, with their distribution."""
+def verify_case(batch: int, num_drafts: int, vocab_size: int, options: Options) -> Case:
+    """Drafts that are the target's most likely tokens and are accepted, except those of the last
+    request, which are rejected."""
 
     def build() -> Workload:
         logits = normal((batch, num_drafts + 1, vocab_size), "float32", SPREAD)
         probs = abs(normal((batch, num_drafts, vocab_size), "float32", 1 / vocab_size))
         drafts = integers(0, vocab_size, (batch, num_drafts)).astype(np.int32)
-        best = logits[:, :num_drafts].argmax(axis=-1).astype(np.int32)
-        drafts[1:] = best[1:]
-        call = partial(
-            sampling.speculative_verify, drafts, logits, draft_probs=probs, **TOP_K_TOP_P
-        )
+        drafts[:-1] = logits[:-1, :num_drafts].argmax(axis=-1).astype(np.int32)
+        probs[-1, np.arange(num_drafts), drafts[-1]] = 1
+        arguments = {"draft_probs": probs, **options}
+        call = partial(sampling.speculative_verify, drafts, logits, **arguments)
         return Workload(
-            {"cukit": lambda: call},
-            lambda: reference.speculative_verify(drafts, logits, draft_probs=probs, **TOP_K_TOP_P),
+            {
+                "cukit": lambda: call,
+                "flashinfer": partial(flashinfer_verify, drafts, logits, probs, options),
+            },
+            lambda: reference.speculative_verify(drafts, logits, **arguments),
             tolerance=NEARLY_EQUAL,
+            views={"flashinfer": partial(_verifiable, drafts, logits, arguments)},
         )
 
-    name = f"{batch}x{num_drafts} drafts of {vocab_size}, top k 50, top p 0.9"
+    words = [name.replace("_", " ") + f" {value}" for name, value in options.items()]
+    name = ", ".join([f"{batch}x{num_drafts} drafts of {vocab_size}", *words])
     # For a rejected draft, its distribution is read as well.
     moved = batch * (num_drafts + 1) * vocab_size * itemsize("float32")
     return Case(FAMILY, "speculative_verify", name, "float32", build, bytes=moved)
+
+
+def flashinfer_verify(drafts: Any, logits: Any, probs: Any, options: Options) -> Call:
+    """FlashInfer's chain_speculative_sampling, which takes the target's truncated probabilities."""
+    module = peers.optional("flashinfer.sampling")
+    tokens, x, q = map(peers.to_torch, (drafts, logits, probs))
+
+    def call() -> Any:
+        target = module.softmax(x.reshape(-1, x.shape[-1]))
+        if "top_k" in options:
+            target = module.top_k_renorm_probs(target, options["top_k"])
+        if "top_p" in options:
+            target = module.top_p_renorm_probs(target, options["top_p"])
+        return module.chain_speculative_sampling(q, tokens, target.reshape(x.shape))
+
+    return call
+
+
+def _verifiable(drafts: Any, logits: Any, arguments: Options, result: Any) -> Any:
+    """The reference's results for requests of which the peer's tokens are permitted, else -2."""
+    xp = array_module()
+    tokens, _, emitted = (xp.asarray(part.cpu().numpy()) for part in result)
+    options = {name: value for name, value in arguments.items() if name != "draft_probs"}
+    expected = reference.speculative_verify(drafts, logits, **arguments)
+    kept = reference.kept_tokens(logits.reshape(-1, logits.shape[-1]), **options)
+    rows = xp.arange(len(kept)).reshape(tokens.shape)
+    permitted = (tokens < 0) | kept[rows, xp.maximum(tokens, 0)]
+    counts = expected.num_accepted
+    permitted &= (tokens < 0) == (xp.arange(tokens.shape[1]) > counts[:, None])
+    right = permitted.all(axis=1) & (emitted == counts)
+    return (
+        xp.where(right[:, None], expected.tokens, -2),
+        xp.where(right, counts, -2),
+    )

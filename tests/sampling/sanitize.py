@@ -29,7 +29,7 @@ def tokens() -> None:
 
 def drafts() -> None:
     rng = np.random.default_rng(3)
-    for batch, num_drafts, vocab_size in ((5, 3, 300), (2, 2, 20000)):
+    for batch, num_drafts, vocab_size in ((5, 3, 300), (2, 2, 20000), (4, 2, 20000)):
         logits = random(rng, (batch, num_drafts + 1, vocab_size), "float16")
         tokens = rng.integers(0, vocab_size, (batch, num_drafts)).astype(np.int32)
         probs = np.full((batch, num_drafts, vocab_size), 1 / vocab_size, np.float32)

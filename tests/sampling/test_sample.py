@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,13 +78,13 @@ def test_matches_reference(device, rng, shape, options, dtype):
         options["logprobs"] = min(options["logprobs"], shape[1])
     got = results_of(device, *to_device(device, logits), **options)
     wide = reference.sample(logits.astype(np.float64), **options)
-    if dtype != "float32" and shape[1] > 10000:  # ties by the hundred: what is equal, is equal
+    if dtype != "float32" and shape[1] > 10000:  # hundreds of ties
         got, wide = got._replace(top_tokens=None), wide._replace(top_tokens=None)
     assert_same(got, wide)
 
 
 def test_options_of_each_request(device, rng):
-    """Every row as a call of its own with numbers for options."""
+    """Each row equals a separate call with numbers for options."""
     batch, vocab_size = 6, 3000
     logits = random(rng, (batch, vocab_size), "float32", scale=3)
     history = rng.integers(-1, vocab_size, (batch, 40)).astype(np.int32)
@@ -125,7 +126,7 @@ def test_options_of_each_request(device, rng):
     ("name", "value"), [("temperature", 0.5), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1)]
 )
 def test_one_option_of_each_request(device, rng, name, value):
-    """An array beside numbers, as the number for all."""
+    """An array of equal values gives the same tokens as the number."""
     (x,) = to_device(device, random(rng, (3, 100), "float32"))
     (each,) = to_device(device, np.full(3, value, np.int32 if name == "top_k" else np.float32))
     mine = to_host(sample(x, seed=7, **{name: each}).tokens)
@@ -280,12 +281,12 @@ def test_masked_tokens_are_never_drawn(device, rng):
 
 
 def test_what_cannot_be_sampled_is_refused_alone(device, rng):
-    logits = random(rng, (9, 900), "float32")
+    logits = random(rng, (10, 900), "float32")
     logits[1, 800], logits[2, 3], logits[3] = np.nan, np.inf, -np.inf
     options = {
-        "temperature": np.array([1, 1, 1, 1, -1, np.nan, 1, 1, np.inf], np.float32),
-        "top_k": np.array([5, 5, 5, 5, 5, 5, -2, 5, 5], np.int32),
-        "top_p": np.array([1, 1, 1, 1, 1, 1, 1, np.nan, 1], np.float32),
+        "temperature": np.array([1, 1, 1, 1, -1, np.nan, 1, 1, np.inf, 1], np.float32),
+        "top_k": np.array([5, 5, 5, 5, 5, 5, -2, 5, 5, 5], np.int32),
+        "top_p": np.array([1, 1, 1, 1, 1, 1, 1, np.nan, 1, 1.01], np.float32),
     }
     placed = dict(zip(options, to_device(device, *options.values()), strict=True))
     (x,) = to_device(device, logits)
@@ -296,6 +297,33 @@ def test_what_cannot_be_sampled_is_refused_alone(device, rng):
     assert np.isnan(to_host(got.top_logprobs)[1:]).all()
     assert to_host(got.tokens)[0] == to_host(sample(x[:1], top_k=5).tokens)[0]
     assert_same(got, reference.sample(logits, logprobs=2, **options))
+
+
+def test_penalties_out_of_range_are_refused_alone(device, rng):
+    logits = random(rng, (6, 900), "float32")
+    penalties = {
+        "repetition_penalty": np.array([1.1, 0, -1, np.inf, 1, 1], np.float32),
+        "presence_penalty": np.array([0.1, 0, 0, 0, np.nan, 0], np.float32),
+        "frequency_penalty": np.array([0.1, 0, 0, 0, 0, np.inf], np.float32),
+    }
+    history = np.full((6, 1), -1, np.int32)
+    history[0] = 7
+    placed = dict(zip(penalties, to_device(device, *penalties.values()), strict=True))
+    x, text = to_device(device, logits, history)
+    got = to_host(sample(x, history=text, top_k=5, **placed).tokens)
+    assert got[0] >= 0
+    assert (got[1:] == -1).all()
+    wide = reference.sample(logits.astype(np.float64), history=history, top_k=5, **penalties)
+    np.testing.assert_array_equal(got, wide.tokens)
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 1e-42])
+def test_temperatures_that_float32_cannot_represent_are_0(device, rng, temperature):
+    (x,) = to_device(device, random(rng, (3, 600), "float32"))
+    greedy = to_host(x).argmax(axis=1)
+    (each,) = to_device(device, np.full(3, temperature, np.float32))
+    for value in (temperature, each):
+        np.testing.assert_array_equal(to_host(sample(x, temperature=value).tokens), greedy)
 
 
 def test_bounds_of_the_options(device, rng):
@@ -323,7 +351,7 @@ def test_the_token_that_crosses_top_p_is_kept(device):
 )
 @pytest.mark.emulator
 def test_clusters_and_single_blocks_agree(rng, options):
-    """`speculative_verify` without drafts shares a row among the blocks of a cluster."""
+    """`sample`, and `speculative_verify` without drafts."""
     logits = random(rng, (2, 20000), "float32", scale=2)
     options = dict(options, seed=5)
     tokens = []
@@ -339,7 +367,7 @@ def test_clusters_and_single_blocks_agree(rng, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_row_alone_and_in_a_batch(rng, options):
-    """Clusters of other sizes, other blocks: the same bits."""
+    """Other clusters and blocks give the same bits."""
     logits = random(rng, (300, 32000), "float32", scale=2)
     (x,) = to_device("gpu", logits)
     together = sample(x, seed=100, **options)
@@ -464,25 +492,6 @@ def test_an_empty_batch(device):
     assert sample(x, top_k=5, logprobs=2).top_logprobs.shape == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("rows", "vocab_size", "cluster", "threads", "resident"),
-    [
-        (1, 128256, 8, 512, True),
-        (64, 128256, 8, 512, True),
-        (256, 128256, 8, 512, True),
-        (256, 32000, 2, 512, True),
-        (1, 500, 1, 128, True),
-        (1, 1 << 20, 8, 512, False),
-    ],
-)
-def test_the_plan(rows, vocab_size, cluster, threads, resident):
-    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws="Drafts")
-    assert (config.cluster, config.threads, config.resident) == (cluster, threads, resident)
-    assert config.cluster * config.atoms * config.atom * 32 * config.vec >= vocab_size
-    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws="Drafts")
-    assert single.cluster == 1
-
-
 def test_streamed_rows_are_planned_by_what_they_need():
     hopper = TYPICAL_DEVICES["sm_90"]
     for vec, dtype in ((1, "float16"), (4, "float32"), (8, "bfloat16")):
@@ -508,6 +517,7 @@ def test_streamed_rows_are_planned_by_what_they_need():
         (1, 128256, "Any", 8),
         (8, 128256, "Any", 8),
         (9, 128256, "Any", 1),
+        (1, 16384, "Any", 4),
         (1, 8000, "Any", 1),
         (1, 1 << 20, "Any", 1),
         (1, 128256, "Few", 1),
@@ -518,11 +528,24 @@ def test_few_rows_are_spread_over_clusters(rows, vocab_size, draws, cluster):
     """Unless a small top_k or no truncation lets one block read the row once."""
     config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws=draws)
     assert (config.cluster, config.resident) == (cluster, cluster > 1)
+    assert config.cluster * config.atoms * config.atom * 32 * config.vec >= vocab_size
     single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"], draws=draws)
     assert single.cluster == 1
 
 
+@pytest.mark.parametrize("draws", ["Few", "All", "Any"])
+@pytest.mark.parametrize("rows", [4, 256])
+def test_drafts_are_read_as_rows_of_sample(rows, draws):
+    device = TYPICAL_DEVICES["sm_90"]
+    drafts = plan_sample(rows, 128256, "float32", 4, device, draws=draws, verifies=True)
+    # Without truncation, few drafts are spread over clusters all the same.
+    alike = "Any" if (rows, draws) == (4, "All") else draws
+    plain = plan_sample(rows, 128256, "float32", 4, device, draws=alike)
+    assert drafts == replace(plain, verifies=True)
+
+
 def test_bfloat16_is_as_wide_as_float32_in_shared_memory():
-    config = plan_sample(8, 4096, "bfloat16", 8, TYPICAL_DEVICES["sm_90"], draws="Drafts")
-    assert config.shared_bytes >= 4 * 4096 // config.cluster
+    config = plan_sample(8, 32000, "bfloat16", 8, TYPICAL_DEVICES["sm_90"])
+    assert config.resident
+    assert config.shared_bytes >= 4 * 32000 // config.cluster
     assert dtype_of("bfloat16").itemsize == 2

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import cukit
+from cukit.core.arrays import namespace
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import sampling as reference
 from cukit.sampling import sample, speculative_verify
 from tests.contract import DTYPES, another_order, random, to_device, to_host
 from tests.quick_run import possible
-from tests.sampling.test_sample import deviation
+from tests.sampling.test_sample import deviation, large_rows
 
 SHAPES = [(4, 0, 50), (5, 3, 300), (2, 2, 5000)]
 LARGE = [(16, 4, 128256), (40, 2, 32001)]
@@ -31,7 +33,7 @@ def probabilities(rng, shape):
 def test_matches_reference(device, rng, shape, options, drawn, dtype):
     batch, num_drafts, vocab_size = shape
     logits = random(rng, (batch, num_drafts + 1, vocab_size), dtype, scale=2)
-    # Every other draft is the target's favourite: some are accepted.
+    # Every other draft is the target's most likely token, so that some are accepted.
     drafts = rng.integers(0, vocab_size, (batch, num_drafts)).astype(np.int32)
     likely = logits[:, :num_drafts].astype(np.float32).argmax(axis=-1)
     drafts = np.where(rng.random(drafts.shape) < 0.7, likely, drafts).astype(np.int32)
@@ -49,6 +51,125 @@ def test_matches_reference(device, rng, shape, options, drawn, dtype):
     )
     np.testing.assert_array_equal(to_host(got.num_accepted), wide.num_accepted)
     np.testing.assert_array_equal(to_host(got.tokens), wide.tokens)
+
+
+def streamed(device, placed, **options):
+    """Results of the same requests in a batch, or before Hopper: one block streams each row."""
+    if device == "emulator":
+        with cukit.backend("emulator", arch="sm_80"):
+            return speculative_verify(*placed[:2], draft_probs=placed[2], **options)
+    times = 20 if device == "gpu" else 1
+    drafts, logits, probs = (
+        part if part is None else namespace(part).tile(part, (times,) + (1,) * (part.ndim - 1))
+        for part in placed
+    )
+    verified = speculative_verify(drafts, logits, draft_probs=probs, **options)
+    return [part[: len(placed[0])] for part in verified]
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_k": 300, "top_p": 0.9},
+        {"top_k": 1000, "min_p": 1e-3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drawn", [True, False])
+def test_drafts_of_large_rows(device, rng, kind, options, drawn):
+    """Rows kept by a cluster; rows that a block reads once, twice (flat rows) or several times."""
+    logits = np.repeat(large_rows(rng, kind, 40000)[:, None], 2, axis=1)
+    best, second = logits[:, 0].argsort(axis=-1)[:, -1], logits[:, 0].argsort(axis=-1)[:, -2]
+    drafts = np.array([[best[0]], [second[1]]], np.int32)
+    probs = None
+    if drawn:
+        # The first is accepted; the second is rejected in all likelihood.
+        probs = np.exp(logits[:, :1].astype(np.float64))
+        probs /= probs.sum(axis=-1, keepdims=True)
+        probs[0, 0, best[0]] /= 2
+        probs[1, 0, ::2] /= 2
+        probs[1, 0, second[1]] = 1
+        probs = probs.astype(np.float32)
+    placed = to_device(device, drafts, logits, probs)
+    for seed in (3,) if device == "emulator" else (3, 5, 8):
+        got = speculative_verify(*placed[:2], draft_probs=placed[2], seed=seed, **options)
+        other = streamed(device, placed, seed=seed, **options)
+        wide = reference.speculative_verify(
+            drafts, logits.astype(np.float64), draft_probs=probs, seed=seed, **options
+        )
+        for mine, theirs, exact in zip(got, other, wide, strict=True):
+            np.testing.assert_array_equal(to_host(mine), exact)
+            np.testing.assert_array_equal(to_host(theirs), exact)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.9}], ids=str)
+def test_a_rejected_draft_that_leaves_nothing(device, options):
+    """Without an excess of the target, the token is drawn from the target."""
+    logits = np.full((2, 2, 600), -np.inf, np.float32)
+    logits[..., 44] = 1
+    drafts = np.array([[44], [43]], np.int32)
+    probs = np.ones((2, 1, 600), np.float32)
+    probs[0, 0, 44] = 1e9  # not a probability: rejected, but nothing else is left
+    placed = to_device(device, drafts, logits, probs)
+    for given in (placed[2], None):
+        verified = speculative_verify(*placed[:2], draft_probs=given, seed=1, **options)
+        accepted = to_host(verified.num_accepted).tolist()
+        assert accepted == ([1, 0] if given is None else [0, 0])
+        expected = np.where(np.arange(2) <= np.array(accepted)[:, None], 44, -1)
+        np.testing.assert_array_equal(to_host(verified.tokens), expected)
+
+
+def test_options_of_each_request(device, rng):
+    """Every request as a call of its own with numbers for options."""
+    batch, num_drafts, vocab_size = 5, 2, 3000
+    logits = random(rng, (batch, num_drafts + 1, vocab_size), "float32", scale=3)
+    drafts = logits[:, :num_drafts].argmax(axis=-1).astype(np.int32)
+    probs = probabilities(rng, (batch, num_drafts, vocab_size))
+    probs[::2] = logits[::2, :num_drafts] == logits[::2, :num_drafts].max(axis=-1, keepdims=True)
+    arrays = {
+        "temperature": np.array([1, 0, 0.7, 3, 1], np.float32),
+        "top_k": np.array([0, 5, 40, 700, 0], np.int32),
+        "top_p": np.array([1, 0.5, 0.9, 0.3, 0.8], np.float32),
+        "min_p": np.array([0, 0.1, 0, 0.05, 0.01], np.float32),
+        "seed": rng.integers(-(1 << 62), 1 << 62, batch),
+        "step": rng.integers(0, 1 << 62, batch),
+    }
+    placed = to_device(device, drafts, logits, probs, *arrays.values())
+    each = dict(zip(arrays, placed[3:], strict=True))
+    together = speculative_verify(*placed[:2], draft_probs=placed[2], **each)
+    for request in range(batch):
+        numbers = {name: values[request].item() for name, values in arrays.items()}
+        numbers["top_k"] = numbers["top_k"] or None
+        own = [part[request : request + 1] for part in placed[:3]]
+        alone = speculative_verify(*own[:2], draft_probs=own[2], **numbers)
+        for mine, single in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(to_host(mine)[request], to_host(single)[0])
+    wide = reference.speculative_verify(
+        drafts, logits.astype(np.float64), draft_probs=probs, **arrays
+    )
+    np.testing.assert_array_equal(to_host(together.tokens), wide.tokens)
+    np.testing.assert_array_equal(to_host(together.num_accepted), wide.num_accepted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_request_alone_and_in_a_batch(rng, options, drawn):
+    """Clusters and blocks of other sizes: the same bits."""
+    logits = random(rng, (100, 3, 32000), "float32", scale=2)
+    drafts = logits[:, :2].argmax(axis=-1).astype(np.int32)
+    probs = probabilities(rng, (100, 2, 32000)) if drawn else None
+    placed = to_device("gpu", drafts, logits, probs)
+    together = speculative_verify(*placed[:2], draft_probs=placed[2], seed=7, **options)
+    for request in (0, 7, 99):
+        own = [part if part is None else part[request : request + 1] for part in placed]
+        alone = speculative_verify(*own[:2], draft_probs=own[2], seed=7 + request, **options)
+        for mine, single in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(to_host(mine)[request], to_host(single)[0])
 
 
 def test_without_drafts_it_is_sample(device, rng):
