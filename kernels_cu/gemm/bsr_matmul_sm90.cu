@@ -5,13 +5,16 @@
 //
 // Mapping: a tile of the result has COLUMNS columns and the rows of a group of block rows of op(s),
 //   a single one if blocks have 64 rows or more (gemm/bsr_sm90.cuh). An entry of a group is a block
-//   column in which any of its rows has a block. A thread of the first warpgroup loads the blocks
-//   of each entry and the rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES
-//   ahead and across tiles. Missing blocks have index -1 and are loaded from a block of zeros. An
-//   empty group gets the extra entry after the last one: it has no blocks, and its rows of d are
-//   out of bounds, where TMA reads zeros. The host assigns tiles to the blocks of the grid so that
-//   all finish at about the same time; concurrent tiles share their columns of d, which stay in
-//   L2.
+//   column in which any of its rows has a block. A warp of the first warpgroup loads the blocks of
+//   each entry and the rows of op(d) that they multiply, TILE_K of k at a time (a part of an entry,
+//   or several entries), up to STAGES ahead and across tiles. Missing blocks have index -1. The
+//   host pads groups to whole stages with entries that have no blocks and whose rows of d are out
+//   of bounds, where TMA reads zeros; an empty group gets those after the last entry. The host
+//   assigns tiles to the blocks of the grid so that all finish at about the same time; concurrent
+//   tiles share their columns of d, which stay in L2.
+// Missing blocks of 16 are loaded from beyond the last block, where TMA writes zeros without
+//   reading memory. With larger blocks or DENSE_TRANSPOSED, reading zeros is faster: from many
+//   blocks of zeros in turn, because a single one would be in one slice of L2.
 // CLUSTER 2: two adjacent blocks compute tiles side by side. Each loads half of the sparse block
 //   that both multiply, and TMA multicasts it to both.
 // Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 *
@@ -19,12 +22,14 @@
 //   each consumer if it has more than 64 columns, else one; all swizzled. Static: two barriers per
 //   stage.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; COLUMNS a multiple of 128 up to 512, or 256
-//   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED,
-//   OUT_TRANSPOSED 0|1; STAGES 2..; CLUSTER 1, or 2 if BLOCK is 64 or 128; THREADS 384.
-// Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
-//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64], with CLUSTER 2 of half the rows; d,
-//   boxes of [TILE_K, 64] from [k, n], DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n,
-//   k]; out, boxes of [64, 64].
+//   (BLOCK 128); TILE_K 16|32|64; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; BOX 0|1:
+//   one box has all columns of a consumer (n a multiple of 64, not with DENSE_TRANSPOSED);
+//   STAGES 2..; CLUSTER 1, or 2 if BLOCK is 64 or 128; THREADS 384.
+// Tensor maps, swizzled by the bytes of their boxes' rows; K is the smaller of TILE_K and BLOCK:
+//   values [blocks * BLOCK, BLOCK], boxes of [BLOCK, K], SPARSE_TRANSPOSED [K, up to 64], with
+//   CLUSTER 2 of half the rows; d [k, n], boxes of [K, 64], with BOX [columns of a consumer / 64,
+//   K, 64] from [n / 64, k, 64], DENSE_TRANSPOSED [columns of a consumer, K] from [n, k]; out,
+//   boxes of [64, 64].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
@@ -35,30 +40,36 @@
 namespace {
 
 using T = cukit::element_t;
-constexpr int kBlockSteps = BLOCK / TILE_K;
 
-using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, (BLOCK < 64 ? BLOCK : 64),
-                              !DENSE_TRANSPOSED, 64>;
+constexpr unsigned kZeroRows = 4096;
+constexpr bool kZerosOutside = BLOCK == 16 && !DENSE_TRANSPOSED;
 
-static_assert(BLOCK % TILE_K == 0, "a stage does not span two blocks along k");
+// A part of a stage belongs to one entry.
+constexpr int kPartK = TILE_K < BLOCK ? TILE_K : BLOCK;
+constexpr int kEntrySteps = BLOCK / kPartK;   // stages of an entry
+constexpr int kStageEntries = TILE_K / kPartK;  // entries of a stage
+
+using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, kPartK, SPARSE_TRANSPOSED, (BLOCK < 64 ? BLOCK : 64),
+                              !DENSE_TRANSPOSED, 64, kStageEntries>;
+
+static_assert(BLOCK % kPartK == 0 && TILE_K % kPartK == 0, "stages hold entries, or parts of one");
 static_assert(CLUSTER == 1 || Shape::kSlots == 1, "a cluster shares one block at a time");
 
 struct Tile {
   int row;     // first row of op(s)
   int column;  // first column of op(d)
   int entry;   // first of the group's entries
+  int end_entry;
   int first_step, end_step;
 
   CUKIT_DEVICE static Tile of(const int4& item) {
     const int rank = CLUSTER > 1 ? cukit::cluster_rank() : 0;
-    return {item.x * Shape::kRows, item.y + rank * COLUMNS, item.z, 0,
-            (item.w - item.z) * kBlockSteps};
+    return {item.x * Shape::kRows, item.y + rank * COLUMNS, item.z, item.w, 0,
+            (item.w - item.z) / kStageEntries * kEntrySteps};
   }
 };
 
 struct Operands {
-  using WorkTile = Tile;
-  static constexpr int kStageBytes = Shape::kStageBytes;
   using TileA = Shape::TileA::Tile;
   using TileB = Shape::TileB::Tile;
   const cukit::TensorMap* values;
@@ -68,45 +79,114 @@ struct Operands {
   const int* numbers;
   int columns;  // of op(d)
 
-  CUKIT_DEVICE int bytes(const Tile&) const { return kStageBytes; }
+  // Where an entry's operands are.
+  struct Entry {
+    int block_column;
+    int numbers[Shape::kSlots];
+  };
 
-  CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
-                         int step) const {
-    const int entry = tile.entry + step / kBlockSteps;
-    const int within = step % kBlockSteps * TILE_K;
-    load_dense(stage + TileA::kBytes, full, tile.column, block_columns[entry] * BLOCK + within);
+  CUKIT_DEVICE Entry entry(int index) const {
+    Entry entry;
+    entry.block_column = block_columns[index];
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
-      const int number = numbers[entry * Shape::kSlots + slot];
-      const cukit::TensorMap* const from = number < 0 ? zeros : values;
-      const int row = max(number, 0) * BLOCK;
+      entry.numbers[slot] = numbers[index * Shape::kSlots + slot];
+    }
+    return entry;
+  }
+
+  // Loads all tiles; called by a warp. Each lane holds the indices of one entry, and those of the
+  // entry kWarpSize further on, or of the next tile, are loaded in the meantime: an index that is
+  // loaded when it is needed would delay the copies by the latency of a busy L2.
+  template <typename Schedule>
+  CUKIT_DEVICE void load_tiles(cukit::Pipeline<STAGES>& pipeline, unsigned char* stages,
+                               const Schedule& schedule) const {
+    const int lane = threadIdx.x % cukit::kWarpSize;
+    cukit::PipelineState<STAGES> state;
+    Tile tile, next = {}, following = {};
+    if (!schedule.tile(0, tile)) return;
+    bool has_next = schedule.tile(1, next);
+    Entry indices = entry(tile.entry + lane);
+    unsigned missing = blockIdx.x;  // counts missing blocks
+    for (int turn = 0;; ++turn) {
+      const bool has_following = has_next && schedule.tile(turn + 2, following);
+      for (int first = tile.entry; first < tile.end_entry; first += cukit::kWarpSize) {
+        const bool is_last = first + cukit::kWarpSize >= tile.end_entry;
+        const Entry ahead = entry((is_last ? next.entry : first + cukit::kWarpSize) + lane);
+        const int count = min(cukit::kWarpSize, tile.end_entry - first);
+        for (int i = 0; i < count; i += kStageEntries) {
+          for (int step = 0; step < kEntrySteps; ++step) {
+            pipeline.acquire(state);
+            __syncwarp();  // otherwise a lane could wait for this round after the next has ended
+            unsigned char* const stage = stages + state.index * Shape::kStageBytes;
+            cukit::Mbarrier* full = nullptr;
+            if (lane == 0) full = pipeline.expect(state, Shape::kStageBytes);
+#pragma unroll
+            for (int part = 0; part < kStageEntries; ++part) {
+              Entry from;
+              from.block_column = __shfl_sync(cukit::kFullMask, indices.block_column, i + part);
+#pragma unroll
+              for (int slot = 0; slot < Shape::kSlots; ++slot) {
+                from.numbers[slot] = __shfl_sync(cukit::kFullMask, indices.numbers[slot], i + part);
+              }
+              if (lane == 0) {
+                load(stage + part * Shape::kPartBytes, full, tile.column, from, step * kPartK,
+                     missing);
+              }
+            }
+            state.advance();
+          }
+        }
+        indices = ahead;
+      }
+      if (!has_next) return;
+      tile = next;
+      next = following;
+      has_next = has_following;
+    }
+  }
+
+  // Loads rows `within`, .. of an entry's operands.
+  CUKIT_DEVICE void load(unsigned char* part, cukit::Mbarrier* full, int first_column,
+                         const Entry& entry, int within, unsigned& missing) const {
+    load_dense(part + TileA::kBytes, full, first_column, entry.block_column * BLOCK + within);
+#pragma unroll
+    for (int slot = 0; slot < Shape::kSlots; ++slot) {
+      const int number = entry.numbers[slot];
+      const bool exists = number >= 0;
+      const cukit::TensorMap* const from = exists || kZerosOutside ? values : zeros;
+      const int row = exists          ? number * BLOCK
+                      : kZerosOutside ? 1 << 30
+                                      : static_cast<int>(missing++ * BLOCK % kZeroRows);
       if constexpr (CLUSTER > 1) {
         constexpr int kShare = TileA::kRows / CLUSTER;
-        TileA::template load_multicast<kShare>(stage, from, full, SPARSE_TRANSPOSED ? 0 : within,
+        TileA::template load_multicast<kShare>(part, from, full, SPARSE_TRANSPOSED ? 0 : within,
                                                SPARSE_TRANSPOSED ? row + within : row,
                                                cukit::cluster_rank() * kShare, (1 << CLUSTER) - 1);
       } else if constexpr (SPARSE_TRANSPOSED) {
         constexpr int kParts = TileA::kParts / Shape::kSlots;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          cukit::tma_load_2d(stage + (slot * kParts + part) * TileA::kPartBytes, from, full,
-                             part * TileA::kPartColumns, row + within);
+        for (int i = 0; i < kParts; ++i) {
+          cukit::tma_load_2d(part + (slot * kParts + i) * TileA::kPartBytes, from, full,
+                             i * TileA::kPartColumns, row + within);
         }
       } else {
-        cukit::tma_load_2d(stage + slot * BLOCK * TileA::kRowBytes, from, full, within, row);
+        cukit::tma_load_2d(part + slot * BLOCK * TileA::kRowBytes, from, full, within, row);
       }
     }
   }
 
-  CUKIT_DEVICE void load_dense(unsigned char* stage_b, cukit::Mbarrier* full, int first_column,
+  CUKIT_DEVICE void load_dense(unsigned char* tiles, cukit::Mbarrier* full, int first_column,
                                int k) const {
 #pragma unroll
     for (int group = 0; group < Shape::kColumnGroups; ++group) {
-      unsigned char* const b = stage_b + group * TileB::kBytes;
+      unsigned char* const b = tiles + group * TileB::kBytes;
       const int column = first_column + group * Shape::kWidth;
       // Columns beyond the matrix are computed from column 0 but not stored.
       if constexpr (DENSE_TRANSPOSED) {
         TileB::load(b, dense, full, k, column < columns ? column : 0);
+      } else if constexpr (BOX) {
+        cukit::tma_load_3d(b, dense, full, 0, k, column < columns ? column / 64 : 0);
       } else {
 #pragma unroll
         for (int part = 0; part < TileB::kParts; ++part) {
@@ -149,17 +229,21 @@ struct Epilogue {
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
-    const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK] of zeros
-    const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
+    const __grid_constant__ cukit::TensorMap zeros,   // [kZeroRows, BLOCK] of zeros
+    const __grid_constant__ cukit::TensorMap dense,   // d
     const __grid_constant__ cukit::TensorMap out,     // [m, n]; OUT_TRANSPOSED [n, m]
     const int4* __restrict__ work,     // [clusters of the grid, turns]: group, first column, entry
                                        // begin and end
-    const int* __restrict__ block_columns,  // [entries + 1]: of op(s)
-    const int* __restrict__ numbers,        // [entries + 1, kSlots]: index of a row's block, or -1
+    const int* __restrict__ block_columns,  // [entries + kWarpSize]: of op(s)
+    const int* __restrict__ numbers,  // [entries + kWarpSize, kSlots]: index of a row's block, or -1
     const int n, const int turns) {
   const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
-  cukit::multiply_listed<Shape, STAGES, CLUSTER>(
-      work, turns, operands, [&](unsigned char* buffers, int consumer) {
+  cukit::multiply_listed<Shape, Tile, STAGES, CLUSTER>(
+      work, turns,
+      [&](auto& pipeline, unsigned char* stages, const auto& schedule) {
+        operands.load_tiles(pipeline, stages, schedule);
+      },
+      [&](unsigned char* buffers, int consumer) {
         return Epilogue{buffers, &out, n, consumer};
       });
 }

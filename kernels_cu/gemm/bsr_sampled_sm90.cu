@@ -42,7 +42,6 @@ struct Tile {
 };
 
 struct Operands {
-  using WorkTile = Tile;
   static constexpr int kStageBytes = Shape::kStageBytes;
   using TileA = Shape::TileA::Tile;
   using TileB = Shape::TileB::Tile;
@@ -122,8 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
     const int* __restrict__ numbers,        // [entries, kSlots]: index of the row's block, or -1
     const int turns) {
   const Operands operands{&a, &b, block_columns};
-  cukit::multiply_listed<Shape, STAGES>(
-      work, turns, operands, [&](unsigned char* buffers, int consumer) {
+  cukit::multiply_listed<Shape, Tile, STAGES>(
+      work, turns,
+      [&](auto& pipeline, unsigned char* stages, const auto& schedule) {
+        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+      },
+      [&](unsigned char* buffers, int consumer) {
         return Epilogue{buffers, &values, numbers, consumer};
       });
 }

@@ -8,9 +8,9 @@
 //   smaller blocks as for 64, but the 64 rows are kSlots adjacent block rows. A block column that
 //                  any of them uses is multiplied by all, with zeros for missing blocks: wgmma has
 //                  64 rows, and the rows of the other operand are loaded once for all slots.
-// A stage holds TileK of k of both operands, a | b; consumers with different columns have separate
-// tiles of b. Either operand may be K-major or MN-major; tiles keep the layout of the matrix in
-// memory.
+// A stage holds Parts times TileK of k of both operands: a | b | a | ..; consumers with different
+// columns have separate tiles of b. Either operand may be K-major or MN-major; tiles keep the
+// layout of the matrix in memory.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -52,14 +52,15 @@ struct StagedOperand<T, Extent, TileK, true, PartExtent>
 
 // TransposedA, TransposedB: MN-major, in parts of PartA and PartB.
 template <typename T, int Block, int Columns, int TileK, bool TransposedA, int PartA,
-          bool TransposedB, int PartB>
+          bool TransposedB, int PartB, int Parts = 1>
 struct BsrShape {
   using Element = T;
   static constexpr int kRows = Block < kWarpgroupRows ? kWarpgroupRows : Block;
   static constexpr int kSlots = kRows / Block;  // block rows
   static constexpr int kColumns = Columns;
   static constexpr int kTileK = TileK;
-  static constexpr int kSteps = TileK / 16;  // wgmma steps per stage
+  static constexpr int kSteps = TileK / 16;  // wgmma steps per part
+  static constexpr int kParts = Parts;
   static constexpr int kConsumers = 2;
   static constexpr int kRowGroups = kRows / kWarpgroupRows;
   static constexpr int kColumnGroups = kConsumers / kRowGroups;
@@ -68,7 +69,8 @@ struct BsrShape {
   static constexpr bool kTransposedB = TransposedB;
   using TileA = StagedOperand<T, kRows, TileK, TransposedA, PartA>;
   using TileB = StagedOperand<T, kWidth, TileK, TransposedB, PartB>;  // of one consumer
-  static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
+  static constexpr int kPartBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
+  static constexpr int kStageBytes = Parts * kPartBytes;
 
   static_assert(kRowGroups <= 2, "at most 64 rows per consumer");
   static_assert(kWidth % 64 == 0 && kWidth <= 256, "a legal wgmma width");
@@ -98,10 +100,12 @@ struct BsrProduct {
       pipeline.wait(at);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < Shape::kSteps; ++k) {
+      for (int i = 0; i < Shape::kParts * Shape::kSteps; ++i) {
+        const int k = i % Shape::kSteps;
+        const unsigned long long part = stage + i / Shape::kSteps * (Shape::kPartBytes / 16);
         wgmma<typename Shape::Element, Shape::kWidth, Shape::kTransposedA, Shape::kTransposedB>(
-            acc, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
-            step > 0 || k > 0);
+            acc, a + part + Shape::TileA::step(k), b + part + Shape::TileB::step(k),
+            step > 0 || i > 0);
       }
       wgmma_commit();
       wgmma_wait<1>(acc);
@@ -188,23 +192,25 @@ struct ListedTiles {
   }
 };
 
-// The body of a block: a producer and two consumers compute the tiles assigned to the block.
+// The body of a block: a producer warp and two consumers compute the tiles assigned to the block.
 // Dynamic shared memory holds the stages, followed by the buffers of the epilogue, which
-// make_epilogue(buffers, consumer) returns.
-template <typename Shape, int Stages, int ClusterSize = 1, typename Operands, typename MakeEpilogue>
-CUKIT_DEVICE void multiply_listed(const int4* work, int turns, const Operands& operands,
+// make_epilogue(buffers, consumer) returns. All lanes of the producer warp call load_tiles(pipeline,
+// stages, schedule).
+template <typename Shape, typename WorkTile, int Stages, int ClusterSize = 1, typename LoadTiles,
+          typename MakeEpilogue>
+CUKIT_DEVICE void multiply_listed(const int4* work, int turns, const LoadTiles& load_tiles,
                                   const MakeEpilogue& make_epilogue) {
   using Block = WarpSpecialized<Shape::kConsumers, 40>;
   static_assert(THREADS == Block::kThreads, "a producer and two consumers");
   __shared__ Pipeline<Stages> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const ListedTiles<typename Operands::WorkTile, ClusterSize> schedule{work, turns};
+  const ListedTiles<WorkTile, ClusterSize> schedule{work, turns};
 
   Block::template prepare<ClusterSize>(
       [&] { pipeline.init(ClusterSize * Block::kConsumerWarps); });
   Block::run(
       [&] {
-        if (threadIdx.x == 0) produce(pipeline, stages, schedule, operands);
+        if (threadIdx.x < kWarpSize) load_tiles(pipeline, stages, schedule);
         leave_cluster<ClusterSize>();
       },
       [&] {

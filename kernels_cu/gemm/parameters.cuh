@@ -18,6 +18,12 @@ struct LinearParameters {
   int box_a, box_b;
 };
 
+// A product of which the first `rotated` columns are rotated, with tables of `period` rows.
+struct RotatedParameters {
+  GemmParameters gemm;
+  int period, rotated;
+};
+
 // For kernels whose tiles and rasterisation are fixed.
 struct DenseParameters {
   int m, n, k;

@@ -24,6 +24,7 @@ from cukit.gemm import (
     pack_weight,
     quantized_linear,
 )
+from cukit.gemm.dense._gated_gradient import TILING, GatedGradientSm90
 from cukit.gemm.dense._linear_launch import LinearSm90
 from cukit.gemm.dense._linear_plan import Product, configure
 from cukit.gemm.quantized import _matmul_8bit_plan as plan_8bit
@@ -35,7 +36,7 @@ from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_gemv import SIZES as GEMV_SIZES
 from tests.gemm.test_linear import OVERLAPPED, SHAPES, TILINGS, operands
-from tests.gemm.test_weight_only import FORMATS, float8, quantized
+from tests.gemm.test_weight_only import EXPANDED, FORMATS, check_tiling, float8, quantized
 from tests.sanitize import Group
 
 
@@ -56,6 +57,16 @@ def backward() -> None:
         grad, z = to_device("gpu", *(random(rng, (m, 2 * n), "bfloat16") for _ in range(2)))
         linear_backward(grad, x, w, z, "silu", with_bias=True)
         gated_linear_backward(grad[:, :n].copy(), x, w, z)
+        (down,) = to_device("gpu", random(rng, (2 * n, n), "bfloat16"))
+        gated_linear_backward(grad, x, w, z, down=down)
+
+
+def gradient_through_the_next_layer() -> None:
+    rng = np.random.default_rng(3)
+    m, n, k = 328, 512, 136
+    placed = to_device("gpu", *(random(rng, x, "bfloat16") for x in ((m, k), (k, n), (m, 2 * n))))
+    config = configure(Product(m, n, k, "bfloat16", major_b="MN"), TILING, 2)
+    GatedGradientSm90(config, "silu")(*placed, poisoned("gpu", (m, 2 * n), "bfloat16"))
 
 
 def tilings() -> None:
@@ -127,7 +138,7 @@ def block_sparse(block: int) -> None:
         bsr_matmul(a, b, transpose_a=first, transpose_b=second, pattern=pattern)
     for tiling in SPARSE_TILINGS[block]:
         if tiling.cluster > 1:
-            test_bsr.test_every_tiling("gpu", rng, tiling, flag=False)
+            test_bsr.test_every_tiling("gpu", rng, tiling, flag=False, wide_box=True)
 
 
 def weight_only() -> None:
@@ -139,6 +150,8 @@ def weight_only() -> None:
     weight = quantized(rng, 200, 272, "int4 g64 zero points").to_device("gpu")
     for m in (70, 300):
         quantized_linear(float8(rng, m, 272).to_device("gpu"), weight)
+    for name in EXPANDED:
+        check_tiling("gpu", rng, *EXPANDED[name], in_pieces=False)
 
 
 def few_tokens() -> None:
@@ -157,6 +170,7 @@ GROUPS = {
     "matmul_8bit": Group(eight_bits, shares=True, quick=True),
     "linear": Group(forward, shares=True, quick=True),
     "linear backward": Group(backward),
+    "gated gradient": Group(gradient_through_the_next_layer),
     "linear tilings": Group(tilings, shares=True),
     "bsr_matmul sm90": Group(partial(block_sparse, 64), shares=True, quick=True),
     "bsr_matmul sm90 128": Group(partial(block_sparse, 128), shares=True),

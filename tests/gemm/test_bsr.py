@@ -18,6 +18,7 @@ from cukit.gemm.sparse._bsr_plan import (
     Transposed,
     prefers_dense,
 )
+from cukit.gemm.sparse._bsr_schedule import group_rows, matmul_work, pad_groups
 from cukit.reference import bsr as reference
 from tests.contract import (
     another_order,
@@ -108,17 +109,22 @@ def test_blocks_of_a_dense_product(device, rng, block, transpose_a, transpose_b)
 
 @pytest.mark.parametrize("tiling", HOPPER, ids=name)
 @pytest.mark.parametrize("flag", [False, True])
-def test_every_tiling(device, rng, tiling, flag):
+@pytest.mark.parametrize("wide_box", [False, True])
+def test_every_tiling(device, rng, tiling, flag, wide_box):
     """Wider results than a tile, more tiles than blocks of the grid, more steps than stages."""
+    if flag and wide_box:
+        pytest.skip("a transposed operand has one box anyway")
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     pattern = pattern_of(tiling.block)
     m, k = pattern.shape[::-1] if flag else pattern.shape
-    n = tiling.columns + 40
+    n = tiling.columns + (64 if wide_box else 40)
     values = values_of(rng, pattern, "bfloat16")
     dense = random(rng, (n, k) if flag else (k, n), "bfloat16")
     out = poisoned(device, (n, m) if flag else (m, n), "bfloat16")
-    config = BsrMatmulConfig("bfloat16", tiling.block, Transposed(flag, flag, flag), tiling)
+    config = BsrMatmulConfig(
+        "bfloat16", tiling.block, Transposed(flag, flag, flag), tiling, wide_box
+    )
     placed = to_device(device, values, dense)
     xp = np if device == "emulator" else __import__("cupy")
     launch = MatmulSm90(config, pattern, m, n, xp)
@@ -133,12 +139,38 @@ def test_every_tiling(device, rng, tiling, flag):
     assert_close("out", out, *(x.T if flag else x for x in (plain, wide)))
 
 
+def test_entries_that_share_a_stage_are_padded(rng):
+    """Groups with a multiple of entries; an empty group has the padding after the last one."""
+    mask = rng.random((20, 15)) < 0.15
+    mask[4:8] = False
+    pattern = BlockPattern.from_mask(mask, 16)
+    groups = group_rows(*pattern.entries(False), 15, 4)
+    assert pad_groups(groups, 1) is groups
+    padded = pad_groups(groups, 2)
+    work = matmul_work(padded.starts, 512, 16, 512, 4, least=2)
+    items = {item[0]: item for item in work.reshape(-1, 4) if item[0] >= 0}
+    for index in range(5):
+        first, end = groups.starts[index : index + 2]
+        *_, begin, stop = items[index]
+        if first == end:
+            assert (begin, stop) == (padded.columns.size, padded.columns.size + 2)
+            continue
+        assert (begin, stop) == tuple(padded.starts[index : index + 2])
+        assert (stop - begin) % 2 == 0
+        assert 0 <= stop - begin - (end - first) < 2
+        last = begin + end - first
+        np.testing.assert_array_equal(padded.columns[begin:last], groups.columns[first:end])
+        np.testing.assert_array_equal(padded.numbers[begin:last], groups.numbers[first:end])
+        assert (padded.columns[last:stop] == -1).all()
+        assert (padded.numbers[last:stop] == -1).all()
+
+
 @pytest.mark.parametrize("sparse_first", [False, True])
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_expanded(device, rng, monkeypatch, sparse_first, transpose_a, transpose_b):
     """As a dense product, which the plan chooses for large matrices of many small blocks."""
-    monkeypatch.setattr("cukit.gemm.sparse.bsr.prefers_dense", lambda *_: True)
+    monkeypatch.setattr("cukit.gemm.sparse.bsr.prefers_dense", lambda *_, **__: True)
     pattern = pattern_of(32)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     inner = pattern.shape[not transpose_a] if sparse_first else pattern.shape[transpose_b]
@@ -165,9 +197,10 @@ def test_many_small_blocks_are_expanded():
         slots = max(1, 64 // block)
         return round((1 - (1 - density) ** slots) * (m / block / slots) * (k / block))
 
-    assert prefers_dense(entries(16, 0.1), 16, m, n, k)
-    assert not prefers_dense(entries(16, 0.01), 16, m, n, k)
-    for block, density in ((32, 0.1), (64, 0.1), (64, 0.5), (128, 0.1), (128, 0.5)):
+    assert prefers_dense(entries(16, 0.2), 16, m, n, k)
+    assert prefers_dense(entries(16, 0.1), 16, m, n, k, dense_transposed=True)
+    assert not prefers_dense(entries(16, 0.01), 16, m, n, k, dense_transposed=True)
+    for block, density in ((16, 0.1), (32, 0.1), (64, 0.1), (64, 0.5), (128, 0.1), (128, 0.5)):
         assert not prefers_dense(entries(block, density), block, m, n, k)
     assert prefers_dense(entries(64, 1.0), 64, m, n, k)
     assert not prefers_dense(4, 16, 64, 64, 64), "small matrices are not worth three launches"

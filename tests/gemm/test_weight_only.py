@@ -15,12 +15,13 @@ from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArraySha
 from cukit.gemm import pack_weight, quantized_linear
 from cukit.gemm.quantized._weight_only_plan import (
     configure,
+    expanded_tiling,
     few_tiling,
     hopper_tiling,
     plan_weight_only,
     sm80_tiling,
 )
-from cukit.gemm.quantized.weight_only import WeightOnlyLaunch
+from cukit.gemm.quantized.weight_only import ExpandedLaunch, WeightOnlyLaunch
 from cukit.gemm.quantized.weight_only_layout import WeightDescription
 from cukit.reference import weight_only as reference
 from tests.contract import (
@@ -108,6 +109,26 @@ def test_float8(device, rng, form):
     assert quantized_linear(x, weight).dtype == bfloat16
 
 
+def test_float8_with_an_expanded_weight(device, rng, monkeypatch):
+    """The whole call with the plan of many tokens, without scales of x and with a bias."""
+    m, n, k = 130, 296, 400
+
+    def plan(tokens, weight, dtype, device):
+        return configure(tokens, weight, dtype, device, expanded_tiling(weight, device))
+
+    if device == "emulator" or (device == "gpu" and current_device().arch == HOPPER.arch):
+        monkeypatch.setattr("cukit.gemm.quantized.weight_only.plan_weight_only", plan)
+    weight, bias = quantized(rng, n, k, "int4 g128 zero points"), random(rng, (n,), "float16")
+    x = ck.QuantizedArray.encode(random(rng, (m, k), "float32"), ck.float8_e4m3)
+    exact = x.decode().astype(np.float64) @ weight.decode().astype(np.float64).T
+    exact += bias.astype(np.float64)
+    if device == "gpu":
+        weight, x = weight.to_device("gpu"), x.to_device("gpu")
+    (placed,) = to_device(device, bias)
+    out = quantized_linear(x, weight, placed, out_dtype=np.float16)
+    assert_close("out", out, exact.astype(np.float16), exact)
+
+
 @pytest.mark.parametrize("scales", [None, "tensor"])
 def test_float8_without_scales_for_each_row(device, rng, scales):
     m, n, k = 5, 136, 208
@@ -159,7 +180,17 @@ SPLITS = {
     ),
     "128 tokens, float8": ("float8", 200, partial(hopper_tiling, 128, 2, splits=2)),
 }
-FLOAT8_OF = {"float8": "int4 g128 zero points", "float8 g64": "int4 g64 zero points"}
+# The weight is expanded to float8 first.
+EXPANDED = {
+    "128 tokens": ("float8", 330, expanded_tiling),
+    "64 tokens": ("float8", 200, partial(expanded_tiling, tokens=64)),
+    "without zero points": ("float8 plain", 200, expanded_tiling),
+}
+FLOAT8_OF = {
+    "float8 plain": "int4 g128",
+    "float8": "int4 g128 zero points",
+    "float8 g64": "int4 g64 zero points",
+}
 
 
 @pytest.mark.parametrize("name", TILINGS)
@@ -171,6 +202,11 @@ def test_pieces_of_tiles(device, rng, name):
 @pytest.mark.parametrize("name", SPLITS)
 def test_split_tiles(device, rng, name):
     check_tiling(device, rng, *SPLITS[name], in_pieces=False)
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_weight(device, rng, name):
+    check_tiling(device, rng, *EXPANDED[name], in_pieces=False)
 
 
 def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
@@ -194,7 +230,8 @@ def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
     few = dataclasses.replace(HOPPER, num_sms=4 // tiling.blocks_per_sm)
     config = configure(m, packed.description, "float16", few, tiling, share=in_pieces)
     assert not in_pieces or (config.whole_tiles >= config.num_blocks and config.shared_tiles)
-    launch = WeightOnlyLaunch(config, m, int(token_scales is not None))
+    launch = ExpandedLaunch if tiling.kernel == "expanded" else WeightOnlyLaunch
+    launch = launch(config, m, int(token_scales is not None))
     first = None
     for repeat in range(2):
         out = poisoned(device, (m, n), "float16")
@@ -403,6 +440,24 @@ def test_plans_fit_the_device(arch, weight):
         if config.shared_tiles:
             assert config.whole_tiles % config.num_blocks == 0
             assert config.shared_tiles * weight.steps >= config.num_blocks
+
+
+def test_many_float8_tokens_expand_the_weight():
+    """As measured at 8192 x 8192: faster at 2048 tokens, slower at 1024."""
+    weight = SQUARE._replace(float8=True, has_zero_points=True)
+
+    def kernel(tokens, **changes):
+        return plan_weight_only(
+            tokens, weight._replace(**changes), "bfloat16", HOPPER
+        ).tiling.kernel
+
+    assert [kernel(tokens) for tokens in (256, 512, 1024)] == ["sm90"] * 3
+    assert [kernel(tokens) for tokens in (2048, 4096, 8192)] == ["expanded"] * 3
+    for other in ({"group_size": 64}, {"shape": (8188, 8192)}):
+        assert kernel(4096, **other) == "sm90"
+    config = plan_weight_only(4096, weight, "bfloat16", HOPPER)
+    assert config.tiling.num_stages == 4
+    assert config.expanded_bytes == 8192 * 8192 * 33 // 32
 
 
 def test_few_tokens_keep_all_multiprocessors_busy():

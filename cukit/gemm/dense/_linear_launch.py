@@ -32,7 +32,7 @@ from cukit.gemm.dense._linear_plan import (
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _SWIZZLE_ROWS = 8  # the period of the 128-byte swizzle
 _LEAST_BOX_ROWS = 32
-_STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements of 128 bytes
+STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements of 128 bytes
 
 
 def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | LinearSm80:
@@ -76,12 +76,12 @@ class LinearSm90:
         self._a = _operand(product.dtype, product.k, product.major_a, product.m, box_a)
         self._b = _operand(product.dtype, product.k, product.major_b, product.n, box_b)
         if tiling.transposed:
-            out_columns, box = product.m, (tiling.tile_n, _STORE_EXTENT)
+            out_columns, box = product.m, (tiling.tile_n, STORE_EXTENT)
         else:
-            out_columns, box = product.n, (_STORE_EXTENT, tiling.piece_columns(parts))
-        self._out = _maps(out_columns, box)
-        self._kept = _maps(out_columns * parts, box, slice(0, out_columns))
-        self._kept_up = _maps(out_columns * parts, box, slice(out_columns, None))
+            out_columns, box = product.n, (STORE_EXTENT, tiling.piece_columns(parts))
+        self._out = maps(out_columns, box)
+        self._kept = maps(out_columns * parts, box, slice(0, out_columns))
+        self._kept_up = maps(out_columns * parts, box, slice(out_columns, None))
 
     def __call__(
         self,
@@ -178,14 +178,14 @@ def _operand(dtype: str, k: int, major: str, extent: int, tile: int) -> TensorMa
     """The maps of all contiguous operands of this description: a weight's is the same for any
     number of tokens."""
     if major == "K":
-        return _maps(k, (tile, TILE_K))
-    return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
+        return maps(k, (tile, TILE_K))
+    return maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
 
 
 _ALL_COLUMNS = slice(None)
 
 
-def _maps(columns: int, box: tuple[int, int], part: slice = _ALL_COLUMNS) -> TensorMapCache:
+def maps(columns: int, box: tuple[int, int], part: slice = _ALL_COLUMNS) -> TensorMapCache:
     """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened; of an
     array that is not C-contiguous, those of its transpose."""
     return TensorMapCache(partial(_encode, columns, box, part))

@@ -28,7 +28,7 @@ ACTIVATIONS = {
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _WARPGROUP = 128
-_MOST_STAGES = 14
+_MAX_STAGES = 14
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
 _SMS = 132
@@ -139,7 +139,7 @@ class Tiling:
         parts = 1 + product.gated
         limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - static_bytes
         room = limit - self.epilogue_bytes(parts)
-        return min(_MOST_STAGES, room // self.stage_bytes(product))
+        return min(_MAX_STAGES, room // self.stage_bytes(product))
 
     def slots(self, num_sms: int) -> int:
         """Blocks that are resident at once.

@@ -27,15 +27,15 @@ from cukit.gemm.dense.cublas import Matrix
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
-MOST_TOKENS = 16
+MAX_TOKENS = 16
 DTYPES = (float16, bfloat16)
 _VECTOR = 8
 _WARPS = 8
-_MOST_CLUSTER = 8
+_MAX_CLUSTER = 8
 _CLUSTER_ARCH = (9, 0)
 _STAGES_BYTES = 104 * KIB
 """Shared memory for the stages of a block: two blocks fit on an H200's SM, with room for L1."""
-_MOST_STAGES = 8
+_MAX_STAGES = 8
 
 
 def gemv(
@@ -106,9 +106,9 @@ def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
     left, right, target = layouts
     m, n = target.rows, target.columns
     k = left.rows if left.transposed else left.columns
-    if min(m, n) > MOST_TOKENS:
+    if min(m, n) > MAX_TOKENS:
         raise ArrayShapeError(
-            f"gemv: the product must have at most {MOST_TOKENS} rows or columns, got [{m}, {n}]"
+            f"gemv: the product must have at most {MAX_TOKENS} rows or columns, got [{m}, {n}]"
         )
     if m <= n:
         x_token, x_depth = (1, left.leading) if left.transposed else (left.leading, 1)
@@ -179,7 +179,7 @@ def plan_gemv(
 
     aligned: whether both operands allow loads of 16 bytes.
     """
-    tokens = 8 if operands.tokens <= 8 else MOST_TOKENS
+    tokens = 8 if operands.tokens <= 8 else MAX_TOKENS
     major = int(operands.along_columns)
     tiles = 1
     if not major:
@@ -191,14 +191,14 @@ def plan_gemv(
     if device.compute_capability >= _CLUSTER_ARCH:
         steps = operands.depth // ((16 if major else 32) * _WARPS)  # per warp, without a cluster
         while (
-            cluster < _MOST_CLUSTER
+            cluster < _MAX_CLUSTER
             and strips * cluster * 4 < device.num_sms * 3
             and steps >= 8 * cluster
         ):
             cluster *= 2
     config = GemvConfig(dtype, out, major, tokens, tiles, 1, cluster, aligned, strips * cluster)
     room = min(_STAGES_BYTES, device.shared_bytes_per_block - 8 * KIB)
-    return replace(config, stages=min(_MOST_STAGES, room // _stage_bytes(config)))
+    return replace(config, stages=min(_MAX_STAGES, room // _stage_bytes(config)))
 
 
 class PreparedGemv(NamedTuple):

@@ -20,8 +20,14 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ConfigError
-from cukit.gemm.dense._linear_launch import prepare_linear, product_specs
-from cukit.gemm.dense._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
+from cukit.gemm.dense._gated_gradient import fused_gradient, fused_spec
+from cukit.gemm.dense._linear_launch import (
+    launch_linear,
+    plan_for,
+    prepare_linear,
+    product_specs,
+)
+from cukit.gemm.dense._linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, HOPPER, Product
 from cukit.gemm.dense.linear import KERNEL_DTYPES, check_weight
 from cukit.reference import gemm as reference
 from cukit.registry import register
@@ -84,15 +90,20 @@ def gated_linear_backward(
     w: Array,
     preactivation: Array,
     activation: str = "silu",
+    *,
+    down: Array | None = None,
 ) -> tuple[Array, Array]:
     """Gradients of :func:`gated_linear`.
 
     Args:
-        grad_out: gradient of `y`; dtype of `x`, [..., n].
+        grad_out: gradient of `y`; dtype of `x`, [..., n]. With `down`, of `y down^T`, [..., h].
         x: the forward's input, [..., k].
         w: [2n, k], the gate's rows followed by those of the up projection.
         preactivation: `z` as the forward returned it, [..., 2n].
         activation: as in the forward.
+        down: weight of the linear layer that follows, dtype of `x`, [h, n]. On Hopper the product
+            `grad_out down` and the activation's gradient are then one kernel
+            (kernels_cu/gemm/gated_gradient_sm90.cu).
 
     Returns:
         `(grad_x, grad_w)`, dtype and shapes of `x` and `w`.
@@ -104,16 +115,24 @@ def gated_linear_backward(
     Deterministic: no atomics.
     """
     op = "gated_linear_backward"
-    grad_out, x, w, preactivation = adopt(op, grad_out, x, w, preactivation)
-    arguments = (grad_out, x, w, preactivation, activation)
-    if not runs_kernel(op, grad_out, x, w, preactivation):
+    grad_out, x, w, preactivation, down = adopt(op, grad_out, x, w, preactivation, down)
+    arguments = (grad_out, x, w, preactivation, activation, down)
+    if not runs_kernel(op, grad_out, x, w, preactivation, down):
         _check_gated(*arguments)
-        return reference.gated_linear_backward(*arguments)
+        return reference.gated_linear_backward(*arguments[:-1], down=down)
     launches = _prepare_gated(*arguments)
     if launches is None:
-        return reference.gated_linear_backward(*arguments)
-    gradient, product_x, product_w = launches
-    grad, _ = gradient(grad_out, preactivation)
+        return reference.gated_linear_backward(*arguments[:-1], down=down)
+    before, gradient, product_x, product_w = launches
+    if gradient is None:
+        grad = empty(preactivation, preactivation.shape)
+        before(grad_out, down, preactivation, grad)
+    else:
+        if before is not None:
+            grad_y = empty(grad_out, (*grad_out.shape[:-1], preactivation.shape[-1] // 2))
+            before(grad_out, down, None, None, grad_y, None)
+            grad_out = grad_y
+        grad, _ = gradient(grad_out, preactivation)
     grad_x, grad_w = empty(x, x.shape), empty(w, w.shape)
     product_x(grad, w, None, None, grad_x, None)
     product_w(grad, x, None, None, grad_w, None)
@@ -187,17 +206,26 @@ def _prepare(
 
 
 @launch_plan
-def _prepare_gated(grad_out: Array, x: Array, w: Array, z: Array, activation: str) -> Any:
-    _check_gated(grad_out, x, w, z, activation)
+def _prepare_gated(
+    grad_out: Array, x: Array, w: Array, z: Array, activation: str, down: Array | None
+) -> Any:
+    _check_gated(grad_out, x, w, z, activation, down)
     check_array("gated_linear_backward", "x", x, dtypes=KERNEL_DTYPES)
-    if w.size == 0 or x.size == 0:
+    if w.size == 0 or x.size == 0 or (down is not None and down.size == 0):
         return None  # nothing to multiply: the reference
     n, k = w.shape
-    gradient = _ActivationGradient(
-        x.size // k, n // 2, access_width(n // 2, grad_out, z), x.dtype.name, activation,
-        gated=True, sums=False,
-    )  # fmt: skip
-    return gradient, *_products(z, x, w, x.size // k, n, k)
+    rows, dtype = x.size // k, x.dtype.name
+    products = _products(z, x, w, rows, n, k)
+    before = None
+    if down is not None:
+        product = Product(rows, n // 2, down.shape[0], dtype, major_b="MN")
+        plan = plan_for(product, grad_out, down, z)
+        if fused := fused_gradient(product, plan, activation):
+            return fused, None, *products
+        before = launch_linear(plan)
+    width = access_width(n // 2, grad_out if down is None else None, z)
+    gradient = _ActivationGradient(rows, n // 2, width, dtype, activation, gated=True, sums=False)
+    return before, gradient, *products
 
 
 def _products(grad: Array, x: Array, w: Array, rows: int, n: int, k: int) -> tuple[Any, Any]:
@@ -224,15 +252,21 @@ def _check(grad_out: Array, x: Array, w: Array, z: Array | None, activation: str
     check_same_dtype(op, x=x, w=w, grad_out=grad_out, preactivation=z)
 
 
-def _check_gated(grad_out: Array, x: Array, w: Array, z: Array, activation: str) -> None:
+def _check_gated(
+    grad_out: Array, x: Array, w: Array, z: Array, activation: str, down: Array | None
+) -> None:
     op = "gated_linear_backward"
     check_choice(op, "activation", activation, GATED_ACTIVATIONS)
     check_weight(op, "w", x, w)
     if w.shape[0] % 2:
         raise ConfigError(f"{op}: w holds gate and up rows, so axis 0 must be even, got {w.shape}")
-    check_array(op, "grad_out", grad_out, shape=(*x.shape[:-1], w.shape[0] // 2))
+    columns = w.shape[0] // 2
+    if down is not None:
+        check_array(op, "down", down, shape=(None, columns))
+        columns = down.shape[0]
+    check_array(op, "grad_out", grad_out, shape=(*x.shape[:-1], columns))
     check_array(op, "preactivation", z, shape=(*x.shape[:-1], w.shape[0]))
-    check_same_dtype(op, x=x, w=w, grad_out=grad_out, preactivation=z)
+    check_same_dtype(op, x=x, w=w, grad_out=grad_out, preactivation=z, down=down)
 
 
 def _specs(device: Device) -> list[KernelSpec]:
@@ -249,7 +283,13 @@ def _specs(device: Device) -> list[KernelSpec]:
 
 
 def _gated_specs(device: Device) -> list[KernelSpec]:
-    return [
+    fused = [
+        fused_spec(dtype.name, activation)
+        for dtype in KERNEL_DTYPES
+        for activation in GATED_ACTIVATIONS
+        if device.arch == HOPPER
+    ]
+    return fused + [
         gradient_spec(dtype.name, vec, activation, gated=True, sums=False)
         for dtype in KERNEL_DTYPES
         for vec in (8, 1)

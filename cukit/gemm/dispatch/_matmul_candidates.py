@@ -17,7 +17,7 @@ from cukit.core.narrow_dtype import float8_e4m3
 from cukit.gemm.dense._dense import CheckedProduct, carry_out, plan_product
 from cukit.gemm.dense._linear_launch import prepare_linear
 from cukit.gemm.dense._linear_plan import HOPPER, Product, Sm90Config, estimate_us, plan_linear
-from cukit.gemm.dense.gemv import MOST_TOKENS, prepare_gemv
+from cukit.gemm.dense.gemv import MAX_TOKENS, prepare_gemv
 from cukit.gemm.quantized.fp8 import matmul_fp8
 
 FLOAT8 = float8_e4m3.name
@@ -160,8 +160,8 @@ def _carry_out(
 
 
 def _gemv_reason(problem: MatmulProblem, device: Device) -> str | None:
-    if min(problem.m, problem.n) > MOST_TOKENS:
-        return f"more than {MOST_TOKENS} rows and columns"
+    if min(problem.m, problem.n) > MAX_TOKENS:
+        return f"more than {MAX_TOKENS} rows and columns"
     if problem.accumulate:
         return "it does not accumulate"
     return None

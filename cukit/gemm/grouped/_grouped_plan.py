@@ -19,7 +19,7 @@ from cukit.gemm.dense._linear_plan import (
     rounded_rows,
 )
 
-MOST_GROUPS = 512
+MAX_GROUPS = 512
 STATIC_BYTES = 3072
 """Static shared memory: the first tile of each group, and barriers."""
 
@@ -61,7 +61,7 @@ class GroupedProblem:
 
 def most_groups(groups: int) -> int:
     """The most groups that the variant for `groups` groups supports."""
-    return 64 if groups <= 64 else MOST_GROUPS
+    return 64 if groups <= 64 else MAX_GROUPS
 
 
 @dataclass(frozen=True)

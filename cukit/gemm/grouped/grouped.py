@@ -22,17 +22,16 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_choice, check_flag
+from cukit.core.scalars import MAX_INT32, check_choice, check_flag
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm.dense._linear_plan import HOPPER, Product
 from cukit.gemm.grouped import _grouped_plan as grouped_plan
 from cukit.gemm.grouped._grouped_launch import GroupedSm80, GroupedSm90, prepare_grouped
-from cukit.gemm.grouped._grouped_plan import MOST_GROUPS, GroupedProblem, Layout, plan_grouped_sm80
+from cukit.gemm.grouped._grouped_plan import MAX_GROUPS, GroupedProblem, Layout, plan_grouped_sm80
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
 _DTYPES = (float16, bfloat16)
-_MOST_INT32 = 2**31 - 1
 _GATES = ("silu", "gelu", "gelu_tanh")
 
 
@@ -215,8 +214,8 @@ def layout_of(
         check_array(op, "x", x, dtypes=(x.dtype,), shape=(groups, None, None))
         check_array(op, "expert_counts", expert_counts, dtypes=(int32,), shape=(groups,))
         layout = Layout(groups, groups * x.shape[1], x.shape[1], True)
-    if layout.rows > _MOST_INT32:
-        raise ArrayShapeError(f"{op}: at most {_MOST_INT32} rows, got {layout.rows}")
+    if layout.rows > MAX_INT32:
+        raise ArrayShapeError(f"{op}: at most {MAX_INT32} rows, got {layout.rows}")
     return layout
 
 
@@ -287,8 +286,8 @@ def _check_gated(
 
 def _check_kernel(op: str, x: Array, groups: int) -> None:
     check_array(op, "x", x, dtypes=_DTYPES)
-    if groups > MOST_GROUPS:
-        raise ConfigError(f"{op}: at most {MOST_GROUPS} groups on the GPU, got {groups}")
+    if groups > MAX_GROUPS:
+        raise ConfigError(f"{op}: at most {MAX_GROUPS} groups on the GPU, got {groups}")
 
 
 @launch_plan

@@ -31,7 +31,7 @@ from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm.grouped._grouped_launch import GROUPED_PARAMETERS, encode_groups, encode_matrices
-from cukit.gemm.grouped._grouped_plan import MOST_GROUPS, STATIC_BYTES, Layout, most_groups
+from cukit.gemm.grouped._grouped_plan import MAX_GROUPS, STATIC_BYTES, Layout, most_groups
 from cukit.gemm.grouped.grouped import (
     layout_of,
 )
@@ -48,7 +48,7 @@ _ALIGNMENT = 16  # FP8 codes: the strides of a tensor map are multiples of 16 by
 _COLUMNS = 8  # 16-bit elements of the result, for the same reason
 _PIECE = 64  # rows of the result that one TMA store writes
 _EARLY_ROWS = 4  # extra rows of scales, because loads of them start at multiples of 4 rows
-_MOST_STAGES = 8
+_MAX_STAGES = 8
 _FEWEST_STAGES = 3
 
 
@@ -142,7 +142,7 @@ class GroupedFp8Config:
     def num_stages(self) -> int:
         """The stages that fit into shared memory with the epilogue and static shared memory."""
         room = min(227 * KIB, 228 * KIB // self.tiling.blocks_per_sm - KIB) - STATIC_BYTES
-        return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
+        return min(_MAX_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -302,8 +302,8 @@ def _prepare(*values: Any) -> tuple[GroupedFp8Launch, np.dtype[Any]]:
     storages = {"x.storage": x.storage, "weights.storage": weights.storage, "out": values[10]}
     check_addresses(_OP, **storages)
     groups, n, k = weights.shape
-    if groups > MOST_GROUPS:
-        raise ConfigError(f"{_OP}: at most {MOST_GROUPS} groups on the GPU, got {groups}")
+    if groups > MAX_GROUPS:
+        raise ConfigError(f"{_OP}: at most {MAX_GROUPS} groups on the GPU, got {groups}")
     for name, extent, multiple in (("k", k, _ALIGNMENT), ("n", n, _COLUMNS)):
         if extent == 0 or extent % multiple:
             raise ArrayShapeError(

@@ -17,7 +17,7 @@ Code = Literal["Int8", "Float8E4M3"]
 TILE_K = 128
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
-_MOST_STAGES = 12
+_MAX_STAGES = 12
 
 
 class ResultPath(IntEnum):
@@ -126,7 +126,7 @@ class Config8Bit:
     def num_stages(self) -> int:
         """The stages that fit into shared memory beside the barriers."""
         room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
-        return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
+        return min(_MAX_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -170,7 +170,7 @@ def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8
         yield from (Tiling8Bit(128, tile_n) for tile_n in _WIDE)
     for tile_m in (64,) if m <= 64 else (128, 64):
         yield from (Tiling8Bit(tile_m, tile_n) for tile_n in _NARROW)
-        if m <= _MOST_SPLIT_ROWS:
+        if m <= _MAX_SPLIT_ROWS:
             yield from _splits(tile_m, m, n, k)
 
 
@@ -231,7 +231,7 @@ _EPILOGUE_ELEMENT_US = 3.4e-5
 _SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
 _FIRST_BYTE_US = 5.2  # launch and memory latency
 _MEMORY_BYTES_PER_US = 3.2e6
-_MOST_SPLIT_ROWS = 512
+_MAX_SPLIT_ROWS = 512
 
 _CLUSTERS = {1: 132, 2: 66, 4: 30}
 """Resident clusters of an H200 with 132 SMs, by blocks per cluster: its GPCs differ in size."""

@@ -25,6 +25,9 @@ _SHORTEST_GROUP = 32
 _FOLD_TOKENS_OF_SHORTEST = 32
 """With more tokens than these, codes are multiplied by their scales first."""
 _TILE_ALIGNMENT = 128
+_EXPANDED_GROUP = 8  # tile rows: the first round of tiles needs half of what it would with 16
+_EXPANDED_TOKENS = 128
+_EXPANDING_BYTES = 7 * KIB  # static shared memory of the warps that expand the weight
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
 """For larger weights, Hopper's tiles of 16 tokens are faster from three tokens up."""
@@ -36,9 +39,10 @@ _RESERVED_BYTES = KIB  # shared memory for barriers and the system
 class WeightOnlyTiling:
     """The tiles of a kernel, and how it computes one."""
 
-    kernel: Literal["sm90", "sm80", "few"]
+    kernel: Literal["sm90", "sm80", "few", "expanded"]
     """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync with
-    codes loaded straight to registers, for up to eight tokens."""
+    codes loaded straight to registers, for up to eight tokens; weight_expanded_sm90.cu: TMA and
+    wgmma with a weight that the kernel expands to float8 in memory, for many float8 tokens."""
     tokens: int
     """Tokens of a tile."""
     consumers: int
@@ -59,12 +63,15 @@ class WeightOnlyTiling:
     @property
     def rows(self) -> int:
         """Rows of the weight in a tile."""
+        if self.kernel == "expanded":
+            return 2 * self.consumers * BLOCK_ROWS
         return 16 * self.strips or self.consumers * BLOCK_ROWS
 
     @property
     def threads(self) -> int:
         """Threads per block."""
-        return 32 * self.warps or _WARPGROUP * (self.consumers + int(self.kernel == "sm90"))
+        produces = self.kernel in ("sm90", "expanded")
+        return 32 * self.warps or _WARPGROUP * (self.consumers + produces)
 
     @property
     def piece_tokens(self) -> int:
@@ -73,6 +80,8 @@ class WeightOnlyTiling:
 
     def stage_bytes(self, weight: WeightDescription) -> int:
         """Shared memory of a stage: a tile of x and blocks of the weight."""
+        if self.kernel == "expanded":
+            return (self.rows + self.tokens) * BLOCK_COLUMNS + self.rows * 4
         used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
         return -(-used // _TILE_ALIGNMENT) * _TILE_ALIGNMENT if self.kernel == "sm80" else used
 
@@ -143,9 +152,25 @@ class WeightOnlyConfig:
                 ("SPLITS", tiling.splits),
                 ("CLUSTER", tiling.splits),
             )
-        entry = f"weight_only_{tiling.kernel}"
+        if tiling.kernel == "expanded":
+            defines += (("PIECE", tiling.piece_tokens),)
+            entry = "weight_expanded_sm90"
+        else:
+            entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
+
+    @property
+    def expanded_bytes(self) -> int:
+        """For "expanded": workspace for the weight as e4m3 codes and float32 scales."""
+        weight = self.weight
+        return weight.pairs * weight.steps * 2 * BLOCK_ROWS * (BLOCK_COLUMNS + 4)
+
+    @property
+    def expanded_counters(self) -> int:
+        """For "expanded": counters of claimed blocks, and of those of a tile row and step that have
+        been expanded."""
+        return 1 + -(-self.weight.shape[0] // self.tiling.rows) * self.weight.steps
 
 
 @cache
@@ -170,7 +195,10 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
         return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64), _TOKEN_STEP), weight, device)]
     fewest = -(-tokens // _MOST_TOKENS)
     across = range(fewest, fewest + 3) if tokens > 64 else range(1, 3) if tokens > 32 else (1,)
-    return [_hopper_candidate(tokens, count, weight, device) for count in across]
+    tilings = [_hopper_candidate(tokens, count, weight, device) for count in across]
+    if weight.float8 and weight.group_size == BLOCK_COLUMNS and n % _ROW_ELEMENTS == 0:
+        tilings.append(expanded_tiling(weight, device))
+    return tilings
 
 
 def _hopper_candidate(
@@ -232,6 +260,15 @@ def hopper_tiling(
     return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
 
 
+def expanded_tiling(
+    weight: WeightDescription, device: Device, *, tokens: int = _EXPANDED_TOKENS, stages: int = 4
+) -> WeightOnlyTiling:
+    """A tiling for a weight that is expanded to float8 first."""
+    tiling = WeightOnlyTiling("expanded", tokens, 2, 0, mapped_out=True)
+    room = device.shared_bytes_per_block - _RESERVED_BYTES - _EXPANDING_BYTES
+    return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
+
+
 def sm80_tiling(
     tokens: int, weight: WeightDescription, device: Device, *, blocks: int = 0, stages: int = 4
 ) -> WeightOnlyTiling:
@@ -270,6 +307,10 @@ def configure(
     if tiling.kernel == "few":
         return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
     tiles = tiles_m * -(-tokens // tiling.tokens)
+    if tiling.kernel == "expanded":
+        group = min(_EXPANDED_GROUP, tiles_m)
+        blocks = min(device.num_sms, tiles)
+        return WeightOnlyConfig(dtype, weight, tiling, blocks, group, tiles, 0)
     if tiling.splits > 1:
         group = _raster_group(tiling, weight, tiles, tiles_m)
         blocks = tiles * tiling.splits
@@ -302,11 +343,22 @@ _ARRIVAL_CYCLES = 3000
 _PIECE_BYTES_A_CYCLE = 10  # partial tiles, written and read back for the final sum
 _EXCHANGE_CYCLES = 1000
 _EXCHANGE_BYTES_A_CYCLE = 16  # through distributed shared memory
+_EXPANDED_START_CYCLES = 57_000
+_EXPANDED_STEP_CYCLES = 1800
+_EXPANDED_END_CYCLES = 2800  # of a tile
+_EXPANSION_CYCLES = 4200  # of an SM for a block of the weight
 
 
 def _cycles(config: WeightOnlyConfig) -> float:
     """The kernel's estimated time in cycles, for choosing among tilings."""
     tiling, steps = config.tiling, config.weight.steps
+    if tiling.kernel == "expanded":
+        rounds = -(-config.whole_tiles // config.num_blocks)
+        products = rounds * (steps * _EXPANDED_STEP_CYCLES + _EXPANDED_END_CYCLES)
+        blocks = 2 * config.weight.pairs * steps
+        return _EXPANDED_START_CYCLES + max(
+            products, blocks * _EXPANSION_CYCLES / config.num_blocks
+        )
     consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
     step = tiling.consumers * consumer
     if tiling.splits > 1:

@@ -32,7 +32,13 @@ from cukit.core.scalars import check_dtype
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 from cukit.gemm.quantized._weight_only_plan import WeightOnlyConfig, plan_weight_only
-from cukit.gemm.quantized.weight_only_layout import PackedWeight, WeightDescription, pack_weight
+from cukit.gemm.quantized.weight_only_layout import (
+    BLOCK_COLUMNS,
+    BLOCK_ROWS,
+    PackedWeight,
+    WeightDescription,
+    pack_weight,
+)
 from cukit.reference import weight_only as reference
 from cukit.registry import register
 
@@ -58,7 +64,8 @@ def quantized_linear(
     multiplied by its scale in float32: the result equals the product with the dequantised weight in
     float32, rounded once to the dtype of the result. For more than 64 tokens of 16-bit elements (32
     with groups of 32), Hopper's kernel multiplies grouped codes by their scales first and rounds
-    them to the dtype of `x`.
+    them to the dtype of `x`. For many float8 tokens (from about 1400 at n = k = 8192) it expands a
+    weight with groups of 128 to float8 in a temporary of 1.03 n k bytes.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. If k is not a
@@ -216,6 +223,46 @@ class WeightOnlyLaunch:
         )
 
 
+class ExpandedLaunch:
+    """A launch of weight_expanded_sm90.cu; as WeightOnlyLaunch."""
+
+    __slots__ = ("_config", "_launch", "_out", "_x")
+
+    def __init__(self, config: WeightOnlyConfig, tokens: int, token_stride: int = 0) -> None:
+        weight, tiling = config.weight, config.tiling
+        n, k = weight.shape
+        parameters = _PARAMETERS.pack(
+            tokens=tokens,
+            rows=n,
+            columns=k,
+            steps=weight.steps,
+            group=config.group,
+            token_stride=token_stride,
+            whole_tiles=config.whole_tiles,
+        )
+        self._config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        rows = partial(_encode_rows, tokens=tokens)
+        self._x = TensorMapCache(partial(rows, columns=k, box=(tiling.tokens, BLOCK_COLUMNS)))
+        self._out = TensorMapCache(partial(rows, columns=n, box=(tiling.piece_tokens, BLOCK_ROWS)))
+
+    def __call__(
+        self,
+        x: Array,
+        token_scales: Array | None,
+        blocks: Array,
+        row_scales: Array | None,
+        bias: Array | None,
+        out: Array,
+    ) -> None:
+        config = self._config
+        expanded = empty(x, (config.expanded_bytes,), np.dtype(np.uint8))
+        counters = empty(x, (config.expanded_counters,), np.dtype(np.int32))
+        counters.fill(0)
+        offsets = NULL if bias is None else bias
+        self._launch(self._x(x), self._out(out), blocks, token_scales, offsets, expanded, counters)
+
+
 def _encode_rows(array: Array, *, tokens: int, columns: int, box: tuple[int, int]) -> Any:
     """A tensor map of the array as [tokens, columns], without padding beyond `columns`."""
     return encode_tensor_map(array.reshape(tokens, -1)[:, :columns], box)
@@ -231,7 +278,7 @@ def _prepare(
     out: Array | None,
     dtype: np.dtype[Any],
     weight: WeightDescription,
-) -> WeightOnlyLaunch:
+) -> WeightOnlyLaunch | ExpandedLaunch:
     _check(x, bias, out, dtype, weight)
     if dtype not in _DTYPES:
         raise ArrayDtypeError(f"{_OP}: the result must be float16 or bfloat16, got {dtype.name}")
@@ -243,7 +290,8 @@ def _prepare(
     if config.tiling.mapped_out:
         check_addresses(_OP, out=out)
     stride = int(token_scales is not None and token_scales.shape[0] > 1)
-    return WeightOnlyLaunch(config, tokens, stride)
+    launch = ExpandedLaunch if config.tiling.kernel == "expanded" else WeightOnlyLaunch
+    return launch(config, tokens, stride)
 
 
 def _check(
@@ -288,7 +336,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         plan_weight_only(tokens, weight, dtype.name, device).spec()
         for weight in weights
         for dtype in _DTYPES
-        for tokens in (1, 32, 64, 1024)
+        for tokens in (1, 32, 64, 1024, *((4096,) if weight.float8 else ()))
     ]
 
 

@@ -12,9 +12,22 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, BsrTiling
-from cukit.gemm.sparse._bsr_schedule import group_rows, matmul_work, sampled_pieces, sampled_work
+from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig
+from cukit.gemm.sparse._bsr_schedule import (
+    group_rows,
+    matmul_work,
+    pad_groups,
+    sampled_pieces,
+    sampled_work,
+)
 from cukit.gemm.sparse.block_sparse import BlockPattern
+
+_AHEAD = 32
+"""Entries whose indices the producer warp loads at a time."""
+
+_ZERO_ROWS = 4096
+"""Rows of the blocks of zeros from which missing blocks are loaded. A single block of zeros would
+be in one slice of L2, whose bandwidth would be the limit."""
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 
@@ -33,21 +46,36 @@ class MatmulSm90:
         tiling, transposed = config.tiling, config.transposed
         assert tiling is not None
         k = pattern.shape[not transposed.sparse]
-        groups = group_rows(*pattern.entries(transposed.sparse), k // tiling.block, tiling.slots)
+        entries = group_rows(*pattern.entries(transposed.sparse), k // tiling.block, tiling.slots)
+        groups = pad_groups(entries, tiling.stage_entries)
         cluster = tiling.cluster
         num_clusters = current_device().num_sms // cluster
-        work = matmul_work(groups.starts, n, tiling.block, tiling.columns * cluster, num_clusters)
-        columns = np.append(groups.columns, np.int32(-1))
-        numbers = np.append(groups.numbers, np.full((1, tiling.slots), -1, np.int32), axis=0)
+        work = matmul_work(
+            groups.starts,
+            n,
+            tiling.block,
+            tiling.columns * cluster,
+            num_clusters,
+            least=tiling.stage_entries,
+        )
+        # After the last entry: those of an empty group, and what a warp reads ahead.
+        columns = np.append(groups.columns, np.full(_AHEAD, -1, np.int32))
+        numbers = np.append(groups.numbers, np.full((_AHEAD, tiling.slots), -1, np.int32), axis=0)
         self._index = tuple(map(xp.asarray, (work, columns, numbers)))
-        self._zeros = xp.zeros((tiling.block, tiling.block), _dtype(config.dtype))
+        self._zeros = xp.zeros((_ZERO_ROWS, tiling.block), _dtype(config.dtype))
         rows, turns, _ = work.shape
         scalars = (np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (rows * cluster,), scalars)
-        box_rows, box_columns = _boxes(tiling, tiling.block, not transposed.sparse, tiling.block)
+        box_rows, box_columns = _boxes(
+            tiling.part_k, tiling.block, not transposed.sparse, tiling.block
+        )
         self._values = _maps(box_rows // cluster, box_columns)
         self._out = _maps(64, 64)
-        self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
+        if config.wide_box:
+            box = (tiling.width // 64, tiling.part_k, 64)
+            self._dense = TensorMapCache(partial(_encode_parts, box=box))
+        else:
+            self._dense = _maps(*_boxes(tiling.part_k, tiling.width, transposed.dense))
 
     def __call__(self, values: Array, dense: Array, out: Array) -> None:
         self._launch(
@@ -74,8 +102,8 @@ class SampledSm90:
         self._index = tuple(map(xp.asarray, (work, groups.columns, groups.numbers)))
         num_blocks, turns, _ = work.shape
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
-        self._a = _maps(*_boxes(tiling, tiling.rows, not config.a_transposed))
-        self._b = _maps(*_boxes(tiling, block, config.b_transposed, block))
+        self._a = _maps(*_boxes(tiling.tile_k, tiling.rows, not config.a_transposed))
+        self._b = _maps(*_boxes(tiling.tile_k, block, config.b_transposed, block))
         self._values = _maps(min(block, 64), min(block, 64))
 
     def __call__(self, a: Array, b: Array, values: Array) -> None:
@@ -121,9 +149,9 @@ class SampledSm80:
         self._launch(a, b, values, *self._index)
 
 
-def _boxes(tiling: BsrTiling, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
+def _boxes(tile_k: int, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
     """The TMA box of an operand: k is its last axis if `k_major`, else its first."""
-    return (extent, tiling.tile_k) if k_major else (tiling.tile_k, min(width, 64))
+    return (extent, tile_k) if k_major else (tile_k, min(width, 64))
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -133,6 +161,12 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _maps(rows: int, columns: int) -> TensorMapCache:
     encode = partial(encode_tensor_map, box=(rows, columns), swizzle_bytes=2 * columns)
     return TensorMapCache(encode)
+
+
+def _encode_parts(array: Array, *, box: tuple[int, int, int]) -> Any:
+    """A map of [k, n] as [n / 64, k, 64]."""
+    k, n = array.shape
+    return encode_tensor_map(array.reshape(k, n // 64, 64).transpose(1, 0, 2), box)
 
 
 def _rows(array: Array) -> Array:

@@ -45,6 +45,16 @@ class BsrTiling:
     sparse operand."""
 
     @property
+    def part_k(self) -> int:
+        """Extent of a part of a stage along k, which belongs to one entry."""
+        return min(self.tile_k, self.block)
+
+    @property
+    def stage_entries(self) -> int:
+        """Entries that share a stage."""
+        return self.tile_k // self.part_k
+
+    @property
     def rows(self) -> int:
         """Rows of a tile."""
         return max(self.block, _WARPGROUP_ROWS)
@@ -68,7 +78,7 @@ class BsrTiling:
 
 
 TILINGS = {
-    16: (BsrTiling(16, 512, 16, 8), BsrTiling(16, 256, 16, 16)),
+    16: (BsrTiling(16, 512, 32, 5), BsrTiling(16, 256, 32, 8)),
     32: (BsrTiling(32, 512, 32, 5), BsrTiling(32, 256, 32, 8)),
     64: (BsrTiling(64, 512, 32, 5), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 7)),
     128: (
@@ -94,24 +104,27 @@ SLOTS_SM90 = {block: tilings[0].slots for block, tilings in TILINGS.items()}
 """Block rows of a tile, by block size."""
 
 
-_RATES = {16: 88e6, 32: 310e6, 64: 470e6, 128: 600e6}
-"""FLOPs per microsecond of the Hopper kernel's tiles, by block size: measured on an H200 with
-random patterns of density 0.1, 8192 x 8192 times 4096 columns."""
+_RATES = {16: (369e6, 228e6), 32: (510e6, 406e6), 64: (480e6, 447e6), 128: (600e6, 600e6)}
+"""FLOPs per microsecond of the Hopper kernel's tiles, by block size, for a dense operand as it is
+and transposed: measured on an H200 with random patterns of density 0.1, 8192 x 8192 times 4096
+columns."""
 
-_DENSE_RATE = 700e6
-_EXPANSION_BYTES = 2.5e6
+_DENSE_RATE = 850e6
+_EXPANSION_BYTES = 1.8e6
 """Bytes of the expanded matrix that are written per microsecond."""
 _EXPANSION_US = 15.0
 """Launch overhead of an expansion, which rules it out for small matrices."""
 
 
-def prefers_dense(entries: int, block: int, m: int, n: int, k: int) -> bool:
+def prefers_dense(
+    entries: int, block: int, m: int, n: int, k: int, *, dense_transposed: bool = False
+) -> bool:
     """Whether a dense product of the expanded operand [m, k] with n columns is faster.
 
     entries: block columns in which a group of block rows has a block, summed over the groups.
     """
     rows = max(block, _WARPGROUP_ROWS)
-    sparse_us = 2.0 * entries * rows * block * n / _RATES[block]
+    sparse_us = 2.0 * entries * rows * block * n / _RATES[block][dense_transposed]
     dense_us = 2.0 * m * n * k / _DENSE_RATE + _ITEM_BYTES * m * k / _EXPANSION_BYTES
     return sparse_us > dense_us + _EXPANSION_US
 
@@ -133,12 +146,17 @@ class BsrMatmulConfig:
     transposed: Transposed
     tiling: BsrTiling | None
     """Tiling of the Hopper kernel; None selects the sm80 kernel."""
+    wide_box: bool = False
+    """Whether one TMA box has all columns of a consumer warpgroup. Small boxes are limited by the
+    rate at which TMA starts copies."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         flags = {
             f"{name.upper()}_TRANSPOSED": value for name, value in self.transposed._asdict().items()
         }
+        if self.tiling is not None:
+            flags["BOX"] = self.wide_box
         return _spec("bsr_matmul", self.dtype, self.block, self.tiling, flags)
 
 
@@ -204,7 +222,8 @@ def plan_bsr_matmul(
             full_clusters = tiles % candidate.cluster == 0
             if full_clusters and block_rows // candidate.slots * tiles >= 2 * device.num_sms:
                 tiling = candidate
-    return BsrMatmulConfig(dtype, block, transposed, tiling)
+    wide_box = tiling is not None and not transposed.dense and n % _BOX == 0
+    return BsrMatmulConfig(dtype, block, transposed, tiling, wide_box)
 
 
 def plan_bsr_sampled(

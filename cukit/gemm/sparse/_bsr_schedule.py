@@ -79,12 +79,12 @@ def _exchange_tiles(
 
 
 def matmul_work(
-    indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int
+    indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int, *, least: int = 1
 ) -> HostArray:
     """The schedule of sparse times dense: each tile's group, first column, entry begin and end.
 
-    indptr: entries before each group of block rows. The tile of an empty group has the one padding
-    entry that is stored after all others.
+    indptr: entries before each group of block rows. The tile of an empty group has the `least`
+    padding entries that are stored after all others.
 
     Tiles of the same columns are adjacent, longest rows first: concurrent tiles then read the same
     columns of the dense matrix, and the last tiles are short.
@@ -96,7 +96,7 @@ def matmul_work(
     items[..., 0] = rows
     items[..., 1] = starts[:, None]
     items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
-    items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + 1)
+    items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + least)
     costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
     return assign_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
 
@@ -139,6 +139,21 @@ def group_rows(indptr: HostArray, entries: HostArray, num_columns: int, size: in
     starts = np.searchsorted(keys, np.arange(num_groups + 1, dtype=np.int64) * num_columns)
     columns = keys % max(num_columns, 1)
     return RowGroups(starts.astype(np.int32), columns.astype(np.int32), numbers)
+
+
+def pad_groups(groups: RowGroups, count: int) -> RowGroups:
+    """The groups with a multiple of `count` entries each. Padding has no blocks and column -1."""
+    if count == 1:
+        return groups
+    counts = np.diff(groups.starts)
+    padded = -(-counts // count) * count
+    starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
+    places = np.arange(groups.columns.size) + np.repeat(starts[:-1] - groups.starts[:-1], counts)
+    columns = np.full(starts[-1], -1, np.int32)
+    columns[places] = groups.columns
+    numbers = np.full((starts[-1], groups.numbers.shape[1]), -1, np.int32)
+    numbers[places] = groups.numbers
+    return RowGroups(starts, columns, numbers)
 
 
 def sampled_pieces(starts: HostArray, most: int) -> HostArray:

@@ -172,7 +172,8 @@ def _prepare_product(
     if config.tiling is not None:
         indptr, entries = pattern.entries(roles.transposed.sparse)
         groups = group_rows(indptr, entries, k // block, config.tiling.slots)
-        if prefers_dense(groups.columns.size, block, m, n, k):
+        transposed = roles.transposed.dense
+        if prefers_dense(groups.columns.size, block, m, n, k, dense_transposed=transposed):
             return _Planned(shape, partial(_multiply_expanded, pattern, roles.transposed))
     launch = MatmulSm80 if config.tiling is None else MatmulSm90
     return _Planned(shape, launch(config, pattern, m, n, namespace(dense)))
@@ -325,7 +326,7 @@ def _specs(device: Device) -> list[KernelSpec]:
     for block, flag in product(BLOCK_SIZES, (False, True)):
         transposed = Transposed(flag, flag, flag)
         specs += [
-            BsrMatmulConfig("bfloat16", block, transposed, tiling).spec()
+            BsrMatmulConfig("bfloat16", block, transposed, tiling, hopper and not flag).spec()
             for tiling in (TILINGS[block] if hopper else (None,))
         ]
         specs += [
