@@ -33,7 +33,7 @@ COLUMNS = 64
 """Columns of head_dim per block."""
 STATE_TILES = (64, 128)
 _LEAST_CHUNKS = 4
-"""Fewest chunks per segment: splitting costs a second pass over keys and values."""
+"""Minimum chunks per segment: splitting costs a second pass over keys and values."""
 _BLOCKS_PER_SM = 2
 _JOIN_THREADS = 256
 _SUM_THREADS = 256
@@ -136,13 +136,13 @@ class ChannelInputs(NamedTuple):
     """The arguments of the other kernels with a decay per channel."""
 
     b: Array
-    """exp(s_last - s_j) b_j, [tokens, num_heads, state_dim]"""
+    """exp(s_last - s_j) b_j, [tokens, heads, state_dim]"""
     c: Array
     """exp(s_i) c_i, as b"""
     decay: Array
-    """s_last in base 2, float32 [slots, num_heads, state_dim]"""
+    """s_last in base 2, float32 [slots, heads, state_dim]"""
     scores: Array
-    """[slots, num_heads, CHUNK, CHUNK]"""
+    """[slots, heads, CHUNK, CHUNK]"""
 
 
 class ChannelLaunch(NamedTuple):
@@ -151,7 +151,7 @@ class ChannelLaunch(NamedTuple):
     launch: Launch
     key_shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    """[slots, num_heads, state_dim]"""
+    """[slots, heads, state_dim]"""
 
     def run(self, b: Array, c: Array, log_decay: Array, cu_seqlens: Array | None) -> ChannelInputs:
         """Decayed queries, keys and scores, and the chunks' decays."""
@@ -168,7 +168,7 @@ class SegmentStates(NamedTuple):
     states: Launch
     join: Launch
     shape: tuple[int, ...]
-    """[num_sequences, segments, num_heads, state_dim, head_dim]"""
+    """[num_sequences, segments, heads, state_dim, head_dim]"""
     channels: bool = False
 
     def start(
@@ -193,29 +193,36 @@ class SegmentStates(NamedTuple):
         return states
 
 
+class HeadRange(NamedTuple):
+    """The heads that launches compute."""
+
+    first: int
+    heads: int
+
+
 class ScanLaunches(NamedTuple):
-    """The parts common to all launches of a scan."""
+    """The parts common to all launches of a scan over a range of heads."""
 
     config: ScanConfig
     scalars: tuple[object, ...]
     grid: tuple[int, int, int]
     state_shape: tuple[int, ...]
+    """[num_sequences, heads, state_dim, head_dim]"""
     tokens: int
     channel_scalars: tuple[object, ...]
 
     def launch(self, spec: KernelSpec, *, dependent: bool = True) -> Launch:
         """A launch over all segments. dependent: of the launches of the segments' states.
 
-        A dependent launch fills the SMs in the order in which they become free, so as many blocks
-        as the plan counts must be all that fit on an SM.
+        Blocks of a dependent launch are placed on SMs as they become free, so no more of them may
+        fit on an SM than the plan assumes.
         """
         dependent = dependent and self.config.segments > 1
         return Launch(load_kernel(spec), self.grid, self.scalars, dependent=dependent)
 
     @property
     def slots(self) -> int:
-        """Chunks for which there is memory: the last one of each sequence may be partial."""
-        return self.tokens // CHUNK + self.state_shape[0]
+        return chunk_slots(self.tokens, self.state_shape[0])
 
     def channel_launch(self, entry: str) -> Launch:
         """A launch over all chunks and heads."""
@@ -226,11 +233,11 @@ class ScanLaunches(NamedTuple):
         """The launch that applies the decays of channels; None with a decay per head."""
         if not self.config.channels:
             return None
-        _, num_heads, state_dim, _ = self.state_shape
+        _, heads, state_dim, _ = self.state_shape
         return ChannelLaunch(
             self.channel_launch("gated_scan_channels"),
-            (self.tokens, num_heads, state_dim),
-            (self.slots, num_heads, state_dim),
+            (self.tokens, heads, state_dim),
+            (self.slots, heads, state_dim),
         )
 
     def segment_states(self, reverse: bool = False) -> SegmentStates | None:
@@ -239,18 +246,18 @@ class ScanLaunches(NamedTuple):
         Dependent launches, except the first of an op (not `reverse`): all arguments of the op must
         have been written before it starts, since the later ones read them before they wait.
         """
-        segments, columns, heads = self.grid
+        segments, columns, all_heads = self.grid
         if segments == 1:
             return None
         spec = self.config.spec(SEGMENT_STATES, reverse)
-        grid = (segments - 1, columns, heads)
+        grid = (segments - 1, columns, all_heads)
         states = Launch(load_kernel(spec), grid, self.scalars, dependent=reverse)
-        sequences, num_heads, state_dim, head_dim = self.state_shape
+        sequences, heads, state_dim, head_dim = self.state_shape
         parts = -(-state_dim * head_dim // _JOIN_THREADS)
         channels = self.config.channels
         join_kernel = load_kernel(join_spec(reverse, channels))
-        join = Launch(join_kernel, (parts, heads), self.scalars, dependent=True)
-        shape = (sequences, segments, num_heads, state_dim, head_dim)
+        join = Launch(join_kernel, (parts, all_heads), self.scalars, dependent=True)
+        shape = (sequences, segments, heads, state_dim, head_dim)
         return SegmentStates(states, join, shape, channels)
 
 
@@ -262,11 +269,14 @@ def scan_launches(
     *,
     channels: bool,
     backward: bool = False,
+    heads: HeadRange | None = None,
 ) -> ScanLaunches:
-    """Plans a scan over checked arrays."""
+    """Plans a scan over checked arrays. heads: None for all."""
     batch, seq_len, num_heads, head_dim = x.shape
     num_sequences, _, state_dim, _ = state_shape
-    sizes = (num_sequences, seq_len, num_heads, head_dim, state_dim)
+    if heads is None:
+        heads = HeadRange(0, num_heads)
+    sizes = (num_sequences, seq_len, heads.heads, head_dim, state_dim)
     config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels, backward=backward)
     # Decayed keys are per head.
     scalars, channel_scalars = (
@@ -278,12 +288,19 @@ def scan_launches(
             head_dim=head_dim,
             state_dim=state_dim,
             segments=config.segments,
+            first_head=heads.first,
+            heads=heads.heads,
         )
-        for groups in (num_heads if channels else num_groups, num_groups)
+        for groups in (heads.heads if channels else num_groups, num_groups)
     )
-    grid = (config.segments, -(-head_dim // COLUMNS), num_sequences * num_heads)
-    tokens = batch * seq_len
-    return ScanLaunches(config, (scalars,), grid, state_shape, tokens, (channel_scalars,))
+    grid = (config.segments, -(-head_dim // COLUMNS), num_sequences * heads.heads)
+    shape = (num_sequences, heads.heads, state_dim, head_dim)
+    return ScanLaunches(config, (scalars,), grid, shape, batch * seq_len, (channel_scalars,))
+
+
+def chunk_slots(tokens: int, num_sequences: int) -> int:
+    """Chunks for which there is memory: the last one of each sequence may be partial."""
+    return tokens // CHUNK + num_sequences
 
 
 @cache
@@ -300,10 +317,23 @@ def sum_spec(dtype: str) -> KernelSpec:
     return KernelSpec("sequence/sum_parts.cu", "sum_parts", defines, _SUM_THREADS)
 
 
-def sum_launch(dtype: str, rows: int, parts: int, cols: int) -> Launch:
-    """A launch that sums parts [rows, parts, cols] over axis 1."""
-    scalars = (STRUCTS["SumParameters"].pack(rows=rows, parts=parts, cols=cols),)
-    return Launch(load_kernel(sum_spec(dtype)), (-(-rows * cols // _SUM_THREADS),), scalars)
+def sum_launch(
+    dtype: str,
+    tokens: int,
+    parts: int,
+    cols: int,
+    *,
+    num_groups: int = 1,
+    first_group: int = 0,
+    groups: int = 1,
+) -> Launch:
+    """A launch that sums parts [tokens, groups, parts, cols] over axis 2, to groups from
+    `first_group` on of an array [tokens, num_groups, cols]."""
+    scalars = STRUCTS["SumParameters"].pack(
+        tokens=tokens, num_groups=num_groups, first_group=first_group, parts=parts, cols=cols
+    )
+    grid = (-(-tokens * cols // _SUM_THREADS), groups)
+    return Launch(load_kernel(sum_spec(dtype)), grid, (scalars,))
 
 
 def check_scan(

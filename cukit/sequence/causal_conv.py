@@ -28,13 +28,13 @@ from cukit.sequence._plan import STRUCTS
 
 _THREADS = 128
 _TOKENS = 64
-"""Most tokens per thread. Fewer give more blocks, but more redundant loads at their boundaries."""
+"""Maximum tokens per thread. Fewer give more blocks, but more redundant loads at boundaries."""
 _LEAST_TOKENS = 16
-_MOST_BACKWARD = 4
-"""Most channels per thread in the backward: the accumulators of eight would spill."""
+_MAX_BACKWARD = 4
+"""Maximum channels per thread in the backward: the accumulators of eight would spill."""
 _WIDTHS = (2, 3, 4)
 _NAMES = {"silu": "Silu", "none": "NoActivation"}
-_MOST_BATCH = 65535
+_MAX_BATCH = 65535
 
 
 def causal_conv(
@@ -223,11 +223,11 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
     """
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     batch, seq_len, channels = x.shape
-    if batch > _MOST_BATCH:
-        raise ConfigError(f"{op}: x must have a batch of at most {_MOST_BATCH}, got {batch}")
+    if batch > _MAX_BATCH:
+        raise ConfigError(f"{op}: x must have a batch of at most {_MAX_BATCH}, got {batch}")
     vec = access_width(channels, *accessed) if channels else 1
     if op == "causal_conv_backward":
-        vec = min(vec, _MOST_BACKWARD)
+        vec = min(vec, _MAX_BACKWARD)
     columns = -(-channels // (vec * _THREADS))
     tokens = _plan_tokens(batch, seq_len, columns, current_device())
     spec = _spec(op, x.dtype.name, weight.shape[1], vec, activation, tokens)
@@ -307,7 +307,7 @@ def _check_weights(
 
 
 def _specs(op: str, device: Device) -> list[KernelSpec]:
-    most = _MOST_BACKWARD if op == "causal_conv_backward" else 8
+    most = _MAX_BACKWARD if op == "causal_conv_backward" else 8
     specs = [
         _spec(op, dtype.name, 4, min(16 // dtype.itemsize, most), "silu", _TOKENS)
         for dtype in KERNEL_DTYPES

@@ -80,10 +80,9 @@ def gated_scan(
     If there are too few sequences and heads to fill the GPU, long sequences are split into
     segments: one pass computes the segments' states, a second one all outputs. With a decay per
     channel, a first launch writes decayed b and c per head, and the decayed scores of all chunks of
-    64 tokens, in the dtype of x. Runs on CuPy's
-    current stream without synchronisation; accumulates in float32, and rounds the state to the
-    dtype of x for the products that read it. Deterministic. Papers: Dao and Gu, arXiv:2405.21060;
-    Yang et al., arXiv:2312.06635.
+    64 tokens, in the dtype of x. Runs on CuPy's current stream without synchronisation; accumulates
+    in float32, and rounds the state to the dtype of x for the products that read it. Deterministic.
+    Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.ones((1, 4, 1, 1), np.float32)

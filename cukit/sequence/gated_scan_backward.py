@@ -18,10 +18,12 @@ from cukit.sequence._plan import (
     SEGMENT_STATES,
     THREADS,
     ChannelLaunch,
+    HeadRange,
     ScanConfig,
     SegmentStates,
     check_kernel,
     check_scan,
+    chunk_slots,
     join_spec,
     representative_configs,
     scan_launches,
@@ -30,6 +32,9 @@ from cukit.sequence._plan import (
 )
 
 _STATIC_BYTES = 3072
+WORKSPACE = 7 << 28
+"""Most bytes per pass over the heads. A pass with so many takes milliseconds, to which its launches
+add little."""
 
 
 def gated_scan_backward(
@@ -62,9 +67,11 @@ def gated_scan_backward(
     Needs no intermediate results of the forward. Workspace: the state before each chunk of 64
     tokens is recomputed and stored in the dtype of x, which takes `state_dim / 64` times the bytes
     of x. If several heads share a group, or head_dim is above 64, partial gradients of b and c are
-    also stored, per head and 64 columns of head_dim. Runs on CuPy's current stream without
-    synchronisation, accumulates in float32 and is deterministic. Papers: Dao and Gu,
-    arXiv:2405.21060; Yang et al., arXiv:2312.06635.
+    also stored, per head and 64 columns of head_dim. If heads that share a group need more than
+    1.75 GiB together, they are computed in several passes of at most that size (at least a head
+    each), between which a group's sums of b and c are kept in float32. Runs on CuPy's current
+    stream without synchronisation, accumulates in float32 and is deterministic. Papers: Dao and
+    Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.ones((1, 3, 1, 1), np.float32)
@@ -91,39 +98,29 @@ def gated_scan_backward(
     grad_x, grad_b, grad_c = (empty(array, array.shape) for array in (x, b, c))
     grad_decay = empty(x, log_decay.shape, float32)
     grad_initial = empty(x, prepared.state_shape, float32)
+    grads = ScanGradients(grad_x, grad_b, grad_c, grad_decay, grad_initial)
     if grad_initial.size:
-        raw = (b, c, log_decay)
-        scores: Array | object = NULL
-        if prepared.channels is not None:
-            b, c, log_decay, scores = prepared.channels.run(b, c, log_decay, cu_seqlens)
-        before, behind = initial_state, grad_final_state
-        if prepared.states is not None and prepared.grad_states is not None:
-            parts = prepared.states.start(x, b, log_decay, cu_seqlens)
-            grad_parts = prepared.grad_states.start(grad_y, c, log_decay, cu_seqlens)
-            before = prepared.states.finish(*parts, initial_state)
-            behind = prepared.grad_states.finish(*grad_parts, grad_final_state)
-        chunk_states = empty(x, prepared.chunk_shape)
-        prepared.chunk_states(
-            x, b, NULL, log_decay, NULL, cu_seqlens, before, chunk_states, NULL, NULL
-        )
-        parts_b, parts_c, parts_decay = grad_b, grad_c, grad_decay
-        if prepared.sum_keys is not None:
-            parts_b, parts_c = (empty(x, prepared.parts_shape) for _ in range(2))
+        kept = _Kept(NULL, NULL, grad_decay)
+        if prepared.kept_shape is not None:
+            kept = kept._replace(b=empty(x, prepared.kept_shape, float32))
+            kept = kept._replace(c=empty(x, prepared.kept_shape, float32))
         if prepared.sum_decays is not None:
-            parts_decay = empty(x, prepared.decays_shape, float32)
-        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, scores, behind)
-        if prepared.finish is None:
-            prepared.gradients(*inputs, grad_x, parts_b, parts_c, parts_decay, NULL, grad_initial)
-        else:
-            shared = prepared.finish.allocate(x, parts_b, parts_c)
-            prepared.gradients(*inputs, grad_x, *shared, grad_initial)
-            prepared.finish.launch(*raw, cu_seqlens, *shared, parts_b, parts_c, grad_decay)
-        if prepared.sum_keys is not None:
-            prepared.sum_keys(parts_b, grad_b)
-            prepared.sum_keys(parts_c, grad_c)
+            kept = kept._replace(decay=empty(x, prepared.decays_shape, float32))
+        for part in prepared.passes:
+            part.run(arrays, grads, kept)
         if prepared.sum_decays is not None:
-            prepared.sum_decays(parts_decay, grad_decay)
-    return ScanGradients(grad_x, grad_b, grad_c, grad_decay, grad_initial)
+            prepared.sum_decays(kept.decay, NULL, NULL, grad_decay)
+    return grads
+
+
+class _Kept(NamedTuple):
+    """What several passes write."""
+
+    b: Array | object
+    """Float sums of the gradients of b for one group, [tokens, state_dim]; NULL: not needed."""
+    c: Array | object
+    decay: Array
+    """Gradients of log_decay; or per column tile, [tokens, num_heads, tiles]."""
 
 
 class _Finish(NamedTuple):
@@ -131,13 +128,14 @@ class _Finish(NamedTuple):
 
     launch: Launch
     key_shape: tuple[int, ...]
-    """[tokens, num_heads, column tiles, state_dim]"""
+    """[tokens, heads, column tiles, state_dim]"""
     chunk_shape: tuple[int, ...]
-    """[slots, num_heads, column tiles]"""
+    """[slots, heads, column tiles]"""
 
     def allocate(self, x: Array, grad_b: Array, grad_c: Array) -> tuple[Array, ...]:
-        """What `gated_scan_backward` computes for it: gradients of decayed keys and queries, which
-        replaces them in place if there is one column tile, products of states, scores."""
+        """The arrays that `gated_scan_backward` writes and this launch reads: gradients of decayed
+        keys and queries (overwritten with the final ones if there is one column tile), products of
+        states, scores."""
         tiles, state_dim = self.key_shape[2:]
         if tiles > 1:
             grad_b, grad_c = (empty(x, self.key_shape) for _ in range(2))
@@ -145,7 +143,9 @@ class _Finish(NamedTuple):
         return grad_b, grad_c, passing, empty(x, (*self.chunk_shape, CHUNK, CHUNK))
 
 
-class _Prepared(NamedTuple):
+class _Pass(NamedTuple):
+    """The launches for a range of heads."""
+
     gradients: Launch
     channels: ChannelLaunch | None
     finish: _Finish | None
@@ -153,10 +153,49 @@ class _Prepared(NamedTuple):
     states: SegmentStates | None
     grad_states: SegmentStates | None
     sum_keys: Launch | None
-    sum_decays: Launch | None
-    state_shape: tuple[int, ...]
+    first: bool
+    """Of its groups."""
+    last: bool
     chunk_shape: tuple[int, ...]
     parts_shape: tuple[int, ...]
+
+    def run(self, arrays: tuple[Array | None, ...], grads: ScanGradients, kept: _Kept) -> None:
+        """Writes the heads' gradients. The workspace is free for the next pass, whose first launch
+        waits for this one: it is not a dependent one."""
+        grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens = arrays
+        raw = (b, c, log_decay)
+        scores: Array | object = NULL
+        if self.channels is not None:
+            b, c, log_decay, scores = self.channels.run(b, c, log_decay, cu_seqlens)
+        before, behind = initial_state, grad_final_state
+        if self.states is not None and self.grad_states is not None:
+            parts = self.states.start(x, b, log_decay, cu_seqlens)
+            grad_parts = self.grad_states.start(grad_y, c, log_decay, cu_seqlens)
+            before = self.states.finish(*parts, initial_state)
+            behind = self.grad_states.finish(*grad_parts, grad_final_state)
+        chunk_states = empty(x, self.chunk_shape)
+        self.chunk_states(x, b, NULL, log_decay, NULL, cu_seqlens, before, chunk_states, NULL, NULL)
+        parts_b, parts_c = grads.b, grads.c
+        if self.sum_keys is not None:
+            parts_b, parts_c = (empty(x, self.parts_shape) for _ in range(2))
+        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, scores, behind, grads.x)
+        if self.finish is None:
+            self.gradients(*inputs, parts_b, parts_c, kept.decay, NULL, grads.initial_state)
+        else:
+            shared = self.finish.allocate(x, parts_b, parts_c)
+            self.gradients(*inputs, *shared, grads.initial_state)
+            self.finish.launch(*raw, cu_seqlens, *shared, parts_b, parts_c, grads.log_decay)
+        if self.sum_keys is not None:
+            for partial, sums, out in ((parts_b, kept.b, grads.b), (parts_c, kept.c, grads.c)):
+                before, after = NULL if self.first else sums, NULL if self.last else sums
+                self.sum_keys(partial, before, after, out)
+
+
+class _Prepared(NamedTuple):
+    passes: tuple[_Pass, ...]
+    sum_decays: Launch | None
+    state_shape: tuple[int, ...]
+    kept_shape: tuple[int, ...] | None
     decays_shape: tuple[int, ...]
 
 
@@ -187,29 +226,63 @@ def _prepare(
         grad_final_state=grad_final_state,
         initial_state=initial_state,
     )
-    device = current_device()
     channels = log_decay.ndim == 4
-    launches = scan_launches(x, num_groups, state_shape, device, channels=channels, backward=True)
+    tokens, tiles = x.shape[0] * x.shape[1], -(-x.shape[3] // COLUMNS)
+    head_bytes = workspace_per_head(tokens, state_shape, channels=channels)
+    partial = num_heads > num_groups or (tiles > 1 and not channels)
+    passes = plan_passes(num_heads, num_groups, head_bytes) if partial else ()
+    passes = passes or (HeadRange(0, num_heads),)
+    sum_decays = None
+    if tiles > 1 and not channels:
+        sum_decays = sum_launch("float32", tokens * num_heads, tiles, 1)
+    return _Prepared(
+        passes=tuple(_prepare_pass(x, num_groups, state_shape, channels, part) for part in passes),
+        sum_decays=sum_decays,
+        state_shape=state_shape,
+        kept_shape=(tokens, state_dim) if len(passes) > num_groups else None,
+        decays_shape=(tokens, num_heads, tiles),
+    )
+
+
+def _prepare_pass(
+    x: Array, num_groups: int, state_shape: tuple[int, ...], channels: bool, part: HeadRange
+) -> _Pass:
+    device = current_device()
+    launches = scan_launches(
+        x, num_groups, state_shape, device, channels=channels, backward=True, heads=part
+    )
     config = launches.config
     spec = _spec(config, device)
+    state_dim = state_shape[2]
     if spec.shared_bytes + _STATIC_BYTES > device.shared_bytes_per_block:
-        raise ConfigError(f"{op}: state_dim is too large for the GPU, got {state_dim}")
+        raise ConfigError(
+            f"gated_scan_backward: state_dim is too large for the GPU, got {state_dim}"
+        )
     tokens, tiles, slots = launches.tokens, launches.grid[1], launches.slots
     finish = None
     if channels:
         finish = _Finish(
             launches.channel_launch("gated_scan_channels_backward"),
-            (tokens, num_heads, tiles, state_dim),
-            (slots, num_heads, tiles),
+            (tokens, part.heads, tiles, state_dim),
+            (slots, part.heads, tiles),
         )
         tiles = 1  # it sums over column tiles
-    parts = num_heads // num_groups * tiles
-    sum_keys = sum_decays = None
-    if parts > 1:
-        sum_keys = sum_launch(x.dtype.name, tokens * num_groups, parts, state_dim)
-    if tiles > 1:
-        sum_decays = sum_launch("float32", tokens * num_heads, tiles, 1)
-    return _Prepared(
+    per_group = max(1, x.shape[2] // num_groups)
+    groups = max(1, part.heads // per_group)
+    parts = part.heads // groups * tiles
+    end = part.first + part.heads
+    sum_keys = None
+    if per_group * tiles > 1:
+        sum_keys = sum_launch(
+            x.dtype.name,
+            tokens,
+            parts,
+            state_dim,
+            num_groups=num_groups,
+            first_group=part.first // per_group,
+            groups=groups,
+        )
+    return _Pass(
         gradients=launches.launch(spec),
         channels=launches.channels(),
         finish=finish,
@@ -217,12 +290,49 @@ def _prepare(
         states=launches.segment_states(),
         grad_states=launches.segment_states(reverse=True),
         sum_keys=sum_keys,
-        sum_decays=sum_decays,
-        state_shape=state_shape,
-        chunk_shape=(slots, num_heads, *state_shape[2:]),
-        parts_shape=(tokens, num_heads, tiles, state_dim),
-        decays_shape=(tokens, num_heads, tiles),
+        first=part.first % per_group == 0,
+        last=end % per_group == 0,
+        chunk_shape=(slots, part.heads, *state_shape[2:]),
+        parts_shape=(tokens, part.heads, tiles, state_dim),
     )
+
+
+def workspace_per_head(tokens: int, state_shape: tuple[int, ...], *, channels: bool) -> int:
+    """Bytes of the workspace per head, with partial gradients of b and c. State boundaries of
+    segments are not counted: there are few.
+
+    state_shape: [num_sequences, num_heads, state_dim, head_dim].
+    """
+    num_sequences, _, state_dim, head_dim = state_shape
+    slots, tiles = chunk_slots(tokens, num_sequences), -(-head_dim // COLUMNS)
+    keys = 2 * tokens * state_dim * 2
+    total = slots * state_dim * head_dim * 2 + tiles * keys
+    if channels:
+        of_chunks = slots * (CHUNK * CHUNK * 2 + state_dim * 4)
+        total += (keys + of_chunks) + tiles * of_chunks + (keys if tiles > 1 else 0)
+    return total
+
+
+def plan_passes(num_heads: int, num_groups: int, head_bytes: int) -> tuple[HeadRange, ...]:
+    """Ranges of heads whose workspace is at most `WORKSPACE`, if that is enough for one head: all
+    heads, or several whole groups, or heads of one group."""
+    most = max(1, WORKSPACE // max(1, head_bytes))
+    per_group = max(1, num_heads // num_groups)
+    if most >= per_group:
+        step = per_group * _even(num_groups, most // per_group)
+        starts = range(0, num_heads, step)
+        return tuple(HeadRange(first, min(step, num_heads - first)) for first in starts)
+    step = _even(per_group, most)
+    return tuple(
+        HeadRange(group * per_group + first, min(step, per_group - first))
+        for group in range(num_groups)
+        for first in range(0, per_group, step)
+    )
+
+
+def _even(count: int, most: int) -> int:
+    """The size of as few, equally large parts as possible of at most `most`."""
+    return -(-count // -(-count // most))
 
 
 def _spec(config: ScanConfig, device: Device) -> KernelSpec:

@@ -16,7 +16,7 @@ from cukit.registry import register
 _DTYPES = (float16, float32, float64, np.dtype(np.uint8), int32, int64)
 _SCANS = ("sum", "product")
 _REDUCTIONS = ("sum", "product", "mean", "max", "min")
-_MOST_BINS = 1 << 24
+_MAX_BINS = 1 << 24
 
 
 def parallel_scan(
@@ -165,7 +165,7 @@ def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
     op = "histogram"
     (x,) = adopt(op, x)
     check_array(op, "x", x, dtypes=_DTYPES, contiguous=None)
-    check_integer(op, "bins", bins, least=1, most=_MOST_BINS)
+    check_integer(op, "bins", bins, least=1, most=_MAX_BINS)
     check_number(op, "low", low)
     check_number(op, "high", high, above=float(low))
     return reference.histogram(x, int(bins), low=float(low), high=float(high))

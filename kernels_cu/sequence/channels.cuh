@@ -37,12 +37,12 @@ struct ChannelTiles {
   using Keys = Swizzle<STATE_TILE>;
 
   unsigned char *queries, *keys;  // [kChunk][STATE_TILE], elements
-  float* upto;                    // w, [kChunk][kChannelPitch], log2
+  float* cumsum;                  // w, [kChunk][kChannelPitch], log2
 
   CUKIT_DEVICE explicit ChannelTiles(unsigned char* memory)
       : queries(memory),
         keys(memory + kKeyBytes),
-        upto(reinterpret_cast<float*>(memory + 2 * kKeyBytes)) {}
+        cumsum(reinterpret_cast<float*>(memory + 2 * kKeyBytes)) {}
 
   // Starts the copies of a chunk; `at` points to its first row.
   CUKIT_DEVICE void start(const element_t* c, const element_t* b, const float* log_decay, long long key_stride,
@@ -51,7 +51,7 @@ struct ChannelTiles {
     Copy::start(shared_address(queries), c, key_stride, rows, state_dim);
     Copy::start(shared_address(keys), b, key_stride, rows, state_dim);
     constexpr int kWords = STATE_TILE / 4;  // of 16 bytes
-    const unsigned to = shared_address(upto);
+    const unsigned to = shared_address(cumsum);
 #pragma unroll 4
     for (int i = threadIdx.x; i < kChunk * kWords; i += THREADS) {
       const int row = i / kWords, column = i % kWords * 4;
@@ -67,7 +67,7 @@ struct ChannelTiles {
     for (int first = 0; first < kSubs * STATE_TILE; first += THREADS) {
       const int sub = (first + static_cast<int>(threadIdx.x)) / STATE_TILE;
       const int channel = (first + static_cast<int>(threadIdx.x)) % STATE_TILE;
-      float* at = upto + sub * (kSub * kChannelPitch) + channel;
+      float* at = cumsum + sub * (kSub * kChannelPitch) + channel;
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kSub; ++i) {
@@ -96,7 +96,7 @@ CUKIT_DEVICE void each_eight(const ChannelTiles& tiles, int warp, const Body& bo
 #pragma unroll 2
   for (int i = threadIdx.x % kWarpSize; i < kSub * kWords; i += kWarpSize) {
     const int row = warp * kSub + i / kWords, column = i % kWords * 8;
-    body(row, column, ChannelTiles::Keys::offset(row, i % kWords), tiles.upto + row * kChannelPitch + column);
+    body(row, column, ChannelTiles::Keys::offset(row, i % kWords), tiles.cumsum + row * kChannelPitch + column);
   }
 }
 
@@ -122,11 +122,11 @@ CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&b
                                    const float (&sums)[kSubs][STATE_TILE]) {
   const int channel = threadIdx.x;
   if (channel >= STATE_TILE) return;
-  float upto = 0.0f, rest = 0.0f;
+  float cumsum = 0.0f, rest = 0.0f;
 #pragma unroll
   for (int sub = 0; sub < kSubs; ++sub) {
-    before[sub][channel] = exp2f(upto);
-    upto += sums[sub][channel];
+    before[sub][channel] = exp2f(cumsum);
+    cumsum += sums[sub][channel];
     behind[kSubs - 1 - sub][channel] = exp2f(rest);
     rest += sums[kSubs - 1 - sub][channel];
   }
@@ -134,13 +134,13 @@ CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&b
 
 // Scales eight queries and keys of a token in place, and returns them: c exp(w), b exp(d - w). `sums` points to d.
 CUKIT_DEVICE void scale_queries_and_keys(float (&query)[8], float (&key)[8], const ChannelTiles& tiles, unsigned at,
-                                         const float* upto, const float* sums) {
+                                         const float* cumsum, const float* sums) {
   unpack_eight(query, tiles.queries + at);
   unpack_eight(key, tiles.keys + at);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    query[i] *= exp2f(upto[i]);
-    key[i] *= exp2f(sums[i] - upto[i]);
+    query[i] *= exp2f(cumsum[i]);
+    key[i] *= exp2f(sums[i] - cumsum[i]);
   }
   *reinterpret_cast<uint4*>(tiles.queries + at) = pack_eight(query);
   *reinterpret_cast<uint4*>(tiles.keys + at) = pack_eight(key);

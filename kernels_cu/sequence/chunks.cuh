@@ -17,9 +17,9 @@ constexpr float kLeastLogDecay = -104.0f;
 constexpr float kNothingLeft = -150.0f;
 
 // The work of a block: chunks [first, end) of the sequence that starts at token `begin`.
-// Grid: (segment, column tile, sequence * num_heads + head).
+// Grid: (segment, column tile, sequence * heads + head of the launch).
 struct ScanWork {
-  int segment, column, columns, sequence, head, group;
+  int segment, column, columns, sequence, local_head, head, group;
   int length, first, end;
   long long begin;
 
@@ -27,9 +27,10 @@ struct ScanWork {
     segment = static_cast<int>(blockIdx.x) + first_segment;
     column = static_cast<int>(blockIdx.y) * kHeadColumns;
     columns = min(p.head_dim - column, kHeadColumns);
-    sequence = static_cast<int>(blockIdx.z) / p.num_heads;
-    head = static_cast<int>(blockIdx.z) % p.num_heads;
-    group = head / (p.num_heads / p.num_groups);
+    sequence = static_cast<int>(blockIdx.z) / p.heads;
+    local_head = static_cast<int>(blockIdx.z) % p.heads;
+    head = p.first_head + local_head;
+    group = CHANNELS ? local_head : head / (p.num_heads / p.num_groups);
     begin = cu_seqlens == nullptr ? static_cast<long long>(sequence) * p.seq_len
                                   : cu_seqlens[sequence];
     length = cu_seqlens == nullptr ? p.seq_len : cu_seqlens[sequence + 1] - cu_seqlens[sequence];
@@ -39,15 +40,21 @@ struct ScanWork {
     end = min(first + share, chunks);
   }
 
-  // Index of this segment's state in [num_sequences, segments, num_heads].
-  CUKIT_DEVICE long long place(const ScanParameters& p) const {
-    return (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+  // Index of this sequence's state in [num_sequences, num_heads].
+  CUKIT_DEVICE long long whole_place(const ScanParameters& p) const {
+    return static_cast<long long>(sequence) * p.num_heads + head;
   }
 
-  // Index of a chunk's state in [slots, num_heads]. Slots of different sequences do not overlap, because
+  // Index of this segment's state in [num_sequences, segments, heads], or of the sequence's if there is one segment.
+  CUKIT_DEVICE long long place(const ScanParameters& p) const {
+    if (p.segments == 1) return whole_place(p);
+    return (static_cast<long long>(sequence) * p.segments + segment) * p.heads + local_head;
+  }
+
+  // Index of a chunk's state in [slots, heads]. Slots of different sequences do not overlap, because
   // floor(a + b) + 1 >= floor(a) + ceil(b).
   CUKIT_DEVICE long long chunk_place(const ScanParameters& p, int chunk) const {
-    return (begin / kChunk + sequence + chunk) * p.num_heads + head;
+    return (begin / kChunk + sequence + chunk) * p.heads + local_head;
   }
 };
 
@@ -73,7 +80,7 @@ CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_h
 
 // Prefix sums of the log decays of a chunk, computed by one warp.
 struct ChunkDecays {
-  float* upto;  // [kChunk], log2
+  float* cumsum;  // [kChunk], log2
 
   // Lane l passes the decays of tokens 2 l and 2 l + 1.
   CUKIT_DEVICE void scan(const float (&own)[2]) const {
@@ -85,23 +92,25 @@ struct ChunkDecays {
       if (lane >= distance) sum += other;
     }
     __syncwarp();
-    upto[2 * lane] = sum - own[1];
-    upto[2 * lane + 1] = sum;
+    cumsum[2 * lane] = sum - own[1];
+    cumsum[2 * lane + 1] = sum;
     __syncwarp();
   }
 
-  CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
+  CUKIT_DEVICE float last() const { return cumsum[kChunk - 1]; }
 };
 
-// The chunk in slot blockIdx.x, in the order of ScanWork::chunk_place, and the head blockIdx.y. Grid: (slots,
-// num_heads). Unused slots have no rows.
+// The chunk in slot blockIdx.x, in the order of ScanWork::chunk_place, and head blockIdx.y of the launch. Grid: (slots,
+// heads). Unused slots have no rows.
 struct ChunkSlot {
-  int head, group, sequence, rows;
+  int local_head, head, group, sequence, rows;
   long long token;  // first of the chunk
-  long long place;  // in [slots, num_heads]
+  long long place;  // in [slots, heads]
 
   CUKIT_DEVICE ChunkSlot(const ScanParameters& p, const int* cu_seqlens)
-      : head(static_cast<int>(blockIdx.y)), group(head / (p.num_heads / p.num_groups)) {
+      : local_head(static_cast<int>(blockIdx.y)),
+        head(p.first_head + local_head),
+        group(head / (p.num_heads / p.num_groups)) {
     const int slot = static_cast<int>(blockIdx.x);
     const auto begin = [&](int at) {
       return cu_seqlens == nullptr ? static_cast<long long>(at) * p.seq_len : cu_seqlens[at];
@@ -119,7 +128,7 @@ struct ChunkSlot {
     const long long first = begin(low);
     token = first + (slot - (first / kChunk + low)) * static_cast<long long>(kChunk);
     rows = static_cast<int>(max(min(begin(low + 1) - token, static_cast<long long>(kChunk)), 0LL));
-    place = static_cast<long long>(slot) * p.num_heads + head;
+    place = static_cast<long long>(slot) * p.heads + local_head;
   }
 };
 
@@ -130,13 +139,13 @@ CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], 
                                         const float* log_decay, int token, int length, int num_heads,
                                         int tiles) {
   const int lane = threadIdx.x % kWarpSize;
-  float upto = change[0] + change[1];
+  float cumsum = change[0] + change[1];
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const float other = __shfl_up_sync(kFullMask, upto, distance);
-    if (lane >= distance) upto += other;
+    const float other = __shfl_up_sync(kFullMask, cumsum, distance);
+    if (lane >= distance) cumsum += other;
   }
-  const float before = __shfl_up_sync(kFullMask, upto, 1);
+  const float before = __shfl_up_sync(kFullMask, cumsum, 1);
   float grad = first + (lane > 0 ? before : 0.0f);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -14,7 +14,7 @@
 // and x . dx, it leaves no rounding residue of decayed terms. dl is 0 where l is clamped, outside [-104, 0].
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps iterates over the
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of four warps iterates over the
 //   chunks of 64 tokens of its segment, from the last to the first. g stays in registers as floats, a quarter of
 //   its rows per warp, and is rounded to the inputs' type for the products that read it; h is read, rounded, from
 //   the output of gated_scan_sm80.cu or gated_scan_sm90.cu with STATES 2.
@@ -126,18 +126,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim]
     const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
-                                          // [slots, num_heads, state_dim]
+                                          // [slots, heads, state_dim]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    const T* __restrict__ chunk_states,   // [slots, num_heads, state_dim, head_dim], before each chunk
-    const T* __restrict__ scores,           // [slots, num_heads, 64, 64], decayed, with CHANNELS
-    const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], after
+    const T* chunk_states,                // [slots, heads, state_dim, head_dim], before each chunk
+    const T* __restrict__ scores,           // [slots, heads, 64, 64], decayed, with CHANNELS
+    const float* grad_states,               // [num_sequences, segments, heads, state_dim, head_dim], after
                                             // each segment, or null
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
-    T* __restrict__ grad_b,                 // [tokens, num_heads, column tiles, state_dim]
-    T* __restrict__ grad_c,                 // [tokens, num_heads, column tiles, state_dim]
+    T* __restrict__ grad_b,                 // [tokens, heads, column tiles, state_dim]
+    T* __restrict__ grad_c,                 // [tokens, heads, column tiles, state_dim]
     float* __restrict__ grad_decay,         // [tokens, num_heads, column tiles]; with CHANNELS
-                                            // exp(s_last) <g, h>, [slots, num_heads, column tiles, state_dim]
-    T* __restrict__ grad_scores,            // [slots, num_heads, column tiles, 64, 64], with CHANNELS
+                                            // exp(s_last) <g, h>, [slots, heads, column tiles, state_dim]
+    T* __restrict__ grad_scores,            // [slots, heads, column tiles, 64, 64], with CHANNELS
     float* __restrict__ grad_initial,       // [num_sequences, num_heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const long long value_stride = static_cast<long long>(p.num_heads) * p.head_dim;
   const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
   const int tiles = static_cast<int>(gridDim.y);
-  const long long part_stride = static_cast<long long>(p.num_heads) * tiles * p.state_dim;
-  const int part = work.head * tiles + static_cast<int>(blockIdx.y);
+  const long long part_stride = static_cast<long long>(p.heads) * tiles * p.state_dim;
+  const int part = work.local_head * tiles + static_cast<int>(blockIdx.y);
   const long long value_at = work.begin * value_stride + work.head * p.head_dim + column;
   const long long key_at = work.begin * key_stride + work.group * p.state_dim;
   const long long part_at = work.begin * part_stride + static_cast<long long>(part) * p.state_dim;
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           for (int i = 0; i < 2; ++i) {
             const int key = first_key + 8 * n + quad_column + i;
             float between = key <= row ? 1.0f : 0.0f;
-            if (!CHANNELS && key <= row) between = exp2f(decay.upto[row] - decay.upto[key]);
+            if (!CHANNELS && key <= row) between = exp2f(decay.cumsum[row] - decay.cumsum[key]);
             const float raw = score[0][n][2 * half + i];
             decayed[i] = key <= row ? raw * between : 0.0f;
             decayed_grad[i] = key <= row ? grad[0][n][2 * half + i] * between : 0.0f;
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           out, [&](unsigned(&r)[4], int m, int k) { grads(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 8 * n, 16 * k); });
       if constexpr (!CHANNELS) {
-        scale_rows(out, row0, [&](int row) { return exp2f(decay.upto[row]); });
+        scale_rows(out, row0, [&](int row) { return exp2f(decay.cumsum[row]); });
         dot_rows(sums.read[warp / 2], first > key0, out, tile + kQueries, row0, first);
         const cukit::LeftMK<kChunk> left(grad_score_at, row0, 0);
         const cukit::RightKN<STATE_TILE, 32> keys(at + kKeys, 0, first);
@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       T* to = grad_c + part_at + token * part_stride;
       cukit::store_rows<PADDED>(to, part_stride, out, row0, rows, first, p.state_dim);
     }
-    const auto left_over = [&](int row) { return exp2f(last.at(0, 0) - decay.upto[row]); };
+    const auto to_end = [&](int row) { return exp2f(last.at(0, 0) - decay.cumsum[row]); };
 #pragma unroll 1
     for (int first = key0; first < key0 + STATE_TILE / 2; first += 32) {  // db
       float out[2][4][4];
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           out, [&](unsigned(&r)[4], int m, int k) { values(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 8 * n, 16 * k); });
       if constexpr (!CHANNELS) {
-        scale_rows(out, row0, left_over);
+        scale_rows(out, row0, to_end);
         dot_rows(sums.written[warp / 2], first > key0, out, tile + kKeys, row0, first);
         const cukit::LeftKM<kChunk, 32> left(grad_score_at, 0, row0);
         const cukit::RightKN<STATE_TILE, 32> queries(at + kQueries, 0, first);
@@ -365,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::warp_product<T, STATE_TILE / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { keys(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 16 * k, 8 * n); });
-      if constexpr (!CHANNELS) scale_rows(out, row0, left_over);
+      if constexpr (!CHANNELS) scale_rows(out, row0, to_end);
       const cukit::LeftKM<kChunk, 32> left(score_at, 0, row0);
       const cukit::RightKN<kColumns, kColumns / 2> right(at + kGrads, 0, value0);
 #pragma unroll
@@ -402,12 +402,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const cukit::RightKN<kColumns> grad_rows(at + kGrads, 0, 0);
 #pragma unroll 1
     for (int step = 0; step < kChunk; step += 16) {
-      float grown[2][2];  // decay from the start of the chunk to this lane's tokens
+      float from_start[2][2];  // decay from the start of the chunk to this lane's tokens
 #pragma unroll
       for (int side = 0; side < 2; ++side)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          grown[side][i] = CHANNELS ? 1.0f : exp2f(decay.upto[step + 8 * side + quad_column + i]);
+          from_start[side][i] = CHANNELS ? 1.0f : exp2f(decay.cumsum[step + 8 * side + quad_column + i]);
         }
       cukit::warp_product<T, 1>(
           g,
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             for (int i = 0; i < 4; ++i) {
               float pair[2];
               cukit::unpack<T>(pair, r[i]);
-              r[i] = cukit::pack<T>(pair[0] * grown[i / 2][0], pair[1] * grown[i / 2][1]);
+              r[i] = cukit::pack<T>(pair[0] * from_start[i / 2][0], pair[1] * from_start[i / 2][1]);
             }
           },
           [&](unsigned(&r)[4], int n, int) { grad_rows(r, step, 8 * n); });
@@ -450,15 +450,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       total = cukit::warp_reduce<cukit::Sum>(total);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += sums.passing[w];
-      cukit::write_decay_gradients(grad_decay + (work.begin * p.num_heads * tiles + part), change, total,
-                                   log_decay, token, length, p.num_heads, tiles);
+      cukit::write_decay_gradients(grad_decay + ((work.begin * p.num_heads + work.head) * tiles + blockIdx.y), change,
+                                   total, log_decay, token, length, p.num_heads, tiles);
     }
   }
   cukit::cp_async_wait<0>();
 
   if (work.segment == 0) {
-    float* to = grad_initial +
-                (static_cast<long long>(work.sequence) * p.num_heads + work.head) * state_size;
+    float* to = grad_initial + work.whole_place(p) * state_size;
     state_rows.each(g, p, column, [&](float& value, int at) { to[at] = value; });
   }
 }

@@ -3,7 +3,7 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of two warpgroups iterates over the
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of two warpgroups iterates over the
 //   chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a chunk,
 //   stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk, with D
 //   the gradients of outputs and e the decay between two tokens:
@@ -177,18 +177,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const T* __restrict__ b,                // [tokens, num_groups, state_dim]
     const T* __restrict__ c,                // [tokens, num_groups, state_dim]
     const float* __restrict__ log_decay,    // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
-                                            // [slots, num_heads, state_dim]
+                                            // [slots, heads, state_dim]
     const int* __restrict__ cu_seqlens,     // [num_sequences + 1] or null: seq_len each
-    const T* __restrict__ chunk_states,     // [slots, num_heads, state_dim, head_dim], before each chunk
-    const T* __restrict__ scores,           // [slots, num_heads, 64, 64], decayed, with CHANNELS
-    const float* __restrict__ grad_states,  // [num_sequences, segments, num_heads, state_dim, head_dim], after
+    const T* chunk_states,                  // [slots, heads, state_dim, head_dim], before each chunk
+    const T* __restrict__ scores,           // [slots, heads, 64, 64], decayed, with CHANNELS
+    const float* grad_states,               // [num_sequences, segments, heads, state_dim, head_dim], after
                                             // each segment, or null
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
-    T* __restrict__ grad_b,                 // [tokens, num_heads, column tiles, state_dim]
-    T* __restrict__ grad_c,                 // [tokens, num_heads, column tiles, state_dim]
+    T* __restrict__ grad_b,                 // [tokens, heads, column tiles, state_dim]
+    T* __restrict__ grad_c,                 // [tokens, heads, column tiles, state_dim]
     float* __restrict__ grad_decay,         // [tokens, num_heads, column tiles]; with CHANNELS
-                                            // exp(s_last) <g, h>, [slots, num_heads, column tiles, state_dim]
-    T* __restrict__ grad_scores,            // [slots, num_heads, column tiles, 64, 64], with CHANNELS
+                                            // exp(s_last) <g, h>, [slots, heads, column tiles, state_dim]
+    T* __restrict__ grad_scores,            // [slots, heads, column tiles, 64, 64], with CHANNELS
     float* __restrict__ grad_initial,       // [num_sequences, num_heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -202,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const long long value_stride = static_cast<long long>(p.num_heads) * p.head_dim;
   const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
   const int tiles = static_cast<int>(gridDim.y);
-  const long long part_stride = static_cast<long long>(p.num_heads) * tiles * p.state_dim;
-  const int part = work.head * tiles + static_cast<int>(blockIdx.y);
+  const long long part_stride = static_cast<long long>(p.heads) * tiles * p.state_dim;
+  const int part = work.local_head * tiles + static_cast<int>(blockIdx.y);
   const long long value_at = work.begin * value_stride + work.head * p.head_dim + column;
   const long long key_at = work.begin * key_stride + work.group * p.state_dim;
   const long long part_at = work.begin * part_stride + static_cast<long long>(part) * p.state_dim;
@@ -296,18 +296,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 
     Decay last;
     const long long slot = work.chunk_place(p, chunk);
-    float upto[2], grown[2], left[2];  // decay up to the lane's rows, and from there to the end of the chunk
+    float cumsum[2];                  // at the lane's rows
+    float from_start[2], to_end[2];  // decay from the start of the chunk to them, and from them to its end
     if constexpr (CHANNELS) {
       last.read(log_decay + slot * p.state_dim, state_rows, p.state_dim);
     } else {
       if (more && warp == 1) cukit::read_decays(own, log_decay, p.num_heads, chunk - 1, length);
-      cukit::scale_values<T, THREADS>(tile.scaled, tile.grads, [&](int i) { return exp2f(decay.upto[i]); });
+      cukit::scale_values<T, THREADS>(tile.scaled, tile.grads, [&](int i) { return exp2f(decay.cumsum[i]); });
       last.sums[0][0] = decay.last();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        upto[half] = decay.upto[row + 8 * half];
-        grown[half] = exp2f(upto[half]);
-        left[half] = exp2f(decay.last() - upto[half]);
+        cumsum[half] = decay.cumsum[row + 8 * half];
+        from_start[half] = exp2f(cumsum[half]);
+        to_end[half] = exp2f(decay.last() - cumsum[half]);
       }
     }
 
@@ -347,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
       for (int n = 0; n < kShare / 8; ++n) {
         const int first_key = kShare * group + 8 * n + first_column;
-        const float key_upto[2] = {decay.upto[first_key], decay.upto[first_key + 1]};
+        const float key_cumsum[2] = {decay.cumsum[first_key], decay.cumsum[first_key + 1]};
         float column_sum[2] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -355,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const bool causal = first_key + i <= row + 8 * half;
-            const float between = causal ? exp2f(upto[half] - key_upto[i]) : 0.0f;
+            const float between = causal ? exp2f(cumsum[half] - key_cumsum[i]) : 0.0f;
             const float raw = score[4 * n + 2 * half + i];
             decayed[i] = causal ? raw * between : 0.0f;
             decayed_grad[i] = causal ? grad[4 * n + 2 * half + i] * between : 0.0f;
@@ -397,10 +398,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                                        p.state_dim};
     if (group == 0) {
       key_gradients<false>(to_keys, sums.read, tile.grads, tile.state, tile.queries, tile.keys, tile.grad_scores,
-                           grown);
+                           from_start);
     } else {
       key_gradients<true>(to_keys, sums.written, tile.values, tile.g, tile.keys, tile.queries, tile.grad_scores,
-                          left);
+                          to_end);
     }
 
     if constexpr (kEarly) {
@@ -419,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     cukit::wgmma_commit();
 
     cukit::wgmma_wait<0>(of_values);
-    if constexpr (!CHANNELS) scale_rows(of_values, left);
+    if constexpr (!CHANNELS) scale_rows(of_values, to_end);
 
     cukit::wgmma_fence();
 #pragma unroll
@@ -476,15 +477,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       total = cukit::warp_reduce<cukit::Sum>(total);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += sums.passing[w];
-      cukit::write_decay_gradients(grad_decay + (work.begin * p.num_heads * tiles + part), change, total,
-                                   log_decay, token, length, p.num_heads, tiles);
+      cukit::write_decay_gradients(grad_decay + ((work.begin * p.num_heads + work.head) * tiles + blockIdx.y), change,
+                                   total, log_decay, token, length, p.num_heads, tiles);
     }
   }
   cukit::cp_async_wait<0>();
 
   if (work.segment == 0) {
-    float* to = grad_initial +
-                (static_cast<long long>(work.sequence) * p.num_heads + work.head) * state_size;
+    float* to = grad_initial + work.whole_place(p) * state_size;
     state_rows.each(g, p, column, [&](float& value, int at) { to[at] = value; });
   }
 }

@@ -10,7 +10,7 @@
 // (channels.cuh); the others sum exp(s_i - s_j) c_i b_j in float. l is clamped to -104.
 // Paper: Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (slots, num_heads), a block of four warps per chunk of 64 tokens, a warp per sub-chunk of 16.
+// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens, a warp per sub-chunk of 16.
 // Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, of which the
 //   scores take 64 x 64 x 2 bytes later, dynamic; 12 x STATE_TILE floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE
@@ -47,16 +47,16 @@ CUKIT_DEVICE void exact_scores(float (&scores)[8], const ChannelTiles& tiles, in
   for (int word = 0; word < STATE_TILE / 8; ++word) {
     float query[8];
     cukit::unpack_eight(query, tiles.queries + ChannelTiles::Keys::offset(row, word));
-    const float* upto = tiles.upto + row * cukit::kChannelPitch + 8 * word;
+    const float* cumsum = tiles.cumsum + row * cukit::kChannelPitch + 8 * word;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (first + j > row) break;
       float key[8];
       cukit::unpack_eight(key, tiles.keys + ChannelTiles::Keys::offset(first + j, word));
-      const float* key_upto = tiles.upto + (first + j) * cukit::kChannelPitch + 8 * word;
+      const float* key_cumsum = tiles.cumsum + (first + j) * cukit::kChannelPitch + 8 * word;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        scores[j] = fmaf(query[i] * key[i], exp2f(upto[i] - key_upto[i]), scores[j]);
+        scores[j] = fmaf(query[i] * key[i], exp2f(cumsum[i] - key_cumsum[i]), scores[j]);
       }
     }
   }
@@ -69,10 +69,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
     const T* __restrict__ c,              // [tokens, num_groups, state_dim]
     const float* __restrict__ log_decay,  // [tokens, num_heads, state_dim]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    T* __restrict__ keys,                 // [tokens, num_heads, state_dim]
-    T* __restrict__ queries,              // [tokens, num_heads, state_dim]
-    float* __restrict__ chunk_decay,      // [slots, num_heads, state_dim], s_last, log2
-    T* __restrict__ scores,               // [slots, num_heads, 64, 64], 0 for j > i
+    T* __restrict__ keys,                 // [tokens, heads, state_dim]
+    T* __restrict__ queries,              // [tokens, heads, state_dim]
+    float* __restrict__ chunk_decay,      // [slots, heads, state_dim], s_last, log2
+    T* __restrict__ scores,               // [slots, heads, 64, 64], 0 for j > i
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float sums[kSubs][STATE_TILE];    // d
@@ -82,12 +82,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
   if (slot.rows == 0) return;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
-  const long long head_stride = static_cast<long long>(p.num_heads) * p.state_dim;
+  const long long decay_stride = static_cast<long long>(p.num_heads) * p.state_dim;
+  const long long head_stride = static_cast<long long>(p.heads) * p.state_dim;
   const long long key_at = slot.token * key_stride + slot.group * p.state_dim;
-  const long long head_at = slot.token * head_stride + slot.head * p.state_dim;
+  const long long decay_at = slot.token * decay_stride + slot.head * p.state_dim;
+  const long long head_at = slot.token * head_stride + slot.local_head * p.state_dim;
 
   const ChannelTiles tiles(memory);
-  tiles.start(c + key_at, b + key_at, log_decay + head_at, key_stride, head_stride, slot.rows, p.state_dim);
+  tiles.start(c + key_at, b + key_at, log_decay + decay_at, key_stride, decay_stride, slot.rows, p.state_dim);
   cukit::cp_async_wait<0>();
   __syncthreads();
   tiles.scan(sums);
@@ -104,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
   if (!little) exact_scores(exact, tiles, warp);
   __syncthreads();
 
-  cukit::each_eight(tiles, warp, [&](int row, int column, unsigned at, const float* upto) {
+  cukit::each_eight(tiles, warp, [&](int row, int column, unsigned at, const float* cumsum) {
     float query[8], key[8];
-    cukit::scale_queries_and_keys(query, key, tiles, at, upto, sums[warp] + column);
+    cukit::scale_queries_and_keys(query, key, tiles, at, cumsum, sums[warp] + column);
     if (row >= slot.rows || (PADDED && column >= p.state_dim)) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -119,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
   });
   __syncthreads();
 
-  unsigned char* const tile = reinterpret_cast<unsigned char*>(tiles.upto);
+  unsigned char* const tile = reinterpret_cast<unsigned char*>(tiles.cumsum);
   const cukit::LeftMK<STATE_TILE> rows(cukit::shared_address(tiles.queries), kSub * warp, 0);
   const cukit::RightNK<STATE_TILE> columns(cukit::shared_address(tiles.keys), 0, 0);
 #pragma unroll

@@ -7,13 +7,13 @@
 //   dl_t = sum_{i >= t > j} V_ij e_ij c_i b_j + sum_{i >= t} exp(s_i) c_i (h d_i)
 //        + sum_{j < t} exp(s_last - s_j) b_j (g x_j) + exp(s_last) <g, h>
 // dl is a prefix sum: the terms of a pair j < i begin after token j and end after token i, as products of the same
-// rounded factors, so that they cancel. Sums of different
-// sub-chunks are tensor-core products with a decay at a time, sub-chunk by sub-chunk: sum = (sum) exp(d) + V_IJ
-// keys_J; so are those within a sub-chunk unless its decays are extreme (channels.cuh). Pairs i = j are not part of
-// the decays' gradients and are added in float. dl is 0 where l is clamped.
+// rounded factors, so that they cancel. Sums over different sub-chunks are tensor-core products, decayed from one
+// sub-chunk to the next: sum = exp(d) sum + V_IJ keys_J. So are those within a sub-chunk unless its decays are
+// extreme (channels.cuh). Pairs i = j are not part of the decays' gradients and are added in float. dl is 0 where l
+// is clamped.
 // Paper: Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (slots, num_heads), a block of four warps per chunk of 64 tokens; warp w computes dc and db of
+// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens; warp w computes dc and db of
 //   tokens 16 w to 16 w + 15, 64 channels at a time.
 // Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, 64 x 64 x 2
 //   bytes of V, dynamic; 16 x STATE_TILE + 64 floats static.
@@ -87,12 +87,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
     const T* __restrict__ c,              // [tokens, num_groups, state_dim]
     const float* __restrict__ log_decay,  // [tokens, num_heads, state_dim]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    const T* state_b,                     // g x, [tokens, num_heads, tiles, state_dim]
-    const T* state_c,                     // h d, [tokens, num_heads, tiles, state_dim]
-    const float* __restrict__ passing,    // exp(s_last) <g, h>, [slots, num_heads, tiles, state_dim]
-    const T* __restrict__ grad_scores,    // V, [slots, num_heads, tiles, 64, 64]; not read for j > i
-    T* grad_b,                            // [tokens, num_heads, state_dim], with one tile may be state_b
-    T* grad_c,                            // [tokens, num_heads, state_dim], with one tile may be state_c
+    const T* state_b,                     // g x, [tokens, heads, tiles, state_dim]
+    const T* state_c,                     // h d, [tokens, heads, tiles, state_dim]
+    const float* __restrict__ passing,    // exp(s_last) <g, h>, [slots, heads, tiles, state_dim]
+    const T* __restrict__ grad_scores,    // V, [slots, heads, tiles, 64, 64]; not read for j > i
+    T* grad_b,                            // [tokens, heads, state_dim], with one tile may be state_b
+    T* grad_c,                            // [tokens, heads, state_dim], with one tile may be state_c
     float* __restrict__ grad_decay,       // [tokens, num_heads, state_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -106,13 +106,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int tiles = (p.head_dim + cukit::kHeadColumns - 1) / cukit::kHeadColumns;
   const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
-  const long long head_stride = static_cast<long long>(p.num_heads) * p.state_dim;
+  const long long decay_stride = static_cast<long long>(p.num_heads) * p.state_dim;
+  const long long head_stride = static_cast<long long>(p.heads) * p.state_dim;
   const long long key_at = slot.token * key_stride + slot.group * p.state_dim;
-  const long long head_at = slot.token * head_stride + slot.head * p.state_dim;
+  const long long decay_at = slot.token * decay_stride + slot.head * p.state_dim;
+  const long long head_at = slot.token * head_stride + slot.local_head * p.state_dim;
 
   const ChannelTiles chunk(memory);
   unsigned char* const scores = memory + ChannelTiles::kBytes;
-  chunk.start(c + key_at, b + key_at, log_decay + head_at, key_stride, head_stride, slot.rows, p.state_dim);
+  chunk.start(c + key_at, b + key_at, log_decay + decay_at, key_stride, decay_stride, slot.rows, p.state_dim);
   grad_scores += slot.place * tiles * (kChunk * kChunk);
 #pragma unroll 2
   for (int i = threadIdx.x; i < kChunk * kChunk / 2; i += THREADS) {
@@ -130,14 +132,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
   __syncthreads();
   cukit::sub_chunk_decays(before, behind, sums);
   const bool little = cukit::decays_little(sums[warp]);
-  cukit::each_eight(chunk, warp, [&](int, int column, unsigned at, const float* upto) {
+  cukit::each_eight(chunk, warp, [&](int, int column, unsigned at, const float* cumsum) {
     float query[8], key[8];
-    cukit::scale_queries_and_keys(query, key, chunk, at, upto, sums[warp] + column);
+    cukit::scale_queries_and_keys(query, key, chunk, at, cumsum, sums[warp] + column);
   });
   __syncthreads();
 
   const long long state_stride = head_stride * tiles;
-  const long long state_at = (slot.token * p.num_heads + slot.head) * tiles * p.state_dim;
+  const long long state_at = head_at * tiles;
   const unsigned score_at_ = cukit::shared_address(scores);
   const cukit::LeftMK<kChunk> score_rows(score_at_, kSub * warp, 0);
   const cukit::LeftKM<kChunk, 16> score_columns(score_at_, 0, kSub * warp);
@@ -168,12 +170,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
           const unsigned char* const tile = kQueries ? chunk.queries : chunk.keys;
           cukit::unpack<T>(scaled, *reinterpret_cast<const unsigned*>(
                                        tile + ChannelTiles::Keys::offset(row, column / 8) + 2 * (column % 8)));
-          const float* upto = chunk.upto + row * cukit::kChannelPitch + column;
+          const float* cumsum = chunk.cumsum + row * cukit::kChannelPitch + column;
           float value[2], crossing[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float whole = sums[warp][column + i];
-            const float near = kQueries ? upto[i] : whole - upto[i];
+            const float near = kQueries ? cumsum[i] : whole - cumsum[i];
             const float sum = acc[0][n][2 * half + i] * (little ? exp2f(-whole) : 1.0f);
             value[i] = sum * exp2f(near);
             state[i] *= exp2f(near) * (kQueries ? before : behind)[warp][column + i];
@@ -185,10 +187,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
               float pair[2];
               load_pair(pair, other + key_at + k * key_stride + column, k < slot.rows);
               const float score = kQueries ? score_at(scores, row, k) : score_at(scores, k, row);
-              const float* upto_k = chunk.upto + k * cukit::kChannelPitch + column;
+              const float* cumsum_k = chunk.cumsum + k * cukit::kChannelPitch + column;
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
-                const float between = kQueries ? upto[i] - upto_k[i] : upto_k[i] - upto[i];
+                const float between = kQueries ? cumsum[i] - cumsum_k[i] : cumsum_k[i] - cumsum[i];
                 const float term = score * pair[i] * exp2f(between);
                 value[i] += term;
                 crossing[i] = fmaf(mine[i], term, crossing[i]);
@@ -253,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = kSub * warp + lane / 4 + 8 * (i / 2), column = first + 8 * n + 2 * (lane % 4) + i % 2;
-        chunk.upto[row * cukit::kChannelPitch + column] = change[n][i];
+        chunk.cumsum[row * cukit::kChannelPitch + column] = change[n][i];
       }
   }
   __syncthreads();
@@ -266,8 +268,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
   for (int tile = 0; tile < tiles; ++tile) grad += passing[(slot.place * tiles + tile) * p.state_dim + channel];
 #pragma unroll 8
   for (int row = 0; row < slot.rows; ++row) {
-    const long long at = head_at + row * head_stride + channel;
+    const long long at = decay_at + row * decay_stride + channel;
     grad_decay[at] = cukit::has_gradient(log_decay[at]) ? grad : 0.0f;
-    grad += chunk.upto[row * cukit::kChannelPitch + channel];
+    grad += chunk.cumsum[row * cukit::kChannelPitch + channel];
   }
 }

@@ -9,7 +9,7 @@
 // float, so that s keeps its precision.
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps iterates over the
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of four warps iterates over the
 //   chunks of 64 tokens of its segment. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and a
 //   quarter of the state's rows, which stay in registers as floats. The state is rounded to DTYPE for the
 //   products that read it, as are decayed scores and keys.
@@ -67,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
     const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
-                                          // [slots, num_heads, state_dim]
-    const T* __restrict__ scores,         // [slots, num_heads, 64, 64], decayed, with CHANNELS
+                                          // [slots, heads, state_dim]
+    const T* __restrict__ scores,         // [slots, heads, 64, 64], decayed, with CHANNELS
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
+    const float* initial,                 // [num_sequences, segments, heads, state_dim, head_dim] or null
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
-                                          // [slots, num_heads, state_dim, head_dim]
+                                          // [slots, heads, state_dim, head_dim]
     float* __restrict__ states,           // like initial with STATES 1, else without segments
-    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], with CHANNELS also
+    float* __restrict__ total_decay,      // [num_sequences, segments, heads], with CHANNELS also
                                           // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -166,15 +166,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
       const cukit::RightKN<kColumns> state(base + 2 * kStageBytes, 0, 0);
       cukit::warp_product<T, STATE_TILE / 16>(
           out, left, [&](unsigned(&r)[4], int n, int k) { state(r, 16 * k, 8 * n); });
-      float upto[2];
+      float cumsum[2];
       if constexpr (!CHANNELS) {
-        upto[0] = decay.upto[16 * warp + lane / 4];
-        upto[1] = decay.upto[16 * warp + lane / 4 + 8];
-        const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
+        cumsum[0] = decay.cumsum[16 * warp + lane / 4];
+        cumsum[1] = decay.cumsum[16 * warp + lane / 4 + 8];
+        const float from_start[2] = {exp2f(cumsum[0]), exp2f(cumsum[1])};
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) out[0][n][i] *= grown[i / 2];
+          for (int i = 0; i < 4; ++i) out[0][n][i] *= from_start[i / 2];
       }
 
       // 16 keys per step; steps beyond the warp's rows are fully masked and skipped.
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
               for (int i = 0; i < 2; ++i) {
                 const int key = 16 * step + 8 * n + state_column + i;
                 decayed[i] =
-                    key <= row ? score[0][n][2 * half + i] * exp2f(upto[half] - decay.upto[key]) : 0.0f;
+                    key <= row ? score[0][n][2 * half + i] * exp2f(cumsum[half] - decay.cumsum[key]) : 0.0f;
               }
               packed[2 * n + half] = cukit::pack<T>(decayed[0], decayed[1]);
             }
@@ -247,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
           for (int i = 0; i < 4; ++i) h[m][n][i] *= kept.at(m, i / 2);
     }
     // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
-    const auto remaining = [&](int token) {
-      return exp2f(REVERSE ? decay.upto[token] : last.at(0, 0) - decay.upto[token]);
+    const auto decay_of = [&](int token) {
+      return exp2f(REVERSE ? decay.cumsum[token] : last.at(0, 0) - decay.cumsum[token]);
     };
     const cukit::LeftKM<STATE_TILE, 16> key_columns(keys, 0, 16 * warp);
     const cukit::RightKN<kColumns> value_rows(values, 0, 0);
@@ -260,12 +260,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             const int token = 16 * k + 8 * side + state_column;
-            const float left[2] = {remaining(token), remaining(token + 1)};
+            const float factor[2] = {decay_of(token), decay_of(token + 1)};
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float pair[2];
               cukit::unpack<T>(pair, r[2 * side + i]);
-              r[2 * side + i] = cukit::pack<T>(pair[0] * left[0], pair[1] * left[1]);
+              r[2 * side + i] = cukit::pack<T>(pair[0] * factor[0], pair[1] * factor[1]);
             }
           }
         },
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
       total_decay[place] = total.sums[0][0];
     }
   } else if (STATES == 0 && work.segment == p.segments - 1) {
-    float* to = states + (static_cast<long long>(work.sequence) * p.num_heads + head) * state_size;
+    float* to = states + work.whole_place(p) * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
   }
 }

@@ -3,7 +3,7 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one or two warpgroups, and iterates
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block is one or two warpgroups, and iterates
 //   over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as the
 //   float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
 //
@@ -65,14 +65,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
     const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
-                                          // [slots, num_heads, state_dim]
-    const T* __restrict__ scores,         // [slots, num_heads, 64, 64], decayed, with CHANNELS
+                                          // [slots, heads, state_dim]
+    const T* __restrict__ scores,         // [slots, heads, 64, 64], decayed, with CHANNELS
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
+    const float* initial,                 // [num_sequences, segments, heads, state_dim, head_dim] or null
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
-                                          // [slots, num_heads, state_dim, head_dim]
+                                          // [slots, heads, state_dim, head_dim]
     float* __restrict__ states,           // like initial with STATES 1, else without segments
-    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], with CHANNELS also
+    float* __restrict__ total_decay,      // [num_sequences, segments, heads], with CHANNELS also
                                           // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       last.sums[0][0] = whole;
       // Decay from a token to the end of the chunk, or with REVERSE from the chunk's start to the token.
       cukit::scale_values<T, THREADS>(scaled, values, [&](int token) {
-        return exp2f(REVERSE ? decay.upto[token] : whole - decay.upto[token]);
+        return exp2f(REVERSE ? decay.cumsum[token] : whole - decay.cumsum[token]);
       });
       cukit::fence_proxy_async();
     }
@@ -198,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
     if constexpr (!STATES && CHANNELS) cukit::wgmma_wait<0>(out);
     if constexpr (!STATES && !CHANNELS) {
       const int row = cukit::accumulator_row(), first_key = cukit::accumulator_column();
-      const float upto[2] = {decay.upto[row], decay.upto[row + 8]};
+      const float cumsum[2] = {decay.cumsum[row], decay.cumsum[row + 8]};
       cukit::wgmma_wait<1>(score);
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
-        const float key_upto[2] = {decay.upto[8 * n + first_key], decay.upto[8 * n + first_key + 1]};
+        const float key_cumsum[2] = {decay.cumsum[8 * n + first_key], decay.cumsum[8 * n + first_key + 1]};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float decayed[2];
@@ -210,18 +210,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
           for (int i = 0; i < 2; ++i) {
             const int key = 8 * n + first_key + i;
             decayed[i] = key <= row + 8 * half
-                             ? score[4 * n + 2 * half + i] * exp2f(upto[half] - key_upto[i])
+                             ? score[4 * n + 2 * half + i] * exp2f(cumsum[half] - key_cumsum[i])
                              : 0.0f;
           }
           packed[n / 2][2 * (n % 2) + half] = cukit::pack<T>(decayed[0], decayed[1]);
         }
       }
-      const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
+      const float from_start[2] = {exp2f(cumsum[0]), exp2f(cumsum[1])};
       cukit::wgmma_wait<0>(out);
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[4 * n + i] *= grown[i / 2];
+        for (int i = 0; i < 4; ++i) out[4 * n + i] *= from_start[i / 2];
     }
     __syncthreads();  // scaled values are visible, and all warps have read the previous state
 
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       total_decay[place] = total.sums[0][0];
     }
   } else if (STATES == 0 && work.segment == p.segments - 1) {
-    float* to = states + (static_cast<long long>(work.sequence) * p.num_heads + work.head) * state_size;
+    float* to = states + work.whole_place(p) * state_size;
     rows.each(h, p, column, [&](float& value, int at) { to[at] = value; });
   }
 }

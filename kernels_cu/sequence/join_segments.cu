@@ -5,7 +5,7 @@
 // added[s] of the last segment is not used. With REVERSE the recurrence runs from the last segment to the
 // first and computes the gradients of the segments' final states from that of the sequence's final state.
 //
-// Mapping: grid (parts of a state, sequence * num_heads + head), one thread per element; in place.
+// Mapping: grid (parts of a state, sequence * heads + head of the launch), one thread per element; in place.
 // Programmatic dependent launch: the next launches start early.
 // Macros: REVERSE 0|1; CHANNELS 0|1; THREADS. Minimum architecture: sm_80. Sequential, hence deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
@@ -16,25 +16,25 @@
 constexpr int kBatch = 8;  // segments that are read before the first is used
 
 extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
-    const float* __restrict__ initial,      // [num_sequences, num_heads, state_dim, head_dim] or null
-    const float* __restrict__ total_decay,  // [num_sequences, segments, num_heads], with CHANNELS also
+    const float* initial,                   // [num_sequences, num_heads, state_dim, head_dim] or null
+    const float* total_decay,               // [num_sequences, segments, heads], with CHANNELS also
                                             // [.., state_dim], log2
-    float* states,                          // [num_sequences, segments, num_heads, state_dim, head_dim]
+    float* states,                          // [num_sequences, segments, heads, state_dim, head_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   cukit::release_next_grid();
   cukit::wait_for_previous_grids();
-  const int sequence = static_cast<int>(blockIdx.y) / p.num_heads;
-  const int head = static_cast<int>(blockIdx.y) % p.num_heads;
+  const int sequence = static_cast<int>(blockIdx.y) / p.heads;
+  const int local_head = static_cast<int>(blockIdx.y) % p.heads;
+  const long long whole = static_cast<long long>(sequence) * p.num_heads + p.first_head + local_head;
   const long long size = static_cast<long long>(p.state_dim) * p.head_dim;
   const long long at = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
   if (at >= size) return;
-  float before =
-      initial == nullptr ? 0.0f : initial[static_cast<long long>(blockIdx.y) * size + at];
+  float before = initial == nullptr ? 0.0f : initial[whole * size + at];
   for (int first = 0; first < p.segments; first += kBatch) {
     float added[kBatch], kept[kBatch];
     const auto place = [&](int turn) {
       const int segment = REVERSE ? p.segments - 1 - turn : turn;
-      return (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+      return (static_cast<long long>(sequence) * p.segments + segment) * p.heads + local_head;
     };
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {

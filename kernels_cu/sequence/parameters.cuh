@@ -8,13 +8,14 @@ namespace cukit {
 // gated_scan, gated_scan_backward, join_segments
 struct ScanParameters {
   int num_sequences, seq_len, num_heads, num_groups, head_dim, state_dim;
-  int segments;  // per sequence
+  int segments;           // per sequence
+  int first_head, heads;  // of the launch
 };
 
 // sum_parts
 struct SumParameters {
-  long long rows;
-  int parts, cols;
+  long long tokens;
+  int num_groups, first_group, parts, cols;
 };
 
 // gated_scan_step

@@ -1,9 +1,13 @@
 // Sums partial results in a fixed order.
 //
-//   out[row, col] = sum_p parts[row, p, col]
+//   sum[token, group, col] = before[token, group, col] + sum_p parts[token, group, p, col]
 //
-// Mapping: one thread per element of `out`. Macros: DTYPE float32|float16|bfloat16; THREADS. Minimum architecture:
-//   sm_80. Accumulates in float in a fixed order: deterministic. Reference: numpy.sum(axis=1).
+// Parts that do not exist at the same time are summed by several launches: each but the last stores the float sum to
+// `after`, from where the next one goes on; so the sums are those of one launch, to the bit.
+//
+// Mapping: grid (blocks of tokens x cols, groups of the launch), one thread per sum. Macros: DTYPE
+//   float32|float16|bfloat16; THREADS. Minimum architecture: sm_80. Accumulates in float in a fixed order:
+//   deterministic. Reference: numpy.sum(axis=2).
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "sequence/parameters.cuh"
@@ -11,16 +15,24 @@
 using T = cukit::element_t;
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_parts(
-    const T* __restrict__ parts,  // [rows, parts, cols]
-    T* __restrict__ out,          // [rows, cols]
+    const T* __restrict__ parts,  // [tokens, groups, parts, cols]
+    const float* before,          // [tokens, groups, cols] or null: 0
+    float* after,                 // as `before`, may be it, or null: the sums go to `out`
+    T* __restrict__ out,          // [tokens, num_groups, cols], of which groups [first_group, first_group + groups)
     const __grid_constant__ cukit::SumParameters p) {
   const long long at = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
-  if (at >= p.rows * p.cols) return;
-  const T* from = parts + at / p.cols * p.parts * p.cols + at % p.cols;
-  float sum = 0.0f;
+  if (at >= p.tokens * p.cols) return;
+  const long long token = at / p.cols, col = at % p.cols;
+  const long long row = token * gridDim.y + blockIdx.y;
+  const T* from = parts + row * p.parts * p.cols + col;
+  float sum = before == nullptr ? 0.0f : before[row * p.cols + col];
 #pragma unroll 8
   for (int part = 0; part < p.parts; ++part) {
     sum += cukit::to_float(from[static_cast<long long>(part) * p.cols]);
   }
-  out[at] = cukit::from_float<T>(sum);
+  if (after != nullptr) {
+    after[row * p.cols + col] = sum;
+  } else {
+    out[(token * p.num_groups + p.first_group + blockIdx.y) * p.cols + col] = cukit::from_float<T>(sum);
+  }
 }

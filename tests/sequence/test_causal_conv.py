@@ -57,7 +57,7 @@ def test_matches_reference(device, rng, case, activation):
     )
 
 
-def test_reference_is_the_sum(rng):
+def test_reference_matches_the_sum(rng):
     x, weight, bias, state, _ = (array.astype(np.float64) for array in inputs(rng, *CASES[1]))
     y = reference.causal_conv(x, weight, bias, initial_state=state, activation="none")
     padded = np.concatenate([state, x], axis=1)
@@ -67,7 +67,7 @@ def test_reference_is_the_sum(rng):
 
 
 @pytest.mark.parametrize("activation", ["silu", "none"])
-def test_gradients_are_differences(rng, activation):
+def test_gradients_match_finite_differences(rng, activation):
     arrays = [array.astype(np.float64) for array in inputs(rng, 2, 9, 5, 4, "float32")[:4]]
     check_gradient(
         lambda x, w, b, s: reference.causal_conv(x, w, b, initial_state=s, activation=activation),
@@ -79,7 +79,7 @@ def test_gradients_are_differences(rng, activation):
     )
 
 
-def test_calls_and_steps_continue_one_another(device, rng):
+def test_calls_and_steps_continue_each_other(device, rng):
     x, weight, bias, state, _ = inputs(rng, *CASES[0])
     (whole,) = (to_host(y) for y in (causal_conv(*to_device(device, x, weight, bias)),))
     first, second = np.ascontiguousarray(x[:, :50]), np.ascontiguousarray(x[:, 50:])

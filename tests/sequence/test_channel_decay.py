@@ -1,5 +1,5 @@
 """gated_scan, its backward and its step with a decay per channel of the state: against finite
-differences and the reference; extreme decays beside none; steps; errors."""
+differences and the reference; extreme decays together with none; steps; errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check(got, wide, dtype):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_gradients_are_differences(rng, chunk):
+def test_gradients_match_finite_differences(rng, chunk):
     arrays, _ = problem(rng, Size(2, 23, 4, 2, 6, 5), "float32")
     arrays = [array.astype(np.float64) for array in arrays]
     split = int(np.prod(arrays[0].shape))
@@ -127,7 +127,7 @@ def test_kernels_of_each_class(rng, arch):
         check(got, exact(arrays, grads, size.cu_seqlens), "bfloat16")
 
 
-def test_equal_decays_are_a_decay_per_head(device, rng):
+def test_equal_decays_match_one_decay_per_head(device, rng):
     size = Size(1, 150, 2, 1, 16, 24)
     arrays, grads = problem(rng, size, "bfloat16")
     per_head = arrays[3][..., 0].copy()
@@ -142,7 +142,7 @@ def test_equal_decays_are_a_decay_per_head(device, rng):
     check(got, wide, "bfloat16")
 
 
-def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
+def test_packed_sequences_match_separate_calls(device, rng):
     size = SIZES[4]
     arrays, grads = problem(rng, size, "bfloat16")
     together = [to_host(result) for result in run(device, arrays, grads, size.cu_seqlens)]
@@ -157,7 +157,7 @@ def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_channels_that_forget_beside_channels_that_keep(device, rng, dtype):
+def test_channels_with_strong_and_weak_decay(device, rng, dtype):
     """-1e4 and -infinity in some channels make no NaN; clamped log decays have a gradient of 0."""
     size = Size(1, 200, 2, 2, 16, 16)
     arrays, grads = problem(rng, size, dtype, decay=0.01)
@@ -174,7 +174,7 @@ def test_channels_that_forget_beside_channels_that_keep(device, rng, dtype):
     assert of_decay[:, 71:130].all()
 
 
-def test_decays_that_forget_have_small_gradients(device, rng):
+def test_strong_decays_have_small_gradients(device, rng):
     """They are not differences of large sums, which would cancel."""
     size = Size(1, 130, 1, 1, 64, 64)
     arrays, grads = problem(rng, size, "bfloat16")
@@ -226,7 +226,7 @@ def test_step_matches_reference(device, rng, size, dtype):
     assert distance(running, state) < 1e-6
 
 
-def test_steps_are_the_scan(device, rng):
+def test_steps_match_the_scan(device, rng):
     size = Size(2, 9, 2, 1, 16, 24)
     arrays, _ = problem(rng, size, "bfloat16")
     placed = to_device(device, *arrays)

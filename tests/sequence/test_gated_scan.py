@@ -44,7 +44,7 @@ SIZES = [
     Size(1, 130, 2, 1, 72, 128),
     Size(1, 643, 2, 2, 64, 64),  # split over segments
     Size(1, 300, 2, 1, 64, 72, (0, 1, 64, 200, 35, 0)),
-    Size(1, 700, 1, 1, 16, 16, (611, 89)),  # split, too
+    Size(1, 700, 1, 1, 16, 16, (611, 89)),  # also split
 ]
 LARGE = [
     Size(2, 4099, 8, 8, 64, 128),
@@ -142,7 +142,7 @@ def test_kernels_of_each_class(rng, arch):
 
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_any_chunk_is_the_recurrence(rng, chunk, channels):
+def test_every_chunk_size_matches_the_recurrence(rng, chunk, channels):
     size = Size(2, 101, 4, 2, 6, 5)
     arrays = inputs(rng, size, "float32", channels=channels)
     arrays = [array.astype(np.float64) for array in arrays]
@@ -152,7 +152,7 @@ def test_any_chunk_is_the_recurrence(rng, chunk, channels):
     np.testing.assert_allclose(scan.final_state, h, rtol=1e-11, atol=1e-12)
 
 
-def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
+def test_packed_sequences_match_separate_calls(device, rng):
     size = SIZES[4]
     arrays = inputs(rng, size, "bfloat16")
     together = run(device, arrays, size, "bfloat16")
@@ -167,7 +167,7 @@ def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
 
 
 @pytest.mark.parametrize("channels", [False, True])
-def test_a_state_carried_between_calls_equals_one_call(device, rng, channels):
+def test_calls_that_carry_the_state_match_one_call(device, rng, channels):
     size = Size(2, 330, 2, 1, 32, 64)
     arrays = inputs(rng, size, "bfloat16", channels=channels)
     whole = run(device, arrays, size, "bfloat16")
@@ -181,7 +181,7 @@ def test_a_state_carried_between_calls_equals_one_call(device, rng, channels):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_decays_of_zero_forget_and_of_one_keep(device, rng, dtype):
+def test_decays_of_zero_and_one(device, rng, dtype):
     """-1e4 and -infinity make no NaN, and what comes after them keeps its precision."""
     size = Size(1, 200, 2, 2, 16, 16)
     x, b, c, decay, state = inputs(rng, size, dtype, decay=0.01)
@@ -207,7 +207,7 @@ def test_nan_stays_in_its_head(device, rng):
 
 @pytest.mark.slow
 def test_a_million_steps_do_not_drift(rng):
-    """A state that neither grows nor fades, in float32 beside float64."""
+    """A state of constant magnitude, in float32, compared with float64."""
     tokens = 1_000_000
     x, b = np.ones((1, tokens, 1, 1), np.float32), np.full((1, tokens, 1, 1), 1e-3, np.float32)
     decay = np.full((1, tokens, 1), np.log1p(-1e-3), np.float32)
@@ -283,7 +283,7 @@ def test_step_matches_reference(device, rng, size, dtype):
     )
 
 
-def test_steps_are_the_scan(device, rng):
+def test_steps_match_the_scan(device, rng):
     size = Size(2, 9, 2, 1, 16, 24)
     x, b, c, decay, state = inputs(rng, size, "bfloat16")
     whole = gated_scan(

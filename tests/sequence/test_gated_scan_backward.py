@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
 
 import numpy as np
 import pytest
 
+import cukit
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sequence as reference
 from cukit.sequence import gated_scan_backward
+from cukit.sequence._plan import HeadRange
 from tests.contract import another_order, check_gradient, random, to_device, to_host
 from tests.quick_run import possible
 from tests.sequence.test_gated_scan import LARGE, SIZES, Size, distance, inputs
@@ -19,11 +22,21 @@ ERROR = {"float16": 1e-3, "bfloat16": 6e-3}
 dtype before they are multiplied."""
 
 NAMES = ("x", "b", "c", "log_decay", "initial_state")
+MODULE = import_module("cukit.sequence.gated_scan_backward")
+GiB = 1 << 30
+
+PASSES = [
+    (Size(2, 130, 5, 1, 24, 40), 2),
+    (Size(1, 97, 6, 3, 72, 64), 5),  # whole groups
+    (Size(1, 300, 4, 2, 64, 72, (0, 1, 64, 200, 35, 0)), 1),
+    (Size(1, 643, 3, 1, 64, 64), 2),  # split over segments
+]
+"""Sizes, and the heads whose workspace is the limit."""
 
 
-def problem(rng, size, dtype, decay=0.2):
+def problem(rng, size, dtype, decay=0.2, *, channels=False):
     """Gradients of both outputs, and the forward's arguments."""
-    arrays = inputs(rng, size, dtype, decay)
+    arrays = inputs(rng, size, dtype, decay, channels=channels)
     grad_final = random(rng, arrays[4].shape, "float32")
     return random(rng, arrays[0].shape, dtype), grad_final, arrays
 
@@ -79,7 +92,7 @@ def test_matches_reference(device, rng, size, dtype):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_gradients_are_differences(rng, chunk):
+def test_gradients_match_finite_differences(rng, chunk):
     """Of outputs and final state together, with several chunk sizes; two heads share b and c."""
     size = Size(2, 23, 4, 2, 6, 5)
     arrays = [array.astype(np.float64) for array in inputs(rng, size, "float32")]
@@ -105,7 +118,7 @@ def test_gradients_are_differences(rng, chunk):
     check_gradient(forward, backward, arrays, rng)
 
 
-def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
+def test_packed_sequences_match_separate_calls(device, rng):
     size = SIZES[4]
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
     together = [to_host(g) for g in run(device, grad_y, grad_final, arrays, size.cu_seqlens)]
@@ -136,7 +149,7 @@ def test_extreme_decays(device, rng):
     assert not to_host(got.initial_state).any()
 
 
-def test_decays_that_forget_have_small_gradients(device, rng):
+def test_strong_decays_have_small_gradients(device, rng):
     """They are not differences of large sums, which would cancel."""
     size = Size(1, 130, 1, 1, 64, 64)
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
@@ -163,6 +176,94 @@ def test_without_states(device, rng):
     placed = to_device(device, grad_y, *arrays[:4])
     zeros = [np.zeros_like(grad_final), (*arrays[:4], np.zeros_like(arrays[4]))]
     check(gated_scan_backward(*placed), exact(grad_y, *zeros, None), "float16")
+
+
+# Passes over the heads -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def most_heads(monkeypatch):
+    """Sets the workspace to that of some heads, and lets the op plan anew."""
+
+    def limit(size, heads, channels):
+        sequences = size.batch if size.lengths is None else len(size.lengths)
+        shape = (sequences, size.heads, size.state_dim, size.head_dim)
+        tokens = size.batch * size.seq_len
+        per_head = MODULE.workspace_per_head(tokens, shape, channels=channels)
+        monkeypatch.setattr(MODULE, "WORKSPACE", heads * per_head)
+        MODULE._prepare.forget()
+        return len(MODULE.plan_passes(size.heads, size.groups, per_head))
+
+    MODULE._prepare.forget()
+    yield limit
+    MODULE._prepare.forget()
+
+
+def check_passes(device, rng, size, heads, channels, most_heads):
+    """Several passes give the gradients of one, to the bit: their segments are the same."""
+    grad_y, grad_final, arrays = problem(rng, size, "bfloat16", 0.05, channels=channels)
+    whole = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
+    assert most_heads(size, heads, channels) > 1
+    got = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
+    check(got, exact(grad_y, grad_final, arrays, size.cu_seqlens), "bfloat16")
+    for gradient, expected in zip(got, whole, strict=True):
+        assert to_host(gradient).tobytes() == to_host(expected).tobytes()
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
+@possible(lambda device: device == "gpu")
+def test_passes_are_one_pass(device, rng, size, heads, channels, most_heads):
+    check_passes(device, rng, size, heads, channels, most_heads)
+
+
+@pytest.mark.slow
+@pytest.mark.emulator
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_passes_of_each_class(rng, arch, size, heads, channels, most_heads):
+    with cukit.backend("emulator", arch=arch):
+        check_passes("emulator", rng, size, heads, channels, most_heads)
+
+
+@possible(lambda device: device == "gpu")
+def test_passes_match_the_reference(device, rng, most_heads):
+    """Many segments, of other tokens than those of one pass."""
+    size = LARGE[2]
+    grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
+    assert most_heads(size, 3, False) == 6
+    got = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
+    check(got, exact(grad_y, grad_final, arrays, size.cu_seqlens, device), "bfloat16")
+
+
+def test_the_passes():
+    tokens = 65536
+    per_head = MODULE.workspace_per_head(tokens, (1, 128, 128, 64), channels=False)
+    passes = MODULE.plan_passes(128, 1, per_head)
+    assert passes == tuple(HeadRange(first, 32) for first in range(0, 128, 32))
+    sums = 2 * tokens * 128 * 4
+    assert 32 * per_head + sums < 1.7 * GiB
+    assert MODULE.plan_passes(32, 1, per_head) == (HeadRange(0, 32),)
+    assert MODULE.plan_passes(1, 1, 4 * GiB) == (HeadRange(0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "most", "sizes"),
+    [
+        (5, 1, 5, [5]),
+        (5, 1, 4, [3, 2]),
+        (5, 1, 2, [2, 2, 1]),
+        (6, 3, 5, [4, 2]),
+        (6, 2, 2, [2, 1, 2, 1]),
+        (8, 4, 3, [2, 2, 2, 2]),
+        (4, 4, 3, [2, 2]),
+    ],
+)
+def test_passes_are_groups_or_of_one_group(heads, groups, most, sizes):
+    passes = MODULE.plan_passes(heads, groups, MODULE.WORKSPACE // most)
+    assert [part.heads for part in passes] == sizes
+    assert [part.first for part in passes] == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def test_errors_name_the_argument(rng):
