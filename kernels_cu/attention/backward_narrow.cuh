@@ -5,10 +5,12 @@
 // dS of all keys, which the warpgroups exchange through shared memory (two stages): with 64 columns
 // each computes dQ of 64 queries, with 128 the transpose of dQ of 64 columns.
 // DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is computed
-// from both. dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the
-// exchange, and the next scores overlap the staging of dQ; with 128, dQ is issued first and is
-// staged while dK runs. Accumulators are read in the basic block that issued the later wgmma, and
-// no wgmma is in flight at the loop's back edge: otherwise ptxas serialises the wgmmas.
+// from both. If the student has up to 64 columns and the teacher more, each warpgroup computes the
+// transpose of dQ of half of the queries.
+// dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the exchange,
+// and the next scores overlap the staging of dQ; with 128, dQ is issued first and is staged while
+// dK runs. Accumulators are read in the basic block that issued the later wgmma, and no wgmma is in
+// flight at the loop's back edge: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
@@ -21,15 +23,15 @@
 namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
-constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
+// Whether a warpgroup computes dQ of half of the queries: half of the columns are padding.
+constexpr bool kHalfOfQueries = DISTILL && kTransposed && COLUMNS <= 64;
+constexpr int kColumnBytes = TILE_M * 16 * 4;  // sixteen columns of dQ
+constexpr int kStagingBytes = (kHalfOfQueries ? 64 : HEAD_DIM) / 16 * kColumnBytes;
 // Whether V is a register operand of dP: registers are free, and shared memory bandwidth is as much
 // a limit as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
 // Whether exponentials come before dP: there are no registers to overlap them.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
-// A warpgroup whose columns of dQ are all padding computes no dQ. If no wgmma is in flight at that
-// branch, ptxas serialises those after it: dK is issued before it.
-constexpr bool kKeysFirst = DISTILL && kTransposed && COLUMNS <= 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "the pipelines share one state");
@@ -37,7 +39,8 @@ static_assert(TILE_N == kConsumers * kWarpgroupRows, "one wgmma of 64 rows per w
 static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
               "each warpgroup computes one part of dQ");
 
-using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
+constexpr int kQueriesOfDq = kHalfOfQueries ? TILE_M / kConsumers : TILE_M;  // transposed
+using QueryGradient = float[kTransposed ? kQueriesOfDq / 2 : KeyTile::kPartColumns / 2];
 
 using KeyGradient = float[COLUMNS / 2];
 using ValueGradient = float[VALUE_COLUMNS / 2];
@@ -68,7 +71,7 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
   constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
-  if (kTransposed && COLUMNS <= 64 && group == 1) {
+  if (kTransposed && !kHalfOfQueries && COLUMNS <= 64 && group == 1) {
 #pragma unroll
     for (float& sum : dq) sum = 0.0f;
   } else {
@@ -150,13 +153,16 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
   [[maybe_unused]] const unsigned long long grad_out_outer =
       GradOutTile::mn_major(tiles.grad_out);
   const unsigned long long ds_part =
-      kTransposed ? ScoreTile::k_major(tiles.scores)
+      kTransposed ? ScoreTile::k_major(tiles.scores) +
+                        (kHalfOfQueries ? group * ScoreTile::rows(kQueriesOfDq) : 0)
                   : ScoreTile::mn_major(tiles.scores) + group * ScoreTile::kPart;
   const unsigned long long k_part =
-      KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
+      KeyTile::mn_major(tiles.k) + (kTransposed && !kHalfOfQueries ? group * KeyTile::kPart : 0);
   // In the layout of the scratch (query_gradient.cuh).
   unsigned char* const staging =
-      tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
+      tiles.dq + (kHalfOfQueries ? warp * kColumnBytes + group * (kColumnBytes / kConsumers)
+                                 : (group * kWarpgroupWarps + warp) *
+                                       (kStagingBytes / Block::kConsumerWarps));
 
   KeyGradient dk;
 #pragma unroll
@@ -235,13 +241,12 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
       if constexpr (kTransposed) {
         exchange();
         wgmma_fence();
-        if constexpr (kKeysFirst) multiply_queries(dk, ds, q_now);
         multiply_scores(dq, ds_now, k_part, group);
-        if constexpr (!kKeysFirst) multiply_queries(dk, ds, q_now);
+        multiply_queries(dk, ds, q_now);
 #if !DISTILL
         wgmma_wait<1>(dv);
 #endif
-        wgmma_wait<kKeysFirst ? 0 : 1>(dq);
+        wgmma_wait<1>(dq);
         shared.grad_out.release(now);
         stage_dq();
         if (last) {

@@ -35,10 +35,10 @@
 //   which rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V
 //   and dO alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS
-//   (backward_walk.cuh); TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256);
-//   STAGES 2 or, from 192 columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS =
-//   384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it
-//   is not defined, 0|1 up to 128 columns.
+//   (backward_walk.cuh); TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 96x128 (128,
+//   DISTILL, up to 64 COLUMNS), 64x64 (192, 256); STAGES 2 or, from 192 columns on, 2|3;
+//   QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC
+//   0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128 columns.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ with
 //   DETERMINISTIC, otherwise its additions are unordered.
 // Reference: cukit/reference/attention.py.

@@ -95,7 +95,7 @@ CUKIT_DEVICE Merged merge(const Partial& partial, const cukit::PieceSlots& slots
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, FRAGMENT_ROWS ? 5 : 1) mla_merge(
-    const float* __restrict__ sums,  // Partial
+    const float* sums,               // Partial
     T* __restrict__ out,             // [batch, seq_q, heads_q, 512]
     float* __restrict__ lse,         // [batch, heads_q, seq_q] or null
     const int* __restrict__ seq_lens,

@@ -46,7 +46,7 @@ def gpu(request, monkeypatch) -> str:
 
 @pytest.fixture
 def replanned() -> Iterator[None]:
-    """paged_attention plans anew in a test that changes a planner, and after it."""
+    """Clears the cached plans of paged_attention before and after a test that changes a planner."""
 
     def forget() -> None:
         plan_paged_attention.cache_clear()

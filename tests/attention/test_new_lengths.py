@@ -42,7 +42,11 @@ class Recorder:
             self.launches.append((spec, grid, args))
 
         return SimpleNamespace(
-            block=(spec.threads, 1, 1), shared_bytes=0, function=function, check=lambda args: None
+            spec=spec,
+            block=(spec.threads, 1, 1),
+            shared_bytes=0,
+            function=function,
+            check=lambda args: None,
         )
 
     def encode_tensor_map(self, view, box, swizzle_bytes):

@@ -418,20 +418,37 @@ def test_clusters_of_several_requests(
     check_kind(device, codes)
 
 
-@pytest.mark.parametrize("heads_q", [2, 14])
-@emulated(lambda heads_q: True)
+@pytest.mark.parametrize(
+    ("codes", "heads_q"), [("int4", 2), ("int4", 14), ("int8", 6), ("float8_e4m3", 6)]
+)
+@emulated(lambda codes: True)
 @pytest.mark.usefixtures("replanned")
 def test_thread_blocks_of_one_warp(
-    device: str, heads_q: int, monkeypatch: pytest.MonkeyPatch
+    device: str, codes: str, heads_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_paged_plan, "_MANY_PROBLEMS", 0)
-    check_kind(device, "int4", heads_q)
+    check_kind(device, codes, heads_q)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64])
+@emulated(lambda head_dim: True)
+def test_narrow_heads_of_many_problems(device: str, head_dim: int) -> None:
+    """As many problems as SMs."""
+    lengths = [300, 0, 129, 64, 1] + [7] * 65
+    Cache(lengths, heads_q=6, heads_kv=2, head_dim=head_dim).check(device)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (70, 0), "softcap": 20.0}], ids=str)
+@emulated(lambda options: True)
+def test_sixteen_rows_of_few_problems(device: str, options: dict[str, Any]) -> None:
+    cache = Cache([700, 3, 150, 0, 70], heads_q=16, heads_kv=1, head_dim=128, dtype=float16)
+    cache.check(device, **options)
 
 
 def check_kind(device: str, codes: str, heads_q: int = 6) -> None:
     """Checks caches of one kind with five to seven requests and two key heads."""
-    if codes == "int8":
-        check_codes(device, ck.int8, "key", 128)
+    if codes in ("int8", "float8_e4m3"):
+        check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
     elif codes == "int4":
         check_int4(device, 128, heads_q, 1, {}, 64)
     elif codes == "recent":
@@ -462,6 +479,35 @@ def test_plans_of_few_and_many_problems() -> None:
     many, few = (plan(batch, codes="int4", group_rows=64) for batch in (128, 32))
     assert (many.warps, many.stages, many.blocks_per_sm) == (1, 2, 8)
     assert (few.warps, few.stages, few.blocks_per_sm) == (4, 3, 2)
+    for codes in ("int8", "float8_e4m3"):
+        many, few = (plan(batch, codes=codes) for batch in (128, 32))
+        assert (many.warps, many.stages, many.blocks_per_sm) == (1, 2, 8)
+        assert (few.warps, few.stages, few.blocks_per_sm) == (4, 2, 3)
+
+
+def test_tilings_of_16_bits_follow_problems_and_rows() -> None:
+    device = typical_device("sm_90a")
+
+    def tiling(batch: int, *shape: int, **options: Any) -> tuple[int, int, int, int]:
+        config = plan_paged_attention(*shape, "bfloat16", device, batch=batch, **options)
+        return config.step, config.warps, config.blocks_per_sm, config.stages
+
+    assert tiling(32, 64, 64, 8, 4) == (32, 4, 3, 2)
+    for usual in (
+        tiling(8, 64, 64, 8, 4),
+        tiling(0, 64, 64, 8, 4),
+        tiling(32, 64, 64, 8, 16),
+        tiling(32, 64, 64, 8, 4, batch_invariant=True),
+    ):
+        assert usual[:3] == (16, 4, 2)
+    assert tiling(32, 128, 128, 1, 16) == (16, 8, 1, 3)
+    for usual in (
+        tiling(32, 128, 128, 8, 16),
+        tiling(0, 128, 128, 1, 16),
+        tiling(32, 128, 128, 1, 16, packed=True),
+        tiling(32, 128, 128, 1, 8),
+    ):
+        assert usual[1:3] == (4, 2)
 
 
 def test_values_may_be_narrower(device: str) -> None:

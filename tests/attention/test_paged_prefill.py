@@ -51,7 +51,7 @@ def prefill(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> st
 def gather(prefill: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`prefill`, with a copy of the cache for every call, of at most three requests at once."""
     monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: True)
-    monkeypatch.setattr(_paged_gather, "_MOST_REQUESTS", 3)
+    monkeypatch.setattr(_paged_gather, "_MAX_REQUESTS", 3)
     return prefill
 
 

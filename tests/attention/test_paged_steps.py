@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention.paged import _paged_gather, _paged_prefill, paged
+from cukit.attention.paged import _paged_arguments, _paged_gather, _paged_prefill, paged
+from cukit.attention.paged._paged_arguments import COPIES
 from cukit.core import backend
 from cukit.core.arrays import float16
 from cukit.core.device import current_device
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from tests.attention.test_paged_attention import Cache, array_module
+from tests.emulator.test_instructions import kernels_only
 
 
 def steps(device: str, cache: Cache, **options: Any) -> ck.PagedAttention:
@@ -77,7 +80,7 @@ def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: kernel != "decode")
     monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: kernel == "copy")
-    monkeypatch.setattr(_paged_gather, "_MOST_REQUESTS", 3)
+    monkeypatch.setattr(_paged_gather, "_MAX_REQUESTS", 3)
 
 
 @pytest.mark.usefixtures("replanned")
@@ -121,6 +124,85 @@ def test_layers_of_several_formats_share_their_scratch_memory(device: str) -> No
         assert (attention.run(q, layer) == ck.paged_attention(q, k, v, table, lengths)).all()
     assert all(attention._scratch._arrays[name] is array for name, array in before.items())
     assert attention._scratch._arrays.keys() == before.keys()
+
+
+@kernels_only
+@pytest.mark.usefixtures("replanned")
+def test_copies_are_freed_by_a_plan_of_other_queries(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose("copy", device, monkeypatch)
+    xp = array_module(device)
+    cache = Cache([100, 250, 3], seq_q=20, heads_q=8)
+    attention = steps(device, cache)
+    for seq_q in (20, 2):
+        attention.plan(cache.table, cache.lengths, seq_len_q=seq_q)
+        copies = [weakref.ref(attention._scratch._arrays[name]) for name in COPIES]
+        q = xp.asarray(cache.q[:, :seq_q])
+        arrays = q, *map(xp.asarray, (cache.k, cache.v, cache.table, cache.lengths))
+        with no_allocations(device):
+            out = attention.run(q, out=xp.empty_like(q))
+        assert (out == ck.paged_attention(*arrays)).all()
+        attention.plan(cache.table, cache.lengths, seq_len_q=1)
+        assert not any(copy() is not None for copy in copies)
+    assert not attention._scratch._kept
+
+
+class Memory:
+    """Scratch memory on the CPU, with a stream and a capture of the test's choice."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scratch = _paged_arguments.PagedScratch()
+        self.stream, self.captures = 1, False
+        monkeypatch.setattr(_paged_arguments, "current_stream", lambda _: self.stream)
+        monkeypatch.setattr(_paged_arguments, "is_captured", lambda _: self.captures)
+
+    def take(self, size: int) -> weakref.ref[Any]:
+        like = np.zeros(1)
+        self.scratch.begin(like)
+        return weakref.ref(self.scratch.take(like, "keys", size, np.float32))
+
+    def release(self) -> bool:
+        return self.scratch.release(np.zeros(1), "keys", "values")
+
+
+def test_outgrown_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch)
+    first = memory.take(5)
+    assert memory.take(3)() is first()
+    second = memory.take(6)
+    assert first() is None
+    assert memory.release()
+    assert second() is None
+    assert not memory.release()
+
+
+def test_memory_of_graphs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch)
+    first = memory.take(5)
+    memory.captures = True
+    assert memory.take(4)() is first()
+    own = memory.take(8)  # allocated during capture: not shared
+    memory.captures = False
+    assert not memory.release()
+    assert memory.take(5)() is first()
+    larger = memory.take(8)
+    assert first() is not None
+    assert own() is not None
+    assert larger() is not own()
+    assert memory.release()
+    assert larger() is None
+
+
+def test_memory_of_another_stream_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on the stream where it was allocated might get it before this stream's work ends."""
+    memory = Memory(monkeypatch)
+    first = memory.take(5)
+    memory.stream = 2
+    second = memory.take(6)
+    assert first() is not None
+    assert memory.release()
+    assert second() is None
 
 
 def test_plans_take_no_memory_for_queries() -> None:

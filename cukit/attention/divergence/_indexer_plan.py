@@ -27,11 +27,11 @@ _SUM_ELEMENTS = 8  # per thread
 _ITEM_BYTES = 2
 _RESERVED_BYTES = 1024  # shared memory that the driver reserves per block
 _SPAN_KEYS = 256
-_MOST_SPANS = 32
+_MAX_SPANS = 32
 """Limit for the forward, where each span writes statistics of every query."""
 _KEY_WAVES = 2
 """Waves of blocks in the key-gradient kernel: with a causal mask, some blocks have little work."""
-_MOST_SPLITS = 16
+_MAX_SPLITS = 16
 _SCRATCH_BYTES = 1 << 27
 """Limit of the derivatives or selection bits of a chunk of queries; one tile may exceed it."""
 
@@ -128,7 +128,7 @@ class IndexerConfig:
         """Key tiles per block of the sweep."""
         tiles = self.scratch_row // self.tiling.tile_n
         least = _SPAN_KEYS // self.tiling.tile_n
-        return least if self.gradient else max(least, ceil_div(tiles, _MOST_SPANS))
+        return least if self.gradient else max(least, ceil_div(tiles, _MAX_SPANS))
 
     @property
     def spans(self) -> int:
@@ -144,7 +144,7 @@ class IndexerConfig:
     def splits(self) -> int:
         """Blocks per key tile, each with some of the heads: enough to fill the GPU."""
         wanted = _KEY_WAVES * self.num_sms // max(1, self.key_tiles)
-        return max(1, min(self.problem.num_heads_q, _MOST_SPLITS, wanted))
+        return max(1, min(self.problem.num_heads_q, _MAX_SPLITS, wanted))
 
     def sweep_spec(self) -> KernelSpec:
         """The terms of the divergence, or the derivatives with respect to the scores."""

@@ -15,12 +15,12 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 
 _TOTAL_THREADS = 512
 _ROWS_PER_BLOCK = 4096
-_MOST_BLOCKS = 1024
+_MAX_BLOCKS = 1024
 
 
 def total_blocks(rows: int) -> int:
     """Grid size of the kernel that sums `rows` rows of a loss."""
-    return min(_MOST_BLOCKS, max(1, ceil_div(rows, _ROWS_PER_BLOCK)))
+    return min(_MAX_BLOCKS, max(1, ceil_div(rows, _ROWS_PER_BLOCK)))
 
 
 def sum_spec() -> KernelSpec:

@@ -54,7 +54,6 @@ from cukit.reference import attention_kl as reference
 from cukit.registry import register
 
 _OP = "attention_kl_backward"
-_NARROW = 64
 _WIDEST_SM90 = 128
 
 
@@ -285,11 +284,8 @@ def _prepare_backward(
     keys: Launch | MappedKeys
     if mapped:
         assert isinstance(config, WarpgroupBackwardConfig)
-        keys, _ = MappedKernels(config).launches(
-            *(q_s, k_s, student, settings, config, rows, device.num_sms),
-            teacher=teacher,
-            factor=factor,
-        )
+        kernels = MappedKernels(config, q_s, student, settings, teacher, factor)
+        keys, _ = kernels.launches(q_s, k_s, config, rows[1], device.num_sms)
     else:
         work = structs["MappedKeyParameters"].pack(
             **common,
@@ -326,13 +322,9 @@ def _prepare_backward(
 
 
 def _covers(problem: AttentionProblem, device: Device) -> bool:
-    """Whether class sm90 has an attention KL backward for this problem.
-
-    With a student of up to 64 columns and a wider teacher, the compiler serialises all wgmmas.
-    """
+    """Whether class sm90 has an attention KL backward for this problem."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    serialised = problem.head_dim <= _NARROW < problem.head_dim_v
-    return widest <= _WIDEST_SM90 and not serialised and covers(problem, device)
+    return widest <= _WIDEST_SM90 and covers(problem, device)
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:

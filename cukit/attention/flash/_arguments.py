@@ -40,6 +40,7 @@ NO_TEACHER = {"teacher_group": 1, "teacher_scale_log2": 0.0}
 
 _UNBOUNDED = 1 << 29  # above any sequence length, with room for sums in int32
 _LOG2_E = 1.0 / math.log(2.0)
+_CACHED_STRIDES = 256
 _CACHED_SETTINGS = 256  # few: they rarely depend on lengths
 _MATRIX_AXES = ("batch", "head", "row", "column")
 _NO_STRIDES = (0,) * len(_MATRIX_AXES)
@@ -578,7 +579,13 @@ Strides = tuple[int, int, int]
 
 def strides_of(array: Array) -> Strides:
     """Batch, row and head strides in elements; packed sequences have a batch stride of 0."""
-    *batch, row, head, _ = (stride // array.itemsize for stride in array.strides)
+    return _in_elements(array.strides, array.itemsize)
+
+
+@lru_cache(maxsize=_CACHED_STRIDES)
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> Strides:
+    """Cached, because the arrays of a call have few layouts."""
+    *batch, row, head, _ = (stride // itemsize for stride in strides)
     return batch[0] if batch else 0, row, head
 
 

@@ -15,7 +15,12 @@ from cukit.attention.flash._arguments import (
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention.flash._flash_launch_sm90 import (
+    MappedCall,
+    MappedForward,
+    MappedLaunch,
+    mapped_forward,
+)
 from cukit.attention.flash._problem import FLOAT8
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -174,10 +179,13 @@ def _planned(
     out: Array | None,
     options: ScoreOptions,
     precise: bool,
-    *others: Array | None,
-) -> MappedForward | None:
+    q_descale: Array | None,
+    k_descale: Array | None,
+    v_descale: Array | None,
+    *given: Array | None,
+) -> MappedCall | None:
     """Checks a call and plans it, for all lengths that round alike."""
-    arrays = ScoreArrays(*others[-len(ScoreArrays._fields) :])
+    arrays = ScoreArrays(*given)
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
     if not all(_aligned(array) for array in (q, k, v, out)) or not fits_tensor_maps(q, k, v):
@@ -190,28 +198,27 @@ def _planned(
         precise=precise,
     )
     mapped: MappedForward | None = mapped_forward(problem)
-    return mapped
+    if mapped is None:
+        return None
+    descales = q_descale, k_descale, v_descale
+    return MappedCall(mapped, q, k, v, options, arrays, descales=descales)
 
 
 @partial(launch_plan, plan=_planned, shorten=forward_but_lengths)
 def _prepare(
-    mapped: MappedForward | None,
+    call: MappedCall | None,
     q: Array,
     k: Array,
     v: Array,
     out: Array | None,
     options: ScoreOptions,
-    precise: bool,
-    q_descale: Array | None,
-    k_descale: Array | None,
-    v_descale: Array | None,
-    *given: Array | None,
+    *others: Any,
 ) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | None:
     """The launch, and the shapes of out and lse; None where class sm90 does not cover the call."""
-    if mapped is None:
+    if call is None:
         return None
-    descales = (q_descale, k_descale, v_descale)
-    launch = mapped.launch(q, k, v, out, options, ScoreArrays(*given), descales=descales)
+    arrays = ScoreArrays(*others[-len(ScoreArrays._fields) :])
+    launch = call.launch(q, k, v, out, options, arrays)
     return launch, (*q.shape[:-1], v.shape[-1]), lse_shape(q)
 
 

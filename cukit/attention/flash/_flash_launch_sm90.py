@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from cukit.core.kernel import (
     Launch,
     Launches,
     by_value,
+    changed_by_value,
     int32s,
     launch_plan,
     load_kernel,
@@ -46,13 +47,17 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 
 _STRUCTS = parameter_structs(PARAMETERS)
+_FORWARD = _STRUCTS["MappedForwardParameters"]
+_KEYS, _QUERIES = _STRUCTS["MappedKeyParameters"], _STRUCTS["MappedQueryParameters"]
 NO_FLOAT8 = _STRUCTS["Float8Settings"].pack(
     **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), 0),
     value_tiles=0,
 )
+_CACHED_ENCODERS = 256
 _OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the schedule and the block mask
 
 
+@lru_cache(maxsize=_CACHED_ENCODERS)
 def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array], Any]:
     """A function that encodes the tensor map of an array for boxes of one shape.
 
@@ -138,19 +143,20 @@ class MappedLaunch:
 
 
 class MappedForward:
-    """The loaded sm90 kernels of a problem; a call supplies its lengths, strides and options."""
+    """The loaded sm90 forward of a problem, for any options and strides and for lengths that round
+    alike."""
 
     def __init__(self, config: WarpgroupForwardConfig) -> None:
-        self._config = config
+        self.config = config
         problem = config.problem
-        self._plain = not problem.features & {"alibi", "bias", "mask", "sinks", "varlen"}
-        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
-        self._launches = Launches(load_kernel(config.spec()))
-        self._plan_launches = launches_of(config.plan_spec())
-        self._values_launches = launches_of(config.values_spec())
+        self.plain = not problem.features & {"alibi", "bias", "mask", "sinks", "varlen"}
+        self.nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
+        self.launches = Launches(load_kernel(config.spec()))
+        self.plan_launches = launches_of(config.plan_spec())
+        self.values_launches = launches_of(config.values_spec())
         tiling, columns = config.tiling, config.box_columns(config.width)
         value_columns = config.box_columns(config.value_width)
-        self._encoders = (
+        self.encoders = (
             encoder((1, WARPGROUP_ROWS, 1, columns)),
             encoder((1, tiling.tile_n, 1, columns)),
             encoder((1, tiling.tile_n, 1, value_columns)),
@@ -165,59 +171,109 @@ class MappedForward:
         options: ScoreOptions,
         arrays: ScoreArrays,
         mask_heads: int = 1,
-        descales: tuple[Array | None, ...] | None = None,
         teacher: Mapping[str, float] | None = None,
     ) -> MappedLaunch:
         """The launch for arrays like these, already checked.
 
-        mask_heads: heads of a block mask. descales: of FP8 inputs, each float32 [], [heads_kv],
-        [batch, heads_kv] or None. teacher: the second model's parameters, for its divergence.
+        mask_heads: heads of a block mask. teacher: the second model's parameters, for its
+        divergence.
         """
-        config = self._config
-        problem = config.problem
+        given = options, arrays
+        return MappedCall(self, q, k, v, *given, mask_heads, teacher).launch(q, k, v, out, *given)
+
+
+class MappedCall:
+    """The launches of calls that differ only in lengths, batch strides and addresses.
+
+    Parameters are packed once; a launch sets those that depend on lengths.
+    """
+
+    def __init__(
+        self,
+        forward: MappedForward,
+        q: Array,
+        k: Array,
+        v: Array,
+        options: ScoreOptions,
+        arrays: ScoreArrays,
+        mask_heads: int = 1,
+        teacher: Mapping[str, float] | None = None,
+        descales: tuple[Array | None, ...] | None = None,
+    ) -> None:
+        """As MappedForward.launch. descales: of FP8 inputs, each float32 [], [heads_kv],
+        [batch, heads_kv] or None."""
+        self._forward = forward
+        self._mask_heads = mask_heads
+        self._descaled = descales is not None
+        problem = forward.config.problem
         shape = score_shape(q, k, options, arrays)
-        batch, heads_q, seq_len_q, seq_len_kv = shape
-        settings = score_settings(q, options, arrays, shape)
-        blocks = config.num_blocks(seq_len_q)
-        tiles = config.value_tiles(v.shape[-3]) if descales else 0
-        parameters = _STRUCTS["MappedForwardParameters"].pack(
-            out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
-            batch=batch,
-            heads_q=heads_q,
+        self._settings = score_settings(q, options, arrays, shape)
+        self._parameters = _FORWARD.pack(
+            out=(0, 0, 0),
+            batch=shape[0],
+            heads_q=shape[1],
             group=problem.group,
-            seq_q=seq_len_q,
-            seq_kv=seq_len_kv,
+            seq_q=0,
+            seq_kv=0,
             value_dim=problem.head_dim_v,
             mask_heads=mask_heads,
             scale_log2=scales_of(q, options)[1],
-            settings=settings,
-            float8=_float8_settings(descales, tiles) if descales else NO_FLOAT8,
+            settings=self._settings,
+            float8=NO_FLOAT8 if descales is None else _float8_settings(descales),
         )
-        structs: tuple[Any, ...] = (parameters,)
+        self._teacher: tuple[Any, ...] = ()
         if teacher is not None:
-            of_teacher = parameter_structs(PARAMETERS)["TeacherParameters"].pack(**teacher)
-            structs = (of_teacher, parameters)
-        launch = self._launches((blocks,), structs)
+            self._teacher = (by_value(_STRUCTS["TeacherParameters"].pack(**teacher)),)
+
+    def launch(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array | None,
+        options: ScoreOptions,
+        arrays: ScoreArrays,
+    ) -> MappedLaunch:
+        """The launch for arrays like these."""
+        forward = self._forward
+        config = forward.config
+        problem = config.problem
+        batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
+        blocks = config.num_blocks(seq_len_q)
+        changes: dict[str, Any] = {
+            "out": dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
+            "seq_q": seq_len_q,
+            "seq_kv": seq_len_kv,
+        }
+        if problem.varlen:
+            changes["settings.total_q"] = q.shape[0]
+        tiles = 0
+        if self._descaled:
+            tiles = changes["float8.value_tiles"] = config.value_tiles(v.shape[-3])
+        parameters = changed_by_value(_FORWARD, self._parameters, changes)
+        launch = forward.launches((blocks,), (*self._teacher, parameters))
         plan = values = None
-        if self._plan_launches is not None:
+        if forward.plan_launches is not None:
+            mask_heads = self._mask_heads
             size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)
-            extents = (mask_heads, seq_len_q, seq_len_kv, blocks)
             if problem.varlen:
-                extents = (batch, heads_q, seq_len_kv, blocks)
-            scalars = (*int32s(*extents), *(() if problem.varlen else (settings,)))
+                scalars = int32s(batch, heads_q, seq_len_kv, blocks)
+            else:
+                extents = int32s(mask_heads, seq_len_q, seq_len_kv, blocks)
+                scalars = (*extents, self._settings)
             grid = (config.plan_blocks(seq_len_q, mask_heads),)
-            plan = Prologue(self._plan_launches(grid, scalars), size)
-        if self._values_launches is not None:
+            plan = Prologue(forward.plan_launches(grid, scalars), size)
+        if forward.values_launches is not None:
             assert isinstance(config.tiling, Float8Tiling)
             count = tiles * problem.num_heads_kv
             scalars = int32s(tiles, batch, seq_len_kv)
             values = Prologue(
-                self._values_launches((count,), scalars),
+                forward.values_launches((count,), scalars),
                 count * config.tiling.value_bytes(config.value_width),
                 np.uint8,
             )
-        nothing = self._nothing if plan is None and self._plain else None
-        maps = tuple(map(TensorMapCache, self._encoders))
+        nothing = forward.nothing if plan is None and forward.plain else None
+        maps = tuple(map(TensorMapCache, forward.encoders))
         return MappedLaunch(launch, maps, plan, values, nothing)
 
 
@@ -237,15 +293,15 @@ def launches_of(spec: KernelSpec | None) -> Launches | None:
     return None if spec is None else Launches(load_kernel(spec))
 
 
-def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tuple[int, ...]:
-    """Batch and head strides of the descales of q, k and v, in elements (0 where shared), and the
+def _float8_settings(descales: tuple[Array | None, ...]) -> tuple[int, ...]:
+    """Batch and head strides of the descales of q, k and v, in elements (0 where shared), and 0
     tiles of prepared V per KV head."""
     strides: tuple[int, ...] = ()
     for factors in descales:
         steps = () if factors is None else factors.strides
         size = 1 if factors is None else factors.itemsize
         strides += (0,) * (2 - len(steps)) + tuple(step // size for step in steps)
-    return *strides, value_tiles
+    return *strides, 0
 
 
 class InputMaps:
@@ -315,70 +371,84 @@ class MappedQueries(_MappedGradients):
 
 
 class MappedKernels:
-    """The loaded sm90 backward kernels, shared by calls that differ only in lengths."""
+    """The loaded sm90 backward kernels, shared by calls that differ only in lengths.
 
-    def __init__(self, config: WarpgroupBackwardConfig) -> None:
-        self._keys = Launches(load_kernel(config.keys_spec()))
-        self._key_plan = launches_of(config.sequences_spec())
-        self._queries = self._query_plan = None
-        if not config.accumulates_grad_q:
-            self._queries = Launches(load_kernel(config.queries_spec()))
-            self._query_plan = launches_of(config.query_sequences_spec())
+    Parameters are packed once; a launch sets those that depend on lengths.
+    """
 
-    def launches(
+    def __init__(
         self,
+        config: WarpgroupBackwardConfig,
         q: Array,
-        k: Array,
         options: ScoreOptions,
         settings: Any,
-        config: WarpgroupBackwardConfig,
-        rows: tuple[int, int],
-        num_sms: int,
         teacher: Mapping[str, float] | None = None,
         factor: float = 1.0,
-    ) -> tuple[MappedKeys, MappedQueries | None]:
-        """The dK/dV launch, and the dQ launch unless the former accumulates dQ.
-
-        config: for the lengths of the call. settings: score_settings. rows: heads of the scratch
-        arrays, and rows per head. num_sms: persistent blocks. teacher: the second model's
-        parameters, for the attention KL. factor: of the gradients.
-        """
+    ) -> None:
+        """settings: score_settings. teacher: the second model's parameters, for the attention KL.
+        factor: of the gradients."""
         problem, splits = config.problem, config.splits
-        lengths = problem.seq_len_q, problem.seq_len_kv
-        heads = problem.num_heads_kv * splits
-        longest: tuple[int, int] | tuple[None, None] = None, None
-        if problem.varlen:
-            # No sequence is longer than all of them together.
-            longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
-        maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
+        self._keys = Launches(load_kernel(config.keys_spec()))
+        self._key_plan = launches_of(config.sequences_spec())
         scale, scale_log2 = scales_of(q, options)
         common = {
             "batch": problem.batch,
-            "seq_q": lengths[0],
-            "seq_kv": lengths[1],
-            "rows_per_head": rows[1],
+            "seq_q": 0,
+            "seq_kv": 0,
+            "rows_per_head": 0,
             "head_dim": problem.head_dim,
             "scale": scale * factor,
             "scale_log2": scale_log2,
             "settings": settings,
         }
-        parameters = _STRUCTS["MappedKeyParameters"].pack(
+        self._key_parameters = _KEYS.pack(
             **common,
-            heads=heads,
+            heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
             value_dim=problem.head_dim_v,
             section=config.key_raster_group,
             **(NO_TEACHER if teacher is None else teacher),
         )
+        self._queries = self._query_plan = None
+        if not config.accumulates_grad_q:
+            self._queries = Launches(load_kernel(config.queries_spec()))
+            self._query_plan = launches_of(config.query_sequences_spec())
+            self._query_parameters = _QUERIES.pack(
+                **common, heads_q=problem.num_heads_q, group=problem.group
+            )
+
+    def launches(
+        self,
+        q: Array,
+        k: Array,
+        config: WarpgroupBackwardConfig,
+        rows_per_head: int,
+        num_sms: int,
+    ) -> tuple[MappedKeys, MappedQueries | None]:
+        """The dK/dV launch, and the dQ launch unless the former accumulates dQ.
+
+        config: for the lengths of the call. rows_per_head: of the scratch arrays. num_sms:
+        persistent blocks.
+        """
+        problem, splits = config.problem, config.splits
+        lengths = problem.seq_len_q, problem.seq_len_kv
+        heads = problem.num_heads_kv * splits
+        longest: tuple[int, int] | tuple[None, None] = None, None
+        changes = {"rows_per_head": rows_per_head}
+        if problem.varlen:
+            # No sequence is longer than all of them together.
+            longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
+            changes["settings.total_q"] = q.shape[0]
+        changes["seq_q"], changes["seq_kv"] = lengths
+        maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
+        parameters = changed_by_value(_KEYS, self._key_parameters, changes)
         blocks = config.most_key_blocks(k.shape[0])
         plan = _schedule_prologue(self._key_plan, problem.batch, heads, lengths[0], blocks)
         keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
         if self._queries is None:
             return keys, None
-        parameters = _STRUCTS["MappedQueryParameters"].pack(
-            **common, heads_q=problem.num_heads_q, group=problem.group
-        )
+        parameters = changed_by_value(_QUERIES, self._query_parameters, changes)
         blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
         launch = self._queries((blocks,), (parameters,))
         plan = _schedule_prologue(

@@ -23,6 +23,7 @@ from cukit.attention.flash._flash_tilings import (
     LONG_KEY_TILING,
     LONG_KEY_WIDTH,
     MAX_HEAD_DIM,
+    NARROW_STUDENT_TILING,
     PRECISE_TILINGS,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
@@ -461,6 +462,8 @@ def plan_flash_attention_backward_sm90(
     long = not problem.bounded or problem.seq_len_q >= _LONG
     if width == LONG_KEY_WIDTH and long and problem.features <= _SIMPLE:
         tiling = LONG_KEY_TILING
+    if problem.distills and problem.head_dim <= BOX_COLUMNS < width:
+        tiling = NARROW_STUDENT_TILING
     if problem.softcap:
         tiling = tiling.softcapped()
     tiling = replace(tiling, ordered=deterministic and tiling.accumulates_grad_q)

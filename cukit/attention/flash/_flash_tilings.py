@@ -395,6 +395,8 @@ WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     192: WarpgroupKeyTiling(64, 64, num_stages=3, score_tiles=3, accumulates_grad_q=False),
     256: WarpgroupKeyTiling(64, 64, accumulates_grad_q=False),
 }
+NARROW_STUDENT_TILING = WarpgroupKeyTiling(96, 128)
+"""For the divergence of a student of up to 64 columns from a wider teacher."""
 LONG_KEY_WIDTH = 128
 LONG_KEY_TILING = WarpgroupKeyTiling(80, 128)
 """For heads of this width: fewer shared-memory reads per query, but more fully masked rows."""

@@ -92,7 +92,7 @@ class AttentionProblem:
         """head_dim of v and out."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads_q // max(1, self.num_heads_kv)

@@ -26,7 +26,12 @@ from cukit.attention.flash._arguments import (
     strides_of,
 )
 from cukit.attention.flash._flash_fp8 import attend_float8, decode_inputs
-from cukit.attention.flash._flash_launch_sm90 import MappedForward, MappedLaunch, mapped_forward
+from cukit.attention.flash._flash_launch_sm90 import (
+    MappedCall,
+    MappedForward,
+    MappedLaunch,
+    mapped_forward,
+)
 from cukit.attention.flash._flash_plan import (
     FlashAttentionConfig,
     plan_flash_attention,
@@ -194,7 +199,7 @@ Shape = tuple[int, ...]
 
 def _planned_forward(
     q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
-) -> MappedForward | tuple[FlashAttentionConfig, Kernel]:
+) -> MappedCall | tuple[FlashAttentionConfig, Kernel]:
     """Checks a call and plans it, for all lengths that round alike."""
     arrays = ScoreArrays(*given)
     check_forward(q, k, v, out, options, arrays)
@@ -204,14 +209,14 @@ def _planned_forward(
     if fits_tensor_maps(q, k, v):
         mapped = mapped_forward(problem)
     if mapped is not None:
-        return mapped
+        return MappedCall(mapped, q, k, v, options, arrays)
     config = plan_flash_attention(problem, current_device())
     return config, load_kernel(config.spec())
 
 
 @partial(launch_plan, plan=_planned_forward, shorten=forward_but_lengths)
 def _prepare_forward(
-    planned: MappedForward | tuple[FlashAttentionConfig, Kernel],
+    planned: MappedCall | tuple[FlashAttentionConfig, Kernel],
     q: Array,
     k: Array,
     v: Array,
@@ -222,7 +227,7 @@ def _prepare_forward(
     """The launch, and the shapes of out and lse."""
     arrays = ScoreArrays(*given)
     shapes = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
-    if isinstance(planned, MappedForward):
+    if isinstance(planned, MappedCall):
         return planned.launch(q, k, v, out, options, arrays), *shapes
     config, kernel = planned
     shape = score_shape(q, k, options, arrays)

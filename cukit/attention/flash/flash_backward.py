@@ -45,13 +45,23 @@ from cukit.attention.flash._flash_plan_sm90 import (
 from cukit.attention.flash._problem import AttentionProblem, Window
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.kernel import (
+    NULL,
+    KernelSpec,
+    Launch,
+    Launches,
+    changed_by_value,
+    launch_plan,
+    load_kernel,
+)
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag
 from cukit.reference import attention as reference
 from cukit.registry import register
 
 _OP = "flash_attention_backward"
+_STRUCTS = parameter_structs(PARAMETERS)
+_ROWS, _QUERY_SUM = _STRUCTS["RowStatisticsParameters"], _STRUCTS["QuerySumParameters"]
 
 
 def flash_attention_backward(
@@ -197,6 +207,10 @@ class _BackwardKernels(NamedTuple):
 
     config: FlashAttentionBackwardConfig
     """For the rounded lengths."""
+    statistics: Any
+    """Packed parameters of `prepare`, without lengths and strides."""
+    summed: Any
+    """Packed parameters of `finish`, without lengths."""
     prepare: Launches
     keys: Launches | MappedKernels
     sums: Launches | None
@@ -227,14 +241,26 @@ def _planned_backward(
     queries: KernelSpec | None
     if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
         config = plan_flash_attention_backward_sm90(problem, deterministic, device)
-        keys = MappedKernels(config)
+        shape = score_shape(q, k, options, arrays)
+        keys = MappedKernels(config, q, options, score_settings(q, options, arrays, shape))
         queries = config.finish_spec() if config.accumulates_grad_q else None
     else:
         config = plan_flash_attention_backward(problem, deterministic, device)
         keys = Launches(load_kernel(config.keys_spec()))
         queries = config.finish_spec() if config.accumulates_grad_q else config.queries_spec()
+    rows_of = {
+        "batch": problem.batch,
+        "heads_q": problem.num_heads_q,
+        "seq_q": 0,
+        "rows_per_head": 0,
+    }
+    nowhere = 0, 0, 0
     return _BackwardKernels(
         config,
+        _ROWS.pack(
+            **rows_of, out=nowhere, grad_out=nowhere, total_q=0, value_dim=problem.head_dim_v
+        ),
+        _QUERY_SUM.pack(**rows_of, head_dim=problem.head_dim, scale=scales_of(q, options)[0]),
         Launches(load_kernel(config.prepare_spec())),
         keys,
         launches_of(config.sum_spec() if config.splits > 1 else None),
@@ -263,36 +289,27 @@ def _prepare_backward(
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
-    settings = score_settings(q, options, arrays, shape)
-    factor, factor_log2 = scales_of(q, options)
-    structs = parameter_structs(PARAMETERS)
-    rows_of = {
-        "batch": problem.batch,
-        "heads_q": problem.num_heads_q,
-        "seq_q": problem.seq_len_q,
-        "rows_per_head": rows[1],
-    }
-    statistics = structs["RowStatisticsParameters"].pack(
-        **rows_of,
-        out=strides_of(out),
-        grad_out=strides_of(grad_out),
-        total_q=total_q,
-        value_dim=problem.head_dim_v,
+    lengths = {"seq_q": problem.seq_len_q, "rows_per_head": rows[1]}
+    strides_out, strides_grad_out = strides_of(out), strides_of(grad_out)
+    statistics = changed_by_value(
+        _ROWS,
+        kernels.statistics,
+        {**lengths, "out": strides_out, "grad_out": strides_grad_out, "total_q": total_q},
     )
     prepare = kernels.prepare((config.prepare_blocks(total_q),), (statistics,))
     keys: Launch | MappedKeys
     queries: Launch | MappedQueries | None = None
     if isinstance(kernels.keys, MappedKernels):
         assert isinstance(config, WarpgroupBackwardConfig)
-        sms = current_device().num_sms
-        keys, queries = kernels.keys.launches(q, k, options, settings, config, rows, sms)
+        keys, queries = kernels.keys.launches(q, k, config, rows[1], current_device().num_sms)
     else:
         strides = {
             "q": strides_of(q),
             "k": strides_of(k),
             "v": strides_of(v),
-            "grad_out": strides_of(grad_out),
+            "grad_out": strides_grad_out,
         }
+        factor, factor_log2 = scales_of(q, options)
         common = {
             "batch": problem.batch,
             "seq_q": problem.seq_len_q,
@@ -302,9 +319,9 @@ def _prepare_backward(
             "value_dim": problem.head_dim_v,
             "scale": factor,
             "scale_log2": factor_log2,
-            "settings": settings,
+            "settings": score_settings(q, options, arrays, shape),
         }
-        work = structs["MappedKeyParameters"].pack(
+        work = _STRUCTS["MappedKeyParameters"].pack(
             **common,
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
@@ -312,11 +329,11 @@ def _prepare_backward(
             section=config.key_raster_group,
             **NO_TEACHER,
         )
-        parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
+        parameters = _STRUCTS["KeyGradientParameters"].pack(**strides, work=work)
         keys = kernels.keys((config.key_blocks,), (parameters,))
         if not config.accumulates_grad_q:
             assert kernels.queries is not None
-            parameters = structs["QueryGradientParameters"].pack(
+            parameters = _STRUCTS["QueryGradientParameters"].pack(
                 **strides,
                 **common,
                 heads_q=problem.num_heads_q,
@@ -327,9 +344,7 @@ def _prepare_backward(
             queries = kernels.queries((config.query_blocks,), (parameters,))
     if queries is None:
         assert kernels.queries is not None
-        summed = structs["QuerySumParameters"].pack(
-            **rows_of, head_dim=problem.head_dim, scale=factor
-        )
+        summed = changed_by_value(_QUERY_SUM, kernels.summed, lengths)
         queries = kernels.queries((config.finish_blocks(total_q),), (summed,))
     sums = None
     if kernels.sums is not None:

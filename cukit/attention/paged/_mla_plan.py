@@ -18,7 +18,7 @@ BOX_COLUMNS = 64
 
 _THREADS = 384
 _MERGE_THREADS = 128
-_MOST_TEAM = 4
+_MAX_TEAM = 4
 _CLUSTER = 2
 _STAGES = 2
 _EARLY = 2
@@ -136,7 +136,7 @@ def plan_mla_attention(
     """The configuration of a call: one thread block per SM, in the largest teams that divide the
     tiles of a request and leave the fewest SMs idle."""
     row_tiles = -(-heads * seq_len_q // TILE_ROWS)
-    sizes = [size for size in range(1, _MOST_TEAM + 1) if row_tiles % size == 0]
+    sizes = [size for size in range(1, _MAX_TEAM + 1) if row_tiles % size == 0]
     team = min(sizes, key=lambda size: (device.num_sms % size, -size))
     cluster = 1 if coded or team % _CLUSTER else _CLUSTER
     return MlaConfig(

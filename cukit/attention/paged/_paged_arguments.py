@@ -30,7 +30,7 @@ from cukit.core.arrays import (
     is_gpu_array,
     namespace,
 )
-from cukit.core.counters import is_captured
+from cukit.core.counters import current_stream, is_captured
 from cukit.core.scalars import check_flag
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
@@ -82,30 +82,66 @@ _ARRAYS = len(PagedArrays._fields)
 class PagedScratch:
     """Scratch memory that launches of one stream share: arrays by name.
 
-    An array is replaced when a larger one is needed, but freed only with this object: captured
-    graphs keep its address. One that is allocated during capture is zero only once the graph has
-    run, so later launches do not share it.
+    An array that is replaced by a larger one, or released, is freed in stream order unless a
+    captured graph has its address or it was allocated on another stream: then it is freed with this
+    object. An array that is allocated during capture is zero only once the graph has run, so later
+    launches do not share it.
     """
 
-    __slots__ = ("_arrays", "_outgrown")
+    __slots__ = ("_arrays", "_captured", "_captures", "_kept", "_streams")
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
-        self._outgrown: list[Array] = []
+        self._streams: dict[str, int] = {}  # on which the arrays were allocated
+        self._captured: set[str] = set()  # names of arrays whose addresses are in graphs
+        self._kept: list[Array] = []
+        self._captures = False
 
-    def take(self, like: Array, name: str, size: int, dtype: npt.DTypeLike) -> Array:
-        """One axis of at least `size` elements, in the memory space of `like`. New arrays are
-        zero."""
+    def begin(self, like: Array) -> None:
+        """Notes whether the following launches are captured into a graph."""
+        self._captures = is_captured(like)
+
+    def take(
+        self, like: Array, name: str, size: int, dtype: npt.DTypeLike, *, zeros: bool = True
+    ) -> Array:
+        """One axis of at least `size` elements, in the memory space of `like`.
+
+        zeros: new arrays are zero.
+        """
         found = self._arrays.get(name)
         if found is None or found.size < size:
-            new = namespace(like).zeros(size, dtype)
-            if is_captured(new):
-                self._outgrown.append(new)
+            new = namespace(like).zeros(size, dtype) if zeros else empty(like, (size,), dtype)
+            if self._captures:
+                self._kept.append(new)
                 return new
-            if found is not None:
-                self._outgrown.append(found)
+            self._drop(like, name)
             found = self._arrays[name] = new
+            self._streams[name] = current_stream(like)
+        elif self._captures:
+            self._captured.add(name)
         return found
+
+    def release(self, like: Array, *names: str) -> bool:
+        """Frees these arrays, except those whose addresses are in graphs. Returns whether there
+        were any."""
+        free = [name for name in names if name in self._arrays and name not in self._captured]
+        for name in free:
+            self._drop(like, name)
+        return bool(free)
+
+    def _drop(self, like: Array, name: str) -> None:
+        """Forgets an array, and frees it if all launches that use it precede, on its stream, those
+        that may get its memory next."""
+        found = self._arrays.pop(name, None)
+        if found is None:
+            return
+        if name in self._captured or self._streams[name] != current_stream(like):
+            self._kept.append(found)
+        self._captured.discard(name)
+
+
+COPIES = "keys", "values", "table"
+"""Scratch arrays of steps that copy keys and values: the large ones."""
 
 
 def take(
@@ -115,11 +151,12 @@ def take(
     shape: tuple[int, ...],
     dtype: npt.DTypeLike,
 ) -> Array:
-    """An array of `scratch` with this shape, or a new one if there is no scratch memory."""
+    """An array of `scratch` with this shape, or a new one if there is no scratch memory; not
+    zeroed."""
     if scratch is None:
         return empty(like, shape, dtype)
     size = math.prod(shape)
-    return scratch.take(like, name, size, dtype)[:size].reshape(shape)
+    return scratch.take(like, name, size, dtype, zeros=False)[:size].reshape(shape)
 
 
 def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:

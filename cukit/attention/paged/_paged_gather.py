@@ -13,7 +13,7 @@ from typing import Any
 
 from cukit.attention.flash._arguments import PARAMETERS, ScoreOptions, strides_of
 from cukit.attention.flash._problem import AttentionProblem, ceil_div
-from cukit.attention.paged._paged_arguments import PagedArrays, PagedScratch, take
+from cukit.attention.paged._paged_arguments import COPIES, PagedArrays, PagedScratch, take
 from cukit.attention.paged._paged_prefill import (
     PagedForward,
     PreparedForward,
@@ -39,7 +39,7 @@ _SCRATCH_BYTES = 1 << 30
 _SMALL_BYTES = 256 << 20
 """Upper bound of a copy that saves little: with boxes of 16 rows, at most 7 % of the time."""
 _MUCH_SLOWER = 1.2
-_MOST_REQUESTS = 1 << 16
+_MAX_REQUESTS = 1 << 16
 """Requests per part."""
 
 
@@ -50,14 +50,16 @@ def prepare_prefill(
     problem: AttentionProblem,
     forward: Callable[[], PagedForward],
     *,
+    mapped: bool,
     batch_invariant: bool,
 ) -> tuple[PreparedForward | None, int]:
     """The launches of a call on the Hopper forward, or None, and the largest number of queries of
     the requests that are left for the decode kernel.
 
-    problem: of problem_of_pages. forward: returns the forward over the caches.
+    problem: of problem_of_pages. forward: returns the forward over the caches. mapped: whether TMA
+    can read the queries.
     """
-    if not serves(problem, arrays, codes, batch_invariant=batch_invariant):
+    if not serves(problem, codes, mapped=mapped, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
     most_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
@@ -66,8 +68,10 @@ def prepare_prefill(
         direct = forward()
         slowdown = direct.config.slowdown
         copied = prefers_gather(problem, slowdown, device, batch_invariant=batch_invariant)
-        size = arrays.batch * _bytes_of_request(arrays, problem)
-        if not copied or (slowdown < _MUCH_SLOWER and size > _SMALL_BYTES):
+        if not copied or (
+            slowdown < _MUCH_SLOWER
+            and arrays.batch * _bytes_of_request(arrays, problem) > _SMALL_BYTES
+        ):
             prefill = PreparedPrefill(direct, problem, arrays, least_queries=most_queries + 1)
             return prefill, most_queries
     group = 0
@@ -147,12 +151,12 @@ class _Copy:
 
     def _blocks(self, like: Array, scratch: PagedScratch | None) -> tuple[Array, Array, Array]:
         """The copied keys and values, and their block table."""
-        k, v, table = self._shapes
-        return (
-            take(scratch, like, "keys", k, like.dtype),
-            take(scratch, like, "values", v, like.dtype),
-            take(scratch, like, "table", table, int32),
+        dtypes = like.dtype, like.dtype, int32
+        k, v, table = (
+            take(scratch, like, name, shape, dtype)
+            for name, shape, dtype in zip(COPIES, self._shapes, dtypes, strict=True)
         )
+        return k, v, table
 
     @staticmethod
     def _copied(arrays: PagedArrays, k: Array, v: Array, blocks: Array) -> PagedArrays:
@@ -172,7 +176,7 @@ class PreparedGather(PreparedForward):
         problem = config.problem
         super().__init__(arrays.q.shape, problem.head_dim_v)
         bytes_each = max(1, _bytes_of_request(arrays, problem))
-        most = min(_MOST_REQUESTS, max(1, _SCRATCH_BYTES // bytes_each))
+        most = min(_MAX_REQUESTS, max(1, _SCRATCH_BYTES // bytes_each))
         size = max(1, ceil_div(arrays.batch, max(1, ceil_div(arrays.batch, most))))
         self._copies: list[tuple[slice, _Copy]] = []
         planned: dict[int, _Copy] = {}

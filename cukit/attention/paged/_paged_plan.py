@@ -20,21 +20,23 @@ _OP = "paged_attention"
 _STEP_BYTES = 32
 """Keys per warp and step, times element bytes: 16 keys of 16 bits, 32 of 8."""
 _QUERY_TILE = 8
+_NARROW_STEP = 32
+"""Keys per warp and step of heads of 64 with many problems, in three thread blocks per SM."""
 _RECENT_STEP = 16
 """Recent keys per warp and step."""
-_MOST_WARPS = 4
-_MOST_TEAM = 8
+_MAX_WARPS = 4
+_MAX_TEAM = 8
 _UNIT_KEYS = 1024
 """Keys per split of a batch-invariant call, the same on every device."""
 _CLUSTER = 16
 """Thread blocks of a cluster: twice the portable size. Eight clusters of 16 are resident at once on
 an H200 only with two thread blocks per SM."""
 _CLUSTER_SHARE = 0.8
-"""Least share of the SMs that clusters must fill: a long request would suffer from idle SMs."""
+"""Minimum share of the SMs that clusters must fill: a long request would suffer from idle SMs."""
 _MANY_PROBLEMS = 6
 """Problems per SM from which thread blocks of one warp are used: most process whole problems."""
-_ONE_WARP_STEP = 64
-"""Keys per step with which eight thread blocks of one warp per SM were measured."""
+_ONE_WARP_GROUP = 64
+"""Keys per int4 group with which thread blocks of one warp were measured."""
 _SYSTEM_BYTES = 1024
 """Shared memory that the driver reserves per block."""
 
@@ -50,7 +52,7 @@ class PagedConfig:
     unit_tiles: key tiles per split of a batch-invariant call; 0 otherwise.
     team: thread blocks that process neighbouring heads of the same keys.
     recent: whether the newest keys are in ring buffers, in 16 bits.
-    packed: whether each request has a number of queries of its own.
+    packed: whether each request has its own number of queries.
     cluster: thread blocks of a cluster, which processes one problem; 1: no clusters.
     """
 
@@ -181,7 +183,9 @@ def plan_paged_attention(
     codes, and as many warps and then stages as fit.
 
     A cluster for each problem if there are so few that clusters fill the GPU just once. Thread
-    blocks of one warp, which merge less and wait for no other warp, for many problems of int4.
+    blocks of one warp, which merge less and wait for no other warp, for many problems of codes.
+    Caches of 16 bits: longer steps for heads of 64, and one thread block per SM, whose problem is
+    in fewer pieces, for few problems of sixteen rows.
 
     rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
     that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
@@ -197,27 +201,33 @@ def plan_paged_attention(
     query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < (2 if packed else 4)
     row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
-    # Clusters and thread blocks of one warp were measured on sm_90 only.
+    # What depends on the number of problems was measured on sm_90 only.
     known = device.arch == "sm_90" and not (packed or batch_invariant)
     problems = batch * heads_kv * row_tiles if known else 0
     many = problems >= _MANY_PROBLEMS * device.num_sms
-    one_warp = known and many and narrowest and step == _ONE_WARP_STEP and not recent
+    one_warp = many and bool(codes) and width == 128 and query_tiles == 1 and not recent
+    one_warp &= not narrowest or step == _ONE_WARP_GROUP
     fills = _CLUSTER_SHARE * device.num_sms <= _CLUSTER * problems <= device.num_sms
     cluster = _CLUSTER if known and fills and width <= 128 else 1
-    blocks = 8 if one_warp else 1 if width > 128 else 3 if three and cluster == 1 else 2
+    one_block = width > 128
+    if known and not codes and cluster == 1:
+        one_block |= width == 128 and query_tiles == 2 and 0 < problems < device.num_sms
+        if width == 64 and query_tiles == 1 and problems >= device.num_sms:
+            step, three = _NARROW_STEP, True
+    blocks = 8 if one_warp else 1 if one_block else 3 if three and cluster == 1 else 2
     stage_bytes = _stage_bytes(width, codes, step, recent=recent)
     places = _RECENT_STEP if narrowest else step
-    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, _MOST_WARPS)
+    warps = 2 * _MAX_WARPS if one_block and width == 128 else _MAX_WARPS
+    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, warps)
     room = device.shared_bytes_per_sm // blocks - static_bytes
     room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
     room -= _query_bytes(width, query_tiles, recent=recent)
     room -= _cluster_bytes(width, query_tiles, cluster)
-    warps = _MOST_WARPS
     while 2 * warps * stage_bytes > room:
         warps //= 2
     # The largest team among those that leave the fewest thread blocks idle.
     num_blocks = blocks * device.num_sms
-    sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
+    sizes = [size for size in range(1, _MAX_TEAM + 1) if heads_kv % size == 0]
     sizes = [1] if cluster > 1 else sizes
     team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
     return PagedConfig(

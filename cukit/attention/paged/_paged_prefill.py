@@ -31,7 +31,15 @@ from cukit.attention.paged._paged_prefill_plan import (
 )
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, Launches, int32s, launch_plan, load_kernel
+from cukit.core.kernel import (
+    NULL,
+    Launches,
+    by_value,
+    changed_by_value,
+    int32s,
+    launch_plan,
+    load_kernel,
+)
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache
 
@@ -49,16 +57,15 @@ def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> 
     )  # fmt: skip
 
 
-def serves(
-    problem: AttentionProblem, arrays: PagedArrays, codes: str, *, batch_invariant: bool
-) -> bool:
-    """Whether a call runs on the Hopper forward."""
-    device, q = current_device(), arrays.q
+def serves(problem: AttentionProblem, codes: str, *, mapped: bool, batch_invariant: bool) -> bool:
+    """Whether a call runs on the Hopper forward. mapped: whether TMA can read the queries."""
+    device = current_device()
+    if not mapped:
+        return False
     if problem.varlen:
         few = few_packed_queries(problem) and not batch_invariant
-        return covers(problem, device) and not few and (fits_tensor_maps(q) or not q.size)
-    preferred = prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
-    return preferred and fits_tensor_maps(q)
+        return covers(problem, device) and not few
+    return prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
 
 
 class PreparedForward:
@@ -107,6 +114,7 @@ class _Kernels:
 
 _loaded = launch_plan(_Kernels)
 _STRUCTS = parameter_structs(PARAMETERS)
+_KEYS, _FORWARD = _STRUCTS["PagedKeys"], _STRUCTS["MappedForwardParameters"]
 
 
 class PagedForward:
@@ -120,17 +128,17 @@ class PagedForward:
         block_size, mapped = k_cache.shape[1], fits_tensor_maps(k_cache, v_cache)
         problem = problem.at_lengths(1, 1, 1)
         self.config = plan_paged_prefill(problem, block_size, mapped, current_device())
-        self.keys = _STRUCTS["PagedKeys"].pack(
+        self._packed_keys = _KEYS.pack(
             k=strides_of(k_cache),
             v=strides_of(v_cache),
             block_size=block_size,
             table_row=0,
             head_dim=problem.head_dim,
         )
+        self._keys: tuple[int, Any] = 0, by_value(self._packed_keys)
         given = ScoreArrays(None, arrays.sinks, None, None, None, None)
         shape = 1, problem.num_heads_q, 1, 1
-        self.settings = score_settings(q, options, given, shape)
-        self.parameters = _STRUCTS["MappedForwardParameters"].pack(
+        self.parameters = _FORWARD.pack(
             out=(0, 0, 0),
             batch=0,
             heads_q=problem.num_heads_q,
@@ -140,9 +148,17 @@ class PagedForward:
             value_dim=problem.head_dim_v,
             mask_heads=1,
             scale_log2=scales_of(q, options)[1],
-            settings=self.settings,
+            settings=score_settings(q, options, given, shape),
             float8=NO_FLOAT8,
         )
+
+    def keys_for(self, table_row: int) -> Any:
+        """The PagedKeys struct for block tables of this row stride, as a launch argument."""
+        known, keys = self._keys
+        if known != table_row:
+            keys = changed_by_value(_KEYS, self._packed_keys, {"table_row": table_row})
+            self._keys = table_row, keys
+        return keys
 
     @cached_property
     def kernels(self) -> _Kernels:
@@ -176,26 +192,24 @@ class PreparedPrefill(PreparedForward):
         kernels = forward.kernels
         if most_keys is None:
             most_keys = block_table.shape[1] * block_size
-        seq_q, settings = problem.seq_len_q, forward.settings
-        if cu_seqlens_q is not None:
-            seq_q = 0
-            settings = _STRUCTS["ScoreSettings"].changed(settings, total_q=q.shape[0])
+        packed = cu_seqlens_q is not None
+        seq_q = 0 if packed else problem.seq_len_q
         batch, heads_q = problem.batch, problem.num_heads_q
         *rows, _, _ = q.shape
         super().__init__(q.shape, value_dim)
         self._boxes = forward.config.page_rows > 0
         table_row = block_table.strides[0] // block_table.itemsize
-        keys = _STRUCTS["PagedKeys"].changed(forward.keys, table_row=table_row)
-        parameters = _STRUCTS["MappedForwardParameters"].changed(
-            forward.parameters,
-            out=dense_strides(self._shape) if out is None else strides_of(out),
-            batch=batch,
-            seq_q=seq_q,
-            seq_kv=most_keys,
-            settings=settings,
-        )
+        changes: dict[str, Any] = {
+            "out": dense_strides(self._shape) if out is None else strides_of(out),
+            "batch": batch,
+            "seq_q": seq_q,
+            "seq_kv": most_keys,
+        }
+        if packed:
+            changes["settings.total_q"] = q.shape[0]
+        parameters = changed_by_value(_FORWARD, forward.parameters, changes)
         blocks = forward.config.grid(math.prod(rows), batch)
-        launch = kernels.launches((blocks,), (keys, parameters))
+        launch = kernels.launches((blocks,), (forward.keys_for(table_row), parameters))
         scalars = int32s(batch, heads_q, most_keys, seq_q, least_queries, blocks)
         self._schedule_size = sequences_plan_size(batch)
         plan = Prologue(kernels.plan_launches((1,), scalars), self._schedule_size)

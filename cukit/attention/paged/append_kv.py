@@ -35,7 +35,7 @@ _OP = "append_kv"
 _CHUNK = 8
 _ROTARY_STEP = 2 * _CHUNK
 _THREADS = 128
-_MOST_SLOTS = 2**32
+_MAX_SLOTS = 2**32
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 
 
@@ -304,7 +304,7 @@ def _prepare(codes: str, interleaved: bool, *given: Array | None) -> Launch:
             f"got {rotary_dim // 2}"
         )
     num_blocks, block_size = k_cache.shape[:2]
-    if num_blocks * block_size > _MOST_SLOTS:
+    if num_blocks * block_size > _MAX_SLOTS:
         raise ArrayShapeError(f"{_OP}: k_cache must have at most 2**32 rows, got {k_cache.shape}")
     tokens, heads_kv, head_dim = k.shape
     config = plan_append_kv(

@@ -65,7 +65,7 @@ _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
 _CODES = np.dtype(np.uint8)
-_MOST_HEADS = (1 << 15) - 1  # row indices of a request are 32-bit
+_MAX_HEADS = (1 << 15) - 1  # row indices of a request are 32-bit
 
 
 def mla_attention(
@@ -194,8 +194,8 @@ def mla_metadata(num_heads: int, seq_len_q: int = 1) -> MlaMetadata:
     ...     ck.mla_metadata(128).row_tiles
     2
     """
-    check_integer("mla_metadata", "num_heads", num_heads, least=1, most=_MOST_HEADS)
-    check_integer("mla_metadata", "seq_len_q", seq_len_q, least=1, most=_MOST_HEADS)
+    check_integer("mla_metadata", "num_heads", num_heads, least=1, most=_MAX_HEADS)
+    check_integer("mla_metadata", "seq_len_q", seq_len_q, least=1, most=_MAX_HEADS)
     config = plan_mla_attention(int(num_heads), int(seq_len_q), "bfloat16", current_device())
     return MlaMetadata(config.num_blocks, config.team, config.row_tiles, 4 * config.scratch_floats)
 

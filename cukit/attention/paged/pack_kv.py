@@ -41,7 +41,7 @@ from cukit.registry import register
 _OP = "pack_kv"
 _THREADS = 128
 _CHUNK = 8
-_MOST_WIDTH = 256
+_MAX_WIDTH = 256
 _STORED = (np.dtype(np.uint8),)
 
 
@@ -196,9 +196,9 @@ def _prepare(*given: Array) -> Launch:
                 f"{scales.strides} and {zeros.strides}"
             )
     head_dim, value_dim = k.shape[-1], v.shape[-1]
-    if max(head_dim, value_dim) > _MOST_WIDTH:
+    if max(head_dim, value_dim) > _MAX_WIDTH:
         raise ArrayShapeError(
-            f"{_OP}: head_dim must be at most {_MOST_WIDTH} on the GPU, got {head_dim} and "
+            f"{_OP}: head_dim must be at most {_MAX_WIDTH} on the GPU, got {head_dim} and "
             f"{value_dim}"
         )
     size = k_cache.shape[1] // k_scales.shape[1]

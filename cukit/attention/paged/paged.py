@@ -13,6 +13,7 @@ from cukit.attention.flash._arguments import (
     ScoreOptions,
     check_kernel_layout,
     dense_strides,
+    fits_tensor_maps,
     scales_of,
     score_options,
     score_settings,
@@ -58,7 +59,16 @@ from cukit.core.arrays import (
 )
 from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, int32s, launch_plan, load_kernel
+from cukit.core.kernel import (
+    NULL,
+    KernelSpec,
+    Launch,
+    Launches,
+    changed_by_value,
+    int32s,
+    launch_plan,
+    load_kernel,
+)
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
@@ -327,6 +337,8 @@ class _Planned:
         self.options = options
         self.sinks = sinks is not None
         self.packed = arrays.cu_seqlens_q is not None
+        self.mapped = fits_tensor_maps(arrays.q)
+        self.block_size = k_cache.shape[1]
         self.recent = recent_k is not None
         self.recent_rows = 0 if recent_k is None else recent_k.shape[1]
         self.group_rows = 0
@@ -370,7 +382,7 @@ class _Planned:
         key = rows, batch_invariant, batch
         found = self._variants.get(key)
         if found is None:
-            if len(self._variants) >= _MOST_VARIANTS:
+            if len(self._variants) >= _MAX_VARIANTS:
                 self._variants.clear()
             problem = self.problem
             config = plan_paged_attention(
@@ -384,13 +396,14 @@ class _Planned:
         return found
 
     def parameters(self, **varying: Any) -> Any:
-        """The PagedParameters struct. varying: q, out, and each of _VARYING."""
-        return _PARAMETERS.changed(self._parameters, **varying)
+        """The PagedParameters struct, as a launch argument. varying: q, out, and each of
+        _VARYING."""
+        return changed_by_value(_PARAMETERS, self._parameters, varying)
 
 
 _PARAMETERS = parameter_structs(PARAMETERS)["PagedParameters"]
 _VARYING = "batch", "seq_q", "problems", "most_keys", "table_row", "tile_blocks", "tile_rows"
-_MOST_VARIANTS = 256  # per _Planned; plan_paged_attention caches the configurations, too
+_MAX_VARIANTS = 256  # per _Planned; plan_paged_attention caches the configurations, too
 
 
 @launch_plan
@@ -433,10 +446,11 @@ def _prepare(
     q, out, block_table, packed, batch = (
         arrays.q, arrays.out, arrays.block_table, planned.packed, arrays.batch
     )  # fmt: skip
-    problem = planned.problem.at_lengths(q.shape[-3], 1, batch)
+    *leading, seq_q, heads_q, _ = q.shape
+    problem = planned.problem.at_lengths(seq_q, 1, batch)
     prefill, most_queries = prepare_prefill(
         arrays, codes, options, problem,
-        lambda: planned.forward(arrays), batch_invariant=batch_invariant,
+        lambda: planned.forward(arrays), mapped=planned.mapped, batch_invariant=batch_invariant,
     )  # fmt: skip
     if prefill is not None and not most_queries:
         return prefill
@@ -445,13 +459,12 @@ def _prepare(
             f"{_OP}: with cu_seqlens_q and batch_invariant, the strides of q must be positive on "
             f"the GPU, got {q.strides}"
         )
-    *_, seq_q, heads_q, _ = q.shape
     queries = min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
     config, launches = planned.variant(
         problem.group * queries, batch_invariant and not packed, 0 if packed else batch
     )
-    shape = (*q.shape[:-1], problem.head_dim_v)
-    block_size = arrays.k_cache.shape[1]
+    shape = (*leading, seq_q, heads_q, problem.head_dim_v)
+    block_size = planned.block_size
     most_keys = block_table.shape[1] * block_size + planned.recent_rows
     problems = problem.num_heads_kv * (1 if packed else config.row_tiles)
     parameters = planned.parameters(
@@ -512,6 +525,10 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, codes="int8", batch=1),
         *(spec(128, codes="int4", group_rows=64, recent=new, batch=1) for new in (False, True)),
         spec(128, codes="int4", group_rows=64, batch=128),
+        spec(128, codes="int8", batch=128),
+        *(spec(128, codes="float8_e4m3", batch=128) for _ in "8" if not too_old),
+        spec(64, batch=32),
+        spec(128, 16, batch=2),
     ]
     return [*dict.fromkeys(specs)]
 

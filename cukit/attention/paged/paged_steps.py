@@ -11,6 +11,7 @@ import numpy as np
 from cukit.attention.flash._arguments import score_options
 from cukit.attention.flash._problem import Window
 from cukit.attention.paged._paged_arguments import (
+    COPIES,
     PagedArrays,
     PagedScratch,
     check_table,
@@ -50,9 +51,11 @@ class PagedAttention:
         ArrayError, ConfigError: as :func:`paged_attention`, most of them in the constructor.
 
     On the GPU the constructor loads the kernels of steps of one query and allocates their memory;
-    the first `plan` of another number of requests or queries does so for that step. Otherwise
-    `plan` only enqueues copies and `run` launches, on CuPy's current stream, without
-    synchronisation. Use one stream at a time.
+    the first `plan` of another number of requests or queries does so for that step. Copies of keys
+    and values (see :func:`paged_attention`) belong to steps of one number of queries: a `plan` with
+    another number frees them in stream order, unless a captured graph uses them. Otherwise `plan`
+    only enqueues copies and `run` launches, on CuPy's current stream, without synchronisation. Use
+    one stream at a time.
 
     >>> import numpy as np, cukit as ck
     >>> k = np.zeros((1, 2, 4, 1, 8), np.float32)    # one layer, two blocks of four keys
@@ -212,10 +215,17 @@ class PagedAttention:
         arrays = self._arrays(q, layer, out)
         check_overlap(_OP, out, q=q, k_cache=arrays.k_cache, v_cache=arrays.v_cache)
         flags = self._batch_invariant, False, bool(return_lse)  # `plan` has checked the contents
+        self._scratch.begin(q)
         return attend(arrays, self._layers[layer][0], self._options, *flags, self._scratch)
 
     def _reserve(self, batch: int, seq_len_q: int) -> None:
-        """Loads the kernels for steps of this shape and allocates their memory, once."""
+        """Loads the kernels for steps of this shape and allocates their memory, once.
+
+        Copies of keys and values are freed when the number of queries changes.
+        """
+        self._scratch.begin(self._table)
+        if seq_len_q != self._seq_len_q and self._scratch.release(self._table, *COPIES):
+            self._reserved.clear()
         # First the largest number of requests, so that other numbers need little more memory.
         for requests in (self._table.shape[0], batch):
             if (requests, seq_len_q) in self._reserved:
