@@ -26,14 +26,12 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_dtype, check_integer
+from cukit.core.scalars import MAX_INT32, check_dtype, check_integer
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 from cukit.layers._id_sort import plan_id_sort, sort_ids
 from cukit.reference import embedding as reference
 from cukit.registry import register
-
-_MAX_INT32 = 2**31 - 1
 
 
 def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
@@ -189,7 +187,7 @@ def _check_backward(grad_out: Array, ids: Array, num_embeddings: int) -> None:
     op = "embedding_backward"
     check_array(op, "ids", ids, dtypes=INDEX_DTYPES)
     check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, shape=(*ids.shape, None))
-    check_integer(op, "num_embeddings", num_embeddings, least=0, most=_MAX_INT32)
+    check_integer(op, "num_embeddings", num_embeddings, least=0, most=MAX_INT32)
 
 
 @launch_plan
@@ -215,9 +213,9 @@ def _prepare_backward(
         raise ArrayDtypeError(
             f"embedding_backward: dtype {dtype.name} is supported on the CPU only"
         )
-    if ids.size > _MAX_INT32:
+    if ids.size > MAX_INT32:
         raise ArrayShapeError(
-            f"embedding_backward: ids may have up to {_MAX_INT32} elements, got {ids.size}"
+            f"embedding_backward: ids may have up to {MAX_INT32} elements, got {ids.size}"
         )
     hidden = grad_out.shape[-1]
     vec = access_width(hidden, grad_out)

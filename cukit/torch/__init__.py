@@ -27,6 +27,7 @@ from cukit.torch.attention_kl import (
 from cukit.torch.functional import (
     flash_attention,
     gated_linear,
+    gated_mlp,
     gelu,
     gelu_and_mul,
     layer_norm,
@@ -78,6 +79,7 @@ __all__ = [
     "distillation_loss",
     "flash_attention",
     "gated_linear",
+    "gated_mlp",
     "gelu",
     "gelu_and_mul",
     "indexer_kl",

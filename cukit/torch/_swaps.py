@@ -6,6 +6,7 @@ function in a modelling file of transformers, and can restore it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
-KINDS = ("attention", "rope", "norm", "mlp", "residual", "activation")
+KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activation")
 """Kinds of swaps, in the order in which they are tried."""
 
 _ATTENTION = "cukit"
+
+_LEAST_TOKENS = 4096  # concatenating the weights takes less than a tenth of such a product
 
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -58,6 +61,8 @@ def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]
     if "attention" in kinds or "rope" in kinds:
         yield from _of_transformers(model, named, kinds)
     for name, module in named:
+        if "projection" in kinds and (forward := _attention_layer(module)):
+            yield [_with_forward(name, "projection", module, forward)]
         if "norm" in kinds and (norms := _norms(name, module)):
             yield norms
         if "mlp" in kinds and (forward := _gated_mlp(module)):
@@ -81,6 +86,101 @@ def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[...
             module.forward = before
 
     return Swap(name, kind, module, enable, disable)
+
+
+# --- Projections of attention ---------------------------------------------------------------------
+
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION_ARGUMENTS = (
+    "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs",
+)  # fmt: skip
+_ATTENTION_NAMES = frozenset({
+    *_ATTENTION_PARTS, "shape", "head_dim", "view", "transpose", "apply_rotary_pos_emb", "update",
+    "layer_idx", "Callable", "ALL_ATTENTION_FUNCTIONS", "get_interface", "config",
+    "_attn_implementation", "eager_attention_forward", "training", "attention_dropout", "scaling",
+    "reshape", "contiguous",
+})  # fmt: skip
+"""What the forward of Llama's attention refers to. One that refers to more has options, such as a
+window, that a sample may not show."""
+
+
+class _RotatedProjection(torch.autograd.Function):
+    """(x [batch, seq_len, k], weight [heads * head_dim, k], tables) -> (q, k, v), views of one
+    product, q and k rotated. The backward writes the three gradients side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads_q: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x, weight, cos, sin)
+        head_dim = 2 * cos.shape[-1]
+        heads = weight.shape[0] // head_dim
+        heads_k = (heads - heads_q) // 2
+        qkv = torch.ops.cukit.linear_rope(x, weight, cos, sin, heads_q + heads_k)
+        q, k, v = qkv.view(*x.shape[:-1], heads, head_dim).split((heads_q, heads_k, heads_k), dim=2)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
+        x, weight, cos, sin = ctx.saved_tensors
+        positions = None
+        if cos.shape[0] > x.shape[1]:
+            positions = torch.arange(cos.shape[0], dtype=torch.int32, device=cos.device)
+            positions = positions.view(x.shape[:-1])
+        grad = torch.ops.cukit.rope_qkv_backward(grad_q, grad_k, grad_v, cos, sin, positions)
+        grad = grad.view(-1, weight.shape[0])
+        grad_x = (grad @ weight).view(x.shape)
+        return grad_x, grad.T @ x.reshape(-1, x.shape[-1]), None, None, None
+
+
+def _attention_layer(module: nn.Module) -> Callable[..., Any] | None:
+    """Llama's attention layer with queries, keys and values from one product, for calls without a
+    cache and with enough tokens for the concatenation of weights to be cheap."""
+    if {name for name, _ in module.named_children()} != set(_ATTENTION_PARTS):
+        return None
+    layer: Any = module
+    layers = (layer.q_proj, layer.k_proj, layer.v_proj)
+    if not all(type(each) is nn.Linear for each in layers):
+        return None
+    if len({(each.bias, each.in_features, each.weight.dtype) for each in layers}) != 1:
+        return None  # also if there is a bias
+    original, head_dim = layer.forward, getattr(layer, "head_dim", None)
+    own = inspect.unwrap(type(layer).forward)
+    if tuple(inspect.signature(own).parameters)[1:] != _ATTENTION_ARGUMENTS:
+        return None
+    if head_dim is None or not set(own.__code__.co_names) <= _ATTENTION_NAMES:
+        return None
+    file = sys.modules[type(layer).__module__]
+    heads_q = layer.q_proj.out_features // head_dim
+
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        few = hidden_states.numel() < _LEAST_TOKENS * layer.q_proj.in_features
+        cos, sin = (None, None) if position_embeddings is None else position_embeddings
+        if few or past_key_values is not None or cos is None or cos.shape[-1] != head_dim:
+            return original(
+                hidden_states, position_embeddings=position_embeddings,
+                attention_mask=attention_mask, past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
+        weight = torch.cat([functional.autocast(each.weight) for each in layers])
+        x = functional.autocast(hidden_states)
+        q, k, v = _RotatedProjection.apply(x, weight, *_rope_tables(cos, sin), heads_q)
+        attend = file.ALL_ATTENTION_FUNCTIONS.get_interface(
+            layer.config._attn_implementation, file.eager_attention_forward
+        )
+        out, weights = attend(
+            layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attention_mask,
+            dropout=layer.attention_dropout if layer.training else 0.0, scaling=layer.scaling,
+            **kwargs,
+        )  # fmt: skip
+        return layer.o_proj(out.reshape(*x.shape[:-1], -1)), weights
+
+    return forward
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -144,9 +244,9 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
         if args or (dropout and layer.training):
             return original(hidden_states, *args, **kwargs)
         x = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
-        if x.dtype != hidden_states.dtype:  # autocast
+        if not x.dtype == hidden_states.dtype == norm.weight.dtype:  # autocast
             total = hidden_states + x
-            return total + layer.mlp(norm(total))
+            return total + layer.mlp(layer.post_attention_layernorm(total))
         x, total = functional.rms_norm(x, norm.weight, eps, residual=hidden_states)
         return total + layer.mlp(x)
 
@@ -174,9 +274,12 @@ def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
         return None
 
     def forward(x: Tensor) -> Any:
+        return functional.gated_mlp(x, gate.weight, up.weight, down.weight, activation)
+
+    def forward_with_bias(x: Tensor) -> Any:
         return down(functional.gated_linear(x, gate.weight, up.weight, activation))
 
-    return forward
+    return forward if down.bias is None else forward_with_bias
 
 
 def _linear_activation(module: nn.Module) -> Callable[..., Any] | None:
@@ -293,17 +396,21 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if args or kwargs or q.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, *args, **kwargs)
-        batch, seq_len, head_dim = cos.shape
-        half = head_dim // 2
-        table_cos = cos[..., :half].float().reshape(batch * seq_len, half)
-        table_sin = sin[..., :half].float().reshape(batch * seq_len, half)
+        tables = _rope_tables(cos, sin)
+        batch, seq_len, _head_dim = cos.shape
         positions = None
         if batch > 1:
             positions = torch.arange(batch * seq_len, dtype=torch.int32, device=q.device)
             positions = positions.view(batch, seq_len)
-        turned = functional.rope(
-            q.transpose(1, 2), k.transpose(1, 2), table_cos, table_sin, positions
-        )
+        turned = functional.rope(q.transpose(1, 2), k.transpose(1, 2), *tables, positions)
         return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
     return apply_rotary_pos_emb
+
+
+def _rope_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cukit's tables from transformers' cos and sin, [batch or 1, seq_len, head_dim]."""
+    batch, seq_len, head_dim = cos.shape
+    half = head_dim // 2
+    cos, sin = (each[..., :half].float().reshape(batch * seq_len, half) for each in (cos, sin))
+    return cos, sin

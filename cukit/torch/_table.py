@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,25 @@ def _rotated(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 _ROPE = "Tensor cos, Tensor sin, Tensor? position_ids=None, bool interleaved=False"
 
+
+def _rope_qkv_backward(
+    grad_q_out: Array, grad_k_out: Array, grad_v: Array, **options: Any
+) -> Array:
+    """Gradients of q, k and v side by side, [batch, seq_len, heads, head_dim]."""
+    xp = namespace(grad_v)
+    batch, seq_len, heads_k, head_dim = grad_v.shape
+    keys = grad_q_out.shape[2]
+    values = keys + heads_k
+    grad = xp.empty((batch, seq_len, values + heads_k, head_dim), grad_v.dtype)
+    cukit.rope_backward(
+        grad_q_out, grad_k_out, out=(grad[:, :, :keys], grad[:, :, keys:values]), **options
+    )
+    # Copied in words of 16 bytes: CuPy copies single bfloat16 elements slowly.
+    wide = np.complex128 if grad_v.itemsize * head_dim % 16 == 0 else grad_v.dtype
+    grad.view(wide)[:, :, values:] = grad_v.view(wide)
+    return grad
+
+
 LAYERS = (
     Operator(
         "rms_norm(Tensor x, Tensor weight, float eps=1e-06) -> Tensor out",
@@ -126,6 +146,26 @@ LAYERS = (
         ),
         lambda grad_q_out, grad_k_out, **_: _rotated(grad_q_out, grad_k_out),
         strided=("grad_q_out", "grad_k_out"),
+    ),
+    Operator(
+        f"rope_qkv_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor grad_v, {_ROPE})"
+        " -> Tensor grad_qkv",
+        _rope_qkv_backward,
+        lambda grad_q_out, grad_k_out, grad_v, **_: _like(
+            grad_v,
+            (
+                *grad_v.shape[:2],
+                sum(x.shape[2] for x in (grad_q_out, grad_k_out, grad_v)),
+                grad_v.shape[3],
+            ),
+        ),
+        strided=("grad_q_out", "grad_k_out", "grad_v"),
+    ),
+    Operator(
+        "linear_rope(Tensor x, Tensor w, Tensor cos, Tensor sin, SymInt rotated_heads)"
+        " -> Tensor out",
+        cukit.linear_rope,
+        lambda x, w, **_: _like(x, (*x.shape[:-1], w.shape[0])),
     ),
     *_gelu_row("silu_and_mul", cukit.silu_and_mul, cukit.silu_and_mul_backward),
     *_gelu_row("gelu_and_mul", cukit.gelu_and_mul, cukit.gelu_and_mul_backward),
@@ -387,10 +427,37 @@ def _gated_linear(
 def _gated_linear_backward(
     grad_out: Array, x: Array, w_gate: Array, w_up: Array, preactivation: Array, activation: str
 ) -> tuple[Array, ...]:
-    w = namespace(x).concatenate((w_gate, w_up))
-    grad_x, grad_w = cukit.gated_linear_backward(grad_out, x, w, preactivation, activation)
+    arguments = grad_out, x, w_gate, w_up, None, preactivation, activation
+    grad_x, grad_w = _gated_mlp_backward(*arguments)
     half = w_gate.shape[0]
     return grad_x, grad_w[:half], grad_w[half:]
+
+
+def _gated_mlp_backward(
+    grad_out: Array, x: Array, w_gate: Array, w_up: Array, w_down: Array | None,
+    preactivation: Array, activation: str,
+) -> tuple[Array, ...]:  # fmt: skip
+    w = namespace(x).concatenate((w_gate, w_up))
+    return cukit.gated_linear_backward(grad_out, x, w, preactivation, activation, down=w_down)
+
+
+def _gated_mlp(
+    x: Array, w_gate: Array, w_up: Array, w_down: Array, activation: str
+) -> tuple[Array, ...]:
+    hidden, z = cukit.gated_linear(x, (w_gate, w_up), activation, return_preactivation=True)
+    return cukit.linear(hidden, w_down), hidden, z
+
+
+def _gated_mlp_gradients(
+    grad_out: Tensor, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: str,
+    hidden: Tensor, preactivation: Tensor,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    grad_x, grad_w = torch.ops.cukit.gated_mlp_backward(
+        grad_out, x, w_gate, w_up, w_down, preactivation, activation
+    )
+    grad_gate, grad_up = grad_w.split(w_gate.shape[0])
+    rows, of_down = (each.reshape(-1, each.shape[-1]) for each in (grad_out, hidden))
+    return {"x": grad_x, "w_gate": grad_gate, "w_up": grad_up, "w_down": rows.T @ of_down}
 
 
 def _kept(x: Tensor, rows: int, keep: bool, parts: int = 1) -> tuple[Tensor, Tensor]:
@@ -463,6 +530,29 @@ LINEAR = (
         " Tensor preactivation, str activation)"
         " -> (Tensor grad_x, Tensor grad_w_gate, Tensor grad_w_up)",
         _gated_linear_backward,
+    ),
+    Operator(
+        "gated_mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, str activation='silu')"
+        " -> (Tensor out, Tensor hidden, Tensor preactivation)",
+        _gated_mlp,
+        lambda x, w_gate, w_down, **_: (
+            _like(x, (*x.shape[:-1], w_down.shape[0])),
+            *_kept(x, w_gate.shape[0], True, 2),
+        ),
+        backward=_gated_mlp_gradients,
+        needs=(
+            "grad_out", "x", "w_gate", "w_up", "w_down", "activation", "hidden", "preactivation",
+        ),
+        constants=("hidden", "preactivation"),
+    ),
+    Operator(
+        "gated_mlp_backward(Tensor grad_out, Tensor x, Tensor w_gate, Tensor w_up,"
+        " Tensor w_down, Tensor preactivation, str activation)"
+        " -> (Tensor grad_x, Tensor grad_weights)",
+        _gated_mlp_backward,
+        lambda x, w_gate, **_: (
+            _like(x), _like(w_gate, (2 * w_gate.shape[0], w_gate.shape[1])),
+        ),
     ),
     Operator(
         f"quantized_linear(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor out",

@@ -126,7 +126,8 @@ def flash_attention(
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; float32 and float64 on the
-            CPU. A transposed view of [batch, heads, seq, head_dim] is read without a copy.
+            CPU. A transposed view of [batch, heads, seq, head_dim] is read without a copy. Under
+            autocast q, k and v are converted to its dtype.
         k, v: [batch, seq_len_kv, num_heads_kv, head_dim].
         deterministic: whether the backward is; None follows `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp, which has no gradient.
@@ -144,6 +145,7 @@ def flash_attention(
     refuse_gradient("flash_attention", reason, bias=bias, alibi_slopes=alibi_slopes)
     if window_size is not None and len(window_size) != 2:
         raise ConfigError(f"flash_attention: window_size must be a pair, got {window_size!r}")
+    q, k, v = autocast(q), autocast(k), autocast(v)
     left, right = (None, None) if window_size is None else window_size
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -175,7 +177,7 @@ def linear(
     Raises:
         ArrayError, ConfigError: as :func:`cukit.linear`.
     """
-    x = _autocast(x)
+    x = autocast(x)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     keep = activation is not None and _needs_gradient(x, weight, bias)
     return _ops.linear(x, weight, bias, activation, keep)[0]
@@ -195,10 +197,36 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") 
     Raises:
         ArrayError, ConfigError: as :func:`cukit.gated_linear`.
     """
-    x = _autocast(x)
+    x = autocast(x)
     gate, up = gate.to(x.dtype), up.to(x.dtype)
     keep = _needs_gradient(x, gate, up)
     return _ops.gated_linear(x, gate, up, activation, keep)[0]
+
+
+def gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str = "silu"
+) -> Tensor:
+    """Llama's feed-forward layer, `(f(x gate^T) * (x up^T)) down^T`, with gradients.
+
+    On Hopper the backward computes the gradient of the inner result and that through the
+    activation in one kernel (:func:`cukit.gated_linear_backward` with `down`).
+
+    Args:
+        x: float16|bfloat16 [..., k]; float32 and float64 on the CPU.
+        gate, up: [n, k]; down: [m, n]; dtypes as for :func:`linear`.
+        activation: of the gate: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Returns:
+        [..., m], dtype of `x` (under autocast, autocast's).
+
+    Raises:
+        ArrayError, ConfigError: as :func:`cukit.gated_linear`.
+    """
+    x = autocast(x)
+    gate, up, down = gate.to(x.dtype), up.to(x.dtype), down.to(x.dtype)
+    if _needs_gradient(x, gate, up, down):
+        return _ops.gated_mlp(x, gate, up, down, activation)[0]
+    return torch.nn.functional.linear(_ops.gated_linear(x, gate, up, activation)[0], down)
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
@@ -207,7 +235,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     )
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """`x`, converted to autocast's dtype if autocast is on for its device."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:

@@ -156,6 +156,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        gate, up = self.gate_proj.weight, self.up_proj.weight
-        inner = functional.gated_linear(x, gate, up, self.activation)
-        return self.down_proj(inner)
+        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj
+        if type(down) is nn.Linear:
+            return functional.gated_mlp(x, gate, up, down.weight, self.activation)
+        return down(functional.gated_linear(x, gate, up, self.activation))

@@ -126,6 +126,7 @@ def optimize(
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
     rope        their `apply_rotary_pos_emb`, for all models of the same file while it is swapped
+    projection  Llama's attention: q, k and v as one product, for calls of 4096 tokens or more
     norm        RMSNorm of any library, nn.LayerNorm
     mlp         `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: gate and up in one kernel
     residual    Llama's decoder layer: the addition before its second norm as part of that norm

@@ -1,8 +1,8 @@
 // Gradient of embedding, second step: sums the parts of runs that cross chunks.
 //
 // Mapping: block (c, s) sums the run that starts in chunk c and continues in chunk c + 1, if there is
-//   one, over slice s of THREADS * VEC columns; other blocks return at once. No shared memory.
-// Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in common/runs.cuh. Needs hidden % VEC == 0. Minimum
+//   one, over slice s of THREADS * VEC columns; other blocks return immediately. No shared memory.
+// Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in common/runs.cuh. Requires hidden % VEC == 0. Minimum
 //   architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
 #include "common/platform.cuh"

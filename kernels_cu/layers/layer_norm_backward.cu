@@ -17,7 +17,7 @@
 //   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
 //   grad_residual to grad_x); BIAS 0|1; BLOCKS_PER_SM resident blocks, which limits the registers per
 //   thread.
-// Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
+// Requires cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"

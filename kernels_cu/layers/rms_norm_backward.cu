@@ -13,7 +13,7 @@
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
 //   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
 //   grad_residual to grad_x); BLOCKS_PER_SM resident blocks, which limits the registers per thread.
-// Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
+// Requires cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"

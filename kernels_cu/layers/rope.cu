@@ -81,8 +81,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     const float* __restrict__ cos,                 // [max_positions, kHalf]
     const float* __restrict__ sin,                 // [max_positions, kHalf]
     const cukit::id_t* __restrict__ position_ids,  // see POSITIONS
-    T* __restrict__ q_out,                         // as q, strides of its own; or q itself
-    T* __restrict__ k_out,                         // as k, strides of its own; or k itself
+    T* __restrict__ q_out,                         // as q, with its own strides; or q itself
+    T* __restrict__ k_out,                         // as k, with its own strides; or k itself
     const cukit::RopeParameters params) {
   const cukit::index_t item = static_cast<cukit::index_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int lane = item % kLanes;

@@ -138,7 +138,7 @@ def test_rows_that_are_not_16_byte_aligned(device, rng):
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements(rng):
-    """Offsets are computed in 64 bits: the last row lies past 2^31 elements."""
+    """Offsets are computed in 64 bits: the last row is past 2^31 elements."""
     import cupy
 
     rows, cols = 2**31 // 4096 + 3, 4096

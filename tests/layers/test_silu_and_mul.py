@@ -120,7 +120,7 @@ def test_every_variant_gives_the_same_bits(rng, change):
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements(rng):
-    """Offsets are computed in 64 bits: the last row lies past 2^31 elements."""
+    """Offsets are computed in 64 bits: the last row is past 2^31 elements."""
     import cupy
 
     hidden = 4096

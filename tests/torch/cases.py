@@ -108,6 +108,9 @@ CASES = {
     "gated_linear": Case(
         "gated_linear", ckt.gated_linear, ((5, 16), (24, 16), (24, 16)), dtypes=HALF
     ),
+    "gated_mlp": Case(
+        "gated_mlp", ckt.gated_mlp, ((5, 16), (24, 16), (24, 16), (16, 24)), dtypes=HALF
+    ),
     "cross_entropy": Case("cross_entropy", ckt.cross_entropy, ((ROWS, VOCAB),), (_targets,)),
     "kl_divergence": Case(
         "kl_divergence",

@@ -65,7 +65,7 @@ def test_gradients_by_finite_differences(name: str, fast: bool) -> None:
 def test_every_device_agrees_with_float64(name: str, dtype: str, device: str, place: str) -> None:
     case = CASES[name]
     if device == "emulator" and (name not in EMULATED or dtype != case.dtypes[-1]):
-        pytest.skip("only a few run in the emulator; the kernels have tests of their own")
+        pytest.skip("only a few run in the emulator; the kernels have their own tests")
     if device != "cpu" and dtype not in case.dtypes:
         pytest.skip(f"the kernel takes {', '.join(case.dtypes)}")
     with on_the_references():

@@ -27,7 +27,7 @@ def place(device: str) -> str:
 @pytest.mark.parametrize("group_size", [None, 64])
 def test_is_near_the_linear_layer(bits: int, group_size, device: str, place: str) -> None:
     if device == "emulator":
-        pytest.skip("the kernel has tests of its own, which take the emulator minutes to compile")
+        pytest.skip("the kernel has its own tests, which take the emulator minutes to compile")
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     linear = nn.Linear(200, 96).to(place, dtype)

@@ -1,0 +1,181 @@
+"""A linear layer whose results are heads, some of them rotated by their position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.core.arrays import (
+    Array,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    float32,
+    runs_kernel,
+)
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayShapeError
+from cukit.gemm.dense._linear_launch import STORE_EXTENT, linear_specs, maps, plan_for
+from cukit.gemm.dense._linear_plan import (
+    DTYPES,
+    HOPPER,
+    ROW_BYTES,
+    TILE_K,
+    Product,
+    Sm90Config,
+    Tiling,
+    configure,
+)
+from cukit.gemm.dense.linear import KERNEL_DTYPES, check_weight, linear
+from cukit.layers.rope import rope
+from cukit.reference import gemm as reference
+from cukit.registry import register
+
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")
+_HEAD_DIMS = (64, 128)
+TILINGS = {64: Tiling(128, 256), 128: Tiling(128, 128)}
+"""By head_dim; tables for two rows of a head are in registers, beside the accumulators."""
+
+
+def linear_rope(
+    x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int, *, out: Array | None = None
+) -> Array:
+    """Queries, keys and values of an attention layer: `x w^T`, with heads rotated as by `rope`.
+
+    Args:
+        x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
+        w: dtype of `x`, [heads * head_dim, k]: the rows of the rotated heads, then of the others.
+        cos, sin: float32 [positions, head_dim / 2]. Row r of `x`, leading axes flattened, is at
+            position `r % positions`; the number of rows must be a multiple of `positions`.
+        rotated_heads: how many heads are rotated: those of queries and keys.
+        out: array to write into; dtype of `x`, [..., heads * head_dim].
+
+    Returns:
+        [..., heads * head_dim], dtype of `x`.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: `rotated_heads` is not 0 to `heads`.
+
+    On Hopper, for head_dims of 64 and 128 and many tokens, the rotation is part of the product's
+    epilogue (kernels_cu/gemm/linear_rope_sm90.cu); otherwise a second kernel.
+    Paper: Su et al., arXiv:2104.09864.
+    """
+    x, w, cos, sin, out = adopt("linear_rope", x, w, cos, sin, out)
+    if not runs_kernel("linear_rope", x, w, cos, sin, out):
+        _check(x, w, cos, sin, rotated_heads, out)
+        result = reference.linear_rope(x, w, cos, sin, rotated_heads)
+        if out is None:
+            return result
+        out[...] = result
+        return out
+    launch = _prepare(x, w, cos, sin, rotated_heads, out)
+    y = empty(x, (*x.shape[:-1], w.shape[0])) if out is None else out
+    if launch is not None:
+        launch(x, w, y, cos, sin)
+        return y
+    linear(x, w, out=y)
+    heads = y.reshape(-1, cos.shape[0], w.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1])
+    if heads.size and rotated_heads:
+        rope(heads[:, :, :rotated_heads], heads[:, :, :0], cos, sin, inplace=True)
+    return y
+
+
+class FusedLinearRope:
+    """A launch of kernels_cu/gemm/linear_rope_sm90.cu."""
+
+    def __init__(self, config: Sm90Config, period: int, head_dim: int, rotated_heads: int) -> None:
+        product, tiling = config.product, config.tiling
+        gemm = _PARAMETERS["GemmParameters"].pack(
+            m=product.m, n=product.n, steps=-(-product.k // TILE_K), group=config.group
+        )
+        parameters = _PARAMETERS["RotatedParameters"].pack(
+            gemm=gemm, period=period, rotated=rotated_heads * head_dim
+        )
+        kernel = load_kernel(rotated_spec(product.dtype, head_dim, tiling))
+        self._launch = Launch(kernel, (config.num_blocks,), (parameters,))
+        self._x = maps(product.k, (tiling.tile_m, TILE_K))
+        self._w = maps(product.k, (tiling.tile_n, TILE_K))
+        self._y = maps(product.n, (STORE_EXTENT, tiling.piece_columns(1)))
+
+    def __call__(self, x: Array, w: Array, y: Array, cos: Array, sin: Array) -> None:
+        self._launch(self._x(x), self._w(w), self._y(y), cos, sin)
+
+
+def rotated_spec(dtype: str, head_dim: int, tiling: Tiling) -> KernelSpec:
+    """A variant of linear_rope_sm90.cu."""
+    stages = tiling.num_stages(Product(0, 0, 0, dtype))
+    defines: Any = (
+        ("DTYPE", dtype),
+        ("TILE_M", tiling.tile_m),
+        ("TILE_N", tiling.tile_n),
+        ("HEAD_DIM", head_dim),
+        ("STAGES", stages),
+        ("THREADS", tiling.threads),
+    )
+    shared = stages * (tiling.tile_m + tiling.tile_n) * ROW_BYTES + tiling.epilogue_bytes(1)
+    name = "linear_rope_sm90"
+    return KernelSpec(f"gemm/{name}.cu", name, defines, tiling.threads, shared)
+
+
+@launch_plan
+def _prepare(
+    x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int, out: Array | None
+) -> FusedLinearRope | None:
+    _check(x, w, cos, sin, rotated_heads, out)
+    check_array("linear_rope", "x", x, dtypes=KERNEL_DTYPES)
+    n, k = w.shape
+    head_dim = 2 * cos.shape[1]
+    if w.size == 0 or x.size == 0 or head_dim not in _HEAD_DIMS:
+        return None
+    product = Product(x.size // k, n, k, x.dtype.name)
+    plan = plan_for(product, x, w, out)
+    tiling = TILINGS[head_dim]
+    if not isinstance(plan, Sm90Config) or product.m < tiling.tile_m or n < tiling.tile_n:
+        return None
+    config = configure(product, tiling, plan.num_sms)
+    return FusedLinearRope(config, cos.shape[0], head_dim, rotated_heads)
+
+
+def _check(
+    x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int, out: Array | None
+) -> None:
+    op = "linear_rope"
+    check_weight(op, "w", x, w)
+    check_array(op, "cos", cos, dtypes=(float32,), shape=(None, None))
+    check_array(op, "sin", sin, dtypes=(float32,), shape=cos.shape)
+    rows = x.size // max(1, x.shape[-1])
+    head_dim = 2 * cos.shape[1]
+    if cos.size == 0 or rows % cos.shape[0] or w.shape[0] % head_dim:
+        raise ArrayShapeError(
+            f"{op}: cos must be [positions, head_dim / 2], where positions divides the rows of x "
+            f"({rows}) and head_dim those of w ({w.shape[0]}), got {cos.shape}"
+        )
+    check_integer(
+        op, "rotated_heads", rotated_heads, least=0, most=w.shape[0] // (2 * cos.shape[1])
+    )
+    if out is not None:
+        check_array(op, "out", out, shape=(*x.shape[:-1], w.shape[0]))
+    check_same_dtype(op, x=x, w=w, out=out)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    if device.arch != HOPPER:
+        return linear_specs(device)
+    return [
+        rotated_spec(dtype, head_dim, tiling)
+        for dtype in DTYPES
+        for head_dim, tiling in TILINGS.items()
+    ]
+
+
+register(
+    name="linear_rope",
+    family="layers",
+    function=linear_rope,
+    reference=reference.linear_rope,
+    specs=_specs,
+)
