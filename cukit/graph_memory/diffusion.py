@@ -172,11 +172,11 @@ def _diffuse(op: str, memory: Array, transition: Transition, weights: tuple[floa
     return _steps(op, memory, memory, transition, weights, True)
 
 
-def spread(z: Array, transition: Transition, *, on_kernel: bool) -> Array:
+def apply_transition(z: Array, transition: Transition, *, on_kernel: bool) -> Array:
     """`T z`, with each row summed in the order of its edges."""
     if not on_kernel:
         reference.check_edges(transition, len(z))
-        return reference.spread(transition, z)
+        return reference.apply_transition(transition, z)
     if not z.size:
         return z.copy()
     return _steps("graph_diffusion", z, z, transition, (1.0,), False)
@@ -186,7 +186,7 @@ def row_sums(transition: Transition, *, on_kernel: bool) -> Array:
     """Sums of the values of each row, in the order of its edges."""
     offsets, _, values = transition
     ones = namespace(values).ones((len(offsets) - 1, 1), values.dtype)
-    return spread(ones, transition, on_kernel=on_kernel)[:, 0]
+    return apply_transition(ones, transition, on_kernel=on_kernel)[:, 0]
 
 
 def _steps(

@@ -32,7 +32,7 @@ from cukit.registry import get_op, register
 _QUERIES = 128
 """Queries per thread block of attention."""
 _LEAST_ROWS = 512
-"""Fewest rows per part of the memory."""
+"""Minimum rows per part of the memory."""
 
 
 def memory_read(

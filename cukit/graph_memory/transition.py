@@ -16,7 +16,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
-from cukit.graph_memory.diffusion import check_transition, row_sums, spread
+from cukit.graph_memory.diffusion import apply_transition, check_transition, row_sums
 from cukit.graph_memory.retrieve import MAX_K, retrieve_top_k
 from cukit.reference.graph_memory import Transition, rows_of_edges, transpose
 
@@ -174,7 +174,7 @@ def transition_from_similarity_backward(
     centred = grad_values - sums[rows_of_edges(transition)]
     slopes = transition._replace(values=factor * transition.values * centred)
     there, back = (
-        spread(memory, each, on_kernel=on_kernel) for each in (slopes, transpose(slopes))
+        apply_transition(memory, each, on_kernel=on_kernel) for each in (slopes, transpose(slopes))
     )
     if there.dtype.itemsize < 4:
         return (there.astype(float32) + back.astype(float32)).astype(memory.dtype)

@@ -20,7 +20,7 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_flag
+from cukit.core.scalars import MAX_INT32, check_flag
 from cukit.errors import ArrayLayoutError, ArrayShapeError
 from cukit.reference import graph_memory as reference
 from cukit.registry import register
@@ -28,7 +28,6 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("graph_memory/parameters.cuh")["WriteParameters"]
 _THREADS = 128
 _WARP = 32
-_MAX_INT32 = 2**31 - 1
 
 
 def memory_write(
@@ -191,7 +190,7 @@ def _check(op: str, memory: Array, indices: Array, values: Array, gates: Array) 
     check_array(op, "values", values, dtypes=FLOAT_DTYPES, shape=shape)
     check_same_dtype(op, memory=memory, values=values)
     check_array(op, "gates", gates, dtypes=(float32, float64), shape=indices.shape)
-    if len(memory) + len(indices) > _MAX_INT32:
+    if len(memory) + len(indices) > MAX_INT32:
         raise ArrayShapeError(f"{op}: the number of rows plus writes must be less than 2^31")
 
 

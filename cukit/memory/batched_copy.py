@@ -1,4 +1,4 @@
-"""Many copies within one memory in one launch; defragmentation moves buffers with it."""
+"""Copies many byte ranges within one memory in a single launch; used by defragmentation."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def _moves_array(moves: Any) -> Moves:
 
 
 def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -> Array:
-    """Copies runs of bytes within `memory`: `memory[d : d + n] = memory[s : s + n]` for each move.
+    """Copies byte ranges within `memory`: `memory[d : d + n] = memory[s : s + n]` for each move.
 
-    Destinations may overlap sources if all moves slide down, as when holes are closed: in the order
-    of the sources, destinations ascend too, and each is below its source. Each byte is then read
+    Destinations may overlap sources only if all moves slide down, as when holes are closed: sorted
+    by source, the destinations ascend too, and each is below its source. Every byte is then read
     before it is overwritten. Destinations must not overlap one another.
 
     Args:
@@ -79,7 +79,7 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
         `memory`.
 
     Raises:
-        ArrayError: `memory`; a move that leaves it or is not a multiple of 16; any other overlap.
+        ArrayError: `memory`; a move outside it or not a multiple of 16; any other overlap.
 
     One launch for any number of moves, on CuPy's current stream. Deterministic.
 
@@ -109,14 +109,14 @@ class MovePlan:
     """Checked moves in the kernel's format."""
 
     table: npt.NDArray[np.int64]
-    """[num_moves + 1, 3]: destination, source, bytes of all moves before; the last row holds the
-    total."""
+    """[num_moves + 1, 3]: destination, source, total bytes of the preceding moves; the last row
+    holds the total of all moves."""
     ordered: bool
     """Whether a destination overlaps a source."""
 
     @classmethod
     def of(cls, rows: Moves, memory: Moves | None = None, *, ordered: bool = False) -> MovePlan:
-        """From moves that are known to be valid. `memory`: more rows than `rows`, for the table."""
+        """The plan of moves known to be valid. `memory`: for the table; longer than `rows`."""
         table = (
             np.empty((len(rows) + 1, 3), np.int64) if memory is None else memory[: len(rows) + 1]
         )
@@ -218,23 +218,25 @@ def _overlap(
     return bool((source[first[inside]] < (destination + size)[inside]).any())
 
 
-def launch_moves(plan: MovePlan, base: Array, table: Array, progress: Any) -> None:
-    """Launches `plan` on the current stream.
+def launch_moves(
+    plan: MovePlan, base: Array | None, table: Array, progress: Any, stream: Any = None
+) -> None:
+    """Launches `plan`.
 
-    base: the array that addresses are relative to.
-    table: `plan.table` on the device. progress: int32 [num_progress] zeros on the device.
+    base: the array that addresses are relative to, or NULL. table: `plan.table` on the device.
+    progress: int32 [num_progress] zeros on the device. stream: a CuPy stream, by default the
+    current one.
     """
-    if plan.num_tiles:
-        kernel = load_kernel(plan_batched_copy(plan.ordered))
-        arguments = (base, table, progress if plan.ordered else NULL)
-        kernel((plan.num_tiles,), (*arguments, np.int32(len(plan.table) - 1)))
+    kernel = load_kernel(plan_batched_copy(plan.ordered))
+    arguments = (base, table, progress if plan.ordered else NULL)
+    kernel((plan.num_tiles,), (*arguments, np.int32(len(plan.table) - 1)), stream=stream)
 
 
 @cache
 def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
     """32 KiB per block: enough work to hide the search, small enough to balance the load.
 
-    planned: the moves and their number are written by another kernel (bookkeeping/slots.py).
+    planned: the moves and their number are written by the kernel before it (memory/plan_slots.cu).
     """
     defines = (
         ("THREADS", _THREADS),

@@ -49,7 +49,7 @@ def plan_guard_pages(page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> KernelS
 
 
 class CudaGuardDevice:
-    """Fills and checks memory of the current device, on a stream and from a table of its own."""
+    """Fills and checks memory of the current device, with its own stream and table of pages."""
 
     def __init__(self, page_bytes: int) -> None:
         cupy = require_cupy("guarded memory")

@@ -1,4 +1,4 @@
-"""Guarded memory: every allocation has pages of its own, with unmapped addresses around them.
+"""Guarded memory: every allocation has its own pages, with unmapped addresses around them.
 
 A slot is a run of pages in the middle of reserved addresses. An allocation is placed at the very
 end or the very start of its slot, so that an access past its end, or before its start, leaves the
@@ -40,8 +40,8 @@ LARGEST_RECYCLED = 32
 """Pages. Slots up to this size are powers of two and are reused; larger ones fit their allocation
 and are released."""
 
-MOST_IDLE = MOST_WORN = 4 << 30
-"""Most bytes in slots that are ready for reuse, and in freed slots not checked yet; less on a small
+MAX_READY_BYTES = MAX_UNCHECKED_BYTES = 4 << 30
+"""Maximum bytes in slots ready for reuse, and in freed slots not checked yet; less on a small
 GPU."""
 
 WORDS = (
@@ -137,7 +137,7 @@ class Slot:
     """The graph that owns the slot, freed or not, because its launches write to it."""
 
 
-_NOBODY = Allocation(0, 0, "nothing", ())
+_UNUSED = Allocation(0, 0, "nothing", ())
 
 
 class GuardedMemory:
@@ -153,17 +153,17 @@ class GuardedMemory:
 
     def __init__(self, driver: VirtualMemoryDriver, device: GuardDevice, seed: int) -> None:
         self.label = ""
-        """Recorded with each allocation: who allocates."""
+        """Recorded with each allocation: the origin of the allocations."""
         self._driver = driver
         self._device = device
         self._random = random.Random(seed)
         self._page_bytes = driver.granularity()
-        self._most_idle = min(MOST_IDLE, device.total_bytes // 8)
-        self._most_worn = min(MOST_WORN, device.total_bytes // 32)
+        self._max_ready_bytes = min(MAX_READY_BYTES, device.total_bytes // 8)
+        self._max_unchecked_bytes = min(MAX_UNCHECKED_BYTES, device.total_bytes // 32)
         self._lock = threading.Lock()
         self._freed: deque[Slot] = deque()
         self._live: dict[Slot, None] = {}
-        self._worn: list[Slot] = []
+        self._unchecked: list[Slot] = []
         """Freed slots, to be checked and refilled."""
         self._ready: defaultdict[int, list[Slot]] = defaultdict(list)
         """Filled slots by size."""
@@ -199,7 +199,7 @@ class GuardedMemory:
         Checks the slots of all live allocations and of those freed since the last call.
         """
         with self._lock:
-            self._renew()
+            self._check_and_refill()
             found, self._damage = self._damage, []
             self.latest.clear()
         return found
@@ -210,8 +210,8 @@ class GuardedMemory:
             self._trim()
 
     def _trim(self) -> None:
-        self._renew()
-        self._give_back(self._idle())
+        self._check_and_refill()
+        self._give_back(self._ready_slots())
         self._ready.clear()
 
     # Slots ------------------------------------------------------------------------------------
@@ -226,8 +226,12 @@ class GuardedMemory:
         """An unused slot."""
         if capture is not None and self._kept[capture, size]:
             return self._kept[capture, size].pop()
-        if capture is None and not self._ready[size] and _bytes(self._worn) > self._most_worn:
-            self._renew()
+        if (
+            capture is None
+            and not self._ready[size]
+            and _bytes(self._unchecked) > self._max_unchecked_bytes
+        ):
+            self._check_and_refill()
         slot = self._ready[size].pop() if self._ready[size] else self._grow(size, capture)
         slot.begin = slot.end = 0
         slot.capture = capture
@@ -256,7 +260,7 @@ class GuardedMemory:
             driver.set_access(start + gap, size)
             self._device.fill(start + gap, size, word)
             undo.pop_all()
-        return Slot(start + gap, size, handle, word, _NOBODY)
+        return Slot(start + gap, size, handle, word, _UNUSED)
 
     def _give_back(self, slots: Sequence[Slot]) -> None:
         gap = GAP_PAGES * self._page_bytes
@@ -265,7 +269,7 @@ class GuardedMemory:
             self._driver.release(slot.handle)
             self._driver.free_addresses(slot.address - gap, slot.size + 2 * gap)
 
-    def _idle(self) -> list[Slot]:
+    def _ready_slots(self) -> list[Slot]:
         return [slot for slots in self._ready.values() for slot in slots]
 
     def _retire(self) -> None:
@@ -274,21 +278,21 @@ class GuardedMemory:
             slot = self._freed.popleft()
             del self._live[slot]
             if slot.capture is None:
-                self._worn.append(slot)
+                self._unchecked.append(slot)
             else:
                 self._kept[slot.capture, slot.size].append(slot)
 
     # Checks -----------------------------------------------------------------------------------
 
-    def _renew(self) -> None:
+    def _check_and_refill(self) -> None:
         """Checks all slots, and refills freed ones for reuse."""
         self._device.synchronize()
         self._retire()
         self._release_captures()
-        worn, self._worn = self._worn, []
-        room = self._most_idle - _bytes(self._idle())
+        freed, self._unchecked = self._unchecked, []
+        room = self._max_ready_bytes - _bytes(self._ready_slots())
         again, surplus = [], []
-        for slot in worn:
+        for slot in freed:
             if slot.size <= min(room, LARGEST_RECYCLED * self._page_bytes):
                 room -= slot.size
                 again.append(slot)
@@ -307,7 +311,7 @@ class GuardedMemory:
     def _release_captures(self) -> None:
         ended = set(self._device.ended_captures())
         for key in [key for key in self._kept if key[0].capture in ended]:
-            self._worn += self._kept.pop(key)
+            self._unchecked += self._kept.pop(key)
         for slot in self._live:
             if slot.capture is not None and slot.capture.capture in ended:
                 slot.capture = None

@@ -71,7 +71,7 @@ class Sample(NamedTuple):
     live: int
     """Live and pending memory."""
     mapped: int
-    """Addresses with memory behind them: live and free."""
+    """Addresses backed by memory: live and free."""
     largest_free: int
 
     @property

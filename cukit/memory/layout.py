@@ -149,7 +149,7 @@ def totals(ranges: Sequence[Range]) -> dict[str, int]:
 
 
 def largest_hole(ranges: Sequence[Range]) -> int:
-    """The most free bytes at contiguous addresses."""
+    """The largest number of contiguous free bytes."""
     best = 0
     for part in ranges:
         end = run = 0

@@ -65,7 +65,7 @@ def live_report(pool: MemoryPool) -> LeakReport:
 
 @contextlib.contextmanager
 def watch_leaks(pool: MemoryPool) -> Iterator[Callable[[], LeakReport]]:
-    """`with watch_leaks(pool) as leaks: ...`, then `leaks()`: allocated in the block, still live.
+    """`with watch_leaks(pool) as leaks: ...`; `leaks()` reports what the block has not freed.
 
     Memory that was live before the block does not count.
     """

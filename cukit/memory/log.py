@@ -35,7 +35,7 @@ BUFFERED = 8192
 """Lines queued before a write to the file."""
 
 MOST_DIGITS = 20
-"""Of a number in decimal."""
+"""Decimal digits of a number."""
 MOST_SHOWN = 60
 """Characters of an invalid value in a message."""
 
@@ -125,7 +125,7 @@ class LogWriter:
         self.close()
 
     def _stream_number(self, stream: Hashable) -> int:
-        """An integer stream itself; otherwise numbers in order of appearance."""
+        """The stream if it is an integer; otherwise its number in order of appearance."""
         if isinstance(stream, int):
             return stream
         return self._streams.setdefault(stream, len(self._streams) + 1)

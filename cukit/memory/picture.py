@@ -1,8 +1,8 @@
 """Plots of a pool's address space: SVG for documents, text for terminals.
 
 Free memory has two colours: whole pages, which remapping can gather at new addresses, and parts of
-pages, which only moving the blocks beside them can make usable. The SVG contains its own light and
-dark style, scoped to one class, so it works as a file and inside any page.
+pages, which become usable only if the blocks beside them move. The SVG contains light and dark
+styles, scoped to one class, so it works as a file and inside any page.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WIDTH = 960.0
 MARGIN, LABEL, HEAD = 16.0, 92.0, 62.0
 ROW, GAP = 20.0, 8.0
 ROWS = 8
-"""Most rows of the map."""
-LEAST = 2.0
+"""Maximum number of rows of the map."""
+MIN_WIDTH = 2.0
 """Narrower blocks are drawn together, as stacked shares."""
 PAGE_MARKS = 5.0
 """Page boundaries are marked if pages are at least this wide."""
@@ -69,10 +69,10 @@ def map_svg(ranges: Sequence[Range], title: str = "Memory of the pool", rows: in
     for number, (start, end) in enumerate(layout.rows(), start=1):
         top = HEAD + (number - 1) * (ROW + GAP)
         parts.append(_text(num_bytes(start), LABEL - 8, top + 14, anchor="end"))
-        for piece in layout.pieces(start, end, LEAST / scale):
+        for piece in layout.pieces(start, end, MIN_WIDTH / scale):
             x, width = LABEL + (piece.start - start) * scale, piece.size * scale
             for kind, y, height in _shares(piece, top):
-                inset = 0.5 if width > 2 * LEAST else 0.0
+                inset = 0.5 if width > 2 * MIN_WIDTH else 0.0
                 shapes[kind].append(
                     f"M{_n(x)} {_n(y)}h{_n(width - inset)}v{_n(height)}h{_n(inset - width)}z"
                 )
@@ -184,7 +184,7 @@ def _mean_fragmentation(samples: Sequence[Sample]) -> float:
 
 def _over_time(samples: Sequence[Sample]) -> str:
     if not samples:
-        return "nothing happened"
+        return "no events"
     live, held = max(s.live for s in samples), max(s.mapped for s in samples)
     mean = _mean_fragmentation(samples)
     return (
@@ -207,7 +207,7 @@ _GLYPHS = {"live": "█", "pending": "▓", "whole": "░", "part": "▒", "unma
 
 
 def map_text(ranges: Sequence[Range], width: int = 96, rows: int = ROWS) -> Text:
-    """The address space as characters; each shows the kind of most of its bytes."""
+    """The address space as characters; each shows the kind that most of its bytes have."""
     layout = Layout(ranges, rows)
     result = Text(summary(ranges) + "\n")
     for start, end in layout.rows():

@@ -12,8 +12,8 @@ LEAST_OCCUPIED = 1 / 16
 """The grid has at most 16 slots per buffer; sparser pools are planned by compaction.py."""
 
 LEAST_GAIN = 2
-"""Pages by which the wholly free ones must become more. Then the largest hole grows too: a hole
-without whole pages is smaller than two."""
+"""Minimum number of pages that must become wholly free. The largest hole then grows too, because a
+hole without a wholly free page is smaller than two pages."""
 
 
 class Grid(NamedTuple):
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The address behind the last slot."""
+        """The address after the last slot."""
         return self.begin + (self.num_slots << self.slot_shift)
 
     @property
@@ -76,7 +76,7 @@ REQUEST = Struct("7q8x")
 
 
 def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
-    """Whether the kernel has room for a compaction, and enough to do."""
+    """Whether the kernel has room for a compaction, and it has enough buffers."""
     return (
         grid.num_buffers >= LEAST_BUFFERS
         and num_rows <= MOST_ROWS

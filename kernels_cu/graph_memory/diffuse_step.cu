@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
     const int* __restrict__ offsets,  // [num_rows + 1]
     const int* __restrict__ columns,  // [edges]
     const float* __restrict__ values,  // [edges]
-    const T* __restrict__ z,          // [any, dim]
+    const T* z,                       // [any, dim]
     const T* __restrict__ memory,     // [num_rows, dim], INJECT 1
     T* __restrict__ out,              // [num_rows, dim]
     const __grid_constant__ cukit::DiffuseParameters p) {

@@ -1,4 +1,4 @@
-// Copies many runs of bytes in one launch: the moves of a defragmentation, or blocks of a KV cache.
+// Copies many byte ranges in one launch: the moves of a defragmentation, or blocks of a KV cache.
 //
 //   for each move i:  base[destination_i .. + size_i) = base[source_i .. + size_i)
 //
@@ -14,8 +14,9 @@
 // PLANNED: an earlier kernel on the stream has written the moves and their number (plan_slots.cu).
 //   Each block copies every gridDim.x-th tile.
 // Shared memory: 4 bytes, static. Macros: THREADS multiple of 32, 32..1024; VECS 16-byte vectors
-//   per thread; ORDERED 0|1; PLANNED 0|1, not with ORDERED. Addresses and sizes are multiples of 16. Minimum architecture: sm_80.
-// Deterministic. Reference: cukit/reference/memory.py.
+//   per thread; ORDERED 0|1; PLANNED 0|1, not with ORDERED.
+// Addresses and sizes are multiples of 16. Minimum architecture: sm_80. Deterministic.
+// Reference: cukit/reference/memory.py.
 #include "common/platform.cuh"
 #include "common/ptx/store_global.cuh"
 
@@ -130,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
       while (move[1].first <= byte) ++move;
       unsigned char* to = base + move->destination + (byte - move->first);
       cukit::store_global_16(reinterpret_cast<uint4*>(to), words[i]);
-    }    tile += gridDim.x;
+    }
+    tile += gridDim.x;
   } while (PLANNED);
 }

@@ -7,11 +7,11 @@
 // Mapping: one block. Occupied slots and walls are bit masks in shared memory, buffers per page are
 //   counters. The fullest pages are found through a histogram of these counters: all pages above a
 //   threshold stay in use, and of those at the threshold the first few. `rows` and `result` are in
-//   pinned host memory; each row is read once. The kernel runs once in a while, so its code is in no
-//   cache: loops are not unrolled, which would make more of it to fetch than there is to do.
+//   pinned host memory; each row is read once. The kernel runs rarely, so its code is not in the
+//   instruction caches: loops are not unrolled, because fetching longer code would take longer.
 // Shared memory: dynamic, (2 * MOST_SLOTS / 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4 bytes; static,
 //   148 bytes. Macros: THREADS multiple of 32, 32..1024; MOST_SLOTS, MOST_PAGES, MOST_PER_PAGE: most
-//   slots, pages, and slots per page; LEAST_GAIN: fewer pages freed are not worth the moves.
+//   slots, pages, and slots per page; LEAST_GAIN: minimum number of pages to free.
 // Slots and pages have sizes that are powers of two; a page has at least one slot.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/memory/bookkeeping/slots.py.
 #include "common/platform.cuh"
@@ -122,7 +122,7 @@ CUKIT_DEVICE void find_threshold(const int* histogram, int per_page, int wanted,
 extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     const Request* __restrict__ request_of,  // [1]
     const long long* __restrict__ rows,      // [num_rows]: addresses; 0: empty
-    const Wall* __restrict__ walls_of,       // [num_walls]: where nothing can move to
+    const Wall* __restrict__ walls_of,       // [num_walls]: no buffer can move there
     Move* table,                             // [num_rows + 1], for batched_copy
     int* num_moves,                          // [1]
     int* result,                             // [1]: number of moves; -1: a buffer fits no slot
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
   CUKIT_DYNAMIC_SHARED(unsigned, taken);     // by slot: a buffer or a wall
   __shared__ Scratch scratch;
   unsigned* walls = taken + kMostWords;
-  int* held = reinterpret_cast<int*>(walls + kMostWords);  // buffers by page; negative: it is left
+  int* held = reinterpret_cast<int*>(walls + kMostWords);  // buffers by page; negative: they move
   int* histogram = held + MOST_PAGES;                      // pages by number of buffers
 
   const Request request = *request_of;
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
       table[number].destination = request.begin + (slot << slot_shift);
     }
   }
-  // The buffers that move: row r has number r or a lower one, so its place in the table is read.
+  // The buffers that move. Row r gets a number of at most r, whose table entry has been read before.
   done = 0;
 #pragma unroll 1
   for (int first = 0; first < num_rows; first += THREADS) {

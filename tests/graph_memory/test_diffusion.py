@@ -163,7 +163,7 @@ def test_backward_matches_reference(device, rng, size, dtype, method):
 
 
 @pytest.mark.parametrize("method", ["pagerank", "heat"])
-def test_gradients_are_differences(rng, method):
+def test_gradients_match_finite_differences(rng, method):
     offsets, columns, values = graph(rng, 14, dtype=np.float64)
 
     def forward(memory, values):

@@ -111,7 +111,7 @@ def test_backward_matches_reference(device, rng, number, dtype):
     )
 
 
-def test_gradients_are_differences(rng):
+def test_gradients_match_finite_differences(rng):
     memory, indices, values, gates = writes(rng, (6, 25, 4), "float64")
     gates = np.abs(gates) + 0.02
 

@@ -59,16 +59,16 @@ def intact(words: Any, value: int) -> bool:
 
 def in_thread(work: Callable[[], None]) -> None:
     """Runs `work` in a new thread, and raises its exception."""
-    mistakes: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def guarded() -> None:
         try:
             work()
         except BaseException as error:
-            mistakes.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=guarded)
     thread.start()
     thread.join()
-    if mistakes:
-        raise mistakes[0]
+    if errors:
+        raise errors[0]

@@ -200,7 +200,7 @@ class SimulatedProvider(HostProvider):
         return range(address, address + count * self.page_bytes, self.page_bytes)
 
     def accessible(self, address: int, size: int) -> bool:
-        """Whether all these bytes have memory behind them."""
+        """Whether all these bytes are backed by memory."""
         if not self.can_remap:
             return any(
                 start <= address and address + size <= start + length
@@ -292,7 +292,7 @@ class SimulatedProvider(HostProvider):
         """Runs everything queued."""
         while self._run_one_of_each():
             pass
-        assert not any(self.queues.values()), "streams wait for one another in a circle"
+        assert not any(self.queues.values()), "streams wait for each other in a cycle"
 
     def _run_one_of_each(self) -> int:
         """The number of streams that have run an operation."""

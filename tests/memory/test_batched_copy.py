@@ -66,7 +66,7 @@ def test_nothing_to_move(device, rng):
 
 
 @pytest.mark.gpu
-def test_twenty_slides_are_the_same(rng):
+def test_twenty_slides_give_the_same_bytes(rng):
     memory = bytes_of(rng, 1 << 24)
     moves = [(i * 8176, i * 8192 + 16, 8176) for i in range((1 << 24) // 8192 - 1)]
     wanted = expected(memory, moves)
@@ -85,7 +85,7 @@ def test_twenty_slides_are_the_same(rng):
         ([(32, 16, 64)], ArrayLayoutError, "slide down"),
     ],
 )
-def test_moves_that_cannot_be(moves, error, message):
+def test_invalid_moves(moves, error, message):
     with pytest.raises(error, match=message):
         batched_copy(np.zeros(128, np.uint8), moves)
 

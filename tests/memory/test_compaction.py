@@ -59,7 +59,7 @@ def layout(parts: list[tuple[str, int]]) -> list[Piece]:
     parts=st.lists(st.tuples(KINDS, st.integers(1, 24)), min_size=1, max_size=40),
     remap=st.booleans(),
 )
-def test_bytes_arrive_unharmed(parts: list[tuple[str, int]], *, remap: bool) -> None:
+def test_bytes_are_preserved(parts: list[tuple[str, int]], *, remap: bool) -> None:
     pieces = layout(parts)
     if not pieces:
         return
@@ -97,8 +97,8 @@ def test_bytes_arrive_unharmed(parts: list[tuple[str, int]], *, remap: bool) -> 
     assert bool(plan.relocations) == bool(plan.steps)
 
 
-def test_as_few_bytes_as_possible() -> None:
-    """One buffer on a page of its own moves into the hole of a full page."""
+def test_moves_as_few_bytes_as_possible() -> None:
+    """One buffer alone on a page moves into the hole of a full page."""
     pieces = [
         Piece(0, PAGE - 4 * UNIT, "movable"),
         Piece(PAGE - 4 * UNIT, 4 * UNIT, "free"),
@@ -133,7 +133,7 @@ def test_buffers_too_large_for_any_hole_slide() -> None:
     assert len(plan.steps) > 1
 
 
-def test_what_brings_nothing_is_left_alone() -> None:
+def test_useless_moves_are_not_planned() -> None:
     wall = [Piece(0, UNIT, "wall"), Piece(UNIT, 15 * UNIT, "free")]
     assert not plan_compaction([*wall, Piece(PAGE, PAGE, "movable")], PAGE, remap=True).steps
     small = LEAST_GAP // 2

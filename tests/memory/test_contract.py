@@ -39,7 +39,7 @@ def test_blocks_are_aligned_apart_and_writable(make_pool: MakePool) -> None:
     pool.close()
 
 
-def test_the_same_size_on_the_same_stream_comes_back_at_once(make_pool: MakePool) -> None:
+def test_a_freed_block_is_reused_on_its_stream(make_pool: MakePool) -> None:
     pool = make_pool()
     first = pool.allocate(5000)
     pool.free(first)
@@ -48,7 +48,7 @@ def test_the_same_size_on_the_same_stream_comes_back_at_once(make_pool: MakePool
     pool.free(first)
 
 
-def test_nothing_is_an_allocation_too(make_pool: MakePool) -> None:
+def test_an_allocation_of_zero_bytes(make_pool: MakePool) -> None:
     pool = make_pool()
     first, second = pool.allocate(0), pool.allocate(0)
     assert first != second
@@ -214,7 +214,7 @@ def test_an_array_keeps_its_buffer(make_pool: MakePool) -> None:
     assert pool.statistics().num_live == 0
 
 
-def test_trim_hands_memory_back(make_pool: MakePool) -> None:
+def test_trim_returns_memory(make_pool: MakePool) -> None:
     pool = make_pool(initial_pool_size=20 * MIB)
     assert pool.statistics().reserved_bytes == 20 * MIB
     small = pool.allocate(100)
@@ -230,7 +230,7 @@ def test_trim_hands_memory_back(make_pool: MakePool) -> None:
     check_invariants(pool)
 
 
-def test_growth_is_as_generous_as_asked(make_pool: MakePool) -> None:
+def test_growth_factor(make_pool: MakePool) -> None:
     pool = make_pool(block_size=8 * MIB, growth_factor=2.0, max_pool_size=50 * MIB)
     pool.allocate(100)
     assert pool.statistics().reserved_bytes == 8 * MIB
@@ -269,28 +269,28 @@ def test_statistics_and_scopes(make_pool: MakePool) -> None:
     pool.free(outer_block)
 
 
-def test_listeners_hear_everything_in_order(make_pool: MakePool) -> None:
+def test_listeners_receive_all_events_in_order(make_pool: MakePool) -> None:
     pool = make_pool(call_site_depth=2)
-    heard: list[Event] = []
+    received: list[Event] = []
 
     def broken(event: Event) -> None:
-        raise ValueError("a listener's own mistake")
+        raise ValueError("a listener's own error")
 
     pool.add_listener(broken)
-    pool.add_listener(heard.append)
+    pool.add_listener(received.append)
     address = pool.allocate(1000)
     pool.free(address)
-    pool.remove_listener(heard.append)
+    pool.remove_listener(received.append)
     pool.allocate(1000)
-    actions = [event.action for event in heard]
+    actions = [event.action for event in received]
     assert actions[0] == "segment_alloc"
     assert actions[-3:] == ["alloc", "free", "free_completed"]
-    allocated = heard[-3]
+    allocated = received[-3]
     assert (allocated.address, allocated.size) == (address, 1024)
     assert allocated.thread == threading.get_ident()
-    assert allocated.call_site[0].name == "test_listeners_hear_everything_in_order"
-    assert heard[-2].call_site == allocated.call_site
-    assert [event.time for event in heard] == sorted(event.time for event in heard)
+    assert allocated.call_site[0].name == "test_listeners_receive_all_events_in_order"
+    assert received[-2].call_site == allocated.call_site
+    assert [event.time for event in received] == sorted(event.time for event in received)
     check_invariants(pool)
 
 
@@ -304,7 +304,7 @@ def test_a_listener_must_not_use_the_pool(
     check_invariants(pool)
 
 
-def test_ranges_show_what_is_there(make_pool: MakePool) -> None:
+def test_memory_ranges(make_pool: MakePool) -> None:
     pool = make_pool()
     first, second = pool.allocate(512), pool.allocate(700)
     pool.free(first)
@@ -316,7 +316,7 @@ def test_ranges_show_what_is_there(make_pool: MakePool) -> None:
     assert (live.state, live.size, live.requested, live.movable) == ("live", 1024, 700, False)
 
 
-def test_two_streams_share_what_is_done_with(make_pool: MakePool, provider: Provider) -> None:
+def test_two_streams_share_completed_memory(make_pool: MakePool, provider: Provider) -> None:
     streams = [1, 2]
     if "host" not in provider.name:
         cupy = pytest.importorskip("cupy")

@@ -26,7 +26,7 @@ MIB = 1 << 20
 MakePool = Callable[..., MemoryPool]
 
 
-def test_installed_it_serves_every_thread_until_it_is_not(make_pool: MakePool) -> None:
+def test_install_affects_every_thread_until_uninstalled(make_pool: MakePool) -> None:
     pool = make_pool()
     theirs = cupy.arange(1000)
     pool.install()
@@ -56,7 +56,7 @@ def test_installed_it_serves_every_thread_until_it_is_not(make_pool: MakePool) -
     check_invariants(pool)
 
 
-def test_use_is_for_one_thread_and_nests(make_pool: MakePool) -> None:
+def test_use_affects_one_thread_and_nests(make_pool: MakePool) -> None:
     pool, inner = make_pool(), make_pool()
     seen: list[bool] = []
     with pool.use():
@@ -73,7 +73,7 @@ def test_use_is_for_one_thread_and_nests(make_pool: MakePool) -> None:
     assert not pool.owns(cupy.ones(10).data.ptr)
 
 
-def test_out_of_memory_is_both_errors_and_the_pool_goes_on(make_pool: MakePool) -> None:
+def test_out_of_memory_is_both_errors_and_the_pool_remains_usable(make_pool: MakePool) -> None:
     pool = make_pool(max_pool_size=32 * MIB, call_site_depth=4)
     with pool.use():
         kept = cupy.empty(20 * MIB, np.uint8)
@@ -134,7 +134,7 @@ def test_streams_share_memory_in_order(make_pool: MakePool) -> None:
     assert pool.statistics().pending_bytes == 0
 
 
-def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
+def test_streams_that_reuse_a_handle_are_distinguished(make_pool: MakePool) -> None:
     """The driver gives a destroyed stream's handle to the next one."""
     pool = make_pool(max_pool_size=16 * MIB)
     keys, handles = set(), set()
@@ -154,7 +154,7 @@ def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
             del stream
             del array  # freed on a stream that no longer exists
     assert len(keys) == 40
-    assert len(handles) < 40, "no handle came twice: nothing was tested"
+    assert len(handles) < 40, "no handle was reused: nothing was tested"
     cupy.cuda.Device().synchronize()
     assert int(wrong[0]) == 0
     check_invariants(pool)
@@ -211,7 +211,7 @@ def test_work_queued_before_unpin_is_waited_for(make_pool: MakePool) -> None:
     check_invariants(pool)
 
 
-def test_a_forked_child_is_told(make_pool: MakePool) -> None:
+def test_use_in_a_forked_child_is_an_error(make_pool: MakePool) -> None:
     pool = make_pool()
     with pool.use():
         array = cupy.ones(1000)
@@ -227,7 +227,7 @@ def test_a_forked_child_is_told(make_pool: MakePool) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
-    told = os.read(reader, 1000)
+    message = os.read(reader, 1000)
     os.close(reader)
-    assert b"CUDA cannot be used after fork" in told
+    assert b"CUDA cannot be used after fork" in message
     assert float(array.sum()) == 1000

@@ -102,7 +102,7 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
     check_invariants(pool)
 
 
-def test_the_pages_of_a_capture_may_come_from_elsewhere(make_pool: MakePool) -> None:
+def test_pages_are_remapped_during_a_capture(make_pool: MakePool) -> None:
     """At the limit, scattered pages are remapped during a capture."""
     pool = make_pool(max_pool_size=64 * MIB)
     if not pool.provider.can_remap:
@@ -190,7 +190,7 @@ def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thr
     check_invariants(pool)
 
 
-def test_an_array_of_a_dead_stream_may_go_during_a_capture(make_pool: MakePool) -> None:
+def test_an_array_of_a_destroyed_stream_may_be_freed_during_a_capture(make_pool: MakePool) -> None:
     """Only a synchronisation shows that its last work is complete, and that is forbidden."""
     pool = make_pool(max_pool_size=64 * MIB)
     stream, gone = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -214,7 +214,7 @@ def test_an_array_of_a_dead_stream_may_go_during_a_capture(make_pool: MakePool) 
     check_invariants(pool)
 
 
-def test_what_was_freed_during_a_capture_is_ordinary_memory(make_pool: MakePool) -> None:
+def test_memory_freed_during_a_capture_is_reusable(make_pool: MakePool) -> None:
     """An earlier array that is dropped during a capture of its stream is reusable on other
     streams after its stream's work."""
     pool = make_pool(max_pool_size=64 * MIB)
@@ -237,7 +237,7 @@ def test_what_was_freed_during_a_capture_is_ordinary_memory(make_pool: MakePool)
     check_invariants(pool)
 
 
-def test_a_capture_that_breaks_off_leaves_nothing_behind(make_pool: MakePool) -> None:
+def test_an_aborted_capture_keeps_no_memory(make_pool: MakePool) -> None:
     pool = make_pool(max_pool_size=64 * MIB)
     stream = cupy.cuda.Stream(non_blocking=True)
     with pool.use(), stream:
@@ -258,7 +258,7 @@ def test_a_capture_that_breaks_off_leaves_nothing_behind(make_pool: MakePool) ->
     check_invariants(pool)
 
 
-def test_a_buffer_that_a_graph_saw_stays_where_it_is(make_pool: MakePool) -> None:
+def test_a_buffer_used_by_a_graph_does_not_move(make_pool: MakePool) -> None:
     pool = make_pool(enable_defrag=False, block_size=32 * MIB)
     stream = cupy.cuda.Stream(non_blocking=True)
     buffers = [pool.allocate_buffer(200_000, stream) for _ in range(30)]

@@ -76,7 +76,7 @@ class Runtime:
         assert not self.capturing, "forbidden during a capture"
         self.log.append(("synchronize", 0))
 
-    def said(self, name: str) -> list[int]:
+    def calls_of(self, name: str) -> list[int]:
         return [value for what, value in self.log if what == name]
 
 
@@ -122,7 +122,7 @@ def device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDe
     del runtime.current  # type: ignore[attr-defined]
 
 
-def test_a_handle_used_again_is_another_stream(device: CudaDevice, runtime: Runtime) -> None:
+def test_a_reused_handle_is_another_stream(device: CudaDevice, runtime: Runtime) -> None:
     keys = []
     for _ in range(3):
         stream = Stream(runtime, 7)
@@ -134,29 +134,29 @@ def test_a_handle_used_again_is_another_stream(device: CudaDevice, runtime: Runt
     assert device.stream_key(0) == device.stream_key(1) == LEGACY_KEY
 
 
-def test_the_work_of_a_dead_stream_is_waited_for_as_a_whole(
+def test_reuse_waits_for_all_work_of_a_destroyed_stream(
     device: CudaDevice, runtime: Runtime
 ) -> None:
     stream = Stream(runtime, 7)
     key = device.stream_key(stream)
     event = device.record(key)
-    assert runtime.said("record") == [7]
+    assert runtime.calls_of("record") == [7]
     device.wait(key, event)
-    assert runtime.said("wait") == [7]
+    assert runtime.calls_of("wait") == [7]
     del stream
     device._forget_dropped()
     after = device.record(key)
-    assert runtime.said("record") == [7]
-    assert runtime.said("synchronize") == [0]
+    assert runtime.calls_of("record") == [7]
+    assert runtime.calls_of("synchronize") == [0]
     assert device.is_done(after)
-    device.wait(key, event)  # a dead stream cannot wait, so the host does
-    assert runtime.said("synchronize") == [0, event]
+    device.wait(key, event)  # a destroyed stream cannot wait, so the host does
+    assert runtime.calls_of("synchronize") == [0, event]
     assert device.capture_id(key) is None
     device.discard(after)
     device.discard(event)
 
 
-def test_a_stream_lives_until_nobody_else_has_it_and_another_appears(
+def test_a_stream_is_kept_until_unreferenced_and_another_appears(
     device: CudaDevice, runtime: Runtime
 ) -> None:
     """It cannot be destroyed during a driver call of another thread."""
@@ -170,18 +170,18 @@ def test_a_stream_lives_until_nobody_else_has_it_and_another_appears(
     del stream
     for known in (key, inside):
         device.discard(device.record(known))
-    assert runtime.said("record") == [7, 7]
+    assert runtime.calls_of("record") == [7, 7]
     new = device.stream_key(Stream(runtime, 9))
     assert sorted(runtime.ids) == [2, 8, 9, 50]
     for known in (key, inside):
         assert device.is_done(device.record(known))
-    assert runtime.said("record") == [7, 7]
+    assert runtime.calls_of("record") == [7, 7]
     device.record(other)
     device.record(new)
-    assert runtime.said("record") == [7, 7, 8, 9]
+    assert runtime.calls_of("record") == [7, 7, 8, 9]
 
 
-def test_nobody_waits_for_a_dead_stream_during_a_capture(
+def test_no_wait_for_a_destroyed_stream_during_a_capture(
     device: CudaDevice, runtime: Runtime
 ) -> None:
     gone, captured = Stream(runtime, 7), Stream(runtime, 8)
@@ -192,16 +192,16 @@ def test_nobody_waits_for_a_dead_stream_during_a_capture(
     runtime.capturing[8] = 41
     event = device.record(key)
     assert not device.is_done(event)
-    assert not runtime.said("synchronize")
+    assert not runtime.calls_of("synchronize")
     runtime.capturing.clear()
     assert device.is_done(event)
     device.synchronize(event)
     device.wait(device.stream_key(captured), event)
-    assert runtime.said("synchronize") == [0, 0, 0]
+    assert runtime.calls_of("synchronize") == [0, 0, 0]
     device.discard(event)
 
 
-def test_a_capture_that_broke_off_is_its_own_threads_error(
+def test_an_aborted_capture_is_an_error_of_its_own_thread(
     device: CudaDevice, runtime: Runtime
 ) -> None:
     """Other streams treat it as a capture: their calls do not fail."""
@@ -217,7 +217,7 @@ def test_a_capture_that_broke_off_is_its_own_threads_error(
         device.capture_id(key)
 
 
-def test_a_stream_first_met_in_a_capture(device: CudaDevice, runtime: Runtime) -> None:
+def test_a_stream_first_seen_in_a_capture(device: CudaDevice, runtime: Runtime) -> None:
     stream = Stream(runtime, 7)
     runtime.capturing[7] = 41
     key = device.stream_key(stream)
@@ -229,12 +229,12 @@ def test_a_stream_first_met_in_a_capture(device: CudaDevice, runtime: Runtime) -
     assert later != key
     assert device.capture_id(key) is None
     device.record(key)
-    assert runtime.said("record") == [7], "the memory of the capture still knows its stream"
+    assert runtime.calls_of("record") == [7], "the capture's memory is still recorded on its stream"
     runtime.capturing[7] = 42
     assert device.capture_id(later) == 42
 
 
-def test_threads_have_streams_of_their_own(device: CudaDevice, runtime: Runtime) -> None:
+def test_threads_have_their_own_streams(device: CudaDevice, runtime: Runtime) -> None:
     keys: list[Any] = []
 
     def meet() -> None:
@@ -244,10 +244,10 @@ def test_threads_have_streams_of_their_own(device: CudaDevice, runtime: Runtime)
     thread = threading.Thread(target=meet)
     thread.start()
     thread.join()
-    assert runtime.said("record") == [2]
+    assert runtime.calls_of("record") == [2]
     device.record(keys[0])  # not accessible from this thread
-    assert runtime.said("record") == [2]
-    assert runtime.said("synchronize") == [0]
+    assert runtime.calls_of("record") == [2]
+    assert runtime.calls_of("synchronize") == [0]
     assert not device.records_late(keys[0])
     runtime.current = SimpleNamespace(ptr=2)  # type: ignore[attr-defined]
     runtime.capturing[2] = 43
@@ -265,7 +265,7 @@ def test_the_device_is_current_inside_a_block(runtime: Runtime, device: CudaDevi
         assert current == [0]
 
 
-def test_the_device_before_is_current_again_after_an_error(
+def test_the_previous_device_is_restored_after_an_error(
     runtime: Runtime, device: CudaDevice
 ) -> None:
     current = [3]

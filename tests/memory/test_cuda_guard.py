@@ -33,7 +33,7 @@ def starts_its_pages(array: Any) -> bool:
     return bool(array.data.ptr % (2 << 20) == 0)
 
 
-def test_arrays_come_from_pages_of_their_own(guard):
+def test_arrays_have_their_own_pages(guard):
     import cupy
 
     arrays = [cupy.empty(100, np.uint8) for _ in range(20)]
@@ -48,7 +48,7 @@ def test_arrays_come_from_pages_of_their_own(guard):
     assert guard.memory.check() == []
 
 
-def test_a_kernel_that_writes_behind_its_array_is_found(guard):
+def test_a_write_past_the_end_of_an_array_is_found(guard):
     import cupy
 
     stray = cupy.RawKernel(STRAY, "stray")
@@ -62,7 +62,7 @@ def test_a_kernel_that_writes_behind_its_array_is_found(guard):
     assert any(frame.filename == __file__ for frame in damage.allocation.call_site)
 
 
-def test_memory_that_nobody_wrote_is_neither_zero_nor_the_same_again(guard):
+def test_uninitialised_memory_is_neither_zero_nor_repeated(guard):
     import cupy
 
     seen = set()
@@ -120,7 +120,7 @@ def test_other_threads_and_streams(guard):
     assert guard.memory.check() == []
 
 
-def test_a_read_behind_an_array_faults() -> None:
+def test_a_read_past_the_end_of_an_array_faults() -> None:
     """In a separate process, because a fault destroys the context."""
     code = f"""
 import cupy, numpy as np

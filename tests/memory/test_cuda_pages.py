@@ -182,7 +182,7 @@ def test_buffers_of_one_size_keep_their_bits_when_the_device_plans(
 
 
 @BOTH
-def test_the_limit_holds_for_what_the_driver_gives(make_pool: MakePool) -> None:
+def test_the_limit_bounds_the_memory_from_the_driver(make_pool: MakePool) -> None:
     pool = make_pool(max_pool_size=4 * GIB)
     meter = ProviderMeter(pool.provider)
     numbers = random.Random(3)
@@ -206,7 +206,7 @@ def test_the_limit_holds_for_what_the_driver_gives(make_pool: MakePool) -> None:
 
 
 @BOTH
-def test_trim_gives_memory_back_to_the_driver(make_pool: MakePool) -> None:
+def test_trim_returns_memory_to_the_driver(make_pool: MakePool) -> None:
     pool = make_pool()
     meter = ProviderMeter(pool.provider)  # of this process only; others may use the device
     large = [pool.allocate(GIB) for _ in range(6)]
@@ -222,7 +222,7 @@ def test_trim_gives_memory_back_to_the_driver(make_pool: MakePool) -> None:
 
 
 @BOTH
-def test_a_pool_that_nobody_has_gives_everything_back(make_pool: MakePool) -> None:
+def test_an_unreferenced_pool_returns_everything(make_pool: MakePool) -> None:
     pool = make_pool(initial_pool_size=4 * GIB)
     meter = ProviderMeter(pool.provider)
     pool.free(pool.allocate(GIB))
@@ -398,7 +398,7 @@ class Tour:
             self.step(lambda i=i: pool.free(blocks[i]))
         self.step(pool.close)
         kept = {int(page) for page in getattr(self.provider, "_kept", ())}
-        assert self.tally.handles == kept, "pages that the driver holds and nobody knows of"
+        assert self.tally.handles == kept, "pages that the driver holds but no pool records"
         assert not self.tally.ranges
         assert len(kept) <= 1
 

@@ -33,7 +33,7 @@ def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
     keys: list[Any] = []
     handed_over: list[Any] = []
     together = threading.Barrier(4)
-    mistakes: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         try:
@@ -49,14 +49,14 @@ def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
                         handed_over.append(array)
                     del array
         except BaseException as error:
-            mistakes.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not mistakes
+    assert not errors
     assert len(set(keys)) == 4
     assert int(wrong[0]) == 0
     handed_over.clear()
@@ -64,8 +64,8 @@ def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
     check_invariants(pool)
 
 
-def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePool) -> None:
-    """A thread may get the id of a dead one, but not its stream."""
+def test_a_reused_thread_id_is_another_stream(make_pool: MakePool) -> None:
+    """A thread may get the id of one that has ended, but not its stream."""
     pool = make_pool(max_pool_size=8 * MIB)
     box: list[Any] = []
     numbers: list[int] = []
@@ -93,19 +93,19 @@ def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePoo
             fill(array, 7, 0)
             stream.synchronize()
             cupy.cuda.Device().synchronize()
-            assert intact(array, 7), "given away while a dead thread's kernel wrote to it"
+            assert intact(array, 7), "reused while the kernel of an ended thread wrote to it"
             del array
         if numbers[0] == numbers[1]:
             return
-    pytest.fail("no thread got the number of its predecessor: nothing was tested")
+    pytest.fail("no thread id was reused: nothing was tested")
 
 
-def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
+def test_threads_exchange_arrays(make_pool: MakePool) -> None:
     pool = make_pool(max_pool_size=256 * MIB)
     wrong = cupy.zeros(1, np.uint32)
     cupy.cuda.Device().synchronize()
     box: list[tuple[Any, int, Any]] = []
-    mistakes: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         numbers = random.Random(seed)
@@ -134,7 +134,7 @@ def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
                         pool.defragment()
                 stream.synchronize()
         except BaseException as error:
-            mistakes.append(error)
+            errors.append(error)
 
     pool.install()
     try:
@@ -145,7 +145,7 @@ def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
             thread.join()
     finally:
         pool.uninstall()
-    assert not mistakes
+    assert not errors
     for array, value, _ in box:
         assert intact(array, value)
     box.clear()
@@ -153,7 +153,7 @@ def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
     check_invariants(pool)
 
 
-def test_streams_end_while_other_threads_ask_about_them(
+def test_streams_are_destroyed_while_other_threads_query_them(
     make_pool: MakePool, provider: Provider
 ) -> None:
     # Five arrays are live at a time, a few are pending. Each can be in another segment of 48 MiB,

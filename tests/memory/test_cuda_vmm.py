@@ -79,7 +79,7 @@ class Driver:
             self.accessible.discard(page)
 
 
-def test_pages_are_made_mapped_and_handed_back() -> None:
+def test_pages_are_created_mapped_and_returned() -> None:
     driver = Driver()
     pages = VirtualPages(driver, PAGE)
     address = pages.reserve(8 * PAGE)
@@ -122,7 +122,7 @@ def test_creation_is_all_or_nothing() -> None:
     assert len(pages.create_pages(2)) == 2
 
 
-def test_pages_that_the_driver_does_not_take_back_are_used_again() -> None:
+def test_pages_that_cannot_be_released_are_reused() -> None:
     driver = Driver()
     pages = VirtualPages(driver, PAGE)
     made = pages.create_pages(4)
@@ -131,7 +131,7 @@ def test_pages_that_the_driver_does_not_take_back_are_used_again() -> None:
         pages.destroy_pages(made)
     driver.allowed = 1
     pages.destroy_pages(made)
-    assert len(driver.handles) == 3, "the driver holds them, and nobody else"
+    assert len(driver.handles) == 3, "only the driver holds them"
     driver.refused = "create"
     again = pages.create_pages(2)
     assert set(again) <= set(made)
@@ -142,7 +142,7 @@ def test_pages_that_the_driver_does_not_take_back_are_used_again() -> None:
     assert set(rest + again) == driver.handles, "none was lost"
 
 
-def test_large_pages_are_32_mib_where_that_is_several() -> None:
+def test_large_pages_are_32_mib_if_that_is_several_pages() -> None:
     sizes = {2: 16, 4: 8, 8: 4, 16: 1, 32: 1, 64: 1}
     assert {mib: choose_large_pages(mib * MIB) for mib in sizes} == sizes
 

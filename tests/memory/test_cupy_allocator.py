@@ -88,7 +88,7 @@ def test_memory_is_freed_with_its_last_pointer() -> None:
     assert isinstance(ours.value, cupy.cuda.memory.OutOfMemoryError)
 
 
-def test_a_pointer_in_a_cycle_is_freed_too() -> None:
+def test_a_pointer_in_a_reference_cycle_is_freed() -> None:
     pool = pool_of(SimulatedProvider())
     allocate: Any = cupy_allocator._single(pool)
     cycle: list[Any] = [allocate(1000)]
@@ -98,7 +98,7 @@ def test_a_pointer_in_a_cycle_is_freed_too() -> None:
     assert pool.statistics().num_live == 0
 
 
-def test_installed_until_it_is_not(cuda: Cuda) -> None:
+def test_install_and_uninstall(cuda: Cuda) -> None:
     pool, other = pool_of(Gpu()), pool_of(Gpu())
     with pytest.raises(ConfigError, match="only the pool of a GPU"):
         pool_of(HostProvider()).install()
@@ -115,7 +115,7 @@ def test_installed_until_it_is_not(cuda: Cuda) -> None:
     assert pool.owns(kept.ptr)
 
 
-def test_every_device_has_a_pool_of_its_own(cuda: Cuda) -> None:
+def test_every_device_has_its_own_pool(cuda: Cuda) -> None:
     pool = pool_of(Gpu())
     assert pools_of(pool) == {0: pool}
     pool.install()
@@ -136,7 +136,7 @@ def test_every_device_has_a_pool_of_its_own(cuda: Cuda) -> None:
     assert pools_of(pool) == pools, "the same ones again"
 
 
-def test_memory_goes_from_its_last_owner_to_the_next() -> None:
+def test_freed_memory_is_reused_by_the_next_owner() -> None:
     """Without the lock: the block stays live in the pool's records."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
     allocate: Any = cupy_allocator._single(pool)
@@ -158,10 +158,10 @@ def test_memory_goes_from_its_last_owner_to_the_next() -> None:
     check_invariants(pool)
 
 
-def test_threads_take_over_each_block_once() -> None:
+def test_threads_reuse_each_block_once() -> None:
     pool = pool_of(HostProvider(page_bytes=PAGE))
     allocate: Any = cupy_allocator._single(pool)
-    mistakes: list[str] = []
+    errors: list[str] = []
     shared: list[Any] = []
 
     def work(mark: int) -> None:
@@ -176,7 +176,7 @@ def test_threads_take_over_each_block_once() -> None:
                 with contextlib.suppress(IndexError):
                     shared.pop()
             if cell.value != owner:
-                mistakes.append(f"thread {mark}, step {step}: another one wrote here")
+                errors.append(f"thread {mark}, step {step}: overwritten by another thread")
             if numbers.random() < 0.01:
                 pool.statistics()
 
@@ -190,7 +190,7 @@ def test_threads_take_over_each_block_once() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert not mistakes
+    assert not errors
     shared.clear()
     statistics = pool.statistics()
     assert statistics.num_live == 0
@@ -198,13 +198,13 @@ def test_threads_take_over_each_block_once() -> None:
     check_invariants(pool)
 
 
-def test_arrays_that_replace_one_another_need_no_books(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacing_an_array_needs_no_bookkeeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reuses the block of the one before the last, for every size."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
-    by_the_books: list[int] = []
+    through_pool: list[int] = []
 
     def counted(size: int, *others: Any) -> Any:
-        by_the_books.append(size)
+        through_pool.append(size)
         return MemoryPool.allocate(pool, size, *others)
 
     monkeypatch.setattr(pool, "allocate", counted)
@@ -213,10 +213,10 @@ def test_arrays_that_replace_one_another_need_no_books(monkeypatch: pytest.Monke
     held = [allocate(size) for size in sizes]
     for step in range(10):
         if step == 4:
-            by_the_books.clear()
+            through_pool.clear()
         for number, size in enumerate(sizes):
             held[number] = allocate(size)
-    assert not by_the_books
+    assert not through_pool
     check_invariants(pool)
 
 

@@ -38,20 +38,24 @@ class Copier(DeviceCopy):
         self._progress = table()
         self._last = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
 
-    def _launch(self, plan: MovePlan, stream: Any, arrays: tuple[Any, ...]) -> None:
+    def launch_moves(self, plan: MovePlan, base: Any, table: Any, progress: Any, _: Any) -> None:
+        assert base is None
         self.launched.append(len(plan.table) - 1)
-        np.testing.assert_array_equal(self._table.rows[: len(plan.table)], plan.table)
+        np.testing.assert_array_equal(table.rows[: len(plan.table)], plan.table)
         for destination, source, size in plan.moves():
             ctypes.memmove(destination, source, size)
 
 
-def copier() -> Copier:
-    return Copier(
+@pytest.fixture
+def copy(monkeypatch: pytest.MonkeyPatch) -> Copier:
+    copier = Copier(
         SimpleNamespace(
             memcpyAsync=lambda to, at, size, *_: ctypes.memmove(to, at, size),
             memsetAsync=lambda to, value, size, _: ctypes.memset(to, value, size),
         )
     )
+    monkeypatch.setattr(device_copy, "launch_moves", copier.launch_moves)
+    return copier
 
 
 @pytest.mark.parametrize(
@@ -59,12 +63,15 @@ def copier() -> Copier:
     [(90, 1 << 17, [90]), (90, 1, [64, 26]), (250, 1 << 17, [100, 100, 50]), (100, 9, [100])],
 )
 def test_moves_that_are_known_to_be_apart(
-    monkeypatch: pytest.MonkeyPatch, count: int, most_tiles: int, launched: list[int]
+    copy: Copier,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    most_tiles: int,
+    launched: list[int],
 ) -> None:
     """Their table is written in place if one launch does all of them; twice, on one copier."""
     monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
     monkeypatch.setattr(device_copy, "_MOST_TILES", most_tiles)
-    copy = copier()
     for seed in range(2):
         memory = np.random.default_rng(seed).integers(0, 256, 2 * count * SIZE).astype(np.uint8)
         number = np.random.default_rng(seed).permutation(count)
@@ -87,7 +94,7 @@ def test_moves_that_are_known_to_be_apart(
     ],
 )
 def test_moves_arrive(
-    monkeypatch: pytest.MonkeyPatch, count: int, gap: int, launched: list[int]
+    copy: Copier, monkeypatch: pytest.MonkeyPatch, count: int, gap: int, launched: list[int]
 ) -> None:
     """`gap` 0: moves from one half to the other, in any order; else slides over a gap."""
     monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
@@ -102,7 +109,6 @@ def test_moves_arrive(
         source = np.random.default_rng(1).permutation(count) * SIZE
     before, first = memory.copy(), start - memory.ctypes.data
     moves = np.stack([start + destination, start + source, np.full(count, SIZE)], axis=1)
-    copy = copier()
     copy(moves, Stream())
     for to, at in zip(destination + first, source + first, strict=True):
         np.testing.assert_array_equal(memory[to : to + SIZE], before[at : at + SIZE])

@@ -60,7 +60,7 @@ class Scene:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("raw", [False, True])
-def test_buffers_keep_their_bits(seed: int, *, raw: bool) -> None:
+def test_buffers_keep_their_bytes(seed: int, *, raw: bool) -> None:
     scene = Scene(seed, lagging=seed % 2 == 1, raw=raw)
     moved = 0
     for turn in range(6):
@@ -79,7 +79,7 @@ def test_buffers_keep_their_bits(seed: int, *, raw: bool) -> None:
     assert moved > 20 * SIZE
 
 
-def test_as_compact_as_a_plan_of_the_host() -> None:
+def test_as_compact_as_a_host_plan() -> None:
     reports = []
     for plans in (True, False):
         scene = Scene(3)
@@ -115,7 +115,7 @@ def test_every_call_fails(*, lagging: bool, interrupting: bool) -> None:
     assert len(failed) > 4
 
 
-def test_buffers_that_are_in_no_slot_are_planned_by_the_host() -> None:
+def test_buffers_outside_slots_are_planned_by_the_host() -> None:
     scene = Scene(1, raw=False)
     buffers = [scene.pool.allocate(512), *(scene.pool.allocate_buffer(SIZE) for _ in range(80))]
     for buffer in buffers[1::2]:

@@ -15,7 +15,7 @@ from cukit.memory import (
 )
 
 
-def test_each_device_has_its_pool() -> None:
+def test_each_device_has_its_own_pool() -> None:
     pools = DevicePools(MemoryPoolConfig(max_pool_size=8 << 20), lambda _: HostProvider(8 << 20))
     with pytest.raises(PointerError, match="nothing was allocated yet"):
         pools.free(512)

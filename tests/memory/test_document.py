@@ -31,7 +31,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     shown = re.split(r"^example \d+\n", result.stdout, flags=re.MULTILINE)[1:]
     assert len(shown) == len(EXAMPLES) == 5
-    assert all(part.strip() for part in shown), "an example shows something"
+    assert all(part.strip() for part in shown), "an example prints nothing"
     remapped, moved, failure, seen, log = shown
     assert re.search(r"[1-9]\d* pages remapped, 0 moved", remapped)
     assert re.search(r"[1-9]\d* KiB moved", moved)

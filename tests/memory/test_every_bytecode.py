@@ -123,7 +123,7 @@ class Bench:
         self.pool.trim()
         self.address = self.pool.allocate(3 * PAGE)
 
-    def told(self) -> None:
+    def listeners(self) -> None:
         with self.listening():
             self.address = self.pool.allocate(512)
             self.pool.free(self.address)
@@ -132,9 +132,9 @@ class Bench:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         def listener(event: Any) -> None:
-            heard.append(event)
+            received.append(event)
 
-        heard: list[Any] = []
+        received: list[Any] = []
         try:
             self.pool.add_listener(listener)
             yield
@@ -209,7 +209,7 @@ class Bench:
     [
         "hit",
         "miss",
-        pytest.param("told", marks=pytest.mark.slow),
+        pytest.param("listeners", marks=pytest.mark.slow),
         "free",
         pytest.param("frees_of_destructors", marks=pytest.mark.slow),
         pytest.param("arrays_of_cupy", marks=pytest.mark.slow),

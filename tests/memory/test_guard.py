@@ -96,12 +96,12 @@ def test_a_changed_byte_is_reported_with_its_array_and_its_test(
     assert str(damage).startswith(f"{size} byte(s) changed, from {words}: 1,000 bytes at")
     assert "allocated by tests/test_it.py::test_one" in str(damage)
     assert "test_guard.py" in str(damage)
-    assert "in at_end" in str(damage), "who allocated it"
-    assert memory.check() == [], "once is enough"
+    assert "in at_end" in str(damage), "the call site"
+    assert memory.check() == [], "damage is reported once"
     del others
 
 
-def test_damage_on_several_pages_is_one(memory):
+def test_damage_on_several_pages_is_one_report(memory):
     slot = at_end(memory, 3 * PAGE, True)
     assert slot.size == 4 * PAGE
     size = PAGE // 2
@@ -112,7 +112,7 @@ def test_damage_on_several_pages_is_one(memory):
     assert (damage.num_bytes, damage.first, damage.last) == (5, -6 * PAGE, -PAGE + 2)
 
 
-def test_what_belongs_to_an_allocation_may_be_written(memory):
+def test_every_byte_of_an_allocation_may_be_written(memory):
     for size in (1, 15, 1000, PAGE - 1, 3 * PAGE):
         slot = memory.allocate(size)
         poke(slot, 0, size)
@@ -121,7 +121,7 @@ def test_what_belongs_to_an_allocation_may_be_written(memory):
         assert memory.check() == []
 
 
-def test_freed_memory_comes_again_with_other_contents(memory, driver):
+def test_reused_memory_has_other_contents(memory, driver):
     seen = set()
     for _ in range(30):
         slot = memory.allocate(PAGE)
@@ -133,7 +133,7 @@ def test_freed_memory_comes_again_with_other_contents(memory, driver):
     assert len(seen) > 5
 
 
-def test_nothing_is_used_again_before_the_device_was_waited_for(memory, device):
+def test_memory_is_not_reused_before_a_device_synchronisation(memory, device):
     first = memory.allocate(100)
     memory.free(first)
     assert memory.allocate(100) is not first
@@ -142,7 +142,7 @@ def test_nothing_is_used_again_before_the_device_was_waited_for(memory, device):
     assert memory.allocate(100) is first
 
 
-def test_large_allocations_go_back_to_the_driver(memory, driver):
+def test_large_allocations_are_returned_to_the_driver(memory, driver):
     slot = memory.allocate(LARGEST_RECYCLED * PAGE + 1)
     assert slot.size == (LARGEST_RECYCLED + 1) * PAGE
     memory.free(slot)
@@ -168,7 +168,7 @@ def test_a_loop_recycles_without_a_check(memory, driver):
     assert memory.check() == []
 
 
-def test_damage_that_is_found_in_between_is_kept_for_the_check(memory):
+def test_damage_found_during_reuse_is_reported_by_the_check(memory):
     slot = at_end(memory, 100, False)
     damaged = slot.allocation
     poke(slot, 100)
@@ -178,7 +178,7 @@ def test_damage_that_is_found_in_between_is_kept_for_the_check(memory):
     assert [damage.allocation for damage in memory.check()] == [damaged]
 
 
-def test_idle_slots_make_room(memory, driver):
+def test_idle_slots_are_released_when_memory_is_short(memory, driver):
     for _ in range(MOST_PAGES // 8):
         memory.free(memory.allocate(PAGE))
     memory.check()
@@ -202,7 +202,7 @@ def test_trim_keeps_what_is_in_use(memory, driver):
 
 
 @pytest.mark.parametrize("call", ["reserve", "map", "set_access"])
-def test_a_call_that_fails_leaves_nothing(memory, driver, call):
+def test_a_failed_call_leaves_nothing_mapped(memory, driver, call):
     driver.refused = call
     with pytest.raises(RuntimeError, match=call):
         memory.allocate(100)
@@ -211,12 +211,12 @@ def test_a_call_that_fails_leaves_nothing(memory, driver, call):
     memory.allocate(100)
 
 
-def test_memory_of_a_graph_is_its_own_until_it_is_gone(memory, device):
+def test_memory_of_a_graph_is_reserved_until_it_is_destroyed(memory, device):
     device.capturing = CaptureKey(7, 1)
     first = memory.allocate(100)
     memory.free(first)
     again = memory.allocate(1000)
-    assert again is first, "in the same capture it is used again, in the order of the stream"
+    assert again is first, "reused in the same capture, in stream order"
     memory.free(again)
     device.capturing = CaptureKey(7, 2)
     assert memory.allocate(100) is not first
@@ -233,7 +233,7 @@ def test_memory_of_a_graph_is_its_own_until_it_is_gone(memory, device):
     assert first in [memory.allocate(100) for _ in range(50)]
 
 
-def test_what_outlives_its_graph_is_freed_like_the_rest(memory, device):
+def test_allocations_that_outlive_their_graph_are_freed_normally(memory, device):
     device.capturing = CaptureKey(7, 1)
     slot = memory.allocate(100)
     device.capturing, device.gone = None, [7]
@@ -271,7 +271,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("before", [0xFFFFFFFF, 0x80808080, 12345 << 32])
-def test_the_kernel_is_the_reference(emulated, rng, before):
+def test_the_kernel_matches_the_reference(emulated, rng, before):
     """Changes at the boundaries of allocations, vectors, chunks and pages."""
     page_bytes, number = 2 * CHUNK, 6
     kernel = load_kernel(plan_guard_pages(page_bytes, CHUNK))

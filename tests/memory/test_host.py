@@ -14,7 +14,7 @@ def test_it_is_a_provider() -> None:
     assert isinstance(HostProvider(), Provider)
 
 
-def test_a_page_takes_its_bytes_along() -> None:
+def test_a_remapped_page_keeps_its_bytes() -> None:
     provider = HostProvider(8 * PAGE, page_bytes=PAGE)
     base = provider.reserve(8 * PAGE)
     assert base % PAGE == 0
@@ -46,7 +46,7 @@ def test_new_pages_do_not_show_old_bytes() -> None:
 
 
 @pytest.mark.parametrize("can_remap", [True, False])
-def test_it_has_an_end(*, can_remap: bool) -> None:
+def test_creation_beyond_the_total_fails(*, can_remap: bool) -> None:
     provider = HostProvider(4 * PAGE, page_bytes=PAGE, can_remap=can_remap)
     take = provider.create_pages if can_remap else lambda count: provider.reserve(count * PAGE)
     taken = take(3)

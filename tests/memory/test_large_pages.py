@@ -30,7 +30,7 @@ def num_large(pool: MemoryPool) -> int:
     return len(pool._pager.large_mapped)
 
 
-def test_many_pages_come_as_large_ones() -> None:
+def test_many_pages_are_created_as_large_ones() -> None:
     pool, provider = make_pool()
     pool.allocate(MANY * PAGE - 512)
     pool.allocate((MANY - 1) * PAGE)
@@ -39,7 +39,7 @@ def test_many_pages_come_as_large_ones() -> None:
     check_invariants(pool)
 
 
-def test_single_pages_become_large_ones_where_many_are_wanted() -> None:
+def test_single_pages_become_large_ones_for_a_large_request() -> None:
     """The limit is never exceeded, and live blocks keep their bytes."""
     pool, _ = make_pool(limit=4 * MANY)
     blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
@@ -55,7 +55,7 @@ def test_single_pages_become_large_ones_where_many_are_wanted() -> None:
     check_invariants(pool)
 
 
-def test_a_small_block_breaks_one_large_page_up() -> None:
+def test_a_small_block_splits_one_large_page() -> None:
     """Other large pages stay whole, and all pages but the block's can be remapped."""
     pool, _ = make_pool(limit=MANY)
     pool.free(pool.allocate(MANY * PAGE))
@@ -139,7 +139,7 @@ def test_the_limit_leaves_room_for_some_large_pages() -> None:
     check_invariants(pool)
 
 
-def test_a_device_without_the_memory_remaps() -> None:
+def test_single_pages_are_remapped_if_the_device_is_full() -> None:
     pool, provider, _ = scattered(limit=8 * MANY)
     provider.total_bytes = provider.used_bytes
     pool.allocate(2 * MANY * PAGE)
@@ -148,7 +148,7 @@ def test_a_device_without_the_memory_remaps() -> None:
 
 
 @pytest.mark.parametrize("release", ["trim", "defragment"])
-def test_scattered_pages_go_back_at_once(release: str) -> None:
+def test_scattered_pages_are_returned_immediately(release: str) -> None:
     pool, provider, _ = scattered(limit=8 * MANY)
     pool.allocate(2 * MANY * PAGE)
     getattr(pool, release)()
@@ -157,7 +157,7 @@ def test_scattered_pages_go_back_at_once(release: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_failure_while_pages_go_back_loses_nothing(number: int) -> None:
+def test_a_failure_while_pages_are_returned_loses_nothing(number: int) -> None:
     pool, provider, kept = scattered(limit=8 * MANY)
     pool.allocate(2 * MANY * PAGE)
     small = pool.allocate(512)
@@ -174,7 +174,7 @@ def test_a_failure_while_pages_go_back_loses_nothing(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_call_that_fails_on_the_way_loses_nothing(number: int) -> None:
+def test_a_failed_call_loses_nothing(number: int) -> None:
     pool, provider = make_pool(limit=4 * MANY)
     blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
     for index, block in enumerate(blocks):
@@ -192,7 +192,7 @@ def test_a_call_that_fails_on_the_way_loses_nothing(number: int) -> None:
     check_invariants(pool)
 
 
-def test_memory_that_others_take_meanwhile() -> None:
+def test_memory_that_others_allocate_meanwhile() -> None:
     """The device may run out between destroying single pages and creating large ones."""
     pool, provider = make_pool(limit=4 * MANY)
     blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
@@ -249,7 +249,7 @@ def test_creation_of_large_pages_is_all_or_nothing() -> None:
     assert not driver.handles
 
 
-def test_defragment_joins_what_the_return_of_single_pages_leaves() -> None:
+def test_defragment_merges_ranges_left_by_returned_pages() -> None:
     pool, _ = make_pool(limit=8 * MANY)
     blocks = [pool.allocate(MANY * PAGE)]
     singles = [pool.allocate(PAGE) for _ in range(2 * MANY)]

@@ -47,17 +47,17 @@ def test_live_memory_is_reported_by_call_site(pool: MemoryPool) -> None:
     assert str(live_report(pool)) == "nothing is live"
 
 
-def test_only_what_was_allocated_inside_counts(pool: MemoryPool) -> None:
+def test_only_allocations_inside_the_block_count(pool: MemoryPool) -> None:
     before = pool.allocate(1_000)
     with watch_leaks(pool) as leaks:
         pool.free(leaky(pool, 2_000))
         pool.free(before)
         again = leaky(pool, 1_000)
-        assert again == before, "the address is used again, by somebody else"
+        assert again == before, "the address is reused"
     assert leaks().count == 1
     assert leaks().sites[0].call_site[0].name == "leaky"
     after = pool.allocate(50_000)
-    assert leaks().count == 1, "the block is over"
+    assert leaks().count == 1, "the block has ended"
     for address in (again, after):
         pool.free(address)
 
@@ -76,7 +76,7 @@ def test_a_moved_buffer_keeps_its_call_site(pool: MemoryPool) -> None:
     assert not leaks()
 
 
-def test_without_call_sites_it_says_how_to_get_them() -> None:
+def test_without_call_sites_the_report_says_how_to_record_them() -> None:
     pool = MemoryPool(MemoryPoolConfig(), HostProvider())
     address = pool.allocate(1)
     assert "MemoryPoolConfig(call_site_depth=8)" in str(live_report(pool))

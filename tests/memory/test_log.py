@@ -39,7 +39,7 @@ def file_of(folder: Path, *lines: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-def test_a_log_survives_its_file(tmp_path: Path, name: str) -> None:
+def test_a_log_round_trip_through_a_file(tmp_path: Path, name: str) -> None:
     events = make_log("torture", seed=3)
     path = tmp_path / name
     write_log(path, events)
@@ -56,7 +56,7 @@ def test_the_same_events_make_the_same_file(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
-def test_what_rmm_writes_is_read(tmp_path: Path) -> None:
+def test_rmm_logs_are_read(tmp_path: Path) -> None:
     """Older RMM releases put a colon before the microseconds; a null pointer is (nil)."""
     path = file_of(
         tmp_path,
@@ -72,14 +72,14 @@ def test_what_rmm_writes_is_read(tmp_path: Path) -> None:
     assert third.stream == 0x7F31
 
 
-def test_time_goes_on_past_midnight(tmp_path: Path) -> None:
+def test_times_continue_past_midnight(tmp_path: Path) -> None:
     late = LogEvent(1, DAY_US - 5, LogAction.ALLOCATE, 512, 512, 0)
     later = LogEvent(1, DAY_US + 5, LogAction.FREE, 512, 512, 0)
     write_log(tmp_path / "log.csv", [late, later])
     assert read_log(tmp_path / "log.csv") == [late, later]
 
 
-def test_what_real_logs_have(tmp_path: Path) -> None:
+def test_features_of_real_logs(tmp_path: Path) -> None:
     """A byte-order mark, blank lines, rows of zero bytes, frees of earlier allocations."""
     empty = ALLOCATE.replace("0x7f00,512", "(nil),0"), FREE.replace("0x7f00,512", "(nil),0")
     earlier = FREE.replace("0x7f00,512", "0x9000,1024")
@@ -123,14 +123,14 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("complaint", DAMAGED)
-def test_damage_is_named_by_line_and_column(tmp_path: Path, complaint: str) -> None:
+def test_damage_is_reported_by_line_and_column(tmp_path: Path, complaint: str) -> None:
     path = file_of(tmp_path, ALLOCATE, DAMAGED[complaint])
     with pytest.raises(LogError) as error:
         read_log(path)
     assert str(error.value) == f"{path}:{complaint}"
 
 
-def test_what_is_no_log_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_log_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("a,b\n")
     with pytest.raises(LogError, match=r"log\.csv:1: expected the columns Thread,Time,Action"):
@@ -164,7 +164,7 @@ def test_a_pools_events_become_lines(tmp_path: Path) -> None:
     assert [e.time_us for e in found] == sorted(e.time_us for e in found)
 
 
-def test_a_long_log_goes_to_its_file_meanwhile(tmp_path: Path) -> None:
+def test_a_long_log_is_written_during_recording(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     writer = LogWriter(path)
     for _ in range(BUFFERED):
@@ -177,7 +177,7 @@ def test_a_long_log_goes_to_its_file_meanwhile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STANDARD)
-def test_a_mix_is_made_by_its_seed(name: str) -> None:
+def test_a_mix_is_determined_by_its_seed(name: str) -> None:
     if name.startswith("random-100000"):
         name = name.replace("100000", "1000")  # the same code, in less time
     first = make_log(name, seed=1)
@@ -205,7 +205,7 @@ class FakeMemory:
         self._on_death(self.ptr)
 
 
-def test_the_recorder_logs_an_end_before_the_memory_goes_back(tmp_path: Path) -> None:
+def test_a_free_is_logged_before_the_memory_is_returned(tmp_path: Path) -> None:
     cupy = pytest.importorskip("cupy")
     from cukit.memory.recorder import AllocationRecorder
 
@@ -243,7 +243,7 @@ def test_the_recorder_logs_an_end_before_the_memory_goes_back(tmp_path: Path) ->
 
 
 @pytest.mark.gpu
-def test_what_cupy_allocates_is_recorded(tmp_path: Path) -> None:
+def test_cupy_allocations_are_recorded(tmp_path: Path) -> None:
     import cupy
 
     path = tmp_path / "log.csv.gz"

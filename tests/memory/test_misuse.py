@@ -86,7 +86,7 @@ WRONG = [None, 3, -1, 1.5, float("nan"), 1 << 70, True, b"x", [], {}, object(), 
 
 
 @pytest.mark.parametrize("value", WRONG, ids=[type(one).__name__ for one in WRONG])
-def test_no_argument_ends_in_a_raw_error(value: Any, tmp_path: Path) -> None:
+def test_no_argument_raises_a_raw_error(value: Any, tmp_path: Path) -> None:
     """Every public function of the pool and its tools, with each argument in turn replaced."""
     pool = MemoryPool(provider=HostProvider(4 << 20))
     address, buffer = pool.allocate(512), pool.allocate_buffer(64)
@@ -163,7 +163,7 @@ def test_sizes_of_every_integer_type(kind: type[Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [1.5, "8", None, np.float32(8)])
-def test_sizes_that_are_no_whole_numbers(size: Any) -> None:
+def test_sizes_that_are_not_integers(size: Any) -> None:
     pool = MemoryPool(provider=HostProvider(4 << 20))
     with pytest.raises(ConfigError, match="size: expected a whole number of bytes"):
         pool.allocate(size)
@@ -171,13 +171,13 @@ def test_sizes_that_are_no_whole_numbers(size: Any) -> None:
 
 
 @pytest.mark.parametrize("address", [None, "a", 1.5])
-def test_a_free_of_no_address(address: Any) -> None:
+def test_freeing_a_null_address(address: Any) -> None:
     pool = MemoryPool(provider=HostProvider(4 << 20))
     with pytest.raises(PointerError, match="expected the address that allocate returned"):
         pool.free(address)
 
 
-def test_a_failed_allocation_is_an_event_of_its_own() -> None:
+def test_a_failed_allocation_is_an_event() -> None:
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=4 << 20), HostProvider())
     events: list[Any] = []
     pool.add_listener(events.append)
@@ -209,7 +209,7 @@ def test_arrays_keep_their_pins() -> None:
     assert pool.statistics().num_live == 0
 
 
-def test_a_forked_child_writes_into_memory_of_its_own() -> None:
+def test_a_forked_child_writes_to_its_own_memory() -> None:
     pool = MemoryPool(provider=HostProvider(4 << 20))
     array = pool.allocate_buffer(512).array((128,), "float32")
     array[:] = 1

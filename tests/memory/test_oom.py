@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig, OutOfMemoryReport
-from cukit.memory.pool.oom import in_words
+from cukit.memory.pool.oom import num_bytes
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, SimulatedProvider
 
@@ -46,7 +46,7 @@ def test_a_stream_waits_rather_than_the_host() -> None:
     check_invariants(pool)
 
 
-def test_a_small_request_rather_grows() -> None:
+def test_a_small_request_grows_the_pool_instead() -> None:
     """A small request does not make its stream wait for another."""
     pool, provider = tight_pool()
     provider.lagging = True
@@ -93,7 +93,7 @@ def test_automatic_defragmentation_instead_of_growth() -> None:
         check_invariants(pool)
 
 
-def test_small_segments_make_place_for_a_large_one() -> None:
+def test_small_segments_are_released_for_a_large_one() -> None:
     provider = SimulatedProvider(16 * PAGE, can_remap=False)
     pool = MemoryPool(MemoryPoolConfig(block_size=PAGE), provider)
     for address in [pool.allocate(2 * PAGE) for _ in range(8)]:
@@ -113,7 +113,7 @@ def test_garbage_is_collected() -> None:
     check_invariants(pool)
 
 
-def test_the_callback_is_asked_last_and_may_use_the_pool() -> None:
+def test_the_callback_is_called_last_and_may_use_the_pool() -> None:
     held: list[Callable[[], None]] = []
     asked: list[int] = []
 
@@ -135,13 +135,13 @@ def test_the_callback_is_asked_last_and_may_use_the_pool() -> None:
     check_invariants(pool)
 
 
-def test_a_callback_that_only_claims_is_not_believed_forever() -> None:
+def test_a_callback_that_frees_nothing_is_called_a_limited_number_of_times() -> None:
     pool, _ = tight_pool(on_out_of_memory=lambda size: True)
     with pytest.raises(OutOfMemoryError):
         pool.allocate(17 * PAGE)
 
 
-def test_what_a_failing_callback_raises_comes_through() -> None:
+def test_exceptions_of_a_callback_propagate() -> None:
     def fail(size: int) -> bool:
         raise ZeroDivisionError
 
@@ -159,7 +159,7 @@ def hold_memory(pool: MemoryPool) -> list[int]:
     return addresses
 
 
-def test_the_error_says_why() -> None:
+def test_the_error_explains_the_cause() -> None:
     pool, _ = tight_pool(call_site_depth=1)
     addresses = hold_memory(pool)
     for address in addresses[::2]:
@@ -223,8 +223,8 @@ def test_the_advice_fits() -> None:
         pool.allocate(2 * PAGE)
 
 
-def test_sizes_in_words() -> None:
-    assert [in_words(size) for size in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
+def test_formatted_sizes() -> None:
+    assert [num_bytes(size) for size in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
         "0 B",
         "1023 B",
         "1.50 KiB",

@@ -121,7 +121,7 @@ def test_addresses_of_packed_buffers() -> None:
     check_contents(buffers)
 
 
-def test_a_closed_buffer_leaves_its_run() -> None:
+def test_a_closed_buffer_is_removed_from_its_run() -> None:
     pool, buffers = packed()
     address = address_of(pool, buffers[20])
     buffers[20].close()
@@ -131,7 +131,7 @@ def test_a_closed_buffer_leaves_its_run() -> None:
     check_contents(buffers)
 
 
-def test_listeners_hear_of_packed_buffers_that_move_again() -> None:
+def test_listeners_are_notified_of_packed_buffers_that_move_again() -> None:
     pool, buffers = packed(40)
     events: list[Event] = []
     pool.add_listener(events.append)
@@ -149,7 +149,7 @@ def test_listeners_hear_of_packed_buffers_that_move_again() -> None:
     assert allocations == sorted(allocations)
 
 
-def test_buffers_are_packed_beside_raw_blocks() -> None:
+def test_buffers_are_packed_next_to_raw_blocks() -> None:
     pool = MemoryPool(provider=HostProvider(64 * PAGE, page_bytes=PAGE))
     mixed = [
         pool.allocate(8 * KIB) if n % 5 == 0 else pool.allocate_buffer(8 * KIB) for n in range(60)

@@ -57,7 +57,7 @@ def crowded(num_blocks: int, seed: int = 2) -> list[Range]:
     return ranges
 
 
-def test_free_memory_is_of_two_kinds() -> None:
+def test_two_kinds_of_free_memory() -> None:
     """Wholly free pages (at 2, 4 and 12 MiB), and free parts of pages in use."""
     assert [(address - 4 * PAGE, size, kind) for address, size, kind in kinds_of(HALF_FREE)] == [
         (0, MIB, "live"),
@@ -124,7 +124,7 @@ def test_the_map_is_to_scale() -> None:
     assert not rectangles(svg, "part")
 
 
-def test_many_small_blocks_are_drawn_as_their_shares() -> None:
+def test_many_small_blocks_are_drawn_as_shares() -> None:
     blocks = [(512, "live" if number % 4 else "free") for number in range(40_000)]
     svg = map_svg([range_of(0, *blocks)], rows=1)
     assert len(svg) < 60_000
@@ -133,7 +133,7 @@ def test_many_small_blocks_are_drawn_as_their_shares() -> None:
 
 
 @pytest.mark.parametrize("svg", [map_svg(crowded(3000)), timeline_svg([]), map_svg([])])
-def test_a_picture_stands_alone(svg: str) -> None:
+def test_a_picture_is_self_contained(svg: str) -> None:
     root = ElementTree.fromstring(svg)
     assert root.attrib["role"] == "img"
     assert root.attrib["aria-label"]
@@ -148,7 +148,7 @@ def test_text_is_escaped() -> None:
     assert "A &lt;b&gt;" in map_svg([HALF_FREE], title="A <b>")
 
 
-def test_the_terminal_shows_the_same() -> None:
+def test_the_terminal_shows_the_same_content() -> None:
     text = map_text([range_of(0, (3 * PAGE, "live"), (PAGE, "free"))], width=40, rows=1).plain
     first, row, legend = text.splitlines()
     assert first.startswith("6 MiB live · 2 MiB free, 2 MiB of it whole pages")
@@ -164,10 +164,10 @@ def pool(request: pytest.FixtureRequest) -> MemoryPool:
     return MemoryPool(MemoryPoolConfig(), HostProvider(can_remap=request.param))
 
 
-def test_the_timeline_says_what_the_pool_said(pool: MemoryPool) -> None:
+def test_the_timeline_matches_the_events_of_the_pool(pool: MemoryPool) -> None:
     """The timeline, computed backwards from the end, matches statistics taken along the way."""
     rng = random.Random(9)
-    said: dict[int, tuple[int, int]] = {}
+    expected: dict[int, tuple[int, int]] = {}
     live: list[int] = []
     with History(pool) as history:
         for _ in range(300):
@@ -176,17 +176,17 @@ def test_the_timeline_says_what_the_pool_said(pool: MemoryPool) -> None:
             else:
                 live.append(pool.allocate(rng.choice((5_000, MIB, 5 * MIB))))
             now = pool.statistics()
-            said[len(history.events)] = now.live_bytes, now.largest_free_bytes
+            expected[len(history.events)] = now.live_bytes, now.largest_free_bytes
         samples = history.timeline()
     assert len(samples) == len(history.events)
-    for number, (live_bytes, largest) in said.items():
+    for number, (live_bytes, largest) in expected.items():
         assert samples[number - 1].live == live_bytes
         assert samples[number - 1].largest_free == largest
     for address in live:
         pool.free(address)
 
 
-def test_a_history_forgets_the_oldest(pool: MemoryPool) -> None:
+def test_a_history_drops_the_oldest_events(pool: MemoryPool) -> None:
     with History(pool, max_events=10) as history:
         for _ in range(20):
             pool.free(pool.allocate(700))
@@ -197,7 +197,7 @@ def test_a_history_forgets_the_oldest(pool: MemoryPool) -> None:
     assert len(history.events) == 10, "events after the end are not recorded"
 
 
-def test_events_of_another_pool_end_the_line() -> None:
+def test_events_of_another_pool_end_the_curve() -> None:
     events = [Event(float(n), "alloc", 512 * n, 512, None, 1, ()) for n in range(3)]
     assert len(timeline(events, [range_of(0, (2048, "free"))])) == 1
 
@@ -232,5 +232,5 @@ def test_pieces_of_free_memory_are_merged_and_cut() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (5 * MIB, "5 MiB"), (1 << 34, "16 GiB")]
 )
-def test_sizes_in_words(value: int, text: str) -> None:
+def test_formatted_sizes(value: int, text: str) -> None:
     assert num_bytes(value) == text

@@ -21,7 +21,7 @@ def scattered(provider: PricedProvider, limit: int = 2 * GIB) -> MemoryPool:
 
 
 @pytest.mark.parametrize("page_bytes", [2 * MIB, 16 * MIB])
-def test_a_remap_unmaps_maps_and_opens_each_page_once(page_bytes: int) -> None:
+def test_a_remap_unmaps_maps_and_enables_each_page_once(page_bytes: int) -> None:
     """Without large pages: 26 ms in pages of 2 MiB at these prices, 3 ms in pages of 16 MiB."""
     provider = PricedProvider(page_bytes=page_bytes, large_pages=1)
     pool = scattered(provider)
@@ -33,7 +33,7 @@ def test_a_remap_unmaps_maps_and_opens_each_page_once(page_bytes: int) -> None:
     assert provider.spent_us - paid == pytest.approx(pages * each)
 
 
-def test_a_remap_of_many_pages_makes_large_ones_of_them() -> None:
+def test_a_remap_of_many_pages_creates_large_ones() -> None:
     """17 ms, most of it for unmapping and destroying 512 pages of 2 MiB."""
     provider = PricedProvider()
     pool = scattered(provider)
@@ -61,7 +61,7 @@ def test_below_the_limit_a_request_waits_for_large_pages_only() -> None:
     assert pool.statistics().peak_reserved_bytes == 3 * GIB
 
 
-def test_what_is_in_large_pages_is_remapped_in_two_milliseconds() -> None:
+def test_large_pages_are_remapped_in_two_milliseconds() -> None:
     """1 GiB is free, in blocks of 128 MiB between live ones."""
     provider = PricedProvider()
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * GIB), provider)

@@ -34,29 +34,29 @@ def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
     """They neither block nor get lost, and the pool stays consistent."""
     provider = InterruptedProvider(can_remap=can_remap)
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=256 * PAGE), provider)
-    victims: list[int | DeviceBuffer] = []
+    to_free: list[int | DeviceBuffer] = []
     interrupted = 0
 
     def interrupt() -> None:
         nonlocal interrupted
-        if not victims:
+        if not to_free:
             return
-        victim = victims.pop()
+        each = to_free.pop()
         interrupted += 1
-        if isinstance(victim, DeviceBuffer):
-            del victim
+        if isinstance(each, DeviceBuffer):
+            del each
             gc.collect(0)
         elif how == "free":
-            pool.free(victim)
+            pool.free(each)
         else:
-            pool.free_from_finalizer(victim)
+            pool.free_from_finalizer(each)
 
     live: list[int] = []
     for _ in range(40):
         if how == "buffer":
-            victims.extend(pool.allocate_buffer(3 * PAGE) for _ in range(3))
+            to_free.extend(pool.allocate_buffer(3 * PAGE) for _ in range(3))
         else:
-            victims.extend(pool.allocate(3 * PAGE) for _ in range(3))
+            to_free.extend(pool.allocate(3 * PAGE) for _ in range(3))
         provider.interrupt = interrupt
         live.append(pool.allocate(random.Random(len(live)).randrange(1, 5 * PAGE)))
         pool.defragment()
@@ -64,7 +64,7 @@ def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
         provider.interrupt = lambda: None
         pool.statistics()  # does the deferred frees
         check_invariants(pool)
-        assert pool.statistics().num_live == len(live) + len(victims)
+        assert pool.statistics().num_live == len(live) + len(to_free)
     assert interrupted > 40
 
 
@@ -107,7 +107,7 @@ def test_collections_at_every_moment() -> None:
 def test_threads() -> None:
     """Each writes to its allocations; another thread frees half of them."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=128 << 20), HostProvider(128 << 20))
-    mistakes: list[BaseException] = []
+    errors: list[BaseException] = []
     handed_over: list[tuple[int, int, int]] = []
 
     def work(seed: int) -> None:
@@ -143,14 +143,14 @@ def test_threads() -> None:
                 assert holds(address, size, pattern)
                 pool.free(address)
         except BaseException as error:
-            mistakes.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not mistakes
+    assert not errors
     for address, size, pattern in handed_over:
         assert holds(address, size, pattern)
         pool.free(address)
@@ -158,9 +158,9 @@ def test_threads() -> None:
     pool.close()
 
 
-def test_threads_move_buffers_under_one_another() -> None:
+def test_threads_move_the_buffers_of_other_threads() -> None:
     pool = MemoryPool(MemoryPoolConfig(), HostProvider(256 << 20, page_bytes=64 * KIB))
-    mistakes: list[BaseException] = []
+    errors: list[BaseException] = []
     stop = threading.Event()
 
     def use(seed: int) -> None:
@@ -178,7 +178,7 @@ def test_threads_move_buffers_under_one_another() -> None:
                 if len(buffers) > 30:
                     buffers.pop(numbers.randrange(len(buffers)))
         except BaseException as error:
-            mistakes.append(error)
+            errors.append(error)
 
     def defragment() -> None:
         while not stop.is_set():
@@ -192,7 +192,7 @@ def test_threads_move_buffers_under_one_another() -> None:
         thread.join()
     stop.set()
     mover.join()
-    assert not mistakes
+    assert not errors
     gc.collect()
     assert pool.statistics().num_live == 0
     assert pool.statistics().bytes_moved > 0
@@ -200,7 +200,7 @@ def test_threads_move_buffers_under_one_another() -> None:
 
 
 @pytest.mark.parametrize("can_remap", [True, False])
-def test_a_pool_that_nobody_has_gives_everything_back(*, can_remap: bool) -> None:
+def test_an_unreferenced_pool_returns_everything(*, can_remap: bool) -> None:
     provider = SimulatedProvider(can_remap=can_remap)
     pool = MemoryPool(MemoryPoolConfig(growth_factor=2.0), provider)
     buffers = [pool.allocate_buffer(size * PAGE) for size in (1, 2, 3)]
@@ -216,7 +216,7 @@ def test_a_pool_that_nobody_has_gives_everything_back(*, can_remap: bool) -> Non
     assert not provider.segments
 
 
-def test_destructors_free_with_the_next_call() -> None:
+def test_frees_by_destructors_take_effect_at_the_next_call() -> None:
     """No call of the pool treats memory as live after a finalizer has freed it."""
     provider = SimulatedProvider()
     pool = MemoryPool(MemoryPoolConfig(), provider)
@@ -238,7 +238,7 @@ def test_destructors_free_with_the_next_call() -> None:
     check_invariants(pool)
 
 
-def test_what_destructors_freed_does_not_keep_the_memory() -> None:
+def test_memory_freed_by_destructors_is_not_kept() -> None:
     provider = SimulatedProvider()
     pool = MemoryPool(MemoryPoolConfig(), provider)
     pool.free_from_finalizer(pool.allocate(PAGE))
@@ -267,7 +267,7 @@ def test_raw_memory_outlives_its_pool() -> None:
     assert provider.accessible(address, PAGE)
 
 
-def test_a_forked_child_is_told() -> None:
+def test_use_in_a_forked_child_is_an_error() -> None:
     pool = MemoryPool(MemoryPoolConfig(), HostProvider(64 << 20))
     address = pool.allocate(512)
     buffer = pool.allocate_buffer(512)

@@ -87,7 +87,7 @@ def test_a_log_becomes_a_script() -> None:
     assert script.tight_limit == 525 + 2 * PAGE
 
 
-def test_what_is_counted() -> None:
+def test_counted_operations() -> None:
     pool = BumpPool()
     result = replay(script_of(REUSE), pool, name="bump", limit=None)
     assert result.completed
@@ -109,7 +109,7 @@ def test_a_log_ends_at_its_first_failure() -> None:
     assert not pool.live
 
 
-def test_a_limit_that_is_passed_is_a_failure() -> None:
+def test_an_exceeded_limit_is_a_failure() -> None:
     result = replay(script_of(REUSE), BumpPool(550, soft=True), name="bump", limit=550)
     assert not result.completed
     assert result.failure == "held 600 bytes, 50 above the limit"
@@ -121,7 +121,7 @@ def test_latency() -> None:
     assert Latency.of([]).samples == 0
 
 
-def test_the_meter_counts_what_the_pool_takes() -> None:
+def test_the_meter_counts_the_memory_of_the_pool() -> None:
     class Pages:
         page_bytes, large_pages, can_remap = PAGE, 4, True
 
@@ -188,7 +188,7 @@ def test_our_pool_completes_the_recorded_training_run() -> None:
     assert result.completed, result.failure
 
 
-def test_a_pool_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_pool_runs_in_its_own_process(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     write_log(path, make_log("random-200-4"))
     free, tight = replay_apart("cukit", [Request(str(path)), Request("random-200-4", "tight")])
@@ -225,7 +225,7 @@ def test_limits(text: str, expected: int | str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-3", "0", "5 pounds"])
-def test_limits_that_mean_nothing(text: str) -> None:
+def test_meaningless_limits(text: str) -> None:
     with pytest.raises(ConfigError, match="--limit"):
         limit_of(text)
 
@@ -246,7 +246,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert facts["results"][0]["completed"]
 
 
-def test_the_command_says_what_did_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_what_did_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", "torture", "--pools", "cukit", "--limit", "2MiB", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["results"][0]["failure"].startswith("step 0: ")
@@ -260,12 +260,14 @@ def test_the_command_says_what_did_not_fit(capsys: pytest.CaptureFixture[str]) -
         (["replay", "torture", "--limit", "much"], "--limit: expected bytes"),
     ],
 )
-def test_mistakes(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(arguments) == 2
     assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mix", ["random-999999999999-4", "random-10-" + "9" * 5000, "randm-1-1"])
-def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
+def test_an_impossible_mix_is_rejected(mix: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a mix: expected random-N-M"):
         Request(mix).script()

@@ -62,12 +62,9 @@ class Device:
         )
 
     def load_kernel(self, spec: Any) -> Any:
-        run = self.plan if spec.entry == "plan_slots" else self.copy
-        return SimpleNamespace(
-            check=lambda args: None, function=run, block=(1,), shared_bytes=spec.shared_bytes
-        )
+        return self.plan if spec.entry == "plan_slots" else self.copy
 
-    def plan(self, blocks: Any, block: Any, args: Any, shared: int, stream: Any) -> None:
+    def plan(self, blocks: Any, args: Any, *, stream: Any) -> None:
         self.calls.append("plan")
         assert blocks == (1,)
         request_at, rows_at, walls_at, _, _, result_at, targets_at = args
@@ -86,7 +83,7 @@ class Device:
             targets[: self._moves, 0] = there[plan.moved]
             targets[: self._moves, 1] = (plan.target[plan.moved] - begin) >> slot_shift
 
-    def copy(self, blocks: Any, block: Any, args: Any, shared: int, stream: Any) -> None:
+    def copy(self, blocks: Any, args: Any, *, stream: Any) -> None:
         self.calls.append("copy")
         self.copies.append((blocks[0], self._moves))
 
@@ -113,7 +110,7 @@ def request(seed: int, walls: int) -> tuple[Grid, array[int], array[int]]:
     return grid, array("q", rows.tolist()), array("q", np.stack([wall_at, sizes], 1).ravel())
 
 
-def test_without_memory_for_its_table_the_host_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_plans_without_memory_for_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     class DriverError(RuntimeError):
         def __init__(self, status: int) -> None:
             self.status = status
@@ -134,7 +131,7 @@ def test_without_memory_for_its_table_the_host_plans(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("walls", [0, 3])
-def test_uploads_launches_and_reads(device: Device, walls: int) -> None:
+def test_uploads_launches_and_readbacks(device: Device, walls: int) -> None:
     mover = SlotMover(device.cupy)
     for seed in range(3):
         grid, rows, wall_words = request(seed, walls)
@@ -152,7 +149,7 @@ def test_uploads_launches_and_reads(device: Device, walls: int) -> None:
         np.testing.assert_array_equal(BEGIN + moves[1] * SIZE, plan.target[plan.moved])
         blocks, moved = device.copies[-1]
         assert blocks * TILE_BYTES >= moved * SIZE
-    assert len(mover._idle) == 1, "the memory is used again"
+    assert len(mover._idle) == 1, "the memory is reused"
 
 
 def test_a_second_compaction_before_the_first_is_read(device: Device) -> None:
@@ -187,7 +184,9 @@ def test_nothing_gained(device: Device) -> None:
         ({"page_shift": 0, "num_slots": 1 << 14}, 1, 0),
     ],
 )
-def test_what_the_host_plans(device: Device, change: dict[str, int], rows: int, walls: int) -> None:
+def test_cases_planned_by_the_host(
+    device: Device, change: dict[str, int], rows: int, walls: int
+) -> None:
     grid = request(0, 0)[0]._replace(**change)
     mover = SlotMover(device.cupy)
     assert mover(grid, array("q", [BEGIN] * rows), array("q", [BEGIN, SIZE] * walls), None) is None

@@ -83,7 +83,7 @@ def test_as_good_as_the_general_plan(
     assert plan.target.max() + length <= end
     before, after = pages_in_use(movable, length), pages_in_use(plan.target, length)
     assert len(after - pages_in_use(wall, length)) <= len(before) - LEAST_GAIN
-    if not whole:  # the general planner also uses holes that are no slots
+    if not whole:  # the general planner also uses holes that are not slots
         return
     assert plan.bytes_moved == general.bytes_moved
     assert len(after | pages_in_use(wall, length)) == len(
@@ -98,10 +98,10 @@ def test_as_good_as_the_general_plan(
         (3 * PAGE // 8, 3, PAGE),
         (2 * PAGE, 3, PAGE),  # more than a page
         (512, 3, PAGE),  # nearly empty
-        (4096, 6, 12288),  # a page that is no power of two
+        (4096, 6, 12288),  # a page size that is not a power of two
     ],
 )
-def test_what_has_no_grid(length: int, count: int, page_bytes: int) -> None:
+def test_layouts_without_a_grid(length: int, count: int, page_bytes: int) -> None:
     assert make_grid(BEGIN, BEGIN + 6 * page_bytes, length, count, page_bytes) is None
 
 
@@ -112,7 +112,7 @@ def test_what_has_no_grid(length: int, count: int, page_bytes: int) -> None:
         [0, PAGE],  # one page becomes free
     ],
 )
-def test_what_is_left_to_the_general_planner(address: list[int]) -> None:
+def test_cases_left_to_the_general_planner(address: list[int]) -> None:
     at = BEGIN + columns(*address)
     grid = make_grid(BEGIN, BEGIN + 6 * PAGE, PAGE // 2, len(at), PAGE)
     assert grid is not None
@@ -185,7 +185,7 @@ def make_rows(
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("per_page", [1, 4, 16, 64, 256])
 @pytest.mark.parametrize("walls", [0, 5])
-def test_the_kernel_is_the_reference(device, rng, per_page, walls):
+def test_the_kernel_matches_the_reference(device, rng, per_page, walls):
     moved = 0
     for occupied in (0.1, 0.5, 0.9):
         num_slots = max(5 * per_page, 200 // per_page * per_page)
@@ -206,7 +206,7 @@ def test_more_rows_and_slots_than_threads(device, rng):
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
-def test_the_kernel_refuses_what_the_reference_refuses(device, rng):
+def test_the_kernel_rejects_what_the_reference_rejects(device, rng):
     grid, rows, walls = make_rows(rng, 160, 16, 0.5, 0)
     rows[rows.nonzero()[0][3]] += 512
     assert check_kernel(device, grid, rows, walls, fits=False) == -1

@@ -80,7 +80,7 @@ def test_segments_are_tiled_by_their_blocks(pool: MemoryPool) -> None:
         pool.free(address)
 
 
-def test_a_live_block_says_who_allocated_it(pool: MemoryPool) -> None:
+def test_a_live_block_has_its_call_site(pool: MemoryPool) -> None:
     address = pool.allocate(1000)
     (block,) = [
         block
@@ -90,7 +90,7 @@ def test_a_live_block_says_who_allocated_it(pool: MemoryPool) -> None:
     ]
     assert block["requested_size"] == 1000
     assert block["size"] == 1024
-    assert block["frames"][0]["name"] == "test_a_live_block_says_who_allocated_it"
+    assert block["frames"][0]["name"] == "test_a_live_block_has_its_call_site"
     assert block["frames"][0]["filename"] == __file__
     pool.free(address)
 
@@ -183,7 +183,7 @@ def block(address: int, size: int, state: Any, stream: Any = None) -> Block:
     return Block(address, size, size, state, stream, False, ())
 
 
-def test_holes_split_segments_and_pending_blocks_are_named() -> None:
+def test_holes_split_segments_and_pending_blocks_are_marked() -> None:
     blocks = (
         block(0, PAGE, "live", "a"),
         block(PAGE, PAGE, "unmapped"),
@@ -200,7 +200,7 @@ def test_holes_split_segments_and_pending_blocks_are_named() -> None:
     assert content["device_traces"] == [[], []]
 
 
-def test_reserving_addresses_is_no_memory() -> None:
+def test_reserved_addresses_are_not_memory() -> None:
     site = (Frame("a.py", 3, "f"),)
     events = [
         Event(0.0, "segment_alloc", 0, 8 * PAGE, None, 1, ()),

@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
     def verify(self, stream: int, address: int, size: int, pattern: int) -> None:
         def kernel() -> None:
             assert self.provider.accessible(address, max(size, 1))
-            assert holds(address, size, pattern), "somebody else wrote here"
+            assert holds(address, size, pattern), "overwritten"
 
         self.provider.launch(stream, kernel)
 

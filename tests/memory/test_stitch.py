@@ -49,7 +49,7 @@ def test_a_hole_from_two_pages() -> None:
     check_invariants(pool)
 
 
-def test_the_second_mapping_is_undone_for_those_who_need_the_page() -> None:
+def test_the_second_mapping_is_undone_when_the_page_is_needed() -> None:
     pool, provider, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])
@@ -74,7 +74,7 @@ def test_an_abandoned_pool_destroys_each_page_once() -> None:
     assert not provider.page_at
 
 
-def test_a_driver_that_refuses_leaves_everything_as_it_was() -> None:
+def test_a_failed_driver_call_changes_nothing() -> None:
     pool, provider, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])
@@ -100,7 +100,7 @@ def _next_calls(provider: SimulatedProvider, number: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_writes_on_somebody_elses_bytes(seed: int) -> None:
+def test_no_byte_is_used_by_two_allocations(seed: int) -> None:
     """Two lagging streams, movable buffers, and a limit that is nearly reached."""
     numbers = random.Random(seed)
     provider = SimulatedProvider(64 * PAGE)
@@ -133,7 +133,7 @@ def test_nobody_writes_on_somebody_elses_bytes(seed: int) -> None:
 
 
 def _check(address: int, size: int, pattern: int) -> None:
-    assert holds(address, size, pattern), "somebody else wrote here"
+    assert holds(address, size, pattern), "overwritten"
 
 
 def _launch(provider: SimulatedProvider, stream: int, work: object) -> None:

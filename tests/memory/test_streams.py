@@ -22,7 +22,7 @@ def pool(provider: SimulatedProvider) -> MemoryPool:
     return MemoryPool(MemoryPoolConfig(block_size=PAGE), provider)
 
 
-def test_an_epoch_is_done_when_its_event_is(provider: SimulatedProvider) -> None:
+def test_an_epoch_is_complete_when_its_event_is(provider: SimulatedProvider) -> None:
     streams = Streams(provider)
     state = streams.get(1)
     first = state.epoch
@@ -39,7 +39,7 @@ def test_an_epoch_is_done_when_its_event_is(provider: SimulatedProvider) -> None
     assert not provider.events
 
 
-def test_many_marks_are_thinned_out_and_none_is_taken_for_an_earlier_one(
+def test_old_marks_are_dropped_and_none_is_mistaken_for_an_earlier_one(
     provider: SimulatedProvider,
 ) -> None:
     streams = Streams(provider)
@@ -52,11 +52,11 @@ def test_many_marks_are_thinned_out_and_none_is_taken_for_an_earlier_one(
         provider.run_one(1)
         streams.poll(state)
         reached = 10 * MOST_MARKS - len(provider.queues[1])
-        assert state.done <= reached, "held to be done before its event was reached"
+        assert state.done <= reached, "considered complete before its event"
     assert state.done == 10 * MOST_MARKS
 
 
-def test_a_stream_waits_for_what_is_not_marked_yet(provider: SimulatedProvider) -> None:
+def test_a_stream_waits_for_unmarked_work(provider: SimulatedProvider) -> None:
     streams = Streams(provider)
     state = streams.get(1)
     streams.mark(state)
@@ -108,7 +108,7 @@ def test_one_stream_needs_no_events(pool: MemoryPool, provider: SimulatedProvide
     assert "record" not in provider.calls
 
 
-def test_a_stream_that_cannot_be_asked_later_is_marked_at_every_free(
+def test_a_stream_that_cannot_be_queried_later_is_marked_at_every_free(
     pool: MemoryPool, provider: SimulatedProvider
 ) -> None:
     provider.early_recorders.add(7)
@@ -178,7 +178,7 @@ def test_a_graph_keeps_its_memory(pool: MemoryPool, provider: SimulatedProvider)
     check_invariants(pool)
 
 
-def test_buffers_that_a_graph_saw_stay_put(pool: MemoryPool, provider: SimulatedProvider) -> None:
+def test_buffers_used_by_a_graph_do_not_move(pool: MemoryPool, provider: SimulatedProvider) -> None:
     provider.lagging = False
     buffers = [pool.allocate_buffer(PAGE // 4) for _ in range(8)]
     provider.captures[0] = 1
@@ -194,7 +194,7 @@ def test_buffers_that_a_graph_saw_stay_put(pool: MemoryPool, provider: Simulated
     check_invariants(pool)
 
 
-def test_nobody_waits_during_a_capture(pool: MemoryPool, provider: SimulatedProvider) -> None:
+def test_no_wait_during_a_capture(pool: MemoryPool, provider: SimulatedProvider) -> None:
     """The provider fails the test if the pool records, waits or synchronises meanwhile."""
     blocks = [pool.allocate(2 * PAGE, stream) for stream in (1, 2, 3)]
     for block in blocks:

@@ -23,7 +23,7 @@ def hits(pool: MemoryPool) -> int:
     return pool.statistics().num_hits
 
 
-def test_a_size_that_misses_does_not_make_others_miss(pool: MemoryPool) -> None:
+def test_a_miss_of_one_size_does_not_affect_others(pool: MemoryPool) -> None:
     sizes = [KIB * number for number in range(1, 40)]
     for address in [pool.allocate(size) for size in sizes]:
         pool.free(address)

@@ -25,7 +25,7 @@ def full_pool() -> tuple[MemoryPool, list[int]]:
     return pool, blocks
 
 
-def test_a_block_goes_where_it_takes_fewer_pages() -> None:
+def test_a_block_is_placed_where_it_needs_fewer_pages() -> None:
     """At the end of the last page it takes one page; in the hole it would take two."""
     pool, _ = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) % PAGE == 3 * PAGE // 4
@@ -35,7 +35,7 @@ def test_a_block_goes_where_it_takes_fewer_pages() -> None:
     assert pool.statistics().reserved_bytes == 10 * PAGE
 
 
-def test_a_pool_that_is_not_nearly_full_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver_calls_unless_the_pool_is_nearly_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best fit is taken instead; the same requests then fail below the same limit."""
     monkeypatch.setattr(pager_module, "NEARLY_FULL", 2.0)
     pool, blocks = full_pool()
@@ -45,7 +45,7 @@ def test_a_pool_that_is_not_nearly_full_calls_no_driver(monkeypatch: pytest.Monk
         pool.allocate(PAGE)
 
 
-def test_of_two_holes_the_one_that_costs_less_pages() -> None:
+def test_the_hole_that_costs_fewer_pages_is_chosen() -> None:
     """The larger hole begins with half a page that no other block can use."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)

@@ -60,10 +60,10 @@ def test_ctrl_c_in_every_driver_call(how: str, *, can_remap: bool, lagging: bool
         tour.provider.fail_with = KeyboardInterrupt
         tour.provider.fail_in = number
         tour.run()
-        assert tour.failures == 1, f"call {number} was interrupted and nobody heard"
+        assert tour.failures == 1, f"call {number} was interrupted without an exception"
 
 
-def test_a_slide_is_finished_first() -> None:
+def test_a_slide_is_completed_before_the_interrupt() -> None:
     pool, provider, buffers = slid_pool()
     provider.interrupting, provider.fail_in = True, 2
     with pytest.raises(KeyboardInterrupt):
@@ -73,7 +73,7 @@ def test_a_slide_is_finished_first() -> None:
     assert pool.statistics().bytes_moved > 0
 
 
-def test_an_interrupted_allocation_leaves_nothing_behind() -> None:
+def test_an_interrupted_allocation_leaks_nothing() -> None:
     provider = SimulatedProvider()
     pool = MemoryPool(MemoryPoolConfig(), provider)
     provider.interrupting, provider.fail_in = True, 0
@@ -87,25 +87,25 @@ def test_an_interrupted_allocation_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("action", ["alloc", "free"])
-def test_a_listener_is_finished_first(action: str) -> None:
-    """Every listener hears the event; then the allocation is undone, or the free is done."""
+def test_a_listener_is_completed_before_the_interrupt(action: str) -> None:
+    """Every listener receives the event; then the allocation is undone, or the free is done."""
     pool = MemoryPool(MemoryPoolConfig(), SimulatedProvider())
-    heard: list[str] = []
+    received: list[str] = []
 
     def interrupt(event: Event) -> None:
-        if event.action == action and action not in heard:
+        if event.action == action and action not in received:
             signal.raise_signal(signal.SIGINT)
 
     pool.add_listener(interrupt)
-    pool.add_listener(lambda event: heard.append(event.action))
+    pool.add_listener(lambda event: received.append(event.action))
     with pytest.raises(KeyboardInterrupt):
         pool.free(pool.allocate(512))
-    assert heard[-3:] == ["alloc", "free", "free_completed"]
+    assert received[-3:] == ["alloc", "free", "free_completed"]
     assert pool.statistics().num_live == 0
     check_invariants(pool)
 
 
-def test_a_thread_that_waits_for_the_pool_is_not_left_waiting() -> None:
+def test_an_interrupt_while_waiting_for_the_lock() -> None:
     """Ctrl-C while another thread holds the lock: the pool is unlocked afterwards."""
     pool = MemoryPool(MemoryPoolConfig(), SimulatedProvider())
     begun, end = threading.Event(), threading.Event()
@@ -145,7 +145,7 @@ def test_a_callback_can_be_interrupted() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_blocks_nest_and_lift() -> None:
+def test_nested_and_lifted_blocks() -> None:
     done = []
 
     def nested() -> None:
@@ -169,7 +169,7 @@ def test_blocks_nest_and_lift() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_threads_and_other_handlers_are_left_alone() -> None:
+def test_other_threads_and_other_handlers_are_unaffected() -> None:
     seen: list[object] = []
 
     def work() -> None:

@@ -1,8 +1,9 @@
 """Address ranges as spans: cutting, freeing, merging and searching. No driver calls.
 
 A free span carries the key of the stream that freed it, and merges with spans of the same stream.
-Memory that is no longer in use carries None: any stream may take it, and it merges with its kind.
-If a single stream uses the pool, the distinction costs more than it gains, so both kinds merge.
+A span that no stream still uses carries None: any stream may take it, and it merges with other
+such spans. If a single stream uses the pool, the distinction costs more than it gains, so both
+kinds merge.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class Arena:
         """Rebuilds all ranges from these spans; the memory between them is free and merged.
         Returns the addresses and sizes of the free spans, in address order.
 
-        All streams are idle (Streams.mark_all_done), or have only the moves left to do: all free
+        All streams are idle (Streams.mark_all_done), or only the moves are still queued: all free
         memory, including the old places of moved spans, becomes available to every stream.
 
         Args:

@@ -6,14 +6,14 @@ from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 BlockState = Literal["live", "pending", "free", "unmapped"]
-"""`pending`: freed, but a stream may still use it. `unmapped`: addresses without memory behind
-them, or whose memory is in use at another address."""
+"""`pending`: freed, but a stream may still use it. `unmapped`: addresses that no memory
+backs, or whose memory is in use at another address."""
 
 Action = Literal[
     "alloc",
     "free",  # requested
     "free_completed",  # the bytes can be reused
-    "segment_alloc",  # addresses reserved (with memory behind them if pages cannot be mapped)
+    "segment_alloc",  # addresses reserved (with memory if pages cannot be mapped)
     "segment_free",
     "segment_map",  # pages mapped into a reserved range
     "segment_unmap",
@@ -56,7 +56,7 @@ class Range(NamedTuple):
 
     @property
     def mapped(self) -> int:
-        """Bytes with memory behind them."""
+        """Bytes backed by memory."""
         return sum(block.size for block in self.blocks if block.state != "unmapped")
 
 

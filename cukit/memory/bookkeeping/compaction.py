@@ -8,8 +8,8 @@ best fit, largest buffer first. These moves write to free memory only, so one ba
 Buffers that fit no hole slide down over the gap before them, in address order. Source and target of
 a slide overlap, so it is split into steps no longer than the gap.
 
-There may be a hundred thousand buffers, and the device copies a thousand in half a millisecond, the
-time of a hundred NumPy calls. So everything per buffer is array code, with few calls.
+A pool may have a hundred thousand buffers, and the device copies a thousand in half a millisecond,
+the time of a hundred NumPy calls. All work per buffer is therefore array code, in few calls.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from cukit.memory.batched_copy import Moves
 Ints = npt.NDArray[np.int64]
 
 LEAST_GAP = 64 << 10
-"""Buffers do not slide over gaps of fewer bytes."""
+"""A buffer does not slide over a smaller gap."""
 MOST_STEPS = 64
-"""Buffers do not slide in more steps."""
+"""A buffer that would need more steps does not slide."""
 MANY_ALIKE = 32
-"""This many buffers of one size or more are placed by array code."""
+"""From this number on, buffers of one size are placed by array code."""
 
 MOVABLE, FREE, WALL = range(3)
 """Kinds of bytes. Walls do not move, and nothing moves into them."""
@@ -171,7 +171,7 @@ def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
     if not plan.steps:
         return unchanged
     before = _worth(*pieces.free, page_bytes, remap=remap)
-    # Evacuated pages are wholly free: usually that decides, without a look at all holes.
+    # Evacuated pages are wholly free, which usually decides without measuring all holes.
     if found.freed <= before:
         after = _worth(*pieces.free_beside(plan.target), page_bytes, remap=remap)
         if after <= before:
@@ -194,7 +194,7 @@ class Evacuation(NamedTuple):
     sources: Ints
     """Their indices."""
     stuck: bool
-    """Whether others have to leave but fit no hole."""
+    """Whether further buffers have to leave their pages but fit no hole."""
     freed: int
     """Bytes of wholly free pages afterwards, if the pages can be remapped; a lower bound."""
 
@@ -314,7 +314,7 @@ def _take_many(
 def _take(holes: list[tuple[int, int]], size: int, count: int) -> list[int]:
     """Addresses for up to `count` blocks of `size` bytes, best fit; `holes` are sorted.
 
-    Each hole is filled before the next one is taken: its rest is always the best fit.
+    Each hole is filled before the next one is taken: its remainder is always the best fit.
     """
     found: list[int] = []
     while len(found) < count:

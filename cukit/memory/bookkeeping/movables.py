@@ -1,4 +1,4 @@
-"""The movable buffers in columns, which defragmentation reads and writes as arrays.
+"""The movable buffers as columns, which defragmentation reads and writes as arrays.
 
 A buffer has a row from its creation until it is pinned or freed. Pins are taken under the pool's
 lock but removed without it, so the removal of the last pin is only noted; the buffer gets a row
@@ -24,7 +24,7 @@ MOST_PER_GROUP = 32
 
 
 class Movables:
-    """All methods but `note` and `starts_at` require the pool's lock.
+    """All methods except `note` and `starts_at` require the pool's lock.
 
     live: the live spans by address. Packed buffers are not in it.
     replace_first: Arena.replace_first.
@@ -40,7 +40,7 @@ class Movables:
         self._holders: list[Holder | None] = []
         self.num_packed = 0
         self._groups: list[Span | None] = []
-        """The PACKED spans; None: unpacked. The last is of the rows that were empty."""
+        """The PACKED spans; None: unpacked. The last entry stands for rows that were empty."""
         self._packed_rows = self._first = np.empty(0, np.int64)
         """The rows that the last defragmentation packed, in address order; where the rows of each
         group begin in that list."""
@@ -71,7 +71,7 @@ class Movables:
 
     @property
     def only_size(self) -> int:
-        """The size of all rows; 0: there are none, or several sizes."""
+        """The size that all rows have; 0 if there are no rows, or several sizes."""
         return next(iter(self._num_of_size)) if len(self._num_of_size) == 1 else 0
 
     def starts_at(self, address: object) -> bool:
@@ -116,7 +116,7 @@ class Movables:
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
         """Row numbers, addresses and sizes, in the order of the rows."""
-        # Views of the columns must not outlive this call, also if it fails: they block `append`.
+        # No view of a column may outlive this call, even if it raises: views make `append` fail.
         # nonzero() takes half as long on flags as on integers.
         rows = (np.frombuffer(self._size, np.int64) != 0).nonzero()[0]
         address: Ints = np.frombuffer(self._address, np.int64)[rows]
@@ -138,8 +138,7 @@ class Movables:
             rows: of all buffers.
             address: of each of them; may be new.
             size: of each of them.
-            bounds: the addresses of all reservations; no group contains two buffers on both sides
-                of one.
+            bounds: the addresses of all reservations; no group extends across one.
         """
         np.frombuffer(self._address, np.int64)[rows] = address
         order = address.argsort()
@@ -163,7 +162,7 @@ class Movables:
         return spans, low, length
 
     def unpack(self, holder: Holder) -> None:
-        """Gives a buffer its own span, and those in its group theirs, if it is packed."""
+        """If a buffer is packed, gives every buffer of its group its own span."""
         row = holder.row
         if self.num_packed and row > NO_ROW:
             groups = self._group_of

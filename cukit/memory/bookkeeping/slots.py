@@ -1,10 +1,10 @@
 """Plans the moves of a compaction of buffers of one size, on a grid of slots of that size.
 
-The rule is that of compaction.py: pages with anything unmovable stay in use, then the fullest,
-until all buffers fit; the buffers of the other pages move into free slots of those. With equal
-sizes any free slot is as good as any other, so nothing is sorted by address and no hole is
-searched: a few passes over bit masks plan it, on a GPU without the host (kernels_cu/memory/
-plan_slots.cu), so that the copies start at once.
+Pages are chosen as in compaction.py: those with anything unmovable stay in use, then the fullest,
+until all buffers fit; the buffers on other pages move into free slots of the chosen pages. With
+equal sizes any free slot is as good as any other, so nothing is sorted by address and no hole is
+searched. A few passes over bit masks compute the plan; a GPU does so without the host
+(kernels_cu/memory/plan_slots.cu), and the copies start immediately.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     Args:
         grid: of the only reservation.
         address: [buffers], of the movable buffers, in any order.
-        fixed: [spans], where nothing can move to: walls and unmapped addresses, in any order.
+        fixed: [spans], which no buffer can move to: walls and unmapped addresses, in any order.
         fixed_size: [spans].
 
     Returns:
-        The plan, with `source` in the order of `address`. None if it would gain next to nothing, or
-        if a buffer is not at a multiple of its size.
+        The plan, with `source` in the order of `address`. None if it would free fewer than
+        LEAST_GAIN pages, or if a buffer is not at a multiple of its size.
     """
     shift, per_page, length = grid.slot_shift, grid.per_page, grid.slot_bytes
     count, number = grid.num_buffers, grid.num_slots

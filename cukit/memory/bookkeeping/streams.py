@@ -79,7 +79,7 @@ class StreamState:
 
 
 class Streams:
-    """The states of all streams that a pool has met."""
+    """The states of all streams that have used a pool."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider

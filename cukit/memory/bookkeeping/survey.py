@@ -78,7 +78,7 @@ class FixedSpans(NamedTuple):
         return make_grid(part.address, end, length, count, page_bytes)
 
     def walls(self, grid: Grid) -> array[int]:
-        """Addresses and sizes in turn of all spans in the grid."""
+        """Addresses and sizes, alternating, of all spans in the grid."""
         found, end = array("q"), grid.end
         for spans in (self.live, self.idle, self.unmapped):
             for span in spans:
@@ -174,8 +174,8 @@ def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
 
 
 def measure_slots(grid: Grid, address: Ints, paging: Paging) -> Holes:
-    """`measure` of what buffers at these addresses, in any order, leave free of a grid without
-    walls; there are no large pages. Takes half as many calls."""
+    """`measure` for buffers at these addresses, in any order, in a grid without walls or large
+    pages; takes half as many NumPy calls."""
     slot = (address - grid.begin) >> grid.slot_shift
     pages = grid.num_pages - np.count_nonzero(np.bincount(slot >> grid.page_shift))
     slot.sort()

@@ -2,7 +2,7 @@
 
 Segments are stretches of mapped addresses; their fields, and the traces, follow
 `torch.cuda.memory._snapshot()`. Segments of this pool belong to no stream, because any stream may
-get their free memory, so each block has a `stream` field of its own.
+get their free memory, so each block has its own `stream` field.
 """
 
 from __future__ import annotations

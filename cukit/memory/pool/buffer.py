@@ -43,7 +43,7 @@ class DeviceBuffer:
     """`size` bytes of a pool, freed on `close`, at the end of a `with` block, or when collected.
 
     The address is available only while the buffer is pinned: `MemoryPool.defragment` may move an
-    unpinned buffer. It first waits for work that was queued with the address before `unpin`.
+    unpinned buffer, after waiting for the work that was queued before `unpin`.
 
     >>> from cukit.memory import HostProvider, MemoryPool
     >>> pool = MemoryPool(provider=HostProvider())
@@ -125,7 +125,7 @@ class DeviceBuffer:
         return self.pool.provider.array(address, extents, kind, owner)
 
     def close(self) -> None:
-        """Frees the memory, or leaves that to the last array over it. May be called twice."""
+        """Frees the memory, or defers the free to the last array over it. May be called twice."""
         with Uninterrupted():
             if self._holder.close():
                 self.pool._free_buffer(self._holder)
@@ -142,7 +142,7 @@ class DeviceBuffer:
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
-    """Raises ArrayDtypeError for object dtypes, dtypes of no bytes, and what is no dtype."""
+    """Raises ArrayDtypeError for object dtypes, zero-byte dtypes, and anything that is no dtype."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):

@@ -23,15 +23,15 @@ class MemoryPoolConfig:
     initial_pool_size: int = 0
     """Memory taken from the device when the pool is created."""
     max_pool_size: int | None = None
-    """The pool never holds more than this. None: all of the device."""
+    """The pool never holds more than this. None: all device memory."""
     block_size: int = 2 << 20
     """The pool grows by multiples of this, rounded up to pages."""
     growth_factor: float = 1.0
-    """The pool grows to at least this multiple of what it holds, as far as limit and device allow.
-    1: only by what is needed."""
+    """The pool grows to at least this multiple of its size, as far as the limit and the device
+    allow. 1: only by what is needed."""
     enable_defrag: bool = True
-    """Defragment automatically when fragmentation exceeds `defrag_threshold`. Before an allocation
-    fails the pool always defragments."""
+    """Defragment automatically when fragmentation exceeds `defrag_threshold`. Regardless of this,
+    the pool defragments before an allocation fails."""
     defrag_threshold: float = 0.5
     """Fragmentation is 1 - largest free block / free bytes; in (0, 1]."""
     call_site_depth: int = 0

@@ -97,7 +97,7 @@ _FAMILY = "_family_of_install"
 
 
 def siblings_of(pool: P) -> dict[int, P]:
-    """By device: the pool itself, and those created beside it for other GPUs."""
+    """By device: the pool itself, and those created for other GPUs."""
     family = vars(pool).get(_FAMILY)
     return dict(family.pools) if family else {pool.provider.device_id: pool}
 

@@ -40,7 +40,7 @@ _NO_EVENT = object()
 
 
 class _Compaction(NamedTuple):
-    """Moves that are enqueued and recorded."""
+    """A compaction whose moves are enqueued and recorded."""
 
     before: Holes
     after: Holes
@@ -78,7 +78,7 @@ class Defragmenter:
         self.bytes_moved = 0
 
     def survey(self) -> Survey:
-        """Totals over all spans; takes a visit to each."""
+        """Totals over all spans; visits every span."""
         self._movables.unpack_all()
         return survey(self._arena, self._used_spans(), self._pager.paging())
 
@@ -91,10 +91,10 @@ class Defragmenter:
         return UsedSpans.of(self._movables.columns(), fixed)
 
     def _fixed_spans(self) -> FixedSpans:
-        """What cannot move. The rows of Movables are all that can, until they are settled again.
+        """The spans that cannot move. Until Movables is settled again, its rows are those that can.
 
-        Nothing is copied before this returns, and code that runs for the first time in a while is
-        ten times as slow as later: so whatever is empty is skipped.
+        No copy starts before this returns, and code that has not run for a while takes ten times
+        as long, so empty containers are skipped.
         """
         arena, live, movables = self._arena, self._live, self._movables
         movables.settle()
@@ -140,7 +140,7 @@ class Defragmenter:
         )
 
     def _gather(self, after: Holes, *, scattered: bool) -> tuple[int, Holes]:
-        """Remaps what is wholly free; returns the number of pages and the holes."""
+        """Remaps wholly free pages; returns their number and the holes."""
         spare = self._pager.num_spare
         undone = self._stitcher.undo()
         shed = self._pager.shed(ALL)
@@ -165,9 +165,9 @@ class Defragmenter:
         return copied.moved
 
     def _compact(self, stream: Hashable) -> _Compaction:
-        """Moves buffers. The device is idle before the copies. What they do not need is computed
-        while they run, and they may still run at the end (`_finish`)."""
-        if self._supply.pending:  # the plan needs to know their end
+        """Moves buffers. The device is idle before the copies. Work that they do not depend on
+        overlaps them, and they may still be running on return (`_finish`)."""
+        if self._supply.pending:  # the plan depends on whether these frees are complete
             self._supply.synchronize()
         fixed = self._fixed_spans()
         grid, size = None, self._movables.only_size

@@ -61,7 +61,7 @@ class DevicePools:
         return self.pool().allocate(size, stream)
 
     def free(self, address: int, stream: Any = None) -> None:
-        """Frees memory from `allocate`, on whichever device it is. Raises PointerError."""
+        """Frees memory from `allocate`, on any device. Raises PointerError."""
         pools = list(self._pools.values())
         for pool in pools:
             if pool.owns(address):
@@ -73,7 +73,7 @@ class DevicePools:
 
 
 def pools_of(pool: MemoryPool) -> dict[int, MemoryPool]:
-    """By device: the pool itself, and those created beside it for other GPUs when installed."""
+    """By device: the pool itself, and those created for other GPUs when it was installed."""
     if not isinstance(pool, MemoryPool):
         raise ConfigError(f"pools_of: pool must be a MemoryPool, got {pool!r}")
     return siblings_of(pool)
@@ -91,7 +91,7 @@ _default = DevicePools()
 
 
 def default_pool(device_id: int | None = None) -> MemoryPool:
-    """The pool behind `memory_pool_allocate` on a device; None is the current one."""
+    """The pool of `memory_pool_allocate` on a device; None is the current one."""
     return _default.pool(device_id)
 
 

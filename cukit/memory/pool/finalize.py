@@ -30,8 +30,8 @@ def give_back(
 ) -> None:
     """Synchronises and releases all memory of a collected pool.
 
-    Nothing is released while raw allocations are live or captured graphs exist, for their addresses
-    may still be used. A pool collected during a capture is released with the next pool.
+    Nothing is released while raw allocations are live or captured graphs exist, because their
+    addresses may still be used. A pool collected during a capture is released with the next pool.
     """
     captured = any(state.private for state in streams.states.values())
     freed = {item.target if isinstance(item, OwnerRef) else item for item in queues.waiting()}

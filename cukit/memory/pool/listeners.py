@@ -95,12 +95,12 @@ class Listeners:
             span.call_site = ()
 
     def moved_away(self, span: Span, address: int) -> None:
-        """Collects the events of a live span that leaves an address: those of a free."""
+        """Collects the events of a free, for a live span that moves away from an address."""
         for action in ("free", "free_completed"):
             self.emit(action, address, span.size, span.stream, span.call_site)
 
     def moved_here(self, span: Span, address: int) -> None:
-        """Collects the event of a live span at a new address: that of an allocation."""
+        """Collects the event of an allocation, for a live span at its new address."""
         self.emit("alloc", address, span.size, span.stream, span.call_site)
 
     def _note(

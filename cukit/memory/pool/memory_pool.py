@@ -1,8 +1,8 @@
 """The memory pool.
 
 `allocate` and `free` have a fast path: a request of a size that was freed before on the same stream
-is served from a list of exactly that size, without merging, searching or driver calls. All else
-happens on a miss, in the other modules of this package.
+is served from a list of exactly that size, without merging, searching or driver calls. Everything
+else happens on a miss, in the other modules of this package.
 
 Finalizers only append to a queue (bookkeeping/owner_refs.py). The next call of the pool does these
 deferred frees, or CuPy's allocator passes the block to its next owner without taking the lock
@@ -157,7 +157,7 @@ class MemoryPool:
         self._has_buffers = False
         self.free_from_finalizer = self._queues.common.append
         """`free(address)` for finalizers. Never blocks, never raises, and runs no bytecode in which
-        an interrupt could get lost; the next call of the pool does the free."""
+        an interrupt could be lost; the next call of the pool does the free."""
         self._parts: tuple[
             Callable[[], object],
             Callable[[], object],
@@ -518,7 +518,7 @@ class MemoryPool:
         with Uninterrupted():
             lock = self._lock
             if not opened:
-                if lock._is_owned():  # interrupted behind `acquire`; if busy, inside another call
+                if lock._is_owned():  # interrupted after `acquire`; if busy, inside another call
                     _, owner = lock._release_save()
                     if self._busy:
                         lock._acquire_restore((1, owner))
@@ -652,7 +652,7 @@ class MemoryPool:
             self._listeners.freed(span, completed=not uses)
 
     def _defragment_if_fragmented(self, size: int, state: StreamState) -> bool:
-        """Called before the pool grows: moves buffers if that pays; returns whether it helped."""
+        """Called before the pool grows: moves buffers if worthwhile; returns whether it helped."""
         counters = self._counters
         free = self._pager.reserved_bytes - counters.live_bytes - self._supply.pending_bytes
         early = counters.allocations < self._next_defragment
@@ -853,7 +853,7 @@ class MemoryPool:
 
 
 class _Locked:
-    """`with pool._locked():`, see there. A generator would take twice as long to enter."""
+    """`with pool._locked():`. A generator-based context manager takes twice as long to enter."""
 
     __slots__ = ("_block", "_pool")
 

@@ -47,30 +47,31 @@ class OutOfMemoryReport:
     advice: tuple[str, ...]
 
     def __str__(self) -> str:
-        limit = "none" if self.limit is None else in_words(self.limit)
+        limit = "none" if self.limit is None else num_bytes(self.limit)
         lines = [
-            f"{self.pool}: cannot allocate {in_words(self.requested)}",
-            f"  pool: {in_words(self.reserved)} reserved (limit: {limit}) = "
-            f"{in_words(self.live)} live + {in_words(self.pending)} pending"
-            f" + {in_words(self.free)} free",
-            f"  free: largest hole {in_words(self.largest_hole)}, reclaimable by remap "
-            f"{in_words(self.reclaimable_by_remap)}, by move {in_words(self.reclaimable_by_move)}",
-            f"  device: {in_words(self.device_free)} free of {in_words(self.device_total)}",
+            f"{self.pool}: cannot allocate {num_bytes(self.requested)}",
+            f"  pool: {num_bytes(self.reserved)} reserved (limit: {limit}) = "
+            f"{num_bytes(self.live)} live + {num_bytes(self.pending)} pending"
+            f" + {num_bytes(self.free)} free",
+            f"  free: largest hole {num_bytes(self.largest_hole)}, "
+            f"reclaimable by remap {num_bytes(self.reclaimable_by_remap)}, "
+            f"by move {num_bytes(self.reclaimable_by_move)}",
+            f"  device: {num_bytes(self.device_free)} free of {num_bytes(self.device_total)}",
         ]
         for stream, share in self.per_stream.items():
             lines.append(
                 f"  {'any stream' if stream is None else f'stream {stream}'}: "
-                f"{in_words(share.live_bytes)} live, {in_words(share.pending_bytes)} pending, "
-                f"{in_words(share.free_bytes)} free"
+                f"{num_bytes(share.live_bytes)} live, {num_bytes(share.pending_bytes)} pending, "
+                f"{num_bytes(share.free_bytes)} free"
             )
         for frames, size, count in self.top_call_sites:
             where = f"{frames[0].filename}:{frames[0].line} ({frames[0].name})" if frames else "?"
-            lines.append(f"  live: {in_words(size)} in {count} from {where}")
+            lines.append(f"  live: {num_bytes(size)} in {count} from {where}")
         lines.extend(f"  try: {advice}" for advice in self.advice)
         return "\n".join(lines)
 
 
-def in_words(size: int) -> str:
+def num_bytes(size: int) -> str:
     """`1536` -> `"1.50 KiB"`."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB"):

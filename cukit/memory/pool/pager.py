@@ -2,14 +2,14 @@
 
 The pool grows in three ways, cheapest first: spare pages (created but not mapped), wholly free
 pages (remapped: unmapped at the old address and mapped at the new one, without copying bytes or
-changing the address of a live block), and new pages of the driver. If the driver refuses one of
+changing the address of a live block), and new pages from the driver. If the driver refuses one of
 the steps, the pages of the steps before it stay spare, so a failure needs no rollback.
 
 Each driver call costs a fixed time per handle, whatever the handle's size. A request of many pages
 therefore gets large pages, if the provider has them: several pages behind one handle, mapped,
 unmapped and destroyed as one. Below the limit they are new, while the scattered single pages that
 would have been remapped stay free where they are, and as many are returned to the device during
-later requests (`shed`). At the limit, single pages are destroyed and created anew as large ones,
+later requests (`shed`). At the limit, single pages are destroyed and created again as large ones,
 which takes less time than mapping them one by one. A large page with a live byte cannot be
 remapped, so a free one is split into single pages before a block takes part of it (`keep_whole`).
 """
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 
 class Pager:
-    """Maps and unmaps the memory behind an arena."""
+    """Maps and unmaps the memory of an arena."""
 
     def __init__(
         self, config: MemoryPoolConfig, provider: Provider, arena: Arena, emit: Emit
@@ -273,7 +273,7 @@ class Pager:
         return first if address < first + self.large_pages * self.page_bytes else None
 
     def find_addresses(self, pages: int) -> Place | None:
-        """Unmapped addresses for `pages` pages, whatever is beside them; reserved if needed."""
+        """Unmapped addresses for `pages` pages, wherever they are; reserved if needed."""
         size = pages * self.page_bytes
         return self._place(size, None, alone=True) or self._reserve(size)
 

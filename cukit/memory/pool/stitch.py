@@ -34,7 +34,7 @@ LEAST_EDGES = 32
 """Free ends smaller than 1/32 of a page are not mapped a second time."""
 NO_LIMIT = 1 << 62
 MOST_EDGES = 128
-"""Most free spans examined per index for one hole."""
+"""Maximum number of free spans examined per index for one hole."""
 
 
 class Edge(NamedTuple):

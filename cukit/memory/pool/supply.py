@@ -264,8 +264,8 @@ class Supply:
 
 
 def _waste(span: Span, size: int, page: int) -> int:
-    """The least that a block can leave unused of the partly used page at either end of a span; 0 if
-    it fits neither."""
+    """The smallest remainder that a block leaves on the partly used page at either end of a span;
+    0 if it fits on neither."""
     rest = size % page
     edges = [-span.address % page, span.end % page]
     return min((edge - rest for edge in edges if edge >= rest), default=0)

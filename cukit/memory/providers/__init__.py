@@ -1,1 +1,1 @@
-"""Memory providers behind one protocol: CUDA virtual memory, cudaMalloc, and host memory."""
+"""Memory providers with one protocol: CUDA virtual memory, cudaMalloc, and host memory."""

@@ -57,7 +57,7 @@ class _DestroyedFlag:
 
 
 class CaptureWatch:
-    """The captures that a pool has met and whose graphs may still exist."""
+    """The captures seen so far whose graphs may still exist."""
 
     def __init__(self) -> None:
         self._flags: dict[int, _DestroyedFlag] = {}

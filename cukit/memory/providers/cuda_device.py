@@ -59,7 +59,7 @@ _REFERENCES_OF_DROPPED = getrefcount(_dropped.owner)
 
 _STREAMS: dict[int, dict[Hashable, _Stream]] = {}
 """Streams by device and key, shared by all providers of a device, like the keys that are stored in
-CuPy's stream objects: a second provider meets streams whose keys the first one has stored.
+CuPy's stream objects: a second provider may be given streams whose keys the first one has stored.
 
 Keeps CuPy's stream objects alive. Otherwise a finalizer in any thread could destroy a stream during
 a driver call of another thread on that stream, which crashes the driver."""
@@ -186,7 +186,7 @@ class CudaDevice:
         return key
 
     def _key_in_capture(self, handle: int, stream: Any) -> Hashable:
-        """The key of a stream first met during its capture, when the driver does not return its
+        """The key of a stream first seen during its capture, when the driver does not return its
         id. Valid for this capture; later the pool treats it as another stream with the same
         handle."""
         key = (self._captures.capture_of(handle), handle)
@@ -328,8 +328,8 @@ class CudaDevice:
 
 
 class _Current:
-    """`with device.current():`. Calls of the driver wait for it, so it is no generator, which would
-    take twice as long to enter."""
+    """`with device.current():`, around most driver calls. A generator-based context manager takes
+    twice as long to enter."""
 
     __slots__ = ("_before", "_device_id", "_runtime")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.kernel import NULL, Kernel, load_kernel
-from cukit.memory.batched_copy import TILE_BYTES, MovePlan, Moves, plan_batched_copy, plan_moves
+from cukit.core.kernel import NULL
+from cukit.memory.batched_copy import TILE_BYTES, MovePlan, Moves, launch_moves, plan_moves
 
 FEW_MOVES = 4
 """At most this many moves use cudaMemcpyAsync: no table to upload, no kernel to compile."""
@@ -26,9 +26,7 @@ class DeviceCopy:
     """Copies on one device, with a table in device memory and its source in pinned host memory (1.3
     and 0.8 MB, kept after the first use).
 
-    All pools of a device share it: allocating the table takes as long as copying a gigabyte. A
-    launch is made of the driver's calls alone, on a given stream: everything that CuPy and cukit
-    prepare for a launch is prepared once.
+    All pools of a device share it: allocating the table takes as long as copying a gigabyte.
     """
 
     def __init__(self, cupy: ModuleType) -> None:
@@ -42,8 +40,6 @@ class DeviceCopy:
         self._progress: Any = None
         self._last: Any = None
         """Event after the last launch that reads the table."""
-        self._kernels: dict[bool, Kernel] = {}
-        """By whether the moves are ordered."""
 
     def __call__(self, moves: Moves, stream: Any, *, apart: bool = False) -> None:
         """Enqueues moves on `stream`, a CuPy stream, on the current device. When it raises, nothing
@@ -67,7 +63,7 @@ class DeviceCopy:
             try:
                 other(moves, stream, apart=apart)
             finally:
-                stream.synchronize()  # its memory goes now
+                stream.synchronize()  # the memory of `other` is freed next
             return
         try:
             if self._table is None:
@@ -94,8 +90,7 @@ class DeviceCopy:
             runtime.memcpyAsync(*self._upload, table.nbytes, _FROM_HOST, stream.ptr)
             if part.ordered:
                 runtime.memsetAsync(self._progress.data.ptr, 0, 4 * part.num_progress, stream.ptr)
-            progress = self._progress if part.ordered else NULL
-            self._launch(part, stream, (NULL, self._table, progress))
+            launch_moves(part, NULL, self._table, self._progress, stream)
             self._last.record(stream)
 
     def _prepare(self) -> None:
@@ -109,16 +104,6 @@ class DeviceCopy:
         self._staging = np.frombuffer(pinned, np.int64, count).reshape(-1, 3)
         self._upload = start.ptr, self._staging.ctypes.data
         self._table = self._cupy.ndarray((_MOST_MOVES + 1, 3), np.int64, start)
-
-    def _launch(self, plan: MovePlan, stream: Any, arrays: tuple[Any, ...]) -> None:
-        args = (*arrays, np.int32(len(plan.table) - 1))
-        kernel = self._kernels.get(plan.ordered)
-        if kernel is None:
-            kernel = load_kernel(plan_batched_copy(plan.ordered))
-            kernel.check(args)
-            self._kernels[plan.ordered] = kernel
-        if plan.num_tiles:
-            kernel.function((plan.num_tiles,), kernel.block, args, kernel.shared_bytes, stream)
 
 
 def _overlap(moves: Moves) -> bool:

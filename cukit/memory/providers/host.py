@@ -223,7 +223,7 @@ class HostProvider:
     def move_slots(
         self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
     ) -> SlotMoves | None:
-        """Never called: the host plans at once."""
+        """Never called: for host memory, the plan is computed on the host."""
         return None
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:

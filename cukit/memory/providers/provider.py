@@ -109,12 +109,12 @@ class Provider(Protocol):
     def move_slots(
         self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
     ) -> SlotMoves | None:
-        """Enqueues a compaction of buffers of one size on a stream, with the plan of
-        `bookkeeping.slots.plan_slots`, which the device makes. Never blocks the host.
+        """Enqueues a compaction of buffers of one size on a stream. The device computes the plan,
+        that of `bookkeeping.slots.plan_slots`. Never blocks the host.
 
-        addresses: of the buffers; 0: none. walls: addresses and sizes, in turn, of the spans in the
-        grid that nothing can move to. Returns None if there are too few buffers for that or too
-        many; nothing is enqueued then.
+        addresses: of the buffers; 0: none. walls: addresses and sizes, alternating, of the spans in
+        the grid that no buffer can move to. Returns None, and enqueues nothing, if there are too
+        few or too many buffers.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Compactions of buffers of one size, planned and copied on the device.
 
-The host plans such a compaction in half the time in which the device copies a gigabyte, most of it
-for code and data that are in no cache. So it only uploads the addresses of the buffers and launches
-two kernels, the plan and the copies, and reads the plan while the copies run.
+Planning such a compaction on the host takes half as long as copying a gigabyte on the device, most
+of it cache misses. So the host only uploads the addresses of the buffers, launches two kernels (the
+plan and the copies), and reads the plan while the copies run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cukit.core.kernel import NULL, Kernel, by_value, load_kernel
+from cukit.core.kernel import NULL, by_value, load_kernel
 from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
 from cukit.memory.slot_grid import MOST_ROWS, MOST_WALLS, REQUEST, Grid, fits, plan_slot_planner
 
@@ -33,12 +33,12 @@ class SlotMoves(Protocol):
 
     def wait(self) -> tuple[Ints, Ints] | None:
         """Waits for the plan, not for the copies. Returns the rows of the buffers that move,
-        ascending, and their slots; None if nothing moves: it would gain next to nothing, or a
-        buffer is in no slot. May be called once."""
+        ascending, and their slots; None if nothing moves, because too few pages would become free
+        or a buffer is not at the start of a slot. May be called once."""
 
 
 def num_blocks(grid: Grid, num_walls: int) -> int:
-    """Thread blocks for the copies: one for each tile, if as many buffers move as can; at least
+    """Thread blocks for the copies: one per tile of the largest possible compaction; at least
     one."""
     most = grid.num_buffers
     if not num_walls:  # the fullest pages, which stay in use, hold at least the mean
@@ -62,8 +62,8 @@ class SlotMover:
     ) -> SlotMoves | None:
         """Enqueues the plan and its copies on `stream`, a CuPy stream, on the current device.
 
-        addresses: of the buffers; 0: none. walls: addresses and sizes where nothing can move to.
-        Returns None if there are too few buffers or too many; nothing is enqueued then.
+        addresses: of the buffers; 0: none. walls: addresses and sizes that no buffer can move to.
+        Returns None, and enqueues nothing, if there are too few or too many buffers.
         """
         if not fits(grid, len(addresses), len(walls) // 2):
             return None
@@ -100,8 +100,6 @@ class _Launcher:
             load_kernel(plan_slot_planner()),
             load_kernel(plan_batched_copy(ordered=False, planned=True)),
         )
-        self._plan.check(self._plan_args)
-        self._copy.check(self._copy_args)
         self._planned = cuda.Event(disable_timing=True)
         self._copied = cuda.Event(disable_timing=True)
 
@@ -112,9 +110,9 @@ class _Launcher:
         words[_REQUEST : _REQUEST + num_rows] = addresses
         if num_walls:
             words[_WALLS : _WALLS + len(walls)] = walls
-        _launch(self._plan, 1, self._plan_args, stream)
+        self._plan((1,), self._plan_args, stream=stream)
         self._planned.record(stream)
-        _launch(self._copy, num_blocks(grid, num_walls), self._copy_args, stream)
+        self._copy((num_blocks(grid, num_walls),), self._copy_args, stream=stream)
         self._copied.record(stream)
 
     def read(self) -> tuple[Ints, Ints] | None:
@@ -137,7 +135,3 @@ class _Started:
         moves = self._launcher.read()
         self._idle.append(self._launcher)
         return moves
-
-
-def _launch(kernel: Kernel, blocks: int, args: tuple[Any, ...], stream: Any) -> None:
-    kernel.function((blocks,), kernel.block, args, kernel.shared_bytes, stream)

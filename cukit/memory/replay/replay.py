@@ -197,8 +197,8 @@ def _replay(script: Script, pool: ReplayPool, name: str, limit: int | None) -> R
         try:
             pointers[block] = allocate(size, stream)
         except pool.out_of_memory as error:
-            said = " ".join(str(error).split())[:120]
-            failure = f"step {number}: {size} bytes requested, {live} live ({said})"
+            reason = " ".join(str(error).split())[:120]
+            failure = f"step {number}: {size} bytes requested, {live} live ({reason})"
             break
         taken = now() - start
         allocate_ns.append(taken)
