@@ -61,8 +61,8 @@ DEFRAGMENTED = (
     (64 * 1024, 65536, None),
     (16 * MIB, 2048, 64 * MIB),
 )
-"""Bytes of a buffer, how many, bytes of a page (buffers of whole pages are remapped and not moved).
-The first is for a small run."""
+"""Bytes per buffer, number of buffers, bytes per page (buffers of whole pages are remapped, not
+moved). The first is for a small run."""
 
 
 def logs(small: bool) -> list[str]:
@@ -389,7 +389,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument("--small", action="store_true", help="small logs, few samples")
     parser.add_argument("--only", choices=PARTS, help="run only this part")
-    parser.add_argument("--pools", default=",".join(POOLS), help="only these, by comma")
+    parser.add_argument(
+        "--pools", default=",".join(POOLS), help="run only these pools, comma-separated"
+    )
     options = parser.parse_args(arguments)
     pools = options.pools.split(",")
     results = None

@@ -407,7 +407,7 @@ def draw_sampling() -> str:
 
 
 def draw_scan() -> str:
-    """The weight of each input in each output of a scan, and its two ways into the output."""
+    """The weight of each input in each output of a scan, and the two paths to the output."""
     tokens, chunk, cell = 32, 8, 8.5
     rng = np.random.default_rng(2)
     log_decay = -np.abs(0.25 * rng.standard_normal((1, tokens, 1))).astype(np.float32)

@@ -27,7 +27,7 @@ Tiling = tuple[int, int, int, int]
 TILINGS = {
     "": ((16, 4, 2, 3), (16, 4, 3, 2), (32, 2, 2, 3), (16, 8, 1, 3)),
     "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3), (64, 1, 8, 2)),
-    "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 2, 4, 3)),
+    "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 1, 8, 2)),
 }
 """(step, warps, blocks_per_sm, stages) for heads of 128, by the dtype of the cache."""
 
@@ -36,10 +36,10 @@ TILINGS["float8_e4m3"] = TILINGS["int8"]
 SHAPES = (Shape("128x2048", (2048,) * 128), Shape("1x4096", (4096,)))
 
 OTHER_SHAPES = {
-    Shape("32x8192", (8192,) * 32, head_dim=64): ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4)),
-    Shape("32x8192", (8192,) * 32, 16, 1): ((16, 8, 1, 3), (16, 4, 2, 2)),
+    Shape("32x8192", (8192,) * 32, head_dim=64): ((32, 8, 1, 3), (32, 4, 2, 3), (16, 4, 2, 6)),
+    Shape("32x8192", (8192,) * 32, 16, 1): ((32, 4, 1, 3), (16, 4, 2, 3)),
 }
-"""Shapes with tilings of their own, with caches of 16 bits."""
+"""Tilings for specific shapes, with 16-bit caches."""
 
 
 def cases() -> list[Case]:

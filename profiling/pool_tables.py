@@ -4,6 +4,7 @@ A table stands between `<!-- pools:NAME -->` and `<!-- /pools -->` and is genera
 of profiling.memory_pool; a test compares the documents with the records. NAME is one of
 
 - "verdict": one sentence that counts the logs which each pool completes at a tight limit;
+- "cost": one sentence on the time of an allocation and of a remap;
 - "replay": memory held by each pool on each log;
 - "latency": time of an allocation and of a free;
 - "calls": allocate and free, remaps, defragmentations;
@@ -79,6 +80,24 @@ def _verdict(records: Sequence[Record]) -> str:
     return (
         f"Of {len(tight)} allocation logs, replayed with a limit 5% above peak live memory, these "
         f"complete: {'; '.join(parts)}.\n"
+    )
+
+
+def _cost(records: Sequence[Record]) -> str:
+    """Time of an allocation and its free relative to CuPy's pool, and time of a remap."""
+    ratios = [
+        found[OURS]["median_us"] / found["cupy"]["median_us"]
+        for found in by_case(records, "pair").values()
+        if "cupy" in found
+    ]
+    remaps = [
+        f"{case} {found[OURS]['median_us'] / 1e3:.1f} ms"
+        for case, found in by_case(records, "remap").items()
+    ]
+    return (
+        f"An allocation served from a free list and its free take {min(ratios):.1f} to "
+        f"{max(ratios):.1f} times as long as in CuPy's compiled pool. Time of a remap: "
+        f"{'; '.join(remaps)}.\n"
     )
 
 
@@ -168,6 +187,7 @@ def _machine(environment: Mapping[str, Any], records: Sequence[Record]) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "verdict": _verdict,
+    "cost": _cost,
     "replay": _replay,
     "latency": _latency,
     "calls": _calls,

@@ -73,7 +73,7 @@ def do_bench(call: Call) -> tuple[float, ...] | None:
     try:
         testing = peers.optional("triton.testing")
     except PeerMissing as reason:
-        print(f"    left out: {reason}", file=sys.stderr)
+        print(f"    skipped: {reason}", file=sys.stderr)
         return None
     options: dict[str, Any] = {"warmup": 20, "rep": 60, "return_mode": "median"}
     return tuple(1e3 * testing.do_bench(call, **options) for _ in range(DO_BENCH_REPEATS))
@@ -88,7 +88,7 @@ def cupti(call: Call) -> tuple[float, ...] | None:
                 timer.flush()
                 call()
     except CukitError as reason:
-        print(f"    left out: {reason}", file=sys.stderr)
+        print(f"    skipped: {reason}", file=sys.stderr)
         return None
     return tuple(record.duration_us for record in trace.records)
 
@@ -99,7 +99,7 @@ def ncu(rounds: Sequence[int]) -> list[tuple[float, ...]] | None:
     try:
         found = ncu_durations([*command, *map(str, rounds)])
     except CukitError as reason:
-        print(f"    left out: {reason}", file=sys.stderr)
+        print(f"    skipped: {reason}", file=sys.stderr)
         return None
     ours = [microseconds for name, microseconds in found if name in ("fma_rate", "busy", "copy")]
     return [
@@ -303,9 +303,9 @@ def judge(found: dict[str, Any]) -> list[str]:
         missed.append(f"copy: {found['copy']['slower_by']:.1%} slower than cudaMemcpy")
     allowed = {Verdict.SAME.value, Verdict.UNCERTAIN.value}
     if wrong := [v for v in found["verdicts"]["same"] if v not in allowed]:
-        missed.append(f"the same kernel was called {wrong}")
+        missed.append(f"the same kernel was reported as {wrong}")
     if wrong := [v for v in found["verdicts"]["slower"] if v != Verdict.SLOWER.value]:
-        missed.append(f"a slowdown of 5% was called {wrong}")
+        missed.append(f"a slowdown of 5% was reported as {wrong}")
     missed += [
         f"{row['kernel']}: DRAM bytes {row['difference']:+.1%} from the declared"
         for row in found["counters"]
@@ -322,7 +322,7 @@ def prove() -> dict[str, Any]:
     try:
         found["counters"] = counters()
     except CukitError as reason:
-        print(f"    left out: {reason}", file=sys.stderr)
+        print(f"    skipped: {reason}", file=sys.stderr)
     return found | {"missed": judge(found)}
 
 

@@ -5,9 +5,9 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is one 
 - a family: all of its cases;
 - "page" followed by a key of PAGES: a link to the figure of these ops, and a table with one row per
   op: its largest case, and the speedup over all cases;
-- "highlights": the ops of HIGHLIGHTS, with the speedup over all cases;
+- "highlights": the ops of HIGHLIGHTS, with speedups over all cases;
 - "summary": one row per op, its largest case;
-- "verdict": one sentence that counts cases faster and slower than the fastest peer;
+- "verdict": counts of cases faster and slower than the fastest peer, and the speedup;
 - "picture": a link to the figure that profiling.figures draws of the summary;
 - "environment": one sentence that names the machine and its software.
 
@@ -43,6 +43,7 @@ DOCUMENTS = (
     "docs/distillation.md",
     "docs/gemm.md",
     "docs/graph_memory.md",
+    "docs/index.md",
     "docs/kv_cache.md",
     "docs/layers.md",
     "docs/moe.md",
@@ -59,25 +60,29 @@ NOT_MEASURED = "*Not measured yet.*\n"
 HIGHLIGHTS = {
     "flash_attention": "attention, forward",
     "flash_attention_backward": "attention, backward",
+    "paged_attention": "attention over a paged KV cache",
+    "cascade_attention": "decoding with shared prompts",
     "linear": "linear layer",
-    "gated_linear": "SwiGLU layer",
-    "quantized_linear": "linear layer, quantised weight",
-    "matmul_int8": "INT8 matrix product",
+    "quantized_linear": "linear layer, int4 or int8 weights",
+    "matmul_int8": "int8 matrix product",
     "bsr_matmul": "block-sparse matrix product",
     "moe_ffn": "mixture of experts",
-    "kl_divergence": "KL divergence of logits",
+    "gated_scan": "Mamba-2, gated linear attention",
     "distillation_loss": "distillation loss",
-    "linear_kl_divergence": "KL divergence fused with both heads",
-    "attention_kl": "KL divergence of attention maps",
-    "paged_attention": "attention over a paged KV cache",
-    "cascade_attention": "decoding with shared prefixes",
-    "sample": "sampling",
-    "gated_scan": "linear recurrence with decay",
-    "retrieve_top_k": "exact top-k retrieval",
-    "layer_bank": "bank of layers",
-    "graph_diffusion": "diffusion on a graph",
+    "attention_kl": "attention distillation loss",
+    "sample": "top-k, top-p and min-p sampling",
 }
 """The ops of the README's table, with what each computes."""
+
+LIBRARIES = {
+    "torch-eager": "PyTorch",
+    "torch-cudnn": "cuDNN",
+    "torch-dense": "cuBLAS, dense",
+    "flashinfer-flat": "FlashInfer",
+    "flashinfer": "FlashInfer",
+    "fla": "flash-linear-attention",
+}
+"""Names of libraries in the README's table; other peers have the names of the other tables."""
 
 PAGES = {
     "attention": (
@@ -105,7 +110,7 @@ PAGES = {
         "paged_attention", "cascade_attention", "merge_attention_states", "append_kv", "pack_kv",
     ),
     "layers": (
-        "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
+        "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope", "linear_rope",
         "rope_backward", "gelu", "gelu_backward", "silu_and_mul", "silu_and_mul_backward",
         "gelu_and_mul", "gelu_and_mul_backward", "embedding", "embedding_backward",
     ),
@@ -185,15 +190,21 @@ def _family(name: str, results: dict[str, Any]) -> str:
 
 
 def _highlights(results: dict[str, Any]) -> str:
-    """Speedup over the fastest peer: geometric mean, lowest and highest of an op's cases."""
-    header = ["", "op", "mean speedup", "lowest", "highest", "cases", "usual fastest peer"]
+    """Speedup over the fastest peer of each case: median and range over an op's cases, and the
+    library that is most often the fastest peer."""
+    header = ["", "op", "median speedup", "range", "cases", "fastest peer"]
     rows = []
     for op, purpose in HIGHLIGHTS.items():
         compared = [case for case in _measured(results).cases if case.op == op and case.speed]
         if compared:
-            mean, lowest, highest = (f"{value:.2f}x" for value in _speedups(compared))
-            peer = statistics.mode(_peer(case) for case in compared)
-            rows.append([purpose, f"`{op}`", mean, lowest, highest, str(len(compared)), peer])
+            median, lowest, highest = (f"{value:.2f}x" for value in _speedups(compared))
+            span = f"{lowest} to {highest}" if len(compared) > 1 else ""
+            peer = statistics.mode(
+                LIBRARIES.get(case.fastest_peer["impl"], _peer(case))
+                for case in compared
+                if case.fastest_peer
+            )
+            rows.append([purpose, f"`{op}`", f"**{median}**", span, str(len(compared)), peer])
     return markdown(header, rows, left=2)
 
 
@@ -206,8 +217,8 @@ def _page(page: str, results: dict[str, Any]) -> str:
         compared = [other for other in cases if other.op == case.op and other.speed]
         speed = ""
         if compared:
-            mean, lowest, highest = _speedups(compared)
-            speed = f"{mean:.2f}x"
+            median, lowest, highest = _speedups(compared)
+            speed = f"{median:.2f}x"
             if len(compared) > 1:
                 speed += f" ({lowest:.2f}x to {highest:.2f}x, {len(compared)} cases)"
         rows.append([*_times(case), _of_floor(case), speed])
@@ -217,9 +228,9 @@ def _page(page: str, results: dict[str, Any]) -> str:
 
 
 def _speedups(cases: list[Case]) -> tuple[float, float, float]:
-    """Geometric mean, lowest and highest speedup of cases that have a peer."""
+    """Median, lowest and highest speedup of cases that have a peer."""
     speeds = [case.speed for case in cases if case.speed is not None]
-    return statistics.geometric_mean(speeds), min(speeds), max(speeds)
+    return statistics.median(speeds), min(speeds), max(speeds)
 
 
 def _peer(case: Case) -> str:
@@ -262,8 +273,8 @@ def _verdict(results: dict[str, Any]) -> str:
     return (
         f"On an {results['environment']['gpu']}, cukit is faster than the fastest peer in {faster} "
         f"of {len(speeds)} cases, within {EQUAL:.0%} of it in {len(speeds) - faster - slower} and "
-        f"slower in {slower}. The geometric mean of all speedups is "
-        f"{statistics.geometric_mean(speeds):.2f}x.\n"
+        f"slower in {slower}. The median speedup is {statistics.median(speeds):.2f}x, "
+        f"the geometric mean {statistics.geometric_mean(speeds):.2f}x.\n"
     )
 
 

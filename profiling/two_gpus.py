@@ -121,7 +121,7 @@ class Bench:
         return Trainer(objective, windows, lr=1e-3, communicator=comm, **options)
 
     def checks(self) -> None:
-        """Check that two processes equal twice the batch, and sharded heads equal whole ones."""
+        """Check that two processes match twice the batch, and sharded heads unsharded ones."""
         size = self.comm.size
         for dtype, bound in ((self.dtype, 5e-3 if self.on_gpu else 1e-4),):
             batch, seq_len = (2, 8) if self.tiny else (4, 128)
@@ -173,7 +173,7 @@ class Bench:
             a, b = (self.host(each).astype(np.float64) for each in (ours, theirs))
             worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
         bound = 2e-4 if dtype == "float32" else 2e-2
-        self.verdict(f"spread head {dtype} {name}", worst, bound)
+        self.verdict(f"sharded head {dtype} {name}", worst, bound)
 
     def verdict(self, name: str, worst: float, bound: float) -> None:
         found = [float(each) for each in self.comm.exchange(repr(worst).encode())]
@@ -318,7 +318,7 @@ class Bench:
         """Time one shard of a head without communication."""
         shape = TINY_HEAD if self.tiny else HEAD
         if self.comm.rank == 0 and self.on_gpu:
-            shard = VocabularyShard(_Unanswered(), shape[-1])
+            shard = VocabularyShard(_WithoutPeers(), shape[-1])
             arrays = self.head(shape, self.dtype, shard)
             for divergence in ("forward_kl", "jsd"):
                 call = partial(
@@ -328,7 +328,7 @@ class Bench:
                 needed = self.memory(call)
                 took = self.seconds(call, 10, False)
                 self.say(
-                    f"head, a half alone, {divergence}: {took * 1e3:7.2f} ms, "
+                    f"head, one shard, {divergence}: {took * 1e3:7.2f} ms, "
                     f"{needed / 2**20:7.0f} MiB"
                 )
             del arrays, call
@@ -337,13 +337,13 @@ class Bench:
             call = partial(linear_distillation_loss, *whole)
             needed = self.memory(call)
             took = self.seconds(call, 10, False)
-            self.say(f"head, whole: {took * 1e3:7.2f} ms, {needed / 2**20:7.0f} MiB")
+            self.say(f"head, unsharded: {took * 1e3:7.2f} ms, {needed / 2**20:7.0f} MiB")
             del whole, call
             self.free()
         self.comm.barrier()
 
     def heads(self) -> None:
-        """Measure time and memory of the fused head, whole and sharded."""
+        """Measure time and memory of the fused head, unsharded and sharded."""
         shape = TINY_HEAD if self.tiny else HEAD
         repeats = 3 if self.tiny else 12
         alone, memory = 0.0, 0
@@ -413,7 +413,7 @@ class Bench:
         self.say(f"all_gather of 48 KiB: {took * 1e6:8.0f} us with its call and a wait")
 
 
-class _Unanswered(Alone):
+class _WithoutPeers(Alone):
     """Rank 0 of two ranks, without a second process."""
 
     size = 2

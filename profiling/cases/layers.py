@@ -1,14 +1,16 @@
-"""Cases of `cukit.layers`; all are memory-bound."""
+"""Cases of `cukit.layers`; all but `linear_rope` are memory-bound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from cukit import layers
 from cukit.reference import activations, norms
 from cukit.reference import embedding as embedding_reference
+from cukit.reference import gemm as gemm_reference
 from cukit.reference import rope as rope_reference
 from profiling import layer_peers, peers
 from profiling.case import Call, Case, Workload, itemsize
@@ -27,12 +29,16 @@ def cases(small: bool = False) -> list[Case]:
     # Norms of single heads, and narrow models.
     short_rows = ((24, 32),) if small else ((131072, 128), (32768, 512))
     heads = ((12, 4, 2, 32),) if small else ((8192, 32, 8, 128), (16384, 64, 8, 128))
+    projections = (
+        ((24, 4, 2, 16, 32),) if small else ((65536, 24, 12, 64, 768), (8192, 40, 8, 128, 4096))
+    )
     # A byte-level vocabulary, with long runs of equal ids, and a large one.
     tables = ((100, 7, 16),) if small else ((100_000, 256, 1024), (16384, 256_000, 2048))
     return [
         *(maker(*shape) for maker in ROW_MAKERS for shape in shapes),
         *(maker(*shape) for maker in NORM_MAKERS for shape in short_rows),
         *(maker(*shape) for maker in (rope_case, rope_backward_case) for shape in heads),
+        *(linear_rope_case(*shape) for shape in projections),
         *(maker(*table) for maker in (embedding_case, embedding_backward_case) for table in tables),
     ]
 
@@ -354,6 +360,39 @@ def rope_backward_case(*size: int) -> Case:
         )
 
     return Case(FAMILY, "rope_backward", name, DTYPE, build, bytes=traffic)
+
+
+def linear_rope_case(tokens: int, rotated: int, others: int, head_dim: int, hidden: int) -> Case:
+    """Queries, keys and values: heads that are rotated, heads of values."""
+    columns = (rotated + others) * head_dim
+
+    def torch_projection(torch: ModuleType) -> Callable[..., Any]:
+        rotate = layer_peers.torch_rope(torch)
+
+        def function(x: Any, w: Any, cos: Any, sin: Any) -> Any:
+            heads = torch.nn.functional.linear(x, w).unflatten(-1, (-1, head_dim))[None]
+            q, v = heads.split((rotated, others), dim=2)
+            return torch.cat((rotate(q, q, cos, sin)[0], v), dim=2).reshape(tokens, columns)
+
+        return function
+
+    def build() -> Workload:
+        x = normal((tokens, hidden), DTYPE)
+        w = normal((columns, hidden), DTYPE, scale=hidden**-0.5)
+        arrays = (x, w, *_rope_inputs(tokens, 1, 1, head_dim)[2:])
+        return Workload(
+            impls=forward_impls(
+                partial(layers.linear_rope, *arrays, rotated), torch_projection, *arrays
+            ),
+            expected=partial(gemm_reference.linear_rope, *arrays, rotated),
+        )
+
+    elements = tokens * (hidden + columns) + columns * hidden
+    return Case(
+        FAMILY, "linear_rope", f"{tokens}x{columns}x{hidden} head_dim {head_dim}", DTYPE, build,
+        flops=2 * tokens * columns * hidden,
+        bytes=elements * itemsize(DTYPE) + 4 * tokens * head_dim,
+    )  # fmt: skip
 
 
 # embedding
