@@ -54,7 +54,7 @@ _OPS: dict[str, Op] = {}
 
 
 def no_kernel(device: Device) -> list[KernelSpec]:
-    """`specs` of an op without kernels of its own."""
+    """`specs` of an op without its own kernels."""
     return []
 
 

@@ -25,8 +25,8 @@ except ImportError:  # Windows, where the tests are not run by several processes
 def gpu_lock(folder: Path, *, alone: bool) -> Iterator[None]:
     """Holds the lock in `folder`: shared, or `alone` after all current holders have ended.
 
-    The gate is held by whoever waits to be alone, so later tests wait behind it; otherwise tests
-    that overlap each other would keep the lock shared for good.
+    A test that waits to be alone holds the gate, so later tests wait for it; otherwise tests that
+    overlap each other would keep the lock shared forever.
     """
     with _opened(folder / "gate") as gate, _opened(folder / "gpu") as gpu:
         fcntl.flock(gate, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

@@ -100,6 +100,9 @@ def known_spills(variant: Variant) -> int:
       (profiling/notes/sampling.md).
     - Attention with the divergence from a teacher, 96 keys: descriptors are spilled in the loop;
       80 keys without spills were not faster under a causal mask (attention_distillation.md).
+    - Divergence of two models' attention, heads of up to 64 columns, both log-sum-exps known: with
+      three or four consumer warpgroups row sums are spilled in the loop; two without spills are
+      slower (attention_distillation.md).
     - Latent attention on FP8: up to five values that are computed once per thread or piece, and
       loaded again once per page.
     """
@@ -107,12 +110,16 @@ def known_spills(variant: Variant) -> int:
         return 128
     if variant.spec.entry == "flash_attention_sm90":
         return 128 if dict(variant.spec.defines).get("TEACHER") else 0
+    if variant.spec.entry == "attention_kl_sm90":
+        defines = dict(variant.spec.defines)
+        return 96 if defines["CONSUMERS"] != 2 and defines["KNOWN_T"] else 0
     if variant.spec.entry == "mla_attention_float8_sm90":
         return 80
     if variant.spec.entry == "sample":
         defines = dict(variant.spec.defines)
-        streams = not defines["RESIDENT"]
-        return {"Few": 1344, "Any": 2560 * streams}.get(str(defines["DRAWS"]), 0)
+        few, again = (1536, 3456) if defines["VERIFIES"] else (1408, 2560)
+        limits = {"Few": few, "Any": 0 if defines["RESIDENT"] else again}
+        return limits.get(str(defines["DRAWS"]), 0)
     if variant.spec.entry == "indexer_kl_query_sm80":
         return 176 if dict(variant.spec.defines)["HEAD_DIM"] == 256 else 0
     return 192 if variant.spec.entry == "flash_attention_backward_sm90" else 0

@@ -1,4 +1,4 @@
-"""The lock that keeps other GPU tests away from those that compare times."""
+"""The lock that prevents other GPU tests from running during tests that compare times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("fcntl")
 
 
 def test_holders_share_the_lock_until_one_wants_it_alone(tmp_path: Path) -> None:
-    """A test that comes after one that waits to be alone runs after it, not before."""
+    """A test that starts while another waits to be alone runs after it, not before."""
     order: list[str] = []
     started = threading.Event()
 

@@ -67,21 +67,21 @@ def test_fine(memory, guard):
     assert guard.active
     memory.free(memory.allocate(100))
 
-def test_writes_behind_its_array(memory):
+def test_writes_past_its_array(memory):
     slot = memory.allocate(100)
     poke(slot, end_of(slot))
     memory.free(slot)
 
-def test_is_not_to_blame(memory):
+def test_allocates_and_keeps(memory):
     kept.append(memory.allocate(200))
 
-def test_fails_by_itself_as_well(memory):
+def test_fails_for_another_reason_too(memory):
     slot = memory.allocate(300)
     poke(slot, end_of(slot))
     memory.free(slot)
     assert False, "its own failure"
 
-def test_spoils_what_another_has_allocated(memory):
+def test_overwrites_memory_of_another_test(memory):
     poke(kept[0], end_of(kept[0]))
 
 @pytest.mark.unguarded
@@ -97,7 +97,7 @@ def test_faults(memory, guard):
     memory.free(memory.allocate(12345))
     guard.device.lost = True
 
-def test_that_could_only_fail(): ...
+def test_after_the_fault(): ...
 """
 
 
@@ -126,14 +126,14 @@ def test_damage_fails_the_test_that_did_it(run_suite: Any) -> None:
     output = run_suite(FIRST, "--guard-seed", "7")
     assert "guard: on, --guard-seed 7 repeats it" in output
     assert "3 failed, 3 passed, 1 skipped" in output
-    written, both, spoilt = re.split(r"\n_{5,} (?=test_\w+ _{5,})", output)[1:]
+    written, both, overwritten = re.split(r"\n_{5,} (?=test_\w+ _{5,})", output)[1:]
     allocated = r"1 byte\(s\) changed[^\n]*: {} bytes at 0x\w+, allocated by test_it.py::{}\n"
-    assert re.search(allocated.format(100, "test_writes_behind_its_array"), written)
-    assert re.search(r"test_it.py:\d+ in test_writes_behind_its_array", written)
+    assert re.search(allocated.format(100, "test_writes_past_its_array"), written)
+    assert re.search(r"test_it.py:\d+ in test_writes_past_its_array", written)
     assert "AssertionError: its own failure" in both
-    assert re.search(allocated.format(300, "test_fails_by_itself_as_well"), both)
-    assert re.search(allocated.format(200, "test_is_not_to_blame"), spoilt)
-    assert spoilt.startswith("test_spoils_what_another_has_allocated")
+    assert re.search(allocated.format(300, "test_fails_for_another_reason_too"), both)
+    assert re.search(allocated.format(200, "test_allocates_and_keeps"), overwritten)
+    assert overwritten.startswith("test_overwrites_memory_of_another_test")
 
 
 def test_a_lost_gpu_ends_the_run_in_the_test_that_lost_it(run_suite: Any) -> None:
@@ -213,7 +213,7 @@ def test_what_the_tools_count(text: str, errors: str) -> None:
         ("memcheck", 1, "3", False),
         ("memcheck", 0, "3", False),
         ("memcheck", 139, "0", False),
-        ("memcheck", 0, "no words that are known", False),
+        ("memcheck", 0, "output in an unknown format", False),
         (WARM_UP, 0, "", True),
         (WARM_UP, 1, "an error", False),
     ],

@@ -20,7 +20,7 @@ def relative_error(outputs: Any, expected: Any) -> float:
     if len(ours) != len(theirs):
         return math.inf
     errors = [
-        _one(_array(out), _array(reference))
+        _error(_array(out), _array(reference))
         for out, reference in zip(ours, theirs, strict=True)
         if out is not None and reference is not None
     ]
@@ -48,7 +48,7 @@ def _array(value: Any) -> Any:
     return array_module().from_dlpack(tensor)
 
 
-def _one(out: Any, expected: Any) -> float:
+def _error(out: Any, expected: Any) -> float:
     if out.shape != expected.shape:
         return math.inf
     xp = array_module()

@@ -1,7 +1,7 @@
-"""GPUs for which kernels can be analysed without having one: every architecture since Volta.
+"""GPUs for which kernels can be analysed without a GPU: one per architecture since Volta.
 
-`cukit.core.device.TYPICAL_DEVICES` are the GPUs that our own kernels are compiled for. Users'
-kernels may target older or smaller ones, so there are more here, with their datasheets' figures.
+`cukit.core.device.TYPICAL_DEVICES` are the GPUs that cukit's own kernels are compiled for. Users'
+kernels may target older or smaller ones, so this table has more of them, with datasheet figures.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _GEMM_PIPES = {"tensor_bf16": "bfloat16", "tensor_fp16": "float16"}
 
 
 def environment(device: Device, *, static: bool, timer: Timer | None = None) -> Environment:
-    """The facts that readers need beside the figures of `device`.
+    """The machine and its software, reported with the figures of `device`.
 
     static: the figures were computed for `device`, which need not be present.
     timer: measures the ceilings, in about a second; None skips them.

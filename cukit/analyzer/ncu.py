@@ -90,7 +90,7 @@ def _run(command: Sequence[str], metrics: Sequence[str], timeout_s: float, *opti
         log = Path(folder) / "ncu.csv"  # separate from the command's own output
         wanted = ["--metrics", ",".join(metrics), "--log-file", str(log)]
         try:
-            answer = subprocess.run(
+            process = subprocess.run(
                 [*ncu, *csv_out, *wanted, *command],
                 capture_output=True,
                 text=True,
@@ -100,10 +100,10 @@ def _run(command: Sequence[str], metrics: Sequence[str], timeout_s: float, *opti
             raise CukitError(f"ncu could not be run: {error}") from None
         output = log.read_text() if log.is_file() else ""
     problems = [line for line in output.splitlines() if line.startswith("==ERROR==")]
-    if problems or answer.returncode != 0:
-        last = (answer.stderr or answer.stdout or output).strip()[-300:]
+    if problems or process.returncode != 0:
+        last = (process.stderr or process.stdout or output).strip()[-300:]
         reason = problems[0].removeprefix("==ERROR== ") if problems else last
-        raise CukitError(f"ncu: {reason or f'exit code {answer.returncode}'}")
+        raise CukitError(f"ncu: {reason or f'exit code {process.returncode}'}")
     return output
 
 
@@ -114,12 +114,12 @@ def read_counters(path: Path) -> dict[str, Counters]:
     """
     if path.suffix == ".ncu-rep":
         command = [_find_ncu(), "--import", str(path), "--csv", "--page", "raw"]
-        answer = subprocess.run(
+        process = subprocess.run(
             [*command, "--print-units", "base"], capture_output=True, text=True, timeout=300
         )
-        if answer.returncode != 0:
-            raise DataError(f"{path}: {(answer.stdout + answer.stderr).strip()[-300:]}")
-        return parse_csv(answer.stdout, path.name)
+        if process.returncode != 0:
+            raise DataError(f"{path}: {(process.stdout + process.stderr).strip()[-300:]}")
+        return parse_csv(process.stdout, path.name)
     return parse_csv(path.read_text(), path.name)
 
 
@@ -139,7 +139,7 @@ def _launches(text: str, source: str) -> Rows:
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        raise DataError(f"{source}: it has no table of Nsight Compute")
+        raise DataError(f"{source}: it contains no table of Nsight Compute")
     table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
     return _details(table) if table and "Metric Name" in table[0] else _raw(table)
 

@@ -163,7 +163,7 @@ def one_batch_behind() -> Callable[[], None]:
         nonlocal latest, earlier
         latest, earlier = earlier, latest
         latest.record()
-        earlier.synchronize()  # returns at once if nothing was recorded yet
+        earlier.synchronize()  # returns immediately if nothing was recorded
 
     return pace
 
@@ -194,7 +194,7 @@ def measure_energy(
         while clock() < deadline:
             for _ in range(batch):
                 call()
-            # Read while the device is busy: an idle GPU lowers its clocks at once.
+            # Read while the device is busy: an idle GPU lowers its clocks immediately.
             reading, now = gpu.joules(), clock()
             readings.note(gpu)
             pace()

@@ -71,7 +71,7 @@ def _analysis(
     moved = None
     if counters is None:
         missing["counters"] = (
-            f"ncu saw no kernel {name}" if counters_given else "not requested: pass --counters"
+            f"ncu measured no kernel {name}" if counters_given else "not requested: pass --counters"
         )
         missing["throughput"] = "the bytes of a traced kernel are only known from counters"
     else:

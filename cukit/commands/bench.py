@@ -26,7 +26,7 @@ def bench(
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Time cukit alone.")] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
-    """Time kernels beside their peers: cold L2, median times, every result checked."""
+    """Time kernels and their peers: cold L2, median times, every result checked."""
     try:
         from profiling import run
     except ModuleNotFoundError as error:

@@ -237,7 +237,7 @@ def _show_finished(folder: Path) -> None:
 
 
 def _write_page(folder: Path) -> None:
-    """Writes report.html beside report.json, or prints why it cannot."""
+    """Writes report.html next to report.json, or prints why it cannot."""
     page = folder / "report.html"
     try:
         generate_report([folder / REPORT], [page], title="cukit distill")

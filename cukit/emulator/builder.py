@@ -287,7 +287,7 @@ def _kernels(text: str) -> list[str]:
 
 
 def _with_gaps(assembly: str) -> str:
-    """Adds a gap behind every thread-local variable, which `__shared__` variables are."""
+    """Adds a gap after every thread-local variable; `__shared__` variables are thread-local."""
     lines, in_shared = [], False
     for line in assembly.split("\n"):
         lines.append(line)

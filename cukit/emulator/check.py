@@ -48,7 +48,7 @@ def check_kernel(
         settings: the emulator's (`cukit.emulator.Settings`): arch, checked, seed, late, ...
 
     Raises:
-        EmulatorError: a mistake in the kernel; the message names thread, file and line.
+        EmulatorError: an error in the kernel; the message names thread, file and line.
         CompileError: the program does not compile, with the compiler's messages.
         LaunchError: no such kernel, or arguments that do not fit its parameters.
         ConfigError: an option or extent outside its legal values; a source that does not exist.

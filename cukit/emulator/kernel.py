@@ -43,6 +43,8 @@ class EmulatedKernel(Kernel):
         grid: tuple[int, ...],
         args: tuple[Argument, ...],
         reachable: Sequence[Argument] = (),
+        *,
+        stream: Any = None,
     ) -> None:
         """Launches the kernel. It may access the arrays in `args` and `reachable`, nothing else."""
         self.check(args)

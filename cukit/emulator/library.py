@@ -84,7 +84,7 @@ def load_entry(path: Path) -> Entry:
 
 
 def launch(record: LaunchRecord) -> str | None:
-    """Runs the launch to its end. Returns the report if the kernel made a mistake."""
+    """Runs the launch to completion. Returns the report if an error was found."""
     buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
     record.message = ctypes.cast(buffer, ctypes.c_char_p)
     record.message_bytes = _MESSAGE_BYTES

@@ -1,7 +1,7 @@
 """A pytest plugin: `pytest --cukit-emulate` runs a CuPy project's tests without a GPU.
 
 The kernels that the project passes to CuPy are compiled for the CPU, and every access is checked
-(`cukit.emulate_cupy`). A mistake in a kernel fails the test that launched it.
+(`cukit.emulate_cupy`). An error in a kernel fails the test that launched it.
 """
 
 from __future__ import annotations

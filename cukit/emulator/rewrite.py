@@ -368,7 +368,7 @@ def _aligned_shared(tokens: list[Token], index: int) -> None:
 
 
 def _plain_shared(tokens: list[Token], index: int) -> None:
-    """Removes `static` beside `__shared__`: the macro adds it itself."""
+    """Removes `static` next to `__shared__`: the macro adds it itself."""
     for i in range(max(0, index - 4), min(index + 5, len(tokens))):
         between = tokens[min(i, index) + 1 : max(i, index)]
         if tokens[i].text == "static" and all(token.kind != "punctuation" for token in between):

@@ -126,8 +126,8 @@ _MORE_SANITIZERS = (
     "unreachable",
     "object-size",
 )
-"""For mistakes that the runtime cannot see: functions that end without a value, pointers that leave
-their variable. They take half of the compile time."""
+"""For errors that the runtime cannot detect: functions that end without a value, pointers that
+leave their variable. They take half of the compile time."""
 
 
 def runtime_flags() -> tuple[str, ...]:

@@ -253,6 +253,6 @@ def _gelus() -> list[Pattern]:
 
 @functools.cache
 def patterns() -> list[tuple[Pattern, Node, dict[int, str]]]:
-    """All patterns with their graphs and input names, those that replace most operations first."""
+    """All patterns with their graphs and input names; those replacing more operations first."""
     found = [*_attentions(), *_layer_norms(), *_rms_norms(), *_linears(), *_gelus()]
     return [(each, *each.graph()) for each in found]

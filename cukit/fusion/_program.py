@@ -103,8 +103,8 @@ class GraphedCall:
     """A CUDA graph of a call.
 
     The graph reads the arrays of the sample in place, so that weights are not copied. The first
-    call in which another array takes the place of one of them captures anew: the graph then reads a
-    copy, which every call fills. Results are copied out.
+    call that passes another array in place of one of them captures the graph again; from then on
+    the graph reads a copy of that argument, which every call updates. Results are copied out.
     """
 
     def __init__(

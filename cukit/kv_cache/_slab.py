@@ -295,7 +295,7 @@ class HostBlocks:
 
     def hold_ring(self, rows: Array) -> Array | None:
         """Allocates host memory for a ring buffer and returns a device copy of it. A ring buffer in
-        host memory is copied at once, and the result is None."""
+        host memory is copied immediately, and the result is None."""
         if not is_gpu_array(rows):
             self.ring = rows.copy()
             return None

@@ -51,6 +51,20 @@ def linear(
     return (y, z.astype(x.dtype, copy=False)) if return_preactivation else y
 
 
+def linear_rope(x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int) -> Array:
+    """`x w^T`, the first `rotated_heads` heads of every row rotated; see `rope`."""
+    xp = array_namespace(x)
+    half = cos.shape[1]
+    y = _product(x, w)
+    heads = y.reshape(-1, y.shape[-1] // (2 * half), 2, half)
+    rows = xp.arange(heads.shape[0]) % cos.shape[0]
+    c, s = upcast(y.dtype, cos[rows][:, None], sin[rows][:, None])
+    a, b = heads[:, :rotated_heads, 0], heads[:, :rotated_heads, 1]
+    turned = xp.stack([a * c - b * s, b * c + a * s], axis=2)
+    y = xp.concatenate([turned, heads[:, rotated_heads:]], axis=1).reshape(y.shape)
+    return y.astype(x.dtype, copy=False)
+
+
 def gated_linear(
     x: Array,
     w: Array | tuple[Array, Array],
@@ -97,10 +111,17 @@ def gated_linear_backward(
     w: Array,
     preactivation: Array,
     activation: str = "silu",
+    *,
+    down: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Gradients of `gated_linear` with respect to `x` and `w`, gate rows before up rows."""
+    """Gradients of `gated_linear` with respect to `x` and `w`, gate rows before up rows.
+
+    down: weight of the linear layer that follows; grad_out is then the gradient of its result.
+    """
     half = w.shape[0] // 2
     outer, z = upcast(working_dtype(x), grad_out, preactivation)
+    if down is not None:
+        outer = _product(grad_out, down.T)
     gate, up = z[..., :half], z[..., half:]
     grad_gate = outer * up * activation_slope(gate, activation)
     grad = array_namespace(x).concatenate([grad_gate, outer * activate(gate, activation)], axis=-1)

@@ -65,7 +65,7 @@ def _order(xp: Any, scores: Array, k: int) -> Array:
     return xp.stack(rows)
 
 
-def spread(transition: Transition, z: Array) -> Array:
+def apply_transition(transition: Transition, z: Array) -> Array:
     """`T z`, accumulated in the order of the edges."""
     xp = array_namespace(z)
     offsets, columns, values = transition
@@ -133,7 +133,7 @@ def graph_diffusion(
     wide = memory.astype(dtype, copy=False)
     z = wide
     for keep in step_weights(steps, restart, method, time):
-        z = dtype(keep) * spread(transition, z) + dtype(1 - keep) * wide
+        z = dtype(keep) * apply_transition(transition, z) + dtype(1 - keep) * wide
     return z.astype(memory.dtype)
 
 
@@ -157,7 +157,9 @@ def graph_diffusion_backward(
     wide, grad = memory.astype(dtype, copy=False), grad_out.astype(dtype, copy=False)
     states = [wide]
     for keep in weights[:-1]:
-        states.append(dtype(keep) * spread(transition, states[-1]) + dtype(1 - keep) * wide)
+        states.append(
+            dtype(keep) * apply_transition(transition, states[-1]) + dtype(1 - keep) * wide
+        )
     backwards = transpose(transition)
     rows = rows_of_edges(transition)
     grad_memory = xp.zeros_like(wide)
@@ -165,7 +167,7 @@ def graph_diffusion_backward(
     for keep, state in zip(weights[::-1], states[::-1], strict=False):
         grad_memory += dtype(1 - keep) * grad
         grad_values += dtype(keep) * (grad[rows] * state[transition.columns]).sum(axis=1)
-        grad = dtype(keep) * spread(backwards, grad)
+        grad = dtype(keep) * apply_transition(backwards, grad)
     grad_memory += grad
     given = grad_values.astype(transition.values.dtype) if values else None
     return grad_memory.astype(memory.dtype), given

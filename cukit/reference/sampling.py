@@ -194,8 +194,8 @@ class _Rows:
         temperature = _column(xp, temperature, 1.0)
         top_k, top_p = _column(xp, top_k, 0), _column(xp, top_p, 1.0)
         min_p = _column(xp, min_p, 0.0)
-        legal = (temperature >= 0) & (temperature < np.inf) & (top_k >= 0) & (top_p >= 0)
-        legal = legal & (min_p >= 0) & (min_p <= 1)  # of one row, or of all
+        legal = (temperature >= 0) & (temperature < np.inf) & (top_k >= 0)  # of one row, or of all
+        legal = legal & (top_p >= 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
         invalid = ~legal[:, 0] | xp.isnan(z).any(axis=1) | (z == np.inf).any(axis=1)
         invalid |= (z == -np.inf).all(axis=1)
         z = xp.where(invalid[:, None], 0.0, z)
@@ -233,7 +233,7 @@ class _Rows:
 def _penalized(
     xp: Any, logits: Array, history: Array | None, prompt_lengths: Array | None, penalties: Any
 ) -> Array:
-    """Logits in float64, after the penalties."""
+    """Logits in float64, after the penalties; NaN where a penalty is out of range."""
     z = logits.astype(np.float64)
     if history is None:
         return z
@@ -241,10 +241,15 @@ def _penalized(
         _column(xp, value, default)
         for value, default in zip(penalties, (1.0, 0.0, 0.0), strict=True)
     )
+    legal = (repetition > 0) & (repetition < np.inf)
+    legal = legal & xp.isfinite(presence) & xp.isfinite(frequency)
+    repetition = xp.where(legal, repetition, 1.0)
+    presence, frequency = (xp.where(legal, value, 0.0) for value in (presence, frequency))
     counts = count_tokens(history, z.shape[1], prompt_lengths)
     drawn = counts & 0x7FFFFFFF
     z = xp.where(counts != 0, xp.where(z > 0, z / repetition, z * repetition), z)
-    return z - xp.where(drawn > 0, presence + frequency * drawn, 0.0)
+    z = z - xp.where(drawn > 0, presence + frequency * drawn, 0.0)
+    return xp.where(legal, z, np.nan)
 
 
 def _column(xp: Any, value: Any, default: float) -> Array:

@@ -24,7 +24,7 @@ from cukit.core.device import cupy_module, typical_device
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("words", [1, 512, 1024, 2500])
-def test_a_copy_copies_all_and_no_more(words: int) -> None:
+def test_a_copy_copies_exactly_its_range(words: int) -> None:
     source = np.arange(4 * words, dtype=np.float32)
     target = np.full(4 * words + 4, np.nan, np.float32)
     with cukit.backend("emulator"):
@@ -53,7 +53,7 @@ def test_a_grid_covers_every_word() -> None:
 
 
 @pytest.mark.skipif(cupy_module() is None, reason="compiling needs NVRTC")
-def test_the_copy_is_as_wide_as_it_gets() -> None:
+def test_the_copy_uses_the_widest_accesses() -> None:
     from cukit.core.compiler import compile_kernel
 
     compiled = compile_kernel(COPY_SPEC, "sm_90a")

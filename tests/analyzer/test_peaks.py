@@ -57,7 +57,9 @@ def test_floors() -> None:
     assert floor_us(H200, "fp32", **work) == pytest.approx(8e6 / 494.7, rel=1e-3)
     assert floor_us(H200, None, flops=0.0, bytes_moved=4e9) == pytest.approx(1e3)
     unknown = {**H200, "gpu": "NVIDIA Something"}
-    assert floor_us(unknown, "fp8", **work) is None, "a bound of bfloat16 is none for 8 bits"
+    assert floor_us(unknown, "fp8", **work) is None, (
+        "a bfloat16 ceiling does not bound 8-bit arithmetic"
+    )
     assert floor_us(unknown, "fp32", **work) == pytest.approx(1e4)
     assert floor_us({}, "fp8", **work) is None
     assert floor_us(H200, "fp8", flops=0.0, bytes_moved=0.0) is None

@@ -71,7 +71,9 @@ def test_access_widths_equal_those_of_the_source(arch: str) -> None:
     assert (access.atomics, access.bulk_copies) == (1, 0)
     resources = found.resources
     assert resources is not None
-    assert resources.static_shared_bytes == 192 * 4, "the driver's reserve is not the kernel's"
+    assert resources.static_shared_bytes == 192 * 4, (
+        "memory that the driver reserves is not counted"
+    )
     assert resources.max_threads_per_block == 192
     assert (resources.local_bytes, resources.spill_store_bytes) == (0, 0)
 

@@ -4,8 +4,8 @@
     pip install pytest-json-report ndindex hypothesis
     python -m tests.array_api.conformance array-api-tests
 
-Prints what fails, and exits with 1 where a test fails for `ck.xp` that passes for NumPy. The suite
-is on no package index; the test beside this file runs it where ARRAY_API_TESTS names its folder.
+Prints what fails, and exits with 1 if a test fails for `ck.xp` that passes for NumPy. The suite is
+on no package index; test_conformance.py runs it if ARRAY_API_TESTS names its folder.
 """
 
 from __future__ import annotations

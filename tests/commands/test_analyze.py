@@ -80,7 +80,7 @@ def test_a_trace_by_name() -> None:
     assert "counters" in small.missing["throughput"]
     resources = large.launches[0].resources
     assert resources is not None
-    assert resources.spill_store_bytes is None, "a trace does not know"
+    assert resources.spill_store_bytes is None, "not part of a trace"
 
 
 def test_counters_give_a_trace_its_bandwidth() -> None:
@@ -88,7 +88,7 @@ def test_counters_give_a_trace_its_bandwidth() -> None:
     large, small = analyses_of(RECORDS, typical_device("sm_90"), counters)
     assert large.throughput is not None
     assert large.throughput.gbps == pytest.approx(1000.0)
-    assert small.missing["counters"] == "ncu saw no kernel small"
+    assert small.missing["counters"] == "ncu measured no kernel small"
 
 
 @pytest.fixture

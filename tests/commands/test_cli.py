@@ -1,4 +1,4 @@
-"""The command line: output, exit codes, and a one-line message for every mistake."""
+"""The command line: output, exit codes, and a one-line message for every invalid input."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_an_ablation_shows_what_each_term_adds(
     assert "Gain from distillation, and with each term" in page
 
 
-def test_without_jinja_the_missing_page_is_explained(
+def test_without_jinja_the_missing_report_is_explained(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -156,15 +156,15 @@ GPU = ["--device", "gpu", "--dtype", "bfloat16", "--workers", "1"]
 
 @pytest.mark.gpu
 @pytest.mark.unguarded
-def test_a_run_on_a_gpu_has_a_pool_and_ends_the_same_on_cupys(
+def test_results_on_a_gpu_do_not_depend_on_the_pool(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for pool in ("cukit", "cupy"):
         arguments = ["-o", str(tmp_path / pool), "--text", str(text), *TINY, *GPU]
         more = ["--pool", pool] if pool == "cupy" else []
         assert run(["distill", *arguments, *more]) == 0
-        told = capsys.readouterr().out
-        assert ("memory pool" in told) == (pool == "cukit")
+        output = capsys.readouterr().out
+        assert ("memory pool" in output) == (pool == "cukit")
     assert model_bytes(tmp_path / "cukit") == model_bytes(tmp_path / "cupy")
     report = json.loads((tmp_path / "cukit" / "report.json").read_text())
     facts = report["pool"]
@@ -175,9 +175,7 @@ def test_a_run_on_a_gpu_has_a_pool_and_ends_the_same_on_cupys(
     assert json.loads((tmp_path / "cupy" / "report.json").read_text())["pool"] is None
 
 
-def test_equal_seeds_give_equal_results_and_others_do_not(
-    finished: Path, text: Path, tmp_path: Path
-) -> None:
+def test_results_depend_on_the_seed_alone(finished: Path, text: Path, tmp_path: Path) -> None:
     for name, seed in (("again", "0"), ("other", "1")):
         arguments = ["-o", str(tmp_path / name), "--text", str(text), *TINY, "--seed", seed]
         assert run(["distill", *arguments]) == 0

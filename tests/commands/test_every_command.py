@@ -152,10 +152,10 @@ def interrupt(process: subprocess.Popen[str]) -> None:
     assert "Traceback" not in errors
     assert took < SOON
     if process.returncode == INTERRUPTED:
-        said = [
+        lines = [
             line for line in errors.splitlines() if "interrupted" in line or "continue with" in line
         ]
-        assert len(said) == 1, errors
+        assert len(lines) == 1, errors
     else:  # done: code 0, or killed while Python cleans up
         assert process.returncode in (0, -signal.SIGINT), errors
 
@@ -353,7 +353,7 @@ def test_invalid_values_give_a_one_line_error(name: str, model: Path, tmp_path: 
 
 @SLOW
 @pytest.mark.parametrize("name", WORKING)
-def test_two_at_once_in_one_folder(name: str, model: Path, tmp_path: Path, start: Start) -> None:
+def test_two_processes_in_one_folder(name: str, model: Path, tmp_path: Path, start: Start) -> None:
     words = filled(name, model)
     quick = {
         "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY),

@@ -1,4 +1,4 @@
-"""`cukit report` as a command: its files, and a one-line message for every mistake."""
+"""`cukit report` as a command: its files, and a one-line message for every invalid input."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_numbers_out_of_range(number: str, results: Path, tmp_path: Path, capsys
         assert len(error) < 300
 
 
-def test_mistakes(results: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_inputs(results: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "odd.json").write_text("{}")
     for arguments, complaint in (
         ([str(tmp_path / "absent.json")], "absent.json"),

@@ -91,7 +91,7 @@ def linear_losses() -> None:
         )  # fmt: skip
 
 
-def spread_heads() -> None:
+def sharded_heads() -> None:
     """Every phase, on a part of each row."""
     rng = _rng()
     for vocab_size in (37, 1008, 70000):
@@ -126,6 +126,6 @@ GROUPS = {
     "divergences": Group(divergences, shares=True),
     "options": Group(options, shares=True),
     "linear losses": Group(linear_losses),
-    "spread heads": Group(spread_heads),
+    "sharded heads": Group(sharded_heads),
     "optimizer": Group(optimizer, shares=True, quick=True),
 }

@@ -55,7 +55,7 @@ def head(
     return hidden, weight, teacher, teacher_weight, targets
 
 
-def spread(size: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+def sharded(size: int, arrays: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
     hidden, weight, teacher, teacher_weight, targets = arrays
 
     def work(comm: Any) -> Any:
@@ -89,7 +89,7 @@ def check(results: list[Any], expected: Any, rtol: float, atol: float) -> None:
 def test_processes_without_a_gpu(rng: np.random.Generator, options: dict[str, Any]) -> None:
     *wide, targets = head(rng, "float64")
     expected = linear_distillation_loss(*wide, targets=targets, **options)
-    check(spread(3, (*wide, targets), options), expected, 1e-12, 1e-13)
+    check(sharded(3, (*wide, targets), options), expected, 1e-12, 1e-13)
 
 
 class ThroughHost:
@@ -171,7 +171,7 @@ def test_kernels(
         expected = linear_distillation_loss(*wide, targets=targets, **options)
     # Gradients of close models are differences of float32 logits.
     atol = 1e-3 if close else 2e-5
-    check(spread(2, arrays, {**options, "chunk_tokens": 8}), expected, 2e-5, atol)
+    check(sharded(2, arrays, {**options, "chunk_tokens": 8}), expected, 2e-5, atol)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def table(rows: dict[str, Row]) -> str:
     total = Row()
     for row in rows.values():
         total.add(row)
-    header = ["class", "pairs", "reported", "with other seeds too", "without a mistake", "reported"]
+    header = ["class", "pairs", "reported", "with other seeds too", "without a bug", "reported"]
     lines = [row.cells(f"`{name}`") for name, row in sorted(rows.items())]
     return markdown(header, [*lines, total.cells("all")])
 
@@ -107,7 +107,7 @@ def sanitizer_table() -> str:
             count(clean, TOOLS, "reported", "failed", "hangs"),
         ]
 
-    header = ["class", "pairs", *TOOLS, "any, or it failed", "without a mistake", "reported, hangs"]
+    header = ["class", "pairs", *TOOLS, "any, or it failed", "without a bug", "reported, hangs"]
     lines = [
         cells(f"`{kind}`", [name for name in names if name.startswith(f"{kind}-")])
         for kind in kinds

@@ -43,6 +43,12 @@ def _rope(rng: Rng) -> Arguments:
     return (q, k, *tables, positions), {}
 
 
+def _linear_rope(rng: Rng) -> Arguments:
+    angles = rng.uniform(0, 6, (65, 32))
+    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return (*_rows(rng, (130, 72), (5 * 64, 72)), *tables, 3), {}
+
+
 def _attention(rng: Rng) -> list[Any]:
     return _rows(rng, (1, 70, 2, 64), (1, 135, 1, 64), (1, 135, 1, 64))
 
@@ -542,6 +548,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (*_linear(rng), *teacher_top_k(random(rng, (40, 500), "float32"), 9)),
         {"chunk_tokens": 16},
     ),
+    "linear_rope": _linear_rope,
     "linear_sampled_distillation_loss": lambda rng: (
         (*_linear(rng), rng.integers(0, 500, (40, 7)).astype(np.int32)),
         {"workspace_bytes": 40000, "token_weights": np.ones(40, np.float32)},

@@ -53,7 +53,7 @@ def test_kernels_of_the_same_name_are_distinguished(copy_kernel: KernelSpec, tmp
             np.testing.assert_array_equal(out, x)
 
 
-def test_the_block_restores_what_was_before():
+def test_the_previous_backend_is_restored_after_the_block():
     before = core_backend.active
     with cukit.backend("emulator", arch="sm_80"):
         assert current_device().arch == "sm_80"
@@ -96,12 +96,12 @@ def test_the_environment_switches_it_on():
         ("emulator", {"seed": -1}, "0 or more"),
     ],
 )
-def test_a_wrong_choice_is_named(name, options, message):
+def test_an_invalid_choice_is_named(name, options, message):
     with pytest.raises(ConfigError, match=message), cukit.backend(name, **options):
         pass
 
 
-def test_a_wrong_number_in_the_environment_is_named():
+def test_an_invalid_number_in_the_environment_is_named():
     with pytest.raises(ConfigError, match="CUKIT_EMULATOR_SEED must be a number, got 'x'"):
         settings_from({"CUKIT_EMULATOR_SEED": "x"})
 
@@ -143,7 +143,7 @@ def test_arrays_behind_pointers_have_to_be_named(tmp_path):
 
 
 @pytest.mark.emulator
-def test_read_only_arrays_stay_so(copy_kernel):
+def test_read_only_arrays_are_not_written(copy_kernel):
     x, out = np.ones(8, np.float32), np.zeros(8, np.float32)
     out.flags.writeable = False
     with cukit.backend("emulator"), pytest.raises(EmulatorError, match="read-only array"):

@@ -50,6 +50,23 @@ def test_variables_are_set_and_returned() -> None:
     assert fresh[0] == 1, "every call has its own variables"
 
 
+DIRECTED = """
+__global__ void sums(const float* x, float* y) {
+  y[0] = __fadd_rd(x[0], -x[1]), y[1] = __fadd_ru(x[0], x[1]), y[2] = __fadd_rd(x[0], x[1]);
+  y[3] = __fsub_rd(x[0], x[1]), y[4] = __fsub_rz(x[0], x[1]), y[5] = __fsub_ru(x[0], x[1]);
+  y[6] = __fmaf_ru(x[0], 1.0f, x[1]), y[7] = __fmaf_rz(-x[0], 1.0f, x[1]);
+}
+"""
+
+
+@emulator
+def test_directed_rounding_of_sums_that_double_does_not_hold() -> None:
+    x, y = np.array([1e30, 1e-30], np.float32), np.zeros(8, np.float32)
+    cukit.check_kernel(DIRECTED, "sums", grid=1, block=1, args=(x, y))
+    below, above = (np.nextafter(x[0], np.float32(to)) for to in (0, np.inf))
+    assert y.tolist() == [below, above, x[0], below, below, x[0], above, -below]
+
+
 @emulator
 def test_instances_of_templates() -> None:
     x = np.zeros(6, np.float64)

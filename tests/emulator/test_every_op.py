@@ -64,7 +64,7 @@ def test_the_emulator_agrees_with_the_reference_whatever_the_order(op: Op, arch:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", KERNEL_OPS[::8], ids=lambda op: op.name)
-def test_all_checks_of_the_compiler_find_nothing(op: Op, arch: str):
+def test_the_compilers_checks_find_nothing(op: Op, arch: str):
     """Checks that other tests omit, because they take long to compile; for every eighth op."""
     with cukit.backend("emulator", arch=arch, all_checks=True):
         run(op, here)

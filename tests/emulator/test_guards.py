@@ -66,7 +66,7 @@ def launch_here(source: str, entry: str, threads: int = 32) -> np.ndarray:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("checked", [True, False])
-def test_the_next_launch_works(source, checked):
+def test_the_launch_after_a_crash_works(source, checked):
     before = {number: signal.getsignal(number) for number in (signal.SIGSEGV, signal.SIGINT)}
     for _ in range(3):
         with pytest.raises(EmulatorError, match=r"thread \(0, 0, 0\) at .*guards\.cu:9"):
@@ -76,7 +76,7 @@ def test_the_next_launch_works(source, checked):
 
 
 @pytest.mark.emulator
-def test_launches_of_several_threads_crash_each_for_itself(source):
+def test_a_crash_in_one_thread_does_not_affect_others(source):
     launch(source, "copy")
     results: list[object] = []
 

@@ -50,7 +50,7 @@ def launch(mistake: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mistake", BUGS)
-def test_the_mistake_is_named(mistake, late):
+def test_the_bug_is_named(mistake, late):
     with pytest.raises(EmulatorError, match=BUGS[mistake]) as caught:
         launch(mistake, 1, late=late, seed=int(late))
     assert re.search(r"planted_tma\.cu:\d+", str(caught.value))
@@ -114,7 +114,7 @@ def read_box(sequences: bool, x: int, z: int, w: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("length", "end"), [(12, 12), (20, 32)])
 def test_boxes_of_a_sequence(length, end):
-    """The last box is partly behind the sequence; that part is zero."""
+    """The last box is partly past the end of the sequence; that part is zero."""
     for row in range(0, length, 8):
         got = read_box(True, 8, LONGEST - length + row, end)
         expected = np.zeros((8, 8), np.float32)

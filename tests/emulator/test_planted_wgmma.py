@@ -80,7 +80,7 @@ def launch(entry: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("entry", BUGS)
-def test_the_mistake_is_named(entry, late):
+def test_the_bug_is_named(entry, late):
     with pytest.raises(EmulatorError, match=BUGS[entry]) as caught:
         launch(entry, 1, late=late, seed=int(late), patience=0.1)
     assert str(caught.value).startswith("planted_wgmma(): ")
@@ -128,7 +128,7 @@ def test_missing_lanes_are_named(instruction, mistake):
 
 
 @pytest.mark.parametrize("instruction", INSTRUCTIONS)
-def test_with_all_lanes_they_pass(instruction):
+def test_all_lanes_present_pass(instruction):
     np.testing.assert_array_equal(launch_lanes(instruction, 0), REGISTERS)
 
 

@@ -138,7 +138,7 @@ def arrays_for(function, shapes, rng, dtype="float32"):
 
 
 @pytest.mark.parametrize(("function", "op", "shapes"), FUNCTIONS)
-def test_a_function_that_spells_an_op_becomes_it(function, op, shapes, rng):
+def test_a_function_that_computes_an_op_is_replaced_by_it(function, op, shapes, rng):
     arrays = arrays_for(function, shapes, rng)
     optimized = optimize(function, tuple(arrays), dry_run=False)
     assert [(row.op, row.outcome) for row in optimized.report] == [(op, "fused")]
@@ -150,7 +150,7 @@ def test_a_function_that_spells_an_op_becomes_it(function, op, shapes, rng):
 
 
 @pytest.mark.parametrize("function", [rms_norm, low_precision_norm, gelu_tanh])
-def test_casts_are_looked_through_and_dtypes_stay(function, rng):
+def test_casts_are_ignored_and_dtypes_preserved(function, rng):
     shapes = next(shapes for each, _, shapes in FUNCTIONS if each is function)
     arrays = arrays_for(function, shapes, rng, "float16")
     optimized = optimize(function, tuple(arrays), dry_run=False)
@@ -230,7 +230,7 @@ def test_similar_operations_are_not_replaced(function, shapes, rng):
     assert optimized.report == []
 
 
-def test_an_op_that_refuses_is_named(rng):
+def test_an_op_that_rejects_its_arguments_is_named(rng):
     optimized = optimize(
         lambda x, w, b: x @ w[:, ::2] + b,
         tuple(random(rng, shape, "float32") for shape in ((4, 8), (8, 12), (6,))),
@@ -286,14 +286,14 @@ def draws(x):
     return x + np.random.default_rng().standard_normal(x.shape)
 
 
-def test_values_that_change_from_call_to_call_are_no_constants(rng):
+def test_values_that_change_between_calls_are_not_constants(rng):
     x = random(rng, (4, 8), "float32")
     optimized = optimize(draws, x, dry_run=False)
     assert "change from call to call" in optimized.note
     assert (optimized(x) != optimized(x)).any()
 
 
-def test_errors_of_the_function_are_its_own():
+def test_exceptions_of_the_function_propagate():
     with pytest.raises(ZeroDivisionError):
         optimize(lambda x: x + 1 / 0, np.ones(3))
 
@@ -331,7 +331,7 @@ def test_it_can_be_undone(rng):
     np.testing.assert_array_equal(optimized(*arrays), rms_norm(*arrays))
 
 
-def test_without_a_gpu_it_only_reports(rng):
+def test_without_a_gpu_there_is_only_a_report(rng):
     arrays = arrays_for(rms_norm, (ROWS, (16,)), rng)
     optimized = optimize(rms_norm, tuple(arrays))
     assert [row.outcome for row in optimized.report] == ["would fuse"]

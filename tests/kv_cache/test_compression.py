@@ -26,7 +26,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 40, "window": 8},
 }
 WORST = {"int8": 0.02, "float8": 0.06, "kivi4": 0.15, "kivi2": 0.7}
-"""Errors over random keys, whose outputs are means of many values: small beside the values."""
+"""Errors over random keys, whose outputs are means of many values: small relative to the values."""
 
 
 def tokens(device: str, seq_len: int = 150, seed: int = 0, head_dim: int = 64) -> list[Any]:

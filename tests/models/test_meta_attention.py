@@ -19,7 +19,7 @@ def layer(device, dtype, config=CONFIG):
     return MetaAttention.initialise(config, seed=3, dtype=dtype, xp=xp)
 
 
-def test_gradients_are_differences(rng):
+def test_gradients_match_finite_differences(rng):
     """Gradients of x and of every parameter, along random directions."""
     model = layer("cpu", np.float64)
     x, grad_y = rng.standard_normal((2, 2, 21, CONFIG.hidden))

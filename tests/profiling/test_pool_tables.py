@@ -82,6 +82,12 @@ def test_the_verdict_counts_completed_logs() -> None:
     assert ": cukit 1; CuPy 0.\n" in verdict
 
 
+def test_the_cost_is_relative_to_cupy() -> None:
+    cost = rendered("cost")
+    assert "take 4.1 to 4.1 times as long as in CuPy's compiled pool." in cost
+    assert "Time of a remap: 1024 MiB in pages of 2 MiB 25.0 ms.\n" in cost
+
+
 def test_machine_and_figure() -> None:
     assert rendered("machine").startswith(
         "NVIDIA H200, driver 580.1, cupy-cuda13x 14.2, torch 2.11, 2026-01-02.\n"

@@ -1,4 +1,4 @@
-"""The results that a report is made from: files, recognised by their content.
+"""The inputs of a report: results files, recognised by their content.
 
 benchmarks     {"environment", "records"}                 `cukit bench`, `python -m profiling.run`
 kernels        {"kernels", "errors"}                      `cukit compile --json`
@@ -113,7 +113,7 @@ def _recognise(content: Any, source: str) -> list[Document]:
             if all(key in content for key in keys):
                 return [Document(kind, printable(source), content)]
     raise DataError(
-        f"{source}: not a kind of results that reports are made from: benchmark results, "
+        f"{source}: not a kind of results that a report can show: benchmark results, "
         "`cukit compile --json`, an analysis, report.json of `cukit distill`, or a snapshot of a "
         "memory pool"
     )

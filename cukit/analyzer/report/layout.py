@@ -22,7 +22,7 @@ Number: TypeAlias = "float | int | None"
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: its text, and the number behind it."""
+    """A table's cell: its text and its numeric value."""
 
     text: str
     value: Number = None

@@ -224,7 +224,7 @@ def _ops_table(ops: list[dict[str, Any]]) -> Table:
 
 
 def _pool_table(pool: Mapping[str, Any]) -> Table:
-    """`pool`: null if the run had no pool of its own, absent in older reports."""
+    """`pool`: null if the run did not use a cukit pool, absent in older reports."""
     rows = (
         (Cell("peak live"), Cell(numbers.num_bytes(pool["peak_live_bytes"]))),
         (Cell("peak taken from the GPU"), Cell(numbers.num_bytes(pool["peak_reserved_bytes"]))),

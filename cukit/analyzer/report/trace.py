@@ -2,7 +2,7 @@
 
 Launches of a traced script have their measured start times. Elsewhere only durations are measured:
 the launches of one analysed call are then placed one after another, in order and without gaps, and
-so are the ops of a training step, the longest first. The names of the tracks say so.
+so are the ops of a training step, the longest first; the track names indicate it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cukit.analyzer.report.documents import Document
 from cukit.errors import ConfigError
 
 MAX_BYTES = 16 * 2**20
-"""Viewers open a file of this size at once, but not one of gigabytes."""
+"""Viewers open a file of this size in seconds, but not one of gigabytes."""
 
 
 @dataclass(frozen=True)

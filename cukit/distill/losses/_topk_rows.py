@@ -41,7 +41,7 @@ TAILS = ("renormalise", "bucket")
 SAMPLED = "sampled"
 _BY_NUMBER = (*TAILS, SAMPLED)
 MAX_KNOWN = 1024
-"""Most teacher tokens per row."""
+"""Maximum number of teacher tokens per row."""
 
 
 class KnownTokens(NamedTuple):

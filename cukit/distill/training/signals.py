@@ -1,4 +1,4 @@
-"""Signals of a recorded teacher, which does not run beside its student."""
+"""Signals of a recorded teacher, which does not run while its student trains."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def emulate_cupy(**settings: Any) -> Iterator[types.ModuleType]:
         settings: the emulator's (`cukit.emulator.Settings`): arch, checked, seed, late, ...
 
     Raises:
-        EmulatorError: in the block, from the launch of a kernel with a mistake.
+        EmulatorError: in the block, from a launch in which the emulator finds an error.
         ConfigError: an option outside its legal values.
 
     >>> import cukit as ck

@@ -15,7 +15,7 @@ namespace cukit::emulator {
 struct Block;
 struct Fiber;
 
-// An engine's work: done at once, or, in the late mode, when a thread waits for it.
+// An engine's work: done immediately, or, in the late mode, when a thread waits for it.
 using Work = std::function<void()>;
 
 // A copy into shared memory that has not been waited for yet.

@@ -9,10 +9,10 @@ from typing import Any
 from cukit.analyzer import schema
 
 HOSTILE = "<script>alert('&')</script>"
-"""A name that a careless page would run."""
+"""A name that a page would run as a script if it were not escaped."""
 
 LONG = "void gemm<" + "cutlass::layout::RowMajor,float," * 12 + ">(Params)"
-"""A name as templates make them."""
+"""A name of a template instance."""
 
 ENVIRONMENT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
@@ -69,7 +69,7 @@ def benchmarks() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """What `cukit compile --json` prints: two variants of a kernel, one spilling, and an error.
 
-    The lean one is as older versions wrote it, without instruction counts.
+    The one without spills is in the format of older versions, without instruction counts.
     """
     base: dict[str, Any] = {
         "kernel": "rms_norm",
@@ -313,7 +313,7 @@ def _known() -> schema.KernelAnalysis:
                 "at most 1.25x where latency is the limit",
             ),
         ),
-        missing={"counters.l2_hit_fraction": "ncu was not asked"},
+        missing={"counters.l2_hit_fraction": "ncu was not used"},
         peak_bytes=4096,
     )
 

@@ -40,7 +40,7 @@ def test_a_scale_maps_its_ends() -> None:
 
 @pytest.mark.parametrize("width", [svg.WIDE, svg.NARROW])
 @pytest.mark.parametrize("intensity", [1.0, 50.0, 200.0, 5000.0])
-def test_a_kernel_at_the_roof_lies_on_it(intensity: float, width: float) -> None:
+def test_a_kernel_at_the_roof_is_drawn_on_it(intensity: float, width: float) -> None:
     attainable = min(800.0, 4.0 * intensity)
     drawing = ElementTree.fromstring(
         roofline(ROOFS, [Point(intensity, attainable, "colour-0", "it")], title="roof", width=width)
@@ -126,7 +126,7 @@ def test_wrong_peers_and_our_own_variants_are_not_compared() -> None:
     assert cases["rms_norm", "enqueue"].speed is None
 
 
-def test_our_wrong_result_has_no_speed() -> None:
+def test_a_wrong_result_of_cukit_has_no_speed() -> None:
     wrong = samples.record("cukit", 1.0, correct=False)
     found = BenchmarkResults({}, (wrong, samples.record("liger", 2.0)))
     assert found.cases[0].speed is None
@@ -192,7 +192,7 @@ def test_each_precision_has_its_own_roof() -> None:
     drawing = ElementTree.fromstring(figure.draw(svg.WIDE))
     dots = [dot.attrib["class"].split()[0] for dot in drawing.iter(f"{SVG}circle")]
     assert sorted(dots) == ["colour-0", "colour-0", "colour-2", "colour-2", "colour-3"]
-    # No roof for 8-bit types: the datasheet's 1979 is theirs; bfloat16 has 740.
+    # No measured roof for 8-bit types, only the datasheet's 1979; bfloat16 has 740.
     assert {"740", "989", "1,979"} <= set(all_text(drawing))
 
 

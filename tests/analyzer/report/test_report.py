@@ -96,7 +96,7 @@ def test_times_in_the_page_equal_those_of_the_json(page: Page) -> None:
             assert record["median_us"] in [value for row in rows for _, value in row]
 
 
-def test_every_time_has_its_spread_beside_it(page: Page) -> None:
+def test_every_time_is_shown_with_its_spread(page: Page) -> None:
     (row,) = page.rows("rms_norm", "8192x4096 bfloat16", "cukit")
     assert [text for text, _ in row[3:]] == [
         "40.2 µs", "0.100 µs", "39.5 to 41.0 µs (noisy)", "80", "3.30 TB/s", "1.0e-05",
@@ -106,7 +106,7 @@ def test_every_time_has_its_spread_beside_it(page: Page) -> None:
     assert wrong[-1][0] == "wrong"
 
 
-def test_cases_are_found_by_how_they_compare(report: Report) -> None:
+def test_cases_can_be_filtered_by_comparison(report: Report) -> None:
     (table,) = [
         block
         for block in report.sections[1].blocks
@@ -156,7 +156,7 @@ def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None
     assert page.numbers("my_kernel", "load") == [128, 4]
     assert page.numbers("my_kernel", "atomic") == [2]
     assert page.rows("cold", "it failed")
-    assert page.rows("counters.l2_hit_fraction", "ncu was not asked")
+    assert page.rows("counters.l2_hit_fraction", "ncu was not used")
     assert page.rows("energy", "0.0123 ± 0.0004 J per call, 81.3 calls per J (1.5 s at 410 W)")
 
 
@@ -230,7 +230,7 @@ def test_a_pool_snapshot_becomes_a_section(tmp_path: Path) -> None:
     assert "test_report.py" in report.to_text()
 
 
-def test_json_makes_the_same_report_again(report: Report, tmp_path: Path) -> None:
+def test_json_reproduces_the_report(report: Report, tmp_path: Path) -> None:
     report.write(tmp_path / "all.json")
     content = json.loads((tmp_path / "all.json").read_text())
     assert content["schema"] == "cukit report"

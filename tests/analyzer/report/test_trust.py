@@ -91,10 +91,10 @@ def test_no_text_of_a_file_becomes_markup_or_an_escape_code(kind: str) -> None:
         assert "onerror" not in found.attributes, field
         assert found.tags.count("script") == clean.tags.count("script"), field
         shown += "onerror" in page
-    assert shown, "something of it was shown, as text"
+    assert shown, "part of it was shown, as text"
 
 
-def test_keys_are_text_too() -> None:
+def test_keys_are_escaped_like_values() -> None:
     kernels = samples.kernels()
     kernels["kernels"][1]["defines"] = {HOSTILE: HOSTILE}
     kernels["kernels"][1]["instruction_mix"]["by_class"][HOSTILE] = 1

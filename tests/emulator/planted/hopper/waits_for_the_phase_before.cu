@@ -1,4 +1,4 @@
-// A wait on the parity of the phase before the first one returns at once.
+// A wait on the parity of the phase before the first one returns immediately.
 //
 // launch: block=64, shared=256
 // arg: np.arange(64, dtype=np.float32)
