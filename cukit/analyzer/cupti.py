@@ -176,11 +176,11 @@ class _Cupti:
             reason = (text.value or b"").decode() or f"error {status}"
             raise CukitError(f"CUPTI: {function}: {reason}")
 
-    def _give_buffer(self, buffer: Any, size: Any, most_records: Any) -> None:
+    def _give_buffer(self, buffer: Any, size: Any, max_records: Any) -> None:
         memory = ctypes.create_string_buffer(_BUFFER_BYTES)
         address = ctypes.addressof(memory)
         self._buffers[address] = memory
-        buffer[0], size[0], most_records[0] = address, _BUFFER_BYTES, 0
+        buffer[0], size[0], max_records[0] = address, _BUFFER_BYTES, 0
 
     def _take_buffer(
         self, context: Any, stream: int, address: int, size: int, valid_bytes: int

@@ -262,7 +262,7 @@ def check_array(
     dtypes: Sequence[np.dtype[Any]] = FLOAT_DTYPES,
     shape: Sequence[int | None] | None = None,
     ndim: int | None = None,
-    least_ndim: int = 0,
+    min_ndim: int = 0,
     contiguous: bool | None = True,
 ) -> None:
     """Raises an ArrayError that names the op, the argument, the requirement and the actual value.
@@ -283,10 +283,10 @@ def check_array(
         )
     if ndim is not None and array.ndim != ndim:
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
-    if array.ndim < least_ndim:
-        axes = "axis" if least_ndim == 1 else "axes"
+    if array.ndim < min_ndim:
+        axes = "axis" if min_ndim == 1 else "axes"
         raise ArrayShapeError(
-            f"{op}: {name} must have at least {least_ndim} {axes}, got shape {array.shape}"
+            f"{op}: {name} must have at least {min_ndim} {axes}, got shape {array.shape}"
         )
     if shape is not None:
         extents = array.shape

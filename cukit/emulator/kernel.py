@@ -116,7 +116,7 @@ class EmulatedKernel(Kernel):
             (1, 1, 1) if self._build.together else cluster,
             self._build.static_shared_bytes,
             shared_bytes,
-            self._entry.most_threads,
+            self._entry.max_threads,
         )
         if reason is not None:
             raise LaunchError(f"{self._build.spec}: {reason}")
@@ -142,7 +142,7 @@ class EmulatedKernel(Kernel):
             block=Extent(*block),
             cluster=Extent(*cluster),
             dynamic_bytes=shared_bytes,
-            most_workers=settings.threads or len(os.sched_getaffinity(0)),
+            max_workers=settings.threads or len(os.sched_getaffinity(0)),
             checked=self._settings.checked,
             late=settings.late,
             global_races=settings.global_races,

@@ -23,7 +23,7 @@ class Entry(ctypes.Structure):
         ("parameter_bytes", ctypes.POINTER(ctypes.c_uint32)),
         ("parameter_types", ctypes.POINTER(ctypes.c_char_p)),
         ("num_parameters", ctypes.c_uint32),
-        ("most_threads", ctypes.c_uint32),
+        ("max_threads", ctypes.c_uint32),
     ]
 
 
@@ -53,7 +53,7 @@ class LaunchRecord(ctypes.Structure):
         ("block", Extent),
         ("cluster", Extent),
         ("dynamic_bytes", ctypes.c_uint32),
-        ("most_workers", ctypes.c_uint32),
+        ("max_workers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("late", ctypes.c_uint32),
         ("global_races", ctypes.c_uint32),

@@ -31,7 +31,7 @@ from cukit.registry import get_op, register
 
 _QUERIES = 128
 """Queries per thread block of attention."""
-_LEAST_ROWS = 512
+_MIN_ROWS = 512
 """Minimum rows per part of the memory."""
 
 
@@ -150,7 +150,7 @@ def plan_parts(num_queries: int, num_rows: int, device: Device) -> int:
     while (
         blocks * parts * 2 <= device.num_sms
         and num_rows % (parts * 2) == 0
-        and num_rows // (parts * 2) >= _LEAST_ROWS
+        and num_rows // (parts * 2) >= _MIN_ROWS
     ):
         parts *= 2
     return parts

@@ -131,28 +131,28 @@ def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> Ro
     sums per column; more sums need more registers, hence fewer threads. Raises as
     :func:`split_row`."""
     num_vecs = max(1, cols // vec)
-    most_vecs = _MAX_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
-    if _is_short(cols, itemsize, num_vecs, most_vecs):
-        split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
+    max_vecs = _MAX_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
+    if _is_short(cols, itemsize, num_vecs, max_vecs):
+        split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, max_vecs)
         return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
-    most_threads = _FEED_THREADS // sums
-    if num_vecs <= sums * most_threads:
-        split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
+    max_threads = _FEED_THREADS // sums
+    if num_vecs <= sums * max_threads:
+        split = _split_long_row(op, cols, itemsize, vec, sums, max_threads)
         return replace(split, rows_per_thread=2)
-    most = most_threads if num_vecs <= 2 * sums * most_threads else _MAX_THREADS
+    most = max_threads if num_vecs <= 2 * sums * max_threads else _MAX_THREADS
     return _split_long_row(op, cols, itemsize, vec, 2 * sums, most)
 
 
-def _is_short(cols: int, itemsize: int, num_vecs: int, most_vecs: int) -> bool:
-    return cols * itemsize <= _MAX_SHORT_BYTES and num_vecs <= _WARP * most_vecs
+def _is_short(cols: int, itemsize: int, num_vecs: int, max_vecs: int) -> bool:
+    return cols * itemsize <= _MAX_SHORT_BYTES and num_vecs <= _WARP * max_vecs
 
 
 def _split_long_row(
-    op: str, cols: int, itemsize: int, vec: int, vecs_per_thread: int, most_threads: int
+    op: str, cols: int, itemsize: int, vec: int, vecs_per_thread: int, max_threads: int
 ) -> RowSplit:
     num_vecs = max(1, cols // vec)
     threads = -(-num_vecs // vecs_per_thread)
-    threads = min(most_threads, max(_WARP, -(-threads // _WARP) * _WARP))
+    threads = min(max_threads, max(_WARP, -(-threads // _WARP) * _WARP))
     per_thread = -(-num_vecs // threads)
     registers = per_thread * max(1, vec * itemsize // 4)
     if registers > _MAX_REGISTERS:
@@ -164,7 +164,7 @@ def _split_long_row(
     return RowSplit(threads, threads, vec, per_thread)
 
 
-def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> RowSplit:
+def _split_short_row(num_vecs: int, vec: int, threads: int, max_vecs: int) -> RowSplit:
     """The split of a row over a power of two of lanes within a warp.
 
     Minimises idle lane slots first, then the distance from two accesses per lane. Fewer lanes need
@@ -174,7 +174,7 @@ def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> R
     def lanes_for(per_thread: int) -> int:
         return 1 << (-(-num_vecs // per_thread) - 1).bit_length()
 
-    choices = [n for n in range(1, most_vecs + 1) if lanes_for(n) <= _WARP]
+    choices = [n for n in range(1, max_vecs + 1) if lanes_for(n) <= _WARP]
     per_thread = min(choices, key=lambda n: (n * lanes_for(n), abs(n - 2)))
     return RowSplit(threads, lanes_for(per_thread), vec, per_thread)
 

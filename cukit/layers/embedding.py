@@ -92,7 +92,7 @@ def embedding_backward(
     """
     op = "embedding_backward"
     grad_out, ids = adopt(op, grad_out, ids)
-    check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, least_ndim=1)
+    check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, min_ndim=1)
     result_dtype = grad_out.dtype if dtype is None else check_dtype(op, "dtype", dtype)
     if not runs_kernel("embedding_backward", grad_out, ids):
         _check_backward(grad_out, ids, num_embeddings)
@@ -168,10 +168,10 @@ def plan_embedding_backward(
     )
 
 
-def _slices(hidden: int, vec: int, most_threads: int = 256) -> tuple[int, int]:
+def _slices(hidden: int, vec: int, max_threads: int = 256) -> tuple[int, int]:
     """Threads per block, a multiple of 32, and the number of blocks that cover a row."""
     vecs = hidden // vec
-    threads = min(most_threads, max(32, -(-vecs // 32) * 32))
+    threads = min(max_threads, max(32, -(-vecs // 32) * 32))
     return threads, -(-vecs // threads)
 
 

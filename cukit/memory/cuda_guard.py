@@ -37,7 +37,7 @@ from cukit.memory.providers.provider import DeviceOutOfMemory
 
 THREADS = 256
 CHUNK_BYTES = 1 << 16
-_MOST_PAGES = 1 << 13
+_MAX_PAGES = 1 << 13
 _CAPTURABLE_FROM = 2
 """Handles below this are the legacy default stream, which cannot be captured or queried."""
 
@@ -59,10 +59,10 @@ class CudaGuardDevice:
         self._stream = cuda.Stream(non_blocking=True)
         self._captures = CaptureWatch()
         self._kernel: Kernel = load_kernel(plan_guard_pages(page_bytes))
-        memory = cuda.Memory(_MOST_PAGES * (5 * 8 + 3 * 4))
+        memory = cuda.Memory(_MAX_PAGES * (5 * 8 + 3 * 4))
         start = cuda.MemoryPointer(memory, 0)
-        self._pages = cupy.ndarray((_MOST_PAGES, 5), np.int64, start)
-        self._damage = cupy.ndarray((_MOST_PAGES, 3), np.int32, start + self._pages.nbytes)
+        self._pages = cupy.ndarray((_MAX_PAGES, 5), np.int64, start)
+        self._damage = cupy.ndarray((_MAX_PAGES, 3), np.int32, start + self._pages.nbytes)
 
     def capture(self) -> CaptureKey | None:
         handle = int(self._cuda.get_current_stream().ptr)
@@ -86,8 +86,8 @@ class CudaGuardDevice:
 
     def guard_pages(self, pages: npt.NDArray[np.int64], page_bytes: int) -> npt.NDArray[np.int32]:
         found = [
-            self._check_pages(pages[first : first + _MOST_PAGES], page_bytes)
-            for first in range(0, len(pages), _MOST_PAGES)
+            self._check_pages(pages[first : first + _MAX_PAGES], page_bytes)
+            for first in range(0, len(pages), _MAX_PAGES)
         ]
         return np.concatenate(found)
 

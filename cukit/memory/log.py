@@ -34,9 +34,9 @@ DAY_US = 24 * 3600 * 1_000_000
 BUFFERED = 8192
 """Lines queued before a write to the file."""
 
-MOST_DIGITS = 20
+MAX_DIGITS = 20
 """Decimal digits of a number."""
-MOST_SHOWN = 60
+MAX_SHOWN = 60
 """Characters of an invalid value in a message."""
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
@@ -245,7 +245,7 @@ class _Line:
 
     def _number(self, column: str) -> int:
         text = self._cells[column]
-        if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
             raise self._error(column, "a whole number")
         return int(text)
 
@@ -268,8 +268,8 @@ class _Line:
 
     def _error(self, column: str, expected: str) -> LogError:
         got = self._cells[column]
-        if len(got) > MOST_SHOWN:
-            got = f"{got[:MOST_SHOWN]}..."
+        if len(got) > MAX_SHOWN:
+            got = f"{got[:MAX_SHOWN]}..."
         return LogError(f"{self._place}: {column}: expected {expected}, got {got!r}")
 
 

@@ -133,7 +133,7 @@ def summary(ranges: Sequence[Range]) -> str:
 
 # Over time ----------------------------------------------------------------------------------------
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 
 
 def timeline_svg(samples: Sequence[Sample], title: str = "Memory over time") -> str:
@@ -173,8 +173,8 @@ def timeline_svg(samples: Sequence[Sample], title: str = "Memory over time") -> 
 
 
 def _grouped(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-    """Consecutive samples in at most MOST_POINTS groups."""
-    group = -(-len(samples) // MOST_POINTS) or 1
+    """Consecutive samples in at most MAX_POINTS groups."""
+    group = -(-len(samples) // MAX_POINTS) or 1
     return [samples[start : start + group] for start in range(0, len(samples), group)]
 
 

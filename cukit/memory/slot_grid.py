@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from cukit.core.kernel import KernelSpec
 
-LEAST_OCCUPIED = 1 / 16
+MIN_OCCUPIED = 1 / 16
 """The grid has at most 16 slots per buffer; sparser pools are planned by compaction.py."""
 
-LEAST_GAIN = 2
+MIN_GAIN = 2
 """Minimum number of pages that must become wholly free. The largest hole then grows too, because a
 hole without a wholly free page is smaller than two pages."""
 
@@ -55,20 +55,20 @@ def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) ->
         return None
     slot_shift = length.bit_length() - 1
     num_slots = (end - begin) >> slot_shift
-    if count < num_slots * LEAST_OCCUPIED:
+    if count < num_slots * MIN_OCCUPIED:
         return None
     return Grid(begin, slot_shift, page_bytes.bit_length() - 1 - slot_shift, num_slots, count)
 
 
 # The kernel ---------------------------------------------------------------------------------------
 
-LEAST_BUFFERS = 16
+MIN_BUFFERS = 16
 """Fewer are planned by the host: they may move without any kernel (device_copy.py)."""
-MOST_ROWS = 1 << 16
-MOST_WALLS = 1 << 13
-MOST_SLOTS = 1 << 17
-MOST_PAGES = 1 << 13
-MOST_PER_PAGE = 1 << 12
+MAX_ROWS = 1 << 16
+MAX_WALLS = 1 << 13
+MAX_SLOTS = 1 << 17
+MAX_PAGES = 1 << 13
+MAX_PER_PAGE = 1 << 12
 _THREADS = 1024
 
 REQUEST = Struct("7q8x")
@@ -78,12 +78,12 @@ REQUEST = Struct("7q8x")
 def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
     """Whether the kernel has room for a compaction, and it has enough buffers."""
     return (
-        grid.num_buffers >= LEAST_BUFFERS
-        and num_rows <= MOST_ROWS
-        and num_walls <= MOST_WALLS
-        and grid.num_slots <= MOST_SLOTS
-        and grid.num_slots >> grid.page_shift <= MOST_PAGES
-        and 1 << grid.page_shift <= MOST_PER_PAGE
+        grid.num_buffers >= MIN_BUFFERS
+        and num_rows <= MAX_ROWS
+        and num_walls <= MAX_WALLS
+        and grid.num_slots <= MAX_SLOTS
+        and grid.num_slots >> grid.page_shift <= MAX_PAGES
+        and 1 << grid.page_shift <= MAX_PER_PAGE
     )
 
 
@@ -92,10 +92,10 @@ def plan_slot_planner() -> KernelSpec:
     """One block: a plan for 2048 buffers takes a few microseconds."""
     defines = (
         ("THREADS", _THREADS),
-        ("MOST_SLOTS", MOST_SLOTS),
-        ("MOST_PAGES", MOST_PAGES),
-        ("MOST_PER_PAGE", MOST_PER_PAGE),
-        ("LEAST_GAIN", LEAST_GAIN),
+        ("MAX_SLOTS", MAX_SLOTS),
+        ("MAX_PAGES", MAX_PAGES),
+        ("MAX_PER_PAGE", MAX_PER_PAGE),
+        ("MIN_GAIN", MIN_GAIN),
     )
-    shared = (2 * MOST_SLOTS // 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4
+    shared = (2 * MAX_SLOTS // 32 + MAX_PAGES + MAX_PER_PAGE + 1) * 4
     return KernelSpec("memory/plan_slots.cu", "plan_slots", defines, _THREADS, shared)

@@ -177,13 +177,13 @@ class SliceConfig:
 
 
 @cache
-def plan_slices(vecs: int, vecs_per_thread: int, most_threads: int = 256) -> SliceConfig:
-    """The fewest slices that `most_threads` allows, and the threads that divide a slice evenly.
+def plan_slices(vecs: int, vecs_per_thread: int, max_threads: int = 256) -> SliceConfig:
+    """The fewest slices that `max_threads` allows, and the threads that divide a slice evenly.
 
     vecs: accesses per row. vecs_per_thread: the most accesses that a thread has in flight.
     """
     vecs_per_thread = max(1, min(vecs_per_thread, vecs // _FEW_THREADS))
-    slices = max(1, -(-vecs // (most_threads * vecs_per_thread)))
+    slices = max(1, -(-vecs // (max_threads * vecs_per_thread)))
     share = -(-vecs // (slices * vecs_per_thread))
     return SliceConfig(max(_WARP, -(-share // _WARP) * _WARP), vecs_per_thread, slices)
 

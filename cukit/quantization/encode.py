@@ -43,7 +43,7 @@ def encode(
     x: float32|float16|bfloat16 [..., n], any layout.
     """
     (x,) = adopt("encode", x)
-    check_array("encode", "x", x, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    check_array("encode", "x", x, dtypes=KERNEL_DTYPES, min_ndim=1, contiguous=None)
     check_narrow_dtype("encode", "dtype", dtype)
     storage = empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype)
     array = QuantizedArray(storage, dtype, x.shape, scales, zero_points, axis, group_size)

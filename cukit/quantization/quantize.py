@@ -106,7 +106,7 @@ def quantize(
            [0.0315]], dtype=float32)
     """
     (x,) = adopt("quantize", x)
-    check_array("quantize", "x", x, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    check_array("quantize", "x", x, dtypes=KERNEL_DTYPES, min_ndim=1, contiguous=None)
     check_narrow_dtype("quantize", "dtype", dtype)
     check_flag("quantize", "zero_points", zero_points)
     check_flag("quantize", "power_of_two", power_of_two)

@@ -10,7 +10,7 @@ from cukit.reference._xp import array_namespace
 
 Array = Any
 
-LEAST_SCALE = np.float32(2.0**-14)
+MIN_SCALE = np.float32(2.0**-14)
 MAX_SCALE = np.float32(65504)
 MAX_ZERO = np.float32(1024)
 
@@ -24,7 +24,7 @@ def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
     with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN
         most = xp.maximum(abs(low), abs(high))
         steps = xp.maximum((high - low) / np.float32(15), most / MAX_ZERO)
-        steps = xp.minimum(xp.maximum(steps, LEAST_SCALE), MAX_SCALE)
+        steps = xp.minimum(xp.maximum(steps, MIN_SCALE), MAX_SCALE)
         scales = xp.where(xp.isfinite(most), steps, np.float32(np.nan)).astype(np.float16)
         inverse = np.float32(1) / scales.astype(np.float32)
         zeros = (np.float32(-8) - low * inverse).astype(np.float16)

@@ -11,7 +11,7 @@ from cukit.reference._xp import array_namespace, upcast, working_dtype
 
 Array = Any
 
-LEAST_LOG_DECAY = -104.0
+MIN_LOG_DECAY = -104.0
 """Lower clamp of log decays; its exponential is 0 in float32."""
 
 
@@ -91,7 +91,7 @@ def _ranges(batch: int, seq_len: int, cu_seqlens: Array | None) -> list[tuple[in
 
 def _channel_decays(xp: Any, log_decay: Array, *, axes: int) -> Array:
     """Clamped log decays with a last axis of channels, which is 1 for a decay per head."""
-    decay = xp.clip(log_decay, LEAST_LOG_DECAY, 0)
+    decay = xp.clip(log_decay, MIN_LOG_DECAY, 0)
     return decay if decay.ndim == axes else decay[..., None]
 
 
@@ -173,7 +173,7 @@ def gated_scan_backward(
             grad_decay[row, part], g = of_chunk[3:]
         grad_state[number] = g
     grad_decay = grad_decay.reshape(raw.shape)
-    grad_decay = xp.where((raw > 0) | (raw < LEAST_LOG_DECAY), 0, grad_decay)
+    grad_decay = xp.where((raw > 0) | (raw < MIN_LOG_DECAY), 0, grad_decay)
     by_group = (batch, seq_len, groups, each, state_dim)
     grad_b, grad_c = (array.reshape(by_group).sum(3) for array in (grad_b, grad_c))
     rest = np.float64 if work == np.float64 else np.float32

@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, float] = {
 }
 """Values for None."""
 _LARGEST = float(np.finfo(np.float32).max)
-_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
 """Smaller numbers are 0 to the kernel, which flushes subnormal numbers."""
 _RANGES: Mapping[str, dict[str, float]] = {
     "temperature": {"least": 0, "most": _LARGEST},
@@ -96,7 +96,7 @@ def _adopted(op: str, name: str, value: Any) -> Any:
         value = value.item()
     if name in FLOATS:
         check_number(op, name, value, **_RANGES[name])
-        return 0.0 if name == "temperature" and value < _LEAST_TEMPERATURE else float(value)
+        return 0.0 if name == "temperature" and value < _MIN_TEMPERATURE else float(value)
     if name == "top_k":
         check_integer(op, name, value, least=1)
         return min(int(value), 2**31 - 1)

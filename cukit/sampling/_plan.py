@@ -8,13 +8,13 @@ from functools import cache
 from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec
 
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 """Largest vocabulary of the kernel: sums of integer weights must fit in 63 bits."""
-MOST_LISTED = 512
+MAX_LISTED = 512
 """Maximum number of log-probabilities per row that the kernel lists."""
 
-MOST_BEST = 128
-"""kMostBest in kernels_cu/sampling/best.cuh: most tokens found in a single pass over a row."""
+MAX_BEST = 128
+"""kMaxBest in kernels_cu/sampling/best.cuh: most tokens found in a single pass over a row."""
 
 _WORKSPACE_BYTES = 26 * KIB
 """kWorkspaceBytes in kernels_cu/sampling/select.cuh."""
@@ -33,7 +33,7 @@ _SMALL_VOCABULARY = 16384
 """Below this size atoms have _SMALL_ATOM_TOKENS tokens, so that there are enough of them."""
 _ATOM_BYTES = 16
 """sizeof(AtomSum) in kernels_cu/sampling/row.cuh."""
-_MOST_CANDIDATES = 10240
+_MAX_CANDIDATES = 10240
 """Tokens of a list of candidates (kernels_cu/sampling/candidates.cuh): on Hopper, as many as leave
 room for two blocks per SM. A list of 20480 took 9 us longer for a batch of 64 on an H200."""
 _RESERVED_BYTES = KIB
@@ -175,4 +175,4 @@ def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
     """Candidates that fit beside the rest of the shared memory of `config`."""
     share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
     free = min(share, device.shared_bytes_per_block) - config.shared_bytes
-    return max(min(free // 8, _MOST_CANDIDATES, vocab_size), 0)
+    return max(min(free // 8, _MAX_CANDIDATES, vocab_size), 0)

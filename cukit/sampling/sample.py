@@ -27,9 +27,9 @@ from cukit.reference.sampling import Sample
 from cukit.registry import register
 from cukit.sampling._options import RequestOptions
 from cukit.sampling._plan import (
-    MOST_BEST,
-    MOST_LISTED,
-    MOST_TOKENS,
+    MAX_BEST,
+    MAX_LISTED,
+    MAX_TOKENS,
     SampleConfig,
     plan_sample,
 )
@@ -145,8 +145,8 @@ def sample(
     _check(logits, options, history, prompt_lengths, logprobs)
     check_limits(op, logits, options)
     top_n = logprobs or 0
-    if top_n > MOST_LISTED:
-        raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
+    if top_n > MAX_LISTED:
+        raise ConfigError(f"{op}: logprobs must be at most {MAX_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
     prepared = _prepare(logits, history, draws_of(options, vocab_size, top_n))
     counts = NULL
@@ -212,8 +212,8 @@ def draws_of(options: RequestOptions, vocab_size: int, top_n: int = 0) -> str:
     """What the rows may need, as far as the host can tell: `draws` of SampleConfig."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
     top_k = options.number("top_k") if options.number("top_k") < vocab_size else 0
-    short = options.is_number("top_k") and 0 < top_k <= MOST_BEST
-    if (greedy or short) and top_n <= MOST_BEST:
+    short = options.is_number("top_k") and 0 < top_k <= MAX_BEST
+    if (greedy or short) and top_n <= MAX_BEST:
         return "Few"
     if top_n or not all(map(options.is_number, ("temperature", "top_k", "top_p", "min_p"))):
         return "Any"
@@ -278,9 +278,9 @@ def check_vocabulary(op: str, vocab_size: int) -> None:
 def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
     """Checks the requirements of the kernel that the reference does not have."""
     check_array(op, "logits", logits, dtypes=KERNEL_DTYPES)
-    if logits.shape[-1] > MOST_TOKENS:
+    if logits.shape[-1] > MAX_TOKENS:
         raise ConfigError(
-            f"{op}: logits must have at most {MOST_TOKENS} tokens per row on the GPU, "
+            f"{op}: logits must have at most {MAX_TOKENS} tokens per row on the GPU, "
             f"got {logits.shape[-1]}"
         )
     for name, value in options.values.items():

@@ -32,7 +32,7 @@ CHUNK = 64
 COLUMNS = 64
 """Columns of head_dim per block."""
 STATE_TILES = (64, 128)
-_LEAST_CHUNKS = 4
+_MIN_CHUNKS = 4
 """Minimum chunks per segment: splitting costs a second pass over keys and values."""
 _BLOCKS_PER_SM = 2
 _JOIN_THREADS = 256
@@ -127,7 +127,7 @@ def plan_gated_scan(
     wanted = per_sm * device.num_sms
     segments = 1
     if blocks and 2 * blocks <= wanted:
-        segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
+        segments = max(1, min(wanted // blocks, chunks // _MIN_CHUNKS))
     padded = state_dim != tile or head_dim % COLUMNS != 0
     return ScanConfig(dtype, tile, padded, segments, hopper, channels)
 

@@ -29,7 +29,7 @@ from cukit.sequence._plan import STRUCTS
 _THREADS = 128
 _TOKENS = 64
 """Maximum tokens per thread. Fewer give more blocks, but more redundant loads at boundaries."""
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 _MAX_BACKWARD = 4
 """Maximum channels per thread in the backward: the accumulators of eight would spill."""
 _WIDTHS = (2, 3, 4)
@@ -238,7 +238,7 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
 def _plan_tokens(batch: int, seq_len: int, columns: int, device: Device) -> int:
     """Tokens per thread: as many as still give eight blocks per SM."""
     tokens = _TOKENS
-    while tokens > _LEAST_TOKENS and batch * columns * -(-seq_len // tokens) < 8 * device.num_sms:
+    while tokens > _MIN_TOKENS and batch * columns * -(-seq_len // tokens) < 8 * device.num_sms:
         tokens //= 2
     return tokens
 

@@ -174,7 +174,7 @@ def histogram(x: Array, bins: int, *, low: float, high: float) -> Array:
 def _check(op: str, x: Any, axis: Any) -> tuple[Array, int]:
     """`x` as an array, and `axis` as a non-negative number."""
     (x,) = adopt(op, x)
-    check_array(op, "x", x, dtypes=_DTYPES, least_ndim=1, contiguous=None)
+    check_array(op, "x", x, dtypes=_DTYPES, min_ndim=1, contiguous=None)
     check_integer(op, "axis", axis, least=-x.ndim, most=x.ndim - 1)
     return x, int(axis) % x.ndim
 

@@ -24,7 +24,7 @@ KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activati
 
 _ATTENTION = "cukit"
 
-_LEAST_TOKENS = 4096  # concatenating the weights takes less than a tenth of such a product
+_MIN_TOKENS = 4096  # concatenating the weights takes less than a tenth of such a product
 
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -160,7 +160,7 @@ def _attention_layer(module: nn.Module) -> Callable[..., Any] | None:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        few = hidden_states.numel() < _LEAST_TOKENS * layer.q_proj.in_features
+        few = hidden_states.numel() < _MIN_TOKENS * layer.q_proj.in_features
         cos, sin = (None, None) if position_embeddings is None else position_embeddings
         if few or past_key_values is not None or cos is None or cos.shape[-1] != head_dim:
             return original(

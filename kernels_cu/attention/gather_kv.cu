@@ -6,7 +6,7 @@
 //
 // Keys before the window of the request's first query and keys from its length on are zeros.
 // Blocks without any other key are not written, and their entries of `blocks` neither; nor are
-// those of requests with fewer than least_queries queries.
+// those of requests with fewer than min_queries queries.
 // Mapping: a thread block copies kRows keys of one request, of all heads, or the values of those
 //   keys; a thread copies eight columns at a time, UNROLL of them in flight.
 // Macros: DTYPE float16|bfloat16, of the outputs; FORMAT E4M3|INT8|INT4 of the cache, absent if its
@@ -216,15 +216,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_kv(
 
   Request request;
   request.b = b;
-  request.end = min(seq_lens[b], params.most_keys);
+  request.end = min(seq_lens[b], params.max_keys);
   request.cached = request.end;
   if constexpr (RECENT) {
-    request.cached = max(0, min(packed_lens[b], params.most_keys - params.recent_rows));
+    request.cached = max(0, min(packed_lens[b], params.max_keys - params.recent_rows));
     request.end = min(request.end, request.cached + params.recent_rows);
   }
   const int queries =
       cu_seqlens_q == nullptr ? params.seq_q : cu_seqlens_q[b + 1] - cu_seqlens_q[b];
-  if (queries < params.least_queries) return;
+  if (queries < params.min_queries) return;
   request.begin = max(0, request.end - queries - params.window_left);
   if (tile * BLOCK >= request.end || (tile + 1) * BLOCK <= request.begin) return;
 

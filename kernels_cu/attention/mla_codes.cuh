@@ -52,8 +52,8 @@ CUKIT_DEVICE unsigned multiply_pairs(unsigned a, unsigned b) {
 
 // The scales of a token and its unit.
 struct KeyScales {
-  static constexpr int kLeastUnit = kExponentBias - 60;  // latents in smaller units are zero
-  static constexpr int kMostUnit = kExponentBias + 60;
+  static constexpr int kMinUnit = kExponentBias - 60;  // latents in smaller units are zero
+  static constexpr int kMaxUnit = kExponentBias + 60;
 
   unsigned pairs[kScaleGroups / 2];  // float16, in the unit
   int exponent;                      // of the unit
@@ -68,7 +68,7 @@ struct KeyScales {
     for (const unsigned word : words) {
       top = max(top, word & ~(1u << 31));
     }
-    exponent = min(max(static_cast<int>(top >> 23), kLeastUnit), kMostUnit);
+    exponent = min(max(static_cast<int>(top >> 23), kMinUnit), kMaxUnit);
     const float by = inverse();
 #pragma unroll
     for (int i = 0; i < kScaleGroups / 2; ++i) {
@@ -103,7 +103,7 @@ struct KeyScales {
 // all columns to the unit of the tile and to the order of a token's bytes.
 template <typename QueryTile>
 struct CodedQueries {
-  static constexpr int kMostScale = 20;  // largest exponent of the queries' factor
+  static constexpr int kMaxScale = 20;  // largest exponent of the queries' factor
   static constexpr int kTop = 14;        // exponent of the largest query, in units
   static constexpr int kLatentParts = kLatent / QueryTile::kPartColumns;
   static constexpr int kChunks = QueryTile::kRowBytes / 16;
@@ -127,7 +127,7 @@ struct CodedQueries {
   CUKIT_DEVICE static int unit(unsigned top) {
     const int exponent = static_cast<int>(top >> 23);
     if (top >= kInfinityBits) return kExponentBias;
-    return max(exponent - kTop, kExponentBias - kMostScale);
+    return max(exponent - kTop, kExponentBias - kMaxScale);
   }
 
   CUKIT_DEVICE static void convert(unsigned char* tile, int thread, int threads, int unit) {

@@ -29,7 +29,7 @@ using Piece = cukit::Piece<kPage, 0>;
 using Share = cukit::Share<kPage, 0>;
 
 // Minimum pages per block: merging smaller pieces costs more than they save.
-constexpr int kLeastShare = 2;
+constexpr int kMinShare = 2;
 
 // The division of a batch among teams, computed by every warp.
 struct Division {
@@ -53,7 +53,7 @@ struct Division {
       total += __shfl_xor_sync(kFullMask, total, offset);
       before += __shfl_xor_sync(kFullMask, before, offset);
     }
-    share = max(kLeastShare, (total + teams - 1) / teams);
+    share = max(kMinShare, (total + teams - 1) / teams);
     // Pieces must be stored and merged. So requests of equal length are not split, or split into
     // equal parts, one per available team, if that takes at most a sixteenth longer.
     const int requests = params.batch * problems;

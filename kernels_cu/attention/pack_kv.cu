@@ -29,8 +29,8 @@ using index_t = cukit::INDEX;
 
 constexpr int kChunk = 8;  // 16 bytes of elements, one word of codes
 constexpr int kPitch = HEAD_DIM + kChunk;
-constexpr float kLeastScale = 6.103515625e-5f;  // the smallest normal float16
-constexpr float kMostScale = 65504.0f;
+constexpr float kMinScale = 6.103515625e-5f;  // the smallest normal float16
+constexpr float kMaxScale = 65504.0f;
 constexpr int kTeam = VALUE_DIM <= 8 ? 1 : VALUE_DIM <= 16 ? 2 : VALUE_DIM <= 32 ? 4 : VALUE_DIM <= 64 ? 8
                     : VALUE_DIM <= 128 ? 16 : 32;  // threads of a token of values
 
@@ -40,8 +40,8 @@ struct Factors {
 
   CUKIT_DEVICE Factors(float low, float high, bool finite) {
     const float most = fmaxf(fabsf(low), fabsf(high));
-    float value = fmaxf(fmaxf(__fsub_rn(high, low) / 15.0f, most / 1024.0f), kLeastScale);
-    value = fminf(value, kMostScale);
+    float value = fmaxf(fmaxf(__fsub_rn(high, low) / 15.0f, most / 1024.0f), kMinScale);
+    value = fminf(value, kMaxScale);
     scale = __float2half_rn(finite ? value : __int_as_float(0x7fc00000));
     inverse = 1.0f / __half2float(scale);
     zero = __float2half_rn(__fsub_rn(-8.0f, __fmul_rn(low, inverse)));

@@ -166,8 +166,8 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
 // The unit of scales up to `top`. int4: a power of two, and so is its inverse in float16.
 CUKIT_DEVICE float unit_of(float top) {
   if constexpr (CODE == 3) {
-    constexpr float kLeast = 1.0f / 32768;
-    return fmaxf(kLeast, __uint_as_float(__float_as_uint(top) & 0x7f800000u));
+    constexpr float kMin = 1.0f / 32768;
+    return fmaxf(kMin, __uint_as_float(__float_as_uint(top) & 0x7f800000u));
   }
   return top;
 }
@@ -311,7 +311,7 @@ CUKIT_DEVICE Share cluster_share(const Lengths& lengths, const cukit::PagedParam
   const int problem = blockIdx.x / CLUSTER;
   const int b = problem / params.problems;
   const Place::Request_ request(b, lengths, params);
-  const int part = max(kLeastShare, (request.units + CLUSTER - 1) / CLUSTER);
+  const int part = max(kMinShare, (request.units + CLUSTER - 1) / CLUSTER);
   const int first = part * cukit::cluster_rank();
   return {{b, problem % params.problems, first, request}, first, min(request.units, first + part)};
 }
@@ -333,14 +333,14 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     int* counters,          // zeros: one per block, or one per problem
 #if PACKED
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    int most_queries,                      // requests of more are left out
+    int max_queries,                      // requests of more are left out
 #endif
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
   __shared__ KeyPlace places[WARPS][Loader::kPlaces];
 #if PACKED
-  const Lengths lengths{{seq_lens, packed_lens}, cu_seqlens_q, most_queries};
+  const Lengths lengths{{seq_lens, packed_lens}, cu_seqlens_q, max_queries};
 #elif RECENT
   const Lengths lengths{seq_lens, packed_lens};
 #else
@@ -360,7 +360,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
   // Prefetches the block table, which is needed next, to L2 while the lengths are read.
   const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
   const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
-                            (params.most_keys - params.recent_rows) / params.block_size;
+                            (params.max_keys - params.recent_rows) / params.block_size;
   if (entry < entries) cukit::prefetch_l2(block_table + entry);
 #if CLUSTER > 1
   Share share = cluster_share(lengths, params);
@@ -371,7 +371,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
   const int team = blockIdx.x / TEAM;
   const int member = blockIdx.x % TEAM;
   const cukit::Total total = Place::count(lengths, params);
-  const int share_units = max(kLeastShare, total.share(teams));
+  const int share_units = max(kMinShare, total.share(teams));
   const int first_unit = team * share_units;
   if (first_unit >= total.units) return;
   Share share{Place::find(first_unit, lengths, params), first_unit,

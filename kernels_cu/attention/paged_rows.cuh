@@ -71,8 +71,8 @@ constexpr int kPartBytes = RECENT && RecentForm::kPartBytes > CacheForm::kPartBy
 constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
 constexpr int kScaleBytes = kKeyScaleBytes + (CODE == 0 ? 0 : 4 * kStep);
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kLeastKeys = 256;  // minimum of a share: smaller pieces cost more than they save
-constexpr int kLeastShare = UNIT_TILES || kTile >= kLeastKeys ? 1 : kLeastKeys / kTile;
+constexpr int kMinKeys = 256;  // minimum of a share: smaller pieces cost more than they save
+constexpr int kMinShare = UNIT_TILES || kTile >= kMinKeys ? 1 : kMinKeys / kTile;
 constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "eight rows of a warp fit into a stage");

@@ -21,7 +21,7 @@
 // With PackedRows > 0 each request has a number of queries of its own, in tiles of PackedRows rows:
 // its problems are the key heads of all its tiles. Requests without queries have none.
 //
-// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request; of a tile of
+// Parameters: a kernel's struct with batch, seq_q, max_keys, problems (of a request; of a tile of
 // rows with PackedRows) and settings; with RecentTile recent_rows, with PackedRows group too.
 // Lengths: seq_lens, SplitLengths with RecentTile, PackedLengths with PackedRows.
 #pragma once
@@ -40,10 +40,10 @@ struct SplitLengths {
 };
 
 // The same with packed queries: those of request b are cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1.
-// Requests of more than most_queries are left out.
+// Requests of more than max_queries are left out.
 struct PackedLengths : SplitLengths {
   const int* cu_seqlens_q;
-  int most_queries;
+  int max_queries;
 };
 
 // The queries of a request.
@@ -57,7 +57,7 @@ struct RequestQueries {
     if (b >= params.batch) return;
     first_query = lengths.cu_seqlens_q[b];
     count = max(0, lengths.cu_seqlens_q[b + 1] - first_query);
-    if (count > lengths.most_queries) count = 0;
+    if (count > lengths.max_queries) count = 0;
   }
   template <typename Parameters>
   CUKIT_DEVICE int seq_q(const Parameters&) const {
@@ -95,10 +95,10 @@ struct Request : RequestQueries<PackedRows> {
   CUKIT_DEVICE Request(int b, const Lengths& lengths, const Parameters& params)
       : Queries(b, lengths, params) {
     const int seq_q = Queries::seq_q(params);
-    seq_kv = b < params.batch ? min(lengths[b], params.most_keys) : 0;
+    seq_kv = b < params.batch ? min(lengths[b], params.max_keys) : 0;
     if constexpr (RecentTile > 0) {
       cached = b < params.batch ? max(0, min(lengths.packed_lens[b], seq_kv)) : 0;
-      cached = min(cached, params.most_keys - params.recent_rows);
+      cached = min(cached, params.max_keys - params.recent_rows);
       seq_kv = min(seq_kv, cached + params.recent_rows);
     } else {
       cached = seq_kv;

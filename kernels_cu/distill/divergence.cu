@@ -104,11 +104,11 @@ struct Statistics {
 };
 
 // Minimum blocks per SM; 0: the compiler's choice, which makes variants with a transform spill.
-constexpr int kLeastBlocks = TRANSFORM ? 768 / THREADS : 0;
+constexpr int kMinBlocks = TRANSFORM ? 768 / THREADS : 0;
 
 }  // namespace
 
-extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeastBlocks) divergence(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBlocks) divergence(
     const T* student,                         // [rows, columns], with rows.row_stride
     const T* __restrict__ teacher,            // likewise, with rows.teacher_stride
     const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored (not with HARD)

@@ -34,7 +34,7 @@ constexpr Divergence kDivergence = static_cast<Divergence>(DIVERGENCE);
 
 // The forward KL of the first sweep is the loss if it is at least this fraction of the terms whose
 // difference it is, plus 1: its rounding errors, about 1e-7 of these, are then below 1e-5 of the loss.
-constexpr float kLeastShare = 1.0f / 16;
+constexpr float kMinShare = 1.0f / 16;
 
 // How a sweep computes an element, see ForwardKlRow and CentredRow. Apart: student and teacher differ
 // enough for the formulas above. Close: they do not. Near: a vector of a close row in which all |b| are
@@ -145,7 +145,7 @@ struct RowMasses {
 
   CUKIT_DEVICE bool is_large(const Mass& mass, float loss) const {
     const float terms = fabsf(mass.moment / mass.sum) * scale + fabsf(offset);
-    return loss > (terms + 1.0f) * kLeastShare;
+    return loss > (terms + 1.0f) * kMinShare;
   }
 };
 

@@ -21,8 +21,8 @@
 //   (GRAD): the gradient, except for the target and the K tokens, which the block writes afterwards.
 //   The gradient may overwrite the logits. Samples are compared pairwise: K^2 / THREADS steps per
 //   thread.
-// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MOST bytes static.
-// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MOST: largest K; GRAD 0|1;
+// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MAX bytes static.
+// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MAX: largest K; GRAD 0|1;
 //   TAIL 0|1|2; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
@@ -55,11 +55,11 @@ CUKIT_DEVICE float term(float p, float q, float d) {
 }
 
 // Minimum blocks per SM; 0: the compiler's choice, with which variants for samples spill.
-constexpr int kLeastBlocks = TAIL == 2 || TRANSFORM ? 768 / THREADS : 0;
+constexpr int kMinBlocks = TAIL == 2 || TRANSFORM ? 768 / THREADS : 0;
 
 }  // namespace
 
-extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeastBlocks) topk_divergence(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBlocks) topk_divergence(
     const T* student,                              // [rows, columns], with rows.row_stride
     const float* __restrict__ teacher_log_probs,  // [rows, num_known]; null: zeros (TAIL 2)
     const float* __restrict__ sample_weights,     // [rows, num_known] or null; TAIL 2 only
@@ -73,7 +73,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     const float* __restrict__ normalizer,         // scalar or null
     const cukit::LogitRows rows, int num_known, const cukit::LossFactors factors) {
   __shared__ Exchange::Shared shared;
-  __shared__ float logits[MOST];  // of the known tokens
+  __shared__ float logits[MAX];  // of the known tokens
   __shared__ float scratch[2 * (THREADS / cukit::kWarpSize)];
   CUKIT_DYNAMIC_SHARED(cukit::LogitRow::Vector, cache);
   const long long row = blockIdx.x / CLUSTER;

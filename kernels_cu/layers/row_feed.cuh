@@ -15,7 +15,7 @@
 namespace cukit {
 
 // The row length; with FULL the compiler knows it, and drops the tests of columns.
-CUKIT_DEVICE constexpr int row_length(int cols) { return FULL ? kMostColumns : cols; }
+CUKIT_DEVICE constexpr int row_length(int cols) { return FULL ? kMaxColumns : cols; }
 
 class RowFeed {
  public:

@@ -107,8 +107,8 @@ class PassWeights {
 // Writes a block's partial column gradient, summed over its groups in a fixed order, to `into` [cols].
 // `sums` holds the sums of this thread's vectors; `scratch` is kColumnScratch floats of shared memory.
 // All threads must call it.
-constexpr int kMostColumns = LANES * VECS_PER_THREAD * VEC;
-constexpr int kColumnScratch = kGroups > 1 ? kWarps * kMostColumns : 1;
+constexpr int kMaxColumns = LANES * VECS_PER_THREAD * VEC;
+constexpr int kColumnScratch = kGroups > 1 ? kWarps * kMaxColumns : 1;
 
 CUKIT_DEVICE void write_column_sums(const float (&sums)[VECS_PER_THREAD][VEC], float* into, int cols,
                                     float* scratch) {
@@ -122,7 +122,7 @@ CUKIT_DEVICE void write_column_sums(const float (&sums)[VECS_PER_THREAD][VEC], f
       for (int j = 0; j < VEC; ++j) into[share.vec(i) * VEC + j] = sums[i][j];
     }
   } else {
-    float* own = scratch + threadIdx.x / kWarpSize * kMostColumns;
+    float* own = scratch + threadIdx.x / kWarpSize * kMaxColumns;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -140,7 +140,7 @@ CUKIT_DEVICE void write_column_sums(const float (&sums)[VECS_PER_THREAD][VEC], f
     for (int column = threadIdx.x; column < cols; column += THREADS) {
       float sum = 0.0f;
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) sum += scratch[warp * kMostColumns + column];
+      for (int warp = 0; warp < kWarps; ++warp) sum += scratch[warp * kMaxColumns + column];
       into[column] = sum;
     }
   }

@@ -9,9 +9,9 @@
 //   threshold stay in use, and of those at the threshold the first few. `rows` and `result` are in
 //   pinned host memory; each row is read once. The kernel runs rarely, so its code is not in the
 //   instruction caches: loops are not unrolled, because fetching longer code would take longer.
-// Shared memory: dynamic, (2 * MOST_SLOTS / 32 + MOST_PAGES + MOST_PER_PAGE + 1) * 4 bytes; static,
-//   148 bytes. Macros: THREADS multiple of 32, 32..1024; MOST_SLOTS, MOST_PAGES, MOST_PER_PAGE: most
-//   slots, pages, and slots per page; LEAST_GAIN: minimum number of pages to free.
+// Shared memory: dynamic, (2 * MAX_SLOTS / 32 + MAX_PAGES + MAX_PER_PAGE + 1) * 4 bytes; static,
+//   148 bytes. Macros: THREADS multiple of 32, 32..1024; MAX_SLOTS, MAX_PAGES, MAX_PER_PAGE: most
+//   slots, pages, and slots per page; MIN_GAIN: minimum number of pages to free.
 // Slots and pages have sizes that are powers of two; a page has at least one slot.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/memory/bookkeeping/slots.py.
 #include "common/platform.cuh"
@@ -23,7 +23,7 @@ using cukit::kFullMask;
 using cukit::kWarpSize;
 
 constexpr int kWarps = THREADS / kWarpSize;
-constexpr int kMostWords = MOST_SLOTS / kWarpSize;
+constexpr int kMaxWords = MAX_SLOTS / kWarpSize;
 constexpr int kBlocked = 1 << 30;  // flag in `held`: the page has a wall
 
 struct Request {  // int64 [8] on the host
@@ -129,9 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     Target* targets) {                       // [num_rows]: rows that move, ascending, and where to
   CUKIT_DYNAMIC_SHARED(unsigned, taken);     // by slot: a buffer or a wall
   __shared__ Scratch scratch;
-  unsigned* walls = taken + kMostWords;
-  int* held = reinterpret_cast<int*>(walls + kMostWords);  // buffers by page; negative: they move
-  int* histogram = held + MOST_PAGES;                      // pages by number of buffers
+  unsigned* walls = taken + kMaxWords;
+  int* held = reinterpret_cast<int*>(walls + kMaxWords);  // buffers by page; negative: they move
+  int* histogram = held + MAX_PAGES;                      // pages by number of buffers
 
   const Request request = *request_of;
   const int slot_shift = static_cast<int>(request.slot_shift);
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     }
   }
   __syncthreads();
-  if (scratch.misplaced || scratch.gain < LEAST_GAIN) {
+  if (scratch.misplaced || scratch.gain < MIN_GAIN) {
     if (thread == 0) {
       table[0].first = 0;
       *num_moves = 0;

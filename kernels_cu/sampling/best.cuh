@@ -17,7 +17,7 @@
 
 namespace cukit {
 
-constexpr int kMostBest = 128;  // tokens; MOST_BEST in cukit/sampling/_plan.py
+constexpr int kMaxBest = 128;  // tokens; MAX_BEST in cukit/sampling/_plan.py
 constexpr int kStreamed = 2 * kBins * sizeof(unsigned) / sizeof(uint64);  // list capacity: reuses the bins
 
 class Best {
@@ -77,7 +77,7 @@ class Best {
   }
 
  private:
-  static constexpr int kGroups = THREADS < kMostBest ? THREADS : kMostBest;
+  static constexpr int kGroups = THREADS < kMaxBest ? THREADS : kMaxBest;
   static constexpr int kTogether = THREADS / kGroups;  // threads per group
 
   // A threshold that `want` tokens of the block reach, if that many are above -infinity: the want-th largest

@@ -55,11 +55,11 @@ class Candidates {
   // False if the first pass lists nothing.
   CUKIT_DEVICE bool lists() const { return limit_ < infinity(); }
 
-  // Whether all tokens of a weight of at least `least_weight`, or all above -infinity, are listed.
-  CUKIT_DEVICE bool covers(uint64 least_weight, float largest, float slope) const {
+  // Whether all tokens of a weight of at least `min_weight`, or all above -infinity, are listed.
+  CUKIT_DEVICE bool covers(uint64 min_weight, float largest, float slope) const {
     if (limit_ == kLowest) return true;
     const float weight = exp2f((limit_ - largest) * slope) * 1.001f;
-    return weight * static_cast<float>(1ull << kScale) < static_cast<float>(least_weight);
+    return weight * static_cast<float>(1ull << kScale) < static_cast<float>(min_weight);
   }
 
   // Calls body(logit, token) for this thread's share of the list: Source of select.cuh.
@@ -106,10 +106,10 @@ class Candidates {
     return true;
   }
 
-  // Whether all tokens above the list of the second pass have a weight of at least `least_weight`.
-  CUKIT_DEVICE bool exceeds(uint64 least_weight, float largest, float slope) const {
+  // Whether all tokens above the list of the second pass have a weight of at least `min_weight`.
+  CUKIT_DEVICE bool exceeds(uint64 min_weight, float largest, float slope) const {
     const float weight = exp2f((upper_ - largest) * slope) * 0.999f;
-    return weight * static_cast<float>(1ull << kScale) > static_cast<float>(least_weight);
+    return weight * static_cast<float>(1ull << kScale) > static_cast<float>(min_weight);
   }
 
   // Weights of the atoms.

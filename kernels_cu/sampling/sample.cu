@@ -62,7 +62,7 @@ using T = cukit::element_t;
 
 constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // random streams
 constexpr int kListed = 512;  // largest top_k drawn from a sorted list
-constexpr int kPer = cukit::kMost / THREADS;  // entries of a sorted list per thread
+constexpr int kPer = cukit::kMax / THREADS;  // entries of a sorted list per thread
 
 template <typename V>
 CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
@@ -72,7 +72,7 @@ CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
 // Truncation and random numbers of a row.
 struct Draw {
   float top_p;
-  uint64 least_weight;
+  uint64 min_weight;
   uint64 seed, step;
 
   CUKIT_DEVICE uint64 uniform(unsigned stream) const {
@@ -84,14 +84,14 @@ struct Draw {
 struct Kept {
   float largest, slope;
   Cut cut;
-  uint64 least_weight;
+  uint64 min_weight;
   Draft draft{};
   double share = 0.0;  // 1 / the kept weight, if the draft is rejected
 
   CUKIT_DEVICE void reject(uint64 total) { share = 1.0 / static_cast<double>(total); }
   CUKIT_DEVICE uint64 before_rejection(float x, int column) const {
     const uint64 weight = cut.keeps(x, column) ? Scaled(largest - x, slope).weight() : 0;
-    return weight >= least_weight ? weight : 0;
+    return weight >= min_weight ? weight : 0;
   }
   // The draft's probability of a token, if needed. It can be loaded before the weight is known.
   CUKIT_DEVICE float other(int column) const {
@@ -139,7 +139,7 @@ CUKIT_DEVICE void weigh_list(const uint64* list, uint64* weights, uint64* scans,
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int at = threadIdx.x * kPer + j;
-    if (at < ranked) weights[at] = before < target && own[j] >= draw.least_weight ? own[j] : 0;
+    if (at < ranked) weights[at] = before < target && own[j] >= draw.min_weight ? own[j] : 0;
     before += own[j];
   }
   __syncthreads();
@@ -274,7 +274,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const auto draw_of_row = [&] {
     Draw draw;
     draw.top_p = option(top_p, request, p.top_p);
-    draw.least_weight =
+    draw.min_weight =
         cukit::part_of(1ull << cukit::kScale, fminf(option(min_p, request, p.min_p), 1.0f));
     draw.seed = seed == nullptr ? p.seed + request : static_cast<uint64>(seed[request]);
     draw.step = (step == nullptr ? p.step : static_cast<uint64>(step[request])) + turn;
@@ -288,9 +288,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   };
   const float heat = option(temperature, request, p.temperature);
   const int k = option(top_k, request, p.top_k);
-  const float least_part = option(min_p, request, p.min_p), part = option(top_p, request, p.top_p);
+  const float min_part = option(min_p, request, p.min_p), part = option(top_p, request, p.top_p);
   bool valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && part >= 0.0f && part <= 1.0f &&
-               least_part <= 1.0f && least_part >= 0.0f;
+               min_part <= 1.0f && min_part >= 0.0f;
   // Clamped to (0, infinity), so that slope * infinity is infinity and slope * 0 is 0.
   const float slope =
       heat > 0.0f ? fminf(fmaxf(cukit::kLog2E / heat, 1.2e-38f), 3.0e38f) : cukit::kLog2E;
@@ -308,7 +308,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, static_cast<float*>(values),
           team.rank(), p);
   Atoms atoms(team, row, sums);
-  const bool truncates = most > 0 || part < 1.0f || least_part > 0.0f;
+  const bool truncates = most > 0 || part < 1.0f || min_part > 0.0f;
   const bool drafting = kVerify && turn < p.rows_per_request - 1;
   const bool weighs = p.logprobs || !truncates || (most == 0 && part < 1.0f);
   const bool short_list = most > 0 && most <= kListed;
@@ -382,7 +382,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   // rejected: the kept weight, if the draft has been rejected; else 0. Returns it if it is rejected now, and cannot be
   // replaced by a token of the source.
   const auto draw_kept = [&](auto& source, const Cut& cut, uint64 rejected) -> uint64 {
-    Kept kept{largest, slope, cut, draw_of_row().least_weight};
+    Kept kept{largest, slope, cut, draw_of_row().min_weight};
     if (drafting) kept.draft = draft_of_row();
     if (rejected > 0) kept.reject(rejected);
 #pragma unroll 1
@@ -441,7 +441,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   uint64 rejected = 0;  // the kept weight, once a draft has been rejected: `cut` is known
   unsigned own;         // smallest key of this thread's logits
   if constexpr (kStreams) {
-    if (kDraws != Draws::All && short_list && want <= cukit::kMostBest) {
+    if (kDraws != Draws::All && short_list && want <= cukit::kMaxBest) {
       cukit::Best best(team, row, space, atoms);
       const Streamed pass = best.collect(want, weighs, slope);
       own = pass.own;
@@ -460,7 +460,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       const cukit::List list(static_cast<uint64*>(values), &space.cursor, p.capacity);
       Candidates candidates(team, row, space, atoms, list);
       const Streamed pass =
-          candidates.collect({max(most, want), part, least_part}, p.capacity, weighs, slope);
+          candidates.collect({max(most, want), part, min_part}, p.capacity, weighs, slope);
       own = pass.own;
       if (!start(pass.least)) return;
       if (weighs) all = atoms.total(largest, slope).total;
@@ -471,7 +471,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         candidates.close(pass);
         Selection<Candidates> selection(team, candidates, space, largest, slope);
         const int count = want > 0 ? selection.collect_best(want, own) : 0;
-        bool suffices = count <= cukit::kMost;
+        bool suffices = count <= cukit::kMax;
         if (suffices && want > 0) {
           use_list(count);
           if (short_list) return;
@@ -481,14 +481,14 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           return;
         }
         uint64 target = cukit::part_of(all, part);
-        const uint64 least_weight = draw_of_row().least_weight;
+        const uint64 min_weight = draw_of_row().min_weight;
         bool exceeded = true;
 #pragma unroll 1
         for (bool narrowed = false; suffices || narrowed; narrowed = true) {
           if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
-          suffices = narrowed ? !exceeded && candidates.exceeds(least_weight, largest, slope)
+          suffices = narrowed ? !exceeded && candidates.exceeds(min_weight, largest, slope)
                               : most > 0 || (part < 1.0f && !exceeded) ||
-                                    candidates.covers(least_weight, largest, slope);
+                                    candidates.covers(min_weight, largest, slope);
           if (suffices || narrowed || !exceeded || part >= 1.0f ||
               !candidates.narrow(target, all, largest, slope, p.capacity)) {
             break;
@@ -517,7 +517,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     Selection<Row> selection(team, row, space, largest, slope);
     if (want > 0) {
       int count = selection.collect_best(want, own);
-      if (count > cukit::kMost) {
+      if (count > cukit::kMax) {
         bool exceeded;
         count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
       }

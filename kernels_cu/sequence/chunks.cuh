@@ -12,7 +12,7 @@ namespace cukit {
 
 constexpr int kChunk = 64;        // tokens
 constexpr int kHeadColumns = 64;  // columns of head_dim per block
-constexpr float kLeastLogDecay = -104.0f;
+constexpr float kMinLogDecay = -104.0f;
 // 2^x is 0 in float for x <= this.
 constexpr float kNothingLeft = -150.0f;
 
@@ -60,11 +60,11 @@ struct ScanWork {
 
 // A log decay in base 2, clamped.
 CUKIT_DEVICE float clamped_decay(float l) {
-  return (l != l ? l : fmaxf(fminf(l, 0.0f), kLeastLogDecay)) * kLog2E;
+  return (l != l ? l : fmaxf(fminf(l, 0.0f), kMinLogDecay)) * kLog2E;
 }
 
 // Whether the forward does not clamp a log decay.
-CUKIT_DEVICE bool has_gradient(float l) { return !(l > 0.0f || l < kLeastLogDecay); }
+CUKIT_DEVICE bool has_gradient(float l) { return !(l > 0.0f || l < kMinLogDecay); }
 
 // Loads the log decays of tokens 2 l and 2 l + 1 of a chunk into lane l, clamped and in base 2. `log_decay`
 // points to the first one of the sequence and head.

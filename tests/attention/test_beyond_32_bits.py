@@ -17,7 +17,7 @@ from tests.contract import BFLOAT16, assert_close, random
 
 pytestmark = pytest.mark.gpu
 
-MOST = 1 << 31
+MAX = 1 << 31
 GIB = 1 << 30
 LAST = 3  # sequences that are checked
 HEADS, WIDTH = 2, 64
@@ -62,7 +62,7 @@ def ends_with(tail):
     """An array of more than 2^31 elements that ends with `tail`, a NumPy array [sequences, ...]."""
     import cupy
 
-    count = MOST // tail[0].size + 1 + len(tail)
+    count = MAX // tail[0].size + 1 + len(tail)
     array = nans((count, *tail.shape[1:]), tail.dtype)
     array[-len(tail) :] = cupy.asarray(tail)
     return array
@@ -124,12 +124,12 @@ def test_strides(gpu, rng, axis):
     shape = {"batch": (2, 40, 2, 64), "row": (1, 260, 2, 64), "head": (1, 40, 2, 64)}[axis]
     at = ("batch", "row", "head").index(axis)
     steps = [np.prod(shape[i + 1 :]) for i in range(4)]
-    steps[at] = -(-(MOST + 1024) // (shape[at] - 1) // 64) * 64
+    steps[at] = -(-(MAX + 1024) // (shape[at] - 1) // 64) * 64
     if axis == "head":  # rows are contiguous within a head
         steps[0], steps[1] = 64 * 40, 64
 
     def spread():
-        memory = nans((MOST + (1 << 22),))
+        memory = nans((MAX + (1 << 22),))
         return cupy.ndarray(shape, memory.dtype, memory.data, strides=[2 * int(n) for n in steps])
 
     dense = [cupy.asarray(random(rng, shape, "bfloat16")) for _ in range(4)]
@@ -160,7 +160,7 @@ def test_sequences(gpu, rng, causal):
     need(60)
     heads, length = 512, 200
     last = [random(rng, (1, length, 4, WIDTH), "bfloat16") for _ in range(4)]
-    count = MOST // (length * heads * WIDTH) + 2
+    count = MAX // (length * heads * WIDTH) + 2
     arrays = []
     for tail in last:
         array = nans((count * length, heads, WIDTH))
@@ -196,7 +196,7 @@ def test_bias_and_mask(gpu, rng, name):
         if name != "mask"
         else cupy.zeros((1, heads, length, length), dtype)
     )
-    assert matrix[:, :-1].size >= MOST
+    assert matrix[:, :-1].size >= MAX
     option = name.split()[-1]
     generator = cupy.random.default_rng(5)
     drawn = generator.standard_normal((length, length), dtype=np.float32)

@@ -20,7 +20,7 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 LENGTHS = range(1025, 1400)
-MOST_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1408
+MAX_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1408
 
 
 class Recorder:
@@ -73,7 +73,7 @@ def test_a_new_length_of_a_known_bucket_loads_nothing(recorder):
     keys = cache()
     for length in LENGTHS:
         decode(keys, length, causal=True)
-    assert len(recorder.loaded) <= MOST_LOADED
+    assert len(recorder.loaded) <= MAX_LOADED
     assert len(recorder.launches) == len(LENGTHS)
 
 
@@ -109,7 +109,7 @@ def test_new_lengths_of_sequences_block_masks_and_float8_load_nothing(recorder):
         ck.block_sparse_attention(part, part, part, mask)
     names = [spec.entry for spec in recorder.loaded]
     assert {"plan_sequences", "plan_blocks", "flash_attention_fp8_values"} < set(names)
-    assert max(map(names.count, set(names))) <= 3 * MOST_LOADED
+    assert max(map(names.count, set(names))) <= 3 * MAX_LOADED
     assert len(recorder.launches) == 6 * len(LENGTHS)
 
 
@@ -136,7 +136,7 @@ def test_a_new_length_repeats_no_check(recorder, monkeypatch):
         ck.flash_attention_backward(part, part, part, part, part, rows)
         if recorder.device.arch == "sm_90":
             ck.flash_attention(*[QuantizedArray(narrow, ck.float8_e4m3, narrow.shape)] * 3)
-    assert 0 < len(checked) <= 3 * MOST_LOADED
+    assert 0 < len(checked) <= 3 * MAX_LOADED
 
 
 def wrong_lengths():
@@ -234,7 +234,7 @@ def test_launches_over_a_paged_cache_have_the_sizes_of_their_call(recorder, unch
             and arg.dtype.type is np.void
         )
         assert (values["batch"], values["seq_q"]) == (batch, 1)
-        assert (values["most_keys"], values["table_row"]) == (16 * columns, columns)
+        assert (values["max_keys"], values["table_row"]) == (16 * columns, columns)
 
 
 def wrong_requests():

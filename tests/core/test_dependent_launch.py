@@ -89,12 +89,17 @@ def attend(heads):
     ck.mla_attention(q, cache, table, np.full(2, 6000, np.int32))
 
 
+def verify():
+    ck.speculative_verify(np.zeros((8, 3), np.int32), np.zeros((8, 4, 512), np.float32))
+
+
 CHAINS = {
     "scan": lambda: scan(channels=False),
     "scan, channels": lambda: scan(channels=True),
     "order": lambda: expert_order(np.zeros((4096, 4), np.int32), 64),
     "router": lambda: route(losses=True),
     "router, capacity": lambda: route(capacity=8),
+    "drafts": verify,
     "diffusion": diffuse,
     "mla": lambda: attend(16),
     "mla, 128 heads": lambda: attend(128),

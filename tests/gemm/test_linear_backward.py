@@ -66,7 +66,7 @@ def test_gated_linear_backward_matches_reference(device, rng, m, n, k, dtype, ac
 def test_gradients_through_the_next_layer(
     device, rng, monkeypatch, m, n, k, dtype, activation, fused
 ):
-    monkeypatch.setattr(_gated_gradient, "_LEAST_ROUNDS", 0 if fused else 10**6)
+    monkeypatch.setattr(_gated_gradient, "_MIN_ROUNDS", 0 if fused else 10**6)
     import_module("cukit.gemm.dense.linear_backward")._prepare_gated.forget()
     grad_out, down = random(rng, (m, k + 32), dtype), random(rng, (k + 32, n), dtype, scale=0.1)
     x, w = operands(rng, m, 2 * n, k, dtype)

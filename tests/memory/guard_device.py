@@ -16,7 +16,7 @@ from cukit.reference import memory as reference
 
 PAGE = 1 << 14
 GAP = GAP_PAGES * PAGE
-MOST_PAGES = 256
+MAX_PAGES = 256
 
 
 class Driver:
@@ -48,7 +48,7 @@ class Driver:
         del self.reserved[address]
 
     def create(self, size: int) -> int:
-        if sum(self.handles.values()) + size > MOST_PAGES * PAGE:
+        if sum(self.handles.values()) + size > MAX_PAGES * PAGE:
             raise DeviceOutOfMemory("full")
         self.made += 1
         self.handles[self.made] = size
@@ -72,7 +72,7 @@ class Driver:
 class Device:
     """Checks and fills with the reference."""
 
-    total_bytes = MOST_PAGES * PAGE
+    total_bytes = MAX_PAGES * PAGE
 
     def __init__(self) -> None:
         self.capturing: CaptureKey | None = None

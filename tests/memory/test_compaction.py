@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cukit.memory.bookkeeping.compaction import FREE, LEAST_GAP, MOVABLE, WALL, Pieces, Plan
+from cukit.memory.bookkeeping.compaction import FREE, MIN_GAP, MOVABLE, WALL, Pieces, Plan
 from cukit.memory.bookkeeping.compaction import plan_compaction as plan_pieces
 
 PAGE = 256 << 10
@@ -136,6 +136,6 @@ def test_buffers_too_large_for_any_hole_slide() -> None:
 def test_useless_moves_are_not_planned() -> None:
     wall = [Piece(0, UNIT, "wall"), Piece(UNIT, 15 * UNIT, "free")]
     assert not plan_compaction([*wall, Piece(PAGE, PAGE, "movable")], PAGE, remap=True).steps
-    small = LEAST_GAP // 2
+    small = MIN_GAP // 2
     dense = [Piece(0, small, "free"), Piece(small, PAGE - small, "movable")]
     assert not plan_compaction(dense, PAGE, remap=True).steps

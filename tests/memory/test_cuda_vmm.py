@@ -8,7 +8,7 @@ from cukit.errors import ConfigError
 from cukit.memory import DeviceOutOfMemory
 from cukit.memory.providers.cuda_driver import DriverError
 from cukit.memory.providers.cuda_vmm import (
-    MOST_PAGES,
+    MAX_PAGES,
     VirtualPages,
     choose_large_pages,
     choose_page_bytes,
@@ -148,6 +148,6 @@ def test_large_pages_are_32_mib_if_that_is_several_pages() -> None:
 
 
 def test_page_sizes() -> None:
-    assert choose_page_bytes(2 * MIB, MOST_PAGES * 2 * MIB) == 2 * MIB
-    assert choose_page_bytes(2 * MIB, MOST_PAGES * 2 * MIB + 1) == 4 * MIB
+    assert choose_page_bytes(2 * MIB, MAX_PAGES * 2 * MIB) == 2 * MIB
+    assert choose_page_bytes(2 * MIB, MAX_PAGES * 2 * MIB + 1) == 4 * MIB
     assert choose_page_bytes(2 * MIB, 141 << 30) == 16 * MIB

@@ -221,7 +221,7 @@ def test_replacing_an_array_needs_no_bookkeeping(monkeypatch: pytest.MonkeyPatch
 
 
 def test_more_sizes_than_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_refs, "MOST_QUEUES", 3)
+    monkeypatch.setattr(owner_refs, "MAX_QUEUES", 3)
     pool = pool_of(HostProvider(page_bytes=PAGE))
     allocate: Any = cupy_allocator._single(pool)
     for _ in range(3):

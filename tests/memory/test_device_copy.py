@@ -30,10 +30,10 @@ class Copier(DeviceCopy):
 
     def _prepare(self) -> None:
         def table() -> Any:
-            rows = np.zeros((device_copy._MOST_MOVES + 1, 3), np.int64)
+            rows = np.zeros((device_copy._MAX_MOVES + 1, 3), np.int64)
             return SimpleNamespace(rows=rows, data=SimpleNamespace(ptr=rows.ctypes.data))
 
-        self._staging, self._table = np.zeros((device_copy._MOST_MOVES + 1, 3), np.int64), table()
+        self._staging, self._table = np.zeros((device_copy._MAX_MOVES + 1, 3), np.int64), table()
         self._upload = self._table.data.ptr, self._staging.ctypes.data
         self._progress = table()
         self._last = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
@@ -59,19 +59,19 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> Copier:
 
 
 @pytest.mark.parametrize(
-    ("count", "most_tiles", "launched"),
+    ("count", "max_tiles", "launched"),
     [(90, 1 << 17, [90]), (90, 1, [64, 26]), (250, 1 << 17, [100, 100, 50]), (100, 9, [100])],
 )
 def test_moves_that_are_known_to_be_apart(
     copy: Copier,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
-    most_tiles: int,
+    max_tiles: int,
     launched: list[int],
 ) -> None:
     """Their table is written in place if one launch does all of them; twice, on one copier."""
-    monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
-    monkeypatch.setattr(device_copy, "_MOST_TILES", most_tiles)
+    monkeypatch.setattr(device_copy, "_MAX_MOVES", 100)
+    monkeypatch.setattr(device_copy, "_MAX_TILES", max_tiles)
     for seed in range(2):
         memory = np.random.default_rng(seed).integers(0, 256, 2 * count * SIZE).astype(np.uint8)
         number = np.random.default_rng(seed).permutation(count)
@@ -97,7 +97,7 @@ def test_moves_arrive(
     copy: Copier, monkeypatch: pytest.MonkeyPatch, count: int, gap: int, launched: list[int]
 ) -> None:
     """`gap` 0: moves from one half to the other, in any order; else slides over a gap."""
-    monkeypatch.setattr(device_copy, "_MOST_MOVES", 100)
+    monkeypatch.setattr(device_copy, "_MAX_MOVES", 100)
     memory = np.random.default_rng(0).integers(0, 256, 2 * count * SIZE + 64).astype(np.uint8)
     start = memory.ctypes.data
     start += -start % 16

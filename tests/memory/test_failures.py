@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
-from cukit.memory.bookkeeping.compaction import LEAST_GAP
+from cukit.memory.bookkeeping.compaction import MIN_GAP
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider, fill, holds
 
@@ -113,16 +113,16 @@ def test_every_call_fails_once(*, can_remap: bool, lagging: bool) -> None:
 
 def slid_pool() -> tuple[MemoryPool, SimulatedProvider, list[DeviceBuffer]]:
     """Buffers of 3/4 of a page after holes of 1/4: they can only slide."""
-    page = 4 * LEAST_GAP
+    page = 4 * MIN_GAP
     provider = SimulatedProvider(8 * page, page_bytes=page)
     pool = MemoryPool(MemoryPoolConfig(block_size=page), provider)
     gaps, buffers = [], []
     for value in range(8):
-        gaps.append(pool.allocate_buffer(LEAST_GAP))
-        buffers.append(pool.allocate_buffer(3 * LEAST_GAP))
+        gaps.append(pool.allocate_buffer(MIN_GAP))
+        buffers.append(pool.allocate_buffer(3 * MIN_GAP))
         for part in range(3):
             with buffers[-1].pinned() as address:
-                fill(address + part * LEAST_GAP, LEAST_GAP, 10 * value + part)
+                fill(address + part * MIN_GAP, MIN_GAP, 10 * value + part)
     for gap in gaps:
         gap.close()
     return pool, provider, buffers
@@ -130,7 +130,7 @@ def slid_pool() -> tuple[MemoryPool, SimulatedProvider, list[DeviceBuffer]]:
 
 def intact(buffers: list[DeviceBuffer]) -> bool:
     return all(
-        holds(buffer.pin() + part * LEAST_GAP, LEAST_GAP, 10 * value + part)
+        holds(buffer.pin() + part * MIN_GAP, MIN_GAP, 10 * value + part)
         for value, buffer in enumerate(buffers)
         for part in range(3)
     )

@@ -16,7 +16,7 @@ from cukit.memory.bookkeeping.streams import CaptureKey
 from cukit.memory.cuda_guard import plan_guard_pages
 from cukit.memory.guard import ALIGNMENT, LARGEST_RECYCLED, GuardedMemory, Slot
 from cukit.reference import memory as reference
-from tests.memory.guard_device import GAP, MOST_PAGES, PAGE, Device, Driver, bytes_at, poke
+from tests.memory.guard_device import GAP, MAX_PAGES, PAGE, Device, Driver, bytes_at, poke
 
 
 @pytest.fixture
@@ -154,17 +154,17 @@ def test_large_allocations_are_returned_to_the_driver(memory, driver):
 
 def test_idle_memory_is_bounded(memory, driver):
     for _ in range(3):
-        slots = [memory.allocate(PAGE) for _ in range(MOST_PAGES // 2)]
+        slots = [memory.allocate(PAGE) for _ in range(MAX_PAGES // 2)]
         for slot in slots:
             memory.free(slot)
         memory.check()
-    assert sum(driver.handles.values()) <= MOST_PAGES * PAGE // 8
+    assert sum(driver.handles.values()) <= MAX_PAGES * PAGE // 8
 
 
 def test_a_loop_recycles_without_a_check(memory, driver):
-    for _ in range(5 * MOST_PAGES):
+    for _ in range(5 * MAX_PAGES):
         memory.free(memory.allocate(PAGE))
-    assert sum(driver.handles.values()) <= MOST_PAGES * PAGE // 4
+    assert sum(driver.handles.values()) <= MAX_PAGES * PAGE // 4
     assert memory.check() == []
 
 
@@ -173,18 +173,18 @@ def test_damage_found_during_reuse_is_reported_by_the_check(memory):
     damaged = slot.allocation
     poke(slot, 100)
     memory.free(slot)
-    for _ in range(2 * MOST_PAGES):
+    for _ in range(2 * MAX_PAGES):
         memory.free(memory.allocate(PAGE))
     assert [damage.allocation for damage in memory.check()] == [damaged]
 
 
 def test_idle_slots_are_released_when_memory_is_short(memory, driver):
-    for _ in range(MOST_PAGES // 8):
+    for _ in range(MAX_PAGES // 8):
         memory.free(memory.allocate(PAGE))
     memory.check()
     kept = len(driver.handles)
     assert kept
-    whole = memory.allocate((MOST_PAGES - 1) * PAGE)
+    whole = memory.allocate((MAX_PAGES - 1) * PAGE)
     assert len(driver.handles) == 1
     with pytest.raises(DeviceOutOfMemory):
         memory.allocate(2 * PAGE)

@@ -10,7 +10,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError, PointerError
 from cukit.memory import DeviceBuffer, Event, HostProvider, MemoryPool, MemoryPoolConfig
-from cukit.memory.bookkeeping.movables import MOST_PER_GROUP
+from cukit.memory.bookkeeping.movables import MAX_PER_GROUP
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE
 
@@ -126,7 +126,7 @@ def test_a_closed_buffer_is_removed_from_its_run() -> None:
     address = address_of(pool, buffers[20])
     buffers[20].close()
     assert not pool.owns(address)
-    assert pool._movables.num_packed == 40 - MOST_PER_GROUP
+    assert pool._movables.num_packed == 40 - MAX_PER_GROUP
     check_invariants(pool)
     check_contents(buffers)
 

@@ -16,7 +16,7 @@ from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.providers import slot_mover
 from cukit.memory.providers.cuda_device import CudaDevice
 from cukit.memory.providers.slot_mover import SlotMover, num_blocks
-from cukit.memory.slot_grid import MOST_ROWS, MOST_WALLS, Grid, make_grid
+from cukit.memory.slot_grid import MAX_ROWS, MAX_WALLS, Grid, make_grid
 
 PAGE, SIZE, BEGIN = 512 << 10, 64 << 10, 3 << 20
 
@@ -177,8 +177,8 @@ def test_nothing_gained(device: Device) -> None:
     ("change", "rows", "walls"),
     [
         ({"num_buffers": 15}, 1, 0),
-        ({}, MOST_ROWS + 1, 0),
-        ({}, 1, MOST_WALLS + 1),
+        ({}, MAX_ROWS + 1, 0),
+        ({}, 1, MAX_WALLS + 1),
         ({"num_slots": 1 << 20}, 1, 0),
         ({"page_shift": 13, "num_slots": 1 << 14}, 1, 0),
         ({"page_shift": 0, "num_slots": 1 << 14}, 1, 0),
@@ -200,4 +200,4 @@ def test_blocks_for_the_copies() -> None:
     assert num_blocks(grid, 0) == tiles
     assert num_blocks(grid, 1) == grid.num_buffers * SIZE // TILE_BYTES
     assert num_blocks(grid._replace(num_buffers=grid.num_slots), 0) == 1
-    assert num_blocks(grid._replace(slot_shift=30, num_buffers=99), 1) == slot_mover._MOST_BLOCKS
+    assert num_blocks(grid._replace(slot_shift=30, num_buffers=99), 1) == slot_mover._MAX_BLOCKS

@@ -14,7 +14,7 @@ from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.survey import Paging, measure, measure_slots
-from cukit.memory.slot_grid import LEAST_GAIN, REQUEST, Grid, fits, make_grid, plan_slot_planner
+from cukit.memory.slot_grid import MIN_GAIN, REQUEST, Grid, fits, make_grid, plan_slot_planner
 from tests.contract import to_device, to_host
 
 DEVICES = [
@@ -82,7 +82,7 @@ def test_as_good_as_the_general_plan(
     assert plan.target.min() >= BEGIN
     assert plan.target.max() + length <= end
     before, after = pages_in_use(movable, length), pages_in_use(plan.target, length)
-    assert len(after - pages_in_use(wall, length)) <= len(before) - LEAST_GAIN
+    assert len(after - pages_in_use(wall, length)) <= len(before) - MIN_GAIN
     if not whole:  # the general planner also uses holes that are not slots
         return
     assert plan.bytes_moved == general.bytes_moved

@@ -9,10 +9,10 @@ import pytest
 from cukit.memory.bookkeeping.spans import FREE, SizeIndex, Span
 
 
-@pytest.mark.parametrize("most_per_chunk", [4, SizeIndex.MOST_PER_CHUNK])
-def test_the_index_agrees_with_a_sorted_list(most_per_chunk: int) -> None:
+@pytest.mark.parametrize("max_per_chunk", [4, SizeIndex.MAX_PER_CHUNK])
+def test_the_index_agrees_with_a_sorted_list(max_per_chunk: int) -> None:
     index = SizeIndex()
-    index.MOST_PER_CHUNK = most_per_chunk
+    index.MAX_PER_CHUNK = max_per_chunk
     model: list[tuple[int, int]] = []
     spans: dict[int, Span] = {}
     numbers = random.Random(5)

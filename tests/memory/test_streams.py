@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.bookkeeping.streams import MOST_MARKS, MOST_STREAMS, Streams
+from cukit.memory.bookkeeping.streams import MAX_MARKS, MAX_STREAMS, Streams
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider, fill, holds
 
@@ -44,16 +44,16 @@ def test_old_marks_are_dropped_and_none_is_mistaken_for_an_earlier_one(
 ) -> None:
     streams = Streams(provider)
     state = streams.get(1)
-    for _ in range(10 * MOST_MARKS):
+    for _ in range(10 * MAX_MARKS):
         streams.mark(state)
-    assert len(state.marks) <= MOST_MARKS
+    assert len(state.marks) <= MAX_MARKS
     assert len(provider.events) == len(state.marks)
     while any(provider.queues.values()):
         provider.run_one(1)
         streams.poll(state)
-        reached = 10 * MOST_MARKS - len(provider.queues[1])
+        reached = 10 * MAX_MARKS - len(provider.queues[1])
         assert state.done <= reached, "considered complete before its event"
-    assert state.done == 10 * MOST_MARKS
+    assert state.done == 10 * MAX_MARKS
 
 
 def test_a_stream_waits_for_unmarked_work(provider: SimulatedProvider) -> None:
@@ -89,7 +89,7 @@ def test_a_stream_that_waits_for_memory_is_not_forgotten(provider: SimulatedProv
         if not blocks:
             return False
         pool.free(blocks.pop())
-        for stream in range(10, 10 + 2 * MOST_STREAMS):
+        for stream in range(10, 10 + 2 * MAX_STREAMS):
             pool.free(pool.allocate(512, stream), stream)
             provider.run_all()
         return True

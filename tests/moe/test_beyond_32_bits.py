@@ -13,7 +13,7 @@ from cukit.moe.order import plan_expert_order, routing_parameters
 from tests.contract import to_device, to_host
 from tests.emulator.test_instructions import kernels_only
 
-MOST = 2**31 - 1
+MAX = 2**31 - 1
 LAST = 5000  # tokens whose results are compared one by one
 NUM_SMS = 132
 GIB = 1 << 30
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) bounds(
 
 
 @kernels_only
-@pytest.mark.parametrize(("num_tokens", "top_k"), [(MOST, 1), (MOST // 8, 8), (20_000, 32), (9, 2)])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(MAX, 1), (MAX // 8, 8), (20_000, 32), (9, 2)])
 def test_chunks_cover_all_choices(device, tmp_path, num_tokens, top_k):
     config = plan_expert_order(num_tokens, 64, NUM_SMS, top_k)
     source = tmp_path / "bounds.cu"
@@ -74,11 +74,11 @@ def room(gpu):
 def test_expert_order(room):
     import cupy
 
-    experts = cupy.zeros((MOST, 1), np.int32)
+    experts = cupy.zeros((MAX, 1), np.int32)
     experts[-LAST:, 0] = cupy.arange(LAST) % 3
     ones, twos = (LAST + 1) // 3, LAST // 3
     order = expert_order(experts, 3)
-    counts = [MOST - ones - twos, ones, twos]
+    counts = [MAX - ones - twos, ones, twos]
     np.testing.assert_array_equal(to_host(order.expert_counts), counts)
     check_last(order.rows, to_host(experts[-LAST:, 0]), counts)
 
@@ -87,11 +87,11 @@ def test_expert_order(room):
 def test_topk_router(room):
     import cupy
 
-    logits = cupy.zeros((MOST, 2), np.float16)
+    logits = cupy.zeros((MAX, 2), np.float16)
     logits[-LAST:, 1] = cupy.arange(LAST) % 2  # the others choose the first of equal logits
     routing = topk_router(logits, 1)
     chosen = np.arange(LAST, dtype=np.int32) % 2
-    counts = [MOST - LAST // 2, LAST // 2]
+    counts = [MAX - LAST // 2, LAST // 2]
     np.testing.assert_array_equal(to_host(routing.expert_counts), counts)
     np.testing.assert_array_equal(to_host(routing.experts[-LAST:, 0]), chosen)
     check_last(routing.rows, chosen, counts)

@@ -182,7 +182,7 @@ def test_without_states(device, rng):
 
 
 @pytest.fixture
-def most_heads(monkeypatch):
+def max_heads(monkeypatch):
     """Sets the workspace to that of some heads, and lets the op plan anew."""
 
     def limit(size, heads, channels):
@@ -199,11 +199,11 @@ def most_heads(monkeypatch):
     MODULE._prepare.forget()
 
 
-def check_passes(device, rng, size, heads, channels, most_heads):
+def check_passes(device, rng, size, heads, channels, max_heads):
     """Several passes give the gradients of one, to the bit: their segments are the same."""
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16", 0.05, channels=channels)
     whole = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
-    assert most_heads(size, heads, channels) > 1
+    assert max_heads(size, heads, channels) > 1
     got = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
     check(got, exact(grad_y, grad_final, arrays, size.cu_seqlens), "bfloat16")
     for gradient, expected in zip(got, whole, strict=True):
@@ -213,8 +213,8 @@ def check_passes(device, rng, size, heads, channels, most_heads):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
 @possible(lambda device: device == "gpu")
-def test_passes_are_one_pass(device, rng, size, heads, channels, most_heads):
-    check_passes(device, rng, size, heads, channels, most_heads)
+def test_passes_are_one_pass(device, rng, size, heads, channels, max_heads):
+    check_passes(device, rng, size, heads, channels, max_heads)
 
 
 @pytest.mark.slow
@@ -222,17 +222,17 @@ def test_passes_are_one_pass(device, rng, size, heads, channels, most_heads):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_passes_of_each_class(rng, arch, size, heads, channels, most_heads):
+def test_passes_of_each_class(rng, arch, size, heads, channels, max_heads):
     with cukit.backend("emulator", arch=arch):
-        check_passes("emulator", rng, size, heads, channels, most_heads)
+        check_passes("emulator", rng, size, heads, channels, max_heads)
 
 
 @possible(lambda device: device == "gpu")
-def test_passes_match_the_reference(device, rng, most_heads):
+def test_passes_match_the_reference(device, rng, max_heads):
     """Many segments, of other tokens than those of one pass."""
     size = LARGE[2]
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
-    assert most_heads(size, 3, False) == 6
+    assert max_heads(size, 3, False) == 6
     got = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
     check(got, exact(grad_y, grad_final, arrays, size.cu_seqlens, device), "bfloat16")
 

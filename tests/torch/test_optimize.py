@@ -197,7 +197,7 @@ def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_has_the_same_gradients(family, backend, device, monkeypatch) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.setattr(_swaps, "_LEAST_TOKENS", 16)
+    monkeypatch.setattr(_swaps, "_MIN_TOKENS", 16)
     dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 0.1)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 97, (2, 13), generator=generator).to(device)
@@ -252,7 +252,7 @@ def test_a_fused_residual_trains_under_autocast(kinds, weights, norms) -> None:
 def test_every_swap_trains_under_autocast(dtype, device, monkeypatch) -> None:
     """transformers' rope returns float32 queries and keys, but values have autocast's dtype."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    monkeypatch.setattr(_swaps, "_LEAST_TOKENS", 16)
+    monkeypatch.setattr(_swaps, "_MIN_TOKENS", 16)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 97, (2, 13), generator=generator).to(device)
     results = []

@@ -494,22 +494,22 @@ def _but_lengths(
     if None in queries or None in keys:  # rejected by the checks, by name
         return None
     rows_q, rows_kv = queries[0][0][-3:-2], keys[0][0][-3:-2]
-    most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
+    max_q, max_kv = options.max_seqlen_q, options.max_seqlen_kv
     inputs = [but_length(array, rows_q) for array in queries]
     inputs += [but_length(array, rows_kv) for array in keys]
     if (
         None in inputs
         or others[-_LAST_OF_BIAS] is not None
         or others[-_LAST_OF_MASK] is not None
-        or (most_q is not None and most_q < 0)
-        or (most_kv is not None and most_kv < 0)
+        or (max_q is not None and max_q < 0)
+        or (max_kv is not None and max_kv < 0)
     ):
         return None
     rounded = (
-        rounded_length(rows_q[0] if most_q is None else most_q),
-        rounded_length(rows_kv[0] if most_kv is None else most_kv),
+        rounded_length(rows_q[0] if max_q is None else max_q),
+        rounded_length(rows_kv[0] if max_kv is None else max_kv),
     )
-    ragged = most_q is not None, most_kv is not None
+    ragged = max_q is not None, max_kv is not None
     return device, rounded, len(queries), *inputs, options[:_LENGTHS], ragged, *others
 
 

@@ -443,13 +443,13 @@ class MappedKernels:
         changes["seq_q"], changes["seq_kv"] = lengths
         maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
         parameters = changed_by_value(_KEYS, self._key_parameters, changes)
-        blocks = config.most_key_blocks(k.shape[0])
+        blocks = config.max_key_blocks(k.shape[0])
         plan = _schedule_prologue(self._key_plan, problem.batch, heads, lengths[0], blocks)
         keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
         if self._queries is None:
             return keys, None
         parameters = changed_by_value(_QUERIES, self._query_parameters, changes)
-        blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
+        blocks = min(config.max_query_blocks(q.shape[0]), num_sms)
         launch = self._queries((blocks,), (parameters,))
         plan = _schedule_prologue(
             self._query_plan, problem.batch, problem.num_heads_q, lengths[1], blocks

@@ -429,7 +429,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         assert isinstance(self.keys, WarpgroupKeyTiling)
         return self.keys.accumulates_grad_q
 
-    def most_key_blocks(self, total_kv: int) -> int:
+    def max_key_blocks(self, total_kv: int) -> int:
         """Work items of the dK/dV kernel; an upper bound for variable-length sequences.
 
         total_kv: rows of k for packed sequences.
@@ -440,8 +440,8 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         tiles = total_kv // self.keys.tile_n + problem.batch
         return problem.num_heads_kv * self.splits * tiles
 
-    def most_query_blocks(self, total_q: int) -> int:
-        """Work items of the dQ kernel, as most_key_blocks.
+    def max_query_blocks(self, total_q: int) -> int:
+        """Work items of the dQ kernel, as max_key_blocks.
 
         total_q: rows of q for packed sequences.
         """

@@ -61,7 +61,7 @@ def prepare_prefill(
     """
     if not serves(problem, codes, mapped=mapped, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
-    most_queries = 0 if batch_invariant else short_queries(problem)
+    max_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
     block_size = arrays.k_cache.shape[1]
     if not codes:  # the forward has no products of quantised keys
@@ -72,14 +72,14 @@ def prepare_prefill(
             slowdown < _MUCH_SLOWER
             and arrays.batch * _bytes_of_request(arrays, problem) > _SMALL_BYTES
         ):
-            prefill = PreparedPrefill(direct, problem, arrays, least_queries=most_queries + 1)
-            return prefill, most_queries
+            prefill = PreparedPrefill(direct, problem, arrays, min_queries=max_queries + 1)
+            return prefill, max_queries
     group = 0
     if codes == "int4" and arrays.k_scales is not None:
         group = block_size // arrays.k_scales.shape[1]
     recent = arrays.recent_k is not None
     config = plan_gather(problem, codes, group, device, recent=recent)
-    return PreparedGather(config, options, arrays, most_queries + 1), most_queries
+    return PreparedGather(config, options, arrays, max_queries + 1), max_queries
 
 
 class _Copy:
@@ -88,14 +88,14 @@ class _Copy:
     __slots__ = ("_attend", "_gather", "_keys", "_options", "_shapes")
 
     def __init__(
-        self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
+        self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, min_queries: int
     ) -> None:
         q, k_cache, v_cache, k_scales, v_scales, block_table, *_ = arrays
         batch = arrays.batch
         _, block_size, heads, _ = k_cache.shape
         recent_rows = 0 if arrays.recent_k is None else arrays.recent_k.shape[1]
-        most_keys = block_table.shape[1] * block_size + recent_rows
-        tiles = ceil_div(most_keys, config.block)
+        max_keys = block_table.shape[1] * block_size + recent_rows
+        tiles = ceil_div(max_keys, config.block)
         blocks = batch * tiles, config.block, heads
         widths = config.problem.head_dim, config.problem.head_dim_v
         self._shapes = (*((*blocks, width) for width in widths), (batch, tiles))
@@ -108,18 +108,18 @@ class _Copy:
             recent_v=(0, 0, 0) if arrays.recent_v is None else strides_of(arrays.recent_v),
             heads=heads,
             seq_q=0 if arrays.cu_seqlens_q is not None else q.shape[1],
-            most_keys=most_keys,
+            max_keys=max_keys,
             recent_rows=recent_rows,
             block_size=block_size,
             table_row=block_table.strides[0] // block_table.itemsize,
             tiles=tiles,
             window_left=options.bounded_left,
-            least_queries=least_queries,
+            min_queries=min_queries,
         )
         grid = config.grid(batch * tiles)
         self._gather = Launch(load_kernel(config.spec()), (grid,), (parameters,))
         self._options = options
-        self._keys = most_keys, least_queries
+        self._keys = max_keys, min_queries
         self._attend: PreparedPrefill | None = None  # planned with the first copy
 
     def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
@@ -171,7 +171,7 @@ class PreparedGather(PreparedForward):
     __slots__ = ("_copies",)
 
     def __init__(
-        self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, least_queries: int
+        self, config: GatherConfig, options: ScoreOptions, arrays: PagedArrays, min_queries: int
     ) -> None:
         problem = config.problem
         super().__init__(arrays.q.shape, problem.head_dim_v)
@@ -184,7 +184,7 @@ class PreparedGather(PreparedForward):
             requests = slice(first, min(first + size, arrays.batch))
             part = _part(arrays, requests)
             if part.batch not in planned:
-                planned[part.batch] = _Copy(config, options, part, least_queries)
+                planned[part.batch] = _Copy(config, options, part, min_queries)
             self._copies.append((requests, planned[part.batch]))
 
     def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:

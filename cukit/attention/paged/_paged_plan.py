@@ -109,13 +109,13 @@ class PagedConfig:
         return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
     def slots(
-        self, batch: int, problems: int, most_keys: int, recent_rows: int = 0
+        self, batch: int, problems: int, max_keys: int, recent_rows: int = 0
     ) -> tuple[int, int]:
-        """Upper bounds of partial results and counters. recent_rows: those of most_keys."""
+        """Upper bounds of partial results and counters. recent_rows: those of max_keys."""
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
         recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
-        tiles = -(-(most_keys - recent_rows) // self.tile) + recent_tiles
+        tiles = -(-(max_keys - recent_rows) // self.tile) + recent_tiles
         units = -(-tiles // self.unit_tiles) + 1
         return batch * problems * units, batch * problems
 
@@ -197,8 +197,8 @@ def plan_paged_attention(
     step = group_rows or _STEP_BYTES // (1 if codes else 2)
     # A second query tile would need too many registers with the scores of 64 keys (int4).
     # Packed 8-bit codes: more tiles, or three thread blocks per SM with two tiles, would spill.
-    most_tiles = 1 if narrowest else 2 if width > 128 or (codes and packed) else 4
-    query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
+    max_tiles = 1 if narrowest else 2 if width > 128 or (codes and packed) else 4
+    query_tiles = min(max_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < (2 if packed else 4)
     row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
     # What depends on the number of problems was measured on sm_90 only.

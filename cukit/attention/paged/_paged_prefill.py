@@ -182,16 +182,16 @@ class PreparedPrefill(PreparedForward):
         forward: PagedForward,
         problem: AttentionProblem,
         arrays: PagedArrays,
-        most_keys: int | None = None,
-        least_queries: int = 1,
+        max_keys: int | None = None,
+        min_queries: int = 1,
     ) -> None:
-        """most_keys: bound of the lengths; None: the capacity of the block table. least_queries:
+        """max_keys: bound of the lengths; None: the capacity of the block table. min_queries:
         requests with fewer are left out."""
         q, _, v_cache, _, _, block_table, _, _, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
         kernels = forward.kernels
-        if most_keys is None:
-            most_keys = block_table.shape[1] * block_size
+        if max_keys is None:
+            max_keys = block_table.shape[1] * block_size
         packed = cu_seqlens_q is not None
         seq_q = 0 if packed else problem.seq_len_q
         batch, heads_q = problem.batch, problem.num_heads_q
@@ -203,14 +203,14 @@ class PreparedPrefill(PreparedForward):
             "out": dense_strides(self._shape) if out is None else strides_of(out),
             "batch": batch,
             "seq_q": seq_q,
-            "seq_kv": most_keys,
+            "seq_kv": max_keys,
         }
         if packed:
             changes["settings.total_q"] = q.shape[0]
         parameters = changed_by_value(_FORWARD, forward.parameters, changes)
         blocks = forward.config.grid(math.prod(rows), batch)
         launch = kernels.launches((blocks,), (forward.keys_for(table_row), parameters))
-        scalars = int32s(batch, heads_q, most_keys, seq_q, least_queries, blocks)
+        scalars = int32s(batch, heads_q, max_keys, seq_q, min_queries, blocks)
         self._schedule_size = sequences_plan_size(batch)
         plan = Prologue(kernels.plan_launches((1,), scalars), self._schedule_size)
         maps = (TensorMapCache(kernels.encoders[0]), *forward.cache_maps)

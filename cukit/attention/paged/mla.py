@@ -223,7 +223,7 @@ def encode_mla_latents(latents: Array) -> Array:
     (3, 1, 656)
     """
     (latents,) = adopt(_ENCODE, latents)
-    check_array(_ENCODE, "latents", latents, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    check_array(_ENCODE, "latents", latents, dtypes=KERNEL_DTYPES, min_ndim=1, contiguous=None)
     *extents, _ = latents.shape
     check_array(
         _ENCODE, "latents", latents, shape=(*extents, LATENT_DIM + ROPE_DIM), contiguous=None
@@ -429,7 +429,7 @@ def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Plan
         heads_q=heads,
         seq_q=seq_q,
         problems=config.row_tiles,
-        most_keys=0,
+        max_keys=0,
         table_row=0,
         cache_block=kv_cache.strides[0],
         scale_log2=scales_of(q, options)[1],
@@ -455,7 +455,7 @@ def _prepare(
     columns = block_table.shape[1]
     parameters = by_value(  # of both launches
         _PARAMETERS.changed(
-            planned.parameters, batch=batch, most_keys=columns * BLOCK_SIZE, table_row=columns
+            planned.parameters, batch=batch, max_keys=columns * BLOCK_SIZE, table_row=columns
         )
     )
     units = config.units_per_merge_block(batch)

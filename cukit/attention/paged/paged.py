@@ -402,7 +402,7 @@ class _Planned:
 
 
 _PARAMETERS = parameter_structs(PARAMETERS)["PagedParameters"]
-_VARYING = "batch", "seq_q", "problems", "most_keys", "table_row", "tile_blocks", "tile_rows"
+_VARYING = "batch", "seq_q", "problems", "max_keys", "table_row", "tile_blocks", "tile_rows"
 _MAX_VARIANTS = 256  # per _Planned; plan_paged_attention caches the configurations, too
 
 
@@ -448,24 +448,24 @@ def _prepare(
     )  # fmt: skip
     *leading, seq_q, heads_q, _ = q.shape
     problem = planned.problem.at_lengths(seq_q, 1, batch)
-    prefill, most_queries = prepare_prefill(
+    prefill, max_queries = prepare_prefill(
         arrays, codes, options, problem,
         lambda: planned.forward(arrays), mapped=planned.mapped, batch_invariant=batch_invariant,
     )  # fmt: skip
-    if prefill is not None and not most_queries:
+    if prefill is not None and not max_queries:
         return prefill
     if packed and batch_invariant and q.size:
         raise ArrayLayoutError(
             f"{_OP}: with cu_seqlens_q and batch_invariant, the strides of q must be positive on "
             f"the GPU, got {q.strides}"
         )
-    queries = min(most_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
+    queries = min(max_queries, -(-seq_q // max(batch, 1)) if packed else seq_q)
     config, launches = planned.variant(
         problem.group * queries, batch_invariant and not packed, 0 if packed else batch
     )
     shape = (*leading, seq_q, heads_q, problem.head_dim_v)
     block_size = planned.block_size
-    most_keys = block_table.shape[1] * block_size + planned.recent_rows
+    max_keys = block_table.shape[1] * block_size + planned.recent_rows
     problems = problem.num_heads_kv * (1 if packed else config.row_tiles)
     parameters = planned.parameters(
         q=strides_of(q),
@@ -473,13 +473,13 @@ def _prepare(
         batch=batch,
         seq_q=seq_q,
         problems=problems,
-        most_keys=most_keys,
+        max_keys=max_keys,
         table_row=block_table.strides[0] // block_table.itemsize,
         tile_blocks=config.tile // block_size,
         tile_rows=config.tile % block_size,
     )
-    slots, counters = config.slots(batch, problems, most_keys, planned.recent_rows)
-    scalars = (*int32s(most_queries), parameters) if packed else (parameters,)
+    slots, counters = config.slots(batch, problems, max_keys, planned.recent_rows)
+    scalars = (*int32s(max_queries), parameters) if packed else (parameters,)
     launch = launches((config.num_blocks,), scalars)
     row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats

@@ -31,7 +31,7 @@ from cukit.gemm.dense.cublas import Matrix, gemm
 from cukit.reference.losses import LinearKlResult
 
 _FEWEST_TOKENS = 1024
-_MOST_TOKENS = 2048
+_MAX_TOKENS = 2048
 _GRADIENT_SIZE = 3 << 20  # chunk_tokens x hidden_size: 128 tiles of 128 x 192
 _LOGITS_BYTES = 512 << 20
 _TILE_TOKENS = 128
@@ -71,7 +71,7 @@ def plan_linear_loss(
     row_bytes: of a row of logits. most: tokens whose logits fit the workspace; None: no limit.
     """
     if chunk_tokens is None:
-        preferred = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
+        preferred = min(max(hidden_size, _FEWEST_TOKENS), _MAX_TOKENS)
         fitting = _LOGITS_BYTES // max(row_bytes, 1) // _TILE_TOKENS * _TILE_TOKENS
         preferred = max(preferred, min(_GRADIENT_SIZE // max(hidden_size, 1), fitting))
         if most is not None and most < preferred:
@@ -97,7 +97,7 @@ class Head(NamedTuple):
         """Raises ArrayError unless hidden [..., hidden_size], weight [classes, hidden_size] and
         bias [classes] have one dtype, and hidden `rows` rows if given."""
         hidden, weight, bias = self
-        check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, least_ndim=1)
+        check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, min_ndim=1)
         check_array(op, f"{prefix}weight", weight, shape=(None, hidden.shape[-1]))
         named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
         if bias is not None:

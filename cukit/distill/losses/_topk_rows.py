@@ -113,7 +113,7 @@ class TopkConfig:
             ("DTYPE", self.dtype),
             ("ID", self.index_dtype),
             *self.split.defines(),
-            ("MOST", MAX_KNOWN),
+            ("MAX", MAX_KNOWN),
             ("GRAD", self.grad),
             ("TAIL", _BY_NUMBER.index(self.tail)),
             ("HARD", self.hard),
@@ -285,7 +285,7 @@ def _check(
     hard: bool,
 ) -> int:
     """Checks the arrays; returns the number of columns in use."""
-    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
+    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, min_ndim=1)
     *row_shape, width = student_logits.shape
     columns = common_vocabulary(op, rows.vocab_size, student_logits=width)
     known.check(op, tuple(row_shape), columns, tail, wide=student_logits.dtype == float64)

@@ -180,7 +180,7 @@ def _prepare(
 
 def _check(op: str, logits: Array, rows: RowOptions) -> int:
     """Checks the arrays; returns the number of columns in use."""
-    check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, least_ndim=1)
+    check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, min_ndim=1)
     columns = common_vocabulary(op, rows.vocab_size, logits=logits.shape[-1])
     rows.check(op, logits.shape[:-1], columns, required=True)
     return columns

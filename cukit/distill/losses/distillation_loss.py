@@ -207,7 +207,7 @@ def _check(
     op: str, student_logits: Array, teacher_logits: Array, rows: RowOptions, hard: bool
 ) -> int:
     """Checks the arrays; returns the number of columns in use."""
-    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
+    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, min_ndim=1)
     row_shape = student_logits.shape[:-1]
     check_array(op, "teacher_logits", teacher_logits, shape=(*row_shape, None))
     check_same_dtype(op, student_logits=student_logits, teacher_logits=teacher_logits)

@@ -126,7 +126,7 @@ def teacher_top_k(
     """
     op = "teacher_top_k"
     (teacher_logits,) = adopt(op, teacher_logits)
-    check_array(op, "teacher_logits", teacher_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
+    check_array(op, "teacher_logits", teacher_logits, dtypes=FLOAT_DTYPES, min_ndim=1)
     check_integer(op, "k", k, least=1, most=min(MAX_KNOWN, teacher_logits.shape[-1]))
     check_number(op, "temperature", temperature, above=0)
     xp = namespace(teacher_logits)

@@ -15,7 +15,7 @@ from cukit.models import TransformerConfig
 _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "gpu": ("bfloat16",)}
 
 # Outside these limits the softened distributions are one-hot or uniform in float32.
-_LEAST_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 1000.0
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 1000.0
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class DistillSettings:
             raise ConfigError(f"--seed: expected 0 or more, got {self.seed}")
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"--alpha: expected a number between 0 and 1, got {self.alpha}")
-        if not _LEAST_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
+        if not _MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
             raise ConfigError(
-                f"--temperature: expected {_LEAST_TEMPERATURE} to {_MAX_TEMPERATURE}, "
+                f"--temperature: expected {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
                 f"got {self.temperature}"
             )
         for name in ("lr", "teacher_lr", "max_grad_norm"):

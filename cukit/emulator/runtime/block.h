@@ -172,7 +172,7 @@ struct Launch {
   std::uint32_t block[3];
   std::uint32_t cluster[3];
   std::uint32_t dynamic_bytes;
-  std::uint32_t most_workers;
+  std::uint32_t max_workers;
   std::uint32_t checked;
   std::uint32_t late;
   std::uint32_t global_races;

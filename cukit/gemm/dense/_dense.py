@@ -145,7 +145,7 @@ def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matri
 
     Raises ArrayLayoutError unless the leading axes collapse into one stride.
     """
-    check_array(op, name, array, dtypes=FLOAT_DTYPES, least_ndim=1, contiguous=False)
+    check_array(op, name, array, dtypes=FLOAT_DTYPES, min_ndim=1, contiguous=False)
     *leading_extents, columns = array.shape
     rows = 1
     stride = 0

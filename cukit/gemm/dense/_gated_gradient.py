@@ -22,7 +22,7 @@ from cukit.gemm.dense._linear_plan import (
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["GemmParameters"]
 TILING = Tiling(128, 128)
 _STAGES = 7  # that fit into shared memory
-_LEAST_ROUNDS = 2
+_MIN_ROUNDS = 2
 
 
 def fused_gradient(
@@ -35,7 +35,7 @@ def fused_gradient(
         return None
     num_sms = plan.num_sms
     tiles_m, tiles_n = tiling.tiles(product)
-    if tiles_m * tiles_n < _LEAST_ROUNDS * num_sms or product.m < tiling.tile_m:
+    if tiles_m * tiles_n < _MIN_ROUNDS * num_sms or product.m < tiling.tile_m:
         return None  # too few tiles to keep every SM busy
     return GatedGradientSm90(configure(product, tiling, num_sms), activation)
 

@@ -31,7 +31,7 @@ from cukit.gemm.dense._linear_plan import (
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _SWIZZLE_ROWS = 8  # the period of the 128-byte swizzle
-_LEAST_BOX_ROWS = 32
+_MIN_BOX_ROWS = 32
 STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements of 128 bytes
 
 
@@ -165,9 +165,9 @@ def box_rows(tile: int, extent: int) -> int:
         return -(-extent // _SWIZZLE_ROWS) * _SWIZZLE_ROWS
     box = tile
     while (
-        -extent % box >= _LEAST_BOX_ROWS
+        -extent % box >= _MIN_BOX_ROWS
         and box % (2 * _SWIZZLE_ROWS) == 0
-        and box >= 2 * _LEAST_BOX_ROWS
+        and box >= 2 * _MIN_BOX_ROWS
     ):
         box //= 2
     return box

@@ -35,7 +35,7 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["GradientParameters"]
 _THREADS = 256
 _BLOCKS_PER_SM = 4
-_LEAST_STRIP = 32
+_MIN_STRIP = 32
 
 
 def linear_backward(
@@ -148,7 +148,7 @@ class _ActivationGradient:
     ) -> None:  # fmt: skip
         strips, blocks_x = 1, -(-columns // (32 * vec))
         most = -(-current_device().num_sms * _BLOCKS_PER_SM // blocks_x)
-        strips = max(1, min(most, -(-rows // _LEAST_STRIP)))
+        strips = max(1, min(most, -(-rows // _MIN_STRIP)))
         strip_rows = -(-rows // strips)
         self._strips = -(-rows // strip_rows)
         self._plain = activation is None

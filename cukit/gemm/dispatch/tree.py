@@ -184,7 +184,7 @@ def _check(
     out_dtype: Any,
 ) -> np.dtype[Any]:
     """Checks the arguments; returns the dtype of the result."""
-    check_array(_OP, "a", a, dtypes=FLOAT_DTYPES, least_ndim=2, contiguous=False)
+    check_array(_OP, "a", a, dtypes=FLOAT_DTYPES, min_ndim=2, contiguous=False)
     check_array(_OP, "b", b, dtypes=FLOAT_DTYPES, ndim=2, contiguous=False)
     check_same_dtype(_OP, a=a, b=b)
     dtype = result_dtype(_OP, a, out, out_dtype)

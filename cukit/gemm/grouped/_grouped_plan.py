@@ -59,7 +59,7 @@ class GroupedProblem:
         return (self.product.m if self.ragged == "m" else self.product.k) / self.groups
 
 
-def most_groups(groups: int) -> int:
+def max_groups(groups: int) -> int:
     """The most groups that the variant for `groups` groups supports."""
     return 64 if groups <= 64 else MAX_GROUPS
 
@@ -98,7 +98,7 @@ class GroupedConfig:
             ("PARTS", parts),
             ("ACTIVATION", ACTIVATIONS[product.activation]),
             ("KEEPS", product.keeps),
-            ("GROUPS", most_groups(self.groups)),
+            ("GROUPS", max_groups(self.groups)),
         )
         shared = stages * tiling.stage_bytes(product) + tiling.epilogue_bytes(parts)
         entry = "grouped_gemm_sm90"
@@ -252,7 +252,7 @@ class GroupedSm80Config:
         defines = (
             *tiles.defines,
             ("RAGGED", problem.ragged.upper()),
-            ("GROUPS", most_groups(problem.groups)),
+            ("GROUPS", max_groups(problem.groups)),
         )
         entry = "grouped_gemm_sm80"
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiles.threads, tiles.shared_bytes)

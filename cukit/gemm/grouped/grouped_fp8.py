@@ -31,7 +31,7 @@ from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm.grouped._grouped_launch import GROUPED_PARAMETERS, encode_groups, encode_matrices
-from cukit.gemm.grouped._grouped_plan import MAX_GROUPS, STATIC_BYTES, Layout, most_groups
+from cukit.gemm.grouped._grouped_plan import MAX_GROUPS, STATIC_BYTES, Layout, max_groups
 from cukit.gemm.grouped.grouped import (
     layout_of,
 )
@@ -157,7 +157,7 @@ class GroupedFp8Config:
             ("PARTIALS", partials_of(tiling)),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("THREADS", threads),
-            ("GROUPS", most_groups(self.groups)),
+            ("GROUPS", max_groups(self.groups)),
         )
         shared = self.num_stages * self.stage_bytes + self.epilogue_bytes
         entry = "grouped_fp8_sm90"

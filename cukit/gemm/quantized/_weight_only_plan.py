@@ -16,7 +16,7 @@ __all__ = ["WeightOnlyConfig", "WeightOnlyTiling", "plan_weight_only"]
 _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
-_MOST_TOKENS = 256
+_MAX_TOKENS = 256
 _FEWEST_SPLIT_STAGES = 3
 _WHOLE_TOKENS = 128
 """The most tokens of a float8 tile that is multiplied as a whole; larger ones are halved."""
@@ -193,7 +193,7 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
         return [few_tiling(8 // weight.dtype.bits, _few_warps(weight, device))]
     if device.arch != _HOPPER:
         return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64), _TOKEN_STEP), weight, device)]
-    fewest = -(-tokens // _MOST_TOKENS)
+    fewest = -(-tokens // _MAX_TOKENS)
     across = range(fewest, fewest + 3) if tokens > 64 else range(1, 3) if tokens > 32 else (1,)
     tilings = [_hopper_candidate(tokens, count, weight, device) for count in across]
     if weight.float8 and weight.group_size == BLOCK_COLUMNS and n % _ROW_ELEMENTS == 0:
@@ -336,7 +336,7 @@ def _raster_group(
 
 
 # Measured on an H200, in cycles.
-_LEAST_CYCLES = 300  # per consumer and step: reading and decoding a block of the weight
+_MIN_CYCLES = 300  # per consumer and step: reading and decoding a block of the weight
 _STEP_CYCLES = 200  # per step, in addition to the products
 _CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
@@ -359,7 +359,7 @@ def _cycles(config: WeightOnlyConfig) -> float:
         return _EXPANDED_START_CYCLES + max(
             products, blocks * _EXPANSION_CYCLES / config.num_blocks
         )
-    consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
+    consumer = max(_MIN_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
     step = tiling.consumers * consumer
     if tiling.splits > 1:
         sent = tiling.rows * tiling.tokens * 4 * (tiling.splits - 1) // tiling.splits

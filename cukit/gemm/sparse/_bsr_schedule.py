@@ -15,7 +15,7 @@ HostArray = np.ndarray[Any, Any]
 _EPILOGUE = 128
 """Cost of a tile's epilogue, in rows of the dense matrix that could be multiplied in that time."""
 
-_MOST_EXCHANGES = 1000
+_MAX_EXCHANGES = 1000
 _PARTNERS = 8  # number of least loaded blocks that are tried for an exchange
 
 
@@ -57,7 +57,7 @@ def _exchange_tiles(
     gain a few per cent.
     """
     loads = np.bincount(owners, costs, num_blocks).astype(np.int64)
-    for _ in range(_MOST_EXCHANGES):
+    for _ in range(_MAX_EXCHANGES):
         last = loads.argmax()
         given = np.flatnonzero(owners == last)
         for first in np.argsort(loads, kind="stable")[:_PARTNERS]:

@@ -28,9 +28,9 @@ from cukit.memory.batched_copy import Moves
 
 Ints = npt.NDArray[np.int64]
 
-LEAST_GAP = 64 << 10
+MIN_GAP = 64 << 10
 """A buffer does not slide over a smaller gap."""
-MOST_STEPS = 64
+MAX_STEPS = 64
 """A buffer that would need more steps does not slide."""
 MANY_ALIKE = 32
 """From this number on, buffers of one size are placed by array code."""
@@ -357,7 +357,7 @@ def _slide_run(
     free = start
     for address, size in zip(addresses, sizes, strict=True):
         gap = address - free
-        if gap < LEAST_GAP or size > gap * MOST_STEPS:
+        if gap < MIN_GAP or size > gap * MAX_STEPS:
             arrived.append(address)
             free = address + size
             continue

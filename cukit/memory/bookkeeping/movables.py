@@ -19,7 +19,7 @@ import numpy as np
 from cukit.memory.bookkeeping.compaction import Ints
 from cukit.memory.bookkeeping.spans import GONE, NO_ROW, PACKED, Holder, Span
 
-MOST_PER_GROUP = 32
+MAX_PER_GROUP = 32
 """Unpacking a group of 32 takes about as long as one pin."""
 
 
@@ -148,7 +148,7 @@ class Movables:
         np.not_equal(address[1:], end[:-1], out=apart[1:-1])
         if len(bounds) > 1:
             apart[:-1] |= np.isin(address, bounds)
-        apart[:-1:MOST_PER_GROUP] = True
+        apart[:-1:MAX_PER_GROUP] = True
         first = apart.nonzero()[0]
         low = address[first[:-1]]
         length = end[first[1:] - 1] - low

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import repeat
 from typing import Any, NamedTuple
 
-MOST_QUEUES = 128
+MAX_QUEUES = 128
 """Per stream and size. Every miss scans all of them; further sizes share the common queue."""
 
 
@@ -72,7 +72,7 @@ class Queues:
         queue = sizes.get(size)
         if queue is not None:
             return queue
-        if len(self.all) > MOST_QUEUES:
+        if len(self.all) > MAX_QUEUES:
             return self.common
         queue = make_queue()
         self.all.append(queue)

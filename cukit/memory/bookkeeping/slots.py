@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cukit.memory.bookkeeping.compaction import Ints, Plan
-from cukit.memory.slot_grid import LEAST_GAIN, Grid
+from cukit.memory.slot_grid import MIN_GAIN, Grid
 
 Flags = npt.NDArray[np.bool_]
 
@@ -29,7 +29,7 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
 
     Returns:
         The plan, with `source` in the order of `address`. None if it would free fewer than
-        LEAST_GAIN pages, or if a buffer is not at a multiple of its size.
+        MIN_GAIN pages, or if a buffer is not at a multiple of its size.
     """
     shift, per_page, length = grid.slot_shift, grid.per_page, grid.slot_bytes
     count, number = grid.num_buffers, grid.num_slots
@@ -56,7 +56,7 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     else:
         kept[(-held).argsort(kind="stable")[: -(-count // per_page)]] = True
     left = np.logical_not(kept, out=kept)
-    if np.count_nonzero(held[left]) < LEAST_GAIN:
+    if np.count_nonzero(held[left]) < MIN_GAIN:
         return None
     moving = left[page].nonzero()[0]
     taken.reshape(-1, per_page)[left] = True

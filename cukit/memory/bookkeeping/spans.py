@@ -187,7 +187,7 @@ class SizeIndex:
     of one chunk instead of up to a hundred thousand. No chunk is empty.
     """
 
-    MOST_PER_CHUNK = 1024
+    MAX_PER_CHUNK = 1024
 
     def __init__(self) -> None:
         self._chunks: list[list[Entry]] = []
@@ -197,7 +197,7 @@ class SizeIndex:
     def replace(self, spans: Sequence[Span]) -> None:
         """Replaces all entries by these spans."""
         entries = sorted([(span.size, span.address, span) for span in spans])
-        step = self.MOST_PER_CHUNK // 2
+        step = self.MAX_PER_CHUNK // 2
         self._chunks = [entries[at : at + step] for at in range(0, len(entries), step)]
         self._lasts = [chunk[-1] for chunk in self._chunks]
 
@@ -220,7 +220,7 @@ class SizeIndex:
         number = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
         chunk = self._chunks[number]
         insort(chunk, entry)
-        if len(chunk) > self.MOST_PER_CHUNK:
+        if len(chunk) > self.MAX_PER_CHUNK:
             half = len(chunk) // 2
             self._chunks.insert(number, chunk[:half])
             self._lasts.insert(number, chunk[half - 1])

@@ -21,8 +21,8 @@ from typing import Any
 from cukit.memory.bookkeeping.spans import SizeIndex, Span
 from cukit.memory.providers.provider import Provider
 
-MOST_MARKS = 64
-MOST_STREAMS = 64
+MAX_MARKS = 64
+MAX_STREAMS = 64
 NEVER = 1 << 62
 
 
@@ -85,7 +85,7 @@ class Streams:
         self._provider = provider
         self.shared = StreamState(None)
         self.states: dict[Hashable, StreamState] = {None: self.shared}
-        self.most = MOST_STREAMS
+        self.most = MAX_STREAMS
         """Above this number of streams, unused ones are dropped."""
 
     def get(self, key: Hashable) -> StreamState:
@@ -108,7 +108,7 @@ class Streams:
         for state in self.public():
             if not (state.key in in_use or state.bins or state.index or state.dirty or state.marks):
                 del self.states[state.key]
-        self.most = max(MOST_STREAMS, 2 * len(self.states))
+        self.most = max(MAX_STREAMS, 2 * len(self.states))
 
     def public(self) -> list[StreamState]:
         """All streams except captures and the shared state."""
@@ -127,7 +127,7 @@ class Streams:
         state.marks.append((state.epoch, event))
         state.epoch += 1
         state.dirty = False
-        if len(state.marks) > MOST_MARKS:
+        if len(state.marks) > MAX_MARKS:
             # A later event also covers the earlier epochs, so drop every second one.
             kept = list(state.marks)
             for _, dropped in kept[:-1:2]:

@@ -21,7 +21,7 @@ from cukit.memory.pool.supply import Supply
 from cukit.memory.providers.provider import Provider
 from cukit.memory.uninterrupted import InterruptedAsUsual
 
-MOST_CALLBACKS = 100
+MAX_CALLBACKS = 100
 """The callback is called at most this often for one request."""
 
 
@@ -115,7 +115,7 @@ class Recovery:
             span = self._supply.obtain(size, state, under_pressure=True)
             if span is not None:
                 return span
-        for _ in range(MOST_CALLBACKS if self._config.on_out_of_memory else 0):
+        for _ in range(MAX_CALLBACKS if self._config.on_out_of_memory else 0):
             if not self._call_back(size):
                 break
             if not state.private:

@@ -30,10 +30,10 @@ from cukit.memory.pool.listeners import Emit
 from cukit.memory.pool.pager import Pager
 from cukit.memory.providers.provider import Provider
 
-LEAST_EDGES = 32
+MIN_EDGES = 32
 """Free ends smaller than 1/32 of a page are not mapped a second time."""
 NO_LIMIT = 1 << 62
-MOST_EDGES = 128
+MAX_EDGES = 128
 """Maximum number of free spans examined per index for one hole."""
 
 
@@ -172,7 +172,7 @@ class Stitcher:
         page, large = self._page_bytes, self._pager.large_around
         tails, heads = [], []
         for index in (state.index, self._arena.streams.shared.index):
-            for span in index.at_least(page // LEAST_EDGES, MOST_EDGES):
+            for span in index.at_least(page // MIN_EDGES, MAX_EDGES):
                 first, last = -(-span.address // page) * page, span.end // page * page
                 # Part of a large page cannot be mapped a second time.
                 if span.address < first <= span.end and large(first - page) is None:

@@ -128,30 +128,30 @@ class VirtualPages:
 LARGE_BYTES = 32 << 20
 """Size of a large page: a gigabyte is 32 of them, about two milliseconds of driver time."""
 
-LEAST_PAGES = 4
+MIN_PAGES = 4
 """Fewer single pages take less time to map than one large page takes to create."""
 
 
 def choose_large_pages(page_bytes: int) -> int:
     """The number of pages per large page; 1: no large pages."""
     pages = LARGE_BYTES // page_bytes
-    return pages if pages >= LEAST_PAGES else 1
+    return pages if pages >= MIN_PAGES else 1
 
 
-MOST_PAGES = 1 << 14
+MAX_PAGES = 1 << 14
 MANY_PAGES = 64
 """For this many pages or more, the free memory of the device is checked first."""
 
 
 def choose_page_bytes(granularity: int, memory_bytes: int) -> int:
-    """The granularity, doubled until the memory has at most MOST_PAGES pages.
+    """The granularity, doubled until the memory has at most MAX_PAGES pages.
 
     Small pages waste less memory on partly used pages. But driver calls cost a fixed time per
     handle (on an H200 15 us to create, 30 us to map and set access, 20 us to unmap): remapping
     1 GiB takes 26 ms in pages of 2 MiB, 3 ms in pages of 16 MiB.
     """
     page_bytes = granularity
-    while memory_bytes > page_bytes * MOST_PAGES:
+    while memory_bytes > page_bytes * MAX_PAGES:
         page_bytes *= 2
     return page_bytes
 

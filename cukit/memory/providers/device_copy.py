@@ -16,9 +16,9 @@ from cukit.memory.batched_copy import TILE_BYTES, MovePlan, Moves, launch_moves,
 FEW_MOVES = 4
 """At most this many moves use cudaMemcpyAsync: no table to upload, no kernel to compile."""
 
-_MOST_MOVES = 1 << 15
-_MOST_TILES = 1 << 17
-_TABLE_BYTES = (_MOST_MOVES + 1) * 24
+_MAX_MOVES = 1 << 15
+_MAX_TILES = 1 << 17
+_TABLE_BYTES = (_MAX_MOVES + 1) * 24
 _FROM_HOST, _TO_DEVICE = 1, 3  # cudaMemcpyHostToDevice, cudaMemcpyDeviceToDevice
 
 
@@ -34,7 +34,7 @@ class DeviceCopy:
         self._cupy = cupy
         self._table: Any = None
         self._staging: Any = None
-        """int64 [_MOST_MOVES + 1, 3] in pinned memory."""
+        """int64 [_MAX_MOVES + 1, 3] in pinned memory."""
         self._upload = 0, 0
         """The addresses of the table and of its source."""
         self._progress: Any = None
@@ -69,10 +69,10 @@ class DeviceCopy:
             if self._table is None:
                 self._prepare()
             self._last.synchronize()  # the table and its source are in use until then
-            staged = plan is None and len(moves) < _MOST_MOVES
+            staged = plan is None and len(moves) < _MAX_MOVES
             if plan is None:
                 plan = MovePlan.of(moves, self._staging if staged else None)
-            if staged and plan.num_tiles > _MOST_TILES:
+            if staged and plan.num_tiles > _MAX_TILES:
                 plan, staged = MovePlan(plan.table.copy(), plan.ordered), False
             self._launches(plan, stream, staged=staged)
         finally:
@@ -95,15 +95,15 @@ class DeviceCopy:
 
     def _prepare(self) -> None:
         cuda = self._cupy.cuda
-        memory = cuda.Memory(_TABLE_BYTES + 4 * (1 + _MOST_TILES))
+        memory = cuda.Memory(_TABLE_BYTES + 4 * (1 + _MAX_TILES))
         start = cuda.MemoryPointer(memory, 0)
-        self._progress = self._cupy.ndarray((1 + _MOST_TILES,), np.int32, start + _TABLE_BYTES)
+        self._progress = self._cupy.ndarray((1 + _MAX_TILES,), np.int32, start + _TABLE_BYTES)
         self._last = cuda.Event(disable_timing=True)
         pinned = cuda.alloc_pinned_memory(_TABLE_BYTES)
-        count = (_MOST_MOVES + 1) * 3
+        count = (_MAX_MOVES + 1) * 3
         self._staging = np.frombuffer(pinned, np.int64, count).reshape(-1, 3)
         self._upload = start.ptr, self._staging.ctypes.data
-        self._table = self._cupy.ndarray((_MOST_MOVES + 1, 3), np.int64, start)
+        self._table = self._cupy.ndarray((_MAX_MOVES + 1, 3), np.int64, start)
 
 
 def _overlap(moves: Moves) -> bool:
@@ -114,13 +114,13 @@ def _overlap(moves: Moves) -> bool:
 
 def _parts(plan: MovePlan) -> Iterator[MovePlan]:
     """Splits a plan into plans that fit the table, to be launched in order."""
-    if len(plan.table) <= _MOST_MOVES and plan.num_tiles <= _MOST_TILES:
+    if len(plan.table) <= _MAX_MOVES and plan.num_tiles <= _MAX_TILES:
         yield plan
         return
-    most_bytes = _MOST_TILES * TILE_BYTES
-    # Cut after every `most_bytes` bytes and after every _MOST_MOVES moves.
+    most_bytes = _MAX_TILES * TILE_BYTES
+    # Cut after every `most_bytes` bytes and after every _MAX_MOVES moves.
     first = plan.table[:, 2]
-    cuts = np.union1d(first[:-1:_MOST_MOVES], np.arange(0, plan.num_bytes, most_bytes))
+    cuts = np.union1d(first[:-1:_MAX_MOVES], np.arange(0, plan.num_bytes, most_bytes))
     starts = np.union1d(first[:-1], cuts)
     of_move = np.searchsorted(first, starts, side="right") - 1
     rows = np.column_stack([plan.table[of_move, :2] + (starts - first[of_move])[:, None], starts])

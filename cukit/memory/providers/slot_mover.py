@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from cukit.core.kernel import NULL, by_value, load_kernel
 from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
-from cukit.memory.slot_grid import MOST_ROWS, MOST_WALLS, REQUEST, Grid, fits, plan_slot_planner
+from cukit.memory.slot_grid import MAX_ROWS, MAX_WALLS, REQUEST, Grid, fits, plan_slot_planner
 
 Ints = npt.NDArray[np.int64]
 
-_MOST_BLOCKS = 1 << 16
+_MAX_BLOCKS = 1 << 16
 """Thread blocks of the copies; each copies several tiles if there are more."""
 
 _REQUEST = REQUEST.size // 8
-_WALLS = _REQUEST + MOST_ROWS
+_WALLS = _REQUEST + MAX_ROWS
 """The first words of the rows and of the walls in pinned memory."""
 
 
@@ -44,7 +44,7 @@ def num_blocks(grid: Grid, num_walls: int) -> int:
     if not num_walls:  # the fullest pages, which stay in use, hold at least the mean
         kept = min(-(-grid.num_buffers >> grid.page_shift), grid.num_pages)
         most -= grid.num_buffers * kept // grid.num_pages
-    return max(1, min(-(-(most << grid.slot_shift) // TILE_BYTES), _MOST_BLOCKS))
+    return max(1, min(-(-(most << grid.slot_shift) // TILE_BYTES), _MAX_BLOCKS))
 
 
 class SlotMover:
@@ -80,15 +80,15 @@ class _Launcher:
 
     def __init__(self, cupy: ModuleType) -> None:
         cuda = cupy.cuda
-        words = _WALLS + 2 * MOST_WALLS + 1 + MOST_ROWS
+        words = _WALLS + 2 * MAX_WALLS + 1 + MAX_ROWS
         self._pinned = cuda.alloc_pinned_memory(8 * words)
         self._words = memoryview(self._pinned).cast("B")[: 8 * words].cast("q")
         halves = np.frombuffer(self._words, np.int32)
-        result = _WALLS + 2 * MOST_WALLS
+        result = _WALLS + 2 * MAX_WALLS
         self._result = halves[2 * result : 2 * result + 1]
         self._targets = halves[2 * result + 2 :].reshape(-1, 2)
-        memory = cuda.MemoryPointer(cuda.Memory(24 * (MOST_ROWS + 1) + 4), 0)
-        table = cupy.ndarray((MOST_ROWS + 1, 3), np.int64, memory)
+        memory = cuda.MemoryPointer(cuda.Memory(24 * (MAX_ROWS + 1) + 4), 0)
+        table = cupy.ndarray((MAX_ROWS + 1, 3), np.int64, memory)
         num_moves = cupy.ndarray((1,), np.int32, memory + table.nbytes)
         at = int(self._pinned.ptr)
         host = [

@@ -27,9 +27,9 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 ALIGNMENT = 512
 STEP_US = 10
 
-MOST_ALLOCATIONS = 10_000_000
-MOST_MIB = 1 << 20
-_MOST_DIGITS = 9  # more than any legal number has
+MAX_ALLOCATIONS = 10_000_000
+MAX_MIB = 1 << 20
+_MAX_DIGITS = 9  # more than any legal number has
 
 STANDARD = (
     "random-1000-4096",
@@ -80,25 +80,25 @@ def _maker(name: str) -> Callable[[LogBuilder, random.Random], None]:
         return _MAKERS[name]
     kind, *numbers = name.split("-")
     if kind == "random" and len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers):
-        count, largest = (int(number[:_MOST_DIGITS]) for number in numbers)
-        if 0 < count <= MOST_ALLOCATIONS and 0 < largest <= MOST_MIB:
+        count, largest = (int(number[:_MAX_DIGITS]) for number in numbers)
+        if 0 < count <= MAX_ALLOCATIONS and 0 < largest <= MAX_MIB:
             return partial(_random, count=count, largest=largest * MIB)
     shown = name if len(name) <= 40 else f"{name[:40]}..."
     raise ConfigError(
         f"{shown!r} is not a mix: expected random-N-M (N allocations of at most M MiB, N up to "
-        f"{MOST_ALLOCATIONS}, M up to {MOST_MIB}), " + " or ".join(sorted(_MAKERS))
+        f"{MAX_ALLOCATIONS}, M up to {MAX_MIB}), " + " or ".join(sorted(_MAKERS))
     )
 
 
 def _random(log: LogBuilder, rng: random.Random, *, count: int, largest: int) -> None:
     """RMM's random_allocations."""
-    allocate_percent, most_live = 73, 16000 * MIB
+    allocate_percent, max_live = 73, 16000 * MIB
     live: list[LogEvent] = []
     made = 0
     for _ in range(2 * count):
         size = rng.randint(1, largest)
         wanted = rng.randrange(100) < allocate_percent and made < count
-        if not live or (wanted and log.live_bytes + size < most_live):
+        if not live or (wanted and log.live_bytes + size < max_live):
             if made == count:
                 break
             live.append(log.allocate(size))
@@ -146,12 +146,12 @@ class _Request:
 
 def _serving(log: LogBuilder, rng: random.Random) -> None:
     """Weights, then 400 requests of 50 to 16000 tokens, at most 48 at a time."""
-    hidden, vocabulary, most_live = 4096, 32000, 48
+    hidden, vocabulary, max_live = 4096, 32000, 48
     weights = [log.allocate(rng.choice((32, 56, 112)) * MIB) for _ in range(3 * _Request.LAYERS)]
     waiting = 400
     running: list[_Request] = []
     while waiting or running:
-        while waiting and len(running) < most_live and rng.random() < 0.4:
+        while waiting and len(running) < max_live and rng.random() < 0.4:
             prompt = min(16000, int(rng.lognormvariate(6.5, 1.2)) + 32)
             output = min(2000, int(rng.lognormvariate(5.0, 0.8)) + 16)
             activations = [log.allocate(prompt * hidden * 2 * k) for k in (1, 3, 4)]

@@ -12,7 +12,7 @@ struct Entry {
   const unsigned* parameter_bytes;
   const char* const* parameter_types;  // names of functions that end in [with T = ...]
   unsigned num_parameters;
-  unsigned most_threads;  // per block, of __launch_bounds__; 0 if not given
+  unsigned max_threads;  // per block, of __launch_bounds__; 0 if not given
 };
 
 template <typename T>
@@ -32,8 +32,8 @@ struct EntryOf<Kernel> {
     Kernel(*static_cast<Parameters*>(arguments[I])...);
   }
   static void run(void** arguments) { unpack(arguments, std::index_sequence_for<Parameters...>{}); }
-  static constexpr Entry value(unsigned most_threads = 0) {
-    return {run, kBytes, kTypes, sizeof...(Parameters), most_threads};
+  static constexpr Entry value(unsigned max_threads = 0) {
+    return {run, kBytes, kTypes, sizeof...(Parameters), max_threads};
   }
 };
 

@@ -29,7 +29,7 @@ constexpr float kLargest<float16> = 65504.0f;
 template <>
 constexpr float kLargest<bfloat16> = 3.38953139e38f;
 constexpr float kSmallestScale = 1.17549435e-38f;  // the smallest normal float
-constexpr float kMostCode = kFormat == Format::E4M3   ? 448.0f
+constexpr float kMaxCode = kFormat == Format::E4M3   ? 448.0f
                             : kFormat == Format::E5M2 ? 57344.0f
                                                       : static_cast<float>(kMaxInteger);
 
@@ -82,10 +82,10 @@ struct Factors {
 CUKIT_DEVICE Factors factors_of(const Extremes& extremes, float part = 1.0f) {
   float scale;
   if constexpr (ZERO_POINTS) {
-    constexpr float kLevels = 2 * kMostCode + 1;
+    constexpr float kLevels = 2 * kMaxCode + 1;
     scale = __fadd_rn(extremes.extreme(0, part) / kLevels, extremes.extreme(1, part) / kLevels);
   } else {
-    scale = extremes.extreme(0, part) / kMostCode;
+    scale = extremes.extreme(0, part) / kMaxCode;
   }
   if constexpr (POWER_OF_TWO) {
     scale = __int_as_float((__float_as_int(scale) + 0x7fffff) & 0x7f800000);
@@ -97,7 +97,7 @@ CUKIT_DEVICE Factors factors_of(const Extremes& extremes, float part = 1.0f) {
   factors.inverse = {1.0f / factors.value(), 0.0f};
   if constexpr (ZERO_POINTS) {
     const float steps = rintf(__fmul_rn(extremes.extreme(1, part), factors.inverse.scale));
-    const float zero_point = fminf(fmaxf(steps - (kMostCode + 1), -kMostCode - 1), kMostCode);
+    const float zero_point = fminf(fmaxf(steps - (kMaxCode + 1), -kMaxCode - 1), kMaxCode);
     if (extremes.finite()) factors.inverse.zero_point = zero_point;
   }
   return factors;
@@ -105,7 +105,7 @@ CUKIT_DEVICE Factors factors_of(const Extremes& extremes, float part = 1.0f) {
 
 // Squared error of rounding x to a code; integer codes only.
 CUKIT_DEVICE float squared_error(const Factors& factors, float x) {
-  const float code = rintf(fminf(fmaxf(factors.inverse.scaled(x), -kMostCode - 1), kMostCode));
+  const float code = rintf(fminf(fmaxf(factors.inverse.scaled(x), -kMaxCode - 1), kMaxCode));
   const float error = (code - factors.inverse.zero_point) * factors.value() - x;
   return error * error;
 }
