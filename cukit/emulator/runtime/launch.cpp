@@ -354,7 +354,7 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
                                 launch->cluster[2] * launch->block[0] * launch->block[1] *
                                 launch->block[2];
   const std::uint64_t resident = std::max<std::uint64_t>(1, kSms * kThreads / threads);
-  const std::uint64_t at_start = std::min<std::uint64_t>(launch->most_workers, run.clusters);
+  const std::uint64_t at_start = std::min<std::uint64_t>(launch->max_workers, run.clusters);
   run.workers = std::vector<Worker>(std::min(run.clusters, std::max(at_start, resident)));
   run.started.store(1);
   while (run.started.load() < at_start && run.start_worker()) {
