@@ -12,9 +12,11 @@ from cukit.core.arrays import (
     empty,
     float32,
     runs_kernel,
+    write_out,
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_integer
 from cukit.errors import ArrayShapeError
@@ -51,7 +53,8 @@ def linear_rope(
         cos, sin: float32 [positions, head_dim / 2]. Row r of `x`, leading axes flattened, is at
             position `r % positions`; the number of rows must be a multiple of `positions`.
         rotated_heads: how many heads are rotated: those of queries and keys.
-        out: array to write into; dtype of `x`, [..., heads * head_dim].
+        out: array to write into; dtype of `x`, [..., heads * head_dim]. It must not overlap the
+            operands.
 
     Returns:
         [..., heads * head_dim], dtype of `x`.
@@ -65,14 +68,14 @@ def linear_rope(
     Paper: Su et al., arXiv:2104.09864.
     """
     x, w, cos, sin, out = adopt("linear_rope", x, w, cos, sin, out)
-    if not runs_kernel("linear_rope", x, w, cos, sin, out):
+    kernel = runs_kernel("linear_rope", x, w, cos, sin, out)
+    if kernel:
+        launch = _prepare(x, w, cos, sin, rotated_heads, out)
+    else:
         _check(x, w, cos, sin, rotated_heads, out)
-        result = reference.linear_rope(x, w, cos, sin, rotated_heads)
-        if out is None:
-            return result
-        out[...] = result
-        return out
-    launch = _prepare(x, w, cos, sin, rotated_heads, out)
+    check_overlap("linear_rope", out, x=x, w=w, cos=cos, sin=sin)
+    if not kernel:
+        return write_out(out, reference.linear_rope(x, w, cos, sin, rotated_heads))
     y = empty(x, (*x.shape[:-1], w.shape[0])) if out is None else out
     if launch is not None:
         launch(x, w, y, cos, sin)
