@@ -9,6 +9,7 @@ import numpy as np
 from cukit import layers
 from tests.contract import random, to_device
 from tests.layers.test_embedding import KINDS, ids_of
+from tests.layers.test_linear_rope import check_fused
 from tests.layers.test_rope import SIZES, heads, positions, tables
 from tests.sanitize import Group
 
@@ -71,9 +72,15 @@ def embedding() -> None:
         layers.embedding_backward(grad, ids, rows)
 
 
+def linear_with_rope() -> None:
+    for head_dim in (64, 128):
+        check_fused("gpu", _rng(), head_dim, 3)
+
+
 GROUPS = {
     "norms": Group(norms, shares=True, quick=True),
     "activations": Group(activations),
     "rope": Group(rope),
     "embedding": Group(embedding, shares=True, quick=True),
+    "linear with rope": Group(linear_with_rope, shares=True),
 }

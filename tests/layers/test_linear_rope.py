@@ -63,9 +63,13 @@ def test_without_the_fused_kernel(rng):
 @pytest.mark.parametrize("num_sms", [1, 3])
 @pytest.mark.parametrize("head_dim", TILINGS)
 def test_the_fused_kernel(device, rng, head_dim, num_sms):
-    """Blocks with several tiles; tiles with rotated heads and others, and a ragged last one."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
+    check_fused(device, rng, head_dim, num_sms)
+
+
+def check_fused(device, rng, head_dim, num_sms):
+    """Blocks with several tiles; tiles with rotated heads and others, and a ragged last one."""
     rows, positions, heads, rotated, k = 300, 150, 7, 5, 136
     x, w = random(rng, (rows, k), "bfloat16"), random(rng, (heads * head_dim, k), "bfloat16")
     cos, sin = tables(rng, positions, head_dim)
