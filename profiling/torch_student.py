@@ -24,7 +24,6 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 
@@ -93,7 +92,6 @@ class Run:
     """The process of an implementation and its results so far."""
 
     name: str
-    process: BaseProcess
     connection: Connection
     locks: tuple[Any, ...]  # which the process opens by name while it starts
     rounds: list[Round] = field(default_factory=list)
@@ -145,16 +143,13 @@ def start(names: list[str], sizes: Sizes, jobs: int) -> list[Run]:
     """Starts a process per implementation, of which `jobs` compile at a time."""
     context = multiprocessing.get_context("spawn")
     locks = context.Semaphore(jobs), context.Lock()
-    threads = max(1, (os.cpu_count() or 1) // min(jobs, len(names)))
+    threads = max(1, min(16, os.cpu_count() or 1) // min(jobs, len(names)))
     runs = []
     for name in names:
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=serve, args=(name, sizes, theirs, locks, threads), daemon=True
-        )
-        process.start()
+        context.Process(target=serve, args=(name, sizes, theirs, locks, threads)).start()
         theirs.close()
-        runs.append(Run(name, process, ours, locks))
+        runs.append(Run(name, ours, locks))
     return runs
 
 
@@ -171,11 +166,11 @@ def wait_until_ready(runs: list[Run]) -> list[Run]:
             except (EOFError, OSError):
                 found = "its process ended"
             after = f"after {time.perf_counter() - start:.1f} s"
-            say(
-                f"{run.name}: ready {after}" if found == "ready" else f"{run.name}: {found} {after}"
-            )
             if found == "ready":
+                say(f"{run.name}: ready {after}")
                 ready.append(run)
+            else:
+                say(f"{run.name}: failed {after}: {found}")
         if pending:
             ready = time_early(ready)
     return [run for run in runs if run in ready]
@@ -256,13 +251,14 @@ def main(arguments: list[str] | None = None) -> list[Run]:
     sizes = Sizes(options.batch, options.seq, options.steps)
     if options.tiny:
         sizes = Sizes(2, 16, options.steps, 64, 128, 2, 4, 97, "cpu")
-    runs = start(list(options.only or IMPLEMENTATIONS), sizes, options.jobs)
-    runs = time_rounds(wait_until_ready(runs), options.rounds)
-    if runs:
-        say(summary(runs, sizes.batch * sizes.seq))
-    for run in runs:
-        run.connection.close()
-        run.process.join()
+    started = start(list(options.only or IMPLEMENTATIONS), sizes, options.jobs)
+    try:
+        runs = time_rounds(wait_until_ready(started), options.rounds)
+        if runs:
+            say(summary(runs, sizes.batch * sizes.seq))
+    finally:
+        for run in started:
+            run.connection.close()  # ends its process
     return runs
 
 
