@@ -1,195 +1,266 @@
 """Times steps of a Llama-style student distilled in torch, with cukit's and torch's modules.
 
-    python -m profiling.torch_student                 # 110 M parameters, 65536 tokens, on the GPU
-    python -m profiling.torch_student --tiny          # a smoke test on the CPU
+    python -m profiling.torch_student                    # 110 M parameters, 65536 tokens
+    python -m profiling.torch_student --only torch cukit # some implementations
+    python -m profiling.torch_student --tiny             # a smoke test on the CPU
 
 All implementations have the same student, data, optimizer (AdamW, fused) and loss: the forward KL
-divergence from a teacher's head on fixed random hidden states. Runs are interleaved. Layers are
-compiled one by one (`layer.compile()`), which avoids an attention mask. A step with few tokens
-(`--batch 8 --seq 1024`) is host-bound. RoPE stays torch's, because its replacement would be
-shared by all models in the same file of transformers.
+divergence from a teacher's head on fixed random hidden states. Each has its own process, so that
+they compile at the same time and a failure ends only one. Steps are timed in interleaved rounds,
+one process at a time, after the last implementation is ready; an implementation that is ready
+earlier is also timed while the others compile, and these times are not part of the result. Every
+line is printed as soon as it is known.
+
+A step with few tokens (`--batch 8 --seq 1024`) is host-bound. The swap of RoPE alone is left out,
+since inductor fuses torch's with adjacent ops.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import multiprocessing
+import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
-from torch.nn import functional
 
-import cukit.torch as ckt
+@dataclass(frozen=True)
+class Implementation:
+    """How a student computes a step.
 
-Loss = Callable[[Any, Any, Any, Any], Any]
+    loss: a function of profiling/student_step.py. swaps: kinds of `ckt.optimize`, empty for
+    torch's modules. compiled: whether layers are compiled, one by one, which avoids an attention
+    mask. gated_gradient: whether the gradient of the gated layers may be one kernel.
+    """
 
-
-def torch_loss(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> Any:
-    """All logits in memory; compiled."""
-    student = functional.log_softmax((hidden @ weight.T).float(), -1)
-    target = functional.log_softmax((teacher @ teacher_weight.T).float(), -1)
-    return functional.kl_div(student, target, reduction="batchmean", log_target=True)
-
-
-def liger_jsd(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> Any:
-    """Liger's fused head with both models' hidden states; beta 0 is the forward KL."""
-    from liger_kernel.transformers import LigerFusedLinearJSD
-
-    loss = LigerFusedLinearJSD(jsd_beta=0.0)
-    return loss(hidden, weight, teacher, teacher_weight, None)
+    title: str
+    loss: str
+    swaps: tuple[str, ...] = ()
+    compiled: bool = True
+    gated_gradient: bool = True
 
 
-def liger_kl(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> Any:
-    """Liger's fused head with the teacher's probabilities in memory."""
-    from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
+_SEPARATE = ("attention", "norm", "mlp", "residual")
+_ALL = ("projection", *_SEPARATE)
 
-    target = torch.softmax(teacher @ teacher_weight.T, -1)
-    return LigerFusedLinearKLDivFunction.apply(hidden, weight, target)
+IMPLEMENTATIONS = {
+    "torch": Implementation("SDPA, Liger KL (without Liger: logits)", "liger_kl"),
+    "cukit": Implementation("all modules", "cukit_loss", _ALL),
+    "cukit-separate-rope": Implementation(
+        "q, k, v and rope by torch", "cukit_loss", _SEPARATE
+    ),
+    "cukit-separate-gradient": Implementation(
+        "two kernels for the MLP's gradient", "cukit_loss", _ALL, gated_gradient=False
+    ),
+    "cukit-attention": Implementation("attention only", "cukit_loss", ("attention",)),
+    "cukit-eager": Implementation("all modules, eager", "cukit_loss", _ALL, compiled=False),
+    "torch-logits": Implementation("SDPA, logits in memory", "torch_loss"),
+    "torch-jsd": Implementation("SDPA, Liger JSD", "liger_jsd"),
+}  # fmt: skip
+"""The most important first."""
 
 
-def cukit_loss(hidden: Any, weight: Any, teacher: Any, teacher_weight: Any) -> Any:
-    """Both heads fused, logits in chunks."""
-    return ckt.linear_kl_divergence(hidden, weight, teacher, teacher_weight)
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a student and of its batches."""
+
+    batch: int
+    seq: int
+    steps: int
+    hidden: int = 768
+    intermediate: int = 2048
+    layers: int = 12
+    heads: int = 12
+    vocab: int = 32000
+    device: str = "cuda"
 
 
-class Student:
-    """One implementation of the training step."""
+@dataclass(frozen=True)
+class Round:
+    """Mean seconds per step, peak bytes above those before the steps, the losses of all steps."""
 
-    def __init__(
-        self, name: str, config: Any, state: dict[str, Any], loss: Loss, *,
-        swaps: tuple[str, ...] | None, compiled: bool, device: str, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        from transformers import LlamaForCausalLM
+    seconds: float
+    peak: int
+    losses: tuple[float, ...]
 
-        self.name, self.loss = name, loss
-        self.model = LlamaForCausalLM(copy.deepcopy(config)).to(device=device, dtype=dtype)
-        self.model.load_state_dict(state)
-        self.model.set_attn_implementation("sdpa")
-        if swaps is not None:
-            sample = torch.zeros(1, 64, dtype=torch.long, device=device)
-            handle = ckt.optimize(
-                self.model, sample, kinds=swaps, only_faster=False, dry_run=False, repeats=1
+
+@dataclass
+class Run:
+    """The process of an implementation and its results so far."""
+
+    name: str
+    connection: Connection
+    locks: tuple[Any, ...]  # which the process opens by name while it starts
+    rounds: list[Round] = field(default_factory=list)
+
+    def time_round(self) -> Round | None:
+        """One round; None if the process has failed, which is printed."""
+        try:
+            self.connection.send("round")
+            found: Any = self.connection.recv()
+        except (EOFError, OSError):
+            found = "its process ended"
+        if isinstance(found, str):
+            say(f"{self.name}: failed: {found}")
+            return None
+        measured: Round = found
+        return measured
+
+    @property
+    def median(self) -> float:
+        """Median of the rounds' seconds per step."""
+        return statistics.median(each.seconds for each in self.rounds)
+
+
+def serve(
+    name: str, sizes: Sizes, connection: Connection, locks: tuple[Any, ...], threads: int
+) -> None:
+    """The process of an implementation: sends "ready", then a Round for each message; another
+    string if anything fails."""
+    may_compile, kernels = locks
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    os.environ.setdefault("CUKIT_QUIET", "1")
+    try:
+        with may_compile:
+            from profiling.student_step import Student
+
+            student = Student(IMPLEMENTATIONS[name], sizes, kernels)
+            student.warm_up()
+        connection.send("ready")
+        while connection.recv() == "round":
+            connection.send(student.time_round())
+    except EOFError:  # the parent has ended
+        return
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        connection.send(f"{type(error).__name__}: {words}")
+
+
+def start(names: list[str], sizes: Sizes, jobs: int) -> list[Run]:
+    """Starts a process per implementation, of which `jobs` compile at a time."""
+    context = multiprocessing.get_context("spawn")
+    locks = context.Semaphore(jobs), context.Lock()
+    threads = max(1, min(16, os.cpu_count() or 1) // min(jobs, len(names)))
+    runs = []
+    for name in names:
+        ours, theirs = context.Pipe()
+        context.Process(target=serve, args=(name, sizes, theirs, locks, threads)).start()
+        theirs.close()
+        runs.append(Run(name, ours, locks))
+    return runs
+
+
+def wait_until_ready(runs: list[Run]) -> list[Run]:
+    """Those that are ready, in their order, after all are ready or have failed."""
+    start = time.perf_counter()
+    pending = {run.connection: run for run in runs}
+    ready: list[Run] = []
+    while pending:
+        for connection in wait(list(pending)):
+            run = pending.pop(connection)  # type: ignore[call-overload]
+            try:
+                found = run.connection.recv()
+            except (EOFError, OSError):
+                found = "its process ended"
+            after = f"after {time.perf_counter() - start:.1f} s"
+            if found == "ready":
+                say(f"{run.name}: ready {after}")
+                ready.append(run)
+            else:
+                say(f"{run.name}: failed {after}: {found}")
+        if pending:
+            ready = time_early(ready)
+    return [run for run in runs if run in ready]
+
+
+def time_early(runs: list[Run]) -> list[Run]:
+    """Prints a round of each while others compile; returns those without failure."""
+    rounds = [(run, run.time_round()) for run in runs]
+    times = [f"{run.name} {1e3 * each.seconds:.1f} ms" for run, each in rounds if each]
+    if times:
+        say(f"while others compile: {', '.join(times)}")
+    return [run for run, each in rounds if each]
+
+
+def best_of_torch(runs: list[Run]) -> float | None:
+    """The least median of torch's implementations."""
+    return min((run.median for run in runs if run.name.startswith("torch")), default=None)
+
+
+def time_rounds(runs: list[Run], rounds: int) -> list[Run]:
+    """Times all in turn and prints the medians so far after each; returns those without failure."""
+    for number in range(1, rounds + 1):
+        for run in list(runs):
+            found = run.time_round()
+            if found is None:
+                runs = [each for each in runs if each is not run]
+                continue
+            run.rounds.append(found)
+            done = [each for each in runs if each.rounds]
+            best = best_of_torch(done)
+            of_best = f", {run.median / best:.3f} of torch's best" if best else ""
+            say(
+                f"round {number}: {run.name} {1e3 * found.seconds:.2f} ms "
+                f"(median {1e3 * run.median:.2f}{of_best})"
             )
-            kept = [row for row in handle.report if row.outcome != "swapped"]
-            if kept:
-                print(f"{name}: not swapped: {kept}")
-        if compiled:
-            for layer in self.model.model.layers:
-                layer.compile()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=3e-4, fused=device == "cuda", weight_decay=0.1
+    return runs
+
+
+def summary(runs: list[Run], tokens: int) -> str:
+    """A line per implementation."""
+    best = best_of_torch(runs)
+    common = min(len(run.rounds[-1].losses) for run in runs)
+    lines = []
+    for run in runs:
+        times = [1e3 * each.seconds for each in run.rounds]
+        of_best = f"{run.median / best:.3f} of torch's best, " if best else ""
+        losses = run.rounds[-1].losses[:common]
+        lines.append(
+            f"{run.name:24} {1e3 * run.median:8.2f} ms ({of_best}{min(times):.2f}.."
+            f"{max(times):.2f}), {tokens / run.median / 1e3:.0f} k tokens/s, peak "
+            f"{max(each.peak for each in run.rounds) / 2**30:.2f} GiB, "
+            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {IMPLEMENTATIONS[run.name].title}"
         )
-        self.losses: list[Any] = []
-        self.times: list[float] = []
-        self.peak = 0
-
-    def step(self, ids: Any, teacher: Any, teacher_weight: Any) -> None:
-        """Run forward, backward and update; the loss stays on the device."""
-        hidden = self.model.model(ids, use_cache=False).last_hidden_state
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        loss = self.loss(hidden, self.model.lm_head.weight, teacher, teacher_weight)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(loss.detach())
-
-    def timed_steps(self, batches: list[Any], *rest: Any) -> None:
-        """Record the mean time per step, and the peak memory above that before the steps."""
-        on_gpu = batches[0].is_cuda
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            there = torch.cuda.memory_allocated()
-        start = time.perf_counter()
-        for ids in batches:
-            self.step(ids, *rest)
-        if on_gpu:
-            torch.cuda.synchronize()
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - there)
-        self.times.append((time.perf_counter() - start) / len(batches))
+    return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> list[Student]:
-    """Train every implementation in interleaved runs and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+def say(line: str) -> None:
+    """Prints at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> list[Run]:
+    """Trains the implementations and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a smoke test on the CPU")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="names of implementations")
-    options = parser.parse_args(arguments)
-    from transformers import LlamaConfig, masking_utils
-
-    # No sequences are packed; the check for packing would synchronise in every step.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-
-    device, dtype = ("cpu", torch.float32) if options.tiny else ("cuda", torch.bfloat16)
-    sizes = (64, 128, 2, 4, 97) if options.tiny else (768, 2048, 12, 12, 32000)
-    hidden, intermediate, layers, heads, vocab = sizes
-    batch, seq = (2, 16) if options.tiny else (options.batch, options.seq)
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=seq, tie_word_embeddings=True,
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per round")
+    parser.add_argument(
+        "--only", nargs="+", choices=IMPLEMENTATIONS, metavar="NAME",
+        help=f"implementations to time, of {', '.join(IMPLEMENTATIONS)}",
     )  # fmt: skip
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    state = LlamaForCausalLM(config).state_dict()
-    teacher_size = 2 * hidden
-    teacher = torch.randn(batch * seq, teacher_size, device=device).to(dtype)
-    teacher_weight = (torch.randn(vocab, teacher_size, device=device) * 0.05).to(dtype)
-    batches = [torch.randint(0, vocab, (batch, seq), device=device) for _ in range(options.steps)]
-    all_of_it, but_norms = ("attention", "norm", "mlp", "residual"), ("attention", "mlp")
-    table: list[tuple[str, Loss, tuple[str, ...] | None, bool]] = [
-        ("torch: compile, SDPA, logits", torch.compile(torch_loss), None, True),
-        ("torch: compile, SDPA, Liger JSD", liger_jsd, None, True),
-        ("torch: compile, SDPA, Liger KL", liger_kl, None, True),
-        ("cukit: eager, all swaps", cukit_loss, all_of_it, False),
-        ("cukit: compile, attention", cukit_loss, ("attention",), True),
-        ("cukit: compile, attention, mlp", cukit_loss, but_norms, True),
-        ("cukit: compile, all swaps", cukit_loss, all_of_it, True),
-    ]
+    parser.add_argument(
+        "--jobs", type=int, default=4, help="implementations that compile at a time"
+    )
+    options = parser.parse_args(arguments)
+    sizes = Sizes(options.batch, options.seq, options.steps)
     if options.tiny:
-        table = [("torch", torch_loss, None, False), ("cukit", cukit_loss, all_of_it, False)]
-    impls = []
-    for name, loss, swaps, compiled in table:
-        if options.only and name not in options.only:
-            continue
-        try:
-            impl = Student(
-                name, config, state, loss, swaps=swaps, compiled=compiled, device=device,
-                dtype=dtype,
-            )  # fmt: skip
-            start = time.perf_counter()
-            for _ in range(2):
-                impl.step(batches[0], teacher, teacher_weight)
-            print(f"{name}: ready in {time.perf_counter() - start:.1f} s", flush=True)
-            impls.append(impl)
-        except Exception as error:  # such as a missing library
-            words = " ".join(str(error).split())[:300]
-            print(f"{name}: {type(error).__name__}: {words}", flush=True)
-    for _ in range(options.rounds):
-        for impl in impls:
-            impl.timed_steps(batches, teacher, teacher_weight)
-    best = min(statistics.median(impl.times) for impl in impls if impl.name.startswith("torch"))
-    for impl in impls:
-        median = statistics.median(impl.times)
-        losses = [float(each) for each in impl.losses]
-        print(
-            f"{impl.name:34} {1e3 * median:8.2f} ms ({median / best:.2f} of torch's best, "
-            f"{1e3 * min(impl.times):.2f}..{1e3 * max(impl.times):.2f}), "
-            f"{batch * seq / median / 1e3:.0f} k tokens/s, peak {impl.peak / 2**30:.2f} GiB, "
-            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
-        )
-    return impls
+        sizes = Sizes(2, 16, options.steps, 64, 128, 2, 4, 97, "cpu")
+    started = start(list(options.only or IMPLEMENTATIONS), sizes, options.jobs)
+    try:
+        runs = time_rounds(wait_until_ready(started), options.rounds)
+        if runs:
+            say(summary(runs, sizes.batch * sizes.seq))
+    finally:
+        for run in started:
+            run.connection.close()  # ends its process
+    return runs
 
 
 if __name__ == "__main__":
     main()
-    sys.exit(0)

@@ -53,6 +53,8 @@ class Swap:
     disable: Callable[[], None]
     members: tuple[str, ...] = field(default=())
     """Names of all modules that this swap changes, if there are several."""
+    trial: Callable[..., Any] | None = None
+    """What to verify and time instead of the module, if its new forward may call the original."""
 
 
 def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]:
@@ -61,8 +63,10 @@ def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]
     if "attention" in kinds or "rope" in kinds:
         yield from _of_transformers(model, named, kinds)
     for name, module in named:
-        if "projection" in kinds and (forward := _attention_layer(module)):
-            yield [_with_forward(name, "projection", module, forward)]
+        if "projection" in kinds and (forwards := _attention_layer(module)):
+            swap = _with_forward(name, "projection", module, forwards[0])
+            swap.trial = forwards[1]
+            yield [swap]
         if "norm" in kinds and (norms := _norms(name, module)):
             yield norms
         if "mlp" in kinds and (forward := _gated_mlp(module)):
@@ -123,19 +127,22 @@ class _RotatedProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
         x, weight, cos, sin = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
         positions = None
         if cos.shape[0] > x.shape[1]:
             positions = torch.arange(cos.shape[0], dtype=torch.int32, device=cos.device)
             positions = positions.view(x.shape[:-1])
         grad = torch.ops.cukit.rope_qkv_backward(grad_q, grad_k, grad_v, cos, sin, positions)
         grad = grad.view(-1, weight.shape[0])
-        grad_x = (grad @ weight).view(x.shape)
-        return grad_x, grad.T @ x.reshape(-1, x.shape[-1]), None, None, None
+        grad_x = (grad @ weight).view(x.shape) if needs_x else None
+        grad_weight = grad.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        return grad_x, grad_weight, None, None, None
 
 
-def _attention_layer(module: nn.Module) -> Callable[..., Any] | None:
-    """Llama's attention layer with queries, keys and values from one product, for calls without a
-    cache and with enough tokens for the concatenation of weights to be cheap."""
+def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Two forwards of Llama's attention layer with queries, keys and values from one product, for
+    calls without a cache: the first only with enough tokens for the concatenation of weights to
+    be cheap, the second with any number."""
     if {name for name, _ in module.named_children()} != set(_ATTENTION_PARTS):
         return None
     layer: Any = module
@@ -150,19 +157,20 @@ def _attention_layer(module: nn.Module) -> Callable[..., Any] | None:
         return None
     if head_dim is None or not set(own.__code__.co_names) <= _ATTENTION_NAMES:
         return None
-    file = sys.modules[type(layer).__module__]
+    file = sys.modules[own.__module__]
+    if not _rotates_halves(file):
+        return None
     heads_q = layer.q_proj.out_features // head_dim
 
-    def forward(
+    def projected(
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        few = hidden_states.numel() < _MIN_TOKENS * layer.q_proj.in_features
         cos, sin = (None, None) if position_embeddings is None else position_embeddings
-        if few or past_key_values is not None or cos is None or cos.shape[-1] != head_dim:
+        if past_key_values is not None or cos is None or cos.shape[-1] != head_dim:
             return original(
                 hidden_states, position_embeddings=position_embeddings,
                 attention_mask=attention_mask, past_key_values=past_key_values, **kwargs,
@@ -180,7 +188,11 @@ def _attention_layer(module: nn.Module) -> Callable[..., Any] | None:
         )  # fmt: skip
         return layer.o_proj(out.reshape(*x.shape[:-1], -1)), weights
 
-    return forward
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        few = hidden_states.numel() < _MIN_TOKENS * layer.q_proj.in_features
+        return (original if few else projected)(hidden_states, *args, **kwargs)
+
+    return forward, projected
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -386,6 +398,23 @@ def _unrotate(file: ModuleType) -> None:
         _rotated[file] = original, users - 1
     else:
         setattr(file, _ROPE, original)
+
+
+def _rotates_halves(file: ModuleType) -> bool:
+    """Whether the rotary function of a modelling file rotates pairs of elements half a head apart,
+    not adjacent ones."""
+    original = _rotated[file][0] if file in _rotated else getattr(file, _ROPE, None)
+    if original is None:
+        return False
+    x = torch.arange(1.0, 9.0).view(1, 1, 2, 4)  # [batch, heads, seq_len, head_dim]
+    angles = torch.arange(4.0).view(1, 2, 2).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x.chunk(2, dim=-1)
+    want = x * cos + torch.cat((-right, left), dim=-1) * sin
+    try:
+        return all(torch.allclose(each, want) for each in original(x, x, cos, sin))
+    except Exception:  # a function of that name with other arguments or results
+        return False
 
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:

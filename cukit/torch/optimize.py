@@ -285,10 +285,11 @@ def _best(
         facts = (swap.name, swap.kind, max(1, len(swap.members)))
         swap.enable()
         try:
-            after = swap.module.forward(*args, **kwargs)
+            trial = swap.trial or swap.module.forward
+            after = trial(*args, **kwargs)
             error, allowed = _difference(before, after, tolerance)
             after_us = (
-                _median_us(lambda: swap.module.forward(*args, **kwargs), repeats)  # noqa: B023
+                _median_us(lambda: trial(*args, **kwargs), repeats)  # noqa: B023
                 if on_gpu else None
             )  # fmt: skip
         except Exception as refusal:  # also of a module that only looks like a known one

@@ -24,6 +24,9 @@ def small_model(family: str, **options: Any) -> Any:
             "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
         }),
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+        "helium": ("HeliumConfig", "HeliumForCausalLM", {
+            "num_attention_heads": 3, "num_key_value_heads": 3,
+        }),
     }  # fmt: skip
     config, model, own = names[family]
     torch.manual_seed(0)

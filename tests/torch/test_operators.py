@@ -152,6 +152,31 @@ def test_attention_takes_any_layout(layout: str, device: str, place: str) -> Non
         torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "misaligned"])
+def test_gradients_of_a_projection_take_any_layout(layout: str, device: str, place: str) -> None:
+    if device == "emulator":
+        pytest.skip("strides are handled on the host, as for tensors on the CPU")
+    dtype = torch.float32 if place == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    grads = [torch.randn(2, heads, 7, 16).to(place, dtype) for heads in (4, 2, 2)]
+    if layout == "expanded":
+        grads = [each[..., :1].expand(each.shape) for each in grads]
+    grads = [each.transpose(1, 2) for each in grads]
+    if layout == "misaligned":
+        grads = [torch.cat([each.new_zeros(1), each.flatten()])[1:].view_as(each) for each in grads]
+    angles = torch.rand(7, 8).to(place)
+    tables = angles.cos(), angles.sin()
+    operators = torch.ops.cukit
+    want = torch.cat([*operators.rope_backward(*grads[:2], *tables), grads[2]], dim=2)
+    assert torch.equal(operators.rope_qkv_backward(*grads, *tables), want)
+    weight, x = torch.randn(128, 24).to(place, dtype), torch.randn(2, 7, 24).to(place, dtype)
+    for operator, args in (
+        (operators.rope_qkv_backward, (*grads, *tables)),
+        (operators.linear_rope, (x, weight, *tables, 6)),
+    ):  # fmt: skip
+        torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_results_share_no_memory_with_inputs() -> None:
     x = torch.zeros(3, 8)
     gate = ckt.gelu(x)

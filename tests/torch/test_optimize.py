@@ -192,6 +192,38 @@ def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
     assert modeling_llama.apply_rotary_pos_emb is original
 
 
+def test_a_projection_is_verified_with_few_tokens_too(monkeypatch) -> None:
+    """With few tokens the swapped layer calls the original, which proves nothing."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    linear_rope = torch.ops.cukit.linear_rope
+    monkeypatch.setattr(torch.ops.cukit, "linear_rope", lambda *args: 1.1 * linear_rope(*args))
+    report = ckt.optimize(small_model("llama"), tokens, kinds=["projection"], dry_run=False).report
+    assert len(report) == 2
+    assert all(row.outcome.startswith("kept: error above") for row in report)
+
+
+def test_a_projection_rotates_halves() -> None:
+    """Helium's attention is Llama's, but its rotary function rotates adjacent elements."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    class OtherFile(LlamaAttention):
+        """In this file there is neither a rotary function nor attention."""
+
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    options = {"kinds": ["projection"], "dry_run": False}
+    assert ckt.optimize(small_model("helium"), tokens, **options).report == []
+    model = small_model("llama")
+    with torch.no_grad():
+        want = model(tokens).logits
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = OtherFile
+        with ckt.optimize(model, tokens, **options) as result:
+            assert [row.outcome for row in result.report] == ["swapped", "swapped"]
+            torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -217,6 +249,69 @@ def test_a_training_step_has_the_same_gradients(family, backend, device, monkeyp
         gradients.append([each.grad.float() for each in model.parameters()])
     for want, got in zip(*gradients, strict=True):
         assert (got - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("case", ["checkpointed", "frozen projections", "twice"])
+def test_gradients_in_other_steps(case: str, monkeypatch) -> None:
+    """Recomputed forwards, weights without a gradient, a second backward of the same graph."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(_swaps, "_MIN_TOKENS", 16)
+    tokens = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for swapped in (False, True):
+        model = small_model("llama").train()
+        if swapped:
+            sample = {"input_ids": tokens, "use_cache": False}
+            report = ckt.optimize(model, sample, dry_run=False).report
+            assert {row.outcome for row in report} == {"swapped"}
+        if case == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if case == "frozen projections":
+            for name, weight in model.named_parameters():
+                weight.requires_grad = "_proj" not in name
+        loss = model(tokens, use_cache=False).logits.square().mean()
+        loss.backward(retain_graph=case == "twice")
+        if case == "twice":
+            loss.backward()
+        gradients.append([each.grad for each in model.parameters()])
+    for want, got in zip(*gradients, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_step_with_fused_kernels(compiled, weights, head_dim) -> None:
+    """Layers and batches large enough for the kernels that compute rope and the activation's
+    gradient in an epilogue; grouped queries; an odd number of tokens; autocast."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    size = {
+        "hidden_size": 4 * head_dim, "head_dim": head_dim, "intermediate_size": 1024,
+        "max_position_embeddings": 2049,
+    }  # fmt: skip
+    tokens = torch.randint(3, 97, (3, 2049), generator=torch.Generator().manual_seed(1)).cuda()
+    gradients = []
+    for swapped in (None, False, True):  # in float32, in bfloat16, with swaps
+        model = small_model("llama", **size).cuda()
+        model.to(torch.float32 if swapped is None else weights)
+        with torch.autocast("cuda", torch.bfloat16, enabled=swapped is not None):
+            if swapped:
+                sample = {"input_ids": tokens, "use_cache": False}
+                options = {"only_faster": False, "dry_run": False, "tolerance": 5e-2}
+                report = ckt.optimize(model, sample, **options).report
+                assert {row.outcome for row in report} == {"swapped"}
+                if compiled:
+                    torch._dynamo.reset()
+                    for layer in model.model.layers:
+                        layer.compile(fullgraph=True)
+            logits = model(tokens, use_cache=False).logits
+        logits.float().square().mean().backward()
+        gradients.append([each.grad.float() for each in model.parameters()])
+    for exact, plain, got in zip(*gradients, strict=True):
+        assert (got - exact).norm() <= 2 * (plain - exact).norm() + 2e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("norms", [torch.float32, torch.bfloat16], ids=str)
