@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import cukit
-from cukit.core.arrays import namespace
+from cukit.core.arrays import ACCESS_BYTES, address_of, namespace
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.distill import (
     LinearCrossEntropyResult,
@@ -86,7 +86,8 @@ def _rope_qkv_backward(
         grad_q_out, grad_k_out, out=(grad[:, :, :keys], grad[:, :, keys:values]), **options
     )
     # Copied in words of 16 bytes: CuPy copies single bfloat16 elements slowly.
-    wide = np.complex128 if grad_v.itemsize * head_dim % 16 == 0 else grad_v.dtype
+    aligned = (grad_v.itemsize * head_dim | address_of(grad_v)) % ACCESS_BYTES == 0
+    wide = np.complex128 if aligned else grad_v.dtype
     grad.view(wide)[:, :, values:] = grad_v.view(wide)
     return grad
 

@@ -152,6 +152,20 @@ def test_attention_takes_any_layout(layout: str, device: str, place: str) -> Non
         torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_gradients_of_rotated_projections_at_any_address(device: str, place: str) -> None:
+    """Values are copied in words of 16 bytes, to which their gradient need not be aligned."""
+    shape, angles = (1, 6, 2, 16), torch.linspace(0, 3, 6 * 8, device=place).view(6, 8)
+    grads = torch.randn(3, *shape, device=place).to(torch.bfloat16)
+    moved = torch.empty(grads[2].numel() + 1, dtype=grads.dtype, device=place)[1:].view(shape)
+    moved.copy_(grads[2])
+    tables = angles.cos(), angles.sin()
+    got, expected = (
+        torch.ops.cukit.rope_qkv_backward(grads[0], grads[1], values, *tables)
+        for values in (moved, grads[2])
+    )
+    assert torch.equal(got, expected)
+
+
 def test_results_share_no_memory_with_inputs() -> None:
     x = torch.zeros(3, 8)
     gate = ckt.gelu(x)
