@@ -6,6 +6,7 @@ from typing import Any
 
 from cukit.core.arrays import (
     Array,
+    access_width,
     adopt,
     check_array,
     check_same_dtype,
@@ -38,6 +39,7 @@ from cukit.registry import register
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _HEAD_DIMS = (64, 128)
+_TABLE_ACCESS = 2  # elements of a table per load
 TILINGS = {64: Tiling(128, 256), 128: Tiling(128, 128)}
 """By head_dim; tables for two rows of a head are in registers, beside the accumulators."""
 
@@ -134,6 +136,8 @@ def _prepare(
     head_dim = 2 * cos.shape[1]
     if w.size == 0 or x.size == 0 or head_dim not in _HEAD_DIMS:
         return None
+    if access_width(_TABLE_ACCESS, cos, sin) < _TABLE_ACCESS:
+        return None  # the separate kernel reads tables of any alignment
     product = Product(x.size // k, n, k, x.dtype.name)
     plan = plan_for(product, x, w, out)
     tiling = TILINGS[head_dim]

@@ -40,6 +40,8 @@ _SUM_THREADS = 256
 _DECAY_PADDING = 8
 _ACCESS = 8
 """Elements of a 16-byte copy."""
+_MAX_STATES = 65535
+"""Largest extent of a grid along z."""
 
 OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
 """Values of the kernel's STATES macro."""
@@ -271,11 +273,16 @@ def scan_launches(
     backward: bool = False,
     heads: HeadRange | None = None,
 ) -> ScanLaunches:
-    """Plans a scan over checked arrays. heads: None for all."""
+    """Plans a scan over checked arrays. heads: None for all. Raises ConfigError."""
     batch, seq_len, num_heads, head_dim = x.shape
     num_sequences, _, state_dim, _ = state_shape
     if heads is None:
         heads = HeadRange(0, num_heads)
+    if num_sequences * heads.heads > _MAX_STATES:
+        raise ConfigError(
+            f"gated_scan: num_sequences * num_heads must be at most {_MAX_STATES} on the GPU, got "
+            f"{num_sequences} * {heads.heads}"
+        )
     sizes = (num_sequences, seq_len, heads.heads, head_dim, state_dim)
     config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels, backward=backward)
     # Decayed keys are per head.

@@ -58,7 +58,8 @@ def gated_scan(
 
     Args:
         x: float16|bfloat16 [batch, seq_len, num_heads, head_dim]; float32 and float64 on the CPU
-            only. On the GPU head_dim must be a multiple of 8.
+            only. On the GPU head_dim must be a multiple of 8, and num_sequences * num_heads at
+            most 65535.
         b, c: dtype of x, [batch, seq_len, num_groups, state_dim]; num_groups divides num_heads, and
             the heads of a group share b and c. On the GPU state_dim must be a multiple of 8, at
             most 128.

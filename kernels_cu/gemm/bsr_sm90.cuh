@@ -129,6 +129,7 @@ struct PieceStore {
   static constexpr int kBytes = kBuffers * Piece::kBytes;
 
   static_assert(!Transposed || PieceColumns == 64, "a transposed piece is square");
+  static_assert(kPieces % kBuffers == 0, "the pieces of all tiles use the buffers in turn");
 
   // Called by all threads of the warpgroup, which has its own named barrier. One thread calls
   // send(piece, buffer), which may issue the TMA store of that piece.

@@ -209,6 +209,31 @@ def test_expanded_weight(device, rng, name):
     check_tiling(device, rng, *EXPANDED[name], in_pieces=False)
 
 
+def test_expanded_weights_in_turn(device, rng):
+    """The workspace still holds another weight's codes, which a copy must not read."""
+    if device == "cpu" or (device == "gpu" and current_device().arch != HOPPER.arch):
+        pytest.skip("a choice of the kernels")
+    m, n, k, turns = (2048, 1000, 4096, 40) if device == "gpu" else (130, 200, 272, 3)
+    weights, x = [quantized(rng, n, k, "int4 g128 zero points") for _ in "ab"], float8(rng, m, k)
+    values = x.decode().astype(np.float64)
+    exact = [values @ weight.decode().astype(np.float64).T for weight in weights]
+    if device == "gpu":
+        weights, x = [weight.to_device("gpu") for weight in weights], x.to_device("gpu")
+    packed = [pack_weight(weight, x_dtype=ck.float8_e4m3) for weight in weights]
+    description = packed[0].description
+    used = current_device() if device == "gpu" else dataclasses.replace(HOPPER, num_sms=2)
+    config = configure(m, description, "float16", used, expanded_tiling(description, HOPPER))
+    launch, first = ExpandedLaunch(config, m, 1), {}
+    for turn in range(turns):
+        each = turn % 2
+        out = poisoned(device, (m, n), "float16")
+        with another_order(device, turn):
+            launch(x.storage, x.scales, *packed[each].arrays, None, out)
+        if turn == each:
+            assert_close("out", out, exact[each].astype(np.float16), exact[each])
+        assert to_host(out).tobytes() == first.setdefault(each, to_host(out).tobytes())
+
+
 def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
     """Ragged on every axis, twice in different orders, into poisoned memory."""
     if device == "cpu" or (device == "gpu" and current_device().arch != HOPPER.arch):

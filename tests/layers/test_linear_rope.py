@@ -60,6 +60,20 @@ def test_without_the_fused_kernel(rng):
     assert_close("y", got, reference.linear_rope(*inputs, 4), wide)
 
 
+@pytest.mark.emulator
+def test_tables_at_any_address(rng):
+    x, w = random(rng, (128, 64), "bfloat16"), random(rng, (256, 64), "bfloat16", scale=0.1)
+    cos, sin = tables(rng, 64, 64)
+    shifted = np.empty(cos.size + 1, np.float32)[1:].reshape(cos.shape)
+    shifted[:] = cos
+    assert shifted.ctypes.data % 8
+    with cukit.backend("emulator", arch="sm_90"):
+        got = linear_rope(x, w, shifted, sin, 2)
+    inputs = x, w, cos, sin
+    wide = reference.linear_rope(*(each.astype(np.float64) for each in inputs), 2)
+    assert_close("y", got, reference.linear_rope(*inputs, 2), wide)
+
+
 @pytest.mark.parametrize("num_sms", [1, 3])
 @pytest.mark.parametrize("head_dim", TILINGS)
 def test_the_fused_kernel(device, rng, head_dim, num_sms):

@@ -327,6 +327,9 @@ def test_the_kernel_s_limits_are_named(device, rng):
         arrays = inputs(rng, Size(1, 4, 1, 1, head_dim, state_dim), "float16")
         with pytest.raises(ConfigError, match=f"{words} must be a multiple of 8"):
             gated_scan(*to_device(device, *arrays[:4]))
+    arrays = inputs(rng, Size(1 << 15, 1, 2, 2, 8, 8), "float16")
+    with pytest.raises(ConfigError, match=r"at most 65535 on the GPU, got 32768 \* 2"):
+        gated_scan(*to_device(device, *arrays[:4]))
 
 
 @pytest.mark.parametrize(
