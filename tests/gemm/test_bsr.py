@@ -291,6 +291,27 @@ def test_out_is_filled_and_returned(device, rng):
 
 
 @pytest.mark.gpu
+def test_the_second_product_may_be_on_another_stream(rng):
+    """It uses the schedule of the first one, which is behind other work on its stream."""
+    cupy = pytest.importorskip("cupy")
+    pattern = pattern_of(64)
+    x, values = random(rng, (64, pattern.shape[1]), "bfloat16"), values_of(rng, pattern, "bfloat16")
+    placed_x, placed = to_device("gpu", x, values)
+    cupy.cuda.Device().synchronize()
+    results = []
+    for busy in (True, False):
+        with cupy.cuda.Stream(non_blocking=True):
+            if busy:
+                large = cupy.ones((8192, 8192), np.float32)
+                for _ in range(8):
+                    cupy.matmul(large, large)
+            weight = BlockSparseMatrix(placed, pattern)
+            results.append(bsr_matmul(placed_x, weight, transpose_b=True))
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_array_equal(to_host(results[1]), to_host(results[0]))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_large(rng, block):
     """More tiles than the grid has blocks, in many turns."""

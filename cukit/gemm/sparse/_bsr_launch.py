@@ -12,7 +12,7 @@ from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig
+from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, HostArray
 from cukit.gemm.sparse._bsr_schedule import (
     group_rows,
     matmul_work,
@@ -61,8 +61,8 @@ class MatmulSm90:
         # After the last entry: those of an empty group, and what a warp reads ahead.
         columns = np.append(groups.columns, np.full(_AHEAD, -1, np.int32))
         numbers = np.append(groups.numbers, np.full((_AHEAD, tiling.slots), -1, np.int32), axis=0)
-        self._index = tuple(map(xp.asarray, (work, columns, numbers)))
         self._zeros = xp.zeros((_ZERO_ROWS, tiling.block), _dtype(config.dtype))
+        self._index = _copied(xp, work, columns, numbers)
         rows, turns, _ = work.shape
         scalars = (np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (rows * cluster,), scalars)
@@ -99,7 +99,7 @@ class SampledSm90:
         groups = group_rows(*pattern.entries(False), pattern.grid[1], tiling.slots)
         steps, most = -(-k // tiling.tile_k), tiling.columns // block
         work = sampled_work(groups.starts, steps, most, current_device().num_sms)
-        self._index = tuple(map(xp.asarray, (work, groups.columns, groups.numbers)))
+        self._index = _copied(xp, work, groups.columns, groups.numbers)
         num_blocks, turns, _ = work.shape
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
         self._a = _maps(*_boxes(tiling.tile_k, tiling.rows, not config.a_transposed))
@@ -123,7 +123,7 @@ class MatmulSm80:
         k = pattern.shape[not config.transposed.sparse]
         groups = group_rows(indptr, entries, k // block, TILE_SM80 // block)
         order = np.argsort(-np.diff(groups.starts), kind="stable").astype(np.int32)
-        self._index = tuple(map(xp.asarray, (order, *groups)))
+        self._index = _copied(xp, order, *groups)
         parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=order.size)
         grid = (order.size * -(-n // TILE_SM80),)
         self._launch = Launch(load_kernel(config.spec()), grid, (parameters,))
@@ -141,12 +141,21 @@ class SampledSm80:
         (m, n), slots = pattern.shape, TILE_SM80 // config.block
         groups = group_rows(*pattern.entries(False), n // config.block, slots)
         tiles = sampled_pieces(groups.starts, slots)
-        self._index = tuple(map(xp.asarray, (tiles, groups.columns, groups.numbers)))
+        self._index = _copied(xp, tiles, groups.columns, groups.numbers)
         parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=groups.starts.size - 1)
         self._launch = Launch(load_kernel(config.spec()), (len(tiles),), (parameters,))
 
     def __call__(self, a: Array, b: Array, values: Array) -> None:
         self._launch(a, b, values, *self._index)
+
+
+def _copied(xp: Any, *arrays: HostArray) -> tuple[Array, ...]:
+    """The arrays on the device. Waits for preceding work of the current stream, since later products
+    on other streams use these arrays without waiting for this one."""
+    copies = tuple(map(xp.asarray, arrays))
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()
+    return copies
 
 
 def _boxes(tile_k: int, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:

@@ -88,8 +88,8 @@ def bsr_matmul(
         ConfigError: two sparse operands; a pattern with a sparse operand, or no pattern without.
 
     Runs on CuPy's current stream. Accumulates in float32; deterministic. For each pattern and shape
-    of the dense operands, the first product computes a schedule on the host and copies it to the
-    GPU.
+    of the dense operands, the first product computes a schedule on the host, copies it to the GPU
+    and waits for the copy; it cannot be captured in a CUDA graph.
 
     >>> import numpy as np, cukit as ck
     >>> weight = ck.bsr_from_mask(np.ones((32, 64), np.float32), np.eye(2, 4, dtype=bool), 16)
