@@ -150,8 +150,8 @@ class SampledSm80:
 
 
 def _copied(xp: Any, *arrays: HostArray) -> tuple[Array, ...]:
-    """The arrays on the device. Waits for preceding work of the current stream, since later products
-    on other streams use these arrays without waiting for this one."""
+    """The arrays on the device. Waits for preceding work of the current stream, since products on
+    other streams use these arrays without waiting for it."""
     copies = tuple(map(xp.asarray, arrays))
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
