@@ -190,7 +190,7 @@ def max_heads(monkeypatch):
         shape = (sequences, size.heads, size.state_dim, size.head_dim)
         tokens = size.batch * size.seq_len
         per_head = MODULE.workspace_per_head(tokens, shape, channels=channels)
-        monkeypatch.setattr(MODULE, "WORKSPACE", heads * per_head)
+        monkeypatch.setattr(MODULE, "WORKSPACE_BYTES", heads * per_head)
         MODULE._prepare.forget()
         return len(MODULE.plan_passes(size.heads, size.groups, per_head))
 
@@ -261,7 +261,7 @@ def test_the_passes():
     ],
 )
 def test_passes_are_groups_or_of_one_group(heads, groups, most, sizes):
-    passes = MODULE.plan_passes(heads, groups, MODULE.WORKSPACE // most)
+    passes = MODULE.plan_passes(heads, groups, MODULE.WORKSPACE_BYTES // most)
     assert [part.heads for part in passes] == sizes
     assert [part.first for part in passes] == [sum(sizes[:i]) for i in range(len(sizes))]
 
