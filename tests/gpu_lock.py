@@ -1,8 +1,8 @@
-"""Tests that compare times have the GPU to themselves, also under pytest-xdist.
+"""Exclusive use of the GPU for tests that compare times, also under pytest-xdist.
 
 Every test marked `gpu` holds a lock while it runs: shared with others, or alone if it is marked
 `timing`. The lock is a pair of files, so it holds between all pytest processes of a user on this
-machine; programs outside pytest are not seen.
+machine. Programs other than pytest do not take it.
 """
 
 from __future__ import annotations

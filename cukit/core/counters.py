@@ -10,7 +10,7 @@ from cukit.core import backend
 from cukit.core.arrays import Array, is_gpu_array
 from cukit.core.device import require_cupy
 
-_MIN = 4096
+_MIN_COUNTERS = 4096
 """Minimum size of an allocation, large enough for most launches of a stream to share one."""
 
 _zeros: dict[tuple[Any, int], Array] = {}
@@ -46,5 +46,5 @@ def zero_counters(like: Array, count: int) -> Array:
     key = (like.data.device_id, stream)
     found = _zeros.get(key)
     if found is None or found.size < count:
-        found = _zeros[key] = cupy.zeros(max(count, _MIN), cupy.int32)
+        found = _zeros[key] = cupy.zeros(max(count, _MIN_COUNTERS), cupy.int32)
     return found

@@ -41,13 +41,13 @@ _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _HEAD_DIMS = (64, 128)
 _TABLE_ACCESS = 2  # elements of a table per load
 TILINGS = {64: Tiling(128, 256), 128: Tiling(128, 128)}
-"""By head_dim; tables for two rows of a head are in registers, beside the accumulators."""
+"""By head_dim. Cosines and sines of two rows are in registers, besides the accumulators."""
 
 
 def linear_rope(
     x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int, *, out: Array | None = None
 ) -> Array:
-    """Queries, keys and values of an attention layer: `x w^T`, with heads rotated as by `rope`.
+    """Queries, keys and values of an attention layer: `x w^T` with the first heads rotated.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
@@ -161,9 +161,7 @@ def _check(
             f"{op}: cos must be [positions, head_dim / 2], where positions divides the rows of x "
             f"({rows}) and head_dim those of w ({w.shape[0]}), got {cos.shape}"
         )
-    check_integer(
-        op, "rotated_heads", rotated_heads, least=0, most=w.shape[0] // (2 * cos.shape[1])
-    )
+    check_integer(op, "rotated_heads", rotated_heads, least=0, most=w.shape[0] // head_dim)
     if out is not None:
         check_array(op, "out", out, shape=(*x.shape[:-1], w.shape[0]))
     check_same_dtype(op, x=x, w=w, out=out)

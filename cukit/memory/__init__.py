@@ -1,8 +1,8 @@
 """A memory pool for CuPy that defragments.
 
-`pool/` has the pool, `bookkeeping/` its records, `providers/` the devices, `replay/` replays of
-allocation logs. The tools beside them are imported by path: `cukit.memory.history`, `leaks`, `log`,
-`picture`, `recorder`, `snapshot` and `cuda_guard`.
+`pool/` contains the pool, `bookkeeping/` its records, `providers/` the sources of memory, `replay/`
+replays of allocation logs. The other tools are imported by path: `cukit.memory.history`, `leaks`,
+`log`, `picture`, `recorder`, `snapshot` and `cuda_guard`.
 
 >>> from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
 >>> pool = MemoryPool(MemoryPoolConfig(max_pool_size=1 << 30), HostProvider())

@@ -14,7 +14,7 @@ MAX_LISTED = 512
 """Maximum number of log-probabilities per row that the kernel lists."""
 
 MAX_BEST = 128
-"""kMaxBest in kernels_cu/sampling/best.cuh: most tokens found in a single pass over a row."""
+"""kMaxBest in kernels_cu/sampling/best.cuh: maximum tokens found in one pass over a row."""
 
 _WORKSPACE_BYTES = 26 * KIB
 """kWorkspaceBytes in kernels_cu/sampling/select.cuh."""
@@ -24,7 +24,7 @@ _LIGHT_ACCESS = 4
 """Widest access, in logits, for which 64 registers per thread, those of a full block, suffice."""
 _SMALL_BLOCK = 128
 _SMALL_SHARE = 2048
-"""Most tokens per block for which four warps suffice."""
+"""Maximum tokens per block for which four warps suffice."""
 _LARGEST_CLUSTER = 8
 _WARP = 32
 _ATOM_TOKENS = 1024
@@ -57,7 +57,7 @@ class SampleConfig:
     atoms: int
     """Atoms per block."""
     draws: str
-    """What rows may need: "Few" tokens, "All" (no truncation) or "Any"."""
+    """What rows may need: "Few" (at most MAX_BEST tokens), "All" (no truncation) or "Any"."""
     verifies: bool
     """Rows may have drafted tokens to verify."""
     capacity: int
@@ -110,10 +110,10 @@ def plan_sample(
     Rows are streamed by one block each, because the end of a row takes longer with more blocks: on
     an H200, with top_k, one large block per row took 20.7 us for one row and 29.0 us for 64 rows,
     eight and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
-    If there are few rows, which are truncated otherwise than by a small top_k, a cluster keeps each
+    If there are few rows, and they are not only truncated by a small top_k, a cluster keeps each
     row in shared memory: with top_p, clusters of eight took 38 us for 8 rows and 64 us, two waves,
-    for 16, single blocks 66 us and 67 us. The same holds for drafts without truncation: rejected
-    drafts read the row again. Before Hopper there are no clusters.
+    for 16, single blocks 66 us and 67 us. The same holds for drafts without truncation, where a
+    rejected draft takes a second pass over the row. Before Hopper there are no clusters.
 
     vec: logits per access, a divisor of `vocab_size`.
     draws, verifies: as in SampleConfig.

@@ -32,9 +32,9 @@ from cukit.sequence._plan import (
 )
 
 _STATIC_BYTES = 3072
-WORKSPACE = 7 << 28
-"""Most bytes per pass over the heads. A pass with so many takes milliseconds, to which its launches
-add little."""
+WORKSPACE_BYTES = 7 << 28
+"""Maximum workspace of a pass over a range of heads. A pass of this size takes milliseconds, so the
+cost of its launches is negligible."""
 
 
 def gated_scan_backward(
@@ -68,8 +68,8 @@ def gated_scan_backward(
     tokens is recomputed and stored in the dtype of x, which takes `state_dim / 64` times the bytes
     of x. If several heads share a group, or head_dim is above 64, partial gradients of b and c are
     also stored, per head and 64 columns of head_dim. If heads that share a group need more than
-    1.75 GiB together, they are computed in several passes of at most that size (at least a head
-    each), between which a group's sums of b and c are kept in float32. Runs on CuPy's current
+    1.75 GiB together, they are computed in several passes of at most that size (at least one head
+    each), between which a group's gradients of b and c are kept in float32. Runs on CuPy's current
     stream without synchronisation, accumulates in float32 and is deterministic. Papers: Dao and
     Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 
@@ -114,10 +114,10 @@ def gated_scan_backward(
 
 
 class _Kept(NamedTuple):
-    """What several passes write."""
+    """Arrays that several passes write."""
 
     b: Array | object
-    """Float sums of the gradients of b for one group, [tokens, state_dim]; NULL: not needed."""
+    """Float sums of the gradients of b for one group, [tokens, state_dim]; NULL if not needed."""
     c: Array | object
     decay: Array
     """Gradients of log_decay; or per column tile, [tokens, num_heads, tiles]."""
@@ -154,14 +154,14 @@ class _Pass(NamedTuple):
     grad_states: SegmentStates | None
     sum_keys: Launch | None
     first: bool
-    """Of its groups."""
+    """Whether the pass is the first of its groups."""
     last: bool
     chunk_shape: tuple[int, ...]
     parts_shape: tuple[int, ...]
 
     def run(self, arrays: tuple[Array | None, ...], grads: ScanGradients, kept: _Kept) -> None:
-        """Writes the heads' gradients. The workspace is free for the next pass, whose first launch
-        waits for this one: it is not a dependent one."""
+        """Writes the heads' gradients. The next pass may reuse the workspace: its first launch
+        is not a dependent one, so it waits for this pass."""
         grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens = arrays
         raw = (b, c, log_decay)
         scores: Array | object = NULL
@@ -314,9 +314,9 @@ def workspace_per_head(tokens: int, state_shape: tuple[int, ...], *, channels: b
 
 
 def plan_passes(num_heads: int, num_groups: int, head_bytes: int) -> tuple[HeadRange, ...]:
-    """Ranges of heads whose workspace is at most `WORKSPACE`, if that is enough for one head: all
-    heads, or several whole groups, or heads of one group."""
-    most = max(1, WORKSPACE // max(1, head_bytes))
+    """Ranges of heads whose workspace is at most WORKSPACE_BYTES (single heads if they need more):
+    all heads, several whole groups, or heads of one group."""
+    most = max(1, WORKSPACE_BYTES // max(1, head_bytes))
     per_group = max(1, num_heads // num_groups)
     if most >= per_group:
         step = per_group * _even(num_groups, most // per_group)
@@ -331,7 +331,7 @@ def plan_passes(num_heads: int, num_groups: int, head_bytes: int) -> tuple[HeadR
 
 
 def _even(count: int, most: int) -> int:
-    """The size of as few, equally large parts as possible of at most `most`."""
+    """The size of parts of `count`, as few and as even as possible, of at most `most` each."""
     return -(-count // -(-count // most))
 
 

@@ -104,13 +104,13 @@ _ATTENTION_NAMES = frozenset({
     "_attn_implementation", "eager_attention_forward", "training", "attention_dropout", "scaling",
     "reshape", "contiguous",
 })  # fmt: skip
-"""What the forward of Llama's attention refers to. One that refers to more has options, such as a
-window, that a sample may not show."""
+"""Names that the forward of Llama's attention uses. A forward that uses others has options, such as
+a window, on which the sample may not depend."""
 
 
 class _RotatedProjection(torch.autograd.Function):
     """(x [batch, seq_len, k], weight [heads * head_dim, k], tables) -> (q, k, v), views of one
-    product, q and k rotated. The backward writes the three gradients side by side."""
+    product, q and k rotated. The backward writes the three gradients into one array."""
 
     @staticmethod
     def forward(
@@ -226,7 +226,7 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
 
 
 def _rms_eps(module: Any) -> float | None:
-    """The epsilon of an RMSNorm, None for other modules and for torch's default."""
+    """The epsilon of an RMSNorm; None for other modules and for torch's default."""
     if "RMSNorm" not in type(module).__name__:
         return None
     eps: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -242,7 +242,7 @@ def _decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
     """Llama's decoder layer with the addition before its second norm fused with that norm."""
     if {name for name, _ in module.named_children()} != set(_DECODER_PARTS):
         return None
-    # Scaled residuals (Doge's, say) may be 1 when the swap is verified, and change later.
+    # Learned scales of residuals (as in Doge) may be 1 when the swap is verified and change later.
     if next(module.parameters(recurse=False), None) is not None:
         return None
     dropout = any("dropout" in name and value for name, value in vars(module).items())
@@ -431,8 +431,8 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
         if batch > 1:
             positions = torch.arange(batch * seq_len, dtype=torch.int32, device=q.device)
             positions = positions.view(batch, seq_len)
-        turned = functional.rope(q.transpose(1, 2), k.transpose(1, 2), *tables, positions)
-        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+        rotated = functional.rope(q.transpose(1, 2), k.transpose(1, 2), *tables, positions)
+        return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
     return apply_rotary_pos_emb
 

@@ -76,7 +76,7 @@ _ROPE = "Tensor cos, Tensor sin, Tensor? position_ids=None, bool interleaved=Fal
 def _rope_qkv_backward(
     grad_q_out: Array, grad_k_out: Array, grad_v: Array, **options: Any
 ) -> Array:
-    """Gradients of q, k and v side by side, [batch, seq_len, heads, head_dim]."""
+    """Gradients of q, k and v in one array, [batch, seq_len, heads, head_dim]."""
     xp = namespace(grad_v)
     batch, seq_len, heads_k, head_dim = grad_v.shape
     keys = grad_q_out.shape[2]

@@ -104,7 +104,7 @@ struct KeyScales {
 template <typename QueryTile>
 struct CodedQueries {
   static constexpr int kMaxScale = 20;  // largest exponent of the queries' factor
-  static constexpr int kTop = 14;        // exponent of the largest query, in units
+  static constexpr int kTop = 14;       // exponent of the largest query, in units
   static constexpr int kLatentParts = kLatent / QueryTile::kPartColumns;
   static constexpr int kChunks = QueryTile::kRowBytes / 16;
 

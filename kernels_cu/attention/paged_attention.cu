@@ -166,8 +166,8 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
 // The unit of scales up to `top`. int4: a power of two, and so is its inverse in float16.
 CUKIT_DEVICE float unit_of(float top) {
   if constexpr (CODE == 3) {
-    constexpr float kMin = 1.0f / 32768;
-    return fmaxf(kMin, __uint_as_float(__float_as_uint(top) & 0x7f800000u));
+    constexpr float kMinUnit = 1.0f / 32768;
+    return fmaxf(kMinUnit, __uint_as_float(__float_as_uint(top) & 0x7f800000u));
   }
   return top;
 }
@@ -333,7 +333,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     int* counters,          // zeros: one per block, or one per problem
 #if PACKED
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    int max_queries,                      // requests of more are left out
+    int max_queries,                       // requests of more are left out
 #endif
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);

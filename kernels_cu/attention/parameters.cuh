@@ -64,7 +64,7 @@ struct PagedParameters {
   int group;      // query heads that share a key head
   int seq_q;      // of every request
   int problems;   // per request: key heads times tiles of query rows
-  int max_keys;  // capacity of the block table and, with RECENT, of a ring buffer
+  int max_keys;   // capacity of the block table and, with RECENT, of a ring buffer
   int recent_rows;  // RECENT: rows of a ring buffer
   int block_size, table_row;
   int tile_blocks, tile_rows;  // keys of a tile: tile_blocks full blocks plus tile_rows
@@ -79,7 +79,7 @@ struct GatherParameters {
   HeadStrides k, v, k_factors, v_factors, recent_k, recent_v;
   int heads;
   int seq_q;      // of every request, without cu_seqlens_q
-  int max_keys;  // capacity of the block table and, with RECENT, of a ring buffer
+  int max_keys;   // capacity of the block table and, with RECENT, of a ring buffer
   int recent_rows;
   int block_size, table_row;
   int tiles;        // blocks of a request's outputs
@@ -111,7 +111,7 @@ struct PackParameters {
 struct LatentParameters {
   int batch, heads_q, seq_q;
   int problems;   // per request: tiles of rows
-  int max_keys;  // capacity of the block table
+  int max_keys;   // capacity of the block table
   int table_row;
   long long cache_block;  // bytes from a block of the cache to the next
   float scale_log2;       // scale * log2(e)

@@ -24,8 +24,8 @@ CUKIT_DEVICE long long part_offset(int chunk, int part, int hidden) {
 // Rounds and stores N neighbouring elements, 16 bytes at a time where N allows.
 template <typename Out, int N>
 CUKIT_DEVICE void store_floats(Out* to, const float (&values)[N]) {
-  constexpr int kMax = 16 / sizeof(Out);
-  constexpr int kChunk = N < kMax ? N : kMax;
+  constexpr int kMaxChunk = 16 / sizeof(Out);
+  constexpr int kChunk = N < kMaxChunk ? N : kMaxChunk;
 #pragma unroll
   for (int j = 0; j < N; j += kChunk) {
     Vec<Out, kChunk> chunk;

@@ -21,8 +21,8 @@
 //   (GRAD): the gradient, except for the target and the K tokens, which the block writes afterwards.
 //   The gradient may overwrite the logits. Samples are compared pairwise: K^2 / THREADS steps per
 //   thread.
-// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MAX bytes static.
-// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MAX: largest K; GRAD 0|1;
+// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MAX_KNOWN bytes static.
+// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MAX_KNOWN: largest K; GRAD 0|1;
 //   TAIL 0|1|2; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
@@ -73,7 +73,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
     const float* __restrict__ normalizer,         // scalar or null
     const cukit::LogitRows rows, int num_known, const cukit::LossFactors factors) {
   __shared__ Exchange::Shared shared;
-  __shared__ float logits[MAX];  // of the known tokens
+  __shared__ float logits[MAX_KNOWN];  // of the known tokens
   __shared__ float scratch[2 * (THREADS / cukit::kWarpSize)];
   CUKIT_DYNAMIC_SHARED(cukit::LogitRow::Vector, cache);
   const long long row = blockIdx.x / CLUSTER;

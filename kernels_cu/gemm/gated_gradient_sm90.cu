@@ -8,10 +8,10 @@
 //
 // Mapping: as linear_sm90.cu. Persistent blocks compute TILE_M x TILE_N tiles of h; a thread of the
 //   first warpgroup loads both operands in k steps of 64, and two consumer warpgroups multiply half
-//   of the tile's rows each. After the last k step of a tile the same thread loads its elements of
-//   gate and up into the two stages that follow. The consumers replace them by
-//   the gradients in place, and TMA stores these. A stage is released after TMA has read it, during
-//   the first k step of the next tile.
+//   of the tile's rows each. After the last k step of a tile the same thread loads the tile's elements of
+//   gate and up into the next two stages. The consumers overwrite these with the gradients, which
+//   TMA stores. The two stages are released once TMA has read them, during the first k step of the
+//   next tile.
 // Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes, of operands a | b or of a tile
 //   [TILE_M, TILE_N] of z. Static: two barriers per stage.
 // Macros: DTYPE float16|bfloat16; TILE_M, TILE_N 128; STAGES at least 4; THREADS 384; ACTIVATION

@@ -56,7 +56,7 @@ struct OrderResult {
 };
 
 // The counts of a chunk: words of four 16-bit counts; word w has experts w, w + words, ... A
-// count is at most kMaxCount, so that sums of kWordsPerSum words do not carry, and no word of counts is
+// count is at most kMaxCount, so that sums of kWordsPerSum words do not carry and no word equals
 // kNoCounts.
 using CountWord = unsigned long long;
 constexpr int kWordsPerSum = 4;

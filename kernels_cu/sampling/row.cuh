@@ -1,7 +1,7 @@
 // A row of logits, distributed over the warps of a block or of a cluster.
 //
-// Each warp has consecutive atoms, of whose vectors lane l holds numbers l, l + 32, ...: a prefix sum over warps is a
-// prefix sum over tokens.
+// Each warp has consecutive atoms, and its lane l holds vectors l, l + 32, ... of them, so that a prefix sum over warps
+// is a prefix sum over tokens.
 //
 // Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER; RESIDENT 0|1:
 // keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in an atom.
@@ -42,7 +42,7 @@ struct Penalties {
 };
 
 constexpr int kAtomTokens = ATOM * kWarpSize * VEC;
-// Accesses of a lane that are 8 logits, or an atom.
+// A lane's accesses that load 8 logits, or all accesses of an atom if they load fewer.
 constexpr int kAccessesOf8 = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VEC : ATOM;
 
 constexpr int kAtomScale = 45;
@@ -110,7 +110,7 @@ class Row {
   }
   CUKIT_DEVICE int atoms() const { return atoms_in(columns_); }
   CUKIT_DEVICE int atoms_per_block() const { return atoms_per_block(columns_); }
-  // The most atoms of a warp.
+  // The maximum number of atoms per warp.
   CUKIT_DEVICE int rounds() const { return rounds_; }
 
   // Accesses of this warp.

@@ -62,7 +62,7 @@ using T = cukit::element_t;
 
 constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // random streams
 constexpr int kListed = 512;  // largest top_k drawn from a sorted list
-constexpr int kPer = cukit::kMax / THREADS;  // entries of a sorted list per thread
+constexpr int kPer = cukit::kMaxSorted / THREADS;  // entries of a sorted list per thread
 
 template <typename V>
 CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
@@ -471,7 +471,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         candidates.close(pass);
         Selection<Candidates> selection(team, candidates, space, largest, slope);
         const int count = want > 0 ? selection.collect_best(want, own) : 0;
-        bool suffices = count <= cukit::kMax;
+        bool suffices = count <= cukit::kMaxSorted;
         if (suffices && want > 0) {
           use_list(count);
           if (short_list) return;
@@ -517,7 +517,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     Selection<Row> selection(team, row, space, largest, slope);
     if (want > 0) {
       int count = selection.collect_best(want, own);
-      if (count > cukit::kMax) {
+      if (count > cukit::kMaxSorted) {
         bool exceeded;
         count = selection.collect(selection.template cut<By::Count>(want, -1.0f, Cut(), exceeded));
       }

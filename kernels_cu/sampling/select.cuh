@@ -15,19 +15,19 @@
 namespace cukit {
 
 constexpr int kBins = 2048;
-constexpr int kMax = 1024;          // tokens that block 0 can sort
+constexpr int kMaxSorted = 1024;    // tokens that block 0 can sort
 constexpr int kBinsPerOctaveLog2 = 5;
 constexpr float kBinsPerNat = 46.166241308446828f;  // of counts: 2^5 per octave at temperature 1
 constexpr int kLowBits = 12;
 static_assert(2 * kLowBits == kMantissaBits && kLowBits + kVocabularyBits == 32, "sums of both parts fit in 32 bits");
 static_assert(((kScale + 1) << kBinsPerOctaveLog2) < kBins, "every weight has a bin");
-static_assert(kMax % THREADS == 0, "equally many entries per thread");
+static_assert(kMaxSorted % THREADS == 0, "equally many entries per thread");
 
 // Shared memory of a block. Between rounds `bins` and `cursor` are zero.
 struct Workspace {
   Team::Shared team;
   unsigned bins[2][kBins];  // counts, or low and high parts of sums of significands
-  uint64 list[kMax];       // ranks, in block 0
+  uint64 list[kMaxSorted];  // ranks, in block 0
   uint64 scans[kWarps];
   unsigned groups[128];     // best.cuh
   unsigned cursor;          // entries appended to a list
@@ -112,7 +112,7 @@ class Selection {
     return static_cast<int>(sum.count);
   }
 
-  // Collects the tokens that `cut` keeps, at most kMax of them; returns their number.
+  // Collects the tokens that `cut` keeps, at most kMaxSorted of them; returns their number.
   CUKIT_DEVICE int collect(const Cut& cut) {
     const unsigned mine = append([&](float x, int column) { return cut.keeps(x, column); });
     const Team::Sum sum = team_.sum(0, mine);
@@ -179,7 +179,7 @@ class Selection {
 
  private:
   static constexpr int kDigitBits = 11;
-  static constexpr unsigned kFew = kMax / 2;  // tokens of a bin that are sorted
+  static constexpr unsigned kFew = kMaxSorted / 2;  // tokens of a bin that are sorted
   static_assert(1 << kDigitBits == kBins);
 
   struct Found {
@@ -254,7 +254,7 @@ class Selection {
       if (!inside(x, column) || column >= source_.columns()) return;
       ++mine;
       const unsigned at = team_.add_to(0, &space_.cursor, 1);
-      if (at < kMax) team_.store_to_leader(&space_.list[at], rank_of(x, column));
+      if (at < kMaxSorted) team_.store_to_leader(&space_.list[at], rank_of(x, column));
     });
     return mine;
   }
@@ -332,12 +332,12 @@ class Selection {
     unsigned message[kMessage] = {};
     if (team_.leads()) {
       const unsigned count = space_.cursor;
-      if (count > kMax) {
+      if (count > kMaxSorted) {
         sends = threadIdx.x == 0;
         __syncthreads();
       } else {
         sort_list(space_.list, static_cast<int>(count));
-        constexpr int kPer = kMax / THREADS;
+        constexpr int kPer = kMaxSorted / THREADS;
         uint64 own[kPer], sum = 0;
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {

@@ -3,7 +3,7 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of two warpgroups iterates over the
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block of two warpgroups iterates over the
 //   chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a chunk,
 //   stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk, with D
 //   the gradients of outputs and e the decay between two tokens:

@@ -3,7 +3,7 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block is one or two warpgroups, and iterates
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block is one or two warpgroups, and iterates
 //   over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as the
 //   float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
 //

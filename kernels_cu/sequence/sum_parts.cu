@@ -2,8 +2,8 @@
 //
 //   sum[token, group, col] = before[token, group, col] + sum_p parts[token, group, p, col]
 //
-// Parts that do not exist at the same time are summed by several launches: each but the last stores the float sum to
-// `after`, from where the next one goes on; so the sums are those of one launch, to the bit.
+// Parts that are not in memory at the same time are summed by several launches. Each but the last stores the float sum
+// in `after`, which is `before` of the next launch, so the result is bitwise that of a single launch.
 //
 // Mapping: grid (blocks of tokens x cols, groups of the launch), one thread per sum. Macros: DTYPE
 //   float32|float16|bfloat16; THREADS. Minimum architecture: sm_80. Accumulates in float in a fixed order:

@@ -147,7 +147,7 @@ def test_entries_that_share_a_stage_are_padded(rng):
     groups = group_rows(*pattern.entries(False), 15, 4)
     assert pad_groups(groups, 1) is groups
     padded = pad_groups(groups, 2)
-    work = matmul_work(padded.starts, 512, 16, 512, 4, least=2)
+    work = matmul_work(padded.starts, 512, 16, 512, 4, padding=2)
     items = {item[0]: item for item in work.reshape(-1, 4) if item[0] >= 0}
     for index in range(5):
         first, end = groups.starts[index : index + 2]

@@ -27,11 +27,11 @@ PAGE = 64 * KIB
 
 
 class InjectedError(RuntimeError):
-    """Raised by the driver call that a test lets fail."""
+    """Raised by the driver call that a test makes fail."""
 
 
 class Event:
-    """Complete when its stream has reached it."""
+    """An event, complete once its stream has reached it."""
 
     def __init__(self) -> None:
         self.done = False

@@ -124,7 +124,7 @@ def test_a_rejected_draft_that_leaves_nothing(device, options):
 
 
 def test_options_of_each_request(device, rng):
-    """Every request as a call of its own with numbers for options."""
+    """Each request in a separate call, with numbers as options."""
     batch, num_drafts, vocab_size = 5, 2, 3000
     logits = random(rng, (batch, num_drafts + 1, vocab_size), "float32", scale=3)
     drafts = logits[:, :num_drafts].argmax(axis=-1).astype(np.int32)
@@ -159,7 +159,7 @@ def test_options_of_each_request(device, rng):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_request_alone_and_in_a_batch(rng, options, drawn):
-    """Clusters and blocks of other sizes: the same bits."""
+    """Results are bitwise equal for all sizes of clusters and blocks."""
     logits = random(rng, (100, 3, 32000), "float32", scale=2)
     drafts = logits[:, :2].argmax(axis=-1).astype(np.int32)
     probs = probabilities(rng, (100, 2, 32000)) if drawn else None

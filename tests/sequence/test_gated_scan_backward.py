@@ -31,7 +31,7 @@ PASSES = [
     (Size(1, 300, 4, 2, 64, 72, (0, 1, 64, 200, 35, 0)), 1),
     (Size(1, 643, 3, 1, 64, 64), 2),  # split over segments
 ]
-"""Sizes, and the heads whose workspace is the limit."""
+"""Sizes, and the number of heads whose workspace is the limit."""
 
 
 def problem(rng, size, dtype, decay=0.2, *, channels=False):
@@ -183,14 +183,14 @@ def test_without_states(device, rng):
 
 @pytest.fixture
 def max_heads(monkeypatch):
-    """Sets the workspace to that of some heads, and lets the op plan anew."""
+    """Sets the limit to the workspace of some heads, and clears the op's plans."""
 
     def limit(size, heads, channels):
         sequences = size.batch if size.lengths is None else len(size.lengths)
         shape = (sequences, size.heads, size.state_dim, size.head_dim)
         tokens = size.batch * size.seq_len
         per_head = MODULE.workspace_per_head(tokens, shape, channels=channels)
-        monkeypatch.setattr(MODULE, "WORKSPACE", heads * per_head)
+        monkeypatch.setattr(MODULE, "WORKSPACE_BYTES", heads * per_head)
         MODULE._prepare.forget()
         return len(MODULE.plan_passes(size.heads, size.groups, per_head))
 
@@ -200,7 +200,7 @@ def max_heads(monkeypatch):
 
 
 def check_passes(device, rng, size, heads, channels, max_heads):
-    """Several passes give the gradients of one, to the bit: their segments are the same."""
+    """Gradients of several passes are bitwise those of one pass: their segments are the same."""
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16", 0.05, channels=channels)
     whole = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
     assert max_heads(size, heads, channels) > 1
@@ -229,7 +229,7 @@ def test_passes_of_each_class(rng, arch, size, heads, channels, max_heads):
 
 @possible(lambda device: device == "gpu")
 def test_passes_match_the_reference(device, rng, max_heads):
-    """Many segments, of other tokens than those of one pass."""
+    """With many segments, whose boundaries differ from those of a single pass."""
     size = LARGE[2]
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
     assert max_heads(size, 3, False) == 6
@@ -261,7 +261,7 @@ def test_the_passes():
     ],
 )
 def test_passes_are_groups_or_of_one_group(heads, groups, most, sizes):
-    passes = MODULE.plan_passes(heads, groups, MODULE.WORKSPACE // most)
+    passes = MODULE.plan_passes(heads, groups, MODULE.WORKSPACE_BYTES // most)
     assert [part.heads for part in passes] == sizes
     assert [part.first for part in passes] == [sum(sizes[:i]) for i in range(len(sizes))]
 

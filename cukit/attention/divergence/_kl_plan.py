@@ -121,8 +121,8 @@ _NARROW_KNOWN = KlTiling(3, 96, num_stages=3)
 def _kl_tiling(problem: AttentionProblem, known: KnownLse) -> KlTiling:
     """The fastest tiling, as measured on an H200 (profiling/notes/attention_distillation.md).
 
-    Heads of up to 64 columns have more warpgroups where both log-sum-exps are known or none is,
-    under a causal mask alone, or none.
+    Heads of up to 64 columns, without a window or variable lengths, use more consumer warpgroups:
+    with a causal mask if both log-sum-exps are known or neither is, without one if both are known.
     """
     columns = _padded_columns(problem.head_dim, problem.head_dim_v)
     plain = not problem.features & {"window", "varlen"}

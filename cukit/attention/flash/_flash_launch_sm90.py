@@ -126,7 +126,7 @@ class MappedLaunch:
 
         options: ScoreArrays. descales: of FP8 inputs. more: the kernel's further arguments: the
         block table of a paged cache, and the caches themselves where the kernel reads them without
-        TMA; or those of a teacher. schedule: memory for that of the tiles; None allocates it.
+        TMA; or those of a teacher. schedule: memory for the schedule of tiles; None allocates it.
         """
         pointers = self._nothing
         if pointers is None:
@@ -295,7 +295,7 @@ def launches_of(spec: KernelSpec | None) -> Launches | None:
 
 def _float8_settings(descales: tuple[Array | None, ...]) -> tuple[int, ...]:
     """Batch and head strides of the descales of q, k and v, in elements (0 where shared), and 0
-    tiles of prepared V per KV head."""
+    for the tiles of prepared V per KV head, which a launch sets."""
     strides: tuple[int, ...] = ()
     for factors in descales:
         steps = () if factors is None else factors.strides

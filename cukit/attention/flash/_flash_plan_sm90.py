@@ -58,7 +58,7 @@ _WARP = 32
 _NARROW, _WIDE = 96, 192  # columns of V
 _LONG_TILE, _SHORT_TILE = 128, 64  # keys
 _COLUMNS = 32  # granularity at which the backward skips padding columns
-_LONG = 8192  # queries of a causal call from which long query tiles pay
+_LONG = 8192  # queries of a causal call from which long query tiles are faster
 _SIMPLE = frozenset({"value_dim", "sinks"})  # features that leave enough registers for long tiles
 _WAVES = 4  # work items per SM at least, where splits allow, so that SMs finish together
 

@@ -375,8 +375,8 @@ Entry = TypeVar("Entry")
 
 def entry_for(table: dict[tuple[int, int], Entry], width: int, value_width: int) -> Entry | None:
     """The first entry whose head_dims of k and v are at least these."""
-    for (most, max_values), entry in table.items():
-        if width <= most and value_width <= max_values:
+    for (max_width, max_value_width), entry in table.items():
+        if width <= max_width and value_width <= max_value_width:
             return entry
     return None
 

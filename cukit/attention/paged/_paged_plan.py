@@ -182,10 +182,10 @@ def plan_paged_attention(
     """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
     codes, and as many warps and then stages as fit.
 
-    A cluster for each problem if there are so few that clusters fill the GPU just once. Thread
-    blocks of one warp, which merge less and wait for no other warp, for many problems of codes.
-    Caches of 16 bits: longer steps for heads of 64, and one thread block per SM, whose problem is
-    in fewer pieces, for few problems of sixteen rows.
+    Few problems, whose clusters fill the GPU just once, use a cluster each. Many problems with
+    quantised caches use thread blocks of one warp, which merge less and wait for no other warp.
+    With 16-bit caches, heads of 64 use longer steps if there are many problems, and few problems of
+    sixteen rows use one thread block per SM, so that they are split into fewer pieces.
 
     rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
     that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;

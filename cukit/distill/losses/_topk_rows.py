@@ -113,7 +113,7 @@ class TopkConfig:
             ("DTYPE", self.dtype),
             ("ID", self.index_dtype),
             *self.split.defines(),
-            ("MAX", MAX_KNOWN),
+            ("MAX_KNOWN", MAX_KNOWN),
             ("GRAD", self.grad),
             ("TAIL", _BY_NUMBER.index(self.tail)),
             ("HARD", self.hard),

@@ -1,4 +1,4 @@
-"""A recorded teacher: its k likeliest tokens for every position of a run's batches, on disk.
+"""A recorded teacher: its k most likely tokens for every position of a run's batches, on disk.
 
     folder/index.json                      settings, and the number of batches in each shard
     folder/signals-000000.safetensors      tokens, targets, log_probs, ids of some batches
@@ -164,7 +164,7 @@ def record_teacher(
     dtype: str = "float32",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the teacher's k likeliest tokens for the batches of `steps` steps. Batches that are
+    """Write the teacher's k most likely tokens for the batches of `steps` steps. Batches that are
     already in the folder are skipped, so an interrupted recording continues.
 
     Args:

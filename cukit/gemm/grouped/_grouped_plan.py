@@ -60,7 +60,7 @@ class GroupedProblem:
 
 
 def max_groups(groups: int) -> int:
-    """The most groups that the variant for `groups` groups supports."""
+    """The largest number of groups of the variant that is compiled for `groups` groups."""
     return 64 if groups <= 64 else MAX_GROUPS
 
 

@@ -25,7 +25,7 @@ _SHORTEST_GROUP = 32
 _FOLD_TOKENS_OF_SHORTEST = 32
 """With more tokens than these, codes are multiplied by their scales first."""
 _TILE_ALIGNMENT = 128
-_EXPANDED_GROUP = 8  # tile rows: the first round of tiles needs half of what it would with 16
+_EXPANDED_GROUP = 8  # tile rows; the first round of tiles needs half as much weight as with 16
 _EXPANDED_TOKENS = 128
 _EXPANDING_BYTES = 7 * KIB  # static shared memory of the warps that expand the weight
 FEW_TOKENS = 8
@@ -162,14 +162,14 @@ class WeightOnlyConfig:
 
     @property
     def expanded_bytes(self) -> int:
-        """For "expanded": workspace for the weight as e4m3 codes and float32 scales."""
+        """For "expanded": workspace for the weight as e4m3 codes with float32 scales."""
         weight = self.weight
         return weight.pairs * weight.steps * 2 * BLOCK_ROWS * (BLOCK_COLUMNS + 4)
 
     @property
     def expanded_counters(self) -> int:
-        """For "expanded": counters of claimed blocks, and of those of a tile row and step that have
-        been expanded."""
+        """For "expanded": a counter of claimed blocks, and one of expanded blocks per tile row
+        and step."""
         return 1 + -(-self.weight.shape[0] // self.tiling.rows) * self.weight.steps
 
 

@@ -56,9 +56,9 @@ class MatmulSm90:
             tiling.block,
             tiling.columns * cluster,
             num_clusters,
-            least=tiling.stage_entries,
+            padding=tiling.stage_entries,
         )
-        # After the last entry: those of an empty group, and what a warp reads ahead.
+        # After the last entry: padding of empty groups, and entries that a warp reads ahead.
         columns = np.append(groups.columns, np.full(_AHEAD, -1, np.int32))
         numbers = np.append(groups.numbers, np.full((_AHEAD, tiling.slots), -1, np.int32), axis=0)
         self._zeros = xp.zeros((_ZERO_ROWS, tiling.block), _dtype(config.dtype))

@@ -79,12 +79,12 @@ def _exchange_tiles(
 
 
 def matmul_work(
-    indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int, *, least: int = 1
+    indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int, *, padding: int = 1
 ) -> HostArray:
     """The schedule of sparse times dense: each tile's group, first column, entry begin and end.
 
-    indptr: entries before each group of block rows. The tile of an empty group has the `least`
-    padding entries that are stored after all others.
+    indptr: entries before each group of block rows. The tile of an empty group has the `padding`
+    entries that are stored after all others.
 
     Tiles of the same columns are adjacent, longest rows first: concurrent tiles then read the same
     columns of the dense matrix, and the last tiles are short.
@@ -96,7 +96,7 @@ def matmul_work(
     items[..., 0] = rows
     items[..., 1] = starts[:, None]
     items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
-    items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + least)
+    items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + padding)
     costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
     return assign_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
 

@@ -139,7 +139,7 @@ def _allocator(pool: Pool) -> Allocator:
 
 
 def _single(pool: Pool) -> Allocator:
-    """The allocator of one device: every `cupy.empty` runs through it."""
+    """The allocator of one device, which every `cupy.empty` calls."""
     cuda = require_cupy("a pool").cuda
     memory_pointer, unowned_memory = cuda.MemoryPointer, cuda.UnownedMemory
     pool_memory = _pool_memory()
@@ -218,7 +218,7 @@ def _put_back(append: Callable[[Any], None], ref: Any) -> None:
 @functools.cache
 def _pool_memory() -> Any:
     """A CuPy memory class whose `owner` is the pool, which therefore lives as long as its memory.
-    The class supports weak references: an OwnerRef reports the death of each object."""
+    The class supports weak references, which an OwnerRef uses to detect that an object died."""
 
     class PoolMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
         __slots__ = ("__weakref__",)

@@ -188,9 +188,9 @@ inline double __ddiv_rn(double a, double b) { return a / b; }
 inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline double __drcp_rn(double x) { return 1.0 / x; }
-// Directed rounding: the result rounded to nearest, moved by one ulp if it is on the wrong side.
 namespace cukit::emulator {
-// a + b, rounded to odd: an inexact sum has an odd last bit, so that rounding it again to float is exact.
+// a + b, rounded to odd: an inexact sum has an odd last bit. Rounding it to float then gives the same
+// result as rounding the exact sum.
 inline double sum_to_odd(double a, double b) {
   const double sum = a + b, other = sum - a;
   const double lost = (a - (sum - other)) + (b - other);
@@ -198,6 +198,7 @@ inline double sum_to_odd(double a, double b) {
   if (!inexact || (__double_as_longlong(sum) & 1)) return sum;
   return nextafter(sum, lost > 0 ? INFINITY : -INFINITY);
 }
+// Directed rounding: the result rounded to nearest, moved by one ulp if it is on the wrong side.
 inline float toward(double exact, float nearest, float side) {
   const double error = exact - nearest;
   if (side == 0) return (error < 0) == (nearest > 0) && error != 0 ? nextafterf(nearest, 0) : nearest;

@@ -311,10 +311,10 @@ struct DenseOperands {
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
     if (rows % Shape::kTileM == 0 && columns % Shape::kTileN == 0) return;
-    const int min_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
-    const int min_b = TileB::bytes((columns - 1) % Shape::kTileN + 1, box_b);
-    clear_bytes<Stages>(stages, kStageBytes, min_a, TileA::kBytes);
-    clear_bytes<Stages>(stages + TileA::kBytes, kStageBytes, min_b, TileB::kBytes);
+    const int min_bytes_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
+    const int min_bytes_b = TileB::bytes((columns - 1) % Shape::kTileN + 1, box_b);
+    clear_bytes<Stages>(stages, kStageBytes, min_bytes_a, TileA::kBytes);
+    clear_bytes<Stages>(stages + TileA::kBytes, kStageBytes, min_bytes_b, TileB::kBytes);
     fence_proxy_async();
   }
 
@@ -363,11 +363,11 @@ struct PairedOperands {
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
     if (rows % Shape::kTileM == 0 && columns % kColumns == 0) return;
-    const int min_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
-    const int min_b = Half::bytes((columns - 1) % kColumns + 1, box_b);
-    clear_bytes<Stages>(stages, kStageBytes, min_a, TileA::kBytes);
+    const int min_bytes_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
+    const int min_bytes_b = Half::bytes((columns - 1) % kColumns + 1, box_b);
+    clear_bytes<Stages>(stages, kStageBytes, min_bytes_a, TileA::kBytes);
     for (int half = 0; half < 2; ++half) {
-      clear_bytes<Stages>(stages + TileA::kBytes + half * Half::kBytes, kStageBytes, min_b,
+      clear_bytes<Stages>(stages + TileA::kBytes + half * Half::kBytes, kStageBytes, min_bytes_b,
                           Half::kBytes);
     }
     fence_proxy_async();

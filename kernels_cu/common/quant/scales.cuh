@@ -30,8 +30,8 @@ template <>
 constexpr float kLargest<bfloat16> = 3.38953139e38f;
 constexpr float kSmallestScale = 1.17549435e-38f;  // the smallest normal float
 constexpr float kMaxCode = kFormat == Format::E4M3   ? 448.0f
-                            : kFormat == Format::E5M2 ? 57344.0f
-                                                      : static_cast<float>(kMaxInteger);
+                           : kFormat == Format::E5M2 ? 57344.0f
+                                                     : static_cast<float>(kMaxInteger);
 
 // The bits of max|x|; with zero points, those of max(x, 0) and of max(-x, 0). See MaxBits.
 struct Extremes {
