@@ -25,12 +25,14 @@ from cukit.gemm.dense._linear_launch import STORE_EXTENT, linear_specs, maps, pl
 from cukit.gemm.dense._linear_plan import (
     DTYPES,
     HOPPER,
+    ITEM_BYTES,
     ROW_BYTES,
     TILE_K,
     Product,
     Sm90Config,
     Tiling,
     configure,
+    estimate_us,
 )
 from cukit.gemm.dense.linear import KERNEL_DTYPES, check_weight, linear
 from cukit.layers.rope import rope
@@ -38,10 +40,11 @@ from cukit.reference import gemm as reference
 from cukit.registry import register
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
-_HEAD_DIMS = (64, 128)
 _TABLE_ACCESS = 2  # elements of a table per load
 TILINGS = {64: Tiling(128, 256), 128: Tiling(128, 128)}
 """By head_dim. Cosines and sines of two rows are in registers, besides the accumulators."""
+_ROPE_BYTES_PER_US = 3.74e6  # the separate kernel, on an H200
+_ROPE_LAUNCH_US = 3.0
 
 
 def linear_rope(
@@ -66,7 +69,8 @@ def linear_rope(
         ConfigError: `rotated_heads` is not 0 to `heads`.
 
     On Hopper, for head_dims of 64 and 128 and many tokens, the rotation is part of the product's
-    epilogue (kernels_cu/gemm/linear_rope_sm90.cu); otherwise a second kernel.
+    epilogue (kernels_cu/gemm/linear_rope_sm90.cu) if that is faster by estimate; otherwise it is a
+    second kernel.
     Paper: Su et al., arXiv:2104.09864.
     """
     x, w, cos, sin, out = adopt("linear_rope", x, w, cos, sin, out)
@@ -134,7 +138,7 @@ def _prepare(
     check_array("linear_rope", "x", x, dtypes=KERNEL_DTYPES)
     n, k = w.shape
     head_dim = 2 * cos.shape[1]
-    if w.size == 0 or x.size == 0 or head_dim not in _HEAD_DIMS:
+    if w.size == 0 or x.size == 0 or head_dim not in TILINGS:
         return None
     if access_width(_TABLE_ACCESS, cos, sin) < _TABLE_ACCESS:
         return None  # the separate kernel reads tables of any alignment
@@ -143,8 +147,21 @@ def _prepare(
     tiling = TILINGS[head_dim]
     if not isinstance(plan, Sm90Config) or product.m < tiling.tile_m or n < tiling.tile_n:
         return None
+    rotated = rotated_heads * head_dim
+    if not prefers_fused(product, plan, tiling, rotated):
+        return None
     config = configure(product, tiling, plan.num_sms)
     return FusedLinearRope(config, cos.shape[0], head_dim, rotated_heads)
+
+
+def prefers_fused(product: Product, plan: Sm90Config, tiling: Tiling, rotated: int) -> bool:
+    """Whether one kernel with `tiling` is faster than the planned product and a second kernel that
+    reads and writes `rotated` columns."""
+    rope_us = _ROPE_LAUNCH_US + 2 * ITEM_BYTES * product.m * rotated / _ROPE_BYTES_PER_US
+    product_us, fused_us = (
+        estimate_us(product, each, plan.num_sms) for each in (plan.tiling, tiling)
+    )
+    return fused_us < product_us + rope_us
 
 
 def _check(

@@ -140,8 +140,9 @@ def test_copies_are_freed_by_a_plan_of_other_queries(
         copies = [weakref.ref(attention._scratch._arrays[name]) for name in COPIES]
         q = xp.asarray(cache.q[:, :seq_q])
         arrays = q, *map(xp.asarray, (cache.k, cache.v, cache.table, cache.lengths))
+        out = xp.empty_like(q)
         with no_allocations(device):
-            out = attention.run(q, out=xp.empty_like(q))
+            attention.run(q, out=out)
         assert (out == ck.paged_attention(*arrays)).all()
         attention.plan(cache.table, cache.lengths, seq_len_q=1)
         assert not any(copy() is not None for copy in copies)

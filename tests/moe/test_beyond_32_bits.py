@@ -58,7 +58,7 @@ def test_chunks_cover_all_choices(device, tmp_path, num_tokens, top_k):
 
 
 @pytest.fixture
-def room(gpu):
+def room():
     """Frees the memory pool before and after the test."""
     import cupy
 
