@@ -1,7 +1,7 @@
-// The atoms of a row (row.cuh), distributed over the warps: one reading of the row yields the sums of all atoms, from
-// which the total weight of the row follows and, without truncation, a draw: the random number selects an atom, of
-// which one warp reads the logits again and selects the token. Draws with other weights, such as those of the tokens
-// above a cut, replace the sums by those of the other weights, in another pass over the row.
+// The atoms of a row (row.cuh), distributed over the warps. One pass over the row yields the sums of all atoms, and
+// thus the total weight of the row. Without truncation a draw needs no second pass: the random number selects an atom,
+// and one warp rereads that atom's logits and selects the token. A draw with other weights, such as those of the tokens
+// above a cut, makes another pass over the row, which replaces the sums by those of the other weights.
 #pragma once
 
 #include "common/platform.cuh"
@@ -21,8 +21,8 @@ class Atoms {
 
   // Calls visit(round, atom, vectors, first, most) with the logits of each atom of this warp: the first token of
   // this lane, and its largest logit. In a round without an atom, `most` is -infinity and `atom` is -1.
-  // spread: the atoms of a round are spread over the row, those of a warp consecutive; otherwise those of a round are
-  // consecutive.
+  // spread: each warp has consecutive atoms, so that those of a round are spread over the row. Otherwise the atoms of a
+  // round are consecutive.
   template <bool spread, typename Visit>
   CUKIT_DEVICE void each(const Visit& visit) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -57,8 +57,8 @@ class Atoms {
     if (sum.sum > 0) sum.sum -= term.value();
   }
 
-  // Sums the weights weigh(logit, token, other) over the row, and replaces the sums of the atoms, for find(). `other` is
-  // what weigh.other(token) has loaded.
+  // Sums the weights weigh(logit, token, other) over the row, and replaces the sums of the atoms, for find(). `other`
+  // is the result of weigh.other(token), which is loaded first.
   template <typename WeightOf>
   CUKIT_DEVICE Team::Sum sum(const WeightOf& weigh) {
     uint64 own = 0;
@@ -182,7 +182,8 @@ class Atoms {
     for (int i = from; i < min(from + per, count); ++i) body(i, sums_[i]);
   }
 
-  // Each lane sums consecutive tokens; then each lane takes one token of the lane that was found.
+  // Each lane sums consecutive tokens. The tokens of the lane whose sum contains `place` are then distributed over all
+  // lanes.
   template <typename Winner>
   CUKIT_DEVICE void draw_within(int number, const AtomSum& atom, uint64 place, float slope,
                                 const Winner& winner) const {

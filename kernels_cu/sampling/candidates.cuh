@@ -2,10 +2,10 @@
 // necessary, to which select.cuh is then applied in shared memory.
 //
 // The first round samples logits all over the row. A histogram of the sample yields the threshold: as high as the
-// options permit with a margin, but so low at most that the list is expected to hold its tokens. Whether the
-// listed tokens suffice is decided exactly afterwards. If they weigh less than top_p demands, a second pass sums the
-// weights of the tokens above an interval that should contain the last kept token, and lists those within it. If the
-// sample leaves no hope that one pass suffices, the first lists nothing.
+// options permit, minus a margin, but not so low that the list is expected to overflow. Whether the listed tokens
+// suffice is decided exactly afterwards. If they weigh less than top_p requires, a second pass sums the weights of the
+// tokens above an interval that should contain the last kept token, and lists those within it. If according to the
+// sample one pass will not suffice, the first pass lists nothing.
 #pragma once
 
 #include "common/platform.cuh"
@@ -18,9 +18,9 @@ namespace cukit {
 
 // What the list must contain.
 struct Demand {
-  int count;       // at least so many of the most likely tokens
-  float top_p;     // below 1: the most likely tokens with this part of the weight
-  float min_p;     // above 0: the tokens with this part of the largest weight
+  int count;       // at least this many of the most likely tokens
+  float top_p;     // below 1: the most likely tokens with this fraction of the total weight
+  float min_p;     // above 0: the tokens with at least this fraction of the largest weight
 };
 
 class Candidates {
@@ -73,8 +73,8 @@ class Candidates {
   }
   CUKIT_DEVICE int columns() const { return row_.columns(); }
 
-  // The second pass: false if the prefix sum of the weights does not reach `target` among the tokens that it lists;
-  // otherwise `target` is what remains of it there. total: of all weights.
+  // The second pass. Returns false if the list overflows, or if the tokens above the listed ones already weigh
+  // `target`; otherwise subtracts their weight from `target`. total: the weight of all tokens.
   CUKIT_DEVICE bool narrow(uint64& target, uint64 total, float largest, float slope, int capacity) {
     list_.clear();
     float lower = 0.0f;
@@ -126,7 +126,8 @@ class Candidates {
   // narrow(). Weights of tokens below the list must be 0.
   template <typename WeightOf>
   CUKIT_DEVICE Sum sum(const WeightOf& weight_of) {
-    // Neighbours in the list are of one atom: a thread adds up neighbours.
+    // Adjacent entries of the list mostly belong to one atom: a thread sums consecutive entries, and adds to the bins
+    // only when the atom changes.
     const auto add = [&](int atom, uint64 sum) {
       if (sum == 0) return;
       atomicAdd(&space_.bins[0][atom], static_cast<unsigned>(sum) & kLowMask);
@@ -196,16 +197,16 @@ class Candidates {
   static constexpr int kSampled = kAccessesOf8;
   static constexpr float kPerOctave = 32.0f;
   static constexpr int kBinScale = 30;
-  // Standard deviations by which the number of tokens that the sample predicts may be exceeded.
+  // Margin for the error of a number of tokens that is predicted from the sample, in standard deviations.
   static constexpr float kDeviations = 3.5f;
 
-  // The number of tokens for which a token of the sample stands.
+  // The number of tokens that one sampled token represents.
   CUKIT_DEVICE float tokens_per_sample() const {
     const int sampled = min(kWarps, (row_.atoms() + row_.rounds() - 1) / row_.rounds());
     return static_cast<float>(columns()) / static_cast<float>(sampled * (kSampled * kWarpSize * VEC));
   }
 
-  // The number of sampled tokens for which, with all tokens like them, the list has room.
+  // The largest number of sampled tokens such that all tokens they represent are expected to fit in the list.
   CUKIT_DEVICE float room_for(int capacity) const {
     const float full = static_cast<float>(capacity) / tokens_per_sample();
     return capacity < columns() ? full - kDeviations * sqrtf(full) : infinity();
@@ -280,8 +281,8 @@ class Candidates {
     for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
     uint64 upto = prefix(counts, sampled);
     uint64 above = prefix(weights, weight);
-    // The sample stands for `ratio` times as many tokens. A bin is listed if the bins above it do not suffice and
-    // the tokens down to it fit in the list.
+    // Each sampled token represents `ratio` tokens. A bin is listed if the bins above it do not suffice and the tokens
+    // down to it fit in the list.
     const float ratio = tokens_per_sample();
     const float expected = static_cast<float>(demand.count) / ratio;
     const float enough = demand.count > 0 ? expected + 5.0f * sqrtf(expected) + 8.0f : 0.0f;

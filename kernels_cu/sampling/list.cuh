@@ -22,8 +22,8 @@ class List {
     if (threadIdx.x == 0) *cursor_ = 0;
   }
 
-  // Appends this lane's tokens of an atom with logits of at least `limit`. Few are, so a rolled loop reloads them:
-  // unrolled code would cost instruction fetches.
+  // Appends this lane's tokens of an atom with logits of at least `limit`. There are few, so a rolled loop reloads
+  // them: unrolled code would cost instruction fetches.
   CUKIT_DEVICE void append(const Row& row, const Row::Atom& vectors, int first, float limit) const {
     const unsigned reaching = within(row, vectors, first, limit, infinity());
     if (reaching == 0) return;

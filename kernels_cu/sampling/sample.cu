@@ -16,11 +16,11 @@
 // Drafts (VERIFIES): each position of a request is a row. A drafted token is accepted with probability
 //   min(1, p / q), or replaced by a draw from max(p - q, 0); p: the kept weights / their sum (draft.cuh).
 //
-// Mapping, by DRAWS, which tells what the rows may need:
-//   Few, no more than 128 tokens; All, no truncation; Any: one block per row, which it reads once if possible, by
-//     best.cuh, atoms.cuh or candidates.cuh. If that does not suffice, select.cuh reads the row several times. Without
-//     truncation, or if candidates.cuh lists only the tokens around the cut, a rejected draft with probabilities
-//     takes another pass over the row and over the probabilities.
+// Mapping, by DRAWS (Few: no row needs more than its 128 most likely tokens; All: no row is truncated; Any):
+//   not RESIDENT: one block per row, which reads the row once if possible, by best.cuh, atoms.cuh or candidates.cuh. If
+//     that does not suffice, select.cuh reads the row several times. Without truncation, or if candidates.cuh lists
+//     only the tokens around the cut, a rejected draft with probabilities takes another pass over the row and over the
+//     probabilities.
 //   RESIDENT: one cluster per row, which keeps it in shared memory. select.cuh finds the cut, and all threads sum the
 //     kept weights.
 // Shared memory, dynamic: kWorkspaceBytes + 16 bytes, and with RESIDENT 4 bytes per token, for each atom of the block +
@@ -80,7 +80,8 @@ struct Draw {
   }
 };
 
-// The weights of a row's tokens: of those that a cut and min_p keep, and what a rejected draft leaves of them.
+// The weights of a row's tokens: 0 for those that the cut or min_p excludes; after the rejection of a draft, those of
+// max(p - q, 0).
 struct Kept {
   float largest, slope;
   Cut cut;
@@ -157,7 +158,7 @@ CUKIT_DEVICE uint64 sum_of_list(const uint64* list, const uint64* weights, int r
   return cukit::warp_sum(sum);
 }
 
-// Replaces a list's weights by those that are left after a draft was rejected, unless nothing is left.
+// Replaces a list's weights by those after the rejection of a draft, unless all of these are 0.
 CUKIT_DEVICE void subtract_draft(const uint64* list, uint64* weights, int ranked, const Draft& draft, uint64 total) {
   const double share = 1.0 / static_cast<double>(total);
   uint64 left[kPer], any = 0;
@@ -237,7 +238,7 @@ CUKIT_DEVICE void refuse(const Results& results, const SampleParameters& p) {
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM) sample(
     const T* __restrict__ logits,           // [num_rows, vocab_size]
     const int* __restrict__ counts,         // [requests, vocab_size], with PENALIZED: row.cuh
-    const float* __restrict__ temperature,  // [requests] or null; so are all arrays up to step
+    const float* __restrict__ temperature,  // [requests] or null, as are all arrays up to `step`
     const int* __restrict__ top_k,
     const float* __restrict__ top_p,
     const float* __restrict__ min_p,
@@ -337,7 +338,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     *results.token = token;
     if (p.logprobs) *results.logprob = logprob_of(x);
   };
-  // Whether the draft, of this weight, is accepted: then writes the results.
+  // Returns whether the draft, a token of this weight, is accepted; if so, writes the results.
   const auto accepts = [&](const Draft& draft, uint64 weight, uint64 total) {
     const bool accepted = draft.accepted(weight, total, draw_of_row().uniform(kAccept));
     if (accepted && team.leads() && threadIdx.x == 0) {
@@ -367,8 +368,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     list_best(space.list, results_of_row(), p, logprob_of);
     if (short_list) draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
   };
-  // The last token that top_k and top_p keep. exceeded: all tokens weigh less than top_p demands.
-  // target: the weight that top_p demands without top_k.
+  // The last token that top_k and top_p keep. exceeded: all tokens weigh less than top_p requires.
+  // target: the weight that top_p requires without top_k.
   const auto cut_of = [&](auto& selection, uint64 target, bool& exceeded) {
     Cut cut;
     exceeded = false;
@@ -379,8 +380,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     return cut;
   };
   // Draws from the tokens that a cut and min_p keep, or verifies the draft. source: Atoms or Candidates.
-  // rejected: the kept weight, if the draft has been rejected; else 0. Returns it if it is rejected now, and cannot be
-  // replaced by a token of the source.
+  // rejected: the kept weight if the draft has already been rejected, else 0. Returns the kept weight if the draft is
+  // rejected here but the source lacks some of the kept tokens, among which its replacement is drawn; else 0.
   const auto draw_kept = [&](auto& source, const Cut& cut, uint64 rejected) -> uint64 {
     Kept kept{largest, slope, cut, draw_of_row().min_weight};
     if (drafting) kept.draft = draft_of_row();
@@ -399,7 +400,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         source.find(sum, __umul64hi(uniform, sum.total), kept, drawn);
         return 0;
       } else {
-        kept.share = 0.0;  // nothing is left
+        kept.share = 0.0;  // max(p - q, 0) is 0 everywhere: draw from p
       }
     }
   };
@@ -415,7 +416,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       if (draft.token >= 0) {
         atoms.exclude(x, draft.token, slope);
         sum = atoms.total(largest, slope);
-        if (sum.total == 0) {  // nothing is left
+        if (sum.total == 0) {  // all other tokens have weight 0
           if (team.leads() && threadIdx.x == 0) drawn(x, draft.token);
           return 0;
         }
@@ -467,7 +468,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
       if (pass.failed ? most == 0 && want == 0 : pass.count >= static_cast<unsigned>(needed)) {
         __syncthreads();
-        if (threadIdx.x == 0) space.cursor = 0;  // of the workspace's list from here on
+        if (threadIdx.x == 0) space.cursor = 0;  // from here on the cursor of the workspace's list
         candidates.close(pass);
         Selection<Candidates> selection(team, candidates, space, largest, slope);
         const int count = want > 0 ? selection.collect_best(want, own) : 0;

@@ -88,7 +88,8 @@ CUKIT_DEVICE void sort_list(uint64* list, int count) {
   __syncthreads();
 }
 
-// Source: calls body(logit, token) for each of this thread's tokens in each(body); columns().
+// Source: a type with each(body), which calls body(logit, token) for each of this thread's tokens, and columns(), the
+// size of the vocabulary.
 template <typename Source>
 class Selection {
  public:
@@ -122,7 +123,7 @@ class Selection {
 
   // By::Count: the cut after `target` tokens. By::Weight: the cut after the fewest tokens whose weight is at
   // least `target` or, if `part` is not negative, `part` of the weight of all tokens that `within` keeps.
-  // `within` if they are fewer, which sets `exceeded`.
+  // If the tokens that `within` keeps do not reach the target, returns `within` and sets `exceeded`.
   template <By by>
   CUKIT_DEVICE Cut cut(uint64 target, float part, const Cut& within, bool& exceeded) {
     const bool whole = within.token == Cut().token && within.logit == Cut().logit;
@@ -130,8 +131,8 @@ class Selection {
       if constexpr (by == By::Count) {
         atomicAdd(&space_.bins[0][at], 1u);
       } else {
-        // Of 2^24 units, those of the largest logit, odd threads add 2^12 to the low part: 2^20 such tokens would
-        // wrap the high part.
+        // The largest logit has 2^24 units, and the high parts of 2^20 such tokens would overflow: odd threads move
+        // one unit of the high part, 2^12, to the low part.
         const unsigned units = weight.units();
         const unsigned moved = units >> kMantissaBits & threadIdx.x % 2;
         atomicAdd(&space_.bins[0][at], (units & ((1u << kLowBits) - 1)) + (moved << kLowBits));
@@ -139,7 +140,7 @@ class Selection {
       }
     };
     source_.each([&](float x, int column) {
-      // Lower octaves have weights of 0, as -infinity, the logit past the vocabulary, has.
+      // Lower octaves have weights of 0, as has -infinity, the logit past the end of the vocabulary.
       const Scaled weight = scaled(x);
       const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
       if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
