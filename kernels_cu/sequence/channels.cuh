@@ -23,7 +23,7 @@ namespace cukit {
 constexpr int kSub = 16;  // tokens
 constexpr int kSubs = kChunk / kSub;
 constexpr int kChannelPitch = STATE_TILE + 8;  // floats
-// In bits, for which operands scaled by 2^-kFastRange keep their precision.
+// The largest exponent, in bits, for which operands scaled by 2^-kFastRange keep their precision.
 template <typename T>
 constexpr float kFastRange = 60.0f;
 template <>

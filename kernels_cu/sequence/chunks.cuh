@@ -219,8 +219,8 @@ CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int 
 }
 
 // The part of a state that a warp holds, in the accumulator layout of mma.sync, [kTiles][kColumnTiles][4], or of
-// wgmma, [kTiles][4 kColumnTiles]: 16 of every 64 rows, all columns of the block. Of two groups of four warps each
-// holds 64 of 128 rows, or 32 columns of 64 rows.
+// wgmma, [kTiles][4 kColumnTiles]: 16 of every 64 rows, all columns of the block. With two groups of four warps, each
+// group holds 64 of 128 rows, or 32 columns of 64 rows.
 template <int StateTile, int Groups = 1>
 struct StateRows {
   static constexpr int kRowGroups = StateTile / 64 < Groups ? 1 : Groups;
@@ -348,7 +348,7 @@ struct StateDecay {
     return result;
   }
 
-  // Called by all threads of the block, with equal results.
+  // Whether all factors are 0. Called by all threads of the block; all get the same result.
   CUKIT_DEVICE bool nothing_left() const {
     if constexpr (!PerRow) return sums[0][0] <= kNothingLeft;
     bool nothing = true;

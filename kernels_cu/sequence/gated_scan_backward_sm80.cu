@@ -23,9 +23,9 @@
 // Shared memory: STAGES x (64 x STATE_TILE keys and as many queries, 64 x 64 values and as many gradients of
 //   outputs, STATE_TILE x 64 state) of 2 bytes, STATE_TILE x 64 x 2 bytes of g, 2 x 64 x 64 x 2 bytes of scores,
 //   dynamic; 11 x 64 + 4 floats static.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
-//   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from
-//   d_i . x_j, h d_i, g x_j and the rows of <g, h>, which are the results here.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only g
+//   is decayed here. The results are d_i . x_j, h d_i, g x_j and the rows of <g, h>, from which
+//   gated_scan_channels_backward.cu computes dc, db and the decays' gradients.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; STAGES 1|2; PADDED 0|1:
 //   state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80.
 //   Accumulates in float; deterministic.

@@ -3,8 +3,8 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block of two warpgroups iterates over the
-//   chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a chunk,
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block of two warpgroups iterates over
+//   the chunks of 64 tokens of its segment, from the last to the first. g, the gradient of the state after a chunk,
 //   stays in registers as floats and is rounded to shared memory for the products that read it. Per chunk, with D
 //   the gradients of outputs and e the decay between two tokens:
 //
@@ -14,16 +14,16 @@
 //     dx = exp(s_last - s) (B g) + (e S)^T D
 //     g  = exp(s_last) g + C^T D',        D'_i = exp(s_i) d_i
 //
-//   The first warpgroup computes dc and the second db, 64 columns at a time; of S, V and dx each computes 32
-//   columns, of g 64 rows, or 32 columns where STATE_TILE is 64.
+//   The first warpgroup computes dc and the second db, 64 columns at a time; each computes 32 columns of S, V and dx,
+//   and 64 rows of g, or 32 columns of g if STATE_TILE is 64.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 64 x STATE_TILE keys and as many queries, 64 x 64
 //   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
 //   each, all of 2 bytes, dynamic; 9 x 64 + 8 floats static. One stage: copies of one block overlap the products of
 //   another on the same SM.
 // Programmatic dependent launch: the first copies of the inputs precede the wait for states and gradients of states.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only g is
-//   decayed here, and gated_scan_channels_backward.cu computes dc, db and the decays' gradients from V,
-//   D h^T, X g^T and the rows of <g, h>, which are the results here.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only g
+//   is decayed here. The results are V, D h^T, X g^T and the rows of <g, h>, from which
+//   gated_scan_channels_backward.cu computes dc, db and the decays' gradients.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1: state_dim or
 //   head_dim is not a multiple of its tile (both are of 8); THREADS 256.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
@@ -53,8 +53,8 @@ using cukit::kWarpSize;
 constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr int kGroups = 2;
-// Whether values and states of the next chunk are copied during the last products of this one. It takes another
-// barrier, which costs more than it saves with 64 rows.
+// Whether values and states of the next chunk are copied during the last products of this one. This takes another
+// barrier, which with 64 rows costs more than the overlap saves.
 constexpr bool kEarly = STATE_TILE == 128;
 constexpr int kShare = kChunk / kGroups;  // columns of S, V and dx per warpgroup
 static_assert(THREADS == kGroups * cukit::kWarpgroupThreads, "two warpgroups");
@@ -431,8 +431,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     }
     cukit::wgmma_commit();
     constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
-    const unsigned long long query_columns = KeyTile::mn_major(tile.queries) + (kSplitRows ? group * KeyTile::kPart : 0);
-    const unsigned long long scaled_rows = ValueTile::mn_major(CHANNELS ? tile.grads : tile.scaled) + (kSplitRows ? 0 : group * kShareStep);
+    const unsigned long long query_columns =
+        KeyTile::mn_major(tile.queries) + (kSplitRows ? group * KeyTile::kPart : 0);
+    const unsigned long long scaled_rows =
+        ValueTile::mn_major(CHANNELS ? tile.grads : tile.scaled) + (kSplitRows ? 0 : group * kShareStep);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
       cukit::wgmma<T, 8 * Rows::kColumnTiles, true, true>(g[0], query_columns + KeyTile::mn_step(k),

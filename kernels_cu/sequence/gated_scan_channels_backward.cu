@@ -6,15 +6,15 @@
 //   db_j = exp(s_last - s_j) (g x_j) + sum_{i >= j} V_ij e_ij c_i
 //   dl_t = sum_{i >= t > j} V_ij e_ij c_i b_j + sum_{i >= t} exp(s_i) c_i (h d_i)
 //        + sum_{j < t} exp(s_last - s_j) b_j (g x_j) + exp(s_last) <g, h>
-// dl is a prefix sum: the terms of a pair j < i begin after token j and end after token i, as products of the same
-// rounded factors, so that they cancel. Sums over different sub-chunks are tensor-core products, decayed from one
-// sub-chunk to the next: sum = exp(d) sum + V_IJ keys_J. So are those within a sub-chunk unless its decays are
-// extreme (channels.cuh). Pairs i = j are not part of the decays' gradients and are added in float. dl is 0 where l
-// is clamped.
+// dl is a prefix sum: the term of a pair j < i is added after token j and subtracted after token i, both times as a
+// product of the same rounded factors, so that the two cancel. Sums over different sub-chunks are tensor-core products,
+// decayed from one sub-chunk to the next: sum = exp(d) sum + V_IJ keys_J. So are those within a sub-chunk unless its
+// decays are extreme (channels.cuh). Pairs i = j are not part of the decays' gradients and are added in float. dl is 0
+// where l is clamped.
 // Paper: Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens; warp w computes dc and db of
-//   tokens 16 w to 16 w + 15, 64 channels at a time.
+// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens; warp w computes dc and db
+//   of tokens 16 w to 16 w + 15, 64 channels at a time.
 // Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, 64 x 64 x 2
 //   bytes of V, dynamic; 16 x STATE_TILE + 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE
@@ -146,8 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
 #pragma unroll 1
   for (int first = 0; first < STATE_TILE; first += kPart) {
     float change[kPart / 8][4];
-    // Both gradients of the warp's tokens: `acc` holds the sums over pairs i != j, relative to the end (queries) or
-    // the start (keys) of the sub-chunk, or with extreme decays to its other end and without pairs within it.
+    // Finishes dc (queries) or db (keys) of the warp's tokens. `acc` holds the sums over pairs i != j, relative to the
+    // end (queries) or the start (keys) of the sub-chunk. With extreme decays `acc` lacks the pairs within the
+    // sub-chunk and is relative to its start (queries) or end (keys).
     const auto finish = [&](Accumulators& acc, auto of_queries) {
       constexpr bool kQueries = decltype(of_queries)::kValue;
       const T* const own = kQueries ? c : b;

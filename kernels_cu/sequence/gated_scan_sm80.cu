@@ -21,8 +21,8 @@
 //   the segment's first token on, gradients of outputs in place of values, and queries in place of keys (the
 //   grid omits the first segment). Chunks are processed from first to last.
 // STATES 2: the state before each chunk, rounded, for gated_scan_backward_sm80.cu and _sm90.cu.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
-//   state is decayed here.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only
+//   the state is decayed here.
 // Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries with outputs, 64 x 64 values) of 2 bytes,
 //   STATE_TILE x 64 x 2 bytes of state unless STATES is 1, dynamic; 4 x 64 floats static.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless

@@ -3,16 +3,16 @@
 //
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block is one or two warpgroups, and iterates
-//   over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as the
-//   float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block of one or two warpgroups
+//   iterates over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as
+//   the float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
 //
 //     scores  = C B^T              outputs = C h            asynchronously, while values are scaled
 //     outputs = exp(s) outputs + (decayed scores) X         scores from registers
 //     h       = exp(s_last) h + B^T X',   X'_j = exp(s_last - s_j) x_j
 //
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has decayed queries, keys and scores; only the
-//   state is decayed here.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only
+//   the state is decayed here.
 // Programmatic dependent launch: the first copies of the inputs precede the wait for the segments' states.
 // Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
 //   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       }
       cukit::wgmma_commit();
     }
-    // Of two warpgroups each computes 64 rows of the state, or 32 columns of 64 rows.
+    // With two warpgroups, each computes 64 rows of the state, or 32 columns of 64 rows.
     constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
     const int group = cukit::warp_uniform(warp / 4);
     const unsigned long long key_columns = KeyTile::mn_major(keys) + (kSplitRows ? group * KeyTile::kPart : 0);
