@@ -1,4 +1,4 @@
-// Adds the outputs of its chosen layers to each sample.
+// Adds to each sample the outputs of its chosen layers.
 //
 //   y[b, t] = x[b, t] + sum_s weights[b, s] * f(hidden[rows[b, s], t]) + shift[b] / seq_len
 //

@@ -15,7 +15,8 @@
 // end of that grid: before a block of the router lets the second kernel start, it fills its words
 // with a value that is never a result. Polling is safe, because all blocks that write are running.
 // A chunk of more choices than threads is not polled (Choices::polled). After count_experts, which
-// is too short to fill its words first, only the counts wait, for the end of that grid.
+// is too short to fill its words first, the second kernel waits for the end of that grid before it
+// reads the counts.
 //
 // Macros: BINS, the most experts: a power of two, at least 32; THREADS.
 #pragma once
@@ -97,7 +98,8 @@ struct Choices {
   }
 };
 
-// In a router: lets the second kernel start. Called by all threads; has a barrier.
+// In a router: fills the words that the second kernel polls, and lets it start. Called by all
+// threads; contains a barrier.
 CUKIT_DEVICE void release_order(CountWord* counts, int* experts, const Choices& choices,
                                 const RoutingParameters& p) {
   const bool polled = Choices::polled(p);
@@ -142,8 +144,8 @@ CUKIT_DEVICE void add_counts(int* bins, int words, CountWord packed) {
 }
 
 // Adds the counts of chunks before `chunk` to tables.earlier, and those of the others to
-// tables.others; polls them. Called by all threads after clear_tables and a barrier; the caller
-// synchronises afterwards.
+// tables.others; polls words that have not been written. Called by all threads after clear_tables
+// and a barrier; the caller synchronises afterwards.
 CUKIT_DEVICE void sum_counts(OrderTables& tables, const CountWord* counts, int chunks, int chunk,
                              int num_experts) {
   const int words = count_words(num_experts);
@@ -183,7 +185,7 @@ CUKIT_DEVICE unsigned same_expert(unsigned expert, int num_experts) {
 }
 
 // Adds the choices of each warp to the next warp's row of ranks. experts: of the chunk's choices;
-// Polls: read until the router has written them. Called by all threads after clear_tables and a
+// Polls: reads them until the router has written them. Called by all threads after clear_tables and a
 // barrier; the caller synchronises afterwards.
 template <bool Polls>
 CUKIT_DEVICE FirstChoice count_warps(OrderTables& tables, const int* experts, const Choices& choices,

@@ -16,7 +16,8 @@
 static_assert(cukit::kCountsFit, "a thread reads at most one word of a chunk at once");
 static_assert(POLLS || !LOSSES, "losses are a router's");
 
-// Registers leave room for a block of 1024 threads of the first kernel, which may have 32 registers.
+// With 1024 threads, at most 32 registers per thread: a block of the first kernel with as many threads
+// and registers then fits on the same SM.
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) order_experts(
     const int* experts,                     // [num_tokens, top_k]
     const cukit::CountWord* chunk_counts,   // [chunks, ceil(num_experts / 4)]
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) o
   cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
   __syncthreads();
   cukit::scan_tables(tables, result, p, chunk == 0);
-  if (weights != nullptr) cukit::wait_for_previous_grids();  // dropped choices overwrite them
+  if (weights != nullptr) cukit::wait_for_previous_grids();  // 0 replaces those of dropped choices
   cukit::place_choices(tables, own, choices, p, result, first);
   cukit::wait_for_previous_grids();  // the next kernel may read what the first one wrote
 }

@@ -12,7 +12,8 @@
 // Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
 //   choice takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE:
 //   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
-//   from `chunk_counts`, and its blocks may already be resident on the same SMs and poll both.
+//   from `experts` and `chunk_counts`; its blocks may already be resident on the same SMs and poll
+//   both arrays.
 // Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with WHOLE 4 * MAX_CHOICES
 //   more; static.
 // Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
@@ -126,7 +127,7 @@ struct Candidates<Search::Sorted> {
   }
 };
 
-// The same without an order.
+// Unsorted keys: each choice searches for the best.
 template <>
 struct Candidates<Search::Scan> {
   CUKIT_DEVICE explicit Candidates(const unsigned (&all)[kPerLane]) {
@@ -309,8 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     if constexpr (BIASED || LOSSES) {
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        scores[j] = kSoftmax ? softmax.probability(row[j])
-                                                               : cukit::sigmoid(row[j]);
+        scores[j] = kSoftmax ? softmax.probability(row[j]) : cukit::sigmoid(row[j]);
       }
     }
     if constexpr (LOSSES) sums.add(row, scores, softmax);
