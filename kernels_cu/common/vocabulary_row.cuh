@@ -2,7 +2,7 @@
 // its exponentials.
 //
 // Rows need not be aligned, but accesses are: full vectors are distributed over the threads of all
-// blocks, the fewer than 2 VEC elements beside them individually over the first threads of block 0:
+// blocks, and the other elements, fewer than 2 VEC, one each over the first threads of block 0:
 //
 //   row  [ head: < VEC elements | vectors of VEC elements ... | tail: < VEC elements ]
 //                               ^ aligned

@@ -13,7 +13,7 @@
 //             grad_v = q_v sum_k w_k - sum of the w_k whose token is v
 //   with q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k; soft times factors.soft_loss * weight.
 //   hard = (log sum_v exp z_v - z_target) * weight, z = student                      (HARD)
-//   The gradient is (soft's * factors.soft_gradient + hard's * factors.hard_gradient)
+//   The gradient is (grad of soft * factors.soft_gradient + grad of hard * factors.hard_gradient)
 //     * dz / dx * weight * grad_loss / normalizer, where distill/logits.cuh computes logits z from x.
 //
 // Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns; every block reads

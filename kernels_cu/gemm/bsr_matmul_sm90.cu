@@ -13,8 +13,8 @@
 //   assigns tiles to the blocks of the grid so that all finish at about the same time; concurrent
 //   tiles share their columns of d, which stay in L2.
 // Missing blocks of 16 are loaded from beyond the last block, where TMA writes zeros without
-//   reading memory. With larger blocks or DENSE_TRANSPOSED, reading zeros is faster: from many
-//   blocks of zeros in turn, because a single one would be in one slice of L2.
+//   reading memory. With larger blocks or DENSE_TRANSPOSED, reading zeros from memory is faster;
+//   the loads cycle through many blocks of zeros, because a single one would be in one slice of L2.
 // CLUSTER 2: two adjacent blocks compute tiles side by side. Each loads half of the sparse block
 //   that both multiply, and TMA multicasts it to both.
 // Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 *
@@ -95,9 +95,9 @@ struct Operands {
     return entry;
   }
 
-  // Loads all tiles; called by a warp. Each lane holds the indices of one entry, and those of the
-  // entry kWarpSize further on, or of the next tile, are loaded in the meantime: an index that is
-  // loaded when it is needed would delay the copies by the latency of a busy L2.
+  // Loads all tiles; called by a warp. Each lane holds the indices of one entry and prefetches those
+  // of the entry kWarpSize further on, or of the next tile: an index that is loaded only when it is
+  // needed would delay the copies by the latency of a busy L2.
   template <typename Schedule>
   CUKIT_DEVICE void load_tiles(cukit::Pipeline<STAGES>& pipeline, unsigned char* stages,
                                const Schedule& schedule) const {

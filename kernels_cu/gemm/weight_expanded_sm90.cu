@@ -12,7 +12,7 @@
 // Expansion: the other three warps of the producer warpgroup claim packed blocks (64 rows x 128
 //   columns), in the order in which the products need them, and count those of a tile row and step
 //   that have been written; a producer waits for the count. A block of the grid only waits for
-//   blocks that are running, since only they claim.
+//   blocks that are running, since only running blocks claim work.
 // Expanded weight: [ceil(rows / 128)][steps][kUnitBytes]: a swizzled tile [128, 128] of codes, as it
 //   is in shared memory, so that it is loaded by a plain bulk copy; then the float scales of its
 //   rows.

@@ -145,8 +145,8 @@ inline float cukit_rounded(float x) {
   return x;
 }
 inline float __fadd_rn(float a, float b) { return cukit_rounded(a + b); }
-// Towards zero: a double holds the sum of floats whose exponents differ by less than 29 exactly; `lost` has the sign of
-// what it loses otherwise.
+// Rounds towards zero. A double holds the exact sum of floats whose exponents differ by less than 29; otherwise `lost`
+// has the sign of the exact sum minus the double.
 inline float __fadd_rz(float a, float b) {
   const double sum = static_cast<double>(a) + b, other = sum - a;
   const double lost = (a - (sum - other)) + (b - other);

@@ -41,7 +41,7 @@ constexpr int warpSize = 32;
 // CUDA's headers above are compiled for the host; the kernels for the emulated device.
 #define __CUDA_ARCH__ CUKIT_EMULATE
 
-// A wrapper without a CPU body fails to compile here, with its own line.
+// A wrapper without a CPU body fails to compile; the error names the wrapper's line.
 #define asm                                                                                  \
   static_assert(false, "this instruction is not emulated: it has no body under CUKIT_EMULATE"); \
   __asm__

@@ -7,8 +7,8 @@
 //
 //   PartialScales   factors of a partial sum:   kStageBytes after the operands,
 //                   Cursor, at the start of a tile: factors(stage, row_tile), and
-//                   promote<Boundary>(sums, partial, factors); with_boundary(body) calls body with
-//                   that number as a type
+//                   promote<Boundary>(sums, partial, factors); with_boundary(body) calls
+//                   body(Constant<Boundary>)
 //     UnitScales    none: tensor- and row-wise scales are applied in the epilogue
 //     BlockScales   one scale for 128 elements of a row of a, one for a block of 128 x 128 of b
 //

@@ -170,8 +170,9 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 // immediates (signs, then transpositions; integers have none).
 #define CUKIT_WGMMA(name, registers, a_operand, b_operand, flag, immediates, out, ...)          \
   asm volatile(                                                                                 \
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n"                         \
-      "wgmma.mma_async.sync.aligned." name " {" registers "}, " a_operand ", " b_operand ", accumulate" immediates ";\n}\n"      \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n"                       \
+      "wgmma.mma_async.sync.aligned." name " {" registers "}, " a_operand ", " b_operand        \
+      ", accumulate" immediates ";\n}\n"                                                        \
       : out                                                                                     \
       : __VA_ARGS__)
 

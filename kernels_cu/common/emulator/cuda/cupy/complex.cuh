@@ -16,8 +16,8 @@ template <typename T>
 struct RealOf<::std::complex<T>> { using type = T; };
 template <typename T>
 constexpr bool kIsComplex = !::std::is_same_v<typename RealOf<T>::type, T>;
-// For two operands, at least one complex, that are not both complex of one precision, which std::
-// covers.
+// For two operands of which at least one is complex. std:: covers two complex numbers of the same
+// precision.
 template <typename A, typename B>
 constexpr bool kMixed = (kIsComplex<A> && (::std::is_arithmetic_v<B> || kIsComplex<B>) &&
                          !::std::is_same_v<typename RealOf<A>::type, typename RealOf<B>::type>) ||
