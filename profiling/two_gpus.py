@@ -480,7 +480,7 @@ def start(count: int) -> int:
         for rank in range(count)
     ]
     try:
-        # If one rank fails, the other would wait for it forever.
+        # If one rank fails, terminate the other, which would wait for it forever.
         while all(rank.poll() is None for rank in ranks):
             time.sleep(0.05)
         if any(rank.poll() for rank in ranks):
