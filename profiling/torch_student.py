@@ -8,8 +8,7 @@ All implementations have the same student, data, optimizer (AdamW, fused) and lo
 divergence from a teacher's head on fixed random hidden states. Each has its own process, so that
 they compile at the same time and a failure affects only one. Steps are timed in interleaved rounds,
 one process at a time, after the last implementation is ready; an implementation that is ready
-earlier is also timed while the others compile; these times are printed, but are not part of the
-result.
+earlier is also timed while the others compile, but these times are not part of the result.
 
 A step with few tokens (`--batch 8 --seq 1024`) is host-bound. Replacing RoPE alone is not measured,
 because inductor fuses torch's RoPE with adjacent ops.
