@@ -142,17 +142,17 @@ def run(pool: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 stderr=subprocess.STDOUT,
             )
         )
-    ends = []
+    exit_codes = []
     for process in processes:
         left = started + options.seconds + GRACE_SECONDS - time.time()
         try:
-            ends.append(process.wait(max(left, 1)))
+            exit_codes.append(process.wait(max(left, 1)))
         except subprocess.TimeoutExpired:
             process.kill()
-            ends.append(process.wait())
+            exit_codes.append(process.wait())
     found = _read(folder, pool, options.workers)
     found["seconds"] = round(time.time() - started, 1)
-    found["crashed"] = [number for number, end in enumerate(ends) if end not in (0, 1, 2, 5)]
+    found["crashed"] = [n for n, code in enumerate(exit_codes) if code not in (0, 1, 2, 5)]
     return found
 
 
@@ -168,10 +168,8 @@ def _read(folder: Path, pool: str, workers: int) -> dict[str, Any]:
                 totals.update(entry)
                 continue
             test = entry["test"]
-            if outcomes.get(test) not in (
-                "failed",
-                "error",
-            ):  # the outcome of the call takes precedence over the teardown
+            # A failure of the setup or the call takes precedence over the teardown.
+            if outcomes.get(test) not in ("failed", "error"):
                 outcomes[test] = entry["outcome"]
                 reasons[test] = entry["reason"]
     return {"outcomes": outcomes, "reasons": reasons, "pools": dict(totals)}

@@ -89,8 +89,8 @@ class Bench:
             xp=self.xp,
         )  # fmt: skip
 
-    def train(self, model: Transformer, objective: Objective, steps: int, lr: float) -> float:
-        """Seconds of training."""
+    def train(self, objective: Objective, steps: int, lr: float) -> float:
+        """Train for `steps` steps; return the seconds that they took."""
         s = self.settings
         schedule = WarmupCosine(lr, int(steps * s.warmup_share), steps)
         trainer = Trainer(
@@ -104,7 +104,7 @@ class Bench:
         return time.perf_counter() - started
 
     def evaluate(self, model: Transformer) -> Evaluation:
-        """On the validation text."""
+        """Evaluate `model` on the validation text."""
         return evaluate(model, self._validation(), workers=self.settings.workers)
 
     def _validation(self) -> Iterator[tuple[Any, Any]]:
@@ -117,7 +117,7 @@ class Bench:
     def distiller(
         self, student: Transformer, teacher: Transformer, way: Mapping[str, float]
     ) -> Distiller:
-        """The objective of one way to distil."""
+        """Return the objective for the weights and options in `way`."""
         s = self.settings
         layers = evenly_spaced_map(student.config.num_layers, teacher.config.num_layers)
         terms: list[Any] = []
@@ -153,9 +153,7 @@ def run(setting: Setting, device: str) -> None:
         print(f"  {what:<28}{seconds:6.1f} s  {found.bits_per_byte:.4f}{more}", flush=True)
 
     teacher = Transformer.initialise(settings.teacher_config(), seed=settings.seed, xp=bench.xp)
-    seconds = bench.train(
-        teacher, LanguageModelling(teacher), settings.teacher_steps, settings.teacher_lr
-    )
+    seconds = bench.train(LanguageModelling(teacher), settings.teacher_steps, settings.teacher_lr)
     of_teacher = bench.evaluate(teacher)
     report(f"teacher {teacher.config.num_parameters / 1e6:.1f} M", seconds, of_teacher)
 
@@ -165,14 +163,14 @@ def run(setting: Setting, device: str) -> None:
         )
 
     model = student()
-    seconds = bench.train(model, LanguageModelling(model), settings.steps, settings.lr)
+    seconds = bench.train(LanguageModelling(model), settings.steps, settings.lr)
     alone = bench.evaluate(model)
     report(f"student {model.config.num_parameters / 1e6:.1f} M alone", seconds, alone)
     gap = alone.bits_per_byte - of_teacher.bits_per_byte
     for name, way in setting.ways.items():
         model = student()
         objective = bench.distiller(model, teacher, way)
-        seconds = bench.train(model, objective, settings.steps, settings.lr)
+        seconds = bench.train(objective, settings.steps, settings.lr)
         found = bench.evaluate(model)
         gain = gain_of(found, alone)
         report(

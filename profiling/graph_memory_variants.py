@@ -30,7 +30,7 @@ def compare(name: str, impls: dict[str, Any]) -> None:
 
 
 def diffusion_impls() -> dict[str, Any]:
-    """Compare widths of column slices."""
+    """Return a diffusion for each width of the column slices."""
     memory = normal((65536, 256), DTYPE)
     transition = _graph(memory, 65536, 32)
     impls = {}
@@ -47,7 +47,7 @@ def diffusion_impls() -> dict[str, Any]:
 
 
 def retrieval_impls(num_queries: int) -> dict[str, Any]:
-    """Compare numbers of stages and thread blocks."""
+    """Return a retrieval for each number of stages and of thread blocks."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     plain = retrieve.plan_maxima
     impls = {}

@@ -90,7 +90,7 @@ class CompressedPrompt:
         self._strategy, self._options = strategy, options
 
     def attend(self, q: Any, k: Any, v: Any, layer: int) -> tuple[Any, Any]:
-        """Exact for the prompt; then over the compressed prompt and the new tokens."""
+        """Attend exactly in the prompt; later, over the compressed prompt and the new tokens."""
         dtype = q.dtype
         q, k, v = (array.astype(np.float16) for array in (q, k, v))
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
@@ -104,7 +104,7 @@ class CompressedPrompt:
         return out.astype(dtype), lse
 
     def advance(self, num_tokens: int) -> None:
-        """Process the prompt, or the rest."""
+        """Count the tokens of the prompt or of the rest, after all layers have processed them."""
         self.length += num_tokens
 
 
@@ -112,7 +112,7 @@ def measure(
     model: Transformer, batches: Iterable[tuple[Any, Any]], title: str, strategy: str | None,
     options: Options,
 ) -> Row:  # fmt: skip
-    """Bits per byte of the last quarter of each window."""
+    """Measure a strategy: bits per byte of the last quarter of each window, ratio and error."""
     losses: list[Any] = []
     compressed: list[CompressedKV] = []
     for tokens, targets in batches:

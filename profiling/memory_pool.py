@@ -151,7 +151,7 @@ def pair_records(pools: Sequence[str], small: bool) -> list[Record]:
 
 
 def _loop(pair: Callable[[], None], count: int) -> Callable[[], float]:
-    """Return microseconds per pair, averaged after a warm-up."""
+    """Return a function that measures the mean microseconds per pair, after a warm-up."""
 
     def measure() -> float:
         for _ in range(100):
@@ -226,8 +226,8 @@ def _remap_once(total: int, page: int) -> float:
         large = pool.allocate(total)
         seconds = time.perf_counter() - start
     after = pool.statistics()
-    assert after.pages_remapped - before.pages_remapped == total // page, "it was remapped"
-    assert after.reserved_bytes == before.reserved_bytes, "and nothing else"
+    assert after.pages_remapped - before.pages_remapped == total // page, "pages were not remapped"
+    assert after.reserved_bytes == before.reserved_bytes, "the pool has grown"
     for block in (large, *blocks[1::2]):
         pool.free(block)
     pool.close()

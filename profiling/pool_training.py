@@ -37,7 +37,7 @@ class Measured(NamedTuple):
     host_us: list[float]
     """Host time until everything is enqueued; the rest of the step waits for the GPU."""
     tokens: int
-    """Of a step."""
+    """Tokens per step."""
 
 
 class _Training:

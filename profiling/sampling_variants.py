@@ -20,7 +20,7 @@ import numpy as np
 
 from cukit.analyzer.benchmark import KernelBenchmark
 from cukit.errors import CukitError
-from cukit.sampling import sample as module_function
+from cukit.sampling import sample
 from cukit.sampling._plan import SampleConfig, _capacity, plan_sample
 from profiling.case import Call, PeerMissing
 from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_impls
@@ -93,7 +93,7 @@ def _time(
 
 
 def _tokens(logits: Any, seed: Any, options: dict[str, Any]) -> Any:
-    return module_function(logits, seed=seed, **options).tokens
+    return sample(logits, seed=seed, **options).tokens
 
 
 def with_blocks(ours: Call, cluster: int, threads: int) -> Call:

@@ -21,7 +21,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 def torch_loss(hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Any:
-    """All logits in memory; compiled."""
+    """The forward KL with all logits in memory."""
     student = functional.log_softmax((hidden @ weight.T).float(), -1)
     target = functional.log_softmax((teacher @ teacher_weight.T).float(), -1)
     return functional.kl_div(student, target, reduction="batchmean", log_target=True)
@@ -59,7 +59,8 @@ def loss_function(name: str, *, compiled: bool) -> Loss:
 class Student:
     """A student, its data and its optimizer; the same in every process.
 
-    kernels: a lock for compiling cukit's kernels, which the other processes then find on disk.
+    kernels: a lock held while cukit's kernels are compiled; other processes then load them from the
+    disk cache.
     """
 
     def __init__(self, implementation: Implementation, sizes: Sizes, kernels: Any) -> None:
@@ -109,9 +110,9 @@ class Student:
             self.model.model, sample, kinds=kinds, tolerance=0.1, only_faster=False, dry_run=False,
             repeats=1,
         )  # fmt: skip
-        kept = [row for row in handle.report if row.outcome != "swapped"]
-        if kept:
-            print(f"{len(kept)} modules not swapped, such as {kept[0]}", flush=True)
+        rejected = [row for row in handle.report if row.outcome != "swapped"]
+        if rejected:
+            print(f"{len(rejected)} modules not swapped, such as {rejected[0]}", flush=True)
 
     def step(self, ids: Tensor) -> None:
         """Forward, backward and update; the loss stays on the device."""
@@ -124,26 +125,26 @@ class Student:
         self.losses.append(loss.detach())
 
     def warm_up(self) -> None:
-        """Compiles everything, and releases memory for the other processes."""
+        """Run two steps, which compile all kernels, and release memory for the other processes."""
         for _ in range(2):
             self.step(self.batches[0])
         self._finish()
 
     def time_round(self) -> Round:
-        """The mean time of a step over the batches, after a step that is not timed."""
+        """Return the mean time of a step over the batches, after an untimed step."""
         self.step(self.batches[0])
-        there = 0
+        before = 0
         if self.on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            there = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated()
         start = time.perf_counter()
         for ids in self.batches:
             self.step(ids)
         if self.on_gpu:
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / len(self.batches)
-        peak = torch.cuda.max_memory_allocated() - there if self.on_gpu else 0
+        peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self._finish()
         return Round(seconds, peak, tuple(float(each) for each in self.losses))
 
@@ -154,7 +155,7 @@ class Student:
 
 
 def run_kernels(sizes: Sizes, dtype: torch.dtype) -> None:
-    """Calls the operators of a step in one thread each, since NVRTC takes seconds per kernel."""
+    """Call each operator of a step in its own thread, since NVRTC takes seconds per kernel."""
     ops = torch.ops.cukit
     tokens, heads, hidden = (sizes.batch, sizes.seq), sizes.heads, sizes.hidden
     head_dim = hidden // heads

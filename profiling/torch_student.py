@@ -6,13 +6,12 @@
 
 All implementations have the same student, data, optimizer (AdamW, fused) and loss: the forward KL
 divergence from a teacher's head on fixed random hidden states. Each has its own process, so that
-they compile at the same time and a failure ends only one. Steps are timed in interleaved rounds,
+they compile at the same time and a failure affects only one. Steps are timed in interleaved rounds,
 one process at a time, after the last implementation is ready; an implementation that is ready
-earlier is also timed while the others compile, and these times are not part of the result. Every
-line is printed as soon as it is known.
+earlier is also timed while the others compile, but these times are not part of the result.
 
-A step with few tokens (`--batch 8 --seq 1024`) is host-bound. The swap of RoPE alone is left out,
-since inductor fuses torch's with adjacent ops.
+A step with few tokens (`--batch 8 --seq 1024`) is host-bound. Replacing RoPE alone is not measured,
+because inductor fuses torch's RoPE with adjacent ops.
 """
 
 from __future__ import annotations
@@ -89,15 +88,15 @@ class Round:
 
 @dataclass
 class Run:
-    """The process of an implementation and its results so far."""
+    """The process of an implementation, and its results so far."""
 
     name: str
     connection: Connection
-    locks: tuple[Any, ...]  # which the process opens by name while it starts
+    locks: tuple[Any, ...]  # must exist until the process, while it starts, opens them by name
     rounds: list[Round] = field(default_factory=list)
 
     def time_round(self) -> Round | None:
-        """One round; None if the process has failed, which is printed."""
+        """Time one round; if the process has failed, print its error and return None."""
         try:
             self.connection.send("round")
             found: Any = self.connection.recv()
@@ -118,8 +117,8 @@ class Run:
 def serve(
     name: str, sizes: Sizes, connection: Connection, locks: tuple[Any, ...], threads: int
 ) -> None:
-    """The process of an implementation: sends "ready", then a Round for each message; another
-    string if anything fails."""
+    """Run an implementation in its process. Sends "ready", then a Round for each "round" message;
+    after an exception, its text."""
     may_compile, kernels = locks
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     os.environ.setdefault("CUKIT_QUIET", "1")
@@ -140,7 +139,7 @@ def serve(
 
 
 def start(names: list[str], sizes: Sizes, jobs: int) -> list[Run]:
-    """Starts a process per implementation, of which `jobs` compile at a time."""
+    """Start a process per implementation; at most `jobs` of them compile at a time."""
     context = multiprocessing.get_context("spawn")
     locks = context.Semaphore(jobs), context.Lock()
     threads = max(1, min(16, os.cpu_count() or 1) // min(jobs, len(names)))
@@ -154,7 +153,7 @@ def start(names: list[str], sizes: Sizes, jobs: int) -> list[Run]:
 
 
 def wait_until_ready(runs: list[Run]) -> list[Run]:
-    """Those that are ready, in their order, after all are ready or have failed."""
+    """Wait until every process is ready or has failed; return the ready runs in their order."""
     start = time.perf_counter()
     pending = {run.connection: run for run in runs}
     ready: list[Run] = []
@@ -177,7 +176,7 @@ def wait_until_ready(runs: list[Run]) -> list[Run]:
 
 
 def time_early(runs: list[Run]) -> list[Run]:
-    """Prints a round of each while others compile; returns those without failure."""
+    """Time and print a round of each run while others compile; return the runs that succeeded."""
     rounds = [(run, run.time_round()) for run in runs]
     times = [f"{run.name} {1e3 * each.seconds:.1f} ms" for run, each in rounds if each]
     if times:
@@ -191,7 +190,7 @@ def best_of_torch(runs: list[Run]) -> float | None:
 
 
 def time_rounds(runs: list[Run], rounds: int) -> list[Run]:
-    """Times all in turn and prints the medians so far after each; returns those without failure."""
+    """Time all runs in turn, print the medians so far, and return the runs that succeeded."""
     for number in range(1, rounds + 1):
         for run in list(runs):
             found = run.time_round()
@@ -210,7 +209,7 @@ def time_rounds(runs: list[Run], rounds: int) -> list[Run]:
 
 
 def summary(runs: list[Run], tokens: int) -> str:
-    """A line per implementation."""
+    """Format the results as a line per implementation."""
     best = best_of_torch(runs)
     common = min(len(run.rounds[-1].losses) for run in runs)
     lines = []
@@ -228,12 +227,12 @@ def summary(runs: list[Run], tokens: int) -> str:
 
 
 def say(line: str) -> None:
-    """Prints at once, also into a pipe."""
+    """Print a line and flush it, for output into a pipe."""
     print(line, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> list[Run]:
-    """Trains the implementations and prints a table."""
+    """Time the selected implementations and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a smoke test on the CPU")
     parser.add_argument("--batch", type=int, default=16)

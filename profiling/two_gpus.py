@@ -123,18 +123,18 @@ class Bench:
     def checks(self) -> None:
         """Check that two processes match twice the batch, and sharded heads unsharded ones."""
         size = self.comm.size
-        for dtype, bound in ((self.dtype, 5e-3 if self.on_gpu else 1e-4),):
-            batch, seq_len = (2, 8) if self.tiny else (4, 128)
-            both = self.trainer(self.comm, batch, seq_len, dtype, True, bucket_bytes=1 << 18)
-            losses = [both.train_step().read() for _ in range(4)]
-            alone = self.trainer(Alone(), batch * size, seq_len, dtype, True)
-            expected = [alone.train_step().read() for _ in range(4)]
-            worst = max(
-                abs(a[name] - b[name]) / abs(b[name])
-                for a, b in zip(losses, expected, strict=True)
-                for name in b
-            )
-            self.verdict(f"data parallel {dtype}: losses, gradient norm of 4 steps", worst, bound)
+        bound = 5e-3 if self.on_gpu else 1e-4
+        batch, seq_len = (2, 8) if self.tiny else (4, 128)
+        both = self.trainer(self.comm, batch, seq_len, self.dtype, True, bucket_bytes=1 << 18)
+        losses = [both.train_step().read() for _ in range(4)]
+        alone = self.trainer(Alone(), batch * size, seq_len, self.dtype, True)
+        expected = [alone.train_step().read() for _ in range(4)]
+        worst = max(
+            abs(a[name] - b[name]) / abs(b[name])
+            for a, b in zip(losses, expected, strict=True)
+            for name in b
+        )
+        self.verdict(f"data parallel {self.dtype}: losses, gradient norm of 4 steps", worst, bound)
         rng = np.random.default_rng(5)
         shape = (40, 32, 48, 1003) if self.tiny else (600, 512, 768, 32003)
         for dtype in ("float32", "bfloat16") if self.on_gpu else ("float32",):
@@ -153,6 +153,7 @@ class Bench:
             self.judge("cross-entropy", dtype, shard, got, whole)
 
     def compare(self, name: str, arrays: Sequence[Any], dtype: str, **options: Any) -> None:
+        """Compare the sharded distillation loss and its gradients with the unsharded ones."""
         hidden, weight, teacher, teacher_weight = arrays
         shard = VocabularyShard(self.comm, weight.shape[0])
         parts = self.own(shard, weight), self.own(shard, teacher_weight)
@@ -163,6 +164,7 @@ class Bench:
         self.judge(name, dtype, shard, got, whole)
 
     def judge(self, name: str, dtype: str, shard: VocabularyShard, got: Any, whole: Any) -> None:
+        """Print the largest relative difference of loss and gradients."""
         worst = 0.0
         pairs = (
             (got.loss, whole.loss),
@@ -176,6 +178,7 @@ class Bench:
         self.verdict(f"sharded head {dtype} {name}", worst, bound)
 
     def verdict(self, name: str, worst: float, bound: float) -> None:
+        """Print whether the largest difference of all ranks is within the bound."""
         found = [float(each) for each in self.comm.exchange(repr(worst).encode())]
         word = "ok" if max(found) <= bound else "WRONG"
         self.say(f"{word:5} {name}: worst relative difference {max(found):.1e}, allowed {bound}")
@@ -247,7 +250,7 @@ class Bench:
         ]
 
     def numbers(self, shape: tuple[int, int], dtype: str, seed: int, scale: float = 1.0) -> Any:
-        """Return arrays that are equal on every rank if small enough to be drawn on the host."""
+        """Return a random array, equal on every rank if small enough to be drawn on the host."""
         if shape[0] * shape[1] > 1 << 25:
             return normal(shape, dtype, scale)
         drawn = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
@@ -480,7 +483,7 @@ def start(count: int) -> int:
         for rank in range(count)
     ]
     try:
-        # If one rank fails, the other would wait for it forever.
+        # If one rank fails, terminate the other, which would wait for it forever.
         while all(rank.poll() is None for rank in ranks):
             time.sleep(0.05)
         if any(rank.poll() for rank in ranks):

@@ -55,7 +55,7 @@
 //
 // Registers that are operands of a wgmma are written after the previous wgmma has been awaited:
 // otherwise ptxas serialises the wgmmas.
-// dQ has a kernel of its own (flash_attention_backward_query_sm90.cu): adding it to global memory
+// dQ has its own kernel (flash_attention_backward_query_sm90.cu): adding it to global memory
 // here would occupy L2 for longer than all other work.
 #pragma once
 

@@ -183,7 +183,7 @@ class IssueOrder {
     wait();
     pass();
   }
-  // Consumer 0 waits for the last pass: every arrival has its wait.
+  // Consumer 0 waits for the last pass, so that every arrival is matched by a wait.
   CUKIT_DEVICE void end() const {
     if (consumer_ == 0) wait();
   }

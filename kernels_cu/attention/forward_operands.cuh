@@ -109,8 +109,8 @@ struct Float8Operands : Float8Scores<TileN, HeadDim> {
   // P is scaled by 2^kOffset before rounding, so that small probabilities use the exponent range of
   // e4m3: 2^8 is its largest power of two, 2^-9 its smallest positive number. A maximum is updated
   // by every larger score: the largest probability of a row is then a power of two, which e4m3
-  // represents exactly. In short rows (CAUSAL) most tiles update one, so they all rescale, without
-  // the vote.
+  // represents exactly. In short rows (CAUSAL) most tiles update a maximum, so every tile rescales,
+  // without a vote.
   static constexpr int kOffset = 8;
   static constexpr float kGrowth = CAUSAL && ValueDim < 256 ? -1.0f : 0.0f;
 
@@ -119,7 +119,7 @@ struct Float8Operands : Float8Scores<TileN, HeadDim> {
     wgmma_e4m3<ValueDim>(out, p, v, true);
   }
 
-  // In SlabTile's order of keys.
+  // Packs P in SlabTile's order of keys.
   CUKIT_DEVICE static void pack(Probabilities& p, const float (&scores)[TileN / 2]) {
 #pragma unroll
     for (int step = 0; step < TileN / 32; ++step)

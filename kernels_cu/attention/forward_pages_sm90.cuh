@@ -31,7 +31,7 @@ struct PagedKeyValues {
   const cukit::ScoreSettings& settings;
 
   // The fetcher waits until the consumers have released the stage. At most kFetchers requests are
-  // under way and no three in a row are of the same kind, so the stage's contents before the last
+  // in flight and no three in a row are of the same kind, so the stage's contents before the last
   // have been released: the phase that the fetcher waits for is not ambiguous.
   CUKIT_DEVICE void request(const KeyState& stage, const QueryWork& work, int tile,
                             bool of_keys) const {

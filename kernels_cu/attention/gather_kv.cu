@@ -5,8 +5,8 @@
 //   int8, float8: code * scale;  int4 (KIVI): (code - zero) * scale
 //
 // Keys before the window of the request's first query and keys from its length on are zeros.
-// Blocks without any other key are not written, and their entries of `blocks` neither; nor are
-// those of requests with fewer than min_queries queries.
+// Blocks without any other key, and blocks of requests with fewer than min_queries queries, are not
+// written; nor are their entries of `blocks`.
 // Mapping: a thread block copies kRows keys of one request, of all heads, or the values of those
 //   keys; a thread copies eight columns at a time, UNROLL of them in flight.
 // Macros: DTYPE float16|bfloat16, of the outputs; FORMAT E4M3|INT8|INT4 of the cache, absent if its
@@ -57,7 +57,7 @@ struct Side {
   const cukit::HeadStrides& recent_strides;
 };
 
-// The keys that a request's queries can see, and how many of all are in the cache.
+// The keys visible to a request's queries, and how many of its keys are in the cache.
 struct Request {
   int b, begin, end, cached;
 };
@@ -74,7 +74,7 @@ CUKIT_DEVICE void decode(float (&x)[kColumns], const Stored& stored) {
 }
 #endif
 
-// Eight columns of a key: their place in the cache.
+// Eight columns of a key, and their place in the cache.
 template <bool Keys>
 struct Item {
   int row, head, column;

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_attention_states(
                                       // shared * seq]
     const T* __restrict__ out_b, const float* __restrict__ lse_b,  // the same
     T* __restrict__ out, float* __restrict__ lse,                  // the same
-    // 32 bits: division of 64 bits by these would take longer than the loads.
+    // 32 bits: 64-bit divisions by these would take longer than the loads.
     unsigned num_vecs, unsigned vecs, unsigned heads, unsigned seq
 #if SHARED
     ,

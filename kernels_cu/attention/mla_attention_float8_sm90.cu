@@ -127,20 +127,20 @@ struct Arrays {
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
   int share_units;  // units per team
-  // With a buffer of weights:
+  // Passed to the outputs with each of the two buffers of weights:
   int grown[2];          // whether outputs are to be rescaled
   alignas(16) float shrink[2][HEADS];
   alignas(16) __half ratios[2][kScaleGroups][kPage];
-  // Among the warps of the scores:
-  // A copy for each warp: of the heads of the lanes with lane % 4 == 0, of those with 1, ...
+  // Exchanged among the scores warps:
+  // One copy per warp: first the heads of the lanes with lane % 4 == 0, then of those with 1, ...
   alignas(16) float maxima[cukit::kWarpgroupWarps][HEADS];
   int votes[2][cukit::kWarpgroupWarps];
   unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query element
   Statistics totals[HEADS];  // of a piece
 };
 
-// Converts the queries of a piece, and returns their unit. Called by the warps of the scores; for a
-// block's first piece by those of the outputs too, which have nothing else to do.
+// Converts the queries of a piece, and returns their unit. Called by the scores warps; for a block's
+// first piece also by the outputs warps, which are idle until then.
 CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange, bool first) {
   using Queries = CodedQueries<QueryTile>;
   const int warps = first ? Block::kConsumerWarps : cukit::kWarpgroupWarps;
@@ -181,11 +181,11 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, ParkedShare& parke
   bool first_piece = true;
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays.seq_lens, params)) {
     const Piece piece = share.piece();
-    // Those of later pieces follow a page, since the queries of the piece before are in use.
+    // Queries of later pieces are loaded after a page: those of the previous piece are still in use.
     if (starts && first_piece) load_queries(piece);
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Block 0 stands in for the only page of a request of length 0.
+    // Block 0 is loaded as the only page of a request of length 0.
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
@@ -397,7 +397,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       barriers.weights.acquire(weights);
       const bool rescales = renew && page > piece.begin;
       if (renew) {
-        // Of each warp, in the buffer that the weights will overwrite.
+        // Each warp's maxima, stored in the buffer that the weights will overwrite.
         float2* const tops = scratch(weights);
 #pragma unroll
         for (int n = 0; n < kHeadPairs; ++n) {
@@ -476,7 +476,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     }
     barriers.queries.release(parked.piece_state());
 
-    // The warps' sums, in the next buffer of weights.
+    // The warps' sums, stored in the next buffer of weights.
     barriers.weights.acquire(weights);
     float2* const sums = scratch(weights);
 #pragma unroll

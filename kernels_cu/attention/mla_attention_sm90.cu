@@ -166,7 +166,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const Piece piece = share.piece();
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Block 0 stands in for pages beyond the piece, and for the only page of a request of length 0.
+    // Block 0 is loaded for pages beyond the piece, and as the only page of a request of length 0.
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);

@@ -137,7 +137,7 @@ struct CodedQueries {
   }
 
  private:
-  // Latent or rotated columns.
+  // Converts the latent or the rotated columns.
   template <bool Rotated>
   CUKIT_DEVICE static void convert_parts(unsigned char* parts, int thread, int threads, float by) {
     constexpr int kParts = Rotated ? QueryTile::kParts - kLatentParts : kLatentParts;
@@ -175,7 +175,7 @@ struct CodedQueries {
     }
   }
 
-  // Of a 16-byte chunk in a part.
+  // Offset of a 16-byte chunk in a part.
   CUKIT_DEVICE static unsigned offset(int index, int chunk) {
     return QueryTile::address(0, index % QueryTile::kRows, chunk);
   }

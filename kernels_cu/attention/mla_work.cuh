@@ -120,7 +120,7 @@ struct Rows {
   CUKIT_DEVICE int query(int row, const LatentParameters& params) const {
     return (first + row) / params.heads_q;
   }
-  // Its index in lse [batch, heads_q, seq_q].
+  // Index of the tile's row `row` in lse [batch, heads_q, seq_q].
   CUKIT_DEVICE long long statistic(int row, const LatentParameters& params) const {
     const int head = (first + row) % params.heads_q;
     return (static_cast<long long>(b) * params.heads_q + head) * params.seq_q + query(row, params);

@@ -333,7 +333,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     int* counters,          // zeros: one per block, or one per problem
 #if PACKED
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    int max_queries,                       // requests of more are left out
+    int max_queries,                       // requests with more queries are skipped
 #endif
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);

@@ -296,7 +296,7 @@ struct ClusterSums {
     store_remote(to + 1, column / kOwnColumns, sums.y);
     if (column < 2 * CLUSTER) send(row, column / 2, own);
   }
-  // For a block without keys.
+  // Sends the sums of a block without keys.
   CUKIT_DEVICE void send_nothing() {
     for (int i = threadIdx.x; i < kRows * CLUSTER; i += kThreads) {
       send(i % kRows, i / kRows, {-infinity(), 0.0f});

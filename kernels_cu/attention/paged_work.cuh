@@ -14,11 +14,11 @@
 // With UNIT_TILES > 0 (batch-invariant) a problem is split after every UNIT_TILES of its own tiles
 // instead, and teams share units: the result of a request does not depend on the rest of the batch.
 //
-// With RecentTile > 0 the last keys of a request are in a ring buffer of its own, unquantised, and
+// With RecentTile > 0 the last keys of a request are in its own ring buffer, unquantised, and
 // those before them in the cache. Tiles of cached keys come first, then tiles of RecentTile recent
 // ones.
 //
-// With PackedRows > 0 each request has a number of queries of its own, in tiles of PackedRows rows:
+// With PackedRows > 0 each request has its own number of queries, in tiles of PackedRows rows:
 // its problems are the key heads of all its tiles. Requests without queries have none.
 //
 // Parameters: a kernel's struct with batch, seq_q, max_keys, problems (of a request; of a tile of
@@ -40,7 +40,7 @@ struct SplitLengths {
 };
 
 // The same with packed queries: those of request b are cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1.
-// Requests of more than max_queries are left out.
+// Requests with more than max_queries queries are skipped.
 struct PackedLengths : SplitLengths {
   const int* cu_seqlens_q;
   int max_queries;

@@ -84,7 +84,7 @@ struct GatherParameters {
   int block_size, table_row;
   int tiles;        // blocks of a request's outputs
   int window_left;  // visible keys before the first query's own
-  int min_queries;  // requests with fewer are left out
+  int min_queries;  // requests with fewer queries are skipped
 };
 
 // append_kv. Strides of q, k, v and q_out: over tokens (row) and heads; of caches and their scales

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
     int num_seqs, int heads_q, int max_seqlen_kv,
 #if PAGED
     int seq_q,  // of every sequence where cu_seqlens_q is null
-    int min_queries,  // sequences with fewer are left out
+    int min_queries,  // sequences with fewer queries are skipped
 #endif
     int blocks) {  // grid of the attention kernel, whose blocks start with the first work items
   __shared__ int buckets[THREADS];

@@ -53,7 +53,7 @@ class Shape:
         return 2 * columns * square / (2 if self.causal else 1)
 
     def elements(self, num_heads: int) -> int:
-        """Bytes of q and out, or of k and v, with this many heads."""
+        """Number of elements of q and out, or of k and v, with this many heads."""
         columns = self.head_dim + (self.value_dim or self.head_dim)
         return self.batch * self.seq_len * num_heads * columns
 

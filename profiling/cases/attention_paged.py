@@ -26,10 +26,10 @@ GROUP_ROWS = 64
 """Keys of an int4 cache that share a scale per channel."""
 
 _FLASHINFER_DIM = 128
-"""Of its compiled kernels."""
+"""head_dim of FlashInfer's compiled kernels."""
 
 FLOAT8_SCALE = 4.5 / 448
-"""Of all codes."""
+"""Scale of all float8 codes, for values up to 4.5."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
     blocks, block_size, heads, _ = block
     storage = xp.empty(block, xp.int8 if codes == "int8" else xp.uint8)
     scales = xp.full((blocks, heads, block_size, 1), 4.5 / most, xp.float32).swapaxes(1, 2)
-    for begin in range(0, blocks, 1024):  # a float32 cache would not fit as well
+    for begin in range(0, blocks, 1024):  # the whole cache in float32 would not fit
         part = storage[begin : begin + 1024]
         values = normal(part.shape, "float32") * (most / 4.5)
         part[...] = QuantizedArray.encode(xp.clip(values, -most, most), dtype).storage

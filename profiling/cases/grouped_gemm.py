@@ -59,7 +59,10 @@ def counts_of(groups: int, rows: int) -> np.ndarray[Any, Any]:
 
 
 def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
-    """y[r] = weights[g] x[r]; the peer is cuBLAS per group, with sizes known on the host."""
+    """y[r] = weights[g] x[r]; the peer is cuBLAS per group, with sizes known on the host.
+
+    set_aside: each group has a fixed number of rows, x [groups, capacity, k].
+    """
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -121,7 +124,7 @@ def backward_case(groups: int, rows: int, n: int, k: int) -> Case:
 
 
 def gated_case(groups: int, rows: int, n: int, k: int) -> Case:
-    """SwiGLU per group; the alternative is a product followed by silu_and_mul."""
+    """SwiGLU per group; the peer is torch's grouped product followed by the activation."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -220,7 +223,7 @@ def _offsets(counts: np.ndarray[Any, Any]) -> Any:
 
 
 def _loop_impls(out: Any, x: Any, weights: Any, places: list[Any]) -> dict[str, Callable[[], Call]]:
-    """cuBLAS, one call per group; places: its rows, or (group, count) with a capacity."""
+    """cuBLAS, one call per group; places: rows of each group, or (group, count) with a capacity."""
 
     def factory() -> Call:
         torch = peers.torch()

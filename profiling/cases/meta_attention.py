@@ -22,14 +22,14 @@ DTYPE = "bfloat16"
 CHUNK = 128
 """Tokens per chunk of the scan in torch."""
 TOLERANCE = 3e-2
-"""bfloat16 activations between eight ops."""
+"""Activations between eight ops are rounded to bfloat16."""
 
 OPS = (
     "linear", "linear_backward", "flash_attention", "flash_attention_backward", "causal_conv",
     "causal_conv_backward", "causal_conv_step", "gated_scan", "gated_scan_backward",
     "gated_scan_step",
 )  # fmt: skip
-"""What the module is made of; the expected results use their references."""
+"""Ops that the module calls; the expected results use their references."""
 
 
 def cases(small: bool = False) -> list[Case]:
@@ -122,8 +122,8 @@ def _forward_of(x: Any, module: MetaAttention) -> Any:
 
 
 def step_case(config: MetaAttentionConfig, batch: int, tokens: int) -> Case:
-    """The last token that the state has room for, again and again. The decays are so fast that the
-    scan's state is that token's alone, so that repeated steps have equal results."""
+    """The step of the last token that fits in the state, repeatedly. The decays are so strong that
+    the scan's state contains only this token, so repeated steps have equal results."""
 
     def build() -> Workload:
         parameters = _parameters(config)

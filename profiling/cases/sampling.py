@@ -124,11 +124,11 @@ def flashinfer_impls(logits: Any, options: Options) -> dict[str, Callable[[], Ca
 def _drawable(logits: Any, seed: Any, options: Options, tokens: Any) -> Any:
     """The reference's tokens where the peer's are permitted as well, else -1."""
     xp = array_module()
-    mine = xp.asarray(tokens.cpu().numpy() if hasattr(tokens, "cpu") else tokens)
+    drawn = xp.asarray(tokens.cpu().numpy() if hasattr(tokens, "cpu") else tokens)
     kept = reference.kept_tokens(logits, **options)
-    rows = xp.arange(len(mine))
+    rows = xp.arange(len(drawn))
     expected = reference.sample(logits, seed=seed, **options).tokens
-    return xp.where(kept[rows, mine], expected, -1)
+    return xp.where(kept[rows, drawn], expected, -1)
 
 
 def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def flashinfer_verify(drafts: Any, logits: Any, probs: Any, options: Options) ->
 
 
 def _verifiable(drafts: Any, logits: Any, arguments: Options, result: Any) -> Any:
-    """The reference's results for requests of which the peer's tokens are permitted, else -2."""
+    """The reference's results for requests whose tokens from the peer are permitted, else -2."""
     xp = array_module()
     tokens, _, emitted = (xp.asarray(part.cpu().numpy()) for part in result)
     options = {name: value for name, value in arguments.items() if name != "draft_probs"}

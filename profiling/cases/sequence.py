@@ -88,7 +88,7 @@ def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> 
     name = "gla" if channels else "simple_gla"
     chunked = getattr(peers.optional(f"fla.ops.{name}"), f"chunk_{name}")
     if num_heads != num_groups:
-        raise PeerMissing(f"chunk_{name}: keys for each head")
+        raise PeerMissing(f"chunk_{name} requires keys per head")
 
     def function(x: Any, b: Any, c: Any, decay: Any) -> Any:
         outputs = chunked(q=c, k=b, v=x, g=decay, scale=1.0, output_final_state=final)
@@ -112,7 +112,7 @@ class _ChunkScan:
 
     def _function(self, final: bool) -> Callable[..., Any]:
         if self._channels:
-            raise PeerMissing("mamba_chunk_scan_combined: a decay for each head")
+            raise PeerMissing("mamba_chunk_scan_combined requires a decay per head")
         combined = peers.optional("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
         decays = peers.to_torch(self._inputs.decay)
         rates = decays.new_full(decays.shape[2:], -1.0)
@@ -130,13 +130,13 @@ class _ChunkScan:
 
     @staticmethod
     def outputs(outputs: Any) -> Any:
-        """Those of `gated_scan`."""
+        """Convert Mamba-2's outputs to those of `gated_scan`."""
         y, final_state = outputs
         return y, final_state.transpose(-1, -2).contiguous()
 
     def gradients(self, gradients: Any) -> Any:
-        """Those of `gated_scan`'s arguments. That of a decay is a difference of sums that are six
-        times larger, and of which one has been rounded."""
+        """Convert Mamba-2's gradients to those of `gated_scan`'s arguments. The gradient of a decay
+        is a difference of two sums that are six times larger, one of which has been rounded."""
         of_values, of_b, of_c, of_steps = gradients
         values, _, _, steps = (peers.to_torch(array).float() for array in self._arguments())
         of_x = of_values.float() / steps[..., None]
@@ -261,15 +261,15 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
         decay = -abs(decay)
         start = normal((batch, num_heads, state_dim, head_dim), "float32")
         state = start.copy()
-        still = decay * 0  # keeps the state constant over repeated steps
-        nothing = b * 0
+        # A zero decay and zero keys keep the state constant over repeated steps.
+        no_decay, no_keys = decay * 0, b * 0
 
         def ours() -> Any:
-            return sequence.gated_scan_step(state, x, nothing, c, still)
+            return sequence.gated_scan_step(state, x, no_keys, c, no_decay)
 
         return Workload(
             {"cukit": lambda: ours},
-            partial(reference.gated_scan_step, start.copy(), x, nothing, c, still),
+            partial(reference.gated_scan_step, start.copy(), x, no_keys, c, no_decay),
         )
 
     shape = f"{batch}, {num_heads} heads of {head_dim}, {num_groups} states of {state_dim}"
@@ -332,7 +332,7 @@ def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
 
 
 def conv_step_case(batch: int, channels: int) -> Case:
-    """One token of each of 32 sequences per batch, with a state that a step leaves unchanged."""
+    """One token of each of 32 * batch sequences, with a state that a step leaves unchanged."""
 
     def build() -> Workload:
         x = normal((32 * batch, channels), DTYPE)
