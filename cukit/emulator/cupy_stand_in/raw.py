@@ -161,7 +161,7 @@ class RawKernel:
 
 
 def _argument(name: str, index: int, value: Any, size: int, memory: list[Any]) -> Any:
-    """The launch's form of one of CuPy's arguments; adds the memory that it refers to."""
+    """Converts an argument for the launch; appends the array that it refers to to `memory`."""
     if isinstance(value, ndarray):
         memory.append(owner_of(value))  # a view may be indexed beyond its own elements
         return np.asarray(value)
