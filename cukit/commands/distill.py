@@ -159,7 +159,7 @@ def distill(
         int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=_RUN)
     ] = None,
     eval_windows: Annotated[
-        int | None, typer.Option(help="Most validation windows.", rich_help_panel=_RUN)
+        int | None, typer.Option(help="Maximum number of validation windows.", rich_help_panel=_RUN)
     ] = None,
     quantize: Annotated[
         list[str] | None,
