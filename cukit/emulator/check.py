@@ -12,7 +12,7 @@ import numpy as np
 
 from cukit.core.scalars import check_integer
 from cukit.emulator.builder import macro_value
-from cukit.emulator.limits import MAX_THREADS
+from cukit.emulator.limits import MAX_DYNAMIC_SHARED_BYTES, MAX_THREADS
 from cukit.emulator.program import Program, Source, as_argument, only_kernel, parameters_of, scan
 from cukit.emulator.settings import settings_from
 from cukit.errors import ConfigError, LaunchError
@@ -67,7 +67,9 @@ def check_kernel(
     blocks, threads = extents("grid", grid), extents("block", block)
     if math.prod(threads) > MAX_THREADS:
         raise ConfigError(f"block: at most {MAX_THREADS} threads, got {math.prod(threads)}")
-    check_integer("check_kernel", "shared_bytes", shared_bytes, least=0, most=232448)
+    check_integer(
+        "check_kernel", "shared_bytes", shared_bytes, least=0, most=MAX_DYNAMIC_SHARED_BYTES
+    )
     if entry is None:
         entry = only_kernel(scan(program_source), program_source.name)
     program = Program(program_source, chosen, [entry] if "<" in entry else [])

@@ -126,7 +126,7 @@ struct SharedCheck {
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
     if (!written && is_static()) check_variable(i);
-    if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
+    if (!written && access != Access::Write && !in_unwritten_tail(i) && !guards_object(i)) {
       fault_at(i, "uninitialised shared memory",
             "\n  no thread has written it yet: a store is missing, or a barrier after the store");
     }
@@ -161,7 +161,7 @@ struct SharedCheck {
 
   // A vector load whose first element was written may end in unwritten bytes: the kernel need not
   // use them.
-  bool behind_data(std::size_t i) const {
+  bool in_unwritten_tail(std::size_t i) const {
     constexpr std::size_t kElement = 4;
     return access == Access::Read && !actor.engine && bytes > kElement && i >= kElement;
   }
