@@ -65,7 +65,9 @@ def analyze(
     as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
     arch: Annotated[
         str | None,
-        typer.Option(help="One kernel: its architecture. Default: this GPU's, or sm_90 without."),
+        typer.Option(
+            help="One kernel: its architecture. Default: this GPU's, or sm_90 without one."
+        ),
     ] = None,
     entry: Annotated[
         str | None, typer.Option(help="One kernel: its name, if the file has several.")

@@ -110,7 +110,8 @@ def distill(
         bool | None,
         typer.Option(
             "--ablation/--no-ablation",
-            help="Also distil students with the loss on hidden states and with that on attention.",
+            help="Also distil one student with the loss on hidden states and one with the loss on "
+            "attention.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
