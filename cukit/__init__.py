@@ -393,7 +393,7 @@ __all__ = [
 
 activate_from_environment()
 
-# Former places of ops that moved to `cukit.moe`.
+# Ops that moved to `cukit.moe` remain available as attributes of `cukit.gemm`.
 for _op in (
     adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask, depth_combine,
     depth_combine_backward, depth_gather, depth_router, depth_router_backward,

@@ -9,7 +9,7 @@ CukitError
 ├── DataError                  a text, checkpoint or output folder that cannot be used
 ├── UnsupportedDeviceError     there is no GPU, or it does not support the request
 ├── MissingDependencyError     a package or library is missing (also an ImportError)
-├── CompileError               a kernel does not compile; holds NVRTC's log
+├── CompileError               a kernel does not compile; holds the compiler's log
 ├── LaunchError                a launch is invalid, e.g. arguments do not match the kernel
 ├── EmulatorError              the emulator found an error in a kernel: kind, thread, source line
 ├── OutOfMemoryError           (also a MemoryError)
@@ -60,7 +60,8 @@ class MissingDependencyError(CukitError, ImportError):
 
 
 class CompileError(CukitError):
-    """A kernel does not compile. The message contains NVRTC's log, which quotes the source line."""
+    """A kernel does not compile. The message contains the log of NVRTC or, in the emulator, of the
+    C++ compiler."""
 
 
 class LaunchError(CukitError):

@@ -1,1 +1,1 @@
-"""The commands of `cukit`, one module each: options and output; other packages do the work."""
+"""The commands of `cukit`, one module each: their options and output."""

@@ -86,7 +86,7 @@ def _bar(console: Console) -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
-        # An estimate over all finished items: their costs are in no order.
+        # The estimate uses all finished items, since their costs vary.
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console, transient=True, speed_estimate_period=3600.0)

@@ -98,7 +98,7 @@ class ProgressDisplay:
         self._console.print(f"[dim]{escape(text)}[/]")
 
     def close(self) -> None:
-        """Stop the live bar, finished or not."""
+        """Stops the live bar, finished or not."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -107,7 +107,7 @@ class ProgressDisplay:
 def show_plan(
     console: Console, settings: DistillSettings, corpus: Corpus, device_name: str
 ) -> None:
-    """Print text, models and device of the run, in three lines."""
+    """Prints the text, models and device of the run, in three lines."""
     teacher, student = settings.teacher_config(), settings.student_config()
     console.print(
         f"[bold]text[/]     {escape(corpus.description)}: {len(corpus.train) / 1e6:.1f} MB in "
@@ -126,7 +126,7 @@ def show_plan(
 
 
 def show_report(console: Console, report: DistillReport, folder: Path) -> None:
-    """Print tables of the results, the sample and the verdict."""
+    """Prints tables of the results, the sample and the verdict."""
     console.print(_models_table(report))
     if len(report.ways) > 1:
         console.print(_ways_table(report))

@@ -65,7 +65,9 @@ def analyze(
     as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
     arch: Annotated[
         str | None,
-        typer.Option(help="One kernel: its architecture. Default: this GPU's, or sm_90 without."),
+        typer.Option(
+            help="One kernel: its architecture. Default: this GPU's, or sm_90 without one."
+        ),
     ] = None,
     entry: Annotated[
         str | None, typer.Option(help="One kernel: its name, if the file has several.")
@@ -163,8 +165,8 @@ def find_entry(code: str, place: str) -> str:
     """The name of the only kernel in CUDA source. Raises ConfigError for none or several."""
     names = list(dict.fromkeys(_ENTRY.findall(_BOUNDS.sub("", _COMMENT.sub("", code)))))
     if len(names) != 1:
-        found = f"it has {', '.join(names)}" if names else "it has none"
-        raise ConfigError(f"{place}: which kernel? {found}; name one with --entry")
+        found = ", ".join(names) or "none"
+        raise ConfigError(f"{place}: expected one kernel, found {found}; name one with --entry")
     return str(names[0])
 
 

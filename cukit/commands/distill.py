@@ -110,7 +110,8 @@ def distill(
         bool | None,
         typer.Option(
             "--ablation/--no-ablation",
-            help="Also distil students with the loss on hidden states and with that on attention.",
+            help="Also distil one student with the loss on hidden states and one with the loss on "
+            "attention.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
@@ -159,7 +160,7 @@ def distill(
         int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=_RUN)
     ] = None,
     eval_windows: Annotated[
-        int | None, typer.Option(help="Most validation windows.", rich_help_panel=_RUN)
+        int | None, typer.Option(help="Maximum number of validation windows.", rich_help_panel=_RUN)
     ] = None,
     quantize: Annotated[
         list[str] | None,

@@ -53,7 +53,7 @@ def report(
             "--arch and --op choose kernels to compile; with results they have no effect"
         )
     for path in output or ():
-        check_suffix(path)  # before minutes of compiling
+        check_suffix(path)  # fail before minutes of compiling
     sources: list[Source] = list(results or [])
     if not sources:
         sources.append(facts(*build(variants(devices(arch), op), quiet=quiet)))

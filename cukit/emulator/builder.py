@@ -68,9 +68,9 @@ class Build:
     """The library's variables in static shared memory: first byte and size, in order. Gaps between
     them detect overruns."""
     uninitialised: Sequence[str] = ()
-    """Variables that the compiler found to be used before they have a value, and where."""
+    """Reports of variables that are used before they have a value, from the compiler's warnings."""
     together: bool = False
-    """Whether the cluster stands for all blocks of a cooperative launch."""
+    """Whether `cluster` contains all blocks of a cooperative launch."""
 
 
 def build_kernel(
@@ -143,7 +143,7 @@ def build_runtime() -> Path:
 
 
 def _say(what: str) -> None:
-    """Reports on stderr why a first call takes long; CUKIT_QUIET silences it."""
+    """Prints to stderr why a first call is slow, unless CUKIT_QUIET is set."""
     if not os.environ.get("CUKIT_QUIET"):
         print(f"cukit: {what}", file=sys.stderr)
 
@@ -302,9 +302,9 @@ def _with_gaps(assembly: str) -> str:
 def _translation_unit(spec: KernelSpec) -> str:
     """The kernel's file, unchanged, and its entry.
 
-    Macros follow the headers of CUDA and of the host, which they must not affect.
+    The macros are defined after the headers of CUDA and of the host, which they must not affect.
     """
-    macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
+    macros = "".join(f"#define {name} {macro_value(value)}\n" for name, value in spec.defines)
     layouts = layout_assertions(spec.source)
     bound = _launch_bound(read_source(spec.source), spec.entry)
     entry = f"CUKIT_EMULATOR_ENTRY({', '.join((spec.entry, *bound))})"
@@ -323,7 +323,8 @@ def _launch_bound(text: str, entry: str) -> tuple[str, ...]:
     return ()
 
 
-def _macro(value: object) -> str:
+def macro_value(value: object) -> str:
+    """The text of a macro's value; 1 or 0 for a bool."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 

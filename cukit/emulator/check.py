@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from cukit.core.scalars import check_integer
-from cukit.emulator.limits import MAX_THREADS
+from cukit.emulator.builder import macro_value
+from cukit.emulator.limits import MAX_DYNAMIC_SHARED_BYTES, MAX_THREADS
 from cukit.emulator.program import Program, Source, as_argument, only_kernel, parameters_of, scan
 from cukit.emulator.settings import settings_from
 from cukit.errors import ConfigError, LaunchError
@@ -66,7 +67,9 @@ def check_kernel(
     blocks, threads = extents("grid", grid), extents("block", block)
     if math.prod(threads) > MAX_THREADS:
         raise ConfigError(f"block: at most {MAX_THREADS} threads, got {math.prod(threads)}")
-    check_integer("check_kernel", "shared_bytes", shared_bytes, least=0, most=232448)
+    check_integer(
+        "check_kernel", "shared_bytes", shared_bytes, least=0, most=MAX_DYNAMIC_SHARED_BYTES
+    )
     if entry is None:
         entry = only_kernel(scan(program_source), program_source.name)
     program = Program(program_source, chosen, [entry] if "<" in entry else [])
@@ -102,7 +105,7 @@ def source_of(
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
         found = Source(text, str(path), path.resolve().parent)
     given = [*options, *(f"-I{folder}" for folder in include)]
-    given += [f"-D{name}={_macro(value)}" for name, value in (defines or {}).items()]
+    given += [f"-D{name}={macro_value(value)}" for name, value in (defines or {}).items()]
     found = found.with_options(given)
     for folder in found.includes:
         if not folder.is_dir():
@@ -127,7 +130,3 @@ def _variable(program: Program, name: str, value: Any) -> np.ndarray[Any, Any]:
         got = f"{value.nbytes} bytes" if hasattr(value, "nbytes") else type(value).__name__
         raise LaunchError(f"{name} is a variable of {variable.nbytes} bytes, got {got}")
     return variable
-
-
-def _macro(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""A kernel compiled for the CPU, with the interface of any other kernel."""
+"""A kernel compiled for the CPU, with the interface of `core.kernel.Kernel`."""
 
 from __future__ import annotations
 

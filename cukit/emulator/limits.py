@@ -7,6 +7,8 @@ import math
 from cukit.core.device import Device
 
 MAX_THREADS = 1024
+MAX_DYNAMIC_SHARED_BYTES = 227 * 1024
+"""The largest opt-in limit of the supported GPUs."""
 _BLOCK_EXTENTS = (1024, 1024, 64)
 _GRID_EXTENTS = (2**31 - 1, 65535, 65535)
 _PORTABLE_CLUSTER_BLOCKS = 8

@@ -148,16 +148,16 @@ class Names:
             return "void", ""
         inner = self._referred(entry, "DW_AT_type")
         if entry.tag == "DW_TAG_array_type":
-            before, behind = self._type_name(inner)
-            return before, "".join(f"[{extent}]" for extent in self._extents(entry)) + behind
+            before, after = self._type_name(inner)
+            return before, "".join(f"[{extent}]" for extent in self._extents(entry)) + after
         if entry.name:
             return entry.name, ""
-        before, behind = self._type_name(inner)
+        before, after = self._type_name(inner)
         if entry.tag == "DW_TAG_pointer_type":
             before += "*"
         if entry.tag in ("DW_TAG_const_type", "DW_TAG_volatile_type"):
             before = f"{'const' if 'const' in entry.tag else 'volatile'} {before}"
-        return before, behind
+        return before, after
 
     def _describe(self, variables: list[Variable], offset: int) -> str:
         before = [variable for variable in variables if variable.start <= offset]
@@ -165,8 +165,8 @@ class Names:
             return ""
         variable = max(before, key=lambda each: each.start)
         inside, size = offset - variable.start, self._bytes(variable.type)
-        type_before, type_behind = self._type_name(variable.type)
-        declaration = f"`{variable.qualifier} {type_before} {variable.name}{type_behind}`"
+        type_before, type_after = self._type_name(variable.type)
+        declaration = f"`{variable.qualifier} {type_before} {variable.name}{type_after}`"
         if inside >= size:
             return f"{inside - size} bytes past the end of {declaration}"
         element = variable.name + self._element(variable.type, inside)

@@ -81,7 +81,7 @@ class Source:
                 standard = value
         if standard not in _STANDARDS:
             raise ConfigError(f"-std: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
-        # This project's headers need C++17, with which sources for older standards compile, too.
+        # cukit's headers need C++17; sources for older standards compile as C++17, too.
         standard = max(standard, "c++17")
         return replace(
             self,
@@ -273,8 +273,7 @@ def _collect(source: Source) -> _Files:
 
         result = rewrite(texts[path], marks, source.keep_host)
         once = "#pragma once\n" if re.search(r"^\s*#\s*pragma\s+once", texts[path], re.M) else ""
-        escaped = shown.replace("\\", "\\\\").replace('"', '\\"')
-        written[file] = f'{once}#line 1 "{escaped}"\n{_INCLUDE.sub(link, result.text)}\n'
+        written[file] = f"{once}#line 1 {_quoted(shown)}\n{_INCLUDE.sub(link, result.text)}\n"
         rewritten.append(result)
     return _Files(written, rewritten, missing)
 
@@ -306,8 +305,8 @@ def _provided(include: str) -> str | None:
 def _header_folders() -> tuple[Path, ...]:
     """The folder of CUDA's headers, and the default search path of the host's compiler."""
     command = [find_compiler().path, "-E", "-v", "-x", "c++", os.devnull]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    listed = said.partition("#include <...> search starts here:")[2].partition("End of search")[0]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    listed = output.partition("#include <...> search starts here:")[2].partition("End of search")[0]
     return (
         cuda_include_folder(),
         *(Path(line.strip()) for line in listed.split("\n") if line.strip()),

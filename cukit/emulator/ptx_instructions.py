@@ -36,9 +36,11 @@ _NUMBERS = {"f16": "F16", "bf16": "BF16", "tf32": "TF32", "e4m3": "E4M3", "e5m2"
 _NOTHING = re.compile(
     r"prefetch|prefetchu|applypriority|discard|griddepcontrol|setmaxnreg|pragma|createpolicy"
 )
+"""Instructions that have no effect in the emulator."""
 
 
 def instruction(statement: Statement, text: str) -> str:
+    """C++ for one instruction or label. Raises UntranslatedError if there is no translation."""
     if text.endswith(":"):
         return f"{text};"
     guard = re.match(r"@(!?)([^ ]+) (.*)", text)

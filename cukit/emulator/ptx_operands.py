@@ -56,6 +56,7 @@ class Statement:
 
 
 def label_of(name: str, statement: Statement) -> str:
+    """The C++ label for a PTX label, which is declared in the statement."""
     label = "label_" + re.sub(r"\W", "_", name)
     if label not in statement.labels:
         statement.labels.append(label)
@@ -63,6 +64,7 @@ def label_of(name: str, statement: Statement) -> str:
 
 
 def split_operands(text: str) -> list[str]:
+    """Splits at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "{[(") - (character in "}])")

@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="0: run threads in order; any other number: another order",
     )
-    group.addoption("--cukit-arch", default="sm_90", help="the GPU to emulate")
+    group.addoption("--cukit-arch", default="sm_90", help="the GPU architecture to emulate")
 
 
 @pytest.hookimpl(tryfirst=True)

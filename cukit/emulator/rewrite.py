@@ -79,8 +79,9 @@ def device_macros(texts: Iterable[str]) -> set[str]:
 
 
 def rewrite(text: str, marks: set[str], keep_host: bool = False) -> Rewritten:
-    """marks: words that make a function a device function (`device_macros`).
+    """Rewrites one source file.
 
+    marks: words that make a function a device function (`device_macros`).
     keep_host: treat functions without such a word as device functions, as NVRTC's `-default-device`
     does.
     """

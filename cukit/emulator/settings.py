@@ -15,8 +15,8 @@ from cukit.errors import ConfigError
 class Settings:
     """How kernels are emulated.
 
-    arch: the GPU that is emulated, e.g. `"sm_90"`: plans are made for it, and its instructions
-        exist.
+    arch: the GPU architecture to emulate, e.g. `"sm_90"`. Ops are planned for it, and only its
+        instructions are available.
     checked: check every memory access (several times slower); without it kernels only run.
     seed: 0 runs the threads of a block in order; every other number selects another order.
     late: complete asynchronous copies and wgmmas only when a thread waits for them.

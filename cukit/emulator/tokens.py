@@ -41,7 +41,7 @@ class Token:
 
 
 def tokenize(text: str, line: int = 1) -> list[Token]:
-    """`"".join(token.text for token in tokenize(text)) == text`."""
+    """Splits a source, whose first line has the number `line`. `join` restores the text."""
     tokens: list[Token] = []
     position, line_start = 0, True
     while position < len(text):
@@ -65,10 +65,9 @@ def join(tokens: Iterable[Token]) -> str:
     return "".join(token.text for token in tokens)
 
 
-def following(tokens: Sequence[Token], index: int, end: int | None = None) -> int:
-    """Index of the first token from `index` on that is not blank or a directive, or the end."""
-    stop = len(tokens) if end is None else end
-    while index < stop and (tokens[index].blank or tokens[index].kind == "directive"):
+def following(tokens: Sequence[Token], index: int) -> int:
+    """The first index from `index` on whose token is neither blank nor a directive, or the end."""
+    while index < len(tokens) and (tokens[index].blank or tokens[index].kind == "directive"):
         index += 1
     return index
 

@@ -86,7 +86,7 @@ class Device(_Context):
 
 
 class Stream(_Context):
-    """A stream whose work is done as soon as a call returns: nothing is left to order or await."""
+    """A stream without asynchronous work: calls are synchronous, so waits return at once."""
 
     null: Stream
     ptr = 0

@@ -268,7 +268,7 @@ extern "C" __global__ void {self.entry}({arguments}) {{
 
 
 class ReductionKernel(_Generated):
-    """A map, a reduction along axes and a map of each result, which one block computes."""
+    """A map, a reduction along axes, and a map of each result. One block computes each result."""
 
     def __init__(
         self,

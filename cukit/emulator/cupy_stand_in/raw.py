@@ -11,12 +11,12 @@ import numpy as np
 
 from cukit.emulator.cupy_stand_in.array import Pointer, addressed, ndarray, owner_of
 from cukit.emulator.cupy_stand_in.devices import architecture, current_settings
+from cukit.emulator.limits import MAX_DYNAMIC_SHARED_BYTES
 from cukit.emulator.program import Program, Source, as_argument
 from cukit.emulator.settings import Settings
 from cukit.errors import LaunchError
 
 _SHARED_WITHOUT_OPTING_IN = 48 * 1024
-_MAX_SHARED = 227 * 1024
 
 
 class RawModule:
@@ -141,11 +141,11 @@ class RawKernel:
         """Runs the kernel to completion. Raises EmulatorError if it has an error."""
         program = self._module.program(self.name)
         blocks, threads = _extents("grid", grid), _extents("block", block)
-        limit = min(self.max_dynamic_shared_size_bytes, _MAX_SHARED)
+        limit = min(self.max_dynamic_shared_size_bytes, MAX_DYNAMIC_SHARED_BYTES)
         if shared_mem > limit:
             raise LaunchError(
                 f"{self.name}: {shared_mem} bytes of dynamic shared memory, the limit is {limit}: "
-                f"raise max_dynamic_shared_size_bytes (up to {_MAX_SHARED})"
+                f"raise max_dynamic_shared_size_bytes (up to {MAX_DYNAMIC_SHARED_BYTES})"
             )
         kernel = program.kernel(self.name, threads, shared_mem, blocks)
         sizes = kernel.parameter_bytes
@@ -161,7 +161,7 @@ class RawKernel:
 
 
 def _argument(name: str, index: int, value: Any, size: int, memory: list[Any]) -> Any:
-    """The launch's form of one of CuPy's arguments; adds the memory that it refers to."""
+    """Converts an argument for the launch; appends the array that it refers to to `memory`."""
     if isinstance(value, ndarray):
         memory.append(owner_of(value))  # a view may be indexed beyond its own elements
         return np.asarray(value)

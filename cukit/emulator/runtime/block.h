@@ -63,7 +63,7 @@ struct Fiber : Thread {
   State state = State::Ready;
 
   const void* call = nullptr;      // return address of the kernel's last call into the emulator
-  const char* waits_for = nullptr; // what it waits for: a printf format for wait_numbers
+  const char* waits_for = nullptr; // description of the wait: a printf format for wait_numbers
   unsigned wait_numbers[2] = {};
   unsigned polls = 0;
   unsigned atomics = 0;
@@ -76,7 +76,7 @@ struct Fiber : Thread {
   unsigned argument = 0, width = 0;
   const void* operands = nullptr;  // of a warp-wide or warpgroup-wide instruction
   std::uint64_t cluster_generation = 0;  // of the cluster barrier when this thread arrived
-  bool cluster_arrived = false;    // at the cluster barrier, and has not waited yet
+  bool cluster_arrived = false;    // has arrived at the cluster barrier, but not waited yet
   int vote = 0;                    // result of a voting barrier, such as __syncthreads_count
   const void* converging = nullptr;  // call site of the coalesced group being formed
   unsigned converged = 0;            // lanes of the group formed last
@@ -114,7 +114,7 @@ struct Barrier {
   unsigned expected = 0;  // threads; 0 until the first one arrives
   unsigned arrived = 0;
   unsigned waiters = 0;           // arrived threads that also wait
-  bool whole = false;             // expects all threads of the block but exited ones
+  bool whole = false;             // expects all threads of the block that have not exited
   unsigned waiting[kLanes] = {};  // waiting lanes of each warp
   const void* first_call = nullptr;
   int line[kLanes] = {};          // source line of each warp's first arrival
@@ -177,9 +177,9 @@ struct Launch {
   std::uint32_t late;
   std::uint32_t global_races;
   std::uint32_t same_value_writes;
-  std::uint32_t cas_guesses;    // report them, too
+  std::uint32_t cas_guesses;    // also report races of first guesses for atomicCAS
   std::uint64_t seed;
-  std::uint32_t interruptible;  // Ctrl-C ends it
+  std::uint32_t interruptible;  // Ctrl-C ends the launch
   std::uint32_t arch;           // of the emulated GPU: 900 for sm_90
   double patience;  // seconds
   char* message;
@@ -193,7 +193,7 @@ struct Module {  // the kernel's shared object
   std::size_t tls_module = 0;
 };
 
-struct Run;  // a launch in progress (launch.cpp)
+struct Run;  // a launch in progress (run.h)
 struct Worker;
 
 // A snapshot of all workers, taken when one of them last made progress.

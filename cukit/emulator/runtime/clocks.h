@@ -17,8 +17,8 @@ struct Clock {
   unsigned references;
   std::uint32_t* seen;
   ForeignEpochs foreign;  // of other clusters
-  // What the last fences have made visible to readers of a later atomic write: to all of them, and,
-  // after a fence of the block, to threads of the block.
+  // What the last fences have made visible to threads that read a later atomic write: to any thread,
+  // and, including fences of block scope, to threads of the same block.
   ForeignEpochs published;
   ForeignEpochs published_in_block;
 };

@@ -14,7 +14,7 @@ struct ClusterEpochs {
   std::shared_ptr<const std::vector<std::uint32_t>> seen;
 };
 
-// Parts of several clusters in order of their numbers; null if there are none.
+// The epochs of several clusters, in order of their numbers; null if there are none.
 using ForeignEpochs = std::shared_ptr<const std::vector<ClusterEpochs>>;
 
 // What was published at one address: to all threads, and to threads of the publisher's block or

@@ -20,7 +20,7 @@ namespace cukit::emulator {
 namespace {
 
 constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-// Ignored by default: a late one does no harm.
+// Ignored by default, so a signal that arrives late is harmless.
 constexpr int kTick = SIGURG;
 
 // Why a worker leaves the kernel; filled in by a handler, read once the worker is on another stack.
@@ -49,7 +49,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   if ((old.sa_flags & SA_SIGINFO) != 0) {
     old.sa_sigaction(signal, info, context);
   } else if (old.sa_handler == SIG_DFL) {
-    sigaction(signal, &old, nullptr);  // the instruction faults again, and the process dies
+    sigaction(signal, &old, nullptr);  // the instruction faults again, which ends the process
   } else if (old.sa_handler != SIG_IGN) {
     old.sa_handler(signal);
   }
@@ -84,7 +84,7 @@ std::string describe(const Fiber& me) {
       return "wild pointer: access " +
              (has_address ? "at global memory " + describe_outside(*cluster.launch, reason.address)
                           : std::string("to a non-canonical address"));
-    case SIGFPE: return "integer division by zero, or of the smallest number by -1";
+    case SIGFPE: return "integer division by zero, or of the smallest integer by -1";
     case SIGILL: return "the kernel aborted: an illegal instruction, such as __builtin_trap";
     case SIGABRT: return "the kernel aborted: abort(), or an exception that is not caught";
     default:
@@ -225,7 +225,7 @@ void WorkerGuard::look_again_soon() { set_timer(0.001); }
 
 bool WorkerGuard::overdue() {
   if (cluster_.run->stopped()) return true;
-  // Polling threads have their own patience (Run::check_patience).
+  // Polling threads are timed by Run::check_patience.
   const std::uint64_t progress =
       cluster_.steps + cluster_.worker->polls.load(std::memory_order_relaxed);
   if (progress != progress_seen_) {

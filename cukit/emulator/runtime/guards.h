@@ -38,9 +38,9 @@ class WorkerGuard {
 
   Cluster& cluster() const { return cluster_; }
   unsigned char* stack_top() const { return stack_.get() + kStackBytes; }
-  // To be called at every tick of the timer. True if the launch must end where the worker is.
+  // To be called at every tick of the timer. True if the worker must leave the kernel.
   bool overdue();
-  // Schedules another tick soon: by then the worker may be at a point where it can be stopped.
+  // Schedules another tick soon, when the worker may be at a point where it can be stopped.
   void look_again_soon();
 
  private:

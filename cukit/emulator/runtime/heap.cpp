@@ -1,4 +1,5 @@
-// The heap of kernels: malloc, free, new and delete in device code. As on the GPU it outlives a launch.
+// The heap of kernels: malloc, free, new and delete in device code. As on the GPU, it
+// persists across launches.
 #include <cstdlib>
 #include <map>
 #include <mutex>

@@ -78,8 +78,8 @@ inline __attribute__((always_inline)) void check_volatile(void* pointer, std::si
         name_of(me) + " " + where(call));
 }
 
-// For accesses that the compiler takes to be aligned to their size. It places local variables as it
-// likes.
+// For accesses that the compiler assumes to be aligned to their size. Local variables are exempt: the
+// compiler chooses their alignment.
 inline __attribute__((always_inline)) void check_aligned(void* pointer, std::size_t bytes,
                                                          Access access, const void* call) {
   if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false) &&
@@ -129,7 +129,7 @@ extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
   check_plain(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
-// Calls that the kernel makes (builder.py has the linker rename them) and, under the thread
+// Calls that the kernel makes (toolchain.py has the linker rename them) and, under the thread
 // sanitizer's names, those that clang makes to copy structures.
 extern "C" void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
   check_plain(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
@@ -142,8 +142,8 @@ extern "C" void* __wrap_memmove(void* to, const void* from, std::size_t bytes) {
   return std::memmove(to, from, bytes);
 }
 extern "C" void* __wrap_memset(void* to, int value, std::size_t bytes) {
-  // On the stack, the compiler may have added it to fill a variable without an initialiser: not an
-  // access.
+  // On the stack, the compiler may have added the call to fill a variable without an initialiser, which
+  // is not an access.
   if (cukit_emulator_thread == nullptr || !on_stack(current(), to)) {
     check_plain(to, bytes, Access::Write, __builtin_return_address(0));
   }

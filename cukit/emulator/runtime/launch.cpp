@@ -231,9 +231,8 @@ void Run::check_patience(Fiber& me) {
   if (++me.polls % kPolls != 0) return;
   std::this_thread::yield();
 
-  // A worker that computes, or that the OS has descheduled, does not poll. Only when every worker
-  // has polled, and often enough for every thread of its cluster to have had a turn, is no thread
-  // left that could end the wait.
+  // A worker that computes, or that the OS has descheduled, does not poll. Once every worker has polled
+  // often enough for every thread of its cluster to have had a turn, no running thread can end the wait.
   const auto now = std::chrono::steady_clock::now();
   Watch& watch = cluster.watch;
   const std::size_t count = started.load(std::memory_order_acquire);

@@ -19,7 +19,7 @@ inline float as_float(std::uint32_t bits) {
 }
 
 // A small float of `exponent_bits` and `mantissa_bits`, without its sign. Subnormals are computed
-// from integers, since the CPU is set to flush its own.
+// from integers, since the CPU is set to flush subnormal floats (launch.cpp).
 inline float small_float(unsigned bits, int exponent_bits, int mantissa_bits) {
   const unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
   const unsigned exponent = bits >> mantissa_bits;

@@ -1,4 +1,4 @@
-// Which fiber runs next, and what happens if none can.
+// Chooses the fiber that runs next, and reports a deadlock if there is none.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -238,7 +238,7 @@ void complete_without(Block& block, Warp& warp) {
   complete_without(*me.block, *me.warp);
   if (me.block->live > 0) open_block_barriers(*me.block);
   if (--cluster.live == 0) abandon(cluster);
-  // The exit counts as an arrival, so the thread's own arrival is taken back.
+  // The exit counts as an arrival, so an earlier arrival by this thread is subtracted.
   if (me.cluster_arrived && me.cluster_generation == cluster.generation) --cluster.arrived;
   if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);
   Fiber& next = next_or_deadlock(cluster, &me);
@@ -275,7 +275,7 @@ void wait_for(const char* what, unsigned first, unsigned second) {
   me.waits_for = what;
   me.wait_numbers[0] = first;
   me.wait_numbers[1] = second;
-  // Without checks stores are not seen: the end of a wait is what shows progress.
+  // Without checks, stores are not counted, so the ends of waits count as progress.
   if (me.block->cluster->launch->checked == 0) ++me.block->cluster->steps;
   switch_from(me, next_or_deadlock(*me.block->cluster, &me));
 }

@@ -48,7 +48,7 @@ struct SharedCheck {
   const unsigned swizzle;
   const CellPlace place;
 
-  // Whether the race is judged only once the value has been written (same_value_writes).
+  // Whether the race is reported only if the store changes the value (same_value_writes).
   bool judged_later(const std::string& report) const {
     return block.cluster->launch->same_value_writes != 0 &&
            defer_judgement(actor, pointer, bytes, access, report);
@@ -126,7 +126,7 @@ struct SharedCheck {
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
     if (!written && is_static()) check_variable(i);
-    if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
+    if (!written && access != Access::Write && !in_unwritten_tail(i) && !guards_object(i)) {
       fault_at(i, "uninitialised shared memory",
             "\n  no thread has written it yet: a store is missing, or a barrier after the store");
     }
@@ -161,7 +161,7 @@ struct SharedCheck {
 
   // A vector load whose first element was written may end in unwritten bytes: the kernel need not
   // use them.
-  bool behind_data(std::size_t i) const {
+  bool in_unwritten_tail(std::size_t i) const {
     constexpr std::size_t kElement = 4;
     return access == Access::Read && !actor.engine && bytes > kElement && i >= kElement;
   }
@@ -230,7 +230,7 @@ bool is_argument(const Launch& launch, std::uintptr_t address, std::size_t bytes
   return false;
 }
 
-// Lets quick() accept the next accesses to this memory. Always true.
+// Lets quick() accept the next accesses to this memory. Always returns true.
 bool remember(Shadow& shadow, Access access, std::uintptr_t low, std::uintptr_t high) {
   const Known known{reinterpret_cast<const unsigned char*>(low), high - low};
   if (access == Access::Read) shadow.readable[shadow.next_readable++ % Shadow::kKnown] = known;
@@ -420,7 +420,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
   if (access == Access::Write) ++block.cluster->steps;
   const SharedCheck shared{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
                     actor.issuer->seen->seen, block.cluster->base_epoch, swizzle, place};
-  // Equal cells change equally, and neighbouring cells mostly are equal.
+  // Equal cells are updated equally, and neighbouring cells are mostly equal: copy the last result.
   Cell before, after;
   bool any = false;
   place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t at) {

@@ -16,6 +16,7 @@
 namespace cukit::emulator {
 
 struct Block;
+struct Cluster;
 struct Fiber;
 struct Launch;
 
@@ -38,8 +39,8 @@ inline bool conflict(Access access, Mark earlier) {
          (is_atomic(access) && earlier == Mark::Plain);
 }
 
-// Which of a cell's two recorded reads a new read replaces. The choice makes a later writer that is
-// not ordered after all readers find at least one read by another thread, of each kind if possible.
+// Which of a cell's two recorded reads a new read replaces. The choice ensures that a later writer that
+// is not ordered after all readers finds at least one read by another thread, of each kind if possible.
 template <typename MarkOf, typename IsMine, typename IsOrdered>
 int slot_for(Mark mark, const MarkOf& mark_of_slot, const IsMine& mine, const IsOrdered& ordered) {
   for (int slot = 0; slot < 2; ++slot) {
@@ -58,7 +59,7 @@ struct Cell {
   std::uint32_t read_call[2] = {};
   std::uint16_t writer = 0;
   std::uint16_t reader[2] = {};
-  std::uint16_t swizzle = 0;  // that it was written with: its width in 16-byte chunks; 0: unknown
+  std::uint16_t swizzle = 0;  // of the last write: width in 16-byte chunks, 1 for none, 0 if unknown
   Mark mark[2] = {};          // of the reads
   std::uint8_t pending = 0;   // an asynchronous copy to it is in flight
   std::uint8_t generic = 0;   // the last write was by the generic proxy, not the async proxy
@@ -154,9 +155,6 @@ struct Shadow {
   }
 };
 
-struct Cluster;
-struct Launch;
-
 // The agent of an access: a thread, or an engine on behalf of the thread that issued the operation.
 struct Actor {
   const Fiber* issuer;
@@ -170,15 +168,16 @@ Actor thread_actor(const Fiber& fiber);
 // A new epoch of engine `number`.
 Actor engine_actor(const Fiber& issuer, unsigned number);
 
-// Ends the launch if the access is out of bounds, reads data that is not there yet, or is a race.
+// Ends the launch if the access is out of bounds, reads data that has not been written or is still
+// being copied, or is a race.
 void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
 // The same for an access known to be in the shared memory of `block`. `swizzle`: the width, in
 // 16-byte chunks, of the swizzle that a tensor map or matrix descriptor names; 1 for none, 0 if
 // unknown.
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
                   Access access, unsigned swizzle = 0);
-// Bytes that an asynchronous copy will write, and bytes that it has written, for a thread that
-// waited.
+// set_pending marks bytes that an asynchronous copy will write; set_landed, called once a thread has
+// waited for the copy, marks them as written.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
 
@@ -194,8 +193,8 @@ constexpr const char* kBlockRemedy =
 constexpr const char* kClusterRemedy = "put a cluster barrier between the two";
 constexpr const char* kGridRemedy =
     "order the blocks by __threadfence() and an atomic, or launch a second kernel";
-// Defers the judgement until the value has been written, if the access is a store of up to 16
-// bytes. False if it is not.
+// If the access is a store of up to 16 bytes, defers the report until after the store, and drops it if
+// the store has not changed the value. False for other accesses.
 bool defer_judgement(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report);
 // Whether the bytes are in one allocation made by malloc or new in kernels.
@@ -213,7 +212,7 @@ struct CellPlace {
 CellPlace cells_of(Block& block, const void* pointer, std::size_t bytes);
 // True for shared memory that no thread of the block has written.
 bool uninitialised(Block& block, const void* pointer);
-// "static shared memory, byte 8 of 32" and the like, for messages.
+// "byte 8 of the static shared memory of 32 bytes", for messages.
 std::string describe_shared(Block& block, const void* pointer);
 
 }  // namespace cukit::emulator

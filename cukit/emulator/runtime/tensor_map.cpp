@@ -103,7 +103,7 @@ void for_rows(const TensorMap& map, const int* position, const Visit& visit) {
 
 // Ends the launch if the box reaches memory outside the array: in one of its rows, or at the map's
 // base address, which the hardware accesses when a box is entirely outside the tensor (measured on
-// the H200 for loads, and assumed for stores). The base of a map that begins before its array is
+// an H200 for loads, and assumed for stores). The base of a map that begins before its array is
 // outside the array.
 void check_box(const Fiber& me, const TensorMap& map, const int* position) {
   const long long into_row = static_cast<long long>(position[0]) * map.itemsize;
