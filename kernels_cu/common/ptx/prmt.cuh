@@ -19,7 +19,4 @@ CUKIT_DEVICE unsigned permute_bytes(unsigned low, unsigned high, unsigned select
 #endif
 }
 
-// The sign of every byte, replicated over its eight bits.
-CUKIT_DEVICE unsigned byte_signs(unsigned word) { return permute_bytes(word, 0, 0xba98); }
-
 }  // namespace cukit

@@ -1,5 +1,4 @@
-// Warp specialisation: named barriers, reallocation of registers between warpgroups, election of
-// one lane of a warp.
+// Warp specialisation: named barriers, reallocation of registers between warpgroups.
 #pragma once
 
 #include "common/platform.cuh"
@@ -22,24 +21,6 @@ CUKIT_DEVICE void named_arrive(int number, int threads) {
   emulator::arrive_named(number, threads);
 #else
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
-#endif
-}
-
-// elect.sync (sm_90): true in one lane of the warp; all lanes call it.
-CUKIT_DEVICE bool elect_one() {
-#ifdef CUKIT_EMULATE
-  emulator::warp_collective(emulator::WarpOp::Any, kFullMask, 1);
-  return CUKIT_OF_SELF(lane) == 0;
-#else
-  unsigned elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred chosen;\n"
-      "elect.sync _|chosen, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, chosen;\n"
-      "}\n"
-      : "=r"(elected));
-  return elected != 0;
 #endif
 }
 
