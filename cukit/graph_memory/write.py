@@ -137,7 +137,7 @@ def memory_write_backward(
 
 @launch_plan
 def _prepare(memory: Array, indices: Array, values: Array, gates: Array) -> tuple[Launch, Launch]:
-    """The launches that link the writes of each row, and that apply them."""
+    """The launches that link the writes of each row and then apply them."""
     _check_kernel("memory_write", memory, gates)
     vec = access_width(memory.shape[1], memory, values)
     spec = _spec("memory_write", memory.dtype.name, vec)
