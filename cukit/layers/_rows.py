@@ -185,7 +185,7 @@ _STATIC_AND_SYSTEM_BYTES = 4 * KIB
 
 @dataclass(frozen=True)
 class PassFeed:
-    """How blocks that make many passes load their rows of two tensors.
+    """How blocks with many passes load their rows of two tensors.
 
     ahead: prefetch the rows of the next pass into shared memory.
     blocks_per_sm: resident blocks per SM, which limits the registers per thread.

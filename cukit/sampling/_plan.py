@@ -173,7 +173,7 @@ def _spread(streamed: SampleConfig, vocab_size: int) -> SampleConfig:
 
 
 def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
-    """Candidates that fit beside the rest of the shared memory of `config`."""
+    """Candidates that fit in the shared memory that `config` leaves free."""
     share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
     free = min(share, device.shared_bytes_per_block) - config.shared_bytes
     return max(min(free // 8, _MAX_CANDIDATES, vocab_size), 0)

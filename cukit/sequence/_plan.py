@@ -118,8 +118,8 @@ def plan_gated_scan(
     """The launch configuration: one block per sequence, head and 64 columns of the head; if these
     do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: the plan of
-    the gradients, of which fewer blocks fit on an SM.
+    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: plan the
+    gradient kernels, fewer blocks of which fit on an SM.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
@@ -189,8 +189,8 @@ class SegmentStates(NamedTuple):
         return states, decays
 
     def finish(self, states: Array, decays: Array, outer: Array | None) -> Array:
-        """In place, the initial states of all segments, given that of the first (`outer`), or the
-        gradients of the final states of all segments, given that of the last."""
+        """Overwrites and returns `states`: the initial states of all segments, given that of the
+        first (`outer`), or, reversed, the gradients of all final states, given that of the last."""
         self.join(outer, decays, states)
         return states
 

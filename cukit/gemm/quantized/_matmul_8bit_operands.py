@@ -59,7 +59,7 @@ class Checked(NamedTuple):
     a_stride: int | None
     """Stride of the scales of `a`: 1 per row, 0 per tensor; None for scales per block."""
     b_stride: int | None
-    """Stride of the scales of `b`, likewise."""
+    """Stride of the scales of `b`; values as for `a`."""
 
 
 def both_operands(values: Sequence[Any]) -> tuple[QuantizedArray, QuantizedArray]:

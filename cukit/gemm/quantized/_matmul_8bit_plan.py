@@ -124,7 +124,7 @@ class Config8Bit:
 
     @property
     def num_stages(self) -> int:
-        """The stages that fit into shared memory beside the barriers."""
+        """The stages that fit into shared memory alongside the barriers."""
         room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
         return min(_MAX_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 

@@ -330,7 +330,7 @@ def configure(
 def _raster_group(
     tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
 ) -> int:
-    """Tile rows of a group, such that tiles in flight read equal bytes of both operands."""
+    """Tile rows of a group, so that tiles in flight read as many bytes of x as of the weight."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
     return max(1, min(round(math.sqrt(blocks * ratio)), tiles_m))
 
