@@ -20,7 +20,7 @@ class GraphDiffusionMemory:
     memory: float16|bfloat16 [num_nodes, dim]; float32 and float64 on the CPU only.
     transition: the edges between its rows.
 
-    Each method calls one op of `cukit.graph_memory`; the package has their backwards too.
+    Each method calls one op of `cukit.graph_memory`; the package also has ops for their gradients.
 
     >>> import numpy as np, cukit as ck
     >>> memory = np.random.default_rng(0).standard_normal((100, 16)).astype(np.float32)

@@ -64,7 +64,7 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
     xp = namespace(matrix)
     rows, columns = xp.nonzero(matrix)
     counts = xp.bincount(rows, minlength=len(matrix)) if len(rows) else xp.zeros(len(matrix))
-    edges = Transition(_ends(xp, counts), columns.astype(int32), matrix[rows, columns])
+    edges = Transition(_row_offsets(xp, counts), columns.astype(int32), matrix[rows, columns])
     return _normalised(edges, normalize)
 
 
@@ -127,12 +127,12 @@ def transition_from_similarity(
         order = xp.argsort(both[0] * num_nodes + both[1], kind="stable")
         counts = xp.bincount(both[0], minlength=num_nodes)
         values = xp.concatenate([weights, weights])[order]
-        edges = Transition(_ends(xp, counts), both[1][order].astype(int32), values)
+        edges = Transition(_row_offsets(xp, counts), both[1][order].astype(int32), values)
         return _normalised(edges, "symmetric")
     weights = xp.exp(scores - scores[:, :1])
     weights /= weights.sum(axis=1, keepdims=True)
     columns = xp.ascontiguousarray(neighbours).ravel()
-    return Transition(_ends(xp, counts), columns, xp.ascontiguousarray(weights).ravel())
+    return Transition(_row_offsets(xp, counts), columns, xp.ascontiguousarray(weights).ravel())
 
 
 def transition_from_similarity_backward(
@@ -173,15 +173,16 @@ def transition_from_similarity_backward(
     sums = row_sums(weighted, on_kernel=on_kernel)
     centred = grad_values - sums[rows_of_edges(transition)]
     slopes = transition._replace(values=factor * transition.values * centred)
-    there, back = (
+    from_targets, from_sources = (
         apply_transition(memory, each, on_kernel=on_kernel) for each in (slopes, transpose(slopes))
     )
-    if there.dtype.itemsize < 4:
-        return (there.astype(float32) + back.astype(float32)).astype(memory.dtype)
-    return there + back
+    if from_targets.dtype.itemsize < 4:
+        total = from_targets.astype(float32) + from_sources.astype(float32)
+        return total.astype(memory.dtype)
+    return from_targets + from_sources
 
 
-def _ends(xp: Any, counts: Array) -> Array:
+def _row_offsets(xp: Any, counts: Array) -> Array:
     """Row offsets from the numbers of edges per row."""
     offsets = xp.zeros(len(counts) + 1, int32)
     offsets[1:] = xp.cumsum(counts)

@@ -137,7 +137,7 @@ def memory_write_backward(
 
 @launch_plan
 def _prepare(memory: Array, indices: Array, values: Array, gates: Array) -> tuple[Launch, Launch]:
-    """The launches that link the writes of each row, and that apply them."""
+    """The launches that link the writes of each row and then apply them."""
     _check_kernel("memory_write", memory, gates)
     vec = access_width(memory.shape[1], memory, values)
     spec = _spec("memory_write", memory.dtype.name, vec)
@@ -191,7 +191,10 @@ def _check(op: str, memory: Array, indices: Array, values: Array, gates: Array) 
     check_same_dtype(op, memory=memory, values=values)
     check_array(op, "gates", gates, dtypes=(float32, float64), shape=indices.shape)
     if len(memory) + len(indices) > MAX_INT32:
-        raise ArrayShapeError(f"{op}: the number of rows plus writes must be less than 2^31")
+        raise ArrayShapeError(
+            f"{op}: the number of rows plus writes must be less than 2^31, got {len(memory)} + "
+            f"{len(indices)}"
+        )
 
 
 def _check_kernel(op: str, memory: Array, gates: Array) -> None:

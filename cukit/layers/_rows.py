@@ -96,7 +96,7 @@ class RowSplit:
         )
 
     def fits(self, cols: int) -> bool:
-        """Whether rows of `cols` elements leave no access of a lane outside."""
+        """Whether the accesses of the lanes cover a row of `cols` elements exactly."""
         return self.lanes * self.vecs_per_thread * self.vec == cols
 
 
@@ -185,7 +185,7 @@ _STATIC_AND_SYSTEM_BYTES = 4 * KIB
 
 @dataclass(frozen=True)
 class PassFeed:
-    """How blocks that make many passes load their rows of two tensors.
+    """How blocks with many passes load their rows of two tensors.
 
     ahead: prefetch the rows of the next pass into shared memory.
     blocks_per_sm: resident blocks per SM, which limits the registers per thread.
@@ -220,7 +220,7 @@ class NormConfig:
     feed: PassFeed | None = None
     """Backward, whose blocks make several passes."""
     full: bool = False
-    """Backward: RowSplit.fits."""
+    """Backward: whether the split fits the row exactly (RowSplit.fits)."""
     bias: bool | None = None
     """None: the op has no bias."""
 

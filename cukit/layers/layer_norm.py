@@ -172,19 +172,17 @@ def plan_layer_norm_backward(
 ) -> NormConfig:
     """The launch configuration of the backward.
 
-    Grids of a fixed size fill a quarter to a half of the GPU's thread slots, because the column
-    sums take registers. split, feed: for tuning.
+    A persistent grid fills a quarter to a half of the GPU's thread slots, because the column sums
+    take registers. split, feed: for tuning.
     """
     sums = 2 if bias else 1
     split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
     return NormConfig(
-        *("layer_norm_backward", dtype, residual, split, num_blocks),
-        feed=feed,
-        full=split.fits(cols),
-        bias=bias,
-    )
+        "layer_norm_backward", dtype, residual, split, num_blocks,
+        feed=feed, full=split.fits(cols), bias=bias,
+    )  # fmt: skip
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""A linear layer whose results are heads, some of them rotated by their position."""
+"""A linear layer that projects to attention heads and rotates some of them by position (RoPE)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _TABLE_ACCESS = 2  # elements of a table per load
 TILINGS = {64: Tiling(128, 256), 128: Tiling(128, 128)}
-"""By head_dim. Cosines and sines of two rows are in registers, besides the accumulators."""
+"""By head_dim. Registers hold the cosines and sines of two rows besides the accumulators."""
 _ROPE_BYTES_PER_US = 3.74e6  # the separate kernel, on an H200
 _ROPE_LAUNCH_US = 3.0
 
@@ -57,7 +57,7 @@ def linear_rope(
         w: dtype of `x`, [heads * head_dim, k]: the rows of the rotated heads, then of the others.
         cos, sin: float32 [positions, head_dim / 2]. Row r of `x`, leading axes flattened, is at
             position `r % positions`; the number of rows must be a multiple of `positions`.
-        rotated_heads: how many heads are rotated: those of queries and keys.
+        rotated_heads: number of heads that are rotated, those of queries and keys.
         out: array to write into; dtype of `x`, [..., heads * head_dim]. It must not overlap the
             operands.
 
@@ -69,8 +69,8 @@ def linear_rope(
         ConfigError: `rotated_heads` is not 0 to `heads`.
 
     On Hopper, for head_dims of 64 and 128 and many tokens, the rotation is part of the product's
-    epilogue (kernels_cu/gemm/linear_rope_sm90.cu) if that is faster by estimate; otherwise it is a
-    second kernel.
+    epilogue (kernels_cu/gemm/linear_rope_sm90.cu) if the cost model estimates this to be faster;
+    otherwise it is a second kernel.
     Paper: Su et al., arXiv:2104.09864.
     """
     x, w, cos, sin, out = adopt("linear_rope", x, w, cos, sin, out)

@@ -161,7 +161,7 @@ def adaptive_depth_backward(
     hidden = grad_out.shape[1]
     check_array(op, "weights", weights, shape=(len(states.counts), hidden, hidden))
     check_same_dtype(op, grad_out=grad_out, weights=weights)
-    # The first `count` rows hold the gradient of the layer's output, the others the caller's.
+    # The first `count` rows hold the gradient of the layer's output, the others still `grad_out`.
     grad = depth_gather(grad_out[None], states.order)[0]
     grad_weights = empty(weights, weights.shape)
     for layer in reversed(range(len(states.counts))):

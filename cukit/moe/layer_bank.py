@@ -272,7 +272,7 @@ class LayerBank:
         xp = namespace(self.router)
         order = xp.argsort(-self.importance, kind="stable")[: num_layers - int(count)]
         kept = xp.sort(order)
-        self._take(self.router[kept], self.layers[kept], self.importance[kept])
+        self._replace_layers(self.router[kept], self.layers[kept], self.importance[kept])
         return kept
 
     def grow(self, count: int, *, seed: int = 0, scale: float = 0.1) -> None:
@@ -293,13 +293,13 @@ class LayerBank:
         rows = self.router.mean(axis=0) + xp.asarray(noise[0])
         new = xp.asarray(noise[1].astype(np.float32)).astype(self.layers.dtype)
         share = xp.full(count, self.importance.mean(), self.importance.dtype)
-        self._take(
+        self._replace_layers(
             xp.concatenate([self.router, rows.astype(self.router.dtype)]),
             xp.concatenate([self.layers, new]),
             xp.concatenate([self.importance, share]),
         )
 
-    def _take(self, router: Array, layers: Array, importance: Array) -> None:
+    def _replace_layers(self, router: Array, layers: Array, importance: Array) -> None:
         xp = namespace(router)
         self.router, self.layers = xp.ascontiguousarray(router), xp.ascontiguousarray(layers)
         self.importance = importance / importance.sum()
@@ -453,7 +453,7 @@ def _own_specs(backward: bool) -> list[KernelSpec]:
 
 
 def _specs(backward: bool, ops: tuple[str, ...], device: Device) -> list[KernelSpec]:
-    """Its own kernel variants and those of the ops that it calls."""
+    """The op's own kernel variants and those of the ops that it calls."""
     others = [spec for name in ops for spec in get_op(name).specs(device)]
     return list(dict.fromkeys([*_own_specs(backward), *others]))
 

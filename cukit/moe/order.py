@@ -31,7 +31,7 @@ _MAX_TABLE = 8192
 _FEWEST_BINS = 32
 _MAX_THREADS = 1024
 _SMALLEST_CHUNK = 8
-"""Tokens per block: with fewer, adding up the chunks' counts would take longer than counting."""
+"""Minimum tokens per block: with fewer, summing the chunks' counts takes longer than counting."""
 _COUNT_WORD = np.dtype(np.uint64)
 _MAX_COUNT = 2**14 - 1
 """Maximum choices of one expert in a chunk: the sum of four counts must fit in 16 bits."""
@@ -106,7 +106,7 @@ class OrderConfig:
     def place_spec(self, losses: bool = False, polls: bool = False) -> KernelSpec:
         """The kernel that assigns rows to choices; with `losses` it also computes the losses.
 
-        polls: the kernel before it writes the choices.
+        polls: whether the preceding kernel is a router, which writes the choices.
         """
         defines = (*self.defines(), ("LOSSES", losses), ("POLLS", polls))
         return KernelSpec("moe/order_experts.cu", "order_experts", defines, self.threads)
@@ -132,7 +132,7 @@ def plan_expert_order(
 
 
 def empty_counts(like: Array, chunks: int, num_experts: int) -> Array:
-    """For the choices of each expert in each chunk: words of four 16-bit counts."""
+    """An uninitialised array of choice counts by chunk and expert: words of four 16-bit counts."""
     return empty(like, (chunks, -(-num_experts // 4)), _COUNT_WORD)
 
 

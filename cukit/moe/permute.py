@@ -32,8 +32,8 @@ from cukit.registry import register
 
 _PARAMETERS = parameter_structs("moe/parameters.cuh")["PermuteParameters"]
 _WARP = 32
-_FEW_THREADS = 128
-"""Smaller blocks would leave an SM half empty."""
+_FEWEST_THREADS = 128
+"""Minimum threads per block for long rows: smaller blocks would leave an SM half empty."""
 
 
 def moe_permute(
@@ -182,7 +182,7 @@ def plan_slices(vecs: int, vecs_per_thread: int, max_threads: int = 256) -> Slic
 
     vecs: accesses per row. vecs_per_thread: the most accesses that a thread has in flight.
     """
-    vecs_per_thread = max(1, min(vecs_per_thread, vecs // _FEW_THREADS))
+    vecs_per_thread = max(1, min(vecs_per_thread, vecs // _FEWEST_THREADS))
     slices = max(1, -(-vecs // (max_threads * vecs_per_thread)))
     share = -(-vecs // (slices * vecs_per_thread))
     return SliceConfig(max(_WARP, -(-share // _WARP) * _WARP), vecs_per_thread, slices)

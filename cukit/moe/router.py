@@ -42,7 +42,7 @@ from cukit.registry import register
 _GRADIENT_PARAMETERS = parameter_structs("moe/parameters.cuh")["RouterGradientParameters"]
 _SCORINGS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 _MAX_CHOICES = 32
-"""Each lane of a warp holds one."""
+"""Maximum choices per token: each lane of a warp holds one."""
 _WHOLE_TOKENS = 16
 """The most tokens that one block routes and orders in a single launch."""
 _FEW_TOKENS = 4

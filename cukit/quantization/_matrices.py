@@ -85,7 +85,7 @@ def matrices_of(shape: Sequence[int], block: Sequence[int]) -> Matrices | None:
 
 
 def scale_strides(matrices: Matrices, factors: Array) -> tuple[int, int, int] | None:
-    """Strides of the factors in elements, between matrices, rows of blocks and columns of blocks.
+    """Strides in elements of scales or zero points: between matrices, block rows and block columns.
 
     None if the leading axes do not collapse into one stride.
     """

@@ -30,7 +30,7 @@ CLIP_CANDIDATES = {"absmax": 1, "mse": 16}
 
 @dataclass(frozen=True)
 class Rounding:
-    """The options that determine codes and factors, as opposed to speed."""
+    """The options that determine codes, scales and zero points, and not only speed."""
 
     format: str
     dtype: str
@@ -114,20 +114,25 @@ def plan_quantize(
         the corresponding multiples.
     """
     values = _VECTOR_BYTES // itemsize
-    if matrices.block_cols == 1 < matrices.block_rows and rounding.clip == "absmax":
+    if in_columns(matrices, rounding.clip):
         return _plan_columns(matrices, rounding, values, aligned)
     block_size = matrices.block_rows * matrices.block_cols
     whole = matrices.block_cols == matrices.cols and matrices.rows % matrices.block_rows == 0
     few = matrices.num_blocks < num_sms and block_size >= _SHARED_TENSOR
     padded = matrices.cols % 2 and rounding.format == "int4" and matrices.block_rows > 1
     if whole and few and not padded and rounding.clip == "absmax":
-        a_round = _TENSOR_THREADS * _VECTORS * values
+        values_per_round = _TENSOR_THREADS * _VECTORS * values
         most = -(-num_sms * 2048 // _TENSOR_THREADS // matrices.num_blocks)
-        parts = min(-(-block_size // a_round), most)
+        parts = min(-(-block_size // values_per_round), most)
         return QuantizeConfig(
             "tensor", rounding, aligned, _TENSOR_THREADS, 1, 1, _VECTORS, False, (0, 0), parts
         )
     return _plan_blocks(matrices, rounding, values, aligned)
+
+
+def in_columns(matrices: Matrices, clip: str) -> bool:
+    """Whether the "columns" kernel quantises `matrices`: blocks are parts of columns."""
+    return matrices.block_cols == 1 < matrices.block_rows and clip == "absmax"
 
 
 def _plan_blocks(

@@ -122,7 +122,7 @@ def encode_scaled(x: Array, array: QuantizedArray) -> None:
 
 
 def _launch(entry: str, values: Array, storage: Array, array: QuantizedArray) -> None:
-    """Runs a kernel; factors with unsupported strides are copied first."""
+    """Runs a kernel; scales and zero points with unsupported strides are copied first."""
     scales, zero_points = array.scales, array.zero_points
     details = (array.dtype, array.block_shape)
     launch = _prepare(entry, values, storage, scales, zero_points, *details)
@@ -188,7 +188,7 @@ def plan_dequantize(
     """
     vector = ACCESS_BYTES // dtype.itemsize
     vectors = matrices.num_matrices * matrices.rows * -(-matrices.cols // vector)
-    a_block = _THREADS * _ITEMS
+    vectors_per_block = _THREADS * _ITEMS
     rows, cols = (
         extent if extent in _BLOCK_EXTENTS else 0
         for extent in (matrices.block_rows, matrices.block_cols)
@@ -202,8 +202,8 @@ def plan_dequantize(
         aligned=aligned,
         block=(rows, cols),
         one_scale=matrices.block_cols % vector == 0 or matrices.block_cols == matrices.cols,
-        index="uint32" if (vectors + a_block) * vector < 2**32 else "uint64",
-        num_blocks=-(-vectors // a_block),
+        index="uint32" if (vectors + vectors_per_block) * vector < 2**32 else "uint64",
+        num_blocks=-(-vectors // vectors_per_block),
     )
 
 

@@ -25,6 +25,7 @@ from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, check_narrow_dty
 from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_conversions
 from cukit.core.scalars import check_dtype
 from cukit.errors import ArrayError
+from cukit.quantization._quantize_plan import FORMATS
 from cukit.quantization.dequantize import encode_scaled
 from cukit.reference import narrow as reference
 from cukit.registry import register
@@ -82,7 +83,6 @@ install_conversions(encode=encode, decode=decode)
 _THREADS = 128
 _VECS_PER_THREAD = 2
 _ITEMS_PER_THREAD = 8  # bytes or values per thread with VEC 1
-_FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def plan_encode(
     per_block = _THREADS * per_thread
     num_blocks = max(-(-items // per_block), 1 if rows * extent else 0)
     index = "uint32" if rows * extent + per_block < 2**32 else "uint64"
-    format_name = _FORMATS[narrow.name]
+    format_name = FORMATS[narrow.name]
     return EncodeConfig(entry, format_name, dtype.name, vec, per_thread, index, num_blocks)
 
 

@@ -31,6 +31,7 @@ from cukit.quantization._quantize_plan import (
     CLIP_CANDIDATES,
     QuantizeConfig,
     Rounding,
+    in_columns,
     plan_quantize,
 )
 from cukit.reference import quantize as reference
@@ -235,9 +236,8 @@ def _matrices(
             f"quantize: axis must name the last axis, the last two or all of them, got blocks of "
             f"{block} of shape {shape}"
         )
-    in_columns = matrices.block_cols == 1 < matrices.block_rows and clip == "absmax"
     shares = matrices.block_cols * dtype.bits % 8 and matrices.block_cols < matrices.cols
-    if shares and not in_columns:
+    if shares and not in_columns(matrices, clip):
         raise ConfigError(
             f"quantize: groups of {dtype.name} along the last axis must have an even length (or "
             f"1, with groups of the axis before and clip='absmax'), got {block[-1]}"
@@ -266,10 +266,13 @@ def _prepare(
         dtype.name, x.dtype.name, scales.dtype.name, zero_points is not None, power_of_two, clip
     )
     vector = ACCESS_BYTES // x.itemsize
-    columns = matrices.block_cols == 1 < matrices.block_rows and clip == "absmax"
     aligned = (
         matrices.cols % vector == 0
-        and (matrices.block_cols % vector == 0 or matrices.block_cols == matrices.cols or columns)
+        and (
+            matrices.block_cols % vector == 0
+            or matrices.block_cols == matrices.cols
+            or in_columns(matrices, clip)
+        )
         and address_of(x) % ACCESS_BYTES == 0
         and address_of(storage) % (vector * dtype.bits // 8) == 0
     )

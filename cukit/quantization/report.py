@@ -50,7 +50,7 @@ def quantization_report(array: QuantizedArray, x: Array) -> QuantizationReport:
     >>> import numpy as np, cukit as ck
     >>> x = np.linspace(-1, 1, 256, dtype=np.float32).reshape(2, 128)
     >>> print(ck.quantization_report(ck.quantize(x, ck.int4, group_size=32), x))
-    SQNR 24.12 dB, max error 0.0706, relative error 0.0622, 5.00 bits a value
+    SQNR 26.20 dB, max error 0.0706, relative error 0.049, 5.00 bits a value
     """
     if not isinstance(array, QuantizedArray):
         raise ArrayError(

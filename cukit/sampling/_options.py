@@ -31,10 +31,10 @@ DEFAULTS: Mapping[str, float] = {
     "seed": 0,
     "step": 0,
 }
-"""Values for None."""
+"""Values of options that are None."""
 _LARGEST = float(np.finfo(np.float32).max)
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
-"""Smaller numbers are 0 to the kernel, which flushes subnormal numbers."""
+"""Smaller temperatures are treated as 0, because the kernel flushes subnormal numbers."""
 _RANGES: Mapping[str, dict[str, float]] = {
     "temperature": {"least": 0, "most": _LARGEST},
     "top_p": {"least": 0, "most": 1},

@@ -57,7 +57,8 @@ class SampleConfig:
     atoms: int
     """Atoms per block."""
     draws: str
-    """What rows may need: "Few" (at most MAX_BEST tokens), "All" (no truncation) or "Any"."""
+    """Draws that rows may require: "Few" (from at most MAX_BEST tokens), "All" (no truncation) or
+    "Any"."""
     verifies: bool
     """Rows may have drafted tokens to verify."""
     capacity: int
@@ -146,8 +147,8 @@ def plan_sample(
 
 
 def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
-    """Whether rows are long, and clusters of eight blocks leave half of the SMs idle: not every SM
-    can belong to a cluster of eight."""
+    """Whether rows are long, and clusters of eight blocks occupy at most half of the SMs: not every
+    SM can belong to a cluster of eight."""
     clusters = device.compute_capability >= (9, 0)
     return (
         clusters
@@ -172,7 +173,7 @@ def _spread(streamed: SampleConfig, vocab_size: int) -> SampleConfig:
 
 
 def _capacity(config: SampleConfig, vocab_size: int, device: Device) -> int:
-    """Candidates that fit beside the rest of the shared memory of `config`."""
+    """Candidates that fit in the shared memory that `config` leaves free."""
     share = device.shared_bytes_per_sm // config.blocks_per_sm - _RESERVED_BYTES
     free = min(share, device.shared_bytes_per_block) - config.shared_bytes
     return max(min(free // 8, _MAX_CANDIDATES, vocab_size), 0)

@@ -133,8 +133,9 @@ def sample(
     if logprobs is not None:
         check_integer(op, "logprobs", logprobs, least=0)
         logprobs = int(logprobs)
-    if not runs_kernel(op, logits, history, prompt_lengths, *options.arrays):
-        _check(logits, options, history, prompt_lengths, logprobs)
+    on_kernel = runs_kernel(op, logits, history, prompt_lengths, *options.arrays)
+    _check(logits, options, history, prompt_lengths, logprobs)
+    if not on_kernel:
         return reference.sample(
             logits,
             history=history,
@@ -142,7 +143,6 @@ def sample(
             logprobs=logprobs,
             **options.values,
         )
-    _check(logits, options, history, prompt_lengths, logprobs)
     check_limits(op, logits, options)
     top_n = logprobs or 0
     if top_n > MAX_LISTED:
@@ -209,7 +209,7 @@ class _Prepared(NamedTuple):
 
 
 def draws_of(options: RequestOptions, vocab_size: int, top_n: int = 0) -> str:
-    """What the rows may need, as far as the host can tell: `draws` of SampleConfig."""
+    """`draws` of SampleConfig for these options; the values of arrays are unknown on the host."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
     top_k = options.number("top_k") if options.number("top_k") < vocab_size else 0
     short = options.is_number("top_k") and 0 < top_k <= MAX_BEST

@@ -118,8 +118,8 @@ def plan_gated_scan(
     """The launch configuration: one block per sequence, head and 64 columns of the head; if these
     do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: the plan of
-    the gradients, of which fewer blocks fit on an SM.
+    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: plan the
+    gradient kernels, fewer blocks of which fit on an SM.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
@@ -135,7 +135,7 @@ def plan_gated_scan(
 
 
 class ChannelInputs(NamedTuple):
-    """The arguments of the other kernels with a decay per channel."""
+    """With a decay per channel: the arrays that replace b, c and log_decay, and the scores."""
 
     b: Array
     """exp(s_last - s_j) b_j, [tokens, heads, state_dim]"""
@@ -189,8 +189,8 @@ class SegmentStates(NamedTuple):
         return states, decays
 
     def finish(self, states: Array, decays: Array, outer: Array | None) -> Array:
-        """In place, the initial states of all segments, given that of the first (`outer`), or the
-        gradients of the final states of all segments, given that of the last."""
+        """Overwrites and returns `states`: the initial states of all segments, given that of the
+        first (`outer`), or, reversed, the gradients of all final states, given that of the last."""
         self.join(outer, decays, states)
         return states
 
@@ -214,16 +214,18 @@ class ScanLaunches(NamedTuple):
     channel_scalars: tuple[object, ...]
 
     def launch(self, spec: KernelSpec, *, dependent: bool = True) -> Launch:
-        """A launch over all segments. dependent: of the launches of the segments' states.
+        """A launch over all segments.
 
-        Blocks of a dependent launch are placed on SMs as they become free, so no more of them may
-        fit on an SM than the plan assumes.
+        dependent: make it a dependent launch if it follows launches of the segments' states.
+            Its blocks are placed on SMs as they become free, so no more of them may fit on an SM
+            than the plan assumes.
         """
         dependent = dependent and self.config.segments > 1
         return Launch(load_kernel(spec), self.grid, self.scalars, dependent=dependent)
 
     @property
     def slots(self) -> int:
+        """See :func:`chunk_slots`."""
         return chunk_slots(self.tokens, self.state_shape[0])
 
     def channel_launch(self, entry: str) -> Launch:
@@ -245,8 +247,8 @@ class ScanLaunches(NamedTuple):
     def segment_states(self, reverse: bool = False) -> SegmentStates | None:
         """The launches for the segments' states; None if sequences are not split.
 
-        Dependent launches, except the first of an op (not `reverse`): all arguments of the op must
-        have been written before it starts, since the later ones read them before they wait.
+        All are dependent launches except the first of an op (not `reverse`), which starts only when
+        all arguments of the op have been written: later launches read them before they wait.
         """
         segments, columns, all_heads = self.grid
         if segments == 1:
@@ -334,8 +336,8 @@ def sum_launch(
     first_group: int = 0,
     groups: int = 1,
 ) -> Launch:
-    """A launch that sums parts [tokens, groups, parts, cols] over axis 2, to groups from
-    `first_group` on of an array [tokens, num_groups, cols]."""
+    """A launch that sums parts [tokens, groups, parts, cols] over axis 2 and writes the sums to an
+    array [tokens, num_groups, cols], from group `first_group` on."""
     scalars = STRUCTS["SumParameters"].pack(
         tokens=tokens, num_groups=num_groups, first_group=first_group, parts=parts, cols=cols
     )

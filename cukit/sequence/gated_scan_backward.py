@@ -139,8 +139,8 @@ class _Finish(NamedTuple):
         tiles, state_dim = self.key_shape[2:]
         if tiles > 1:
             grad_b, grad_c = (empty(x, self.key_shape) for _ in range(2))
-        passing = empty(x, (*self.chunk_shape, state_dim), float32)
-        return grad_b, grad_c, passing, empty(x, (*self.chunk_shape, CHUNK, CHUNK))
+        products = empty(x, (*self.chunk_shape, state_dim), float32)
+        return grad_b, grad_c, products, empty(x, (*self.chunk_shape, CHUNK, CHUNK))
 
 
 class _Pass(NamedTuple):
@@ -167,18 +167,18 @@ class _Pass(NamedTuple):
         scores: Array | object = NULL
         if self.channels is not None:
             b, c, log_decay, scores = self.channels.run(b, c, log_decay, cu_seqlens)
-        before, behind = initial_state, grad_final_state
+        before, grad_after = initial_state, grad_final_state
         if self.states is not None and self.grad_states is not None:
             parts = self.states.start(x, b, log_decay, cu_seqlens)
             grad_parts = self.grad_states.start(grad_y, c, log_decay, cu_seqlens)
             before = self.states.finish(*parts, initial_state)
-            behind = self.grad_states.finish(*grad_parts, grad_final_state)
+            grad_after = self.grad_states.finish(*grad_parts, grad_final_state)
         chunk_states = empty(x, self.chunk_shape)
         self.chunk_states(x, b, NULL, log_decay, NULL, cu_seqlens, before, chunk_states, NULL, NULL)
         parts_b, parts_c = grads.b, grads.c
         if self.sum_keys is not None:
             parts_b, parts_c = (empty(x, self.parts_shape) for _ in range(2))
-        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, scores, behind, grads.x)
+        inputs = (grad_y, x, b, c, log_decay, cu_seqlens, chunk_states, scores, grad_after, grads.x)
         if self.finish is None:
             self.gradients(*inputs, parts_b, parts_c, kept.decay, NULL, grads.initial_state)
         else:
@@ -298,8 +298,8 @@ def _prepare_pass(
 
 
 def workspace_per_head(tokens: int, state_shape: tuple[int, ...], *, channels: bool) -> int:
-    """Bytes of the workspace per head, with partial gradients of b and c. State boundaries of
-    segments are not counted: there are few.
+    """Bytes of the workspace per head, with partial gradients of b and c. The few states at segment
+    boundaries are not counted.
 
     state_shape: [num_sequences, num_heads, state_dim, head_dim].
     """

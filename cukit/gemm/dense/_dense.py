@@ -61,7 +61,7 @@ def multiply(
 
 
 def check_call(op: str, a: Array, b: Array, out: Array | None, **flags: bool) -> None:
-    """Checks that a cached plan does not cover.
+    """Makes the checks that a cached plan does not cover.
 
     Flags must be bools (1 == True would find the same plan), and `out` must not overlap an operand.
     """
@@ -141,7 +141,7 @@ def result_dtype(op: str, a: Array, out: Array | None, out_dtype: Any) -> np.dty
 
 
 def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matrix:
-    """The array as a matrix whose rows are its last axis.
+    """The array as a matrix: leading axes are flattened to rows, the last axis holds the columns.
 
     Raises ArrayLayoutError unless the leading axes collapse into one stride.
     """

@@ -21,27 +21,26 @@ from cukit.gemm.dense._linear_plan import (
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["GemmParameters"]
 TILING = Tiling(128, 128)
-_STAGES = 7  # that fit into shared memory
+_STAGES = 7  # as many as fit into shared memory
 _MIN_ROUNDS = 2
 
 
 def fused_gradient(
     product: Product, plan: Sm90Config | Sm80Config, activation: str
 ) -> GatedGradientSm90 | None:
-    """A launch of the gradient of `activation` with `product`, that of grad_out and the weight of
-    the next layer; None if the product must run by itself, as planned."""
-    tiling = TILING
-    if isinstance(plan, Sm80Config) or product.n % tiling.tile_n:
+    """A launch of `product` (grad_out times the next layer's weight) and the gradient of
+    `activation` as one kernel; None if the product must run separately, as planned."""
+    if isinstance(plan, Sm80Config) or product.n % TILING.tile_n:
         return None
     num_sms = plan.num_sms
-    tiles_m, tiles_n = tiling.tiles(product)
-    if tiles_m * tiles_n < _MIN_ROUNDS * num_sms or product.m < tiling.tile_m:
+    tiles_m, tiles_n = TILING.tiles(product)
+    if tiles_m * tiles_n < _MIN_ROUNDS * num_sms or product.m < TILING.tile_m:
         return None  # too few tiles to keep every SM busy
-    return GatedGradientSm90(configure(product, tiling, num_sms), activation)
+    return GatedGradientSm90(configure(product, TILING, num_sms), activation)
 
 
 class GatedGradientSm90:
-    """A launch of kernels_cu/gemm/gated_gradient_sm90.cu; called with arrays that were checked."""
+    """A launch of kernels_cu/gemm/gated_gradient_sm90.cu; takes checked arrays."""
 
     def __init__(self, config: Sm90Config, activation: str) -> None:
         product, tiling = config.product, config.tiling

@@ -1,4 +1,4 @@
-"""Launches of the kernels of dense products, for arrays that were checked."""
+"""Launches of the kernels of dense products, for checked arrays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def launch_linear(config: Sm90Config | Sm80Config) -> LinearSm90 | LinearSm80:
 
 
 class LinearSm90:
-    """A launch of kernels_cu/gemm/linear_sm90.cu; called with arrays that were checked before."""
+    """A launch of kernels_cu/gemm/linear_sm90.cu; takes checked arrays."""
 
     __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "config")
 
@@ -125,7 +125,7 @@ def _launches(
 
 
 class LinearSm80:
-    """A launch of kernels_cu/gemm/linear_sm80.cu; called with arrays that were checked before."""
+    """A launch of kernels_cu/gemm/linear_sm80.cu; takes checked arrays."""
 
     __slots__ = ("_launch", "config")
 
@@ -175,8 +175,8 @@ def box_rows(tile: int, extent: int) -> int:
 
 @launch_plan
 def _operand(dtype: str, k: int, major: str, extent: int, tile: int) -> TensorMapCache:
-    """The maps of all contiguous operands of this description: a weight's is the same for any
-    number of tokens."""
+    """Tensor maps of contiguous operands, shared by all products with an operand of this
+    description: those of a weight do not depend on the number of tokens."""
     if major == "K":
         return maps(k, (tile, TILE_K))
     return maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
@@ -186,8 +186,8 @@ _ALL_COLUMNS = slice(None)
 
 
 def maps(columns: int, box: tuple[int, int], part: slice = _ALL_COLUMNS) -> TensorMapCache:
-    """Tensor maps of the columns `part` of arrays [..., columns], leading axes flattened; of an
-    array that is not C-contiguous, those of its transpose."""
+    """Tensor maps of the columns `part` of arrays [..., columns] with leading axes flattened. An
+    array that is not C-contiguous is mapped as its transpose."""
     return TensorMapCache(partial(_encode, columns, box, part))
 
 

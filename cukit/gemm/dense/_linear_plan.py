@@ -171,8 +171,8 @@ class Sm90Config:
     num_sms: int
 
     def at_rows(self, rows: int) -> Sm90Config:
-        """The same tiling for another number of rows of operand a, before operands are swapped,
-        which has the same rounded_rows."""
+        """The same tiling for another number of rows with the same rounded_rows: rows of operand a
+        before a transposed tiling swaps the operands."""
         product = self.product.swapped if self.tiling.transposed else self.product
         return configure(product.at_rows(rows), self.tiling, self.num_sms)
 
@@ -378,16 +378,16 @@ def rounded_rows(rows: int) -> int:
     """`rows`, rounded up to a multiple of 16 up to 512 and of 64 above.
 
     Numbers of tokens change from call to call, and comparing all tilings takes up to a millisecond:
-    numbers that round to the same value share a tiling. They make as many tiles, because tile
-    extents along m are multiples of 64, and those of few tokens (transposed tilings) of 16.
+    numbers that round to the same value share a tiling. They also need equally many tiles, because
+    tile extents along m are multiples of 64, or of 16 for few tokens (transposed tilings).
     """
     step = 16 if rows <= _FEW_ROWS else 64
     return -(-rows // step) * step
 
 
 def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
-    """The configuration with the shortest estimated time, of a product with rounded_rows and whole
-    k steps."""
+    """The configuration with the shortest estimated time, estimated for rounded_rows and whole k
+    steps."""
     steps = -(-product.k // TILE_K)
     rounded = replace(product, m=rounded_rows(product.m), k=steps * TILE_K)
     return configure(product, _fastest_tiling(rounded, num_sms), num_sms)

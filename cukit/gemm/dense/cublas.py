@@ -52,7 +52,7 @@ def _handle_getter() -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _coefficient(value: float, wide: bool) -> tuple[int, HostArray]:
-    """The address of a scalar in host memory, and the array that owns it (the cache keeps it)."""
+    """The host address of a scalar, and the array that owns it, kept alive by the cache."""
     scalar = np.array(value, np.float64 if wide else np.float32)
     return scalar.ctypes.data, scalar
 
@@ -83,7 +83,7 @@ def gemm(
     mode = cublas.getMathMode(handle)
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
-        # cuBLAS is column-major: to it every matrix is transposed, and out^T = op(b)^T op(a)^T.
+        # cuBLAS reads matrices as column-major, i.e. transposed: out^T = op(b)^T op(a)^T.
         cublas.gemmEx(
             handle, int(right.transposed), int(left.transposed),
             target.columns, target.rows, left.rows if left.transposed else left.columns,

@@ -167,7 +167,7 @@ def _written(out: Array | None, result: Any) -> Any:
 def _plan_linear(
     x: Array, w: Array, bias: Array | None, activation: str | None, out: Array | None, keeps: bool
 ) -> Sm90Config | Sm80Config | None:
-    """Checks a call and plans it; None if there is nothing to multiply, and the reference runs."""
+    """Checks a call and plans it; None, for the reference, if there is nothing to multiply."""
     _check_linear(x, w, bias, activation, out)
     check_array("linear", "x", x, dtypes=KERNEL_DTYPES)
     n, k = w.shape
@@ -180,7 +180,7 @@ def _plan_linear(
     return plan_for(product, x, w, bias, out)
 
 
-def _but_rows(key: tuple[Any, ...]) -> Hashable:
+def _with_rounded_rows(key: tuple[Any, ...]) -> Hashable:
     """The key of a call's checks and plan: `key` of (device, x, w, bias or second weight,
     activation, out, keeps) with rounded_rows in place of the leading axes of x and out."""
     device, x, w, other, activation, out, keeps = key
@@ -197,7 +197,7 @@ def _but_rows(key: tuple[Any, ...]) -> Hashable:
 def _plan_gated(
     x: Array, gate: Array, up: Array | None, activation: str, out: Array | None, keeps: bool
 ) -> Sm90Config | Sm80Config | None:
-    """The same for `gated_linear`."""
+    """As :func:`_plan_linear`, for `gated_linear`."""
     _check_gated(x, gate, up, activation, out)
     check_array("gated_linear", "x", x, dtypes=KERNEL_DTYPES)
     n, k = gate.shape
@@ -217,8 +217,8 @@ def _launch(config: Sm90Config | Sm80Config | None, x: Array, w: Array, *_: Any)
     return None if config is None else launch_linear(config.at_rows(x.size // w.shape[1]))
 
 
-_prepare_linear = launch_plan(_launch, plan=_plan_linear, shorten=_but_rows)
-_prepare_gated = launch_plan(_launch, plan=_plan_gated, shorten=_but_rows)
+_prepare_linear = launch_plan(_launch, plan=_plan_linear, shorten=_with_rounded_rows)
+_prepare_gated = launch_plan(_launch, plan=_plan_gated, shorten=_with_rounded_rows)
 
 
 def check_weight(

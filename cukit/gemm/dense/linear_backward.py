@@ -146,7 +146,7 @@ class _ActivationGradient:
         self, rows: int, columns: int, vec: int, dtype: str, activation: str | None, *,
         gated: bool, sums: bool,
     ) -> None:  # fmt: skip
-        strips, blocks_x = 1, -(-columns // (32 * vec))
+        blocks_x = -(-columns // (32 * vec))
         most = -(-current_device().num_sms * _BLOCKS_PER_SM // blocks_x)
         strips = max(1, min(most, -(-rows // _MIN_STRIP)))
         strip_rows = -(-rows // strips)

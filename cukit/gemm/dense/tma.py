@@ -1,4 +1,4 @@
-"""The plain product of two matrices on Hopper's TMA and wgmma."""
+"""The plain product of two matrices with Hopper's TMA and wgmma."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class MatmulKernel:
     """A kernel that can compute products.
 
     precisions: the precisions it supports.
-    reason_against: the reason why it cannot compute a problem on a device, or None.
+    reason_against: why it cannot compute a problem on a device, or None.
     time_us: a model of its time on the device.
     prepare: takes arrays (operands in the precision's dtype; for float8, QuantizedArrays with a
         scale for each row), precision and options; returns `run(a, b, out)` for arrays like these.
@@ -239,7 +239,7 @@ def _prepare_linear(
 
 
 _FLOAT8_SPEEDUP = 1.7
-"""Of large products, over 16-bit operands."""
+"""Speed of large float8 products relative to 16-bit ones."""
 
 
 def _fp8_reason(problem: MatmulProblem, device: Device) -> str | None:

@@ -47,8 +47,8 @@ def sampled_error(
     """
     left = a.reshape(-1, a.shape[-1])
     right = b.reshape(-1, b.shape[-1])
-    rows = _some((left.T if transpose_a else left), _ROWS)
-    columns = _some((right if transpose_b else right.T), _COLUMNS)
+    rows = _sample_rows(left.T if transpose_a else left, _ROWS)
+    columns = _sample_rows(right if transpose_b else right.T, _COLUMNS)
     xp: Any = namespace(a)
     with np.errstate(invalid="ignore", over="ignore"):
         exact = rows.astype(np.float64) @ columns.T.astype(np.float64)
@@ -60,7 +60,7 @@ def sampled_error(
     return float(ratios.max()) if ratios.size else 0.0
 
 
-def _some(matrix: Array, most: int) -> Array:
+def _sample_rows(matrix: Array, most: int) -> Array:
     """At most `most` rows, evenly spaced, C-contiguous."""
     count = min(most, matrix.shape[0])
     chosen = np.linspace(0, max(matrix.shape[0] - 1, 0), count).astype(np.int64)

@@ -163,7 +163,7 @@ def tune_matmul(
 
 
 def _median_us(call: Any) -> float:
-    """Of single calls, by CUDA events."""
+    """The median time of single calls, measured with CUDA events."""
     cuda = require_cupy("measuring products").cuda
     call()
     samples = []

@@ -62,7 +62,7 @@ def tree_matmul(
         strassen: apply one level of Strassen's algorithm first: seven half-size products instead of
             eight. All extents must be even; float32 and float64 only, because it multiplies sums of
             the operands' quadrants, which 16 bits would round. Its error is bounded in the norm of
-            the matrices, not per element: small elements beside large ones lose digits.
+            the matrices, not per element: small elements lose digits if others are large.
         out: written in place; dtype of `a` or float32, [..., n]. Must not overlap an operand.
         out_dtype: of the result if `out` is not given: the dtype of `a` (default) or float32.
 

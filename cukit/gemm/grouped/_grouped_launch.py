@@ -1,4 +1,4 @@
-"""Launches of grouped products, for arrays that were checked."""
+"""Launches of grouped products, for checked arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prepare_grouped(
 
 
 class GroupedSm90:
-    """A launch of grouped_gemm_sm90.cu; called with arrays that were checked before."""
+    """A launch of grouped_gemm_sm90.cu; takes checked arrays."""
 
     __slots__ = ("_launch", "_maps", "config")
 
@@ -92,7 +92,7 @@ class GroupedSm90:
 
 
 class GroupedSm80:
-    """A launch of grouped_gemm_sm80.cu; called with arrays that were checked before."""
+    """A launch of grouped_gemm_sm80.cu; takes checked arrays."""
 
     __slots__ = ("_launch", "config")
 

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
     groups: int
     rows: int  # of all groups together
-    longest: int  # upper bound of a group's rows
+    longest: int  # upper bound on a group's rows
     fixed_capacity: bool
     """Whether each group has `longest` rows reserved; otherwise groups are contiguous."""
 
@@ -118,7 +118,9 @@ _SM_MACS_PER_US = 2048 * 1.6e3
 _START_US = 4.0
 _EPILOGUE_US = 1.0
 _TRANSPOSED = 0.98
+"""Factor on the computation with a transposed tiling and a K-major weight."""
 _BESIDE_MEMORY = 0.1
+"""Weight of the computation in the estimate of a memory-bound product."""
 _ROWS = (16, 32, 64, 128, 192, 256)
 
 
@@ -137,8 +139,8 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
 def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
     """Estimated time of a product.
 
-    It is bound by rounds of tiles, each by its products or its loads, or by the total memory
-    traffic. A group's last tile is assumed to be half empty.
+    The larger of the time of all rounds of tiles and that of the total memory traffic; each tile is
+    bound by its multiplications or by its loads. A group's last tile is assumed to be half empty.
     """
     product, each = problem.product, problem.rows_each
     columns = product.n * (1 + product.gated)
@@ -194,8 +196,11 @@ _EXACT_ROWS = 64
 
 
 def plan_grouped_sm90(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
-    """The configuration with the shortest estimated time, of a problem with rounded rows: how they
-    are distributed over the groups is not known anyway."""
+    """The configuration with the shortest estimated time.
+
+    The total number of rows is rounded, so that similar problems share a cached choice. Estimates
+    are approximate in any case, because the rows of each group are unknown on the host.
+    """
     product = problem.product
     rows = product.m if problem.ragged == "m" else product.k
     rounded = problem

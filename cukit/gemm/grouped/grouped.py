@@ -355,18 +355,18 @@ def _specs(kind: str, device: Device) -> list[KernelSpec]:
             return kind == "gated"
         return kind == ("forward" if product.major_b == "K" else "backward")
 
-    # Every tiling in bfloat16; only the plan's choice in float16, which compiles alike.
-    all_tilings = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
+    # Every tiling in bfloat16; float16 compiles alike, so only the plan's choice.
+    problems = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
     planned = [each for each in grouped_plan.representative("float16") if belongs(each)]
     specs = [
         plan_grouped_sm80(problem, aligned, device.num_sms).spec()
-        for problem in all_tilings
+        for problem in problems
         for aligned in (True, False)
     ]
     if device.arch == HOPPER:
         configs = [
             grouped_plan.configure(problem, tiling, device.num_sms)
-            for problem in all_tilings
+            for problem in problems
             for tiling in grouped_plan.candidates(problem)
         ]
         configs += [grouped_plan.plan_grouped_sm90(problem, device.num_sms) for problem in planned]

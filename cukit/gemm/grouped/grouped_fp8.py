@@ -32,9 +32,7 @@ from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm.grouped._grouped_launch import GROUPED_PARAMETERS, encode_groups, encode_matrices
 from cukit.gemm.grouped._grouped_plan import MAX_GROUPS, STATIC_BYTES, Layout, max_groups
-from cukit.gemm.grouped.grouped import (
-    layout_of,
-)
+from cukit.gemm.grouped.grouped import layout_of
 from cukit.gemm.quantized._matmul_8bit_launch import scale_columns
 from cukit.gemm.quantized._matmul_8bit_operands import both_operands, parts_of
 from cukit.gemm.quantized._matmul_8bit_plan import TILE_K, Tiling8Bit, partials_of, scale_bytes
@@ -285,7 +283,7 @@ def _check(
 
 
 def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> None:
-    extents = None if array.block_shape is None else array.block_shape
+    extents = array.block_shape
     wanted = tuple(map(min, block, array.shape))
     if extents is None or tuple(map(min, extents, array.shape)) != wanted:
         raise ConfigError(f"{_OP}: scales of {name} must be for blocks of {block}, got {extents}")

@@ -35,7 +35,7 @@ class Prepared8Bit(NamedTuple):
     launch: Matmul8BitSm90 | Matmul8BitSm80 | None
     """None for an empty result."""
     dtype: np.dtype[Any]
-    """Of the result."""
+    """Dtype of the result."""
 
     def __call__(
         self,

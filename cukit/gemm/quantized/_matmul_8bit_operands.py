@@ -23,7 +23,7 @@ OUT_DTYPES = (bfloat16, float16, float32)
 
 
 class Parts(NamedTuple):
-    """A QuantizedArray split into its arrays and a hashable rest, as launch plans need it."""
+    """A QuantizedArray split into its arrays and hashable metadata, for launch plans."""
 
     storage: Array
     scales: Array | None
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
     form: tuple[NarrowDtype, tuple[int, ...], Axis, GroupSize]
 
     def whole(self) -> QuantizedArray:
-        """The QuantizedArray again."""
+        """The QuantizedArray that was split."""
         dtype, shape, axis, group_size = self.form
         return QuantizedArray(
             self.storage, dtype, shape, self.scales, self.zero_points, axis, group_size
@@ -49,17 +49,17 @@ def parts_of(op: str, name: str, array: Any, dtype: NarrowDtype) -> Parts:
 
 
 class Checked(NamedTuple):
-    """A checked call."""
+    """A checked call: extents, dtype of the result, strides of the scales."""
 
     m: int
     n: int
     k: int
     dtype: np.dtype[Any]
-    """Of the result."""
+    """Dtype of the result."""
     a_stride: int | None
     """Stride of the scales of `a`: 1 per row, 0 per tensor; None for scales per block."""
     b_stride: int | None
-    """Stride of the scales of `b`, likewise."""
+    """Stride of the scales of `b`; values as for `a`."""
 
 
 def both_operands(values: Sequence[Any]) -> tuple[QuantizedArray, QuantizedArray]:

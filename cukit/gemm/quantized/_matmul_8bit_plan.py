@@ -30,7 +30,7 @@ class ResultPath(IntEnum):
 
 @dataclass(frozen=True)
 class Product8Bit:
-    """What a kernel is selected by, apart from the extents."""
+    """The properties of a product, other than its extents, that a kernel is compiled for."""
 
     code: Code
     out: str
@@ -63,8 +63,8 @@ class Tiling8Bit:
 
     @property
     def blocks_per_sm(self) -> int:
-        """Resident blocks per SM: two small ones, so that one computes while the other loads or
-        stores."""
+        """Resident blocks per SM: two if tiles are small, so that one computes while
+        the other loads or stores."""
         return 2 if self.consumers == 1 and self.tile_n <= 64 else 1
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class Config8Bit:
 
     @property
     def num_stages(self) -> int:
-        """The stages that fit into shared memory beside the barriers."""
+        """The stages that fit into shared memory alongside the barriers."""
         room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
         return min(_MAX_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 

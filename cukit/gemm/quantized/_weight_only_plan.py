@@ -102,7 +102,7 @@ class WeightOnlyTiling:
 
 @dataclass(frozen=True)
 class WeightOnlyConfig:
-    """One call's launch configuration: a persistent grid, its last tiles split along k."""
+    """The launch configuration of one call: a persistent grid, the last tiles split along k."""
 
     dtype: str
     weight: WeightDescription
@@ -330,7 +330,7 @@ def configure(
 def _raster_group(
     tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
 ) -> int:
-    """Tile rows of a group, such that tiles in flight read equal bytes of both operands."""
+    """Tile rows of a group, so that tiles in flight read as many bytes of x as of the weight."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
     return max(1, min(round(math.sqrt(blocks * ratio)), tiles_m))
 
@@ -338,11 +338,11 @@ def _raster_group(
 # Measured on an H200, in cycles.
 _MIN_CYCLES = 300  # per consumer and step: reading and decoding a block of the weight
 _STEP_CYCLES = 200  # per step, in addition to the products
-_CYCLES_A_TOKEN = 3.7
+_TOKEN_CYCLES = 3.7  # per step and token
 _ARRIVAL_CYCLES = 3000
-_PIECE_BYTES_A_CYCLE = 10  # partial tiles, written and read back for the final sum
+_PIECE_BYTES_PER_CYCLE = 10  # partial tiles, written and read back for the final sum
 _EXCHANGE_CYCLES = 1000
-_EXCHANGE_BYTES_A_CYCLE = 16  # through distributed shared memory
+_EXCHANGE_BYTES_PER_CYCLE = 16  # through distributed shared memory
 _EXPANDED_START_CYCLES = 57_000
 _EXPANDED_STEP_CYCLES = 1800
 _EXPANDED_END_CYCLES = 2800  # of a tile
@@ -359,14 +359,14 @@ def _cycles(config: WeightOnlyConfig) -> float:
         return _EXPANDED_START_CYCLES + max(
             products, blocks * _EXPANSION_CYCLES / config.num_blocks
         )
-    consumer = max(_MIN_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
+    consumer = max(_MIN_CYCLES, _STEP_CYCLES + _TOKEN_CYCLES * tiling.tokens)
     step = tiling.consumers * consumer
     if tiling.splits > 1:
         sent = tiling.rows * tiling.tokens * 4 * (tiling.splits - 1) // tiling.splits
-        exchange = _EXCHANGE_CYCLES + sent / _EXCHANGE_BYTES_A_CYCLE
+        exchange = _EXCHANGE_CYCLES + sent / _EXCHANGE_BYTES_PER_CYCLE
         return -(-steps // tiling.splits) * step + exchange
     cycles = -(-config.whole_tiles // config.num_blocks) * steps * step
     if config.shared_tiles:
         cycles += -(-config.shared_tiles * steps // config.num_blocks) * step
-        cycles += _ARRIVAL_CYCLES + tiling.rows * tiling.tokens * 4 / _PIECE_BYTES_A_CYCLE
+        cycles += _ARRIVAL_CYCLES + tiling.rows * tiling.tokens * 4 / _PIECE_BYTES_PER_CYCLE
     return cycles

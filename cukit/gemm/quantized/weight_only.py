@@ -154,7 +154,7 @@ def _check_float8(x: QuantizedArray) -> None:
 
 
 class WeightOnlyLaunch:
-    """A launch of a weight-only kernel; called with arrays that were checked before."""
+    """A launch of a weight-only kernel; takes checked arrays."""
 
     __slots__ = ("_config", "_launch", "_map", "_out", "_padded")
 
@@ -224,7 +224,7 @@ class WeightOnlyLaunch:
 
 
 class ExpandedLaunch:
-    """A launch of weight_expanded_sm90.cu; as WeightOnlyLaunch."""
+    """A launch of weight_expanded_sm90.cu; called like WeightOnlyLaunch."""
 
     __slots__ = ("_config", "_launch", "_out", "_x")
 

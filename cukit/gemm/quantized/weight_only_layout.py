@@ -137,7 +137,7 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     PackedWeight(int4, shape=(2, 64), group=row)
     """
     description, repeats = _describe(weight, x_dtype)
-    codes = _pad(_codes(weight), 0, _OFFSET[weight.dtype.name])
+    codes = _pad(_codes(weight), _OFFSET[weight.dtype.name])
     zeros = weight.zero_points
     if zeros is not None:
         zeros = _spread(zeros, repeats, description)
@@ -219,8 +219,8 @@ def _codes(weight: QuantizedArray) -> Array:
     return pairs[:, : weight.shape[1]] ^ 8
 
 
-def _pad(array: Array, rows_value: int, value: int) -> Array:
-    """[n, k], padded to a multiple of a pair of blocks."""
+def _pad(array: Array, value: int) -> Array:
+    """[n, k], padded with `value` to whole pairs of blocks."""
     n, k = array.shape
     padding = ((0, -n % _PAIR_ROWS), (0, -k % BLOCK_COLUMNS))
     return namespace(array).pad(array, padding, constant_values=value)

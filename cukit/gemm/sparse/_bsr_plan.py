@@ -105,8 +105,8 @@ SLOTS_SM90 = {block: tilings[0].slots for block, tilings in TILINGS.items()}
 
 
 _RATES = {16: (369e6, 228e6), 32: (510e6, 406e6), 64: (480e6, 447e6), 128: (600e6, 600e6)}
-"""FLOPs per microsecond of the Hopper kernel's tiles, by block size, for a dense operand as it is
-and transposed: measured on an H200 with random patterns of density 0.1, 8192 x 8192 times 4096
+"""FLOPs per microsecond of the Hopper kernel's tiles, by block size, for a plain and a transposed
+dense operand: measured on an H200 with random patterns of density 0.1, 8192 x 8192 times 4096
 columns."""
 
 _DENSE_RATE = 850e6
@@ -211,6 +211,7 @@ def plan_bsr_matmul(
     tiles would leave SMs idle, as would clusters that are partly outside the result. A transposed
     dense operand is read in rows of tile_k elements, which must be at least as long as a block's
     rows, up to 128 bytes.
+
     block_rows, n: of the product sparse @ dense.
     """
     tiling = None

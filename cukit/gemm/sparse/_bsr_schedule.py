@@ -6,11 +6,11 @@ Computed on the host with NumPy, once per pattern and shape.
 from __future__ import annotations
 
 import heapq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-HostArray = np.ndarray[Any, Any]
+from cukit.gemm.sparse._bsr_plan import HostArray
 
 _EPILOGUE = 128
 """Cost of a tile's epilogue, in rows of the dense matrix that could be multiplied in that time."""

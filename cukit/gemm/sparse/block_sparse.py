@@ -124,10 +124,10 @@ class BlockPattern:
         entries: int32 [num_blocks, 2]: block column, and index of the block among the values.
         """
         if transpose:
-            seen, numbers = self.transposed
+            pattern, numbers = self.transposed
         else:
-            seen, numbers = self, np.arange(self.num_blocks, dtype=np.int32)
-        return seen.indptr, np.stack([seen.indices, numbers], axis=1)
+            pattern, numbers = self, np.arange(self.num_blocks, dtype=np.int32)
+        return pattern.indptr, np.stack([pattern.indices, numbers], axis=1)
 
     def launcher(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         """`prepare(self, *args)` memoised like a launch plan, as long as the pattern exists."""

@@ -198,7 +198,7 @@ def _check_product(
     """Checks the arrays; returns the shape of the result."""
     check_array(_OP, roles.dense, dense, dtypes=FLOAT_DTYPES)
     transposed = roles.transposed
-    leading = transposed.out and transposed.dense  # a dense `a` as it is
+    leading = transposed.out and transposed.dense  # a dense `a` that is not transposed
     if dense.ndim < 2 or (dense.ndim > 2 and not leading):
         raise ArrayShapeError(f"{_OP}: {roles.dense} must have two axes, got shape {dense.shape}")
     check_same_dtype(_OP, **{roles.sparse: values, roles.dense: dense, "out": out})
