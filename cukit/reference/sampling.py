@@ -260,7 +260,7 @@ def _column(xp: Any, value: Any, default: float) -> Array:
 
 
 def _counters(xp: Any, seed: Any, step: Any, batch: int) -> tuple[Array, Array]:
-    """Seeds and steps of the requests, uint64 [batch]; row r of a scalar seed has seed + r."""
+    """Seeds and steps of the requests, uint64 [batch]; with a scalar seed, row r has seed + r."""
     if isinstance(seed, int):
         seeds = xp.arange(batch).astype(xp.uint64) + xp.uint64(seed % 2**64)
     else:
