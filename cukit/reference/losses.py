@@ -123,8 +123,8 @@ class _Logits(NamedTuple):
         return cls(number(softcap) * share, number(scale) * (1 - share * share), array.shape[-1])
 
     def gradient(self, grad: Array, like: Array | None = None) -> Array:
-        """The gradient with respect to the array from that of the logits; shape and dtype of
-        `like`."""
+        """The gradient with respect to the array, with shape and dtype of `like`, from the gradient
+        of the logits; without `like`, of the columns in use only."""
         grad = grad if self.slope is None else grad * self.slope
         if like is None:
             return grad

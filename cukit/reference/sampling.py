@@ -55,7 +55,7 @@ def philox_uint64(seed: Array, step: Array, stream: int) -> Array:
 
 
 def count_tokens(history: Array, vocab_size: int, prompt_lengths: Array | None = None) -> Array:
-    """Counts how often each token was generated; the highest bit is set if it is in `history`.
+    """Counts how often each token was generated; the highest bit marks tokens in `history`.
 
     history: int32 [batch, length]; ids outside the vocabulary are ignored. The first
     `prompt_lengths[b]` tokens belong to the prompt. Returns int32 [batch, vocab_size].

@@ -76,7 +76,7 @@ def distillation_attention(
 
     Returns:
         `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
-        or None. On Hopper one kernel computes the first two where it can.
+        or None. On Hopper one kernel computes the first two where supported.
 
     Raises:
         ArrayError, ConfigError: as :func:`cukit.distill.distillation_attention`; a teacher's tensor

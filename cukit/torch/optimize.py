@@ -366,7 +366,7 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
 
 
 class _GraphedForward:
-    """A captured forward: copies inputs to those of the capture, and returns copies of outputs."""
+    """A captured forward; copies inputs to the capture's and returns copies of its outputs."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._tree = pytree.tree_flatten((args, kwargs))

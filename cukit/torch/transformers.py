@@ -162,8 +162,8 @@ def attention_mask(
 
 
 def _nothing_padded(mask: Tensor | None) -> bool:
-    """Whether the mask hides nothing. Reads it, as transformers does for its own implementations,
-    which synchronises; False during tracing and capture."""
+    """Whether the mask masks no position; False during tracing and capture. Reading the mask
+    synchronises, as in transformers' own implementations."""
     if mask is None:
         return True
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):

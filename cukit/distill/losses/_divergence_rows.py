@@ -76,7 +76,7 @@ def plan_divergence(
     Both rows are swept twice, for their softmax statistics and then for loss and gradient, or three
     times if the gradient needs a sum that depends on the statistics.
 
-    phase: over sharded rows; each phase is a single sweep and caches nothing.
+    phase: 0 for whole rows, else a phase over sharded rows: a single sweep without caching.
     choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
     """
     sweeps = 2 if divergence == "forward_kl" else 3

@@ -90,7 +90,7 @@ class Head(NamedTuple):
     bias: Array | None
 
     def adopt(self, op: str) -> Head:
-        """The same with other libraries' arrays adopted as NumPy or CuPy arrays."""
+        """This head with other libraries' arrays adopted as NumPy or CuPy arrays."""
         return Head(*adopt(op, *self))
 
     def check(self, op: str, prefix: str, rows: int | None) -> None:
@@ -110,7 +110,7 @@ class Head(NamedTuple):
             )
 
     def flat(self, columns: int) -> Head:
-        """The same with hidden [rows, hidden_size] and the first `columns` of the vocabulary."""
+        """This head with hidden [rows, hidden_size] and the first `columns` of the vocabulary."""
         bias = None if self.bias is None else self.bias[:columns]
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return Head(hidden, self.weight[:columns], bias)
@@ -138,7 +138,7 @@ class HeadOptions(NamedTuple):
         return self.grad_weight, self.grad_bias
 
     def adopt(self, op: str) -> HeadOptions:
-        """The same with other libraries' arrays adopted as NumPy or CuPy arrays."""
+        """These options with other libraries' arrays adopted as NumPy or CuPy arrays."""
         grad_weight, grad_bias = adopt(op, *self.arrays)
         return self._replace(grad_weight=grad_weight, grad_bias=grad_bias)
 

@@ -117,7 +117,7 @@ class RowOptions(NamedTuple):
         return arrays_among(self.targets, self.token_weights, self.normalizer, self.grad_loss)
 
     def adopt(self, op: str) -> RowOptions:
-        """The same with other libraries' arrays adopted, after a check of the scalar options."""
+        """These options with other libraries' arrays adopted; checks the scalar options."""
         targets, token_weights = adopt(op, self.targets, self.token_weights)
         normalizer, grad_loss = adopt_scalars(op, self.normalizer, self.grad_loss)
         rows = self._replace(

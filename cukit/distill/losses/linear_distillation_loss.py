@@ -187,7 +187,7 @@ def specs_of(device: Device, divergence: str) -> list[KernelSpec]:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Also the kernels for vocabularies that are sharded over processes."""
+    """Row kernels of the JSD, and kernels for vocabularies that are sharded over processes."""
     sharded = [
         spec
         for phase in (1, 2, 3)

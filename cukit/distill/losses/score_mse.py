@@ -12,7 +12,7 @@ from cukit.attention.divergence.kl_pairs import RowArrays, check_pairs, head_map
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_number
 
-_CHUNK = 256  # queries of a causal call whose masked diagonal block is computed pair by pair
+_CHUNK = 256  # queries per block of a causal call
 
 
 def attention_score_mse(

@@ -110,7 +110,7 @@ class DistillRun:
             )
 
     def run(self) -> DistillReport:
-        """Train what is not finished yet, compare, and write report.json.
+        """Train the models that are not finished, compare them, and write report.json.
 
         Raises:
             Interrupted: Ctrl-C during the training of a model, whose state is saved.

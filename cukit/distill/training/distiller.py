@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 
 
 class Objective(Protocol):
-    """A loss over a model, with its gradients: what `Trainer` minimises."""
+    """A loss over a model, with its gradients, which `Trainer` minimises."""
 
     model: Transformer
 
