@@ -1,7 +1,8 @@
 """Knowledge distillation.
 
-`losses/` has the losses, `optimizer/` the optimiser, `training/` the loop and what it needs, `run/`
-the complete run behind `cukit distill`. Each imports only those before it.
+`losses/` contains the losses, `optimizer/` the optimiser, `training/` the training loop with its
+data, schedules and checkpoints, and `run/` the implementation of `cukit distill`. Each package
+imports only those listed before it.
 """
 
 from cukit.distill.losses.attention import (

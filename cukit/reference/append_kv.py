@@ -36,10 +36,10 @@ def append_kv(
     wide = k.astype(working_dtype(k), copy=False)
     q_out = q
     if cos is not None:
-        turned = wide[None] if q is None else q[None]
+        queries = wide[None] if q is None else q[None]
         q_out, wide = (
             each[0]
-            for each in rope(turned, wide[None], cos, sin, position_ids, interleaved=interleaved)
+            for each in rope(queries, wide[None], cos, sin, position_ids, interleaved=interleaved)
         )
         q_out = None if q is None else q_out
     num_blocks, block_size = k_cache.shape[:2]

@@ -54,7 +54,7 @@ def flash_attention(
     total_q, heads_q, _ = q.shape
     out = xp.zeros((total_q, heads_q, v.shape[-1]), dtype=q.dtype)
     lse = xp.full((heads_q, total_q), -math.inf, dtype=working_dtype(q, k, v))
-    for index, of_q, of_kv in _sequences(cu_seqlens_q, cu_seqlens_kv):
+    for index, of_q, of_kv in sequences(cu_seqlens_q, cu_seqlens_kv):
         part = options.of_sequence(index, of_q.stop - of_q.start, of_kv.stop - of_kv.start)
         some_out, some_lse = _forward(q[None, of_q], k[None, of_kv], v[None, of_kv], part)
         out[of_q] = some_out[0]
@@ -93,7 +93,7 @@ def flash_attention_backward(
     gradients = [xp.zeros(x.shape, dtype=x.dtype) for x in (q, k, v)]
     if sinks is not None:
         gradients.append(xp.zeros(sinks.shape, dtype=sinks.dtype))
-    for index, of_q, of_kv in _sequences(cu_seqlens_q, cu_seqlens_kv):
+    for index, of_q, of_kv in sequences(cu_seqlens_q, cu_seqlens_kv):
         part = options.of_sequence(index, of_q.stop - of_q.start, of_kv.stop - of_kv.start)
         some = _backward(
             grad_out[None, of_q],
@@ -111,7 +111,7 @@ def flash_attention_backward(
     return tuple(gradients)
 
 
-def _sequences(cu_q: Array, cu_kv: Array) -> Iterator[tuple[int, slice, slice]]:
+def sequences(cu_q: Array, cu_kv: Array) -> Iterator[tuple[int, slice, slice]]:
     """Index, query rows and key rows of every sequence."""
     host = [np.asarray(x.get() if hasattr(x, "get") else x).tolist() for x in (cu_q, cu_kv)]
     for index in range(len(host[0]) - 1):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference.attention import sequences
 from cukit.reference.attention_scores import ScoreOptions, attention_scores, scale_of
 
 Array = Any
@@ -49,18 +50,18 @@ def attention_kl(
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     rows: list[Array] = []
-    tops: tuple[list[Array], list[Array]] = ([], [])
+    lses: tuple[list[Array], list[Array]] = ([], [])
     for part in _parts(q_t, k_t, q_s, k_s, cu_seqlens_q, cu_seqlens_kv):
         given = (part.rows_of(lse_t), part.rows_of(lse_s))
         pair = _scores(part, head_map, (scale_t, scale_s), temperature, causal, window_size, given)
         rows.append(_divergence(xp, pair))
-        for kept, lse in zip(tops, (pair.lse_t, pair.lse_s), strict=True):
+        for kept, lse in zip(lses, (pair.lse_t, pair.lse_s), strict=True):
             kept.append(lse[..., 0])
-    kl, top_t, top_s = (_joined(xp, x, q_s, cu_seqlens_q, dtype) for x in (rows, *tops))
+    kl, *both = (_joined(xp, x, q_s, cu_seqlens_q, dtype) for x in (rows, *lses))
     if scale_by_temperature_squared:
         kl = kl * dtype(temperature**2)
     loss = reduced_rows(xp, kl, row_weights, reduction, normalizer, cu_seqlens_q is not None)
-    return (loss, top_t, top_s) if return_lse else loss
+    return (loss, *both) if return_lse else loss
 
 
 def attention_kl_backward(
@@ -146,10 +147,7 @@ def _parts(
     if cu_q is None:
         yield _Part(q_t, k_t, q_s, k_s, slice(None), slice(None), True)
         return
-    given: tuple[Any, Any] = (cu_q, cu_kv)
-    ends = [np.asarray(x.get() if hasattr(x, "get") else x).tolist() for x in given]
-    for index in range(len(ends[0]) - 1):
-        of_q, of_kv = (slice(each[index], each[index + 1]) for each in ends)
+    for _, of_q, of_kv in sequences(cu_q, cu_kv):
         yield _Part(
             q_t[None, of_q], k_t[None, of_kv], q_s[None, of_q], k_s[None, of_kv], of_q, of_kv, False
         )
@@ -182,7 +180,7 @@ def _scores(
         q_t, k_t = q_t[:, :, heads], k_t[:, :, heads // group]
     xp = array_namespace(q_t)
     dtype = working_dtype(q_t, k_t, part.q_s, part.k_s)
-    logs, tops = [], []
+    logs, lses = [], []
     for q, k, scale, lse in (
         (q_t, k_t, scales[0], given[0]),
         (part.q_s, part.k_s, scales[1], given[1]),
@@ -195,28 +193,28 @@ def _scores(
         batch, seq_q, heads, _ = q.shape
         scores = scores.reshape(batch, heads, seq_q, scores.shape[-1])
         if lse is None:
-            top = (
+            maximum = (
                 scores.max(axis=-1, keepdims=True)
                 if scores.shape[-1]
                 else xp.full((*scores.shape[:-1], 1), -math.inf, dtype=dtype)
             )
-            base = xp.where(top == -math.inf, 0, top)
+            base = xp.where(maximum == -math.inf, 0, maximum)
             total = xp.exp(scores - base).sum(axis=-1, keepdims=True)
             empty = total == 0
-            top = xp.where(empty, -math.inf, base + xp.log(xp.where(empty, 1, total)))
+            row_lse = xp.where(empty, -math.inf, base + xp.log(xp.where(empty, 1, total)))
         else:
-            top = lse.astype(dtype, copy=False)[..., None]
-        scores -= xp.where(top == -math.inf, math.inf, top).astype(dtype, copy=False)
+            row_lse = lse.astype(dtype, copy=False)[..., None]
+        scores -= xp.where(row_lse == -math.inf, math.inf, row_lse).astype(dtype, copy=False)
         logs.append(scores)
-        tops.append(top.astype(dtype, copy=False))
-    return _Pair(*logs, *tops)
+        lses.append(row_lse.astype(dtype, copy=False))
+    return _Pair(*logs, *lses)
 
 
 def _divergence(xp: Any, pair: _Pair) -> Array:
     """sum p (expm1(-d) + d), d = log p - log q: terms are non-negative, so none cancel."""
     p = xp.exp(pair.log_p_t)
-    hidden = pair.log_p_t == -math.inf
-    d = xp.where(hidden, 0, pair.log_p_t - xp.where(hidden, 0, pair.log_p_s))
+    masked = pair.log_p_t == -math.inf
+    d = xp.where(masked, 0, pair.log_p_t - xp.where(masked, 0, pair.log_p_s))
     near = abs(d) < _SERIES
     small = xp.where(near, d, 0)
     series = (
@@ -231,7 +229,7 @@ def _divergence(xp: Any, pair: _Pair) -> Array:
     far = xp.where(near, 0, d)
     terms = p * xp.where(near, series, xp.expm1(-far) + far)
     # The limit of a term for p = 0 is q.
-    return xp.where(hidden, xp.exp(pair.log_p_s), terms).sum(axis=-1)
+    return xp.where(masked, xp.exp(pair.log_p_s), terms).sum(axis=-1)
 
 
 def _joined(
@@ -245,7 +243,7 @@ def _joined(
     return xp.concatenate([part[0] for part in parts], axis=-1).astype(dtype, copy=False)
 
 
-def _by_rows(xp: Any, weights: Array, varlen: bool) -> Array:
+def _by_rows(weights: Array, varlen: bool) -> Array:
     """Weights of queries, [batch, seq] or [total], in a shape that broadcasts over heads."""
     return weights[None] if varlen else weights[:, None]
 
@@ -269,7 +267,7 @@ def reduced_rows(
     """Reduces the divergences of rows, [batch, heads, seq] or [heads, total], to the loss."""
     if weights is not None:
         # A row with weight 0 has loss 0, even if its divergence is infinite.
-        by_rows = _by_rows(xp, weights.astype(kl.dtype, copy=False), varlen)
+        by_rows = _by_rows(weights.astype(kl.dtype, copy=False), varlen)
         kl = xp.where(by_rows == 0, 0, kl * by_rows)
     if reduction == "none":
         return kl
@@ -292,7 +290,7 @@ def row_factors(
     """Derivative of the loss with respect to each row's divergence; `rows` is its shape."""
     factors = xp.ones(rows, dtype=dtype)
     if weights is not None:
-        factors = factors * _by_rows(xp, weights.astype(dtype, copy=False), varlen)
+        factors = factors * _by_rows(weights.astype(dtype, copy=False), varlen)
     if reduction == "mean":
         factors = factors / _divisor(xp, factors.shape, weights, normalizer, varlen)
     if grad_loss is not None:

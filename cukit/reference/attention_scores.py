@@ -101,23 +101,24 @@ def attention_scores(
         scores -= slopes * xp.abs(ahead).astype(scores.dtype)
     if options.bias is not None:
         scores += _grouped(options.bias, k.shape[2], group).astype(scores.dtype, copy=False)
-    for hidden in _hidden(xp, ahead, options, k.shape[2], group):
-        xp.copyto(scores, -math.inf, where=hidden)
+    for masked in _masks(xp, ahead, options, k.shape[2], group):
+        xp.copyto(scores, -math.inf, where=masked)
     return scores, slope
 
 
-def _hidden(xp: Any, ahead: Array, options: ScoreOptions, heads_kv: int, group: int) -> list[Array]:
-    hidden = []
+def _masks(xp: Any, ahead: Array, options: ScoreOptions, heads_kv: int, group: int) -> list[Array]:
+    """Boolean arrays that broadcast to the scores, True where masked."""
+    masked = []
     if options.mask is not None:
-        hidden.append(xp.logical_not(_grouped(options.mask, heads_kv, group)))
+        masked.append(xp.logical_not(_grouped(options.mask, heads_kv, group)))
     left, right = options.window_size or (None, None)
     if options.causal:
         right = 0
     if left is not None:
-        hidden.append(ahead < -left)
+        masked.append(ahead < -left)
     if right is not None:
-        hidden.append(ahead > right)
-    return hidden
+        masked.append(ahead > right)
+    return masked
 
 
 def _grouped(matrix: Array, heads_kv: int, group: int) -> Array:

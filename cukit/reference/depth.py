@@ -74,7 +74,7 @@ def depth_combine(x: Array, y: Array, weights: Array, slots: Array) -> Array:
 def depth_combine_backward(
     grad_out: Array, y: Array, weights: Array, indices: Array
 ) -> tuple[Array, Array]:
-    """Gradients of y and weights; that of x is grad_out."""
+    """Gradients of y and weights; the gradient of x is grad_out."""
     grad, rows, factors = upcast(working_dtype(grad_out), grad_out, y, weights)
     chosen = depth_gather(grad, indices)
     grad_y = (chosen * factors[:, :, None]).astype(y.dtype, copy=False)

@@ -60,8 +60,8 @@ def linear_rope(x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int) 
     rows = xp.arange(heads.shape[0]) % cos.shape[0]
     c, s = upcast(y.dtype, cos[rows][:, None], sin[rows][:, None])
     a, b = heads[:, :rotated_heads, 0], heads[:, :rotated_heads, 1]
-    turned = xp.stack([a * c - b * s, b * c + a * s], axis=2)
-    y = xp.concatenate([turned, heads[:, rotated_heads:]], axis=1).reshape(y.shape)
+    rotated = xp.stack([a * c - b * s, b * c + a * s], axis=2)
+    y = xp.concatenate([rotated, heads[:, rotated_heads:]], axis=1).reshape(y.shape)
     return y.astype(x.dtype, copy=False)
 
 

@@ -223,7 +223,7 @@ def memory_write(
 
 
 def _sums_in_any_order(rows: Array, terms: Array, num_rows: int) -> Array:
-    """Sums the terms of each row as fixed-point integers, so that their order changes no bit."""
+    """Sums the terms of each row as fixed-point integers: the order does not affect the result."""
     xp = array_namespace(terms)
     counts = xp.bincount(rows, minlength=num_rows) if len(rows) else xp.zeros(num_rows, int)
     largest = xp.zeros((num_rows, terms.shape[1]), terms.dtype)

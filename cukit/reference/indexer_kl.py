@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference.attention import sequences
 from cukit.reference.attention_kl import reduced_rows, row_factors
 from cukit.reference.attention_scores import ScoreOptions, attention_scores, scale_of
 
@@ -48,7 +47,7 @@ def indexer_kl(
         p = pair.attention / xp.where(mass == 0, 1, mass)[..., None]
         lse = _log_sum_exp(xp, pair.scores)
         terms = xp.where(p > 0, xp.log(xp.where(p > 0, p, 1)), 0) - xp.where(
-            pair.hidden, 0, pair.scores
+            pair.masked, 0, pair.scores
         )
         rows = (p * xp.where(p == 0, 0, terms)).sum(axis=-1)
         rows = xp.where(mass == 0, 0, xp.maximum(rows + xp.where(mass == 0, 0, lse), 0))
@@ -106,7 +105,7 @@ def indexer_kl_backward(
         )
         counts = (mass != 0) & (factor != 0)
         top = xp.where(lse == -math.inf, 0, lse)[..., None]
-        q = xp.where(pair.hidden, 0, xp.exp(pair.scores - top))
+        q = xp.where(pair.masked, 0, xp.exp(pair.scores - top))
         p = pair.attention / xp.where(counts, mass * q_t.shape[-2], 1)[..., None]
         grad = xp.where(counts[..., None], factor[..., None] * (q - p), 0) * dtype(scale_s)
         queries, keys, own = upcast(dtype, part.q_s, part.k_s, part.weights)
@@ -164,10 +163,7 @@ def _parts(
         every = slice(None)
         yield _Part(q_t, k_t, lse_t, q_s, k_s, weights, indices, every, every, True)
         return
-    given: tuple[Any, Any] = (cu_q, cu_kv)
-    ends = [np.asarray(x.get() if hasattr(x, "get") else x).tolist() for x in given]
-    for index in range(len(ends[0]) - 1):
-        of_q, of_kv = (slice(each[index], each[index + 1]) for each in ends)
+    for _, of_q, of_kv in sequences(cu_q, cu_kv):
         yield _Part(
             q_t[None, of_q], k_t[None, of_kv], lse_t[None, :, of_q], q_s[None, of_q],
             k_s[None, of_kv], weights[None, of_q], None if indices is None else indices[None, of_q],
@@ -180,7 +176,7 @@ class _Pair(NamedTuple):
     """Attention probabilities summed over heads, 0 where masked, [batch, seq_q, seq_kv]."""
     scores: Array
     """Scores of the indexer, -infinity where masked."""
-    hidden: Array
+    masked: Array
 
 
 def _scores(part: _Part, causal: bool, scale_t: float | None, scale_s: float) -> _Pair:
@@ -193,24 +189,24 @@ def _scores(part: _Part, causal: bool, scale_t: float | None, scale_s: float) ->
     scores, _ = attention_scores(xp, q, k, options)
     batch, seq_q, heads, _ = q.shape
     scores = scores.reshape(batch, heads, seq_q, k.shape[1])
-    hidden = scores[:, 0] == -math.inf
+    masked = scores[:, 0] == -math.inf
     if part.topk_indices is not None:
-        hidden = hidden | ~_named(xp, part.topk_indices, k.shape[1])
+        masked = masked | ~_listed(xp, part.topk_indices, k.shape[1])
     base = xp.where(lse == -math.inf, math.inf, lse)[..., None]
-    attention = xp.where(hidden, 0, xp.exp(scores - base).sum(axis=1))
+    attention = xp.where(masked, 0, xp.exp(scores - base).sum(axis=1))
     products = xp.einsum("bihd,bjd->bihj", queries, keys)
     positive = xp.where(products < 0, 0, products)
     total = xp.einsum("bihj,bih->bij", positive, weights) * dtype(scale_s)
-    return _Pair(attention, xp.where(hidden, -math.inf, total), hidden)
+    return _Pair(attention, xp.where(masked, -math.inf, total), masked)
 
 
-def _named(xp: Any, indices: Array, seq_kv: int) -> Array:
+def _listed(xp: Any, indices: Array, seq_kv: int) -> Array:
     """Mask of the keys in the lists, [batch, seq_q, seq_kv]."""
-    named = xp.zeros((*indices.shape[:2], seq_kv + 1), dtype=bool)
+    listed = xp.zeros((*indices.shape[:2], seq_kv + 1), dtype=bool)
     out = (indices < 0) | (indices >= seq_kv)
     b, i = xp.arange(indices.shape[0])[:, None, None], xp.arange(indices.shape[1])[None, :, None]
-    named[b, i, xp.where(out, seq_kv, indices)] = True
-    return named[..., :seq_kv]
+    listed[b, i, xp.where(out, seq_kv, indices)] = True
+    return listed[..., :seq_kv]
 
 
 def _log_sum_exp(xp: Any, scores: Array) -> Array:

@@ -123,8 +123,8 @@ class _Logits(NamedTuple):
         return cls(number(softcap) * share, number(scale) * (1 - share * share), array.shape[-1])
 
     def gradient(self, grad: Array, like: Array | None = None) -> Array:
-        """The gradient with respect to the array from that of the logits; shape and dtype of
-        `like`."""
+        """The gradient with respect to the array, with shape and dtype of `like`, from the gradient
+        of the logits; without `like`, of the columns in use only."""
         grad = grad if self.slope is None else grad * self.slope
         if like is None:
             return grad
@@ -244,7 +244,7 @@ def topk_distillation_loss(
     return_grad: bool = False,
     grad_loss: Any = None,
 ) -> Array | tuple[Array, Array]:
-    """KL(p || q) for a teacher of which only the probabilities of some tokens are known."""
+    """KL(p || q) for a teacher whose probabilities are known for some tokens only."""
     student = _Logits.of(student_logits, vocab_size, logit_scale, softcap)
     rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
     soft = _topk_rows(student.values, teacher_log_probs, teacher_ids, rows.kept, tail, temperature)
@@ -302,8 +302,8 @@ def linear_distillation_loss(
     teacher_softcap: float | None = None,
     **options: Any,
 ) -> LinearKlResult:
-    """distillation_loss of the logits hidden @ weight^T + bias, with the gradients of the student's
-    factors.
+    """distillation_loss of the logits hidden @ weight^T + bias, with gradients for hidden, weight
+    and bias.
 
     The full logits are computed at once: `chunk_tokens` and `workspace_bytes` have no effect.
     """
@@ -363,7 +363,7 @@ def linear_sampled_distillation_loss(
 def linear_cross_entropy(
     hidden: Array, weight: Array, targets: Array, *, bias: Array | None = None, **options: Any
 ) -> LinearCrossEntropyResult:
-    """Cross-entropy of the logits hidden @ weight^T + bias, with the gradients of the factors."""
+    """Cross-entropy of the logits hidden @ weight^T + bias, with gradients for all three."""
     options |= {"targets": targets, "soft_weight": 0.0, "hard_weight": 1.0}
     result = _linear_loss(hidden, weight, bias, None, **options)
     return LinearCrossEntropyResult(result.hard_loss, *result[3:])

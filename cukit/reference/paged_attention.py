@@ -104,7 +104,7 @@ def merge_attention_states(
 
 
 def first_key(seq_len: Any, seq_q: int, window_size: tuple[int | None, int | None] | None) -> Any:
-    """The first key within the window of any query; earlier keys may be missing in the cache."""
+    """The first key within the window of any query; earlier keys may be missing from the cache."""
     left = None if window_size is None else window_size[0]
     return 0 * seq_len if left is None else np.maximum(0, seq_len - seq_q - left)
 

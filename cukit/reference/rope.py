@@ -67,10 +67,10 @@ def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | No
         first, second = slice(half), slice(half, 2 * half)
     dtype = working_dtype(x)
     a, b = x[..., first].astype(dtype, copy=False), x[..., second].astype(dtype, copy=False)
-    turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+    rotated_a, rotated_b = a * cos - b * sin, b * cos + a * sin
     if out is None:
         out = array_namespace(x).empty(x.shape, x.dtype)
     if out is not x:
         out[..., 2 * half :] = x[..., 2 * half :]
-    out[..., first], out[..., second] = turned_a, turned_b
+    out[..., first], out[..., second] = rotated_a, rotated_b
     return out

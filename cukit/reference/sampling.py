@@ -55,7 +55,7 @@ def philox_uint64(seed: Array, step: Array, stream: int) -> Array:
 
 
 def count_tokens(history: Array, vocab_size: int, prompt_lengths: Array | None = None) -> Array:
-    """Counts how often each token was generated; the highest bit is set if it is in `history`.
+    """Counts how often each token was generated; the highest bit marks tokens in `history`.
 
     history: int32 [batch, length]; ids outside the vocabulary are ignored. The first
     `prompt_lengths[b]` tokens belong to the prompt. Returns int32 [batch, vocab_size].
@@ -260,7 +260,7 @@ def _column(xp: Any, value: Any, default: float) -> Array:
 
 
 def _counters(xp: Any, seed: Any, step: Any, batch: int) -> tuple[Array, Array]:
-    """Seeds and steps of the requests, uint64 [batch]; row r of a scalar seed has seed + r."""
+    """Seeds and steps of the requests, uint64 [batch]; with a scalar seed, row r has seed + r."""
     if isinstance(seed, int):
         seeds = xp.arange(batch).astype(xp.uint64) + xp.uint64(seed % 2**64)
     else:

@@ -59,7 +59,7 @@ def as_array(op: str, name: str, tensor: Tensor, *, strided: bool = False) -> Ar
     cuda = _cupy().cuda
     itemsize = tensor.element_size()
     strides = tensor.stride()
-    # An upper bound of the bytes from the first to the end of the last element.
+    # An upper bound on the bytes from the first to the end of the last element.
     extents = zip(tensor.shape, strides, strict=True)
     span = (1 + sum((extent - 1) * stride for extent, stride in extents)) * itemsize
     memory = cuda.UnownedMemory(tensor.data_ptr(), max(span, 0), tensor, tensor.device.index)

@@ -24,7 +24,7 @@ KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activati
 
 _ATTENTION = "cukit"
 
-_MIN_TOKENS = 4096  # concatenating the weights takes less than a tenth of such a product
+_MIN_TOKENS = 4096  # concatenating the weights then takes less than a tenth of the product's time
 
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -410,9 +410,9 @@ def _rotates_halves(file: ModuleType) -> bool:
     angles = torch.arange(4.0).view(1, 2, 2).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
     left, right = x.chunk(2, dim=-1)
-    want = x * cos + torch.cat((-right, left), dim=-1) * sin
+    expected = x * cos + torch.cat((-right, left), dim=-1) * sin
     try:
-        return all(torch.allclose(each, want) for each in original(x, x, cos, sin))
+        return all(torch.allclose(each, expected) for each in original(x, x, cos, sin))
     except Exception:  # a function of that name with other arguments or results
         return False
 

@@ -49,7 +49,9 @@ def _nothing(like: Array) -> Array:
 # --- Layers ---------------------------------------------------------------------------------------
 
 
-def _gelu_row(name: str, function: Callable[..., Array], backward: Callable[..., Array]) -> Any:
+def _activation_rows(
+    name: str, function: Callable[..., Array], backward: Callable[..., Array]
+) -> tuple[Operator, Operator]:
     """Forward and backward of an activation, whose result has x's shape or half its last axis."""
     options = arguments_of(function, drop=("x", "out"))
     rest = f", {options}" if options else ""
@@ -137,7 +139,6 @@ LAYERS = (
         lambda q, k, **_: _rotated(q, k),
         strided=("q", "k"),
         backward="rope_backward",
-        constants=(),
     ),
     Operator(
         f"rope_backward(Tensor grad_q_out, Tensor grad_k_out, {_ROPE})"
@@ -168,9 +169,9 @@ LAYERS = (
         cukit.linear_rope,
         lambda x, w, **_: _like(x, (*x.shape[:-1], w.shape[0])),
     ),
-    *_gelu_row("silu_and_mul", cukit.silu_and_mul, cukit.silu_and_mul_backward),
-    *_gelu_row("gelu_and_mul", cukit.gelu_and_mul, cukit.gelu_and_mul_backward),
-    *_gelu_row("gelu", cukit.gelu, cukit.gelu_backward),
+    *_activation_rows("silu_and_mul", cukit.silu_and_mul, cukit.silu_and_mul_backward),
+    *_activation_rows("gelu_and_mul", cukit.gelu_and_mul, cukit.gelu_and_mul_backward),
+    *_activation_rows("gelu", cukit.gelu, cukit.gelu_backward),
 )
 
 # --- Attention ------------------------------------------------------------------------------------
@@ -282,7 +283,8 @@ _DISTILLED = (
 
 
 def _distill(*, deterministic: bool, lse_t: Array | None, **options: Any) -> tuple[Array, ...]:
-    """Empty: out_t without v_t; teacher_lse if it is given; student_lse if it equals lse."""
+    """The results; arrays are empty for out_t without v_t, teacher_lse if lse_t is given, and
+    student_lse if it equals lse."""
     found = distillation_attention(lse_t=lse_t, **_window(options))
     return (
         found.out,
@@ -327,7 +329,7 @@ def _distilled_gradients(
     temperature: float,
     **options: Any,
 ) -> dict[str, Tensor | None]:
-    """Those of flash_attention and of attention_kl, each only if its result has a gradient."""
+    """The gradients of flash_attention and of attention_kl, each only if its result has one."""
     found: dict[str, Tensor | None] = {"q_s": None, "k_s": None, "v_s": None}
     if grad_out is not None:
         masks = {each: options[each] for each in _MASKS}

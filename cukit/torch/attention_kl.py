@@ -68,14 +68,15 @@ def distillation_attention(
     """:func:`cukit.distill.distillation_attention` with gradients for the student's tensors.
 
     Args:
-        q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]; v_t for its output, or None.
+        q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]. v_t may be None: it is used
+            only for `out_t`.
         q_s, k_s, v_s: the student's.
         deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
-        Others: as in :func:`cukit.distill.distillation_attention`.
+        Other arguments: as in :func:`cukit.distill.distillation_attention`.
 
     Returns:
         `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
-        or None. On Hopper one kernel computes the first two where it can.
+        or None. On Hopper one kernel computes the first two where supported.
 
     Raises:
         ArrayError, ConfigError: as :func:`cukit.distill.distillation_attention`; a teacher's tensor

@@ -129,7 +129,8 @@ def flash_attention(
             CPU. A transposed view of [batch, heads, seq, head_dim] is read without a copy. Under
             autocast q, k and v are converted to its dtype.
         k, v: [batch, seq_len_kv, num_heads_kv, head_dim].
-        deterministic: whether the backward is; None follows `torch.use_deterministic_algorithms`.
+        deterministic: whether the backward is deterministic; None follows
+            `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp, which has no gradient.
         Other arguments: as in :func:`cukit.flash_attention`. alibi_slopes, bias and mask get no
             gradient.

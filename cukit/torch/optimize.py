@@ -51,7 +51,7 @@ class Optimized:
         report: one SwapReport per candidate.
         error: difference of the model's outputs, as in SwapReport.
         before_us, after_us: median times of the model, None without a GPU.
-        note: what was not done, and why; "" if everything was.
+        note: what was skipped, and why; "" if nothing was.
     """
 
     def __init__(self, model: nn.Module, note: str = "") -> None:
@@ -120,8 +120,8 @@ def optimize(
 
     The model runs on `sample` once. For every supported module, the swap runs on the inputs that
     the module receives; it is kept if the outputs agree and, on a GPU, if it is faster.
-    Parameters, names, hooks and state dicts are unchanged, and gradients work. A fused module does
-    not call the hooks of a module inside it whose work it took over.
+    Parameters, names, hooks and state dicts are unchanged, and gradients work. The hooks of
+    a submodule are not called if a fused forward does its work.
 
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
@@ -366,7 +366,7 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
 
 
 class _GraphedForward:
-    """A captured forward: copies inputs to those of the capture, and returns copies of outputs."""
+    """A captured forward; copies inputs to the capture's and returns copies of its outputs."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._tree = pytree.tree_flatten((args, kwargs))

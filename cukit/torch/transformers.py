@@ -1,7 +1,9 @@
 """cukit's attention as an attention implementation of Hugging Face transformers.
 
-cukit.torch.register_attention()
-model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cukit")
+Usage:
+
+    cukit.torch.register_attention()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cukit")
 """
 
 from __future__ import annotations
@@ -128,8 +130,8 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask for :func:`attention_forward`, None if the kernel's options are sufficient.
 
-    They are for a causal or windowed mask that aligns the last query with the last key. The
-    arguments are those of transformers' mask functions.
+    They are sufficient for a causal or windowed mask that aligns the last query with the last key.
+    The arguments are those of transformers' mask functions.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -160,8 +162,8 @@ def attention_mask(
 
 
 def _nothing_padded(mask: Tensor | None) -> bool:
-    """Whether the mask hides nothing. Reads it, as transformers does for its own implementations,
-    which synchronises; False during tracing and capture."""
+    """Whether the mask masks no position; False during tracing and capture. Reading the mask
+    synchronises, as in transformers' own implementations."""
     if mask is None:
         return True
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):

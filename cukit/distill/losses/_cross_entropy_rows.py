@@ -23,7 +23,7 @@ from cukit.distill.losses._row_loss import (
 
 @dataclass(frozen=True)
 class CrossEntropyConfig:
-    """One way to run the kernel over rows of one vocabulary."""
+    """A configuration of the cross-entropy kernel for one vocabulary size."""
 
     dtype: str
     index_dtype: str
@@ -65,9 +65,9 @@ def plan_cross_entropy(
     phase: int = 0,
     **choice: Any,
 ) -> CrossEntropyConfig:
-    """The loss alone takes one sweep over the row, the gradient a second one.
+    """The configuration of a launch. The loss takes one sweep over the row, the gradient a second.
 
-    phase: over sharded rows; each phase is a single sweep and caches nothing.
+    phase: 0 for whole rows, else a phase over sharded rows: a single sweep without caching.
     choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
     """
     sweeps = 2 if grad or phase else 1
@@ -98,7 +98,8 @@ def cross_entropy_specs(
 def prepare_rows(
     logits: Array, targets: Array, grad_loss: Array | None, transform: bool, ignore_index: int
 ) -> Launch:
-    """The launch over rows with any stride, the gradient in place. Arguments are not checked."""
+    """The launch for rows with any stride, which writes the gradient in place. Arguments are not
+    checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     options = (logits.shape[-1], logits.strides[0] // logits.itemsize)
     return plan_launch(logits, logits, grad_loss, rows, transform, *options)

@@ -23,7 +23,7 @@ from cukit.distill.losses._row_loss import (
 
 @dataclass(frozen=True)
 class DivergenceConfig:
-    """One way to run the kernel over rows of one vocabulary."""
+    """A configuration of the divergence kernel for one vocabulary size."""
 
     dtype: str
     index_dtype: str
@@ -71,10 +71,12 @@ def plan_divergence(
     phase: int = 0,
     **choice: Any,
 ) -> DivergenceConfig:
-    """Both rows are swept twice: for their softmax statistics, then for loss and gradient; three
+    """The configuration of a launch.
+
+    Both rows are swept twice, for their softmax statistics and then for loss and gradient, or three
     times if the gradient needs a sum that depends on the statistics.
 
-    phase: over sharded rows; each phase is a single sweep and caches nothing.
+    phase: 0 for whole rows, else a phase over sharded rows: a single sweep without caching.
     choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
     """
     sweeps = 2 if divergence == "forward_kl" else 3
@@ -114,8 +116,8 @@ def prepare_rows(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """The launch over rows with any stride, the same in both arrays; the gradient in place.
-    Arguments are not checked."""
+    """The launch for rows with any stride, the same in both arrays, which writes the gradient in
+    place. Arguments are not checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     stride = student_logits.strides[0] // student_logits.itemsize
     arrays = (student_logits, teacher_logits, student_logits, grad_loss, rows)

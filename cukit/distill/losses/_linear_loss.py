@@ -68,7 +68,7 @@ def plan_linear_loss(
     gradient of a chunk's hidden states has too few tiles for the GPU; chunks are then larger, as
     long as their logits take at most 512 MiB.
 
-    row_bytes: of a row of logits. most: tokens whose logits fit the workspace; None: no limit.
+    row_bytes: bytes of a row of logits. most: maximum tokens per chunk; None: no limit.
     """
     if chunk_tokens is None:
         preferred = min(max(hidden_size, _FEWEST_TOKENS), _MAX_TOKENS)
@@ -90,12 +90,12 @@ class Head(NamedTuple):
     bias: Array | None
 
     def adopt(self, op: str) -> Head:
-        """The same with other libraries' arrays adopted as NumPy or CuPy arrays."""
+        """This head with other libraries' arrays adopted as NumPy or CuPy arrays."""
         return Head(*adopt(op, *self))
 
     def check(self, op: str, prefix: str, rows: int | None) -> None:
         """Raises ArrayError unless hidden [..., hidden_size], weight [classes, hidden_size] and
-        bias [classes] have one dtype, and hidden `rows` rows if given."""
+        bias [classes] have one dtype, and hidden has `rows` rows if given."""
         hidden, weight, bias = self
         check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, min_ndim=1)
         check_array(op, f"{prefix}weight", weight, shape=(None, hidden.shape[-1]))
@@ -110,7 +110,7 @@ class Head(NamedTuple):
             )
 
     def flat(self, columns: int) -> Head:
-        """The same with hidden [rows, hidden_size] and the first `columns` of the vocabulary."""
+        """This head with hidden [rows, hidden_size] and the first `columns` of the vocabulary."""
         bias = None if self.bias is None else self.bias[:columns]
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return Head(hidden, self.weight[:columns], bias)
@@ -138,7 +138,7 @@ class HeadOptions(NamedTuple):
         return self.grad_weight, self.grad_bias
 
     def adopt(self, op: str) -> HeadOptions:
-        """The same with other libraries' arrays adopted as NumPy or CuPy arrays."""
+        """These options with other libraries' arrays adopted as NumPy or CuPy arrays."""
         grad_weight, grad_bias = adopt(op, *self.arrays)
         return self._replace(grad_weight=grad_weight, grad_bias=grad_bias)
 
@@ -205,8 +205,8 @@ def evaluate_heads(
 
     columns: vocabulary columns in use. row_launch: maps the plan to the function that prepares the
     row kernel for a chunk. tensors: tensors of logits per chunk; row_launch allocates all but the
-    first. soft: whether the kernel computes a divergence. communicator: of processes that each have
-    a shard of the vocabulary; row losses and gradients of `hidden` are summed over them.
+    first. soft: whether the kernel computes a divergence. communicator: connects the processes that
+    each hold a shard of the vocabulary; row losses and gradients of `hidden` are summed over them.
     """
     flat = head.flat(columns)
     tokens = flat.hidden.shape[0]

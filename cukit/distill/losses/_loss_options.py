@@ -72,8 +72,8 @@ class LossOptions(NamedTuple):
         return self[6:] != (1.0, None, 1.0, None)
 
     def check(self, op: str, targets: Array | None) -> LossOptions:
-        """Raises ConfigError for a value outside its range; returns the options, where a limit of
-        `beta` is replaced by the KL divergence it equals."""
+        """Raises ConfigError for a value outside its range; returns the options, in which a
+        divergence at a limit of `beta` is replaced by the KL divergence it equals."""
         check_choice(op, "divergence", self.divergence, DIVERGENCES)
         check_flag(op, "scale_by_temperature_squared", self.scale_by_temperature_squared)
         check_number(op, "temperature", self.temperature, above=0)
@@ -117,7 +117,7 @@ class RowOptions(NamedTuple):
         return arrays_among(self.targets, self.token_weights, self.normalizer, self.grad_loss)
 
     def adopt(self, op: str) -> RowOptions:
-        """The same with other libraries' arrays adopted, after a check of the scalar options."""
+        """These options with other libraries' arrays adopted; checks the scalar options."""
         targets, token_weights = adopt(op, self.targets, self.token_weights)
         normalizer, grad_loss = adopt_scalars(op, self.normalizer, self.grad_loss)
         rows = self._replace(

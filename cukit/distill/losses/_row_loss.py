@@ -1,4 +1,4 @@
-"""Shared by the losses on logits: how a row is split over threads and blocks, and reductions."""
+"""Shared by the losses on logits: the split of a row over threads and blocks, and reductions."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ def split_vocabulary(
     threads: int | None = None,
     reserved: int = 0,
 ) -> VocabularySplit:
-    """The split for rows of `vocab_size` columns of `num_tensors` tensors; None: chosen here.
+    """The split for rows of `vocab_size` columns of `num_tensors` tensors.
 
-    reserved: bytes of shared memory that a block needs for something else.
+    cluster, cached, threads: None: chosen here.
+    reserved: bytes of shared memory that a block needs for other purposes.
 
     Three blocks per SM overlap one block's loads with another's arithmetic, so each may use a third
     of the shared memory. A row is split over the fewest blocks, up to eight, that can cache it;

@@ -97,7 +97,7 @@ class KnownTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """The configuration of a launch."""
+    """A configuration of the top-k kernel for one vocabulary size."""
 
     dtype: str
     index_dtype: str
@@ -140,8 +140,8 @@ def plan_topk_divergence(
     device: Device,
     **choice: Any,
 ) -> TopkConfig:
-    """The configuration of a launch. The loss takes one sweep over the row, the gradient a second
-    one. The teacher's tokens leave less shared memory for caching the row."""
+    """The configuration of a launch. The loss takes one sweep over the row, the gradient a second.
+    The teacher's tokens leave less shared memory for caching the row."""
     sweeps = 2 if grad else 1
     split = split_vocabulary(
         vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MAX_KNOWN, **choice

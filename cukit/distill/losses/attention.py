@@ -31,7 +31,7 @@ class DistillationAttention(NamedTuple):
     out_t: Array | None
     """The teacher's attention; None without v_t."""
     lse: Array
-    """Log-sum-exps of the student's scores, for its backward."""
+    """Log-sum-exps of the student's scores, for flash_attention_backward."""
     lse_t: Array
     """Log-sum-exps of the teacher's scores at the temperature, one for each student head."""
     lse_s: Array
@@ -75,7 +75,7 @@ def distillation_attention(
     Args:
         q_t: the teacher's queries, [batch, seq_len_q, num_heads_t, head_dim_t].
         k_t: the teacher's keys, [batch, seq_len_kv, num_kv_heads_t, head_dim_t].
-        v_t: the teacher's values, as k_t, for the teacher's output; None for no such output.
+        v_t: the teacher's values, as k_t; None: the teacher's output is not computed.
         q_s: the student's queries, [batch, seq_len_q, num_heads_s, head_dim_s].
         k_s: the student's keys, [batch, seq_len_kv, num_kv_heads_s, head_dim_s].
         v_s: the student's values, as k_s; their head_dim may differ.
@@ -101,9 +101,9 @@ def distillation_attention(
     out_t = None
     shares = temperature == 1
     if v_t is not None:
-        out_t, top = flash_attention(q_t, k_t, v_t, scale=scale_t, return_lse=True, **masks)
+        out_t, teacher_lse = flash_attention(q_t, k_t, v_t, scale=scale_t, return_lse=True, **masks)
         if shares and lse_t is None:
-            lse_t = _by_student_heads(q_t, q_s, top, head_map)
+            lse_t = _by_student_heads(q_t, q_s, teacher_lse, head_map)
     options: dict[str, Any] = {
         "scale_by_temperature_squared": scale_by_temperature_squared,
         "scale_t": scale_t, "scale_s": scale_s, "head_map": head_map, "row_weights": row_weights,
@@ -158,8 +158,8 @@ def distillation_attention_backward(
     """Gradients of :func:`distillation_attention` for the student's queries, keys and values.
 
     Args:
-        grad_out: gradient of the student's output, like it.
-        result: what the forward returned.
+        grad_out: gradient of the student's output, with its shape and dtype.
+        result: the result of :func:`distillation_attention`.
         grad_loss: upstream gradient of the loss, as in attention_kl_backward.
         deterministic: as in flash_attention_backward.
 

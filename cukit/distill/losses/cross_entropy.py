@@ -51,13 +51,13 @@ def cross_entropy(
         logit_scale, softcap: for given logits x, the loss uses `softcap * tanh(logit_scale * x /
             softcap)`, or `logit_scale * x` without a softcap; both above 0. The gradient is with
             respect to x.
-        reduction: "mean", the sum over rows divided by that of their weights (without weights, by
-            the number of rows that are not ignored); "tokens", divided by that number even with
-            weights; "sum"; or "none".
-        normalizer: divisor for "mean" and "tokens" in place of these: a number or a float32 0-d
-            array, such as the token count of all batches that a step accumulates, on all GPUs.
-        return_grad: also return the gradient for `logits`.
-        grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
+        reduction: "mean", the sum over rows divided by the sum of their weights (without weights,
+            by the number of rows that are not ignored); "tokens", the sum divided by that number
+            even with weights; "sum"; or "none".
+        normalizer: replaces the divisor of "mean" and "tokens": a number or a float32 0-d array,
+            such as the token count of all batches that a step accumulates, on all GPUs.
+        return_grad: also return the gradient with respect to `logits`.
+        grad_loss: gradient of the loss: a number or float32 0-d array ([rows] for "none").
         inplace: overwrite `logits` with the gradient.
 
     Returns:
@@ -68,8 +68,9 @@ def cross_entropy(
             the GPU such a target makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Rows that fit the shared memory of a block or cluster are read from device memory once.
-    Runs on CuPy's current stream without synchronising, accumulates in float32, deterministically.
+    Rows that fit in the shared memory of a block or cluster are read from device memory once.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log(np.array([[0.25, 0.75]], np.float32))

@@ -100,9 +100,9 @@ def distillation_loss(
             * x / softcap)`, or `logit_scale * x` without a softcap; both above 0. The gradient is
             with respect to x.
         teacher_logit_scale, teacher_softcap: the same for the teacher's logits.
-        reduction: "mean", the sum over rows divided by that of their weights (without weights, by
-            the number of rows that are not ignored); "tokens", divided by that number even with
-            weights; "sum"; or "none".
+        reduction: "mean", the sum over rows divided by the sum of their weights (without weights,
+            by the number of rows that are not ignored); "tokens", the sum divided by that number
+            even with weights; "sum"; or "none".
         normalizer: replaces the divisor of "mean" and "tokens": a number or a float32 0-d array,
             such as the token count of all batches that a step accumulates, on all GPUs.
         return_grad: also return the gradient with respect to `student_logits`.

@@ -59,7 +59,8 @@ def kl_divergence(
     Raises:
         ArrayError, ConfigError: as :func:`distillation_loss`.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, deterministically.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> student, teacher = np.zeros((1, 2), np.float32), np.log(np.array([[1, 3]], np.float32))

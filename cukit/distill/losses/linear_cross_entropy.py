@@ -48,7 +48,7 @@ def linear_cross_entropy(
     """Cross-entropy of the logits `hidden @ weight^T + bias`, never stored, with its gradients.
 
     Args:
-        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
+        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; leading axes index rows.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         targets: int32|int64 [...]. Rows whose target is `ignore_index` have zero loss and gradient.
         token_weights, logit_scale, softcap, reduction, normalizer: as in :func:`cross_entropy`.

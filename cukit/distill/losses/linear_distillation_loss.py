@@ -69,7 +69,7 @@ def linear_distillation_loss(
     teacher_bias`, with all its options.
 
     Args:
-        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
+        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; leading axes index rows.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         teacher_hidden: dtype of `hidden`, as many rows, [..., teacher_hidden_size].
         teacher_weight: dtype of `hidden`, [vocab_size, teacher_hidden_size].
@@ -99,7 +99,7 @@ def linear_distillation_loss(
     Memory besides the results: two chunks of logits, `2 * chunk_tokens * vocab_size` elements.
     Logits and their gradient are rounded to the dtype of `hidden`; grad_weight is rounded to its
     own dtype once per chunk, which in float32 is negligible. Runs on CuPy's current stream without
-    synchronising, is deterministic. On the CPU all logits are computed at once.
+    synchronising and is deterministic. On the CPU all logits are computed at once.
 
     >>> import numpy as np, cukit as ck
     >>> hidden, weight = np.eye(2, dtype=np.float32), np.eye(2, dtype=np.float32)
@@ -187,7 +187,7 @@ def specs_of(device: Device, divergence: str) -> list[KernelSpec]:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Also the kernels for vocabularies that are sharded over processes."""
+    """Row kernels of the JSD, and kernels for vocabularies that are sharded over processes."""
     sharded = [
         spec
         for phase in (1, 2, 3)

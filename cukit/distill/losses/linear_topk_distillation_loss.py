@@ -63,7 +63,7 @@ def linear_topk_distillation_loss(
     """:func:`topk_distillation_loss` of the logits `hidden @ weight^T + bias`, never fully stored.
 
     Args:
-        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
+        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; leading axes index rows.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         teacher_log_probs: float32 [..., k], C-contiguous, k up to 1024; see :func:`teacher_top_k`.
         teacher_ids: int32 [..., k]: the ids of these tokens, distinct within a row.
@@ -129,7 +129,7 @@ def linear_sampled_distillation_loss(
     """:func:`sampled_distillation_loss` of logits `hidden @ weight^T + bias`, never fully stored.
 
     Args:
-        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
+        hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; leading axes index rows.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         sample_ids, sample_weights, teacher_log_probs: as in :func:`sampled_distillation_loss`.
         Other arguments: as in :func:`linear_distillation_loss`.

@@ -63,7 +63,8 @@ def sampled_distillation_loss(
             the GPU such a token makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, deterministically.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is
+    deterministic.
     Each sample is compared with all others of its row, so k should be tens to hundreds. Paper:
     Anshumann et al., Sparse logit sampling, arXiv:2503.16870.
 

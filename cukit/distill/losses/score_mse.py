@@ -12,7 +12,7 @@ from cukit.attention.divergence.kl_pairs import RowArrays, check_pairs, head_map
 from cukit.core.arrays import Array, adopt, namespace
 from cukit.core.scalars import check_flag, check_number
 
-_CHUNK = 256  # queries of a causal call whose masked diagonal block is computed pair by pair
+_CHUNK = 256  # queries per block of a causal call
 
 
 def attention_score_mse(
@@ -36,7 +36,8 @@ def attention_score_mse(
     and the mean over rows. The difference of two scores is a dot product of longer vectors,
     x_i y_j with x = [scale_t q_t, -scale_s q_s] and y = [k_t, k_s]. The sum over keys is then the
     quadratic form x_i^T (sum_j y_j y_j^T) x_i: matrix products in float32, O(seq_len d^2), without
-    any scores. With a causal mask it covers the keys unmasked for all of a block of 256 queries.
+    forming the scores. With a causal mask the quadratic form covers the keys that are unmasked for
+    all of a block of 256 queries.
 
     Args:
         q_t: the teacher's queries, float16|bfloat16|float32|float64
@@ -79,12 +80,12 @@ def attention_score_mse(
     )
     batch, num_heads, seq_q, _ = x.shape
     seq_kv = y.shape[2]
-    seen = xp.full(seq_q, seq_kv)
+    num_keys = xp.full(seq_q, seq_kv)
     if causal:
-        seen = xp.clip(xp.arange(seq_q) + seq_kv - seq_q + 1, 0, seq_kv)
+        num_keys = xp.clip(xp.arange(seq_q) + seq_kv - seq_q + 1, 0, seq_kv)
     weights = xp.ones((batch, seq_q), dtype) if row_weights is None else row_weights
     total = weights.sum() * num_heads
-    factors = (weights / xp.where(total == 0, 1, total) / xp.maximum(seen, 1)).astype(dtype)
+    factors = (weights / xp.where(total == 0, 1, total) / xp.maximum(num_keys, 1)).astype(dtype)
     factors = factors[:, None, :, None]
     grad_x, loss = xp.zeros_like(x), xp.zeros((), dtype)
     pieces = _pieces(seq_q, seq_kv, causal)

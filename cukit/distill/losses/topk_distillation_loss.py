@@ -79,7 +79,8 @@ def topk_distillation_loss(
             the GPU such a token makes its row's loss and gradient NaN.
         ConfigError: an option outside its range.
 
-    Runs on CuPy's current stream without synchronising, accumulates in float32, deterministically.
+    Runs on CuPy's current stream without synchronising, accumulates in float32 and is
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> student = np.zeros((1, 4), np.float32)

@@ -1,6 +1,6 @@
-"""Losses of language-model heads whose vocabulary is sharded over processes, exactly.
+"""Exact losses of language-model heads whose vocabulary is sharded over processes.
 
-Each process has some rows of the heads' weights and computes the corresponding columns of the
+Each process holds some rows of the heads' weights and computes the corresponding columns of the
 logits. Processes exchange a few floats per row: the softmax statistics of both distributions, a
 moment, the target's logit. Gradients of the weights stay with the weights; those of the hidden
 states are summed in float32.
@@ -59,7 +59,7 @@ _FEWEST_ROWS = 128
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The contiguous range of a vocabulary's tokens that this process has, in rank order.
+    """This process's contiguous range of a vocabulary's tokens; ranges are in rank order.
 
     Args:
         communicator: the processes, all of which call the same losses.
@@ -80,14 +80,13 @@ class VocabularyShard:
             )
         if self.size < 1:
             raise ConfigError(
-                f"VocabularyShard: {self.vocab_size} tokens leave rank {self.communicator.rank} of "
-                f"{self.communicator.size} none; use fewer processes"
+                f"VocabularyShard: {self.vocab_size} tokens are too few for rank "
+                f"{self.communicator.rank} of {self.communicator.size}; use fewer processes"
             )
 
     @property
     def share(self) -> int:
-        """Tokens per process, of which the last may have fewer; if possible a multiple of a vector
-        access."""
+        """Tokens per process, fewer on the last; if possible a multiple of a vector access."""
         count = self.communicator.size
         share = -(-self.vocab_size // count)
         aligned = -(-share // _ALIGNMENT) * _ALIGNMENT
@@ -160,8 +159,8 @@ def vocabulary_parallel_distillation_loss(
         every process; `grad_weight` and `grad_bias` of this process's tokens.
 
     Raises:
-        ArrayError, ConfigError: as :func:`linear_distillation_loss`, and for weights of another
-            size than the shard's.
+        ArrayError, ConfigError: as :func:`linear_distillation_loss`; a weight whose number of rows
+            is not `shard.size`.
 
     Every process must call this in the same order. Each row exchanges 48 bytes per process (8 more
     if the gradient needs a sum over the row: all divergences but the forward KL) and its float32

@@ -34,12 +34,9 @@ from cukit.core.scalars import (
     check_scalar,
 )
 from cukit.distill.optimizer._tensor_table import CHUNK, TableCache
-from cukit.distill.optimizer.global_norm import clip_scale, global_norm
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import optimizer as reference
 from cukit.registry import register
-
-__all__ = ["AdamWState", "adamw", "clip_scale", "global_norm"]
 
 _THREADS = 256
 _OP = "adamw"

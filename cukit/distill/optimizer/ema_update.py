@@ -40,7 +40,7 @@ def ema_update(
     """`average += (1 - decay) (value - average)` for many tensors, in place, in one launch.
 
     Args:
-        averages: float32 arrays [...], C-contiguous; on the CPU float64, too.
+        averages: float32 arrays [...], C-contiguous; also float64 on the CPU.
         values: as many, of the same shapes; float32|float16|bfloat16.
         decay: 0..1. 0 copies the values.
         copies: as many, of the same shapes; float32|float16|bfloat16: receive the averages,
@@ -54,7 +54,7 @@ def ema_update(
         ConfigError: decay.
 
     One launch for each combination of dtypes. The table of addresses on the GPU is cached for later
-    calls with the same arrays. Runs on CuPy's current stream, is deterministic.
+    calls with the same arrays. Runs on CuPy's current stream; deterministic.
     Paper: Polyak and Juditsky 1992; as a teacher: Tarvainen and Valpola, arXiv:1703.01780.
 
     >>> import numpy as np

@@ -28,7 +28,7 @@ def available_cores() -> int:
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Within the block, NumPy's matrix products stay on the thread that calls them."""
+    """Within the block, NumPy's matrix products run on the calling thread."""
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         yield
 

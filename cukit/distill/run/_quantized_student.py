@@ -85,5 +85,5 @@ def evaluate_quantized(
 
 
 def _kernel_dtype(weight: Array) -> Array:
-    """The weight in a dtype that can be quantised: float64, which only the CPU has, as float32."""
+    """The weight in a dtype that `quantize` accepts: float64 (CPU only) becomes float32."""
     return weight.astype("float32") if weight.dtype == "float64" else weight

@@ -31,7 +31,7 @@ class RunMemory:
         self._pool = MemoryPool() if pool == "cukit" and xp.__name__ == "cupy" else None
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Within the block, arrays of this thread are allocated here."""
+        """Within the block, arrays of this thread are allocated from this memory."""
         return nullcontext() if self._pool is None else self._pool.use()
 
     def statistics(self) -> PoolStatistics | None:

@@ -52,8 +52,8 @@ class Interrupted(Exception):  # noqa: N818 (a request, not an error)
 
 
 class Observer(Protocol):
-    """Receives the events of a run. The observer chooses when to read statistics, which waits for
-    the GPU."""
+    """Receives the events of a run. Implementations decide when to read statistics, because reading
+    waits for the GPU."""
 
     def phase_started(self, phase: str, first_step: int, trainer: Trainer, steps: int) -> None: ...
 
@@ -110,7 +110,7 @@ class DistillRun:
             )
 
     def run(self) -> DistillReport:
-        """Train what is not finished yet, compare, and write report.json.
+        """Train the models that are not finished, compare them, and write report.json.
 
         Raises:
             Interrupted: Ctrl-C during the training of a model, whose state is saved.
@@ -248,7 +248,7 @@ class DistillRun:
     ) -> tuple[Transformer, TrainingRecord]:
         s = self.settings
         is_teacher = phase == "teacher"
-        # Both students start from the same weights and read the same batches.
+        # All students start from the same weights and read the same batches.
         model = Transformer.initialise(
             self._config(phase),
             seed=s.seed if is_teacher else s.seed + 1,

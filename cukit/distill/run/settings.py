@@ -39,9 +39,9 @@ class DistillSettings:
     student_hidden: int
     student_layers: int
     steps: int
-    """Of both students."""
+    """Training steps of each student."""
     lr: float
-    """Of both students, at its peak."""
+    """Peak learning rate of each student."""
 
     head_dim: int
     tie_embeddings: bool
@@ -55,7 +55,7 @@ class DistillSettings:
     ablation: bool
     """Whether to distil further students, one with each of these terms."""
     packages: bool
-    """Whether the sources of installed packages are training text, too."""
+    """Whether to train on the sources of installed packages as well."""
 
     weight_decay: float
     max_grad_norm: float
@@ -117,7 +117,7 @@ class DistillSettings:
         return self._model_config(self.teacher_hidden, self.teacher_layers)
 
     def student_config(self) -> TransformerConfig:
-        """The architecture of both students."""
+        """The architecture of all students."""
         return self._model_config(self.student_hidden, self.student_layers)
 
     def _model_config(self, hidden_size: int, num_layers: int) -> TransformerConfig:

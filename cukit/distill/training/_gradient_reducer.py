@@ -29,7 +29,7 @@ class GradientReducer:
 
     Args:
         communicator: the processes.
-        gradients: of all trained parameters; the first, the model's, report completed gradients.
+        gradients: of all trained parameters; the first, the model's, reports completed gradients.
         bucket_bytes: minimum size of a bucket, except the last.
     """
 
@@ -42,7 +42,7 @@ class GradientReducer:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
 
     def watch(self) -> None:
-        """Start to reduce the gradients that the backward pass reports as complete."""
+        """Start reducing gradients as the backward pass reports them complete."""
         for bucket in self._buckets:
             bucket.missing = set(bucket.names)
         self._first.on_finished = self._finished
@@ -78,8 +78,8 @@ class GradientReducer:
 
 
 def plan_buckets(gradients: Parameters, bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of at least `bucket_bytes`: matrices from the last to the first; and one bucket of
-    the vectors, which are small and stored after all matrices."""
+    """One bucket of the vectors, which are small and stored after all matrices, then buckets of at
+    least `bucket_bytes` with the matrices, from the last to the first."""
     buckets: list[_Bucket] = []
     pending: list[str] = []
 

@@ -35,7 +35,7 @@ class Progress:
         self._since: tuple[float, int] | None = None
 
     def __call__(self, trainer: Trainer, statistics: StepStatistics) -> None:
-        """After a step."""
+        """Write a line if one is due after this step."""
         step = statistics.step
         if step % self._every and step != self._steps:
             return
@@ -77,7 +77,7 @@ class Checkpoints:
         return True
 
     def __call__(self, trainer: Trainer, statistics: StepStatistics) -> None:
-        """After a step."""
+        """Save the trainer if a checkpoint is due after this step."""
         if statistics.step % self._every == 0:
             self.save(trainer)
 

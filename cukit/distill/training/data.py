@@ -245,7 +245,7 @@ class Windows:
 def validation_batches(
     text: np.ndarray[Any, Any], *, batch: int, seq_len: int, max_windows: int, xp: ModuleType = np
 ) -> Iterator[tuple[Any, Any]]:
-    """Windows spread evenly over a text, adjacent where they fill it; the same on every call."""
+    """Windows spread evenly over a text, adjacent if they cover it; the same on every call."""
     check_length(text, seq_len, "validation text")
     count = max(1, min(max_windows, (len(text) - 1) // seq_len))
     starts = np.linspace(0, len(text) - seq_len - 1, count).astype(np.int64)

@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 
 
 class Objective(Protocol):
-    """A loss over a model, with its gradients: what `Trainer` minimises."""
+    """A loss over a model, with its gradients, which `Trainer` minimises."""
 
     model: Transformer
 
@@ -59,7 +59,7 @@ class Objective(Protocol):
 
 
 class LanguageModelling:
-    """Next-token cross-entropy: how a teacher, or a student without one, is trained."""
+    """Next-token cross-entropy, for a teacher or for a student trained without one."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -115,7 +115,7 @@ class Distiller:
             to different sizes.
         logit_scale, softcap, teacher_logit_scale, teacher_softcap: of both models' logits, as in
             :func:`distillation_loss`.
-        terms: further losses on internal states of the models; see `StateTerm`.
+        terms: additional losses on internal states of the models; see `StateTerm`.
     """
 
     def __init__(

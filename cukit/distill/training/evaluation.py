@@ -88,6 +88,7 @@ def share_of_gap(model: Evaluation, other: Evaluation, teacher: Evaluation) -> S
 
 
 FEWEST_WINDOWS = 8
+"""Minimum number of windows for a confidence interval."""
 
 
 def _student_t(degrees: int) -> float:

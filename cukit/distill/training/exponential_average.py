@@ -18,9 +18,9 @@ class ExponentialAverage:
 
         average += (1 - decay(step)) (parameters - average)    after every step
 
-    Kept in float32 and rounded into `model`, in one launch for all parameters. It starts from the
-    current parameters. Pass it to `Trainer(average=...)`, which updates it and stores it in
-    checkpoints; pass its `model` to `Distiller` as the teacher.
+    The average is kept in float32 and rounded into `model`, in one launch for all parameters. It
+    starts from the current parameters. Pass it to `Trainer(average=...)`, which updates it and
+    stores it in checkpoints; pass its `model` to `Distiller` as the teacher.
 
     Args:
         model: the model to average.

@@ -5,7 +5,7 @@
     ...
 
 A batch is stored with its tokens, so that it cannot be paired with another text. Shards and index
-are written atomically, so `record_teacher` can continue after it was killed. Reading is a function
+are written atomically, so `record_teacher` can continue after being killed. Reading is a function
 of step and part, like `Windows`: a resumed run needs only its step.
 """
 
@@ -214,7 +214,7 @@ class OfflineBatches:
 
     Args:
         folder: a folder with an index.
-        accumulate: the trainer's.
+        accumulate: batches per step, as in `Trainer`.
         xp: numpy or cupy: the device of the batches.
         ranks: rank and number of processes, such as a `Communicator`.
         shared: whether all ranks read the same folder; False: each rank has recorded its own
@@ -277,7 +277,7 @@ class OfflineBatches:
         return tokens, targets, TeacherSignals(*signals)
 
     def _start(self, number: int) -> Callable[[], Sequence[Array]]:
-        """Starts to read a batch; returns a function that waits for it and returns it."""
+        """Starts reading a batch; returns a function that waits for it and returns it."""
         if self._shared:
             number = number * self.num_ranks + self.rank
         position = number % self._shards.count

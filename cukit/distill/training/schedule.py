@@ -67,8 +67,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class WarmupDecay:
-    """(1 + step) / (10 + step) until that reaches `value`: a moving average that starts with a
-    short memory."""
+    """(1 + step) / (10 + step), at most `value`: a moving average over fewer steps at the start."""
 
     value: float
 

@@ -24,10 +24,10 @@ from cukit.models.transformer import LayerActivations
 
 
 class StateTerm(Protocol):
-    """A further loss between the activations of a student and a teacher.
+    """An additional loss between the activations of a student and a teacher.
 
     Attributes:
-        name: its name in the statistics.
+        name: name of the term in the statistics.
         parameters: trained parameters of its own, such as a projection, or None. The trainer
             updates them like the student's and saves them in its checkpoints.
         weight: weight of the term in the total loss, by step.
@@ -83,6 +83,27 @@ def _cosine(a: Array, t: Array) -> tuple[Array, Array]:
 _ERRORS = {"mse": _squared, "cosine": _cosine}
 
 
+def _check_layers(
+    layer_map: Mapping[int, int],
+    student: TransformerConfig,
+    teacher: TransformerConfig,
+    *,
+    first: int,
+) -> None:
+    """Raises ConfigError unless the map has a pair, and layers from `first` to the last."""
+    if not layer_map:
+        raise ConfigError("layer_map: expected at least one pair of layers")
+    for student_layer, teacher_layer in layer_map.items():
+        for whose, layer, count in (
+            ("student", student_layer, student.num_layers),
+            ("teacher", teacher_layer, teacher.num_layers),
+        ):
+            if not first <= layer <= count:
+                raise ConfigError(
+                    f"layer_map: the {whose} has layers {first}..{count}, got {layer}"
+                )
+
+
 class HiddenStateTerm:
     """Error of projected student against teacher residual streams (FitNets), summed over the map.
 
@@ -116,15 +137,7 @@ class HiddenStateTerm:
     ) -> None:
         check_choice("HiddenStateTerm", "error", error, tuple(_ERRORS))
         self._error = _ERRORS[error]
-        if not layer_map:
-            raise ConfigError("layer_map: expected at least one pair of layers")
-        for student_layer, teacher_layer in layer_map.items():
-            for whose, layer, count in (
-                ("student", student_layer, student.num_layers),
-                ("teacher", teacher_layer, teacher.num_layers),
-            ):
-                if not 0 <= layer <= count:
-                    raise ConfigError(f"layer_map: the {whose} has layers 0..{count}, got {layer}")
+        _check_layers(layer_map, student, teacher, first=0)
         self.layer_map = dict(layer_map)
         self.weight = as_schedule(weight)
         shape = (teacher.hidden_size, student.hidden_size)
@@ -200,15 +213,7 @@ class AttentionTerm:
         head_map: Sequence[int] | None = None,
         relation_heads: int | None = None,
     ) -> None:
-        if not layer_map:
-            raise ConfigError("layer_map: expected at least one pair of layers")
-        for student_layer, teacher_layer in layer_map.items():
-            for whose, layer, count in (
-                ("student", student_layer, student.num_layers),
-                ("teacher", teacher_layer, teacher.num_layers),
-            ):
-                if not 1 <= layer <= count:
-                    raise ConfigError(f"layer_map: the {whose} has layers 1..{count}, got {layer}")
+        _check_layers(layer_map, student, teacher, first=1)
         if not set(relations) <= set("qkv"):
             raise ConfigError(f"relations: expected some of 'q', 'k', 'v', got {relations!r}")
         if not attention and not relations:
@@ -247,15 +252,15 @@ class AttentionTerm:
             if self._attention:
                 part, grad_q, grad_k = self._of_distributions(s, t, weight, options)
                 parts.append(part)
-                self._send(state_gradients, "q", student_layer, grad_q)
-                self._send(state_gradients, "k", student_layer, grad_k)
+                self._add_gradient(state_gradients, "q", student_layer, grad_q)
+                self._add_gradient(state_gradients, "k", student_layer, grad_k)
             for name in self._relations:
                 part, gradient = relation_kl(
                     getattr(t, name), getattr(s, name), relation_heads=self._relation_heads,
                     return_grad=True, grad_loss=weight, deterministic=True, **options,
                 )  # fmt: skip
                 parts.append(part)
-                self._send(state_gradients, name, student_layer, gradient)
+                self._add_gradient(state_gradients, name, student_layer, gradient)
             for part in parts:
                 loss = part if loss is None else loss + part
         return loss
@@ -286,7 +291,7 @@ class AttentionTerm:
         return loss, *gradients
 
     @staticmethod
-    def _send(into: StateGradients, name: str, layer: int, gradient: Array) -> None:
+    def _add_gradient(into: StateGradients, name: str, layer: int, gradient: Array) -> None:
         wide = np.promote_types(gradient.dtype, np.float32)
         into.add(getattr(into, name), layer - 1, gradient.astype(wide))
 
