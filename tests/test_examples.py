@@ -1,4 +1,4 @@
-"""Every Python example of the docs runs and prints what its comments state.
+"""Every Python example of the docs and of docstrings runs and prints what is stated.
 
 The blocks of a page run in order in one namespace, on NumPy arrays. SETUPS defines variables that a
 page assumes (a prompt, a model's keys). README.md and some pages are tested elsewhere:
@@ -129,3 +129,26 @@ def test_examples_for_a_gpu_import_what_exists(page: str) -> None:
 def test_setups_are_of_blocks_that_exist() -> None:
     for page, number in SETUPS:
         assert number < len(examples(page)), page
+
+
+DOCTESTS = """
+import doctest, importlib, sys
+failed = [name for name in sys.argv[1:] if doctest.testmod(importlib.import_module(name)).failed]
+sys.exit(", ".join(failed) or 0)
+"""
+
+
+def test_examples_of_docstrings() -> None:
+    """Of all modules except those that need PyTorch, where it is not installed."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    paths = [path for path in (ROOT / "cukit").rglob("*.py") if ">>>" in path.read_text()]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(paths)]
+    names = [name for name in names if has_torch or not name.startswith("cukit.torch.")]
+    assert len(names) > 80
+    result = subprocess.run(
+        [sys.executable, "-c", DOCTESTS, *(name.removesuffix(".__init__") for name in names)],
+        env=os.environ | {"CUKIT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
