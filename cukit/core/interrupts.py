@@ -53,7 +53,7 @@ def interruptible() -> Iterator[None]:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # The C-level signal handler writes to it, even while the main thread runs C code.
+    # Python's C-level signal handler writes to the pipe, even while the main thread runs C code.
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
