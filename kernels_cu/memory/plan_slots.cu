@@ -1,5 +1,5 @@
 // Plans the moves of a compaction of buffers of one size, on a grid of slots of that size, so that
-// the copies can follow without the host.
+// the copies can start without a round trip to the host.
 //
 //   Pages with a wall stay in use, then the fullest, until all buffers fit. The buffers of the other
 //   pages, in the order of their rows, move to the free slots of the pages in use, in address order.
