@@ -52,7 +52,7 @@ class DependentFunction:
         attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[0].value[0] = 1
         self._function = function
-        self._lock = threading.Lock()  # guards _config, which threads may use at once
+        self._lock = threading.Lock()  # guards _config, which concurrent calls share
         self._config = _Config(attributes=attributes, num_attributes=1)
 
     def __call__(
