@@ -53,7 +53,7 @@ WORDS = (
     0xFFC1FFC1,  # NaN with a sign
     0x80808080,  # close to -0.0, a large negative index
 )
-"""Fill patterns. A word `n << 32` stands for hashes with seed n instead."""
+"""Fill patterns of one repeated word. A pattern `n << 32` stands for hashes with seed n."""
 
 LATEST = 48
 """The number of allocations that are listed after a fault."""
@@ -146,7 +146,8 @@ class GuardedMemory:
     Args:
         driver: addresses and pages.
         device: fills and checks.
-        seed: of the random choices: the end of the slot for each allocation, and fill patterns.
+        seed: for the random choice of fill patterns, and of the end of the slot where each
+            allocation is placed.
 
     Thread-safe. `free` may be called in a finalizer: it only appends to a queue.
     """

@@ -147,10 +147,10 @@ class Arena:
         """Where in a free span a block starts when the pool is nearly full.
 
         A block of a page or more starts at the span's start, or so that it begins or ends at a page
-        boundary: where it takes the fewest wholly free pages, then where it leaves the least of
-        them unused. A page with a live byte cannot be remapped, so a block with one end inside a
-        page blocks a page even after its neighbours are freed, and a block with both ends inside
-        pages blocks two.
+        boundary. The start that takes the fewest wholly free pages is chosen, then the one that
+        leaves the fewest bytes of these pages unused. A page with a live byte cannot be remapped,
+        so a block with one end inside a page blocks a page even after its neighbours are freed, and
+        a block with both ends inside pages blocks two.
 
         A smaller block starts so that the rest of the span still begins or ends at a page boundary,
         where a larger block can use it.

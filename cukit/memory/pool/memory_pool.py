@@ -199,7 +199,7 @@ class MemoryPool:
     def allocate(self, size: int, stream: Any = None, _owner: Any = None) -> int:
         """Returns the address of `size` bytes, a multiple of 512, usable on `stream`.
 
-        Raises OutOfMemoryError, whose text and `report` describe what holds the memory.
+        Raises OutOfMemoryError, whose text and `report` describe how the memory is used.
         """
         # `_owner` creates CuPy's memory object, which is returned instead of the address. Once it
         # exists, its destruction frees the memory, even if an interrupt prevents the return.
@@ -231,7 +231,7 @@ class MemoryPool:
                 del cached[-1]
             except (KeyError, IndexError):
                 found = []
-                self._allocate_slowly(size, rounded, key, found)
+                self._allocate_slowly(rounded, key, found)
                 span = found[0]
             else:
                 span.state = LIVE
@@ -555,6 +555,7 @@ class MemoryPool:
     # Slow paths ---------------------------------------------------------------------------------
 
     def _smallest(self, size: int) -> int:
+        """The size of a block of 0 bytes. Raises ConfigError for a negative size."""
         if size < 0:
             raise ConfigError(f"memory pool: size: expected at least 0, got {size}")
         return ALIGNMENT
@@ -570,7 +571,7 @@ class MemoryPool:
             raise PointerError(self._explain(address))
         return span
 
-    def _allocate_slowly(self, size: int, rounded: int, key: Hashable, found: list[Span]) -> None:
+    def _allocate_slowly(self, rounded: int, key: Hashable, found: list[Span]) -> None:
         """Appends a live span to `found`: on a miss, or when listeners are active.
 
         The list makes the span visible to `allocate` even if an interrupt prevents the return.

@@ -114,7 +114,7 @@ class Pager:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether the pool holds nearly all that its limit allows."""
+        """Whether the pool has grown nearly to its limit."""
         limit = self._config.max_pool_size
         return limit is not None and self._remaps and self.reserved_bytes >= NEARLY_FULL * limit
 
