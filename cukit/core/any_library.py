@@ -37,7 +37,7 @@ def on_any_library(function: Callable[..., Any]) -> Callable[..., Any]:
         if not found:
             return function(*args, **kwargs)
         result = function(*given[0], **given[1])
-        return _each(result, lambda array: _handed_back(found[0], array))
+        return _each(result, lambda array: _converted_back(found[0], array))
 
     return call
 
@@ -60,7 +60,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value) if is_array else value
 
 
-def _handed_back(namespace: Any, array: Any) -> Any:
+def _converted_back(namespace: Any, array: Any) -> Any:
     if not isinstance(array, np.ndarray):
         return array
     try:

@@ -1,4 +1,4 @@
-"""Arrival counters by which the last thread block of a launch identifies itself."""
+"""Arrival counters, with which a thread block detects that it is the last of its launch."""
 
 from __future__ import annotations
 

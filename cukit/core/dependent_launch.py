@@ -38,10 +38,10 @@ class DependentFunction:
     previous kernel to end.
 
     The kernel starts once every block of the previous kernel has ended or has called
-    `release_next_grid()`. It must call `wait_for_previous_grids()` before it accesses what the
-    previous kernel writes (kernels_cu/common/ptx/grid_dependency.cuh), unless it polls those values
-    (kernels_cu/moe/expert_order.cuh), and in any case before it ends. Its parameters for what the
-    previous kernels write are not `__restrict__`. Arguments are arrays, None and results of
+    `release_next_grid()`. It must call `wait_for_previous_grids()` before it accesses the previous
+    kernel's output (kernels_cu/common/ptx/grid_dependency.cuh), unless it polls that output
+    (kernels_cu/moe/expert_order.cuh), and in any case before it ends. Its pointers to the output of
+    previous kernels must not be `__restrict__`. Arguments are arrays, None and results of
     `by_value`.
     """
 
@@ -52,7 +52,7 @@ class DependentFunction:
         attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[0].value[0] = 1
         self._function = function
-        self._lock = threading.Lock()  # of _config, which threads with other streams share
+        self._lock = threading.Lock()  # guards _config, which concurrent calls share
         self._config = _Config(attributes=attributes, num_attributes=1)
 
     def __call__(

@@ -103,7 +103,7 @@ def _home_is_writable() -> bool:
 
 
 def require_cupy(purpose: str) -> ModuleType:
-    """CuPy. Raises MissingDependencyError, which names the purpose and how to install it."""
+    """CuPy. Raises MissingDependencyError, which states the purpose and how to install CuPy."""
     module = cupy_module()
     if module is None:
         raise MissingDependencyError(f"{purpose} needs CuPy: {INSTALL_GPU_EXTRA}")

@@ -1,4 +1,4 @@
-"""Ctrl-C in the `cukit` command, in work that saves its state first, and while NVRTC compiles.
+"""Handles Ctrl-C: in the `cukit` command, in work that saves its state, and during compilation.
 
 The command ends with one line on stderr and exit code 130, within about a second. KeyboardInterrupt
 alone does not ensure this: during imports it prints a traceback, or is swallowed by an import that
@@ -53,7 +53,7 @@ def interruptible() -> Iterator[None]:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # The C-level signal handler writes to it, even while the main thread runs C code.
+    # Python's C-level signal handler writes to the pipe, even while the main thread runs C code.
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,7 +118,7 @@ class StopRequest:
         return True
 
 
-class _PythonsHandler:
+class _PythonHandler:
     """`with python_handles_interrupts:` keeps Python's SIGINT handler while NVRTC compiles.
 
     NVRTC installs its own handler, which ends the process with code 4; if two threads compile
@@ -159,4 +159,4 @@ class _PythonsHandler:
                 self._done.set()
 
 
-python_handles_interrupts = _PythonsHandler()
+python_handles_interrupts = _PythonHandler()

@@ -205,7 +205,7 @@ def changed_by_value(
 ) -> Argument:
     """`by_value(layout.changed(packed, **values))`, but faster.
 
-    For what runs with every new length: a plan packs the struct once, a call sets a few fields.
+    For calls whose lengths change: a plan packs the struct once, and each call sets a few fields.
     """
     wrapper = None if backend.active is not None else _by_value_type()
     if wrapper is None:
@@ -225,8 +225,8 @@ def _wrapped(wrapper: Any, value: Any) -> Argument:
 
 
 def bytes_by_value(storage: Any, address: int, nbytes: int) -> Argument | None:
-    """The `nbytes` at `address`, owned by `storage`, as a reusable launch argument as `by_value`
-    makes it. None if CuPy has no such form."""
+    """The `nbytes` at `address`, owned by `storage`, as a reusable launch argument like those of
+    `by_value`. None if CuPy has no class for them."""
     wrapper = _by_value_type()
     if wrapper is None:
         return None
@@ -261,9 +261,9 @@ def _by_value_type() -> Any:
 class Launch:
     """A prepared launch: everything that depends only on the description of the arguments.
 
-    Call it with the arrays; the kernel's arguments are the arrays, `scalars`, then `then` of this
-    call. The argument list is checked on the first call only: a launcher passes the same types for
-    all arrays of one description.
+    Call it with the arrays; the kernel's arguments are the arrays, `scalars` and the call's `then`,
+    in this order. The argument list is checked on the first call only: a launcher passes the same
+    types for all arrays of one description.
 
     dependent: use programmatic dependent launch on GPUs that support it; the kernel itself waits
     for the previous launch (:class:`~cukit.core.dependent_launch.DependentFunction`).

@@ -80,7 +80,6 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 def _shadow(array: Array) -> np.ndarray[Any, Any]:
     """A NumPy array with the same addresses, for NumPy's overlap test, which reads no memory."""
-
     interface = {
         "version": 3,
         "data": (address_of(array), True),

@@ -61,8 +61,8 @@ class ParameterStruct:
         self._raw = np.dtype((np.void, self.dtype.itemsize))
         self._layout = struct.Struct(_format(self.dtype))
         self._places = {}
-        """By name, those of nested structs as "outer.inner": offset, function that packs, and the
-        ParameterStruct of a nested struct, else None."""
+        """By field name ("outer.inner" in a nested struct): offset, packing function, and the
+        ParameterStruct of a field that is itself a struct, else None."""
         for key, field in fields.items():
             nested = field if isinstance(field, ParameterStruct) else None
             assert self.dtype.fields is not None
@@ -90,7 +90,7 @@ class ParameterStruct:
                 f"{self.name}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; "
                 f"the fields are {', '.join(names)}"
             )
-        # void, because CuPy reads the array interface on every launch: slow with named fields.
+        # void: CuPy reads the array interface on every launch, which is slow with named fields.
         return np.frombuffer(self._bytes(fields), self._raw)
 
     def changed(self, packed: np.ndarray[Any, Any], **values: Any) -> np.ndarray[Any, Any]:
@@ -139,7 +139,7 @@ class ParameterStruct:
 
 
 def _picker(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """A function from values by name to the tuple of those of `names`."""
+    """A function that returns the values of `names`, as a tuple, from a mapping by name."""
     if len(names) == 1:  # itemgetter of one name returns no tuple
         return lambda values: (values[names[0]],)
     return itemgetter(*names)

@@ -38,7 +38,7 @@ class TensorMapCache:
     def __init__(self, encode: Callable[[Array], Any]) -> None:
         """encode: returns the map of an array."""
         self._encode = encode
-        # Apart from the others, because with a new length there is only one address.
+        # Not in the dictionary: a cache made for a new length usually holds a single map.
         self._last: tuple[int, Any] = _NO_MAP
         self._others: dict[int, Any] = {}
 
@@ -74,8 +74,8 @@ def encode_tensor_map(
         box: extent of one tile on each axis of `array`, each at most 256; the innermost extent
             times the element size must be a multiple of 16 bytes, and at most `swizzle_bytes`
             unless that is 0.
-        swizzle_bytes: 0, 32, 64 or 128: width of the shared-memory swizzle pattern; None: of a row
-            of the box.
+        swizzle_bytes: 0, 32, 64 or 128: width of the shared-memory swizzle pattern; None: the
+            size of a box row.
         batches: if `array` has one axis fewer than `box`, prepend a batch axis of extent 1.
 
     Returns:
@@ -100,8 +100,8 @@ def encode_sequence_map(array: Array, longest: int, box: Box, *, swizzle_bytes: 
     """A map of packed variable-length sequences in which rows past the end of a sequence read as 0.
 
     Row `i` of a sequence of `length` rows that ends before row `end` of the array has the
-    coordinates `[end, longest - length + i, ...]`. Rows past its last one are out of bounds of the
-    map and therefore zero, even if another sequence is stored there.
+    coordinates `[end, longest - length + i, ...]`. Rows past the end of the sequence are out of
+    bounds of the map and therefore zero, even if another sequence is stored there.
 
     Args:
         array: [rows, ...], 2 to 4 axes, as required by encode_tensor_map.
@@ -127,8 +127,8 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
     if backend.active is not None:
         view = backend.TensorView(address, shape, steps, array)
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
-    room: Any = _Room()
-    begin = ctypes.addressof(room)
+    buffer: Any = _Buffer()
+    begin = ctypes.addressof(buffer)
     start = -begin % _MAP_ALIGNMENT
     arguments = (
         ctypes.c_void_p(begin + start),
@@ -154,8 +154,8 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
             f"encode_tensor_map: the driver refused shape {shape}, strides {steps}, "
             f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
-    encoded = bytes_by_value(room, begin + start, _DESCRIPTOR.itemsize)
-    return np.frombuffer(room, _DESCRIPTOR, 1, start) if encoded is None else encoded
+    encoded = bytes_by_value(buffer, begin + start, _DESCRIPTOR.itemsize)
+    return np.frombuffer(buffer, _DESCRIPTOR, 1, start) if encoded is None else encoded
 
 
 # Values from cuda.h: CUtensorMapDataType by NumPy dtype name, then other enumerations.
@@ -174,7 +174,7 @@ _PROMOTE_TO_256_BYTES = 3  # in L2
 _INVALID_CONTEXT = 201
 _FILL_WITH_ZEROS = 0
 _MAP_ALIGNMENT = 64
-_Room = ctypes.c_char * (_DESCRIPTOR.itemsize + _MAP_ALIGNMENT)
+_Buffer = ctypes.c_char * (_DESCRIPTOR.itemsize + _MAP_ALIGNMENT)
 
 
 class _DriverArguments(NamedTuple):
@@ -211,7 +211,7 @@ def _driver_function() -> Any:
         function = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise UnsupportedDeviceError(f"TMA needs a CUDA 12 driver or newer: {error}") from error
-    # Without argtypes ctypes passes numbers as int and bytes by address, in half the time.
+    # Without argtypes, ctypes passes numbers as int and bytes by address, and takes half as long.
     return function
 
 

@@ -29,7 +29,7 @@ def run_in_workers(
 
     The processes are spawned, because CUDA does not work in forked processes. They are killed when
     the iterator is closed or this process ends. Exceptions raised by `function` are re-raised here.
-    Raises CukitError if a worker dies.
+    Raises CukitError if a worker is killed.
     """
     spawn = multiprocessing.get_context("spawn")
     left = list(reversed(tasks))
@@ -57,8 +57,8 @@ def run_in_workers(
                     workers.pop(connection).join()
                 yield result
     finally:
-        for left_over in workers.values():
-            left_over.kill()
+        for process in workers.values():
+            process.kill()
 
 
 def _receive(connection: Any) -> tuple[Any, Exception | None]:

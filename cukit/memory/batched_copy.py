@@ -1,4 +1,4 @@
-"""Copies many byte ranges within one memory in a single launch; used by defragmentation."""
+"""Copies many byte ranges in a single launch; used by defragmentation."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def launch_moves(
 def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
     """32 KiB per block: enough work to hide the search, small enough to balance the load.
 
-    planned: the moves and their number are written by the kernel before it (memory/plan_slots.cu).
+    planned: the preceding kernel (memory/plan_slots.cu) writes the moves and their number.
     """
     defines = (
         ("THREADS", _THREADS),

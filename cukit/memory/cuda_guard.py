@@ -2,7 +2,7 @@
 
     guard = CudaGuard(seed=1)
     with guard.installed():
-        ...  # guards every array that CuPy allocates here, scratch memory of ops included
+        ...  # guards every array that CuPy allocates here, including scratch memory of ops
     for damage in guard.memory.check():
         print(damage)
 
@@ -43,7 +43,7 @@ _CAPTURABLE_FROM = 2
 
 
 def plan_guard_pages(page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> KernelSpec:
-    """64 KiB per block, so that a single page is 32 blocks."""
+    """The kernel for pages of `page_bytes`: with 64 KiB per block, a page of 2 MiB is 32 blocks."""
     defines = (("THREADS", THREADS), ("PAGE_BYTES", page_bytes), ("CHUNK_BYTES", chunk_bytes))
     return KernelSpec("memory/guard_pages.cu", "guard_pages", defines, THREADS)
 
@@ -149,6 +149,6 @@ class CudaGuard:
 
 
 class _Owner:
-    """Lives as long as CuPy's memory object; its finalizer frees the slot."""
+    """Referenced by CuPy's memory object; its finalizer frees the slot."""
 
     __slots__ = ("__weakref__",)

@@ -6,7 +6,7 @@ mapped pages and faults. The rest of the slot holds a pattern; a check finds cha
 allocation itself holds the pattern until it is written.
 
 Slots are filled before they are allocated and checked while the device is idle, so an allocation
-enqueues no work, whatever its stream and whether or not that is being captured.
+enqueues no work, on any stream, captured or not.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ WORDS = (
     0x7BFF7BFF,  # the largest finite float16
     0x7F817F81,  # NaN whose quiet bit is not set
     0xFFC1FFC1,  # NaN with a sign
-    0x80808080,  # next to -0.0, a hugely negative index
+    0x80808080,  # close to -0.0, a large negative index
 )
-"""Fill patterns. A word `n << 32` stands for hashes with seed n instead."""
+"""Fill patterns of one repeated word. A pattern `n << 32` stands for hashes with seed n."""
 
 LATEST = 48
 """The number of allocations that are listed after a fault."""
@@ -146,7 +146,8 @@ class GuardedMemory:
     Args:
         driver: addresses and pages.
         device: fills and checks.
-        seed: of the random choice of each allocation's end of its slot, and of fill patterns.
+        seed: for the random choice of fill patterns, and of the end of the slot where each
+            allocation is placed.
 
     Thread-safe. `free` may be called in a finalizer: it only appends to a queue.
     """
@@ -211,7 +212,7 @@ class GuardedMemory:
 
     def _trim(self) -> None:
         self._check_and_refill()
-        self._give_back(self._ready_slots())
+        self._destroy(self._ready_slots())
         self._ready.clear()
 
     # Slots ------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ class GuardedMemory:
             undo.pop_all()
         return Slot(start + gap, size, handle, word, _UNUSED)
 
-    def _give_back(self, slots: Sequence[Slot]) -> None:
+    def _destroy(self, slots: Sequence[Slot]) -> None:
         gap = GAP_PAGES * self._page_bytes
         for slot in slots:
             self._driver.unmap(slot.address, slot.size)
@@ -306,7 +307,7 @@ class GuardedMemory:
         for slot, pattern in zip(again, patterns, strict=True):
             slot.pattern = pattern
             self._ready[slot.size].append(slot)
-        self._give_back(surplus)
+        self._destroy(surplus)
 
     def _release_captures(self) -> None:
         ended = set(self._device.ended_captures())

@@ -65,10 +65,8 @@ def live_report(pool: MemoryPool) -> LeakReport:
 
 @contextlib.contextmanager
 def watch_leaks(pool: MemoryPool) -> Iterator[Callable[[], LeakReport]]:
-    """`with watch_leaks(pool) as leaks: ...`; `leaks()` reports what the block has not freed.
-
-    Memory that was live before the block does not count.
-    """
+    """`with watch_leaks(pool) as leaks: ...`; `leaks()` reports memory allocated since the start of
+    the block and not freed."""
     check_pool("watch_leaks", pool)
     live: dict[int, tuple[tuple[Frame, ...], int]] = {}
 

@@ -43,7 +43,7 @@ _TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
 
 
 class LogError(DataError):
-    """An invalid allocation log. The message has the file, the line and the column."""
+    """An invalid allocation log. The message names the file, the line and the column."""
 
 
 class LogAction(str, Enum):
@@ -76,8 +76,8 @@ class LogEvent(NamedTuple):
 class LogWriter:
     """Writes a log as a listener of a pool: `pool.add_listener(writer)`. A context manager.
 
-    Safe to call from any thread and during a garbage collection: a call only appends to a queue. A
-    call that finds the queue long and the file not in use writes the queue to the file.
+    Safe to call from any thread and during a garbage collection: a call only appends to a queue. If
+    the queue is long and no other thread is writing, the call writes the queue to the file.
     """
 
     def __init__(self, path: Path | str) -> None:

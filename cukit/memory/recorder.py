@@ -17,7 +17,7 @@ class AllocationRecorder:
     """A CuPy allocator that forwards every request to another one and writes it to a log.
 
     `recorder = AllocationRecorder(writer)`; then `cupy.cuda.set_allocator(recorder.allocate)`.
-    The log has the requested sizes. It lacks earlier allocations, and the frees of memory that
+    The log contains the requested sizes. It lacks earlier allocations, and the frees of memory that
     outlives the writer.
     """
 
@@ -53,7 +53,7 @@ class AllocationRecorder:
 
 
 class _Owner:
-    """Keeps the inner allocator's memory as long as CuPy uses ours."""
+    """Referenced by CuPy's memory object; keeps the inner allocator's memory allocated."""
 
     __slots__ = ("__weakref__", "memory")
 

@@ -63,7 +63,7 @@ def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) ->
 # The kernel ---------------------------------------------------------------------------------------
 
 MIN_BUFFERS = 16
-"""Fewer are planned by the host: they may move without any kernel (device_copy.py)."""
+"""Moves of fewer buffers are planned by the host: they may need no kernel (device_copy.py)."""
 MAX_ROWS = 1 << 16
 MAX_WALLS = 1 << 13
 MAX_SLOTS = 1 << 17
@@ -76,7 +76,7 @@ REQUEST = Struct("7q8x")
 
 
 def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
-    """Whether the kernel has room for a compaction, and it has enough buffers."""
+    """Whether a compaction is within the limits of the kernel and has enough buffers."""
     return (
         grid.num_buffers >= MIN_BUFFERS
         and num_rows <= MAX_ROWS

@@ -11,10 +11,10 @@
 //   ROW_WARPS warps with the same queries split the groups of a tile. Rows of the memory are columns of the
 //   product, so a group's maximum is reduced within a thread first, and then over four lanes.
 // Shared memory: STAGES * ROWS * WIDTH * 2 bytes, dynamic.
-// Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; QUERY_TILES 1|2|4; QUERY_WARPS 1|2|4; ROW_WARPS
-//   and ROWS, a multiple of 32 * ROW_WARPS; STAGES 2..4; THREADS 32 * QUERY_WARPS * ROW_WARPS.
-//   QUERY_TILES * WIDTH <= 512: registers. Minimum architecture: sm_80. Accumulates in float over ascending k;
-//   deterministic.
+// Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; QUERY_TILES 1|2|4; QUERY_WARPS 1|2|4; ROW_WARPS;
+//   ROWS, a multiple of 32 * ROW_WARPS; STAGES 2..4; THREADS 32 * QUERY_WARPS * ROW_WARPS.
+//   QUERY_TILES * WIDTH <= 512, so that the queries fit in registers. Minimum architecture: sm_80. Accumulates in
+//   float over ascending k; deterministic.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -38,8 +38,8 @@ static_assert(QUERY_TILES * WIDTH <= 512, "queries fit in registers");
 static_assert(THREADS == kWarpSize * QUERY_WARPS * ROW_WARPS, "one warp per part of a tile");
 static_assert(kRows % (kGroup * ROW_WARPS) == 0, "full groups");
 
-// Maxima of QUERY_TILES values over four lanes; each lane returns that of tile `owned`, or none (-1). With four
-// values, lanes exchange halves twice: three shuffles instead of eight.
+// Maxima of QUERY_TILES values over four lanes. Each lane returns the maximum of query tile `owned`; -1: its result is
+// not used. With four values, lanes exchange halves twice: three shuffles instead of eight.
 CUKIT_DEVICE float quad_maximum(const float (&values)[QUERY_TILES], int& owned) {
   const int lane = threadIdx.x % kWarpSize;
   const bool odd = lane % 2 != 0, high = lane % 4 >= 2;

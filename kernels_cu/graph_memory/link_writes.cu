@@ -1,5 +1,5 @@
-// Builds a linked list of the writes to each row of a memory: heads[i] is the first, next[w] the one after w, -1
-// the end.
+// Builds a linked list of the writes to each row of a memory: heads[i] is the first write to row i, next[w] the write
+// after w; -1 marks the end.
 //
 // The order within a list is the order of the atomics and differs between runs; results computed from a list
 // must not depend on it (reproducible_sums.cuh).

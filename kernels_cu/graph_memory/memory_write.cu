@@ -3,7 +3,8 @@
 //   s = sum_w gates[w], u = sum_w gates[w] values[w] over the writes w to row i
 //   out[i] = (1 - s / c) memory[i] + u / c, c = max(1, s)
 //
-// The writes to a row are a linked list in any order (link_writes.cu); sums do not depend on it (reproducible_sums.cuh).
+// The writes to a row are a linked list in any order (link_writes.cu); the sums do not depend on the order
+// (reproducible_sums.cuh).
 // Negative gates are treated as 0.
 // Mapping: one warp per row, VEC columns per lane; rows without writes are copied. Shared memory: none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Computes in float.
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
   if (lane == 0) totals[row] = total;
   if (count == 0 && out == memory) return;
 
-  // A replaced row does not read the old values, which may be NaN.
+  // The result of a replaced row does not depend on its old values, which may be NaN.
   const bool replaced = total >= 1.0f;
   const float scale = replaced ? 1.0f / total : 1.0f;
 #pragma unroll 1

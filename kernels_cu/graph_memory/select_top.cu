@@ -19,7 +19,7 @@ namespace {
 using cukit::Key;
 
 // Bitonic sort, descending, of one key per thread: thread i of the first `size`, a power of two, gets the i-th
-// largest. Lanes of a warp exchange keys by shuffles, others through `list` of THREADS keys. All threads must call it.
+// largest. Threads of one warp exchange keys by shuffles, others through `list` [THREADS]. All threads must call it.
 CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
   const int thread = threadIdx.x;
   for (int run = 2; run <= size; run *= 2) {

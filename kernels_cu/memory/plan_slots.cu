@@ -1,5 +1,5 @@
 // Plans the moves of a compaction of buffers of one size, on a grid of slots of that size, so that
-// the copies can follow without the host.
+// the copies can start without a round trip to the host.
 //
 //   Pages with a wall stay in use, then the fullest, until all buffers fit. The buffers of the other
 //   pages, in the order of their rows, move to the free slots of the pages in use, in address order.
@@ -80,7 +80,7 @@ CUKIT_DEVICE unsigned bits_between(int first, int last, int word) {
   return low < high ? kFullMask >> (kWarpSize - high + low) << low : 0;
 }
 
-// Number of bits set in [first, first + count), a power of two aligned to itself.
+// Number of bits set in [first, first + count). `count` is a power of two and divides `first`.
 CUKIT_DEVICE int count_bits(const unsigned* words, int first, int count) {
   if (count < kWarpSize) {
     return __popc(words[first / kWarpSize] & bits_between(first, first + count, first / kWarpSize));
@@ -91,8 +91,9 @@ CUKIT_DEVICE int count_bits(const unsigned* words, int first, int count) {
   return found;
 }
 
-// Finds the threshold in `histogram` [per_page + 1] for the `wanted` fullest pages: those with more
-// buffers stay in use, and `quota` of those with as many. Called by one warp.
+// Finds the threshold in `histogram` [per_page + 1] for the `wanted` fullest pages: pages with more
+// buffers than the threshold stay in use, and so do `quota` pages with exactly that many. Called by
+// one warp.
 CUKIT_DEVICE void find_threshold(const int* histogram, int per_page, int wanted, Scratch* scratch) {
   const int lane = threadIdx.x % kWarpSize;
   int threshold = wanted > 0 ? -1 : per_page + 1;
@@ -126,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     Move* table,                             // [num_rows + 1], for batched_copy
     int* num_moves,                          // [1]
     int* result,                             // [1]: number of moves; -1: a buffer fits no slot
-    Target* targets) {                       // [num_rows]: rows that move, ascending, and where to
+    Target* targets) {                       // [num_rows]: rows that move, ascending, and their slots
   CUKIT_DYNAMIC_SHARED(unsigned, taken);     // by slot: a buffer or a wall
   __shared__ Scratch scratch;
   unsigned* walls = taken + kMaxWords;
-  int* held = reinterpret_cast<int*>(walls + kMaxWords);  // buffers by page; negative: they move
+  int* held = reinterpret_cast<int*>(walls + kMaxWords);  // buffers by page; ~buffers if they move
   int* histogram = held + MAX_PAGES;                      // pages by number of buffers
 
   const Request request = *request_of;

@@ -147,10 +147,10 @@ class Arena:
         """Where in a free span a block starts when the pool is nearly full.
 
         A block of a page or more starts at the span's start, or so that it begins or ends at a page
-        boundary: where it takes the fewest wholly free pages, then where it leaves the least of
-        them unused. A page with a live byte cannot be remapped, so a block with one end inside a
-        page blocks a page even after its neighbours are freed, and a block with both ends inside
-        pages blocks two.
+        boundary. The start that takes the fewest wholly free pages is chosen, then the one that
+        leaves the fewest bytes of these pages unused. A page with a live byte cannot be remapped,
+        so a block with one end inside a page blocks a page even after its neighbours are freed, and
+        a block with both ends inside pages blocks two.
 
         A smaller block starts so that the rest of the span still begins or ends at a page boundary,
         where a larger block can use it.
@@ -186,7 +186,7 @@ class Arena:
         return cut
 
     def put_free(self, span: Span) -> Span:
-        """Makes a span, in no index, FREE and merges it; returns the merged span."""
+        """Makes a span that is in no index FREE, and merges it; returns the merged span."""
         span.state = FREE
         before, behind = span.prev, span.next
         if behind is not None and self._joins(span, behind):
@@ -224,7 +224,7 @@ class Arena:
         return self.put_free(span)
 
     def put_unmapped(self, span: Span) -> None:
-        """Makes a span, in no index, UNMAPPED and merges it."""
+        """Makes a span that is in no index UNMAPPED, and merges it."""
         span.state, span.stream, span.epoch = UNMAPPED, None, 0
         if self._small_pages:
             page = self.page_bytes
@@ -255,7 +255,7 @@ class Arena:
         Returns the addresses and sizes of the free spans, in address order.
 
         All streams are idle (Streams.mark_all_done), or only the moves are still queued: all free
-        memory, including the old places of moved spans, becomes available to every stream.
+        memory, including the old addresses of moved spans, becomes available to every stream.
 
         Args:
             spans: all that are not free, and those free for a captured graph only.

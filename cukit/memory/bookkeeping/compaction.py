@@ -74,7 +74,7 @@ class Pieces:
         """`free` with the buffers at these addresses, which need not ascend."""
         low = np.concatenate((self.begin, self.wall + self.wall_size, movable + self.movable_size))
         high = np.concatenate((self.end, self.wall, movable))
-        # Sorted, they pair up to the gaps between walls, buffers and borders.
+        # Once sorted, low[i] and high[i] bound the gaps between walls, buffers and borders.
         low.sort()
         high.sort()
         high -= low

@@ -6,7 +6,8 @@ again when the rows are next read.
 
 A defragmentation packs all buffers that have a row: a group of adjacent buffers becomes one PACKED
 span, the rows are the only record of the buffers' addresses, and no Python object of a buffer is
-touched. When one of a group is pinned, freed or reported, all get their own spans back (`unpack`).
+touched. When a buffer of a group is pinned, freed or reported, all buffers of the group get
+their own spans back (`unpack`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weak references that report the death of a block's owner, and the queues they are put in.
+"""Weak references that report the destruction of a block's owner, and their queues.
 
 A destructor written in Python can lose a Ctrl-C: if the signal is handled at the destructor's first
 bytecode, KeyboardInterrupt is raised where it cannot propagate, and the free never happens. The
@@ -22,7 +22,8 @@ MAX_QUEUES = 128
 
 
 class OwnerRef(weakref.ref[Any]):
-    """Appended to the pool's queue when its referent dies; must stay referenced until then."""
+    """Appended to the pool's queue when its referent is destroyed; must stay referenced until
+    then."""
 
     __slots__ = ("target",)
 
@@ -43,7 +44,7 @@ class PinRef(OwnerRef):
 
 
 class Queue(NamedTuple):
-    """References whose owners have died."""
+    """References whose owners are destroyed."""
 
     refs: deque[Any]
     popped: Iterator[Any]

@@ -72,7 +72,7 @@ class Span:
         self.holder: Holder | None = None
         """Set if a DeviceBuffer owns the span, which may then be moved."""
         self.owner_ref: OwnerRef | None = None
-        """Reports the death of the object that owns the memory."""
+        """Reports the destruction of the object that owns the memory."""
         self.call_site: tuple[Frame, ...] = ()
         self.prev: Span | None = None
         self.next: Span | None = None
@@ -134,7 +134,7 @@ class Span:
 
 
 class Holder:
-    """The pool's record of a DeviceBuffer: its span, wherever that is moved, and its pins.
+    """The pool's record of a DeviceBuffer: its span, which may be moved, and its pins.
 
     While the buffer is packed, the span is outdated: it is part of no range (Movables.unpack).
 
@@ -152,7 +152,7 @@ class Holder:
         self.pins: list[object] = []
         """USER, PERMANENT, an object per `pinned()`, a PinRef per array."""
         self.owner_ref: BufferRef | None = None
-        """Reports the death of the buffer."""
+        """Reports the destruction of the buffer."""
         self.closed = False
         self.released = False
         """The memory was freed, or its free is deferred."""

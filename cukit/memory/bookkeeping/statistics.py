@@ -29,8 +29,8 @@ class PoolStatistics:
     """Taken from the device: live + pending + free."""
     limit_bytes: int | None
     peak_live_bytes: int
-    """An upper bound for CuPy arrays: the memory of a dead array counts as live until the
-    pool's next miss (pool/cupy_allocator.py)."""
+    """An upper bound for CuPy arrays: the memory of a destroyed array counts as live until
+    the pool's next miss (pool/cupy_allocator.py)."""
     peak_reserved_bytes: int
     num_live: int
     num_allocations: int

@@ -31,7 +31,7 @@ class Pool(Protocol):
 
 
 class _Pin:
-    """Owned by an array: pins the buffer, and keeps it alive, as long as the array lives."""
+    """Owned by an array: pins the buffer, and keeps it alive, as long as the array exists."""
 
     __slots__ = ("__weakref__", "_buffer")
 
@@ -62,7 +62,7 @@ class DeviceBuffer:
         holder.owner_ref.target = holder
 
     def __repr__(self) -> str:
-        self.pool._drain_if_idle()  # removes the pins of dead arrays
+        self.pool._drain_if_idle()  # removes the pins of destroyed arrays
         state = "closed" if self.closed else "pinned" if self._holder.pins else "movable"
         return f"<DeviceBuffer of {self.size} bytes, {state}>"
 
@@ -109,14 +109,15 @@ class DeviceBuffer:
     def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A CuPy array (NumPy with the host provider) over the start of the buffer.
 
-        The array and all its views pin the buffer and keep its memory.
+        The array and all its views pin the buffer and keep its memory allocated.
         """
         extents = check_shape("DeviceBuffer.array", shape)
         kind = _dtype(dtype)
         num_bytes = math.prod(extents) * kind.itemsize
         if num_bytes > self.size:
             raise ArrayShapeError(
-                f"{self!r}: an array of {num_bytes} bytes ({extents}, {kind}) is larger"
+                f"{self!r}: an array of {num_bytes} bytes ({extents}, {kind}) is larger than the "
+                "buffer"
             )
         owner = _Pin(self)
         ref = PinRef(owner, self.pool.free_from_finalizer)

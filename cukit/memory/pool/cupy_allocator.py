@@ -1,10 +1,10 @@
 """The pool as CuPy's allocator: all CuPy arrays, and so all of cukit's, are allocated from it.
 
 A program that allocates an array of a size that it has freed before does not need the pool's lock:
-the block stays live in the pool's records and only its owner changes. When an array's memory dies,
-its OwnerRef is appended to the queue of its stream and size (bookkeeping/owner_refs.py). Popping
-the reference is atomic and makes the caller the block's owner. Every other request goes through
-MemoryPool.allocate, which drains the queues on a miss.
+the block stays live in the pool's records and only its owner changes. When an array's memory
+object is destroyed, its OwnerRef is appended to the queue of its stream and size
+(bookkeeping/owner_refs.py). Popping the reference is atomic and makes the caller the block's owner.
+Every other request goes through MemoryPool.allocate, which drains the queues on a miss.
 
 Ctrl-C: Python handles signals after calls, at function starts and at backward jumps. A reference
 returned by a call could therefore be lost before it is assigned to a name. So references are popped
@@ -217,8 +217,8 @@ def _put_back(append: Callable[[Any], None], ref: Any) -> None:
 
 @functools.cache
 def _pool_memory() -> Any:
-    """A CuPy memory class whose `owner` is the pool, which therefore lives as long as its memory.
-    The class supports weak references, which an OwnerRef uses to detect that an object died."""
+    """A CuPy memory class whose `owner` is the pool, so that the pool exists as long as its memory.
+    The class supports weak references, through which an OwnerRef detects the destruction."""
 
     class PoolMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
         __slots__ = ("__weakref__",)

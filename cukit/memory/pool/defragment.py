@@ -91,7 +91,8 @@ class Defragmenter:
         return UsedSpans.of(self._movables.columns(), fixed)
 
     def _fixed_spans(self) -> FixedSpans:
-        """The spans that cannot move. Until Movables is settled again, its rows are those that can.
+        """The used spans that cannot move. The rows of Movables are the movable spans, until it is
+        settled again.
 
         No copy starts before this returns, and code that has not run for a while takes ten times
         as long, so empty containers are skipped.
@@ -165,8 +166,8 @@ class Defragmenter:
         return copied.moved
 
     def _compact(self, stream: Hashable) -> _Compaction:
-        """Moves buffers. The device is idle before the copies. Work that they do not depend on
-        overlaps them, and they may still be running on return (`_finish`)."""
+        """Moves buffers. The device is idle when the copies start. Host work that the copies do not
+        depend on overlaps them, and they may still be running on return (`_finish`)."""
         if self._supply.pending:  # the plan depends on whether these frees are complete
             self._supply.synchronize()
         fixed = self._fixed_spans()
@@ -193,7 +194,7 @@ class Defragmenter:
     def _compact_on_device(
         self, fixed: FixedSpans, grid: Grid, stream: Hashable
     ) -> _Compaction | None:
-        """`_compact` with a plan made by the device; None if that moves nothing."""
+        """`_compact` with a plan computed by the device; None if the plan moves nothing."""
         provider, movables = self._provider, self._movables
         walls = fixed.walls(grid)
         provider.synchronize_device()
@@ -229,7 +230,7 @@ class Defragmenter:
     def _compact_from_host(
         self, fixed: FixedSpans, grid: Grid | None, stream: Hashable
     ) -> _Compaction:
-        """`_compact` with a plan made while the device finishes earlier work."""
+        """`_compact` with a plan computed by the host while the device finishes earlier work."""
         used = UsedSpans.of(self._movables.columns(), fixed)
         plan = None
         if grid is not None:

@@ -20,7 +20,7 @@ _waiting: list[tuple[Provider, Pager]] = []
 os.register_at_fork(after_in_child=_waiting.clear)
 
 
-def give_back(
+def release_memory(
     provider: Provider,
     streams: Streams,
     pager: Pager,
@@ -46,5 +46,5 @@ def give_back(
             entry[0].synchronize_device()
             entry[1].abandon()
         except Exception:
-            LOG.exception("memory pool: its memory could not be released")
+            LOG.exception("memory pool: the memory of a collected pool could not be released")
         _waiting.remove(entry)

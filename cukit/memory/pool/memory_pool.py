@@ -50,7 +50,7 @@ from cukit.memory.pool.buffer import DeviceBuffer
 from cukit.memory.pool.config import ALIGNMENT, MemoryPoolConfig
 from cukit.memory.pool.counters import Counters
 from cukit.memory.pool.defragment import Defragmenter
-from cukit.memory.pool.finalize import give_back
+from cukit.memory.pool.finalize import release_memory
 from cukit.memory.pool.listeners import Listeners
 from cukit.memory.pool.oom import Recovery
 from cukit.memory.pool.pager import Pager
@@ -65,7 +65,7 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Free: TypeAlias = OwnerRef | int | tuple[int, Any] | Holder
-"""A deferred free: a dead owner, an address, an address and a stream, or a buffer."""
+"""A deferred free: the reference of an owner, an address, an address and a stream, or a buffer."""
 
 ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
@@ -178,7 +178,7 @@ class MemoryPool:
         """One attribute access instead of seven on the fast paths."""
         _pools.add(self)
         parts = (provider, self._streams, self._pager, self._live, self._queues, os.getpid())
-        weakref.finalize(self, give_back, *parts).atexit = False
+        weakref.finalize(self, release_memory, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
                 f"MemoryPoolConfig: initial_pool_size: the device lacks "
@@ -199,10 +199,10 @@ class MemoryPool:
     def allocate(self, size: int, stream: Any = None, _owner: Any = None) -> int:
         """Returns the address of `size` bytes, a multiple of 512, usable on `stream`.
 
-        Raises OutOfMemoryError, whose text and `report` describe what holds the memory.
+        Raises OutOfMemoryError, whose text and `report` describe how the memory is used.
         """
-        # `_owner` creates CuPy's memory object, which is returned instead of the address. It frees
-        # itself from the moment it exists, even if an interrupt keeps it from the caller.
+        # `_owner` creates CuPy's memory object, which is returned instead of the address. Once it
+        # exists, its destruction frees the memory, even if an interrupt prevents the return.
         key = self._current_stream() if stream is None else self._stream_key(stream)
         if key not in self._uncaptured and (capture := self._capture_id(key)) is not None:
             key = CaptureKey(capture, key)
@@ -231,7 +231,7 @@ class MemoryPool:
                 del cached[-1]
             except (KeyError, IndexError):
                 found = []
-                self._allocate_slowly(size, rounded, key, found)
+                self._allocate_slowly(rounded, key, found)
                 span = found[0]
             else:
                 span.state = LIVE
@@ -513,7 +513,7 @@ class MemoryPool:
         """Restores a consistent state after an exception in `allocate` or `free`, and unlocks.
 
         opened: this call had set `_busy`.
-        span: what was to be freed, or was allocated but will not reach the caller; it is freed.
+        span: the span to be freed, or one that was allocated but cannot be returned; it is freed.
         """
         with Uninterrupted():
             lock = self._lock
@@ -555,6 +555,7 @@ class MemoryPool:
     # Slow paths ---------------------------------------------------------------------------------
 
     def _smallest(self, size: int) -> int:
+        """The size of a block of 0 bytes. Raises ConfigError for a negative size."""
         if size < 0:
             raise ConfigError(f"memory pool: size: expected at least 0, got {size}")
         return ALIGNMENT
@@ -570,7 +571,7 @@ class MemoryPool:
             raise PointerError(self._explain(address))
         return span
 
-    def _allocate_slowly(self, size: int, rounded: int, key: Hashable, found: list[Span]) -> None:
+    def _allocate_slowly(self, rounded: int, key: Hashable, found: list[Span]) -> None:
         """Appends a live span to `found`: on a miss, or when listeners are active.
 
         The list makes the span visible to `allocate` even if an interrupt prevents the return.
@@ -799,7 +800,7 @@ class MemoryPool:
             return holder.span.address
 
     def _make_movable(self, holder: Holder) -> None:
-        """Makes a new buffer known to defragmentation."""
+        """Adds a new buffer to those that defragmentation may move."""
         self._acquire()
         try:
             if self._busy or holder.pins:  # busy: a garbage collection inside the pool
@@ -922,7 +923,7 @@ def _after_fork() -> None:
     for pool in list(_pools):
         pool._acquire = _refuse
         pool._parts = (_refuse, *pool._parts[1:])
-        pool._listeners.active = True  # makes CuPy's allocator take the lock, and so `_refuse`
+        pool._listeners.active = True  # makes CuPy's allocator call `allocate`, and so `_refuse`
         pool._busy = True  # permanently: finalizers in the child only defer their frees
 
 

@@ -2,16 +2,17 @@
 
 The pool grows in three ways, cheapest first: spare pages (created but not mapped), wholly free
 pages (remapped: unmapped at the old address and mapped at the new one, without copying bytes or
-changing the address of a live block), and new pages from the driver. If the driver refuses one of
-the steps, the pages of the steps before it stay spare, so a failure needs no rollback.
+changing the address of a live block), and new pages from the driver. If one of the steps fails,
+the pages of the steps before it stay spare, so a failure needs no rollback.
 
 Each driver call costs a fixed time per handle, whatever the handle's size. A request of many pages
 therefore gets large pages, if the provider has them: several pages behind one handle, mapped,
-unmapped and destroyed as one. Below the limit they are new, while the scattered single pages that
-would have been remapped stay free where they are, and as many are returned to the device during
-later requests (`shed`). At the limit, single pages are destroyed and created again as large ones,
-which takes less time than mapping them one by one. A large page with a live byte cannot be
-remapped, so a free one is split into single pages before a block takes part of it (`keep_whole`).
+unmapped and destroyed as one. Below the limit, new large pages are created; the scattered single
+pages that would have been remapped stay free where they are, and the same number of pages is
+returned to the device during later requests (`shed`). At the limit, single pages are destroyed and
+created again as large ones, which takes less time than mapping them one by one. A large page with a
+live byte cannot be remapped, so a free one is split into single pages before a block takes part of
+it (`keep_whole`).
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Pager:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether the pool holds nearly all that its limit allows."""
+        """Whether the pool has grown nearly to its limit."""
         limit = self._config.max_pool_size
         return limit is not None and self._remaps and self.reserved_bytes >= NEARLY_FULL * limit
 
@@ -165,12 +166,11 @@ class Pager:
         return runs if missing <= 0 or self._create(missing, large=large) else None
 
     def _create_instead(self, runs: Sequence[Run], others: int) -> int:
-        """In a pool with a limit, creates large pages instead of remapping as many single ones,
-        which takes several times as long, as far as the limit and the device allow besides `others`
-        new pages.
+        """In a pool with a limit, creates large pages instead of remapping the single pages of
+        `runs`, which takes several times as long. The limit must also admit `others` new pages.
 
-        Returns the number of single pages that can stay where they are. `shed` returns as many to
-        the device later.
+        Returns the number of single pages that need not be remapped, 0 if the device lacks memory.
+        `shed` returns the same number to the device later.
         """
         step, room = self.large_pages, self.room()
         if room is None:
@@ -244,7 +244,8 @@ class Pager:
         """Splits the large pages that a block of `size` bytes at `start` would take only part of,
         in a free span that any stream may use. Returns the span.
 
-        Returns None if another process took a page from the device meanwhile; the span is gone.
+        Returns None if another process took a page from the device meanwhile; the span is then
+        no longer valid.
         """
         page, step = self.page_bytes, self.large_pages * self.page_bytes
         for at in (start // page * page, (start + size - 1) // page * page):
@@ -478,7 +479,8 @@ class Pager:
         return self._joined(runs) if self.large_mapped else runs
 
     def _joined(self, runs: Sequence[Run]) -> list[Run]:
-        """Joins adjacent runs. Descending: when a run is unmapped, its Span keeps what is below."""
+        """Joins adjacent runs. The result descends, because unmapping a run leaves its Span with
+        the bytes below it."""
         joined: list[Run] = []
         for run in sorted(runs, key=attrgetter("address"), reverse=True):
             last = joined[-1] if joined else None

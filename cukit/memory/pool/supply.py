@@ -38,11 +38,11 @@ class Supply:
        take a new page instead;
     4. wholly free pages and new pages (Pager.grow).
 
-    A pool that holds nearly all that its limit allows has its free memory mostly on partly used
-    pages. A request of few pages is then placed where it takes the fewest wholly free pages, even
-    if that needs driver calls to map pages next to a hole (Pager.grow) or to map partly used pages
-    a second time (Stitcher). In a pool with a limit, small blocks are kept on separate pages from
-    the start, because they would split those partly used pages into unusable pieces.
+    When a pool has grown nearly to its limit, its free memory is mostly on partly used pages. A
+    request of few pages is then placed where it takes the fewest wholly free pages, even if that
+    needs driver calls to map pages next to a hole (Pager.grow) or to map partly used pages a second
+    time (Stitcher). In a pool with a limit, small blocks are kept on separate pages from the start,
+    because they would split those partly used pages into unusable pieces.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class _Stream(NamedTuple):
     owner: Any | None
     """CuPy's stream object, whose finalizer destroys the stream; None: CuPy does not own it."""
     of_thread: bool
-    """The default stream of one thread: its handle is another stream in every other thread."""
+    """A per-thread default stream: its handle denotes a different stream in every thread."""
 
 
 _dropped = _Stream(0, object(), False)
@@ -91,7 +91,7 @@ class CudaDevice:
         cupy = require_cupy("the CUDA memory pool")
         if not gpu_available():
             raise UnsupportedDeviceError(
-                "no CUDA device found; `cukit doctor` says what is missing"
+                "no CUDA device found; run `cukit doctor` to see what is missing"
             )
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
@@ -109,7 +109,7 @@ class CudaDevice:
         self._move_slots = _SLOT_MOVERS.setdefault(self.device_id, SlotMover(cupy))
         with self.current():
             self._runtime.memGetInfo()  # creates the primary context
-        _living.add(self)
+        _devices.add(self)
 
     def for_device(self, device_id: int) -> CudaDevice:
         """The same kind of provider for another device."""
@@ -227,7 +227,7 @@ class CudaDevice:
         return call(stream.handle)
 
     def _object_of(self, key: Hashable) -> Any:
-        """A CuPy stream object for `with`."""
+        """The stream as a CuPy stream object."""
         stream = self._streams.get(key)
         if stream is not None and stream.owner is not None:
             return stream.owner
@@ -373,7 +373,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # After a fork -------------------------------------------------------------------------------------
 
-_living: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+_devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -391,7 +391,7 @@ class _Refusal:
 
 
 def _after_fork() -> None:
-    for device in _living:
+    for device in _devices:
         device._runtime = _Refusal()
         device._get_current_stream = _refuse
         device.__dict__.update(_driver=_Refusal())

@@ -28,9 +28,6 @@ class CudaMalloc(CudaDevice):
     large_pages = 1
     can_remap = False
 
-    def __init__(self, device_id: int | None = None) -> None:
-        super().__init__(device_id)
-
     def reserve(self, size: int) -> int:
         with self.current(), self.between_captures():
             try:

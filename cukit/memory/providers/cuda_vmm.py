@@ -72,7 +72,7 @@ class VirtualPages:
             while len(handles) < count:
                 handles.append(self._driver.create(size))
         except BaseException:
-            kept[:count] = self._hand_back(handles)
+            kept[:count] = self._release_all(handles)
             raise
         del kept[:count]
         return handles
@@ -80,14 +80,14 @@ class VirtualPages:
     def destroy_pages(self, pages: Sequence[Any]) -> None:
         single = [page for page in pages if not isinstance(page, LargePart)]
         large = [page.handle for page in pages if isinstance(page, LargePart) and not page.number]
-        refused, refused_large = self._hand_back(single), self._hand_back(large)
+        refused, refused_large = self._release_all(single), self._release_all(large)
         count = len(refused) + len(refused_large)
         if count and count == len(single) + len(large):
             raise DriverError(f"the driver failed to release all of {len(pages)} pages")
         self._kept += refused
         self._kept_large += refused_large
 
-    def _hand_back(self, handles: Sequence[Any]) -> list[Any]:
+    def _release_all(self, handles: Sequence[Any]) -> list[Any]:
         """Releases handles; returns those that the driver failed to release."""
         refused = []
         for handle in handles:
@@ -188,12 +188,12 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
         driver = CudaVirtualMemoryDriver(self.device_id)
         if page_bytes is None:
             total = self.memory_info()[1]
-            cut = total if most_bytes is None else min(most_bytes, total)
-            page_bytes = choose_page_bytes(driver.granularity(), cut)
+            limit = total if most_bytes is None else min(most_bytes, total)
+            page_bytes = choose_page_bytes(driver.granularity(), limit)
         VirtualPages.__init__(self, driver, page_bytes)
 
     def create_pages(self, count: int) -> list[Any]:
-        # A request that must fail would still take the rest of the device's memory for a moment.
+        # Without this check, a request that fails would first take all free memory of the device.
         if count >= MANY_PAGES and count * self.page_bytes > self.memory_info()[0]:
             raise DeviceOutOfMemory(f"the device lacks {count} pages of {self.page_bytes} bytes")
         return super().create_pages(count)
