@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -123,12 +124,12 @@ def argument(text: str, rng: np.random.Generator) -> Any:
     name, _, rest = text.partition(":")
     dtype = _dtype(name, text)
     shape_text, _, fill = rest.partition(":")
-    if not re.fullmatch(r"\d+(x\d+)*", shape_text):
+    if not re.fullmatch("[0-9]{1,19}(x[0-9]{1,19}){0,31}", shape_text):
         raise ConfigError(
             f"--arg {text}: expected dtype:shape[:fill], dtype=value, a .npy file or null"
         )
     shape = tuple(int(extent) for extent in shape_text.split("x"))
-    if np.prod(shape, dtype=object) > _MAX_ELEMENTS:
+    if max(*shape, math.prod(shape)) > _MAX_ELEMENTS:
         raise ConfigError(f"--arg {text}: at most {_MAX_ELEMENTS} elements")
     return _filled(text, dtype, shape, fill or "random", rng)
 
@@ -161,16 +162,18 @@ def _dtype(name: str, text: str) -> np.dtype[Any]:
 
     name = _NAMES.get(name, name)
     extension = getattr(ml_dtypes, name, None)
-    with suppress(TypeError):
-        dtype = np.dtype(name if extension is None else extension)
-        if not dtype.hasobject and dtype.itemsize > 0:
-            return dtype
+    if re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
+        with suppress(TypeError, ValueError):
+            dtype = np.dtype(name if extension is None else extension)
+            # The kind of ml_dtypes is "V", as that of structures.
+            if dtype.kind in "biufcV" and dtype.type is not np.void:
+                return dtype
     raise ConfigError(f"--arg {text}: unknown dtype {name!r}; for example float32, int32")
 
 
 def extents_of(option: str, text: str) -> tuple[int, ...]:
     """The extents in `4`, `4,2` or `4x2x1`. Raises ConfigError."""
-    if not re.fullmatch(r"\d+([,x]\d+){0,2}", text):
+    if not re.fullmatch("[0-9]{1,19}([,x][0-9]{1,19}){0,2}", text):
         raise ConfigError(f"{option}: expected one to three extents such as 4,2,1, got {text!r}")
     return tuple(int(extent) for extent in re.split("[,x]", text))
 
