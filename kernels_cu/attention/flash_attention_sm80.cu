@@ -7,12 +7,12 @@
 //   running maxima and sums in registers. It iterates over the keys and values in tiles of TILE_N,
 //   last tile first, so that partially masked tiles come first; the next tile is copied while this
 //   one is multiplied. The grid is one-dimensional: see block_order.cuh.
-// Maxima are updated only once a score exceeds one by more than 8 in log2 units: softmax does not
-// depend on the subtracted value, and most tiles then rescale nothing.
+// A warp updates its running maxima only when a score exceeds its row's maximum by more than 8 in log2
+// units: softmax does not depend on the subtracted value, so most tiles need no rescaling.
 // Score options: score_options.cuh. A query without a visible key gets out = 0, lse = -infinity.
 // Shared memory, dynamic: 2 * (HEAD_DIM * (TILE_M + 2 * TILE_N) + VALUE_DIM * 2 * TILE_N) bytes,
-//   Q | K, two stages | V, two; at the end 2 * TILE_M * VALUE_DIM bytes of output in place of all
-//   of them.
+//   Q | K, two stages | V, two; the epilogue reuses the space for 2 * TILE_M * VALUE_DIM
+//   bytes of output.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1
 //   head_dim is smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES
 //   1|2;
@@ -77,7 +77,8 @@ CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOpe
       [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step, stage_bytes); });
 }
 
-// Updates the maxima once one has grown by more than kLazyGrowth, and rescales outputs and sums.
+// If a score of the warp exceeds its row's maximum by more than kLazyGrowth, updates the warp's maxima
+// and rescales its outputs and sums.
 CUKIT_DEVICE void update_maxima(Rows& rows, const float (&scores)[M_TILES][kSTiles][4],
                                float scale_log2) {
   float seen[2 * M_TILES];
@@ -275,10 +276,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     multiply_values(rows, scores, v_operand, stage * kValueBytes, factor);
   }
 
-  // Without a tile of keys, the copy of Q may still be in flight. A warp reads and writes its own
-  // rows.
+  // If there was no key tile, the copy of Q may still be in flight: wait before the output overwrites it.
+  // From here each warp accesses only its own rows.
   cukit::cp_async_wait<0>();
   __syncthreads();
+  // Recomputed, to save registers in the loop.
   const Place again = place_of(cukit::opaque(blockIdx.x));
   const int rows_to_store = again.sequence.seq_q - again.first_row;
   const long long first_statistic =

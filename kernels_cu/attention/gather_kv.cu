@@ -5,8 +5,8 @@
 //   int8, float8: code * scale;  int4 (KIVI): (code - zero) * scale
 //
 // Keys before the window of the request's first query and keys from its length on are zeros.
-// Blocks without any other key, and blocks of requests with fewer than min_queries queries, are not
-// written; nor are their entries of `blocks`.
+// Blocks that would be all zeros, and blocks of requests with fewer than min_queries queries, are not
+// written, nor are their entries in `blocks`.
 // Mapping: a thread block copies kRows keys of one request, of all heads, or the values of those
 //   keys; a thread copies eight columns at a time, UNROLL of them in flight.
 // Macros: DTYPE float16|bfloat16, of the outputs; FORMAT E4M3|INT8|INT4 of the cache, absent if its
@@ -120,7 +120,7 @@ struct Item {
   }
 
  private:
-  // Codes to values.
+  // Applies scales and zero points.
   CUKIT_DEVICE void multiply(float (&x)[kColumns], const Side& side) const {
 #if GROUP
     if constexpr (Keys) {

@@ -12,7 +12,7 @@ namespace cukit {
 
 constexpr int kChunk = 64;        // tokens
 constexpr int kHeadColumns = 64;  // columns of head_dim per block
-constexpr float kMinLogDecay = -104.0f;
+constexpr float kMinLogDecay = -104.0f;  // natural logarithm; exp(-104) is 0 in float
 // 2^x is 0 in float for x <= this.
 constexpr float kNothingLeft = -150.0f;
 
@@ -63,7 +63,7 @@ CUKIT_DEVICE float clamped_decay(float l) {
   return (l != l ? l : fmaxf(fminf(l, 0.0f), kMinLogDecay)) * kLog2E;
 }
 
-// Whether the forward does not clamp a log decay.
+// Whether the forward leaves this log decay unclamped.
 CUKIT_DEVICE bool has_gradient(float l) { return !(l > 0.0f || l < kMinLogDecay); }
 
 // Loads the log decays of tokens 2 l and 2 l + 1 of a chunk into lane l, clamped and in base 2. `log_decay`

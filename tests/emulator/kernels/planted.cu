@@ -1,4 +1,4 @@
-// Kernels with a bug if compiled with -DBUG=1, and without it otherwise. One block of 64 or 256 threads.
+// Kernels with a bug if compiled with -DBUG=1, and without it otherwise. One block of 32, 64 or 256 threads.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ldmatrix.cuh"
@@ -75,7 +75,7 @@ extern "C" __global__ void misaligned_vector_load(const float* x, float* out) {
   out[threadIdx.x] = four.x;
 }
 
-// Every thread reads the data that its neighbour has copied.
+// Every thread reads data that another thread has copied.
 extern "C" __global__ void missing_copy_wait(const float* x, float* out) {
   CUKIT_DYNAMIC_SHARED(float, row);  // 1024 floats
   cukit::cp_async_16(cukit::shared_address(row + 4 * threadIdx.x), x + 4 * threadIdx.x);
@@ -112,7 +112,7 @@ extern "C" __global__ void mismatched_barrier(const float* x, float* out) {
   out[threadIdx.x] = row[63 - threadIdx.x];
 }
 
-// A barrier in a branch that half of a warp takes.
+// A barrier in a branch that only part of a warp takes.
 extern "C" __global__ void divergent_barrier(const float* x, float* out) {
   __shared__ float row[kThreads];
   row[threadIdx.x] = x[threadIdx.x];
